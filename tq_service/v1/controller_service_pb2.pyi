@@ -412,7 +412,9 @@ class GetMetaRequest(google.protobuf.message.Message):
     LEASE_FIELD_NUMBER: builtins.int
     MAX_DELIVERIES_FIELD_NUMBER: builtins.int
     request_id: builtins.bytes
-    """16 random bytes that the client makes, the same over retries. Of a queue worker they name the claim."""
+    """16 random bytes that the client makes for this change and sends again with each retry. Of other lengths:
+    INVALID_ARGUMENT.
+    """
     partition_id: builtins.str
     """The partition. One that does not exist yet is waited for."""
     task_name: builtins.str

@@ -148,78 +148,81 @@ class ControllerServiceServicer(object):
     """
 
     def CreatePartition(self, request, context):
-        """Makes a partition, or confirms that it is there as asked. Optional: a partition is also made by its first samples.
-        Changes: adds the partition. Idempotent. Does not block. Errors: ALREADY_EXISTS (there with other settings).
+        """Makes a partition, or confirms that it exists as asked. Optional: the first samples make a partition too, with
+        default settings. Changes: adds the partition. Idempotent, does not block. Errors: ALREADY_EXISTS (it exists with
+        other settings).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SealPartition(self, request, context):
-        """Says that no new samples will come; columns for existing samples still may. Changes: the partition is sealed, its
-        groups get no further members, waiting claims may end. Idempotent. Does not block. Errors: NOT_FOUND,
-        FAILED_PRECONDITION (stale incarnation).
+        """Declares that no new samples will come; columns of existing samples still may. Changes: the partition is sealed,
+        its groups get no further members, waiting claims may end. Idempotent, does not block. Errors: NOT_FOUND,
+        FAILED_PRECONDITION (STALE_INCARNATION).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Insert(self, request, context):
-        """Allocates samples without data. Changes: adds rows, and the partition when it is new. Idempotent under
-        `request_id`. Blocks while the partition is bounded and has no capacity, until shortly before the call's
-        deadline. Errors: ALREADY_EXISTS (a key is known), FAILED_PRECONDITION (sealed), RESOURCE_EXHAUSTED (no capacity;
-        with RetryInfo unless it could never fit).
+        """Allocates samples without data. Changes: adds samples, and the partition where it is new. Idempotent under
+        `request_id`. Blocks while the partition has a bound and no capacity, until shortly before the deadline of the
+        call. Errors: ALREADY_EXISTS (a key exists), FAILED_PRECONDITION (PARTITION_SEALED), RESOURCE_EXHAUSTED (no
+        capacity; with RetryInfo unless the samples could never fit).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Commit(self, request, context):
-        """Makes a stored put visible and writes keys, groups, state and custom_meta, all in one step: allocates rows for
-        new samples, or adds and overwrites columns of existing ones; without a placement it writes metadata and state
-        only. Idempotent under `request_id`. Blocks for one call to the storage service that holds the put, and with new
-        samples as Insert does; the put is dropped when there is no capacity until then. Errors: RESOURCE_EXHAUSTED (no
-        capacity), NOT_FOUND (unknown key, sample, or an expired put), ALREADY_EXISTS (a key is known),
-        FAILED_PRECONDITION (sealed, stale incarnation, failed sample), INVALID_ARGUMENT (counts, dtype, layout or shape
-        differ).
+        """Makes a stored put visible and writes keys, groups, state and custom_meta, all in one step: allocates new
+        samples, or adds and overwrites columns of existing ones. Without a placement it writes metadata and state only.
+        Idempotent under `request_id`. With new samples it blocks as Insert does; a put for which there is no capacity
+        until then is dropped. Errors: RESOURCE_EXHAUSTED (no capacity), NOT_FOUND (unknown key or sample; PUT_NOT_FOUND:
+        the receipt is void, so put the data again), ALREADY_EXISTS (a key exists, or the put is committed under another
+        request_id), FAILED_PRECONDITION (PARTITION_SEALED, STALE_INCARNATION, SAMPLE_FAILED), INVALID_ARGUMENT (counts,
+        dtype, layout or shape differ), DATA_LOSS (the storage service has restarted and lost the put).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetMeta(self, request, context):
-        """Hands out a batch: long poll of up to `max_wait`, which the server may cap. Changes: the first request of a
-        batch_index plans it for all ranks and marks its samples consumed by the task; a queue claim marks its own. A rank
-        that asks again gets the same answer; so does a queue worker under the same `request_id`. Leaving early releases
-        what was not yet delivered. Errors: FAILED_PRECONDITION (ranks disagree, stale incarnation or epoch, partition
-        cleared), INVALID_ARGUMENT (arguments, unknown sampler or config), INTERNAL and DEADLINE_EXCEEDED (the sampler
-        failed or hung).
+        """Delivers a batch: a long poll of up to `max_wait`, which the server may shorten. Changes: the first request of a
+        batch_index plans that batch for all ranks and marks its samples consumed by the task; a claim of a queue worker
+        marks its own. A rank that asks again gets the same answer, and so does a queue worker under the same
+        `request_id`. A claim of a queue worker that disconnects before the answer is sent is released. Errors:
+        FAILED_PRECONDITION (RANKS_DISAGREE, STALE_INCARNATION, STALE_EPOCH, PARTITION_CLEARED, SAMPLES_CLEARED,
+        CLAIM_RELEASED, LEASE_EXPIRED), INVALID_ARGUMENT (arguments, unknown sampler or option), INTERNAL and
+        DEADLINE_EXCEEDED (the sampler failed or hung), RESOURCE_EXHAUSTED (too many calls wait).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReleaseClaim(self, request, context):
-        """Gives back a queue claim, or some samples of a leased one. Changes: they are claimable again; once nothing of the
-        claim is left, a later GetMeta under the same request_id is refused. Idempotent, does not block. Unknown claims are
-        ignored, since a client releases what it may have got.
+        """Releases a queue claim, or some samples of a leased one. Changes: they are claimable again; once nothing of the
+        claim is left, a later GetMeta under its request_id is rejected. Idempotent, does not block. Unknown claims are
+        ignored, since a client releases what it may have been delivered.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AckClaim(self, request, context):
-        """Acknowledges samples of a leased queue claim: their work is done. Changes: they stay consumed, whatever becomes
-        of the lease. Idempotent, does not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (the lease
-        ran out for some of them, which names them; none is acknowledged then).
+        """Acknowledges samples of a leased queue claim: the work on them is done. Changes: they stay consumed, whatever
+        becomes of the lease. Idempotent, does not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION
+        (LEASE_EXPIRED for some of them; none is acknowledged then).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ExtendClaim(self, request, context):
-        """Gives a leased queue claim more time, counted from now. Changes: the end of its lease. Idempotent, does not block.
-        Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (the lease ran out, or nothing is left of the claim).
+        """Sets how long a leased queue claim still lasts, counted from now. Changes: the end of its lease. Idempotent, does
+        not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (LEASE_EXPIRED, or nothing is left of the
+        claim), INVALID_ARGUMENT (the lease).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -266,37 +269,37 @@ class ControllerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def LookupSamples(self, request, context):
-        """Finds samples by key, or lists them all, page by page. A page is of one moment; between two of them samples may
-        come, which are listed if their indexes are still ahead, and go, which are left out. Changes nothing, does not
-        block. Errors: NOT_FOUND (partition), FAILED_PRECONDITION (the partition was cleared since the first page),
-        INVALID_ARGUMENT (a page token that is not of this list).
+        """Finds samples by key, or lists all of a partition, page by page. A page is of one moment. Between two pages
+        samples may be inserted, which are listed if their indexes are still ahead, and be cleared, which are left out.
+        Changes nothing, does not block. Errors: NOT_FOUND (partition), FAILED_PRECONDITION (STALE_INCARNATION: the
+        partition was cleared since the first page), INVALID_ARGUMENT (a page token that is not of this list).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Locate(self, request, context):
-        """Tells where cells are. Changes nothing, does not block. Errors: NOT_FOUND (partition, field, key, sample, or a cell
-        that is not produced, unless `skip_missing`), FAILED_PRECONDITION (stale incarnation).
+        """Returns where cells are. Changes nothing, does not block. Errors: NOT_FOUND (partition or field; key, sample, or
+        a cell that is not produced, unless `skip_missing`), FAILED_PRECONDITION (STALE_INCARNATION).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ClearSamples(self, request, context):
-        """Removes samples, many of them 32,768 at a time, between which other calls see some gone and some not. Changes:
-        their cells, keys and claims are gone; their indexes are never given out again. Unknown keys and indexes are
-        ignored, so it is idempotent. Does not block. Errors: NOT_FOUND (partition), FAILED_PRECONDITION (stale
-        incarnation).
+        """Removes samples, many of them in steps of 32,768; other calls between the steps see some of them gone and some
+        not. Changes: their cells, keys and claims are gone; their indexes are never used again. Unknown keys and indexes
+        are ignored. Idempotent under `request_id`, does not block. Errors: NOT_FOUND (partition), FAILED_PRECONDITION
+        (STALE_INCARNATION).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ClearPartition(self, request, context):
-        """Removes a partition with all it holds. Changes: its bytes and claims are freed, calls that wait on it end with
-        FAILED_PRECONDITION; the name may be used again. Idempotent under `request_id`. Does not block. Errors: NOT_FOUND,
-        FAILED_PRECONDITION (stale incarnation).
+        """Removes a partition with all it holds. Changes: its bytes and claims are freed, and calls that wait on it end
+        with FAILED_PRECONDITION (PARTITION_CLEARED); the name may be used again. Idempotent under `request_id`, does not
+        block. Errors: NOT_FOUND, FAILED_PRECONDITION (STALE_INCARNATION).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -327,30 +330,31 @@ class ControllerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def PlacePut(self, request, context):
-        """Says which storage service should take a put, and where others may go for a while. Changes nothing, does not
-        block. Errors: RESOURCE_EXHAUSTED (larger than any quota), UNAVAILABLE (no storage service is there).
+        """Returns which storage service should take a put, and where others may go for a while. Changes nothing, does not
+        block. Errors: RESOURCE_EXHAUSTED (the put is larger than any quota), UNAVAILABLE (no storage service is
+        registered).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Checkpoint(self, request, context):
-        """Writes a consistent copy of everything, claims and bytes, under a name below the controller's directory for
-        checkpoints, while all else goes on. Changes nothing in the service; the name has the new checkpoint whole, or
-        the one before it. Takes as long as the bytes need; one at a time. Errors: FAILED_PRECONDITION (another one is
-        running, or the service has no directory for checkpoints), INVALID_ARGUMENT (the name), RESOURCE_EXHAUSTED (disk
-        full), DATA_LOSS (a storage service has lost bytes that are to be copied).
+        """Writes a consistent copy of all partitions, with claims and bytes, under a name below the directory for
+        checkpoints of the controller, while other calls go on. Changes nothing in the service; the name has the new
+        checkpoint whole, or the one before it. Takes as long as the bytes need; one at a time. Errors:
+        FAILED_PRECONDITION (another one is running, or the service has no directory for checkpoints), INVALID_ARGUMENT
+        (the name), RESOURCE_EXHAUSTED (DISK_FULL), DATA_LOSS (a storage service has lost bytes that are to be copied).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Restore(self, request, context):
-        """Brings back what a checkpoint holds, into a service that has no partitions. The checkpoint is read and checked
-        whole before anything is changed; then its bytes go to the storage services there are now, and all its partitions
-        appear in one step. Errors: FAILED_PRECONDITION (there are partitions, or the service has no directory for
-        checkpoints), INVALID_ARGUMENT (the name, no checkpoint, or one of another format), DATA_LOSS (a file of it is
-        damaged), RESOURCE_EXHAUSTED (no capacity for its bytes).
+        """Restores a checkpoint into a service that has no partitions. The checkpoint is read and checked whole before
+        anything is changed; then its bytes go to the storage services that are registered now, and all its partitions
+        appear in one step. Idempotent under `request_id`. Errors: FAILED_PRECONDITION (there are partitions, or the
+        service has no directory for checkpoints), INVALID_ARGUMENT (the name, no checkpoint, or one of another format),
+        DATA_LOSS (a file of it is damaged), RESOURCE_EXHAUSTED (no capacity for its bytes).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -32,78 +32,81 @@ class ControllerServiceStub:
         tq_service.v1.controller_service_pb2.CreatePartitionRequest,
         tq_service.v1.controller_service_pb2.CreatePartitionResponse,
     ]
-    """Makes a partition, or confirms that it is there as asked. Optional: a partition is also made by its first samples.
-    Changes: adds the partition. Idempotent. Does not block. Errors: ALREADY_EXISTS (there with other settings).
+    """Makes a partition, or confirms that it exists as asked. Optional: the first samples make a partition too, with
+    default settings. Changes: adds the partition. Idempotent, does not block. Errors: ALREADY_EXISTS (it exists with
+    other settings).
     """
 
     SealPartition: grpc.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.SealPartitionRequest,
         tq_service.v1.controller_service_pb2.SealPartitionResponse,
     ]
-    """Says that no new samples will come; columns for existing samples still may. Changes: the partition is sealed, its
-    groups get no further members, waiting claims may end. Idempotent. Does not block. Errors: NOT_FOUND,
-    FAILED_PRECONDITION (stale incarnation).
+    """Declares that no new samples will come; columns of existing samples still may. Changes: the partition is sealed,
+    its groups get no further members, waiting claims may end. Idempotent, does not block. Errors: NOT_FOUND,
+    FAILED_PRECONDITION (STALE_INCARNATION).
     """
 
     Insert: grpc.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.InsertRequest,
         tq_service.v1.controller_service_pb2.InsertResponse,
     ]
-    """Allocates samples without data. Changes: adds rows, and the partition when it is new. Idempotent under
-    `request_id`. Blocks while the partition is bounded and has no capacity, until shortly before the call's
-    deadline. Errors: ALREADY_EXISTS (a key is known), FAILED_PRECONDITION (sealed), RESOURCE_EXHAUSTED (no capacity;
-    with RetryInfo unless it could never fit).
+    """Allocates samples without data. Changes: adds samples, and the partition where it is new. Idempotent under
+    `request_id`. Blocks while the partition has a bound and no capacity, until shortly before the deadline of the
+    call. Errors: ALREADY_EXISTS (a key exists), FAILED_PRECONDITION (PARTITION_SEALED), RESOURCE_EXHAUSTED (no
+    capacity; with RetryInfo unless the samples could never fit).
     """
 
     Commit: grpc.UnaryUnaryMultiCallable[
         tq_service.v1.commit_pb2.CommitRequest,
         tq_service.v1.commit_pb2.CommitResponse,
     ]
-    """Makes a stored put visible and writes keys, groups, state and custom_meta, all in one step: allocates rows for
-    new samples, or adds and overwrites columns of existing ones; without a placement it writes metadata and state
-    only. Idempotent under `request_id`. Blocks for one call to the storage service that holds the put, and with new
-    samples as Insert does; the put is dropped when there is no capacity until then. Errors: RESOURCE_EXHAUSTED (no
-    capacity), NOT_FOUND (unknown key, sample, or an expired put), ALREADY_EXISTS (a key is known),
-    FAILED_PRECONDITION (sealed, stale incarnation, failed sample), INVALID_ARGUMENT (counts, dtype, layout or shape
-    differ).
+    """Makes a stored put visible and writes keys, groups, state and custom_meta, all in one step: allocates new
+    samples, or adds and overwrites columns of existing ones. Without a placement it writes metadata and state only.
+    Idempotent under `request_id`. With new samples it blocks as Insert does; a put for which there is no capacity
+    until then is dropped. Errors: RESOURCE_EXHAUSTED (no capacity), NOT_FOUND (unknown key or sample; PUT_NOT_FOUND:
+    the receipt is void, so put the data again), ALREADY_EXISTS (a key exists, or the put is committed under another
+    request_id), FAILED_PRECONDITION (PARTITION_SEALED, STALE_INCARNATION, SAMPLE_FAILED), INVALID_ARGUMENT (counts,
+    dtype, layout or shape differ), DATA_LOSS (the storage service has restarted and lost the put).
     """
 
     GetMeta: grpc.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.GetMetaRequest,
         tq_service.v1.controller_service_pb2.GetMetaResponse,
     ]
-    """Hands out a batch: long poll of up to `max_wait`, which the server may cap. Changes: the first request of a
-    batch_index plans it for all ranks and marks its samples consumed by the task; a queue claim marks its own. A rank
-    that asks again gets the same answer; so does a queue worker under the same `request_id`. Leaving early releases
-    what was not yet delivered. Errors: FAILED_PRECONDITION (ranks disagree, stale incarnation or epoch, partition
-    cleared), INVALID_ARGUMENT (arguments, unknown sampler or config), INTERNAL and DEADLINE_EXCEEDED (the sampler
-    failed or hung).
+    """Delivers a batch: a long poll of up to `max_wait`, which the server may shorten. Changes: the first request of a
+    batch_index plans that batch for all ranks and marks its samples consumed by the task; a claim of a queue worker
+    marks its own. A rank that asks again gets the same answer, and so does a queue worker under the same
+    `request_id`. A claim of a queue worker that disconnects before the answer is sent is released. Errors:
+    FAILED_PRECONDITION (RANKS_DISAGREE, STALE_INCARNATION, STALE_EPOCH, PARTITION_CLEARED, SAMPLES_CLEARED,
+    CLAIM_RELEASED, LEASE_EXPIRED), INVALID_ARGUMENT (arguments, unknown sampler or option), INTERNAL and
+    DEADLINE_EXCEEDED (the sampler failed or hung), RESOURCE_EXHAUSTED (too many calls wait).
     """
 
     ReleaseClaim: grpc.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.ReleaseClaimRequest,
         tq_service.v1.controller_service_pb2.ReleaseClaimResponse,
     ]
-    """Gives back a queue claim, or some samples of a leased one. Changes: they are claimable again; once nothing of the
-    claim is left, a later GetMeta under the same request_id is refused. Idempotent, does not block. Unknown claims are
-    ignored, since a client releases what it may have got.
+    """Releases a queue claim, or some samples of a leased one. Changes: they are claimable again; once nothing of the
+    claim is left, a later GetMeta under its request_id is rejected. Idempotent, does not block. Unknown claims are
+    ignored, since a client releases what it may have been delivered.
     """
 
     AckClaim: grpc.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.AckClaimRequest,
         tq_service.v1.controller_service_pb2.AckClaimResponse,
     ]
-    """Acknowledges samples of a leased queue claim: their work is done. Changes: they stay consumed, whatever becomes
-    of the lease. Idempotent, does not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (the lease
-    ran out for some of them, which names them; none is acknowledged then).
+    """Acknowledges samples of a leased queue claim: the work on them is done. Changes: they stay consumed, whatever
+    becomes of the lease. Idempotent, does not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION
+    (LEASE_EXPIRED for some of them; none is acknowledged then).
     """
 
     ExtendClaim: grpc.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.ExtendClaimRequest,
         tq_service.v1.controller_service_pb2.ExtendClaimResponse,
     ]
-    """Gives a leased queue claim more time, counted from now. Changes: the end of its lease. Idempotent, does not block.
-    Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (the lease ran out, or nothing is left of the claim).
+    """Sets how long a leased queue claim still lasts, counted from now. Changes: the end of its lease. Idempotent, does
+    not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (LEASE_EXPIRED, or nothing is left of the
+    claim), INVALID_ARGUMENT (the lease).
     """
 
     CheckConsumption: grpc.UnaryUnaryMultiCallable[
@@ -149,37 +152,37 @@ class ControllerServiceStub:
         tq_service.v1.controller_service_pb2.LookupSamplesRequest,
         tq_service.v1.controller_service_pb2.LookupSamplesResponse,
     ]
-    """Finds samples by key, or lists them all, page by page. A page is of one moment; between two of them samples may
-    come, which are listed if their indexes are still ahead, and go, which are left out. Changes nothing, does not
-    block. Errors: NOT_FOUND (partition), FAILED_PRECONDITION (the partition was cleared since the first page),
-    INVALID_ARGUMENT (a page token that is not of this list).
+    """Finds samples by key, or lists all of a partition, page by page. A page is of one moment. Between two pages
+    samples may be inserted, which are listed if their indexes are still ahead, and be cleared, which are left out.
+    Changes nothing, does not block. Errors: NOT_FOUND (partition), FAILED_PRECONDITION (STALE_INCARNATION: the
+    partition was cleared since the first page), INVALID_ARGUMENT (a page token that is not of this list).
     """
 
     Locate: grpc.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.LocateRequest,
         tq_service.v1.controller_service_pb2.LocateResponse,
     ]
-    """Tells where cells are. Changes nothing, does not block. Errors: NOT_FOUND (partition, field, key, sample, or a cell
-    that is not produced, unless `skip_missing`), FAILED_PRECONDITION (stale incarnation).
+    """Returns where cells are. Changes nothing, does not block. Errors: NOT_FOUND (partition or field; key, sample, or
+    a cell that is not produced, unless `skip_missing`), FAILED_PRECONDITION (STALE_INCARNATION).
     """
 
     ClearSamples: grpc.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.ClearSamplesRequest,
         tq_service.v1.controller_service_pb2.ClearSamplesResponse,
     ]
-    """Removes samples, many of them 32,768 at a time, between which other calls see some gone and some not. Changes:
-    their cells, keys and claims are gone; their indexes are never given out again. Unknown keys and indexes are
-    ignored, so it is idempotent. Does not block. Errors: NOT_FOUND (partition), FAILED_PRECONDITION (stale
-    incarnation).
+    """Removes samples, many of them in steps of 32,768; other calls between the steps see some of them gone and some
+    not. Changes: their cells, keys and claims are gone; their indexes are never used again. Unknown keys and indexes
+    are ignored. Idempotent under `request_id`, does not block. Errors: NOT_FOUND (partition), FAILED_PRECONDITION
+    (STALE_INCARNATION).
     """
 
     ClearPartition: grpc.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.ClearPartitionRequest,
         tq_service.v1.controller_service_pb2.ClearPartitionResponse,
     ]
-    """Removes a partition with all it holds. Changes: its bytes and claims are freed, calls that wait on it end with
-    FAILED_PRECONDITION; the name may be used again. Idempotent under `request_id`. Does not block. Errors: NOT_FOUND,
-    FAILED_PRECONDITION (stale incarnation).
+    """Removes a partition with all it holds. Changes: its bytes and claims are freed, and calls that wait on it end
+    with FAILED_PRECONDITION (PARTITION_CLEARED); the name may be used again. Idempotent under `request_id`, does not
+    block. Errors: NOT_FOUND, FAILED_PRECONDITION (STALE_INCARNATION).
     """
 
     ListPartitions: grpc.UnaryUnaryMultiCallable[
@@ -209,30 +212,31 @@ class ControllerServiceStub:
         tq_service.v1.controller_service_pb2.PlacePutRequest,
         tq_service.v1.controller_service_pb2.PlacePutResponse,
     ]
-    """Says which storage service should take a put, and where others may go for a while. Changes nothing, does not
-    block. Errors: RESOURCE_EXHAUSTED (larger than any quota), UNAVAILABLE (no storage service is there).
+    """Returns which storage service should take a put, and where others may go for a while. Changes nothing, does not
+    block. Errors: RESOURCE_EXHAUSTED (the put is larger than any quota), UNAVAILABLE (no storage service is
+    registered).
     """
 
     Checkpoint: grpc.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.CheckpointRequest,
         tq_service.v1.controller_service_pb2.CheckpointResponse,
     ]
-    """Writes a consistent copy of everything, claims and bytes, under a name below the controller's directory for
-    checkpoints, while all else goes on. Changes nothing in the service; the name has the new checkpoint whole, or
-    the one before it. Takes as long as the bytes need; one at a time. Errors: FAILED_PRECONDITION (another one is
-    running, or the service has no directory for checkpoints), INVALID_ARGUMENT (the name), RESOURCE_EXHAUSTED (disk
-    full), DATA_LOSS (a storage service has lost bytes that are to be copied).
+    """Writes a consistent copy of all partitions, with claims and bytes, under a name below the directory for
+    checkpoints of the controller, while other calls go on. Changes nothing in the service; the name has the new
+    checkpoint whole, or the one before it. Takes as long as the bytes need; one at a time. Errors:
+    FAILED_PRECONDITION (another one is running, or the service has no directory for checkpoints), INVALID_ARGUMENT
+    (the name), RESOURCE_EXHAUSTED (DISK_FULL), DATA_LOSS (a storage service has lost bytes that are to be copied).
     """
 
     Restore: grpc.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.RestoreRequest,
         tq_service.v1.controller_service_pb2.RestoreResponse,
     ]
-    """Brings back what a checkpoint holds, into a service that has no partitions. The checkpoint is read and checked
-    whole before anything is changed; then its bytes go to the storage services there are now, and all its partitions
-    appear in one step. Errors: FAILED_PRECONDITION (there are partitions, or the service has no directory for
-    checkpoints), INVALID_ARGUMENT (the name, no checkpoint, or one of another format), DATA_LOSS (a file of it is
-    damaged), RESOURCE_EXHAUSTED (no capacity for its bytes).
+    """Restores a checkpoint into a service that has no partitions. The checkpoint is read and checked whole before
+    anything is changed; then its bytes go to the storage services that are registered now, and all its partitions
+    appear in one step. Idempotent under `request_id`. Errors: FAILED_PRECONDITION (there are partitions, or the
+    service has no directory for checkpoints), INVALID_ARGUMENT (the name, no checkpoint, or one of another format),
+    DATA_LOSS (a file of it is damaged), RESOURCE_EXHAUSTED (no capacity for its bytes).
     """
 
 class ControllerServiceAsyncStub:
@@ -248,78 +252,81 @@ class ControllerServiceAsyncStub:
         tq_service.v1.controller_service_pb2.CreatePartitionRequest,
         tq_service.v1.controller_service_pb2.CreatePartitionResponse,
     ]
-    """Makes a partition, or confirms that it is there as asked. Optional: a partition is also made by its first samples.
-    Changes: adds the partition. Idempotent. Does not block. Errors: ALREADY_EXISTS (there with other settings).
+    """Makes a partition, or confirms that it exists as asked. Optional: the first samples make a partition too, with
+    default settings. Changes: adds the partition. Idempotent, does not block. Errors: ALREADY_EXISTS (it exists with
+    other settings).
     """
 
     SealPartition: grpc.aio.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.SealPartitionRequest,
         tq_service.v1.controller_service_pb2.SealPartitionResponse,
     ]
-    """Says that no new samples will come; columns for existing samples still may. Changes: the partition is sealed, its
-    groups get no further members, waiting claims may end. Idempotent. Does not block. Errors: NOT_FOUND,
-    FAILED_PRECONDITION (stale incarnation).
+    """Declares that no new samples will come; columns of existing samples still may. Changes: the partition is sealed,
+    its groups get no further members, waiting claims may end. Idempotent, does not block. Errors: NOT_FOUND,
+    FAILED_PRECONDITION (STALE_INCARNATION).
     """
 
     Insert: grpc.aio.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.InsertRequest,
         tq_service.v1.controller_service_pb2.InsertResponse,
     ]
-    """Allocates samples without data. Changes: adds rows, and the partition when it is new. Idempotent under
-    `request_id`. Blocks while the partition is bounded and has no capacity, until shortly before the call's
-    deadline. Errors: ALREADY_EXISTS (a key is known), FAILED_PRECONDITION (sealed), RESOURCE_EXHAUSTED (no capacity;
-    with RetryInfo unless it could never fit).
+    """Allocates samples without data. Changes: adds samples, and the partition where it is new. Idempotent under
+    `request_id`. Blocks while the partition has a bound and no capacity, until shortly before the deadline of the
+    call. Errors: ALREADY_EXISTS (a key exists), FAILED_PRECONDITION (PARTITION_SEALED), RESOURCE_EXHAUSTED (no
+    capacity; with RetryInfo unless the samples could never fit).
     """
 
     Commit: grpc.aio.UnaryUnaryMultiCallable[
         tq_service.v1.commit_pb2.CommitRequest,
         tq_service.v1.commit_pb2.CommitResponse,
     ]
-    """Makes a stored put visible and writes keys, groups, state and custom_meta, all in one step: allocates rows for
-    new samples, or adds and overwrites columns of existing ones; without a placement it writes metadata and state
-    only. Idempotent under `request_id`. Blocks for one call to the storage service that holds the put, and with new
-    samples as Insert does; the put is dropped when there is no capacity until then. Errors: RESOURCE_EXHAUSTED (no
-    capacity), NOT_FOUND (unknown key, sample, or an expired put), ALREADY_EXISTS (a key is known),
-    FAILED_PRECONDITION (sealed, stale incarnation, failed sample), INVALID_ARGUMENT (counts, dtype, layout or shape
-    differ).
+    """Makes a stored put visible and writes keys, groups, state and custom_meta, all in one step: allocates new
+    samples, or adds and overwrites columns of existing ones. Without a placement it writes metadata and state only.
+    Idempotent under `request_id`. With new samples it blocks as Insert does; a put for which there is no capacity
+    until then is dropped. Errors: RESOURCE_EXHAUSTED (no capacity), NOT_FOUND (unknown key or sample; PUT_NOT_FOUND:
+    the receipt is void, so put the data again), ALREADY_EXISTS (a key exists, or the put is committed under another
+    request_id), FAILED_PRECONDITION (PARTITION_SEALED, STALE_INCARNATION, SAMPLE_FAILED), INVALID_ARGUMENT (counts,
+    dtype, layout or shape differ), DATA_LOSS (the storage service has restarted and lost the put).
     """
 
     GetMeta: grpc.aio.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.GetMetaRequest,
         tq_service.v1.controller_service_pb2.GetMetaResponse,
     ]
-    """Hands out a batch: long poll of up to `max_wait`, which the server may cap. Changes: the first request of a
-    batch_index plans it for all ranks and marks its samples consumed by the task; a queue claim marks its own. A rank
-    that asks again gets the same answer; so does a queue worker under the same `request_id`. Leaving early releases
-    what was not yet delivered. Errors: FAILED_PRECONDITION (ranks disagree, stale incarnation or epoch, partition
-    cleared), INVALID_ARGUMENT (arguments, unknown sampler or config), INTERNAL and DEADLINE_EXCEEDED (the sampler
-    failed or hung).
+    """Delivers a batch: a long poll of up to `max_wait`, which the server may shorten. Changes: the first request of a
+    batch_index plans that batch for all ranks and marks its samples consumed by the task; a claim of a queue worker
+    marks its own. A rank that asks again gets the same answer, and so does a queue worker under the same
+    `request_id`. A claim of a queue worker that disconnects before the answer is sent is released. Errors:
+    FAILED_PRECONDITION (RANKS_DISAGREE, STALE_INCARNATION, STALE_EPOCH, PARTITION_CLEARED, SAMPLES_CLEARED,
+    CLAIM_RELEASED, LEASE_EXPIRED), INVALID_ARGUMENT (arguments, unknown sampler or option), INTERNAL and
+    DEADLINE_EXCEEDED (the sampler failed or hung), RESOURCE_EXHAUSTED (too many calls wait).
     """
 
     ReleaseClaim: grpc.aio.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.ReleaseClaimRequest,
         tq_service.v1.controller_service_pb2.ReleaseClaimResponse,
     ]
-    """Gives back a queue claim, or some samples of a leased one. Changes: they are claimable again; once nothing of the
-    claim is left, a later GetMeta under the same request_id is refused. Idempotent, does not block. Unknown claims are
-    ignored, since a client releases what it may have got.
+    """Releases a queue claim, or some samples of a leased one. Changes: they are claimable again; once nothing of the
+    claim is left, a later GetMeta under its request_id is rejected. Idempotent, does not block. Unknown claims are
+    ignored, since a client releases what it may have been delivered.
     """
 
     AckClaim: grpc.aio.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.AckClaimRequest,
         tq_service.v1.controller_service_pb2.AckClaimResponse,
     ]
-    """Acknowledges samples of a leased queue claim: their work is done. Changes: they stay consumed, whatever becomes
-    of the lease. Idempotent, does not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (the lease
-    ran out for some of them, which names them; none is acknowledged then).
+    """Acknowledges samples of a leased queue claim: the work on them is done. Changes: they stay consumed, whatever
+    becomes of the lease. Idempotent, does not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION
+    (LEASE_EXPIRED for some of them; none is acknowledged then).
     """
 
     ExtendClaim: grpc.aio.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.ExtendClaimRequest,
         tq_service.v1.controller_service_pb2.ExtendClaimResponse,
     ]
-    """Gives a leased queue claim more time, counted from now. Changes: the end of its lease. Idempotent, does not block.
-    Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (the lease ran out, or nothing is left of the claim).
+    """Sets how long a leased queue claim still lasts, counted from now. Changes: the end of its lease. Idempotent, does
+    not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (LEASE_EXPIRED, or nothing is left of the
+    claim), INVALID_ARGUMENT (the lease).
     """
 
     CheckConsumption: grpc.aio.UnaryUnaryMultiCallable[
@@ -365,37 +372,37 @@ class ControllerServiceAsyncStub:
         tq_service.v1.controller_service_pb2.LookupSamplesRequest,
         tq_service.v1.controller_service_pb2.LookupSamplesResponse,
     ]
-    """Finds samples by key, or lists them all, page by page. A page is of one moment; between two of them samples may
-    come, which are listed if their indexes are still ahead, and go, which are left out. Changes nothing, does not
-    block. Errors: NOT_FOUND (partition), FAILED_PRECONDITION (the partition was cleared since the first page),
-    INVALID_ARGUMENT (a page token that is not of this list).
+    """Finds samples by key, or lists all of a partition, page by page. A page is of one moment. Between two pages
+    samples may be inserted, which are listed if their indexes are still ahead, and be cleared, which are left out.
+    Changes nothing, does not block. Errors: NOT_FOUND (partition), FAILED_PRECONDITION (STALE_INCARNATION: the
+    partition was cleared since the first page), INVALID_ARGUMENT (a page token that is not of this list).
     """
 
     Locate: grpc.aio.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.LocateRequest,
         tq_service.v1.controller_service_pb2.LocateResponse,
     ]
-    """Tells where cells are. Changes nothing, does not block. Errors: NOT_FOUND (partition, field, key, sample, or a cell
-    that is not produced, unless `skip_missing`), FAILED_PRECONDITION (stale incarnation).
+    """Returns where cells are. Changes nothing, does not block. Errors: NOT_FOUND (partition or field; key, sample, or
+    a cell that is not produced, unless `skip_missing`), FAILED_PRECONDITION (STALE_INCARNATION).
     """
 
     ClearSamples: grpc.aio.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.ClearSamplesRequest,
         tq_service.v1.controller_service_pb2.ClearSamplesResponse,
     ]
-    """Removes samples, many of them 32,768 at a time, between which other calls see some gone and some not. Changes:
-    their cells, keys and claims are gone; their indexes are never given out again. Unknown keys and indexes are
-    ignored, so it is idempotent. Does not block. Errors: NOT_FOUND (partition), FAILED_PRECONDITION (stale
-    incarnation).
+    """Removes samples, many of them in steps of 32,768; other calls between the steps see some of them gone and some
+    not. Changes: their cells, keys and claims are gone; their indexes are never used again. Unknown keys and indexes
+    are ignored. Idempotent under `request_id`, does not block. Errors: NOT_FOUND (partition), FAILED_PRECONDITION
+    (STALE_INCARNATION).
     """
 
     ClearPartition: grpc.aio.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.ClearPartitionRequest,
         tq_service.v1.controller_service_pb2.ClearPartitionResponse,
     ]
-    """Removes a partition with all it holds. Changes: its bytes and claims are freed, calls that wait on it end with
-    FAILED_PRECONDITION; the name may be used again. Idempotent under `request_id`. Does not block. Errors: NOT_FOUND,
-    FAILED_PRECONDITION (stale incarnation).
+    """Removes a partition with all it holds. Changes: its bytes and claims are freed, and calls that wait on it end
+    with FAILED_PRECONDITION (PARTITION_CLEARED); the name may be used again. Idempotent under `request_id`, does not
+    block. Errors: NOT_FOUND, FAILED_PRECONDITION (STALE_INCARNATION).
     """
 
     ListPartitions: grpc.aio.UnaryUnaryMultiCallable[
@@ -425,30 +432,31 @@ class ControllerServiceAsyncStub:
         tq_service.v1.controller_service_pb2.PlacePutRequest,
         tq_service.v1.controller_service_pb2.PlacePutResponse,
     ]
-    """Says which storage service should take a put, and where others may go for a while. Changes nothing, does not
-    block. Errors: RESOURCE_EXHAUSTED (larger than any quota), UNAVAILABLE (no storage service is there).
+    """Returns which storage service should take a put, and where others may go for a while. Changes nothing, does not
+    block. Errors: RESOURCE_EXHAUSTED (the put is larger than any quota), UNAVAILABLE (no storage service is
+    registered).
     """
 
     Checkpoint: grpc.aio.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.CheckpointRequest,
         tq_service.v1.controller_service_pb2.CheckpointResponse,
     ]
-    """Writes a consistent copy of everything, claims and bytes, under a name below the controller's directory for
-    checkpoints, while all else goes on. Changes nothing in the service; the name has the new checkpoint whole, or
-    the one before it. Takes as long as the bytes need; one at a time. Errors: FAILED_PRECONDITION (another one is
-    running, or the service has no directory for checkpoints), INVALID_ARGUMENT (the name), RESOURCE_EXHAUSTED (disk
-    full), DATA_LOSS (a storage service has lost bytes that are to be copied).
+    """Writes a consistent copy of all partitions, with claims and bytes, under a name below the directory for
+    checkpoints of the controller, while other calls go on. Changes nothing in the service; the name has the new
+    checkpoint whole, or the one before it. Takes as long as the bytes need; one at a time. Errors:
+    FAILED_PRECONDITION (another one is running, or the service has no directory for checkpoints), INVALID_ARGUMENT
+    (the name), RESOURCE_EXHAUSTED (DISK_FULL), DATA_LOSS (a storage service has lost bytes that are to be copied).
     """
 
     Restore: grpc.aio.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.RestoreRequest,
         tq_service.v1.controller_service_pb2.RestoreResponse,
     ]
-    """Brings back what a checkpoint holds, into a service that has no partitions. The checkpoint is read and checked
-    whole before anything is changed; then its bytes go to the storage services there are now, and all its partitions
-    appear in one step. Errors: FAILED_PRECONDITION (there are partitions, or the service has no directory for
-    checkpoints), INVALID_ARGUMENT (the name, no checkpoint, or one of another format), DATA_LOSS (a file of it is
-    damaged), RESOURCE_EXHAUSTED (no capacity for its bytes).
+    """Restores a checkpoint into a service that has no partitions. The checkpoint is read and checked whole before
+    anything is changed; then its bytes go to the storage services that are registered now, and all its partitions
+    appear in one step. Idempotent under `request_id`. Errors: FAILED_PRECONDITION (there are partitions, or the
+    service has no directory for checkpoints), INVALID_ARGUMENT (the name, no checkpoint, or one of another format),
+    DATA_LOSS (a file of it is damaged), RESOURCE_EXHAUSTED (no capacity for its bytes).
     """
 
 class ControllerServiceServicer(metaclass=abc.ABCMeta):
@@ -466,8 +474,9 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.controller_service_pb2.CreatePartitionRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.CreatePartitionResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.CreatePartitionResponse]]:
-        """Makes a partition, or confirms that it is there as asked. Optional: a partition is also made by its first samples.
-        Changes: adds the partition. Idempotent. Does not block. Errors: ALREADY_EXISTS (there with other settings).
+        """Makes a partition, or confirms that it exists as asked. Optional: the first samples make a partition too, with
+        default settings. Changes: adds the partition. Idempotent, does not block. Errors: ALREADY_EXISTS (it exists with
+        other settings).
         """
 
     @abc.abstractmethod
@@ -476,9 +485,9 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.controller_service_pb2.SealPartitionRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.SealPartitionResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.SealPartitionResponse]]:
-        """Says that no new samples will come; columns for existing samples still may. Changes: the partition is sealed, its
-        groups get no further members, waiting claims may end. Idempotent. Does not block. Errors: NOT_FOUND,
-        FAILED_PRECONDITION (stale incarnation).
+        """Declares that no new samples will come; columns of existing samples still may. Changes: the partition is sealed,
+        its groups get no further members, waiting claims may end. Idempotent, does not block. Errors: NOT_FOUND,
+        FAILED_PRECONDITION (STALE_INCARNATION).
         """
 
     @abc.abstractmethod
@@ -487,10 +496,10 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.controller_service_pb2.InsertRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.InsertResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.InsertResponse]]:
-        """Allocates samples without data. Changes: adds rows, and the partition when it is new. Idempotent under
-        `request_id`. Blocks while the partition is bounded and has no capacity, until shortly before the call's
-        deadline. Errors: ALREADY_EXISTS (a key is known), FAILED_PRECONDITION (sealed), RESOURCE_EXHAUSTED (no capacity;
-        with RetryInfo unless it could never fit).
+        """Allocates samples without data. Changes: adds samples, and the partition where it is new. Idempotent under
+        `request_id`. Blocks while the partition has a bound and no capacity, until shortly before the deadline of the
+        call. Errors: ALREADY_EXISTS (a key exists), FAILED_PRECONDITION (PARTITION_SEALED), RESOURCE_EXHAUSTED (no
+        capacity; with RetryInfo unless the samples could never fit).
         """
 
     @abc.abstractmethod
@@ -499,13 +508,13 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.commit_pb2.CommitRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.commit_pb2.CommitResponse, collections.abc.Awaitable[tq_service.v1.commit_pb2.CommitResponse]]:
-        """Makes a stored put visible and writes keys, groups, state and custom_meta, all in one step: allocates rows for
-        new samples, or adds and overwrites columns of existing ones; without a placement it writes metadata and state
-        only. Idempotent under `request_id`. Blocks for one call to the storage service that holds the put, and with new
-        samples as Insert does; the put is dropped when there is no capacity until then. Errors: RESOURCE_EXHAUSTED (no
-        capacity), NOT_FOUND (unknown key, sample, or an expired put), ALREADY_EXISTS (a key is known),
-        FAILED_PRECONDITION (sealed, stale incarnation, failed sample), INVALID_ARGUMENT (counts, dtype, layout or shape
-        differ).
+        """Makes a stored put visible and writes keys, groups, state and custom_meta, all in one step: allocates new
+        samples, or adds and overwrites columns of existing ones. Without a placement it writes metadata and state only.
+        Idempotent under `request_id`. With new samples it blocks as Insert does; a put for which there is no capacity
+        until then is dropped. Errors: RESOURCE_EXHAUSTED (no capacity), NOT_FOUND (unknown key or sample; PUT_NOT_FOUND:
+        the receipt is void, so put the data again), ALREADY_EXISTS (a key exists, or the put is committed under another
+        request_id), FAILED_PRECONDITION (PARTITION_SEALED, STALE_INCARNATION, SAMPLE_FAILED), INVALID_ARGUMENT (counts,
+        dtype, layout or shape differ), DATA_LOSS (the storage service has restarted and lost the put).
         """
 
     @abc.abstractmethod
@@ -514,12 +523,13 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.controller_service_pb2.GetMetaRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.GetMetaResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.GetMetaResponse]]:
-        """Hands out a batch: long poll of up to `max_wait`, which the server may cap. Changes: the first request of a
-        batch_index plans it for all ranks and marks its samples consumed by the task; a queue claim marks its own. A rank
-        that asks again gets the same answer; so does a queue worker under the same `request_id`. Leaving early releases
-        what was not yet delivered. Errors: FAILED_PRECONDITION (ranks disagree, stale incarnation or epoch, partition
-        cleared), INVALID_ARGUMENT (arguments, unknown sampler or config), INTERNAL and DEADLINE_EXCEEDED (the sampler
-        failed or hung).
+        """Delivers a batch: a long poll of up to `max_wait`, which the server may shorten. Changes: the first request of a
+        batch_index plans that batch for all ranks and marks its samples consumed by the task; a claim of a queue worker
+        marks its own. A rank that asks again gets the same answer, and so does a queue worker under the same
+        `request_id`. A claim of a queue worker that disconnects before the answer is sent is released. Errors:
+        FAILED_PRECONDITION (RANKS_DISAGREE, STALE_INCARNATION, STALE_EPOCH, PARTITION_CLEARED, SAMPLES_CLEARED,
+        CLAIM_RELEASED, LEASE_EXPIRED), INVALID_ARGUMENT (arguments, unknown sampler or option), INTERNAL and
+        DEADLINE_EXCEEDED (the sampler failed or hung), RESOURCE_EXHAUSTED (too many calls wait).
         """
 
     @abc.abstractmethod
@@ -528,9 +538,9 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.controller_service_pb2.ReleaseClaimRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.ReleaseClaimResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.ReleaseClaimResponse]]:
-        """Gives back a queue claim, or some samples of a leased one. Changes: they are claimable again; once nothing of the
-        claim is left, a later GetMeta under the same request_id is refused. Idempotent, does not block. Unknown claims are
-        ignored, since a client releases what it may have got.
+        """Releases a queue claim, or some samples of a leased one. Changes: they are claimable again; once nothing of the
+        claim is left, a later GetMeta under its request_id is rejected. Idempotent, does not block. Unknown claims are
+        ignored, since a client releases what it may have been delivered.
         """
 
     @abc.abstractmethod
@@ -539,9 +549,9 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.controller_service_pb2.AckClaimRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.AckClaimResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.AckClaimResponse]]:
-        """Acknowledges samples of a leased queue claim: their work is done. Changes: they stay consumed, whatever becomes
-        of the lease. Idempotent, does not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (the lease
-        ran out for some of them, which names them; none is acknowledged then).
+        """Acknowledges samples of a leased queue claim: the work on them is done. Changes: they stay consumed, whatever
+        becomes of the lease. Idempotent, does not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION
+        (LEASE_EXPIRED for some of them; none is acknowledged then).
         """
 
     @abc.abstractmethod
@@ -550,8 +560,9 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.controller_service_pb2.ExtendClaimRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.ExtendClaimResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.ExtendClaimResponse]]:
-        """Gives a leased queue claim more time, counted from now. Changes: the end of its lease. Idempotent, does not block.
-        Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (the lease ran out, or nothing is left of the claim).
+        """Sets how long a leased queue claim still lasts, counted from now. Changes: the end of its lease. Idempotent, does
+        not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (LEASE_EXPIRED, or nothing is left of the
+        claim), INVALID_ARGUMENT (the lease).
         """
 
     @abc.abstractmethod
@@ -609,10 +620,10 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.controller_service_pb2.LookupSamplesRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.LookupSamplesResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.LookupSamplesResponse]]:
-        """Finds samples by key, or lists them all, page by page. A page is of one moment; between two of them samples may
-        come, which are listed if their indexes are still ahead, and go, which are left out. Changes nothing, does not
-        block. Errors: NOT_FOUND (partition), FAILED_PRECONDITION (the partition was cleared since the first page),
-        INVALID_ARGUMENT (a page token that is not of this list).
+        """Finds samples by key, or lists all of a partition, page by page. A page is of one moment. Between two pages
+        samples may be inserted, which are listed if their indexes are still ahead, and be cleared, which are left out.
+        Changes nothing, does not block. Errors: NOT_FOUND (partition), FAILED_PRECONDITION (STALE_INCARNATION: the
+        partition was cleared since the first page), INVALID_ARGUMENT (a page token that is not of this list).
         """
 
     @abc.abstractmethod
@@ -621,8 +632,8 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.controller_service_pb2.LocateRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.LocateResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.LocateResponse]]:
-        """Tells where cells are. Changes nothing, does not block. Errors: NOT_FOUND (partition, field, key, sample, or a cell
-        that is not produced, unless `skip_missing`), FAILED_PRECONDITION (stale incarnation).
+        """Returns where cells are. Changes nothing, does not block. Errors: NOT_FOUND (partition or field; key, sample, or
+        a cell that is not produced, unless `skip_missing`), FAILED_PRECONDITION (STALE_INCARNATION).
         """
 
     @abc.abstractmethod
@@ -631,10 +642,10 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.controller_service_pb2.ClearSamplesRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.ClearSamplesResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.ClearSamplesResponse]]:
-        """Removes samples, many of them 32,768 at a time, between which other calls see some gone and some not. Changes:
-        their cells, keys and claims are gone; their indexes are never given out again. Unknown keys and indexes are
-        ignored, so it is idempotent. Does not block. Errors: NOT_FOUND (partition), FAILED_PRECONDITION (stale
-        incarnation).
+        """Removes samples, many of them in steps of 32,768; other calls between the steps see some of them gone and some
+        not. Changes: their cells, keys and claims are gone; their indexes are never used again. Unknown keys and indexes
+        are ignored. Idempotent under `request_id`, does not block. Errors: NOT_FOUND (partition), FAILED_PRECONDITION
+        (STALE_INCARNATION).
         """
 
     @abc.abstractmethod
@@ -643,9 +654,9 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.controller_service_pb2.ClearPartitionRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.ClearPartitionResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.ClearPartitionResponse]]:
-        """Removes a partition with all it holds. Changes: its bytes and claims are freed, calls that wait on it end with
-        FAILED_PRECONDITION; the name may be used again. Idempotent under `request_id`. Does not block. Errors: NOT_FOUND,
-        FAILED_PRECONDITION (stale incarnation).
+        """Removes a partition with all it holds. Changes: its bytes and claims are freed, and calls that wait on it end
+        with FAILED_PRECONDITION (PARTITION_CLEARED); the name may be used again. Idempotent under `request_id`, does not
+        block. Errors: NOT_FOUND, FAILED_PRECONDITION (STALE_INCARNATION).
         """
 
     @abc.abstractmethod
@@ -683,8 +694,9 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.controller_service_pb2.PlacePutRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.PlacePutResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.PlacePutResponse]]:
-        """Says which storage service should take a put, and where others may go for a while. Changes nothing, does not
-        block. Errors: RESOURCE_EXHAUSTED (larger than any quota), UNAVAILABLE (no storage service is there).
+        """Returns which storage service should take a put, and where others may go for a while. Changes nothing, does not
+        block. Errors: RESOURCE_EXHAUSTED (the put is larger than any quota), UNAVAILABLE (no storage service is
+        registered).
         """
 
     @abc.abstractmethod
@@ -693,11 +705,11 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.controller_service_pb2.CheckpointRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.CheckpointResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.CheckpointResponse]]:
-        """Writes a consistent copy of everything, claims and bytes, under a name below the controller's directory for
-        checkpoints, while all else goes on. Changes nothing in the service; the name has the new checkpoint whole, or
-        the one before it. Takes as long as the bytes need; one at a time. Errors: FAILED_PRECONDITION (another one is
-        running, or the service has no directory for checkpoints), INVALID_ARGUMENT (the name), RESOURCE_EXHAUSTED (disk
-        full), DATA_LOSS (a storage service has lost bytes that are to be copied).
+        """Writes a consistent copy of all partitions, with claims and bytes, under a name below the directory for
+        checkpoints of the controller, while other calls go on. Changes nothing in the service; the name has the new
+        checkpoint whole, or the one before it. Takes as long as the bytes need; one at a time. Errors:
+        FAILED_PRECONDITION (another one is running, or the service has no directory for checkpoints), INVALID_ARGUMENT
+        (the name), RESOURCE_EXHAUSTED (DISK_FULL), DATA_LOSS (a storage service has lost bytes that are to be copied).
         """
 
     @abc.abstractmethod
@@ -706,11 +718,11 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.controller_service_pb2.RestoreRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.RestoreResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.RestoreResponse]]:
-        """Brings back what a checkpoint holds, into a service that has no partitions. The checkpoint is read and checked
-        whole before anything is changed; then its bytes go to the storage services there are now, and all its partitions
-        appear in one step. Errors: FAILED_PRECONDITION (there are partitions, or the service has no directory for
-        checkpoints), INVALID_ARGUMENT (the name, no checkpoint, or one of another format), DATA_LOSS (a file of it is
-        damaged), RESOURCE_EXHAUSTED (no capacity for its bytes).
+        """Restores a checkpoint into a service that has no partitions. The checkpoint is read and checked whole before
+        anything is changed; then its bytes go to the storage services that are registered now, and all its partitions
+        appear in one step. Idempotent under `request_id`. Errors: FAILED_PRECONDITION (there are partitions, or the
+        service has no directory for checkpoints), INVALID_ARGUMENT (the name, no checkpoint, or one of another format),
+        DATA_LOSS (a file of it is damaged), RESOURCE_EXHAUSTED (no capacity for its bytes).
         """
 
 def add_ControllerServiceServicer_to_server(servicer: ControllerServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

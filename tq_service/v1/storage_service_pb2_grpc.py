@@ -6,7 +6,8 @@ from tq_service.v1 import storage_service_pb2 as tq__service_dot_v1_dot_storage_
 
 
 class StorageServiceStub(object):
-    """Holds the bytes of puts, column by column. It knows cells by put, field and row, nothing of samples and partitions.
+    """Holds the bytes of puts, column by column. It knows cells by put, field and row, and nothing of samples, keys and
+    claims.
     """
 
     def __init__(self, channel):
@@ -43,20 +44,22 @@ class StorageServiceStub(object):
 
 
 class StorageServiceServicer(object):
-    """Holds the bytes of puts, column by column. It knows cells by put, field and row, nothing of samples and partitions.
+    """Holds the bytes of puts, column by column. It knows cells by put, field and row, and nothing of samples, keys and
+    claims.
     """
 
     def Put(self, request_iterator, context):
         """Stores one put. The first message is the header, the others are frames that together carry the columns of the
-        header one after the other. Changes: reserves `size_bytes` before the first frame is read and stores the bytes;
-        they are visible only after the commit, which is part of this call where the header carries one, and expire
-        without it. Idempotent under `put_id` and the commit's `request_id`. Blocks until there is capacity, at most
-        until the call's deadline; then it sends initial metadata with the key `tq-send-as`, for which clients may wait
-        with the frames (where the put is there already, the answer comes instead). Its value is "frames", or "fds" where
-        the header names an open session: the bytes are then sent there as shared memory (SendFds), and after that the
-        stream ends without a frame. Errors: INVALID_ARGUMENT (stream shorter, longer or other than declared, every row
-        of Commit's table), RESOURCE_EXHAUSTED (no capacity; with RetryInfo unless the put is larger than the quota),
-        UNAVAILABLE (this service is not registered with the put's controller yet). After an error nothing is stored.
+        header one after the other. Changes: reserves `size_bytes` before the first frame is read, and stores the bytes.
+        They are visible only after the commit, which is part of this call where the header carries one, and expire
+        without it. Idempotent under `put_id` and the `request_id` of the commit. Blocks until there is capacity, at most
+        until the deadline of the call. Then it sends initial metadata with the key `tq-send-as`, for which clients may
+        wait with the frames; where the put is stored already, the answer comes instead. The value of the key is
+        "frames", or "fds" where the header names an open session: the bytes are then sent there as shared memory
+        (SendFds), and after that the stream ends without a frame. After an error nothing is stored. Errors:
+        INVALID_ARGUMENT (the stream is shorter, longer or other than declared), RESOURCE_EXHAUSTED (no capacity; with
+        RetryInfo unless the put is larger than the quota), UNAVAILABLE (this service is not registered with the
+        controller of the put yet), and with a commit all errors of Commit.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -93,7 +96,7 @@ class StorageServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Stat(self, request, context):
-        """Tells sizes and counts. Changes nothing, does not block.
+        """Returns sizes and counts. Changes nothing, does not block.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -135,7 +138,8 @@ def add_StorageServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class StorageService(object):
-    """Holds the bytes of puts, column by column. It knows cells by put, field and row, nothing of samples and partitions.
+    """Holds the bytes of puts, column by column. It knows cells by put, field and row, and nothing of samples, keys and
+    claims.
     """
 
     @staticmethod

@@ -18,7 +18,9 @@ class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type:
     ...
 
 class StorageServiceStub:
-    """Holds the bytes of puts, column by column. It knows cells by put, field and row, nothing of samples and partitions."""
+    """Holds the bytes of puts, column by column. It knows cells by put, field and row, and nothing of samples, keys and
+    claims.
+    """
 
     def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
     Put: grpc.StreamUnaryMultiCallable[
@@ -26,15 +28,16 @@ class StorageServiceStub:
         tq_service.v1.storage_service_pb2.PutResponse,
     ]
     """Stores one put. The first message is the header, the others are frames that together carry the columns of the
-    header one after the other. Changes: reserves `size_bytes` before the first frame is read and stores the bytes;
-    they are visible only after the commit, which is part of this call where the header carries one, and expire
-    without it. Idempotent under `put_id` and the commit's `request_id`. Blocks until there is capacity, at most
-    until the call's deadline; then it sends initial metadata with the key `tq-send-as`, for which clients may wait
-    with the frames (where the put is there already, the answer comes instead). Its value is "frames", or "fds" where
-    the header names an open session: the bytes are then sent there as shared memory (SendFds), and after that the
-    stream ends without a frame. Errors: INVALID_ARGUMENT (stream shorter, longer or other than declared, every row
-    of Commit's table), RESOURCE_EXHAUSTED (no capacity; with RetryInfo unless the put is larger than the quota),
-    UNAVAILABLE (this service is not registered with the put's controller yet). After an error nothing is stored.
+    header one after the other. Changes: reserves `size_bytes` before the first frame is read, and stores the bytes.
+    They are visible only after the commit, which is part of this call where the header carries one, and expire
+    without it. Idempotent under `put_id` and the `request_id` of the commit. Blocks until there is capacity, at most
+    until the deadline of the call. Then it sends initial metadata with the key `tq-send-as`, for which clients may
+    wait with the frames; where the put is stored already, the answer comes instead. The value of the key is
+    "frames", or "fds" where the header names an open session: the bytes are then sent there as shared memory
+    (SendFds), and after that the stream ends without a frame. After an error nothing is stored. Errors:
+    INVALID_ARGUMENT (the stream is shorter, longer or other than declared), RESOURCE_EXHAUSTED (no capacity; with
+    RetryInfo unless the put is larger than the quota), UNAVAILABLE (this service is not registered with the
+    controller of the put yet), and with a commit all errors of Commit.
     """
 
     PutInline: grpc.UnaryUnaryMultiCallable[
@@ -71,25 +74,28 @@ class StorageServiceStub:
         tq_service.v1.storage_service_pb2.StatRequest,
         tq_service.v1.storage_service_pb2.StatResponse,
     ]
-    """Tells sizes and counts. Changes nothing, does not block."""
+    """Returns sizes and counts. Changes nothing, does not block."""
 
 class StorageServiceAsyncStub:
-    """Holds the bytes of puts, column by column. It knows cells by put, field and row, nothing of samples and partitions."""
+    """Holds the bytes of puts, column by column. It knows cells by put, field and row, and nothing of samples, keys and
+    claims.
+    """
 
     Put: grpc.aio.StreamUnaryMultiCallable[
         tq_service.v1.storage_service_pb2.PutRequest,
         tq_service.v1.storage_service_pb2.PutResponse,
     ]
     """Stores one put. The first message is the header, the others are frames that together carry the columns of the
-    header one after the other. Changes: reserves `size_bytes` before the first frame is read and stores the bytes;
-    they are visible only after the commit, which is part of this call where the header carries one, and expire
-    without it. Idempotent under `put_id` and the commit's `request_id`. Blocks until there is capacity, at most
-    until the call's deadline; then it sends initial metadata with the key `tq-send-as`, for which clients may wait
-    with the frames (where the put is there already, the answer comes instead). Its value is "frames", or "fds" where
-    the header names an open session: the bytes are then sent there as shared memory (SendFds), and after that the
-    stream ends without a frame. Errors: INVALID_ARGUMENT (stream shorter, longer or other than declared, every row
-    of Commit's table), RESOURCE_EXHAUSTED (no capacity; with RetryInfo unless the put is larger than the quota),
-    UNAVAILABLE (this service is not registered with the put's controller yet). After an error nothing is stored.
+    header one after the other. Changes: reserves `size_bytes` before the first frame is read, and stores the bytes.
+    They are visible only after the commit, which is part of this call where the header carries one, and expire
+    without it. Idempotent under `put_id` and the `request_id` of the commit. Blocks until there is capacity, at most
+    until the deadline of the call. Then it sends initial metadata with the key `tq-send-as`, for which clients may
+    wait with the frames; where the put is stored already, the answer comes instead. The value of the key is
+    "frames", or "fds" where the header names an open session: the bytes are then sent there as shared memory
+    (SendFds), and after that the stream ends without a frame. After an error nothing is stored. Errors:
+    INVALID_ARGUMENT (the stream is shorter, longer or other than declared), RESOURCE_EXHAUSTED (no capacity; with
+    RetryInfo unless the put is larger than the quota), UNAVAILABLE (this service is not registered with the
+    controller of the put yet), and with a commit all errors of Commit.
     """
 
     PutInline: grpc.aio.UnaryUnaryMultiCallable[
@@ -126,10 +132,12 @@ class StorageServiceAsyncStub:
         tq_service.v1.storage_service_pb2.StatRequest,
         tq_service.v1.storage_service_pb2.StatResponse,
     ]
-    """Tells sizes and counts. Changes nothing, does not block."""
+    """Returns sizes and counts. Changes nothing, does not block."""
 
 class StorageServiceServicer(metaclass=abc.ABCMeta):
-    """Holds the bytes of puts, column by column. It knows cells by put, field and row, nothing of samples and partitions."""
+    """Holds the bytes of puts, column by column. It knows cells by put, field and row, and nothing of samples, keys and
+    claims.
+    """
 
     @abc.abstractmethod
     def Put(
@@ -138,15 +146,16 @@ class StorageServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.storage_service_pb2.PutResponse, collections.abc.Awaitable[tq_service.v1.storage_service_pb2.PutResponse]]:
         """Stores one put. The first message is the header, the others are frames that together carry the columns of the
-        header one after the other. Changes: reserves `size_bytes` before the first frame is read and stores the bytes;
-        they are visible only after the commit, which is part of this call where the header carries one, and expire
-        without it. Idempotent under `put_id` and the commit's `request_id`. Blocks until there is capacity, at most
-        until the call's deadline; then it sends initial metadata with the key `tq-send-as`, for which clients may wait
-        with the frames (where the put is there already, the answer comes instead). Its value is "frames", or "fds" where
-        the header names an open session: the bytes are then sent there as shared memory (SendFds), and after that the
-        stream ends without a frame. Errors: INVALID_ARGUMENT (stream shorter, longer or other than declared, every row
-        of Commit's table), RESOURCE_EXHAUSTED (no capacity; with RetryInfo unless the put is larger than the quota),
-        UNAVAILABLE (this service is not registered with the put's controller yet). After an error nothing is stored.
+        header one after the other. Changes: reserves `size_bytes` before the first frame is read, and stores the bytes.
+        They are visible only after the commit, which is part of this call where the header carries one, and expire
+        without it. Idempotent under `put_id` and the `request_id` of the commit. Blocks until there is capacity, at most
+        until the deadline of the call. Then it sends initial metadata with the key `tq-send-as`, for which clients may
+        wait with the frames; where the put is stored already, the answer comes instead. The value of the key is
+        "frames", or "fds" where the header names an open session: the bytes are then sent there as shared memory
+        (SendFds), and after that the stream ends without a frame. After an error nothing is stored. Errors:
+        INVALID_ARGUMENT (the stream is shorter, longer or other than declared), RESOURCE_EXHAUSTED (no capacity; with
+        RetryInfo unless the put is larger than the quota), UNAVAILABLE (this service is not registered with the
+        controller of the put yet), and with a commit all errors of Commit.
         """
 
     @abc.abstractmethod
@@ -191,6 +200,6 @@ class StorageServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.storage_service_pb2.StatRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.storage_service_pb2.StatResponse, collections.abc.Awaitable[tq_service.v1.storage_service_pb2.StatResponse]]:
-        """Tells sizes and counts. Changes nothing, does not block."""
+        """Returns sizes and counts. Changes nothing, does not block."""
 
 def add_StorageServiceServicer_to_server(servicer: StorageServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -6,8 +6,8 @@ from tq_service.internal.v1 import storage_control_pb2 as tq__service_dot_intern
 
 
 class StorageControlServiceStub(object):
-    """What becomes of the puts of a storage service. Served to those that show the
-    internal secret, or a token of role service.
+    """What becomes of the puts of a storage service. Served to callers with the internal secret, or with a token of role
+    service.
     """
 
     def __init__(self, channel):
@@ -34,13 +34,13 @@ class StorageControlServiceStub(object):
 
 
 class StorageControlServiceServicer(object):
-    """What becomes of the puts of a storage service. Served to those that show the
-    internal secret, or a token of role service.
+    """What becomes of the puts of a storage service. Served to callers with the internal secret, or with a token of role
+    service.
     """
 
     def ConfirmPuts(self, request, context):
-        """Says that puts are committed, so that they stay: called by the controller a short time after it committed them,
-        again and again until it is answered. Idempotent, does not block. Puts under another boot are ignored.
+        """Confirms that puts are committed, so that they stay. The controller calls it a short time after it has committed
+        them, again until it is answered. Idempotent, does not block. Puts under another boot are ignored.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -61,9 +61,9 @@ class StorageControlServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def FreeCells(self, request, context):
-        """Gives cells back: called by the controller when they were cleared, overwritten or failed. Unknown puts are
-        ignored. A call whose number was taken before changes nothing: what was stored since under an id that it names
-        stays. Does not block. Errors: UNAVAILABLE (the key is not that of the present registration).
+        """Frees cells that were cleared, overwritten or failed. Unknown puts are ignored. A call whose number was carried
+        out before changes nothing, so that what was stored since under the id of a put stays. Does not block. Errors:
+        UNAVAILABLE (the key is not that of the present registration).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -95,8 +95,8 @@ def add_StorageControlServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class StorageControlService(object):
-    """What becomes of the puts of a storage service. Served to those that show the
-    internal secret, or a token of role service.
+    """What becomes of the puts of a storage service. Served to callers with the internal secret, or with a token of role
+    service.
     """
 
     @staticmethod

@@ -18,8 +18,8 @@ class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type:
     ...
 
 class StorageControlServiceStub:
-    """What becomes of the puts of a storage service. Served to those that show the
-    internal secret, or a token of role service.
+    """What becomes of the puts of a storage service. Served to callers with the internal secret, or with a token of role
+    service.
     """
 
     def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
@@ -27,8 +27,8 @@ class StorageControlServiceStub:
         tq_service.internal.v1.storage_control_pb2.ConfirmPutsRequest,
         tq_service.internal.v1.storage_control_pb2.ConfirmPutsResponse,
     ]
-    """Says that puts are committed, so that they stay: called by the controller a short time after it committed them,
-    again and again until it is answered. Idempotent, does not block. Puts under another boot are ignored.
+    """Confirms that puts are committed, so that they stay. The controller calls it a short time after it has committed
+    them, again until it is answered. Idempotent, does not block. Puts under another boot are ignored.
     """
 
     ReconcilePuts: grpc.StreamUnaryMultiCallable[
@@ -49,22 +49,22 @@ class StorageControlServiceStub:
         tq_service.internal.v1.storage_control_pb2.FreeCellsRequest,
         tq_service.internal.v1.storage_control_pb2.FreeCellsResponse,
     ]
-    """Gives cells back: called by the controller when they were cleared, overwritten or failed. Unknown puts are
-    ignored. A call whose number was taken before changes nothing: what was stored since under an id that it names
-    stays. Does not block. Errors: UNAVAILABLE (the key is not that of the present registration).
+    """Frees cells that were cleared, overwritten or failed. Unknown puts are ignored. A call whose number was carried
+    out before changes nothing, so that what was stored since under the id of a put stays. Does not block. Errors:
+    UNAVAILABLE (the key is not that of the present registration).
     """
 
 class StorageControlServiceAsyncStub:
-    """What becomes of the puts of a storage service. Served to those that show the
-    internal secret, or a token of role service.
+    """What becomes of the puts of a storage service. Served to callers with the internal secret, or with a token of role
+    service.
     """
 
     ConfirmPuts: grpc.aio.UnaryUnaryMultiCallable[
         tq_service.internal.v1.storage_control_pb2.ConfirmPutsRequest,
         tq_service.internal.v1.storage_control_pb2.ConfirmPutsResponse,
     ]
-    """Says that puts are committed, so that they stay: called by the controller a short time after it committed them,
-    again and again until it is answered. Idempotent, does not block. Puts under another boot are ignored.
+    """Confirms that puts are committed, so that they stay. The controller calls it a short time after it has committed
+    them, again until it is answered. Idempotent, does not block. Puts under another boot are ignored.
     """
 
     ReconcilePuts: grpc.aio.StreamUnaryMultiCallable[
@@ -85,14 +85,14 @@ class StorageControlServiceAsyncStub:
         tq_service.internal.v1.storage_control_pb2.FreeCellsRequest,
         tq_service.internal.v1.storage_control_pb2.FreeCellsResponse,
     ]
-    """Gives cells back: called by the controller when they were cleared, overwritten or failed. Unknown puts are
-    ignored. A call whose number was taken before changes nothing: what was stored since under an id that it names
-    stays. Does not block. Errors: UNAVAILABLE (the key is not that of the present registration).
+    """Frees cells that were cleared, overwritten or failed. Unknown puts are ignored. A call whose number was carried
+    out before changes nothing, so that what was stored since under the id of a put stays. Does not block. Errors:
+    UNAVAILABLE (the key is not that of the present registration).
     """
 
 class StorageControlServiceServicer(metaclass=abc.ABCMeta):
-    """What becomes of the puts of a storage service. Served to those that show the
-    internal secret, or a token of role service.
+    """What becomes of the puts of a storage service. Served to callers with the internal secret, or with a token of role
+    service.
     """
 
     @abc.abstractmethod
@@ -101,8 +101,8 @@ class StorageControlServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.internal.v1.storage_control_pb2.ConfirmPutsRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.internal.v1.storage_control_pb2.ConfirmPutsResponse, collections.abc.Awaitable[tq_service.internal.v1.storage_control_pb2.ConfirmPutsResponse]]:
-        """Says that puts are committed, so that they stay: called by the controller a short time after it committed them,
-        again and again until it is answered. Idempotent, does not block. Puts under another boot are ignored.
+        """Confirms that puts are committed, so that they stay. The controller calls it a short time after it has committed
+        them, again until it is answered. Idempotent, does not block. Puts under another boot are ignored.
         """
 
     @abc.abstractmethod
@@ -127,9 +127,9 @@ class StorageControlServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.internal.v1.storage_control_pb2.FreeCellsRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.internal.v1.storage_control_pb2.FreeCellsResponse, collections.abc.Awaitable[tq_service.internal.v1.storage_control_pb2.FreeCellsResponse]]:
-        """Gives cells back: called by the controller when they were cleared, overwritten or failed. Unknown puts are
-        ignored. A call whose number was taken before changes nothing: what was stored since under an id that it names
-        stays. Does not block. Errors: UNAVAILABLE (the key is not that of the present registration).
+        """Frees cells that were cleared, overwritten or failed. Unknown puts are ignored. A call whose number was carried
+        out before changes nothing, so that what was stored since under the id of a put stays. Does not block. Errors:
+        UNAVAILABLE (the key is not that of the present registration).
         """
 
 def add_StorageControlServiceServicer_to_server(servicer: StorageControlServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

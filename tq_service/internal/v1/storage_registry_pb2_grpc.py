@@ -6,8 +6,8 @@ from tq_service.internal.v1 import storage_registry_pb2 as tq__service_dot_inter
 
 
 class StorageRegistryServiceStub(object):
-    """The storage services that a controller knows. Served to those that show the
-    internal secret, or a token of role service.
+    """The storage services that a controller knows. Served to callers with the internal secret, or with a token of role
+    service.
     """
 
     def __init__(self, channel):
@@ -24,15 +24,15 @@ class StorageRegistryServiceStub(object):
 
 
 class StorageRegistryServiceServicer(object):
-    """The storage services that a controller knows. Served to those that show the
-    internal secret, or a token of role service.
+    """The storage services that a controller knows. Served to callers with the internal secret, or with a token of role
+    service.
     """
 
     def RegisterStorage(self, request, context):
-        """Announces a storage service; repeated as its heartbeat. Changes: it gets puts from now on. The answer says which
+        """Registers a storage service; repeated as its heartbeat. Changes: it gets puts from now on. The answer says which
         of the puts it names are committed, so that it keeps those and drops the others. Idempotent, does not block.
-        Errors: INVALID_ARGUMENT (more than 4096 puts), ALREADY_EXISTS (a process that registered later has the name, and
-        is alive).
+        Errors: INVALID_ARGUMENT (more than 4,096 puts), ALREADY_EXISTS (a process that registered later has the name,
+        and is alive).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -54,8 +54,8 @@ def add_StorageRegistryServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class StorageRegistryService(object):
-    """The storage services that a controller knows. Served to those that show the
-    internal secret, or a token of role service.
+    """The storage services that a controller knows. Served to callers with the internal secret, or with a token of role
+    service.
     """
 
     @staticmethod

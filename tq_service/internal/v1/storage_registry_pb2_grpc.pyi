@@ -18,8 +18,8 @@ class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type:
     ...
 
 class StorageRegistryServiceStub:
-    """The storage services that a controller knows. Served to those that show the
-    internal secret, or a token of role service.
+    """The storage services that a controller knows. Served to callers with the internal secret, or with a token of role
+    service.
     """
 
     def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
@@ -27,30 +27,30 @@ class StorageRegistryServiceStub:
         tq_service.internal.v1.storage_registry_pb2.RegisterStorageRequest,
         tq_service.internal.v1.storage_registry_pb2.RegisterStorageResponse,
     ]
-    """Announces a storage service; repeated as its heartbeat. Changes: it gets puts from now on. The answer says which
+    """Registers a storage service; repeated as its heartbeat. Changes: it gets puts from now on. The answer says which
     of the puts it names are committed, so that it keeps those and drops the others. Idempotent, does not block.
-    Errors: INVALID_ARGUMENT (more than 4096 puts), ALREADY_EXISTS (a process that registered later has the name, and
-    is alive).
+    Errors: INVALID_ARGUMENT (more than 4,096 puts), ALREADY_EXISTS (a process that registered later has the name,
+    and is alive).
     """
 
 class StorageRegistryServiceAsyncStub:
-    """The storage services that a controller knows. Served to those that show the
-    internal secret, or a token of role service.
+    """The storage services that a controller knows. Served to callers with the internal secret, or with a token of role
+    service.
     """
 
     RegisterStorage: grpc.aio.UnaryUnaryMultiCallable[
         tq_service.internal.v1.storage_registry_pb2.RegisterStorageRequest,
         tq_service.internal.v1.storage_registry_pb2.RegisterStorageResponse,
     ]
-    """Announces a storage service; repeated as its heartbeat. Changes: it gets puts from now on. The answer says which
+    """Registers a storage service; repeated as its heartbeat. Changes: it gets puts from now on. The answer says which
     of the puts it names are committed, so that it keeps those and drops the others. Idempotent, does not block.
-    Errors: INVALID_ARGUMENT (more than 4096 puts), ALREADY_EXISTS (a process that registered later has the name, and
-    is alive).
+    Errors: INVALID_ARGUMENT (more than 4,096 puts), ALREADY_EXISTS (a process that registered later has the name,
+    and is alive).
     """
 
 class StorageRegistryServiceServicer(metaclass=abc.ABCMeta):
-    """The storage services that a controller knows. Served to those that show the
-    internal secret, or a token of role service.
+    """The storage services that a controller knows. Served to callers with the internal secret, or with a token of role
+    service.
     """
 
     @abc.abstractmethod
@@ -59,10 +59,10 @@ class StorageRegistryServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.internal.v1.storage_registry_pb2.RegisterStorageRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.internal.v1.storage_registry_pb2.RegisterStorageResponse, collections.abc.Awaitable[tq_service.internal.v1.storage_registry_pb2.RegisterStorageResponse]]:
-        """Announces a storage service; repeated as its heartbeat. Changes: it gets puts from now on. The answer says which
+        """Registers a storage service; repeated as its heartbeat. Changes: it gets puts from now on. The answer says which
         of the puts it names are committed, so that it keeps those and drops the others. Idempotent, does not block.
-        Errors: INVALID_ARGUMENT (more than 4096 puts), ALREADY_EXISTS (a process that registered later has the name, and
-        is alive).
+        Errors: INVALID_ARGUMENT (more than 4,096 puts), ALREADY_EXISTS (a process that registered later has the name,
+        and is alive).
         """
 
 def add_StorageRegistryServiceServicer_to_server(servicer: StorageRegistryServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
