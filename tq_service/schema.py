@@ -22,6 +22,14 @@ class Layout(StrEnum):
     OBJECT = "object"
 
 
+class Encoding(StrEnum):
+    """What the bytes of a row of an object field are."""
+
+    TEXT = "text"
+    MSGPACK = "msgpack"
+    BYTES = "bytes"
+
+
 class SampleState(StrEnum):
     """What may happen with a sample: `failed` is final."""
 
@@ -53,25 +61,27 @@ class FieldSpec:
         dtype: torch's name of the dtype ("float32", "bfloat16"); "" for objects, or left to the first put.
         layout: dense, jagged or object; None leaves it to the first put.
         row_shape: shape of one row, -1 in ragged dimensions, () for scalars; None leaves it to the first put.
+        encoding: of objects: UTF-8 text, bytes as they are, or msgpack, which holds any object. A field declared as text
+            or bytes takes nothing else; None, or msgpack, takes any, in the encoding that each put says.
     """
 
     name: str
     dtype: str = ""
     layout: Layout | None = None
     row_shape: tuple[int, ...] | None = None
+    encoding: Encoding | None = None
 
     def __post_init__(self) -> None:
         if not self.name:
             raise InvalidArgumentError("a field has an empty name; give every field a name", field="name")
-        if self.layout is not None:
-            try:
-                object.__setattr__(self, "layout", Layout(self.layout))
-            except ValueError:
-                raise InvalidArgumentError(
-                    f"field {self.name!r}: layout {self.layout!r} is unknown; use one of "
-                    f"{', '.join(layout.value for layout in Layout)}",
-                    field="layout",
-                ) from None
+        self._check_word("layout", Layout)
+        self._check_word("encoding", Encoding)
+        if self.encoding is not None and self.layout is not Layout.OBJECT:
+            raise InvalidArgumentError(
+                f"field {self.name!r}: encoding {self.encoding.value!r} is of objects, and the layout is "
+                f"{self.layout or 'not given'}; give layout='object' too",
+                field="encoding",
+            )
         if self.dtype and self.dtype not in DTYPE_SIZES:
             raise InvalidArgumentError(
                 f"field {self.name!r}: dtype {self.dtype!r} is unknown; use torch's name of the dtype, one of "
@@ -80,6 +90,19 @@ class FieldSpec:
             )
         if self.row_shape is not None:
             object.__setattr__(self, "row_shape", tuple(int(size) for size in self.row_shape))
+
+    def _check_word(self, name: str, words: type[StrEnum]) -> None:
+        given = getattr(self, name)
+        if given is None or type(given) is words:
+            return
+        try:
+            object.__setattr__(self, name, words(given))
+        except ValueError:
+            raise InvalidArgumentError(
+                f"field {self.name!r}: {name} {given!r} is unknown; use one of "
+                f"{', '.join(word.value for word in words)}",
+                field=name,
+            ) from None
 
     @property
     def itemsize(self) -> int:
@@ -92,7 +115,9 @@ class FieldSpec:
         return tuple(dim for dim, size in enumerate(self.row_shape or ()) if size < 0)
 
     def describe(self) -> str:
-        """Return the spec as it appears in messages, such as `int64 jagged (-1,)`."""
+        """Return the spec as it appears in messages, such as `int64 jagged (-1,)` or `object (text)`."""
+        if self.layout is Layout.OBJECT:
+            return f"object ({self.encoding or 'any encoding'})"
         shape = "any shape" if self.row_shape is None else str(self.row_shape)
         return f"{self.dtype or 'any dtype'} {self.layout or 'any layout'} {shape}"
 

@@ -57,7 +57,7 @@ async def begin_shared(engine, number, data, *, deadline=None):
 
 async def put_shared(engine, number, data):
     pending, columns = await begin_shared(engine, number, data)
-    pending.adopt(shared_memory.write_columns(columns))
+    await pending.adopt(shared_memory.write_columns(columns))
     pending.finish()
     engine.confirm(put_id(number))
 

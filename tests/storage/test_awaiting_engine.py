@@ -240,7 +240,7 @@ async def test_rows_that_are_no_objects_are_refused_however_they_are_cut(engine,
 @pytest.mark.skipif(not shared_memory.is_supported(), reason="sealed memfds are there on Linux only")
 async def test_shared_memory_of_clients_stays_here_and_is_read_together_with_the_rest(engine):
     pending, columns = await begin_shared(engine, 2, DATA)
-    pending.adopt(shared_memory.write_columns(columns))
+    await pending.adopt(shared_memory.write_columns(columns))
     pending.finish()
     await put(engine, 1, DATA)
     back = await read(engine, [1, 2], runs(DATA, (1, 3, 1), (0, 4, 2), (1, 5, 1)))

@@ -106,7 +106,7 @@ async def test_a_segment_is_not_used_again_before_the_end_of_its_put_is_durable(
 async def test_a_put_is_not_finished_before_it_is_flushed(directory):
     engine = directory.open()
     pending, columns = await begin_shared(engine, 1, BIG)
-    pending.adopt(shared_memory.write_columns(columns))
+    await pending.adopt(shared_memory.write_columns(columns))
     with pytest.raises(RuntimeError, match="flushed"):
         pending.finish()
 
@@ -114,7 +114,7 @@ async def test_a_put_is_not_finished_before_it_is_flushed(directory):
 async def test_a_retry_may_take_over_while_a_put_is_flushed(directory):
     engine = directory.open()
     first, columns = await begin_shared(engine, 1, BIG)
-    first.adopt(shared_memory.write_columns(columns))
+    await first.adopt(shared_memory.write_columns(columns))
     flushing = asyncio.create_task(engine.flush(first))
     await asyncio.sleep(0)
     await put(engine, 1, BIG)

@@ -55,7 +55,7 @@ async def test_a_row_that_is_no_object_is_refused_by_its_number(engine, shared, 
     with pytest.raises(InvalidArgumentError, match=f"row {row} of field 'text' {reason}") as caught:
         pending = await reserve(engine, columns, shared=shared)
         if shared:
-            pending.adopt(shared_memory.write_columns(columns))
+            await pending.adopt(shared_memory.write_columns(columns))
         for chunk in () if shared else (chunk for column in columns for chunk in column.chunks):
             await pending.write(chunk)
     assert caught.value.metadata["row"] == str(row)

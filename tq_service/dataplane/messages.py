@@ -63,7 +63,7 @@ class AnswerReader:
         if header.row_count != self._row_count:
             raise InternalError(f"a storage service sent {header.row_count} rows, expected {self._row_count}")
         with _agreement():
-            self._columns = decode_headers(header.columns, header.row_count)
+            self._columns = decode_headers(header.columns, header.row_count, of_get=True)
         in_memory = {column.column_index for column in header.shared.columns}
         sent = [column for index, column in enumerate(self._columns) if index not in in_memory]
         self._receiver = ColumnReceiver(sent, RECEIVE_BUFFERS.take)

@@ -214,7 +214,7 @@ class StorageServicer:
                         field="frame",
                     )
                 try:
-                    pending.adopt(take_fds())
+                    await pending.adopt(take_fds())
                 except OSError as error:
                     raise UnavailableError(f"the shared memory of a put cannot be used: {error}") from error
 

@@ -137,7 +137,7 @@ class StorageEngine:
             shared: whether the bytes come as shared memory, to be adopted, instead of being written.
 
         Raises:
-            InvalidArgumentError: a row of objects is empty, or the put is there for another partition or of another
+            InvalidArgumentError: a row of msgpack is empty, or the put is there for another partition or of another
                 owner.
             QuotaExceededError: larger than the quota (at once), or no capacity until the deadline (with
                 `retry_after_seconds`).

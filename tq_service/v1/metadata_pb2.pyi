@@ -33,7 +33,7 @@ class _LayoutEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTyp
     LAYOUT_JAGGED: _Layout.ValueType  # 2
     """Rows differ in at least one dimension, which is -1 in `FieldSpec.row_shape`."""
     LAYOUT_OBJECT: _Layout.ValueType  # 3
-    """Rows are self-describing objects (text, JSON-like values, dicts of tensors)."""
+    """Rows are objects (text, JSON-like values, dicts of tensors), each so many bytes in an `Encoding`."""
 
 class Layout(_Layout, metaclass=_LayoutEnumTypeWrapper):
     """How the rows of a field are laid out."""
@@ -45,8 +45,36 @@ LAYOUT_DENSE: Layout.ValueType  # 1
 LAYOUT_JAGGED: Layout.ValueType  # 2
 """Rows differ in at least one dimension, which is -1 in `FieldSpec.row_shape`."""
 LAYOUT_OBJECT: Layout.ValueType  # 3
-"""Rows are self-describing objects (text, JSON-like values, dicts of tensors)."""
+"""Rows are objects (text, JSON-like values, dicts of tensors), each so many bytes in an `Encoding`."""
 global___Layout = Layout
+
+class _Encoding:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _EncodingEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Encoding.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    ENCODING_UNSPECIFIED: _Encoding.ValueType  # 0
+    """Not given: not an object, or left to each put."""
+    ENCODING_TEXT: _Encoding.ValueType  # 1
+    """UTF-8, checked when it is put."""
+    ENCODING_MSGPACK: _Encoding.ValueType  # 2
+    """One msgpack value, with the extension types of docs/protocol.md; checked when it is read."""
+    ENCODING_BYTES: _Encoding.ValueType  # 3
+    """Bytes as they are, which mean something to those who put and get them."""
+
+class Encoding(_Encoding, metaclass=_EncodingEnumTypeWrapper):
+    """What the bytes of a row of objects are."""
+
+ENCODING_UNSPECIFIED: Encoding.ValueType  # 0
+"""Not given: not an object, or left to each put."""
+ENCODING_TEXT: Encoding.ValueType  # 1
+"""UTF-8, checked when it is put."""
+ENCODING_MSGPACK: Encoding.ValueType  # 2
+"""One msgpack value, with the extension types of docs/protocol.md; checked when it is read."""
+ENCODING_BYTES: Encoding.ValueType  # 3
+"""Bytes as they are, which mean something to those who put and get them."""
+global___Encoding = Encoding
 
 class _SampleState:
     ValueType = typing.NewType("ValueType", builtins.int)
@@ -115,6 +143,7 @@ class FieldSpec(google.protobuf.message.Message):
     LAYOUT_FIELD_NUMBER: builtins.int
     ROW_SHAPE_FIELD_NUMBER: builtins.int
     ROW_SHAPE_KNOWN_FIELD_NUMBER: builtins.int
+    ENCODING_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Name of the column, unique in the partition; not empty."""
     dtype: builtins.str
@@ -123,6 +152,10 @@ class FieldSpec(google.protobuf.message.Message):
     """How its rows are laid out. Unset, in a declaration: fixed by the first put."""
     row_shape_known: builtins.bool
     """Whether `row_shape` is known: false in a declaration that leaves it to the first put."""
+    encoding: global___Encoding.ValueType
+    """Objects: what the bytes of a row are. A put says it of each object column. A field declared as text or bytes takes
+    nothing else; unspecified in a declaration: each put says it for its own rows.
+    """
     @property
     def row_shape(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Shape of one row, -1 in ragged dimensions; empty for scalars and objects."""
@@ -135,8 +168,9 @@ class FieldSpec(google.protobuf.message.Message):
         layout: global___Layout.ValueType = ...,
         row_shape: collections.abc.Iterable[builtins.int] | None = ...,
         row_shape_known: builtins.bool = ...,
+        encoding: global___Encoding.ValueType = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["dtype", b"dtype", "layout", b"layout", "name", b"name", "row_shape", b"row_shape", "row_shape_known", b"row_shape_known"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dtype", b"dtype", "encoding", b"encoding", "layout", b"layout", "name", b"name", "row_shape", b"row_shape", "row_shape_known", b"row_shape_known"]) -> None: ...
 
 global___FieldSpec = FieldSpec
 
@@ -658,7 +692,8 @@ class ColumnHeader(google.protobuf.message.Message):
     """Size of the values of the column, in bytes."""
     extents: builtins.bytes
     """Little-endian int64. Jagged: for each row, its size in each ragged dimension (row-major). Object: the bytes of
-    each row. Dense: empty.
+    each row, and after them, in the answer of a get whose rows were put in different encodings, the number of the row's
+    Encoding: `spec.encoding` is unspecified then. Dense: empty.
     """
     @property
     def spec(self) -> global___FieldSpec:

@@ -1,7 +1,8 @@
 """Columns as they travel and are stored: what cuts their bytes into rows, and its checks.
 
 The values of a column are the rows' bytes one after the other. A dense column needs nothing else; a jagged one has the
-size of each row in each ragged dimension, an object column the bytes of each row: its extents.
+size of each row in each ragged dimension, an object column the bytes of each row: its extents. Objects that were put in
+different encodings and are read together have the number of the row's encoding beside the bytes of the row.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tq_service.errors import FieldMismatchError, InvalidArgumentError
-from tq_service.schema import FieldSpec, Layout
+from tq_service.schema import Encoding, FieldSpec, Layout
 from tq_service.v1 import metadata_pb2
-from tq_service.wire.metadata import decode_spec, encode_spec
+from tq_service.wire.metadata import ENCODINGS, decode_spec, encode_spec
 
 Extents = NDArray[np.int64]
 
@@ -27,6 +28,7 @@ MAX_ROWS: Final = 1 << 24
 
 _MAX_BYTES: Final = 1 << 60
 _MAX_DIMS: Final = 64
+_ENCODINGS: Final = [ENCODINGS.encode(encoding) for encoding in Encoding]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -34,10 +36,10 @@ class ColumnShape:
     """What cuts the bytes of a column into rows.
 
     Attributes:
-        spec: dtype, layout and row shape, all of them known.
+        spec: dtype, layout and row shape, all of them known; objects of several encodings have none.
         row_count: number of rows.
         extents: jagged: `(n, ragged dims)`, the size of each row in each ragged dimension; object: `(n, 1)`, the bytes
-            of each row; dense: None.
+            of each row, or `(n, 2)` with the number of its encoding; dense: None.
         value_bytes: bytes of all rows together.
     """
 
@@ -50,7 +52,8 @@ class ColumnShape:
         """Return the bytes of each row `(n,)`."""
         if self.extents is None:
             return np.full(self.row_count, fixed_row_bytes(self.spec) or 0, np.int64)
-        elements = self.extents[:, 0] if self.extents.shape[1] == 1 else self.extents.prod(axis=1)
+        is_plain = self.extents.shape[1] == 1 or self.spec.layout is Layout.OBJECT
+        elements = self.extents[:, 0] if is_plain else self.extents.prod(axis=1)
         return np.asarray(elements * _fixed_part(self.spec), dtype=np.int64)
 
     def row_offsets(self) -> NDArray[np.int64]:
@@ -85,8 +88,13 @@ class ColumnShape:
             raise self._wrong(f"extents of shape {got}, expected {shape}")
         if self.extents.size and int(self.extents.min()) < 0:
             raise self._wrong("a negative extent; sizes are 0 or more")
+        sizes = self.extents
+        if self.spec.layout is Layout.OBJECT:
+            sizes, encodings = self.extents[:, :1], self.extents[:, 1:]
+            if not np.isin(encodings, _ENCODINGS).all():
+                raise self._wrong(f"an unknown encoding of a row; expected one of {', '.join(map(str, _ENCODINGS))}")
         with np.errstate(over="ignore", invalid="ignore"):
-            estimate = float(self.extents.astype(np.float64).prod(axis=1).sum()) * _fixed_part(self.spec)
+            estimate = float(sizes.astype(np.float64).prod(axis=1).sum()) * _fixed_part(self.spec)
         if not estimate <= _MAX_BYTES:
             raise self._wrong(f"extents of more than {_MAX_BYTES} bytes")
         return int(self.row_bytes().sum())
@@ -149,8 +157,10 @@ def offsets_of(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def extent_count(spec: FieldSpec) -> int:
-    """Return the number of extents of one row: 0 for dense, 1 for objects."""
-    return 1 if spec.layout is Layout.OBJECT else len(spec.ragged_dims)
+    """Return the number of extents of one row: 0 for dense, 1 for objects, 2 where these have several encodings."""
+    if spec.layout is Layout.OBJECT:
+        return 1 if spec.encoding is not None else 2
+    return len(spec.ragged_dims)
 
 
 def fixed_row_bytes(spec: FieldSpec) -> int | None:
@@ -187,13 +197,24 @@ def decode_header(message: metadata_pb2.ColumnHeader, row_count: int) -> ColumnS
     return column
 
 
-def decode_headers(messages: Iterable[metadata_pb2.ColumnHeader], row_count: int) -> list[ColumnShape]:
-    """Return the checked headers of the columns of one put or get.
+def decode_headers(
+    messages: Iterable[metadata_pb2.ColumnHeader], row_count: int, *, of_get: bool = False
+) -> list[ColumnShape]:
+    """Return the checked headers of the columns of one put, or one get, whose objects may have several encodings.
 
     Raises:
         InvalidArgumentError: one is wrong, there is none, or a name comes twice.
     """
-    columns = [decode_header(message, row_count) for message in messages]
+    columns = []
+    for message in messages:
+        columns.append(decode_header(message, row_count))
+        spec = columns[-1].spec
+        if spec.layout is Layout.OBJECT and spec.encoding is None and not of_get:
+            raise InvalidArgumentError(
+                f"field {spec.name!r} has objects without an encoding; say for each column of a put which of "
+                f"{', '.join(Encoding)} its rows are",
+                field="columns",
+            )
     names = [column.spec.name for column in columns]
     if not columns or len(set(names)) != len(names):
         got = "none" if not columns else ", ".join(map(repr, names))
@@ -202,7 +223,8 @@ def decode_headers(messages: Iterable[metadata_pb2.ColumnHeader], row_count: int
 
 
 def merge_specs(specs: Sequence[FieldSpec]) -> FieldSpec:
-    """Return the spec that covers rows of several puts of one field: sizes that differ become ragged.
+    """Return the spec that covers rows of several puts of one field: sizes that differ become ragged, and objects of
+    several encodings have none together.
 
     Dense rows beside jagged ones, or beside dense ones of another shape, are jagged: they were put into a field that is
     declared so.
@@ -228,7 +250,13 @@ def _merge_two(one: FieldSpec, other: FieldSpec) -> FieldSpec:
             metadata={"got": other.describe(), "expected": one.describe()},
         )
     shape = tuple(size if size == twin else -1 for size, twin in zip(left, right, strict=True))
-    return FieldSpec(one.name, dtype=one.dtype, layout=Layout.JAGGED if is_jagged else one.layout, row_shape=shape)
+    return FieldSpec(
+        one.name,
+        dtype=one.dtype,
+        layout=Layout.JAGGED if is_jagged else one.layout,
+        row_shape=shape,
+        encoding=one.encoding if one.encoding is other.encoding else None,
+    )
 
 
 def row_shapes(spec: FieldSpec, extents: Extents | None, row_count: int) -> NDArray[np.int64]:
@@ -244,11 +272,14 @@ def extents_as(other: FieldSpec, spec: FieldSpec, extents: Extents | None, row_c
     """Return the extents of rows that are described as `spec` where they are described as another spec that fits them.
 
     Args:
-        other: a spec with other ragged dimensions, such as one that covers several puts of one field.
+        other: a spec with other ragged dimensions, or without an encoding, such as one that covers several puts of one
+            field.
         spec: how the rows were put.
-        extents: `(row_count, ragged dims of spec)`, None where it is dense.
+        extents: `(row_count, extents of a row of spec)`, None where it is dense.
         row_count: number of rows.
     """
+    if extents is not None and extent_count(other) > extent_count(spec) and spec.layout is Layout.OBJECT:
+        return np.column_stack([extents, np.full(row_count, ENCODINGS.encode(spec.encoding), np.int64)])
     if other.ragged_dims == spec.ragged_dims:
         return extents
     return row_shapes(spec, extents, row_count)[:, list(other.ragged_dims)] if other.ragged_dims else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -10,10 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tq_service.errors import InvalidArgumentError
-from tq_service.schema import Layout
+from tq_service.schema import Encoding, Layout
 from tq_service.wire.collection import no_collection
 from tq_service.wire.columns import ColumnShape, row_shapes
 from tq_service.wire.dtypes import Bytes, has_torch, make_values, writable_bytes
+from tq_service.wire.metadata import ENCODINGS
 from tq_service.wire.objects import decode_object
 from tq_service.wire.row_pattern import RowPattern
 
@@ -52,6 +53,10 @@ def to_tensordict(columns: Mapping[str, Any], row_count: int) -> Any:
     return TensorDict(fields, batch_size=[row_count])
 
 
+def _decode_text(data: memoryview) -> str:
+    return str(data, "utf-8")
+
+
 class _Decoder:
     """Makes values of columns; keeps the patterns it made, so that fields cut alike share one offsets tensor."""
 
@@ -76,9 +81,31 @@ class _Decoder:
         return self._decode_nested(column, column.extents[:, 0], values, ragged_dims[0])
 
     def _decode_objects(self, column: ColumnShape, buffer: memoryview) -> list[Any]:
-        bounds = column.row_offsets().tolist()
-        with no_collection():
-            return [decode_object(buffer[start:end], as_torch=self._as_torch) for start, end in pairwise(bounds)]
+        offsets, spec = column.row_offsets(), column.spec
+        if spec.encoding is None and column.extents is not None:
+            decoders = [self._object_decoder(ENCODINGS.decode(number)) for number in column.extents[:, 1].tolist()]
+        else:
+            decoders = [self._object_decoder(spec.encoding)] * column.row_count
+        rows: list[Any] = []
+        try:
+            with no_collection():
+                for decode, (start, end) in zip(decoders, pairwise(offsets.tolist()), strict=True):
+                    rows.append(decode(buffer[start:end]))  # noqa: PERF401  (its length says which row is wrong)
+        except (InvalidArgumentError, UnicodeDecodeError) as error:
+            raise InvalidArgumentError(
+                f"row {len(rows)} of field {spec.name!r} is not what its encoding says: {error}",
+                field="columns",
+                metadata={"row": str(len(rows)), "field_name": spec.name},
+            ) from None
+        return rows
+
+    def _object_decoder(self, encoding: Encoding | None) -> Callable[[memoryview], Any]:
+        if encoding is Encoding.TEXT:
+            return _decode_text
+        return bytes if encoding is Encoding.BYTES else self._decode_msgpack
+
+    def _decode_msgpack(self, data: memoryview) -> Any:
+        return decode_object(data, as_torch=self._as_torch)
 
     def _decode_rows(self, column: ColumnShape, values: Bytes) -> list[Any]:
         """Return each row of a jagged column, all on the shared bytes."""

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tq_service.errors import InvalidArgumentError
-from tq_service.schema import FieldSpec, Layout
+from tq_service.schema import Encoding, FieldSpec, Layout
 from tq_service.wire.collection import no_collection
 from tq_service.wire.columns import Column, Extents
 from tq_service.wire.dtypes import (
@@ -36,7 +36,7 @@ def encode_columns(data: Any, declared: Mapping[str, Layout] | None = None) -> l
             of numbers or 0-dim tensors (dense scalars, Python's float as float64); a list of anything else (objects).
             `NonTensorData` is what `non_tensor_rows` says.
         declared: layouts known beforehand; a field declared jagged takes rows of equal shape too, one declared object
-            takes any list.
+            takes any list. Objects that all are str become text, those that all are bytes bytes, others msgpack.
 
     Raises:
         InvalidArgumentError: no fields, no rows, row counts that differ, or values no column can hold.
@@ -302,7 +302,18 @@ def _concatenate(rows: list[Any]) -> Any:
 
 
 def _encode_objects(name: str, values: Sequence[Any]) -> Column:
-    with no_collection():
-        blobs = [encode_object(value, f"{name}[{position}]") for position, value in enumerate(values)]
-    extents = np.array([len(blob) for blob in blobs], np.int64).reshape(-1, 1)
-    return _column(FieldSpec(name, "", Layout.OBJECT, ()), len(blobs), extents, (memoryview(b"".join(blobs)),))
+    kinds, encoding = set(map(type, values)), Encoding.MSGPACK
+    if kinds == {str}:
+        encoding = Encoding.TEXT
+        try:
+            blobs = [value.encode() for value in values]
+        except UnicodeEncodeError:  # a lone surrogate, which UTF-8 does not have, and msgpack here does
+            encoding = Encoding.MSGPACK
+    elif kinds <= {bytes, bytearray, memoryview}:
+        encoding, blobs = Encoding.BYTES, list(map(bytes, values))
+    if encoding is Encoding.MSGPACK:
+        with no_collection():
+            blobs = [encode_object(value, f"{name}[{position}]") for position, value in enumerate(values)]
+    extents = np.array(list(map(len, blobs)), np.int64).reshape(-1, 1)
+    spec = FieldSpec(name, "", Layout.OBJECT, (), encoding)
+    return _column(spec, len(blobs), extents, (memoryview(b"".join(blobs)),))

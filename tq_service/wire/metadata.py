@@ -15,7 +15,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tq_service.errors import InvalidArgumentError
-from tq_service.schema import BatchUnit, FieldSpec, KeyMode, Layout, MetaColumn, MetaValue, Operator, SampleState
+from tq_service.schema import (
+    BatchUnit,
+    Encoding,
+    FieldSpec,
+    KeyMode,
+    Layout,
+    MetaColumn,
+    MetaValue,
+    Operator,
+    SampleState,
+)
 from tq_service.v1 import commit_pb2, controller_service_pb2
 from tq_service.v1 import metadata_pb2 as pb
 from tq_service.wire.dtypes import LARGEST_EXACT, exact_numbers
@@ -71,6 +81,7 @@ def _numbers(enum: Any, words: Iterable[Word]) -> dict[Word, int]:
 
 
 LAYOUTS: Final = EnumWords("layout", _numbers(pb.Layout, Layout))
+ENCODINGS: Final = EnumWords("encoding", _numbers(pb.Encoding, Encoding))
 STATES: Final = EnumWords("state", _numbers(pb.SampleState, SampleState))
 KEY_MODES: Final[EnumWords[KeyMode]] = EnumWords("key_mode", _numbers(commit_pb2.KeyMode, get_args(KeyMode)))
 BATCH_UNITS: Final[EnumWords[BatchUnit]] = EnumWords(
@@ -107,6 +118,7 @@ def encode_spec(spec: FieldSpec) -> pb.FieldSpec:
         layout=LAYOUTS.encode(spec.layout),
         row_shape=spec.row_shape or (),
         row_shape_known=spec.row_shape is not None,
+        encoding=ENCODINGS.encode(spec.encoding),
     )
 
 
@@ -132,6 +144,7 @@ def _read_spec(message: pb.FieldSpec) -> FieldSpec:
         dtype=message.dtype,
         layout=LAYOUTS.decode(message.layout),
         row_shape=tuple(message.row_shape) if message.row_shape_known else None,
+        encoding=ENCODINGS.decode(message.encoding),
     )
 
 

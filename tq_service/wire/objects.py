@@ -1,4 +1,4 @@
-"""Python objects as bytes: msgpack with extension types, behind one byte that is the version of the encoding.
+"""Python objects as bytes: msgpack with extension types.
 
 Carried: None, bool, int of any size, float, complex, str, bytes (bytearray and memoryview come back as bytes), list,
 tuple, set, frozenset, dict with any hashable of these as key, torch tensors, numpy arrays and numpy scalars. Anything
@@ -19,8 +19,6 @@ import numpy as np
 from tq_service.errors import InvalidArgumentError, UnsupportedObjectError
 from tq_service.schema import DTYPE_SIZES
 from tq_service.wire.dtypes import dtype_name, has_torch, is_tensor, loaded_torch, make_values, tensor_bytes
-
-VERSION: Final = 1
 
 _TENSOR, _ARRAY, _NUMPY_SCALAR, _TUPLE, _SET, _FROZENSET, _BIG_INT, _COMPLEX = range(1, 9)
 _MAX_NESTED_EXTENSIONS: Final = 32
@@ -45,7 +43,7 @@ def encode_object(value: Any, path: str = "object") -> bytes:
         UnsupportedObjectError: it holds something only pickle could carry; the message has its type and path.
     """
     try:
-        return _VERSION_BYTE + _pack(value, 0)
+        return _pack(value, 0)
     except (_Refused, ValueError, OverflowError, RecursionError) as error:
         raise _explain(value, path, error) from None
 
@@ -60,13 +58,7 @@ def decode_object(data: memoryview | bytes, *, as_torch: bool | None = None) -> 
     Raises:
         InvalidArgumentError: the bytes are none of ours, or hold a dtype that only torch has while it is not installed.
     """
-    if not len(data) or data[0] != VERSION:
-        got = f"version {data[0]}" if len(data) else "no bytes"
-        raise InvalidArgumentError(f"an object has {got}, expected encoding version {VERSION}; update tq-service")
-    return _unpack(data[1:], 0, has_torch() if as_torch is None else as_torch)
-
-
-_VERSION_BYTE: Final = bytes((VERSION,))
+    return _unpack(data, 0, has_torch() if as_torch is None else as_torch)
 
 
 def _pack(value: Any, depth: int) -> bytes:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from tq_service.domain.plan import Indexes
 from tq_service.domain.tables.table import Column, ColumnSnapshot, RowTable, SlotTable, TableSnapshot, as_slice
 from tq_service.errors import FieldMismatchError
-from tq_service.schema import FieldSpec, Layout
+from tq_service.schema import Encoding, FieldSpec, Layout
 
 NOT_PRODUCED = -1
 CELL_COLUMN = "cell/"  # what the names of the columns with the cells of a field begin with
@@ -407,7 +407,13 @@ def merge_specs(known: FieldSpec, column: ColumnWrite) -> FieldSpec:
     if dtype != new.dtype or not _takes(layout, new.layout) or new.row_shape is None:
         raise _mismatch(known, new)
     if layout is Layout.OBJECT:
-        return replace(new, layout=layout)
+        if known.encoding in {Encoding.TEXT, Encoding.BYTES} and new.encoding is not known.encoding:
+            raise FieldMismatchError(
+                f"field {known.name!r} is declared as {known.describe()}, got {new.describe()}; put only "
+                f"{known.encoding} in every row, or declare it without an encoding",
+                field=known.name,
+            )
+        return replace(new, encoding=known.encoding)
     shape = known.row_shape if known.row_shape is not None else new.row_shape
     if len(shape) != len(new.row_shape) or (layout is Layout.JAGGED and not shape):
         raise _mismatch(known, new)

@@ -8,6 +8,7 @@ checksum. Values in memory shared with their client lie as `tq_service.wire.shar
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Final
@@ -17,11 +18,11 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64
 
 from tq_service.errors import CallCancelledError, FieldNotFoundError, InvalidArgumentError, PutNotFoundError, nearest
-from tq_service.schema import FieldSpec, Layout
+from tq_service.schema import Encoding, FieldSpec
 from tq_service.storage.blobs.base import Blob, BlobStore, Span
 from tq_service.storage.cells import PutCells, Rows
+from tq_service.storage.index.text_check import PIECE_BYTES, TextCheck, wrong_row
 from tq_service.wire.columns import ColumnShape, extent_count, fixed_row_bytes
-from tq_service.wire.objects import VERSION as OBJECT_VERSION
 from tq_service.wire.shared_memory import close_all, place_columns
 
 Tables = bytearray | memoryview
@@ -144,29 +145,20 @@ class StoredColumn:
         return values + len(positions) * table_bytes(self.spec)
 
     def check_object_sizes(self, tables: Tables) -> None:
-        """Check that no row of an object column is empty.
+        """Check that no row of msgpack is empty.
 
         Raises:
             InvalidArgumentError: some row is.
         """
-        if self.spec.layout is Layout.OBJECT:
+        if self.spec.encoding is Encoding.MSGPACK:
             offsets = self.offsets(tables)
             is_empty = offsets[1:] == offsets[:-1]
             if is_empty.any():
-                raise _no_object(self.spec.name, int(is_empty.argmax()), "has no bytes")
+                raise wrong_row(self.spec.name, int(is_empty.argmax()), "has no bytes; expected one msgpack value")
 
     def tables_size(self) -> int:
         """Return the bytes of its tables."""
         return 0 if fixed_row_bytes(self.spec) is not None else self.row_set.stored_count * table_bytes(self.spec) + 8
-
-
-def _no_object(name: str, row: int, what: str) -> InvalidArgumentError:
-    return InvalidArgumentError(
-        f"row {row} of field {name!r} {what}; an object is byte 0x{OBJECT_VERSION:02x}, the version of its encoding, "
-        "and msgpack after it",
-        field="columns",
-        metadata={"row": str(row), "field_name": name},
-    )
 
 
 def table_bytes(spec: FieldSpec) -> int:
@@ -251,7 +243,7 @@ class StoredPut:
             shapes: of a new put, whose tables are written from them; none where these are there, or follow.
 
         Raises:
-            InvalidArgumentError: a row of an object column is empty.
+            InvalidArgumentError: a row of msgpack is empty.
         """
         self.values = values
         self.live_bytes = values.charge
@@ -323,29 +315,6 @@ class StoredPut:
                 self.live_bytes -= column.bytes_of(self, died)
             if not row_set.live_count:
                 self._forget(set(members))
-
-    def check_objects(self, data: memoryview | bytes, at: int) -> None:
-        """Check that rows of object columns begin with the version of the encoding.
-
-        What is behind that byte is not read: decoding it costs a step in Python for each row.
-
-        Args:
-            data: a part of the blob of the values.
-            at: where it starts in it.
-
-        Raises:
-            InvalidArgumentError: a row that begins in this part begins with another byte.
-        """
-        for name, column in self.columns.items():
-            if column is None or column.spec.layout is not Layout.OBJECT:
-                continue
-            offsets, values_at = column.offsets(self.tables()), column.values_at
-            first, end = np.searchsorted(offsets[:-1], (at - values_at, at - values_at + len(data))).tolist()
-            versions = np.frombuffer(data, np.uint8)[offsets[first:end] + (values_at - at)]
-            is_wrong = versions != OBJECT_VERSION
-            if is_wrong.any():
-                row = int(is_wrong.argmax())
-                raise _no_object(name, first + row, f"begins with byte 0x{int(versions[row]):02x}")
 
     def is_whole(self) -> bool:
         """Whether no cell was freed."""
@@ -421,6 +390,7 @@ class PendingPut:
         "_on_abort",
         "_on_finish",
         "_stored",
+        "_text_checks",
         "_view",
         "already_complete",
         "checksum",
@@ -443,6 +413,7 @@ class PendingPut:
         self._view = memoryview(b"")
         self._filled = 0
         self._digest: xxh3_64 | None = None
+        self._text_checks: Sequence[TextCheck] = ()
         self.checksum: int | None = None
 
     @classmethod
@@ -456,6 +427,11 @@ class PendingPut:
         """Give it the put that it fills: its tables are written, its values are to come."""
         self._stored = stored
         self._filled = stored.values_at
+        self._text_checks = [
+            TextCheck(column.spec.name, column.offsets(stored.tables()), column.values_at)
+            for column in stored.columns.values()
+            if column is not None and column.spec.encoding is Encoding.TEXT
+        ]
         if stored.values.store.local_view:
             self._view = stored.values.view()
         if stored.values.number:
@@ -465,8 +441,7 @@ class PendingPut:
         """Append bytes of the values; ignored where the put is complete already.
 
         Raises:
-            InvalidArgumentError: there are more bytes than were declared, or a row of objects begins with another byte
-                than their version.
+            InvalidArgumentError: there are more bytes than were declared, or a row of text is not UTF-8.
             CallCancelledError: a retry took over.
         """
         if self.already_complete:
@@ -479,7 +454,8 @@ class PendingPut:
             raise InvalidArgumentError(
                 f"the stream has at least {end - blob.size} bytes more than its header declared", field="frame"
             )
-        stored.check_objects(data, start)
+        for check in self._text_checks:
+            check.look_at(data, start)
         if blob.store.local_view:
             self._view[start:end] = data
         else:
@@ -493,11 +469,12 @@ class PendingPut:
             self._digest.update(data)
         self._filled = end
 
-    def adopt(self, fds: Sequence[int]) -> None:
+    async def adopt(self, fds: Sequence[int]) -> None:
         """Take all bytes at once, as file descriptors of shared memory, which are closed when they are not needed.
 
         Raises:
-            InvalidArgumentError: they are not sealed memory of the size declared, or the put is not to be shared.
+            InvalidArgumentError: they are not sealed memory of the size declared, the put is not to be shared, or a row
+                of text is not UTF-8.
             CallCancelledError: a retry took over.
             OSError: the system refuses to map them.
         """
@@ -508,8 +485,12 @@ class PendingPut:
                 "shared memory came for a put whose bytes are to come in frames", field="send_fds"
             )
         self._stored.values.adopt(fds)
-        self._stored.check_objects(self._view, 0)
-        self._filled = self._stored.values.size
+        for check in self._text_checks:
+            while check.next < check.end:
+                check.look_at(self._view[check.next : check.next + PIECE_BYTES], check.next)
+                await asyncio.sleep(0)
+                self.opened()
+        self._filled = self.opened().values.size
 
     def whole(self) -> StoredPut | None:
         """Return what is stored, None where the put was there already.

@@ -25,6 +25,7 @@ class ColumnRecord(NamedTuple):
     layout: str
     row_shape: tuple[int, ...]
     value_bytes: int
+    encoding: str
 
 
 class LeftRows(NamedTuple):
@@ -128,7 +129,9 @@ def describe_put(put_id: bytes, put: StoredPut, *, checksum: int = 0) -> PutStor
         partition_id=put.partition_id,
         row_count=put.row_count,
         columns=tuple(
-            ColumnRecord(spec.name, spec.dtype, spec.layout or "", spec.row_shape or (), value_bytes)
+            ColumnRecord(
+                spec.name, spec.dtype, spec.layout or "", spec.row_shape or (), value_bytes, spec.encoding or ""
+            )
             for spec, value_bytes in columns
         ),
         size_bytes=blob.size,
@@ -150,8 +153,8 @@ def restore_put(record: PutStored, blob: Blob) -> StoredPut:
         else:
             columns |= dict.fromkeys(names)
     whole = RowSet(record.row_count)
-    for name, dtype, layout, row_shape, value_bytes in record.columns:
-        spec = _spec(name, dtype, layout, row_shape)
+    for name, dtype, layout, row_shape, value_bytes, encoding in record.columns:
+        spec = _spec(name, dtype, layout, row_shape, encoding or None)
         columns[name] = StoredColumn(spec, row_sets.get(name, whole), value_bytes)
     put = StoredPut(
         columns,
