@@ -1,4 +1,4 @@
-// A client of tq_service: puts, claims, gets and acknowledges, as docs/protocol.md says. Plain tensors and text only.
+// A client of tq_service: puts, claims, gets and acknowledges, as docs/protocol.md says. Plain tensors, text, bytes; msgpack is read.
 import { randomBytes } from "node:crypto";
 import grpc from "@grpc/grpc-js";
 import loader from "@grpc/proto-loader";
@@ -9,6 +9,7 @@ const ARRAYS = {
   bool: Uint8Array, uint8: Uint8Array, int8: Int8Array, uint16: Uint16Array, int16: Int16Array, uint32: Uint32Array,
   int32: Int32Array, float32: Float32Array, uint64: BigUint64Array, int64: BigInt64Array, float64: Float64Array,
 };
+const ENCODINGS = ["ENCODING_UNSPECIFIED", "ENCODING_TEXT", "ENCODING_MSGPACK", "ENCODING_BYTES"];
 const OPTIONS = {
   "grpc.max_receive_message_length": 256 << 20,
   "grpc.max_send_message_length": 256 << 20,
@@ -16,7 +17,7 @@ const OPTIONS = {
   "grpc.keepalive_timeout_ms": 10_000,
 };
 
-/** What a column is: rows of numbers of one length ("dense"), of any length ("jagged"), or text ("object"). */
+/** What a column is: rows of numbers of one length ("dense"), of any length ("jagged"), text, or bytes. */
 export function dense(name, dtype, rows) {
   const spec = { name, dtype, layout: "LAYOUT_DENSE", row_shape: [rows[0].length], row_shape_known: true };
   return column(spec, rows.map((row) => bytesOf(dtype, row)), []);
@@ -27,9 +28,11 @@ export function jagged(name, dtype, rows) {
   return column(spec, rows.map((row) => bytesOf(dtype, row)), rows.map((row) => row.length));
 }
 
-export function text(name, rows) {
-  const spec = { name, dtype: "", layout: "LAYOUT_OBJECT", row_shape: [], row_shape_known: true };
-  const values = rows.map((row) => Buffer.concat([Buffer.from([1]), packText(row)]));
+export const text = (name, rows) => object(name, "ENCODING_TEXT", rows.map((row) => Buffer.from(row, "utf8")));
+export const bytes = (name, rows) => object(name, "ENCODING_BYTES", rows.map((row) => Buffer.from(row)));
+
+function object(name, encoding, values) {
+  const spec = { name, dtype: "", layout: "LAYOUT_OBJECT", row_shape: [], row_shape_known: true, encoding };
   return column(spec, values, values.map((value) => value.length));
 }
 
@@ -46,43 +49,61 @@ function bytesOf(dtype, row) {
   return Buffer.from((row instanceof kind ? row : kind.from(row)).slice().buffer);
 }
 
-function packText(value) {
-  const bytes = Buffer.from(value, "utf8");
-  if (bytes.length < 32) return Buffer.concat([Buffer.from([0xa0 | bytes.length]), bytes]);
-  const head = Buffer.alloc(5);
-  head[0] = 0xdb;
-  head.writeUInt32BE(bytes.length, 1);
-  return Buffer.concat([head, bytes]);
-}
-
-function unpackText(object) {
-  if (object[0] !== 1) throw new Error(`an object has version ${object[0]}, expected 1`);
-  const tag = object[1];
-  const starts = { 0xd9: 3, 0xda: 4, 0xdb: 6 };
-  const start = (tag & 0xe0) === 0xa0 ? 2 : starts[tag];
-  if (start === undefined) throw new Error(`an object is no text: its msgpack begins with ${tag.toString(16)}`);
-  return object.subarray(start).toString("utf8");
-}
-
-/** The rows of a column: typed arrays, or strings. */
+/** The rows of a column: typed arrays, strings or buffers. */
 function rowsOf({ spec, value_bytes, extents }, values, rowCount) {
   if (values.length !== value_bytes) throw new Error(`${spec.name}: ${values.length} bytes, expected ${value_bytes}`);
-  const kind = ARRAYS[spec.dtype];
-  const width = spec.layout === "LAYOUT_OBJECT" ? 1 : kind.BYTES_PER_ELEMENT;
-  const fixed = spec.row_shape.map(Number).filter((size) => size >= 0).reduce((a, b) => a * b, 1);
-  const sizes = [];
-  for (let row = 0, at = 0; row < rowCount; row++) {
-    let count = fixed;
-    const ragged = spec.layout === "LAYOUT_OBJECT" ? 1 : spec.row_shape.filter((size) => Number(size) < 0).length;
-    for (let dim = 0; dim < ragged; dim++, at += 8) count *= Number(extents.readBigInt64LE(at));
-    sizes.push(count * width);
-  }
+  const numbers = Array.from({ length: extents.length / 8 }, (_, i) => Number(extents.readBigInt64LE(8 * i)));
+  const width = numbers.length / rowCount; // of the extents of a row
+  const isObject = spec.layout === "LAYOUT_OBJECT";
+  const kind = isObject ? Uint8Array : ARRAYS[spec.dtype];
+  const fixed = spec.row_shape.map(Number).filter((size) => size >= 0).reduce((a, b) => a * b, kind.BYTES_PER_ELEMENT);
   let start = 0;
-  return sizes.map((size) => {
+  return Array.from({ length: rowCount }, (_, i) => {
+    const of = numbers.slice(i * width, (i + 1) * width);
+    const size = isObject ? of[0] : of.reduce((a, b) => a * b, fixed);
     const row = values.subarray(start, (start += size));
-    if (spec.layout === "LAYOUT_OBJECT") return unpackText(row);
+    if (isObject) return objectOf(of[1] ?? ENCODINGS.indexOf(spec.encoding), row, spec.name);
     return new kind(Uint8Array.prototype.slice.call(row).buffer); // a copy starts at a multiple of the element's size
   });
+}
+
+function objectOf(encoding, row, name) {
+  if (ENCODINGS[encoding] === "ENCODING_TEXT") return row.toString("utf8");
+  if (ENCODINGS[encoding] === "ENCODING_BYTES") return row;
+  return decode(row, name);
+}
+
+/** msgpack as JSON has it: nil, booleans, numbers, text, bytes, lists, maps with keys of text. */
+function decode(row, name) {
+  let at = 0;
+  const take = (size) => row.subarray(at, (at += size));
+  const length = (size) => take(size).readUIntBE(0, size);
+  const list = (size) => Array.from({ length: size }, value);
+  const map = (size) => Object.fromEntries(Array.from({ length: size }, () => [value(), value()]));
+  function value() {
+    const tag = row[at++];
+    if (tag < 0x80) return tag;
+    if (tag < 0x90) return map(tag & 0x0f);
+    if (tag < 0xa0) return list(tag & 0x0f);
+    if (tag < 0xc0) return take(tag & 0x1f).toString("utf8");
+    if (tag >= 0xe0) return tag - 0x100;
+    switch (tag) {
+      case 0xc0: return null;
+      case 0xc2: case 0xc3: return tag === 0xc3;
+      case 0xc4: case 0xc5: case 0xc6: return take(length(1 << (tag - 0xc4)));
+      case 0xca: return take(4).readFloatBE();
+      case 0xcb: return take(8).readDoubleBE();
+      case 0xcc: case 0xcd: case 0xce: return length(1 << (tag - 0xcc));
+      case 0xcf: return Number(take(8).readBigUInt64BE());
+      case 0xd0: case 0xd1: case 0xd2: return take(1 << (tag - 0xd0)).readIntBE(0, 1 << (tag - 0xd0));
+      case 0xd3: return Number(take(8).readBigInt64BE());
+      case 0xd9: case 0xda: case 0xdb: return take(length(1 << (tag - 0xd9))).toString("utf8");
+      case 0xdc: case 0xdd: return list(length(tag === 0xdc ? 2 : 4));
+      case 0xde: case 0xdf: return map(length(tag === 0xde ? 2 : 4));
+      default: throw new Error(`${name}: msgpack of tag 0x${tag?.toString(16)} is not read here`);
+    }
+  }
+  return value();
 }
 
 /** An error of the service: `code` is that of gRPC. */

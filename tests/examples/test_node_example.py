@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,9 +42,28 @@ def address(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
         yield controller.address
 
 
-def test_it_puts_claims_reads_and_acknowledges(address: str) -> None:
+OBJECTS = [
+    "text", "", b"\xff\x00", b"", None, True, False, 0, 127, 128, 255, 65_535, 2**32 - 1, 2**40, -1, -32, -128, -2**15,
+    -2**31, -2**40, 0.5, [], [1, [2]], list(range(20)), {}, {"a": {"b": None}}, {str(n): n for n in range(20)}, "ü" * 40,
+    "y" * 70_000, ["z" * 300, b"b" * 300],
+]  # fmt: skip
+READER = """
+import { Client } from "./tq.mjs";
+const client = new Client(process.env.TQ_ADDRESS, { protos: "../../protos" });
+const meta = await client.claim("objects", "reader", ["x"], %d);
+const { x } = await client.get(meta);
+const shown = (value) => {
+  if (Buffer.isBuffer(value)) return { hex: value.toString("hex") };
+  return Array.isArray(value) ? value.map(shown) : value;
+};
+console.log(JSON.stringify(x.map(shown)));
+client.close();
+"""
+
+
+def run_node(address: str, *command: str) -> str:
     run = subprocess.run(
-        ["node", "main.mjs"],
+        ["node", *command],
         cwd=NODE_EXAMPLE,
         env={**os.environ, "TQ_ADDRESS": address, "TQ_PARTITION": "train"},
         capture_output=True,
@@ -51,7 +72,26 @@ def test_it_puts_claims_reads_and_acknowledges(address: str) -> None:
         check=False,
     )
     assert run.returncode == 0, run.stderr
-    assert run.stdout.endswith("acknowledged 4 of 4\n")
+    return run.stdout
+
+
+def test_it_reads_objects_of_all_encodings(address: str) -> None:
+    def shown(value: Any) -> Any:
+        if isinstance(value, bytes):
+            return {"hex": value.hex()}
+        return [shown(each) for each in value] if isinstance(value, list) else value
+
+    with tq.Client(address) as client:
+        client.put({"x": OBJECTS[:2]}, partition_id="objects")
+        client.put({"x": OBJECTS[2:4]}, partition_id="objects")
+        client.put({"x": OBJECTS[4:]}, partition_id="objects")
+    found = run_node(address, "--input-type=module", "--eval", READER % len(OBJECTS))
+    assert json.loads(found) == [shown(value) for value in OBJECTS]
+
+
+def test_it_puts_claims_reads_and_acknowledges(address: str) -> None:
+    out = run_node(address, "main.mjs")
+    assert out.endswith("acknowledged 4 of 4\n")
     with tq.Client(address) as client:
         status = client.check_consumption("train", "reader")
         assert (status.consumed_count, status.leased_count, status.complete) == (4, 0, True)

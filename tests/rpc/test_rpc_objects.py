@@ -1,19 +1,22 @@
-"""Rows of object columns begin with the version of their encoding; others are refused when they are put."""
+"""Objects over the network: text, bytes and msgpack, put and read together; rows that are not what their column says."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 from live_server import StartServer
 
 import tq_service as tq
-from tq_service.wire import objects, shared_memory
+from tq_service.schema import Encoding
+from tq_service.wire import encoding, shared_memory
+from tq_service.wire.columns import Column
 
 
 @pytest.mark.parametrize("is_large", [False, True], ids=["small", "large"])
 @pytest.mark.parametrize("sharing", ["off", "on"])
-def test_objects_of_an_unknown_version_are_refused_and_leave_nothing(
+def test_text_that_is_none_is_refused_and_leaves_nothing(
     start_server: StartServer, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, sharing: str, is_large: bool
 ) -> None:
     if sharing == "on" and not shared_memory.is_supported():
@@ -21,13 +24,76 @@ def test_objects_of_an_unknown_version_are_refused_and_leave_nothing(
     live = start_server(shared_memory=sharing, shared_memory_dir=str(tmp_path))
     client = live.client()
     rows = ["a text" * (200_000 if is_large else 1)] * 4
+    encode_objects = encoding._encode_objects
+
+    def lie(name: str, values: Any) -> Column:
+        column = encode_objects(name, values)
+        return dataclasses.replace(column, spec=dataclasses.replace(column.spec, encoding=Encoding.TEXT))
+
     with monkeypatch.context() as patch:
-        patch.setattr(objects, "_VERSION_BYTE", b"\x02")  # of the client: the service knows the number
-        with pytest.raises(tq.InvalidArgumentError, match="row 0 of field 'text' begins with byte 0x02") as caught:
-            client.put({"text": rows}, partition_id="train")
-    assert (caught.value.metadata["row"], caught.value.metadata["field_name"]) == ("0", "text")
+        patch.setattr(encoding, "_encode_objects", lie)
+        bad = [row.encode() for row in rows[:3]] + [rows[3].encode()[:-1] + b"\xff"]
+        with pytest.raises(tq.InvalidArgumentError, match="row 3 of field 'text' is not UTF-8 from its byte") as caught:
+            client.put({"text": bad}, partition_id="train")
+    assert (caught.value.metadata["row"], caught.value.metadata["field_name"]) == ("3", "text")
     stat = client.storage_stat()
     assert (stat.used_bytes, stat.put_count, stat.uncommitted_put_count) == (0, 0, 0)
     assert client.list_partitions() == []
     meta = client.put({"text": rows}, partition_id="train")
     assert list(client.get_data(meta)["text"]) == rows
+
+
+def test_msgpack_that_is_none_is_an_error_of_its_row_when_it_is_read(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = start_server().client()
+    encode_object = encoding.encode_object
+    with monkeypatch.context() as patch:
+        patch.setattr(encoding, "encode_object", lambda value, path: b"\xc1" if value == 2 else encode_object(value, path))
+        meta = client.put({"x": [None, 1, 2]}, partition_id="train")
+    with pytest.raises(tq.InvalidArgumentError, match="row 2 of field 'x' is not what its encoding says") as caught:
+        client.get_data(meta)
+    assert (caught.value.metadata["row"], caught.value.metadata["field_name"]) == ("2", "x")
+    assert list(client.get_data(meta.select_samples([0, 1]))["x"]) == [None, 1]
+
+
+def test_objects_of_all_encodings_are_one_field(start_server: StartServer) -> None:
+    client = start_server().client()
+    rows: list[Any] = ["text", "", b"\xff\x00", b"", None, {"a": (1, 2)}]
+    for start in range(0, 6, 2):
+        keys = [str(start), str(start + 1)]
+        client.put({"x": rows[start : start + 2], "n": [start, start + 1]}, partition_id="train", keys=keys)
+    order = [5, 0, 3, 2, 1, 4]
+    got = client.get_data(partition_id="train", keys=[str(each) for each in order], data_fields=["x", "n"])
+    assert list(got["x"]) == [rows[each] for each in order]
+    assert got["n"].tolist() == order
+    for each, row in enumerate(rows):
+        assert list(client.get_data(partition_id="train", keys=[str(each)], data_fields=["x"])["x"]) == [row]
+    client.put({"x": [b"now bytes"]}, partition_id="train", keys=["0"])
+    assert list(client.get_data(partition_id="train", keys=["0", "1"], data_fields=["x"])["x"]) == [b"now bytes", ""]
+
+
+def test_a_field_declared_as_text_takes_nothing_else(start_server: StartServer) -> None:
+    client = start_server().client()
+    client.create_partition(
+        "train",
+        fields=[
+            tq.FieldSpec("text", layout="object", encoding="text"),  # type: ignore[arg-type]
+            tq.FieldSpec("any", layout="object", encoding="msgpack"),  # type: ignore[arg-type]
+        ],
+    )
+    client.put({"text": ["a"], "any": ["a"]}, partition_id="train", keys=["a"])
+    for wrong in ([None], [b"b"], [{"b": 1}]):
+        with pytest.raises(tq.FieldMismatchError, match=r"'text' is declared as object \(text\), got object \((m|b)"):
+            client.put({"text": wrong, "any": wrong}, partition_id="train")
+    client.put({"any": [b"b"]}, partition_id="train", keys=["a"])
+    assert list(client.get_data(partition_id="train", keys=["a"], data_fields=["any"])["any"]) == [b"b"]
+    specs = [field.spec for field in client.describe_partition("train").fields]
+    assert [(spec.name, spec.encoding) for spec in specs] == [("text", "text"), ("any", "msgpack")]
+
+
+def test_an_encoding_is_of_objects() -> None:
+    with pytest.raises(tq.InvalidArgumentError, match="encoding 'text' is of objects, and the layout is dense"):
+        tq.FieldSpec("x", dtype="int64", layout="dense", encoding="text")  # type: ignore[arg-type]
+    with pytest.raises(tq.InvalidArgumentError, match="encoding 'json' is unknown; use one of text, msgpack, bytes"):
+        tq.FieldSpec("x", layout="object", encoding="json")  # type: ignore[arg-type]

@@ -226,12 +226,13 @@ async def test_too_many_bytes_are_refused_and_too_few(engine):
 
 @pytest.mark.parametrize("piece", [1, 7, 10_000])
 @pytest.mark.parametrize("row", [0, 3, ROWS - 1])
-async def test_rows_that_are_no_objects_are_refused_however_they_are_cut(engine, row, piece):
-    pending, chunks = await begin(engine, 1, {"odd": DATA["odd"], "object": DATA["object"], "after": DATA["odd"]})
+async def test_rows_that_are_no_text_are_refused_however_they_are_cut(engine, row, piece):
+    put_data = {"odd": DATA["odd"], "text": [f"text {number}" for number in range(ROWS)], "after": DATA["odd"]}
+    pending, chunks = await begin(engine, 1, put_data)
     data = bytearray(b"".join(chunks))
-    objects = next(column for column in encode_columns(DATA) if column.spec.name == "object")
-    data[ROWS + int(objects.row_offsets()[row])] = 0
-    with pytest.raises(InvalidArgumentError, match=f"row {row} of field 'object' begins with byte 0x00"):
+    text = next(column for column in encode_columns(put_data) if column.spec.name == "text")
+    data[ROWS + int(text.row_offsets()[row]) + 2] = 0xFF
+    with pytest.raises(InvalidArgumentError, match=f"row {row} of field 'text' is not UTF-8 from its byte 2 on"):
         for start in range(0, len(data), piece):
             await pending.write(bytes(data[start : start + piece]))
     pending.abort()

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tq_service.errors import FieldMismatchError, InvalidArgumentError
-from tq_service.schema import FieldSpec, Layout
+from tq_service.schema import Encoding, FieldSpec, Layout
 from tq_service.v1.metadata_pb2 import ColumnHeader
 from tq_service.wire.columns import (
     MAX_ROWS,
@@ -20,7 +20,8 @@ from tq_service.wire.metadata import encode_spec
 DENSE = FieldSpec("d", dtype="float32", layout=Layout.DENSE, row_shape=(2, 3))
 JAGGED = FieldSpec("j", dtype="int64", layout=Layout.JAGGED, row_shape=(-1, 2))
 RAGGED = FieldSpec("r", dtype="int16", layout=Layout.JAGGED, row_shape=(-1, 3, -1))
-OBJECT = FieldSpec("o", layout=Layout.OBJECT, row_shape=())
+TEXT = FieldSpec("o", layout=Layout.OBJECT, row_shape=(), encoding=Encoding.TEXT)
+MIXED = FieldSpec("o", layout=Layout.OBJECT, row_shape=())
 
 
 def shape(spec, rows, extents, value_bytes):
@@ -32,7 +33,8 @@ COLUMNS = [
     (shape(DENSE, 3, None, 72), [24, 24, 24]),
     (shape(JAGGED, 3, [1, 0, 2], 48), [16, 0, 32]),
     (shape(RAGGED, 2, [[2, 1], [1, 4]], 36), [12, 24]),
-    (shape(OBJECT, 2, [5, 0], 5), [5, 0]),
+    (shape(TEXT, 2, [5, 0], 5), [5, 0]),
+    (shape(MIXED, 3, [[5, 1], [0, 3], [2, 2]], 7), [5, 0, 2]),
 ]
 
 
@@ -53,7 +55,8 @@ def test_headers_come_back_and_cut_rows(column, sizes):
         shape(JAGGED, 2, None, 0), shape(JAGGED, 2, [-1, 2], 16), shape(JAGGED, 2, [[1, 1], [1, 1]], 32),
         shape(JAGGED, 2, [1, 2], 47), shape(JAGGED, 2, [1 << 62, 1 << 62], 0), shape(JAGGED, 1, [1 << 60], 0),
         shape(RAGGED, 1, [[1 << 40, 1 << 40]], 0), shape(RAGGED, 1, [[1 << 62, 1 << 62]], 0),
-        shape(OBJECT, 1, [-5], -5),
+        shape(TEXT, 1, [-5], -5), shape(TEXT, 1, [[5, 1]], 5), shape(MIXED, 1, [5], 5),
+        shape(MIXED, 1, [[5, 0]], 5), shape(MIXED, 1, [[5, 4]], 5), shape(MIXED, 1, [[-5, 1]], -5),
         shape(FieldSpec("x"), 1, None, 0), shape(FieldSpec("x", layout=Layout.DENSE, row_shape=()), 1, None, 1),
         shape(FieldSpec("x", "int64", Layout.DENSE, (-1,)), 1, None, 8),
         shape(FieldSpec("x", "int64", Layout.JAGGED, (2,)), 1, [2], 16),
@@ -71,7 +74,7 @@ def test_parts_that_do_not_agree_are_refused(column):
 
 @given(st.binary(max_size=80), st.integers(-5, 5), st.integers(-(1 << 63), (1 << 63) - 1))
 def test_hostile_headers_are_refused_or_sound(extents, rows, value_bytes):
-    for spec in (DENSE, JAGGED, RAGGED, OBJECT):
+    for spec in (DENSE, JAGGED, RAGGED, TEXT, MIXED):
         message = ColumnHeader(spec=encode_spec(spec), value_bytes=value_bytes, extents=extents)
         try:
             column = decode_header(message, rows)
