@@ -61,8 +61,8 @@ class FieldSpec:
         dtype: torch's name of the dtype ("float32", "bfloat16"); "" for objects, or left to the first put.
         layout: dense, jagged or object; None leaves it to the first put.
         row_shape: shape of one row, -1 in ragged dimensions, () for scalars; None leaves it to the first put.
-        encoding: of objects: UTF-8 text, bytes as they are, or msgpack, which holds any object. A field declared as text
-            or bytes takes nothing else; None, or msgpack, takes any, in the encoding that each put says.
+        encoding: of objects: UTF-8 text, bytes as they are, or msgpack, which holds any object. A field declared as
+            text or bytes takes nothing else; None, or msgpack, takes any, in the encoding that each put says.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Objects over the network: text, bytes and msgpack, put and read together; rows that are not what their column says."""
+"""Objects over the network: text, bytes and msgpack, put and read together; rows that are not what they should be."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ def test_msgpack_that_is_none_is_an_error_of_its_row_when_it_is_read(
     client = start_server().client()
     encode_object = encoding.encode_object
     with monkeypatch.context() as patch:
-        patch.setattr(encoding, "encode_object", lambda value, path: b"\xc1" if value == 2 else encode_object(value, path))
+        patch.setattr(
+            encoding, "encode_object", lambda value, path: b"\xc1" if value == 2 else encode_object(value, path)
+        )
         meta = client.put({"x": [None, 1, 2]}, partition_id="train")
     with pytest.raises(tq.InvalidArgumentError, match="row 2 of field 'x' is not what its encoding says") as caught:
         client.get_data(meta)

@@ -69,7 +69,7 @@ async def store(engine, columns, *, shared, piece=1 << 20):
 @pytest.mark.parametrize("shared", [False, True], ids=["frames", "shared memory"])
 @pytest.mark.parametrize("row", [0, 2, 4])
 @pytest.mark.parametrize(
-    ("name", "data", "reason"),
+    "case",
     [
         ("text", b"\xff", "is not UTF-8 from its byte 0 on"),
         ("text", b"ab\xc3", "is not UTF-8 from its byte 2 on"),
@@ -78,9 +78,8 @@ async def store(engine, columns, *, shared, piece=1 << 20):
         ("other", b"", "has no bytes; expected one msgpack value"),
     ],
 )
-async def test_a_row_that_is_not_what_its_encoding_says_is_refused_by_its_number(
-    engine, shared, row, name, data, reason
-):
+async def test_a_row_that_is_not_what_its_encoding_says_is_refused_by_its_number(engine, shared, row, case):
+    name, data, reason = case
     if shared and not shared_memory.is_supported():
         pytest.skip("sealed memfds are there on Linux only")
     with pytest.raises(InvalidArgumentError, match=f"row {row} of field '{name}' {reason}") as caught:

@@ -223,9 +223,9 @@ def decode_headers(
 
 
 def merge_specs(specs: Sequence[FieldSpec]) -> FieldSpec:
-    """Return the spec that covers rows of several puts of one field: sizes that differ become ragged, and objects of
-    several encodings have none together.
+    """Return the spec that covers rows of several puts of one field: sizes that differ become ragged.
 
+    Objects of several encodings have none together.
     Dense rows beside jagged ones, or beside dense ones of another shape, are jagged: they were put into a field that is
     declared so.
 

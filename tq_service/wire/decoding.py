@@ -90,7 +90,7 @@ class _Decoder:
         try:
             with no_collection():
                 for decode, (start, end) in zip(decoders, pairwise(offsets.tolist()), strict=True):
-                    rows.append(decode(buffer[start:end]))  # noqa: PERF401  (its length says which row is wrong)
+                    rows.append(decode(buffer[start:end]))
         except (InvalidArgumentError, UnicodeDecodeError) as error:
             raise InvalidArgumentError(
                 f"row {len(rows)} of field {spec.name!r} is not what its encoding says: {error}",
