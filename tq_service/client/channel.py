@@ -1,4 +1,4 @@
-"""Channels: their options, the address, and the stubs on them."""
+"""Channels: their options, the address, and the stub of the controller on them."""
 
 from __future__ import annotations
 
@@ -9,25 +9,19 @@ from grpc.experimental import ChannelOptions
 
 from tq_service.addresses import DEFAULT_ADDRESS, parse_address
 from tq_service.v1.controller_service_pb2_grpc import ControllerServiceStub
-from tq_service.v1.storage_service_pb2_grpc import StorageServiceStub
 from tq_service.wire.connection import CONNECTION_OPTIONS
 
 if TYPE_CHECKING:
     from tq_service.v1.controller_service_pb2_grpc import ControllerServiceAsyncStub
-    from tq_service.v1.storage_service_pb2_grpc import StorageServiceAsyncStub
 
     AsyncControllerStub = ControllerServiceAsyncStub
-    AsyncStorageStub = StorageServiceAsyncStub
     ControllerStub = ControllerServiceStub
-    StorageStub = StorageServiceStub
 
 ADDRESS_VARIABLE: Final = "TQ_ADDRESS"
 MAX_MESSAGE_BYTES: Final = 256 << 20
 
 CONTROLLER_STUB: Final[Any] = ControllerServiceStub
 """The calls of the controller on a channel, sync or asyncio."""
-STORAGE_STUB: Final[Any] = StorageServiceStub
-"""The unary calls of a storage service on a channel, sync or asyncio."""
 
 CHANNEL_OPTIONS: Final = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),

@@ -14,7 +14,7 @@ import grpc
 from google.protobuf.message import Message
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
-from tq_service.client.channel import CHANNEL_OPTIONS, CONTROLLER_STUB, STORAGE_STUB, resolve_address
+from tq_service.client.channel import CHANNEL_OPTIONS, CONTROLLER_STUB, resolve_address
 from tq_service.client.concurrency import AsyncBackgroundCalls, AsyncHome, async_is_of_closing, async_sleep
 from tq_service.client.requests import request_of, seconds
 from tq_service.client.retry import Backoff, Deadline, Outage, error_of
@@ -29,7 +29,7 @@ from tq_service.wire.error_table import status_from_trailers
 T = TypeVar("T")
 
 if TYPE_CHECKING:
-    from tq_service.client.channel import AsyncControllerStub, AsyncStorageStub
+    from tq_service.client.channel import AsyncControllerStub
 
 DEFAULT_TIMEOUT_SECONDS = 60.0
 
@@ -46,7 +46,6 @@ class AsyncEndpoint:
         self.opened_with = calls.credentials.signature()
         self.channel = async_open_channel(address, calls.credentials, CHANNEL_OPTIONS)
         self.controller: AsyncControllerStub = CONTROLLER_STUB(self.channel)
-        self.storage: AsyncStorageStub = STORAGE_STUB(self.channel)
         self.health: Any = HealthStub(self.channel)
         self.link = HostLink()
         self.driver = AsyncGrpcDriver(self.channel, metadata=self.metadata, errors=self.errors, link=self.link)

@@ -15,7 +15,7 @@ import grpc
 from google.protobuf.message import Message
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
-from tq_service.client.channel import CHANNEL_OPTIONS, CONTROLLER_STUB, STORAGE_STUB, resolve_address
+from tq_service.client.channel import CHANNEL_OPTIONS, CONTROLLER_STUB, resolve_address
 from tq_service.client.concurrency import BackgroundCalls, Home, is_of_closing, sleep
 from tq_service.client.requests import request_of, seconds
 from tq_service.client.retry import Backoff, Deadline, Outage, error_of
@@ -30,7 +30,7 @@ from tq_service.wire.error_table import status_from_trailers
 T = TypeVar("T")
 
 if TYPE_CHECKING:
-    from tq_service.client.channel import ControllerStub, StorageStub
+    from tq_service.client.channel import ControllerStub
 
 DEFAULT_TIMEOUT_SECONDS = 60.0
 
@@ -47,7 +47,6 @@ class Endpoint:
         self.opened_with = calls.credentials.signature()
         self.channel = open_channel(address, calls.credentials, CHANNEL_OPTIONS)
         self.controller: ControllerStub = CONTROLLER_STUB(self.channel)
-        self.storage: StorageStub = STORAGE_STUB(self.channel)
         self.health: Any = HealthStub(self.channel)
         self.link = HostLink()
         self.driver = GrpcDriver(self.channel, metadata=self.metadata, errors=self.errors, link=self.link)

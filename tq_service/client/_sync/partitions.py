@@ -211,7 +211,7 @@ class PartitionCalls(Base):
         """Return sizes and counts of the storage service at an address; None: the client's own."""
         deadline = self._deadline(timeout)
         target = parse_address(address) if address else ""
-        answer = self._calls.unary(lambda to: to.storage.Stat, StatRequest(), deadline, target)
+        answer = self._calls.unary(lambda to: to.driver.storage.Stat, StatRequest(), deadline, target)
         return read_message(
             StorageStat,
             answer,

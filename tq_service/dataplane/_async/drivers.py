@@ -87,7 +87,7 @@ class AsyncDriver(Protocol):
 
 
 class AsyncGrpcDriver:
-    """The bulk calls of one channel.
+    """The calls of a storage service on one channel: puts and gets, and its unary calls as `storage`.
 
     Args:
         channel: to the storage service.
@@ -105,7 +105,7 @@ class AsyncGrpcDriver:
         link: HostLink | None = None,
     ) -> None:
         stub: Any = StorageServiceStub(channel)
-        self._storage: AsyncStorageStub = stub
+        self.storage: AsyncStorageStub = stub
         self._put = channel.stream_unary(
             _SERVICE + "Put",
             request_serializer=encode_part,
@@ -128,7 +128,7 @@ class AsyncGrpcDriver:
             values = b"".join(chunk for column in columns for chunk in column.chunks)
             request = PutInlineRequest(header=header, values=values)
             with self._errors(deadline):
-                answer = await self._storage.PutInline(request, timeout=deadline.remaining(), metadata=self._metadata())
+                answer = await self.storage.PutInline(request, timeout=deadline.remaining(), metadata=self._metadata())
             return answer.put
         if header.size_bytes >= SHARED_FROM_BYTES:
             await self._find_on_host(deadline)
@@ -185,7 +185,7 @@ class AsyncGrpcDriver:
         self, request: GetRequest, reader: AnswerReader, session: FdChannel | None, deadline: Deadline
     ) -> bool:
         """Get in one message; return False where the answer is too large for that."""
-        answer = await self._storage.GetInline(
+        answer = await self.storage.GetInline(
             GetInlineRequest(get=request), timeout=deadline.remaining(), metadata=self._metadata()
         )
         if not answer.HasField("header"):
@@ -214,7 +214,7 @@ class AsyncGrpcDriver:
             return
         try:
             with self._errors(deadline):
-                stat = await self._storage.Stat(
+                stat = await self.storage.Stat(
                     StatRequest(), timeout=min(deadline.remaining(), _ASK_SECONDS), metadata=self._metadata()
                 )
         except TqError:  # the call that is about to be made will say what is wrong

@@ -88,7 +88,7 @@ class Driver(Protocol):
 
 
 class GrpcDriver:
-    """The bulk calls of one channel.
+    """The calls of a storage service on one channel: puts and gets, and its unary calls as `storage`.
 
     Args:
         channel: to the storage service.
@@ -106,7 +106,7 @@ class GrpcDriver:
         link: HostLink | None = None,
     ) -> None:
         stub: Any = StorageServiceStub(channel)
-        self._storage: StorageStub = stub
+        self.storage: StorageStub = stub
         self._put = channel.stream_unary(
             _SERVICE + "Put",
             request_serializer=encode_part,
@@ -129,7 +129,7 @@ class GrpcDriver:
             values = b"".join(chunk for column in columns for chunk in column.chunks)
             request = PutInlineRequest(header=header, values=values)
             with self._errors(deadline):
-                answer = self._storage.PutInline(request, timeout=deadline.remaining(), metadata=self._metadata())
+                answer = self.storage.PutInline(request, timeout=deadline.remaining(), metadata=self._metadata())
             return answer.put
         if header.size_bytes >= SHARED_FROM_BYTES:
             self._find_on_host(deadline)
@@ -186,7 +186,7 @@ class GrpcDriver:
         self, request: GetRequest, reader: AnswerReader, session: FdChannel | None, deadline: Deadline
     ) -> bool:
         """Get in one message; return False where the answer is too large for that."""
-        answer = self._storage.GetInline(
+        answer = self.storage.GetInline(
             GetInlineRequest(get=request), timeout=deadline.remaining(), metadata=self._metadata()
         )
         if not answer.HasField("header"):
@@ -215,7 +215,7 @@ class GrpcDriver:
             return
         try:
             with self._errors(deadline):
-                stat = self._storage.Stat(
+                stat = self.storage.Stat(
                     StatRequest(), timeout=min(deadline.remaining(), _ASK_SECONDS), metadata=self._metadata()
                 )
         except TqError:  # the call that is about to be made will say what is wrong
