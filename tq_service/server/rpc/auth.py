@@ -117,10 +117,10 @@ class AccessControl(Middleware):
         is_known, named = refusal is None, self._partitions_named_by(method)
         if token is not None:
             refusal = _lack(method, token)
-        if restricted is not None:
-            behavior = _showing_its_own(method, restricted, behavior)
         elif refusal is None and not is_noted:
             return behavior
+        if restricted is not None:
+            behavior = _showing_its_own(method, restricted, behavior)
 
         def check(request: Any, context: Context) -> None:
             if refusal is not None:
