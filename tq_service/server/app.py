@@ -293,7 +293,4 @@ async def running(settings: ServeSettings) -> AsyncIterator[App]:
     finally:
         if app is not None:
             await app.stop(0)
-    if supervisor.failure is not None:  # while it stopped
-        raise ServiceFailedError(
-            supervisor.failure.message, metadata=supervisor.failure.metadata
-        ) from supervisor.failure.__cause__
+    supervisor.raise_failure()  # of the time while it stopped

@@ -163,7 +163,7 @@ class Controller:
             snapshot_cells=self.catalog.snapshot_cells,
             controller_id=controller_id,
             after_durable=_at_once if store is None else store.after_durable,
-            start_task=supervisor.start,
+            supervisor=supervisor,
         )
         self.catalog.on_freed = self.storages.free
         self.commits = Commits(catalog=self.catalog, storages=self.storages, waiting=waiting)

@@ -24,7 +24,7 @@ from tq_service.log_message import LogMessage
 from tq_service.server.known_puts import KnownPuts, encode_cells, in_messages, split_runs
 from tq_service.server.peer import Peer, PeerOutage
 from tq_service.server.receipts import ReceiptBook, key_id
-from tq_service.server.supervisor import StartsTasks, Supervisor
+from tq_service.server.supervisor import Supervisor
 from tq_service.storage.cells import PutCells
 from tq_service.wire.credentials import Credentials
 from tq_service.wire.error_table import from_rpc_error, status_from_trailers
@@ -72,7 +72,7 @@ class RemoteStorage:
         silence_seconds: after how long without a heartbeat it gets no more puts.
         credentials: what this controller shows.
         controller_id: of this controller, the owner of the puts.
-        start_task: runs a background task; None: under a supervisor of its own.
+        supervisor: runs the background tasks; None: one of its own.
         replaces: the process of this service that was registered before.
     """
 
@@ -84,10 +84,10 @@ class RemoteStorage:
         credentials: Credentials,
         *,
         controller_id: bytes = b"",
-        start_task: StartsTasks | None = None,
+        supervisor: Supervisor | None = None,
         replaces: RemoteStorage | None = None,
     ) -> None:
-        self._start_task = start_task or Supervisor().start
+        self._supervisor = supervisor or Supervisor()
         self.endpoint = request.storage
         self.storage_id = self.endpoint.storage_id
         self.boot_id = self.endpoint.boot_id
@@ -112,7 +112,7 @@ class RemoteStorage:
         self._delivering: asyncio.Task[None] | None = None
         self._is_closed = False
         self.on_heartbeat(request)
-        self._reconciling = self._start_task(
+        self._reconciling = self._supervisor.start(
             f"reconciling storage {self.storage_id}", self._reconcile_always(), may_end=True
         )
 
@@ -196,7 +196,7 @@ class RemoteStorage:
     def _deliver(self) -> None:
         if self._delivering is None or self._delivering.done():
             name = f"confirming puts and freeing cells of storage {self.storage_id}"
-            self._delivering = self._start_task(name, self._deliver_all(), may_end=True)
+            self._delivering = self._supervisor.start(name, self._deliver_all(), may_end=True)
 
     async def _reconcile_always(self) -> None:
         """Say which puts are known, until that has come to its end, and then again now and then."""

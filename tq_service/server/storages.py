@@ -27,7 +27,7 @@ from tq_service.internal.v1.storage_registry_pb2 import RegisterStorageRequest, 
 from tq_service.log_message import LogMessage
 from tq_service.server.known_puts import KnownPuts, put_cells
 from tq_service.server.remote_storage import Capacity, RemoteStorage, report_reconciled
-from tq_service.server.supervisor import StartsTasks, Supervisor
+from tq_service.server.supervisor import Supervisor
 from tq_service.storage.cells import PutCells
 from tq_service.storage.engine import StorageEngine
 from tq_service.v1.controller_service_pb2 import PlacePutResponse
@@ -149,7 +149,7 @@ class StorageRegistry:
         snapshot_cells: returns the cells that samples have now, by partition.
         controller_id: of this controller, the owner of its puts, the same over restarts; None: a new one.
         after_durable: calls something once all that has changed here so far cannot be lost any more.
-        start_task: runs a background task; None: under a supervisor of its own.
+        supervisor: runs the background tasks; None: one of its own.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class StorageRegistry:
         snapshot_cells: Callable[[], Sequence[CellsSnapshot]] = tuple,
         controller_id: bytes | None = None,
         after_durable: Callable[[Callable[[], None]], None] = lambda callback: callback(),
-        start_task: StartsTasks | None = None,
+        supervisor: Supervisor | None = None,
     ) -> None:
         self.controller_id = os.urandom(16) if controller_id is None else controller_id
         self.embedded = embedded
@@ -178,7 +178,7 @@ class StorageRegistry:
         self._freed: deque[Freed] = deque()  # that are being given back; their puts are committed until then
         self._giving_back: asyncio.Task[None] | None = None
         self._after_durable = after_durable
-        self._start_task = start_task or Supervisor().start
+        self._supervisor = supervisor or Supervisor()
         self._leaving: deque[Sequence[Freed]] = deque()  # given back as soon as that nobody needs them is durable
         self._has_puts_elsewhere = False
         self._is_closed = False
@@ -256,7 +256,7 @@ class StorageRegistry:
             3 * self.heartbeat_seconds,
             self._credentials,
             controller_id=self.controller_id,
-            start_task=self._start_task,
+            supervisor=self._supervisor,
             replaces=replaced,
         )
         if replaced is not None:
@@ -499,7 +499,7 @@ class StorageRegistry:
         if not has_more:
             self._free_some()
         if self._freed and (self._giving_back is None or self._giving_back.done()):
-            self._giving_back = self._start_task("giving cells back", self._free_all(), may_end=True)
+            self._giving_back = self._supervisor.start("giving cells back", self._free_all(), may_end=True)
 
     async def _free_all(self) -> None:
         while self._freed:

@@ -7,7 +7,7 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from types import TracebackType
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from tq_service.errors import ServiceFailedError
 from tq_service.log_message import LogMessage
@@ -15,14 +15,6 @@ from tq_service.log_message import LogMessage
 _log = logging.getLogger(__name__)
 # Of a service that ended by a failure; sysexits.h has it for internal errors of software.
 FAILED_EXIT_CODE: Final = 70
-
-
-class StartsTasks(Protocol):
-    """Runs a background task; see `Supervisor.start`."""
-
-    def __call__(self, name: str, work: Coroutine[Any, Any, None], *, may_end: bool = False) -> asyncio.Task[None]:
-        """Start the task."""
-        ...
 
 
 class Supervisor:
@@ -88,6 +80,15 @@ class Supervisor:
                 name = getattr(callback, "__qualname__", callback)
                 _log.exception(LogMessage("a callback failed while the service stops", callback=name))
 
+    def raise_failure(self) -> None:
+        """Do nothing while the service can go on.
+
+        Raises:
+            ServiceFailedError: it has failed.
+        """
+        if self.failure is not None:
+            raise ServiceFailedError(self.failure.message, metadata=self.failure.metadata) from self.failure.__cause__
+
     async def stop(self) -> None:
         """End all background tasks."""
         self._is_stopping = True
@@ -125,8 +126,7 @@ class FailingWith:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         task, self._task = self._task, None
-        failure = self._supervisor.failure
-        if failure is None:
+        if self._supervisor.failure is None:
             return
         if self._has_cancelled and task is not None and task is asyncio.current_task():
             if task.uncancel() > self._cancelling_before:  # somebody else cancelled it too
@@ -135,7 +135,7 @@ class FailingWith:
                 with contextlib.suppress(asyncio.CancelledError):  # the cancellation may still be to come: take it here
                     await asyncio.sleep(0)
         if error is None or isinstance(error, Exception | asyncio.CancelledError):
-            raise ServiceFailedError(failure.message, metadata=failure.metadata) from failure.__cause__
+            self._supervisor.raise_failure()
 
 
 async def regularly(seconds: float, work: Callable[[], Awaitable[None]]) -> None:
