@@ -32,7 +32,7 @@ from tq_service.durable.log.segment_log import SegmentLog
 from tq_service.durable.state_store import StateStore
 from tq_service.samplers import PlanRunner
 from tq_service.storage.engine import StorageEngine
-from tq_service.storage.index.put_records import PutDropped, PutStored
+from tq_service.storage.index.put_journal import PutDropped, PutStored
 
 FILES = Path(__file__).parent / "files"
 

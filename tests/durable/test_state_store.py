@@ -24,7 +24,7 @@ from tq_service.durable.state_store import StateStore
 from tq_service.errors import DataDirError, DiskFullError, JournalDamagedError, SnapshotDamagedError
 from tq_service.samplers import PlanRunner
 from tq_service.server import converters
-from tq_service.storage.index.put_records import PutStored
+from tq_service.storage.index.put_journal import PutStored
 from tq_service.v1 import controller_service_pb2 as pb
 
 

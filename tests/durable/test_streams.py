@@ -32,7 +32,7 @@ from tq_service.durable.log.segment_log import SegmentLog
 from tq_service.durable.state_store import StateStore
 from tq_service.errors import DiskFailedError, DiskFullError, NewerVersionError, PreconditionError, ServiceFailedError
 from tq_service.samplers import PlanRunner
-from tq_service.storage.index.put_records import ColumnRecord, LeftRows, PutDropped, PutStored, left_puts
+from tq_service.storage.index.put_journal import ColumnRecord, LeftRows, PutDropped, PutStored, left_puts
 
 MODES = pytest.mark.parametrize("sync", [False, True], ids=["process", "disk"])
 ROWS = 4

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from tq_service.domain.changes.state_machine import Change
 from tq_service.errors import NewerVersionError
-from tq_service.storage.index.put_records import EncodedPut, PutDropped, PutRecord, PutStored
+from tq_service.storage.index.put_journal import EncodedPut, PutDropped, PutRecord, PutStored
 
 Value = TypeVar("Value")
 _RANGE: Final = 1  # int64, first and count

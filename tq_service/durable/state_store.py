@@ -47,7 +47,7 @@ from tq_service.errors import (
 )
 from tq_service.log_message import LogMessage
 from tq_service.storage.engine import StorageEngine
-from tq_service.storage.index.put_records import left_puts
+from tq_service.storage.index.put_journal import left_puts
 from tq_service.wire.collection import no_collection
 
 _log = logging.getLogger(__name__)

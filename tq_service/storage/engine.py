@@ -20,8 +20,7 @@ from tq_service.storage.cells import PutCells
 from tq_service.storage.index.admission import Admission
 from tq_service.storage.index.compaction import compact
 from tq_service.storage.index.put import PendingPut, StoredPut
-from tq_service.storage.index.put_journal import PutJournal
-from tq_service.storage.index.put_records import EncodedPut, PutLog
+from tq_service.storage.index.put_journal import EncodedPut, PutJournal, PutLog
 from tq_service.storage.index.put_table import Confirmations, Overdue, PutTable
 from tq_service.storage.index.reading import Reading, check_sound, open_reading
 from tq_service.storage.index.reconciliation import Reconciliation, cells_besides
