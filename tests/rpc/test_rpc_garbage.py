@@ -178,6 +178,7 @@ def example_of(kind: Descriptor, meta: tq.BatchMeta) -> Message:
         "groups": ["g0"],
         "keys": ["k0"],
         "prefix": "t",
+        "page_size": 3,
         "name": "one",
         "size_bytes": 100,
         "boot_id": new_id(),
