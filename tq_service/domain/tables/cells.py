@@ -408,11 +408,8 @@ def merge_specs(known: FieldSpec, column: ColumnWrite) -> FieldSpec:
         raise _mismatch(known, new)
     if layout is Layout.OBJECT:
         if known.encoding in {Encoding.TEXT, Encoding.BYTES} and new.encoding is not known.encoding:
-            raise FieldMismatchError(
-                f"field {known.name!r} is declared as {known.describe()}, got {new.describe()}; put only "
-                f"{known.encoding} in every row, or declare it without an encoding",
-                field=known.name,
-            )
+            hint = f"put {known.encoding} in every row, or declare the field without an encoding"
+            raise _mismatch(known, new, hint)
         return replace(new, encoding=known.encoding)
     shape = known.row_shape if known.row_shape is not None else new.row_shape
     if len(shape) != len(new.row_shape) or (layout is Layout.JAGGED and not shape):
@@ -433,11 +430,13 @@ def _takes(layout: Layout | None, given: Layout | None) -> bool:
     return layout is given or (layout is Layout.JAGGED and given is Layout.DENSE)
 
 
-def _mismatch(known: FieldSpec, new: FieldSpec) -> FieldMismatchError:
+def _mismatch(known: FieldSpec, new: FieldSpec, hint: str = "") -> FieldMismatchError:
+    hint = hint or (
+        f"put the same dtype, layout and row shape, or declare the field with create_partition(..., "
+        f"fields=[FieldSpec({known.name!r}, layout='jagged')]) before its first put where rows differ in shape"
+    )
     return FieldMismatchError(
-        f"field {known.name!r} is {known.describe()}, got {new.describe()}; put the same dtype, layout and row shape, "
-        f"or declare the field with create_partition(..., fields=[FieldSpec({known.name!r}, layout='jagged')]) before "
-        f"its first put where rows differ in shape",
+        f"field {known.name!r} is {known.describe()}, got {new.describe()}; {hint}",
         field=known.name,
         metadata={"got": new.describe(), "expected": known.describe()},
     )
