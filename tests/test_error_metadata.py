@@ -27,7 +27,6 @@ PASSED_ON = {
     ("data/end.py", "NothingDeliveredError"),
     ("domain/admission/limits.py", "InvalidArgumentError"),
     ("domain/admission/limits.py", "LimitExceededError"),
-    ("server/app.py", "ServiceFailedError"),
     ("server/rpc/auth.py", "PartitionNotFoundError"),
     ("server/rpc/auth.py", "PermissionDeniedError"),
     ("server/rpc/errors.py", "InternalError"),
