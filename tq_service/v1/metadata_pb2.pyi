@@ -692,8 +692,8 @@ class ColumnHeader(google.protobuf.message.Message):
     """Size of the values of the column, in bytes."""
     extents: builtins.bytes
     """Little-endian int64. Jagged: for each row, its size in each ragged dimension (row-major). Object: the bytes of
-    each row, and after them, in the answer of a get whose rows were put in different encodings, the number of the row's
-    Encoding: `spec.encoding` is unspecified then. Dense: empty.
+    each row, and after them, in the answer of a get whose rows were put in different encodings, the number of the
+    row's Encoding: `spec.encoding` is unspecified then. Dense: empty.
     """
     @property
     def spec(self) -> global___FieldSpec:
