@@ -6,7 +6,7 @@ The service imports a sampler by the name `module:Class`, so the module must be 
     python examples/custom_sampler.py
 
 An installed package registers its samplers under plain names instead, through the entry point group
-`tq_service.samplers`; a service that others can reach accepts only those, unless it is told otherwise.
+`tq_service.samplers`; a service that others can reach accepts only those, unless a setting allows more.
 """
 
 from __future__ import annotations

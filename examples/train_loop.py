@@ -19,7 +19,7 @@ from tq_service.data import StreamingDataLoader, StreamingDataset
 
 VOCABULARY_SIZE = 32
 SAMPLES_PER_STEP = 64
-RUN = uuid.uuid4().hex[:8]  # so that what an aborted run left behind is in nobody's way
+RUN = uuid.uuid4().hex[:8]  # so that what an aborted run left behind is in no other run's way
 
 
 def partition_of(step: int) -> str:

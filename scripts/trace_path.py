@@ -54,7 +54,7 @@ Paths = dict[str, list[str]]  # by operation: the files it passes through, relat
 
 
 class Recorder:
-    """Records the files whose functions are entered on any thread, while it is told to.
+    """Records the files whose functions are entered on any thread, while it is recording.
 
     It must be made before the threads that it shall see: `threading.setprofile` is for those that start later.
     """
@@ -65,7 +65,7 @@ class Recorder:
         sys.setprofile(self._on_event)
 
     def _on_event(self, frame: FrameType, event: str, _argument: object) -> None:
-        # Other threads may be here while recording ends: what they add then goes to a set that nobody looks at again.
+        # Other threads may be here while recording ends: what they add then goes to a set that is not looked at again.
         entered = self._entered
         if event == "call" and entered is not None and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
             # Methods that a dataclass generates have no file of their own; their globals are those of its module.

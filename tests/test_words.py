@@ -47,7 +47,7 @@ REPLACED = {
 }
 # Pronouns for what has a name, gone from these directories: a claim waits, a worker has failed, a caller is answered.
 NAMELESS = r"nobody|told|who|whoever"
-NAMELESS_GONE_FROM = tuple(f"tq_service/{name}/" for name in ("balancing", "data", "domain", "durable", "samplers"))
+NAMELESS_GONE_FROM = ("tq_service/", "protos/", "docs/", "examples/", "scripts/", "README.md", "CONTRIBUTING.md")
 ALLOWED = {  # exact phrases with another meaning
     "tally strokes",
     "findings(",  # tests/test_no_pickle.py: those of a linter

@@ -137,8 +137,8 @@ class _Network(_Section):
     )
     shared_memory_dir: Path = Field(
         default_factory=default_shared_memory_dir,
-        description="Directory of the socket for shared memory; its permissions decide who may use it. Containers "
-        "of one host mount the same directory. Default: tq_service-<uid> in the directory for "
+        description="Directory of the socket for shared memory; its permissions decide which users may use it. "
+        "Containers of one host mount the same directory. Default: tq_service-<uid> in the directory for "
         "temporary files, for this user alone.",
     )
     reflection: bool = Field(False, description="Whether to serve gRPC reflection, for grpcurl and similar tools.")

@@ -225,7 +225,7 @@ def check_unique(name: str, names: Sequence[str]) -> None:
 
 
 def check_name(what: str, name: str) -> None:
-    """Refuse names that nobody could type or print."""
+    """Refuse names that cannot be typed or printed."""
     if not name or len(name) > 512 or not name.isprintable():
         raise InvalidArgumentError(f"{what} is {name[:64]!r}; give 1 to 512 printable characters", field=what)
 

@@ -105,7 +105,7 @@ class ListeningProcess:
             raise
 
     def _wait_until_listening(self, process: subprocess.Popen[bytes]) -> str:
-        assert process.stdout is not None  # noqa: S101  (Popen was told to make it)
+        assert process.stdout is not None  # noqa: S101  (Popen was asked to make it)
         give_up_at, said = time.monotonic() + self._start_seconds, b""
         with selectors.DefaultSelector() as selector:
             selector.register(process.stdout, selectors.EVENT_READ)

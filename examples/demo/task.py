@@ -1,7 +1,7 @@
 """The task of the demo: add two digits and write the sum in tally strokes, `3+4=` -> `|||||||.`.
 
 Strokes instead of digits for two reasons. Responses have really different lengths from the first step to the last, so
-balancing has something to do; and a response that is nearly right can be told from one that is far off, so the policy
+balancing has something to do; and a response that is nearly right differs from one that is far off, so the policy
 learns from rewards alone, with no supervised warm start.
 """
 

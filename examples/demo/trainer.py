@@ -67,7 +67,7 @@ class _Leader:
         self._publisher.publish(version, flat_weights(self._learner.policy))
 
     def finish_step(self, step: int, summary: dict[str, Any], *, is_last: bool) -> None:
-        """Publish the next version, report, and clear what nobody needs any more.
+        """Publish the next version, report, and clear what is no longer needed.
 
         A step's partition goes one step late: by then the reward worker, which was needed for the samples of this
         step, has seen the end of the one before.

@@ -62,5 +62,5 @@ def _run(settings: ServeSettings) -> int:
 
 
 def _announce(line: str) -> None:
-    with contextlib.suppress(OSError):  # whoever read our output may have left before we drain
+    with contextlib.suppress(OSError):  # the reader of our output may have ended before we drain
         print(line, flush=True)

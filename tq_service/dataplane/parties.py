@@ -1,4 +1,4 @@
-"""What the data plane needs of those who use it."""
+"""What the data plane needs of its callers."""
 
 from __future__ import annotations
 

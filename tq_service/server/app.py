@@ -57,7 +57,7 @@ class App:
 
     def __init__(self, settings: ServeSettings, supervisor: Supervisor, closing: contextlib.AsyncExitStack) -> None:
         self.supervisor = supervisor
-        self._closing = closing  # what was opened, in order; whoever makes this closes it where it cannot be made
+        self._closing = closing  # what was opened, in order; the caller closes it where this cannot be made
         closing.enter_context(tuned_process())
         self.listener = Listener(settings)
         if settings.controller is not None:
@@ -126,7 +126,7 @@ class App:
         partition_of = None if self.storage is None else self.storage.engine.partition_of
         middleware: list[Middleware] = [ErrorStatuses(), self.calls, self.listener.access_control(partition_of)]
         if self.state_store is not None:
-            # The last, so that who is not let in neither waits for a disk nor learns how it is.
+            # The last, so that a rejected caller neither waits for a disk nor learns how it is.
             middleware.append(DurableAnswers(self.state_store))
         server: Any = Services(self._server, middleware)  # what generated code takes for one
         takes_services = self.listener.takes_services

@@ -251,7 +251,7 @@ async def _in_thread(work: Callable[[], Answer]) -> Answer:
 
 
 async def _to_the_end(work: Coroutine[Any, Any, Answer]) -> Answer:
-    """Return what some work returns; who is cancelled meanwhile leaves it only once it is done."""
+    """Return what some work returns; a caller that is cancelled meanwhile leaves it only once it is done."""
     task = asyncio.get_running_loop().create_task(work)
     try:
         return await asyncio.shield(task)

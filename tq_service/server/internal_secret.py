@@ -4,7 +4,7 @@ It is a file. Calls between services carry a proof, a value derived from the sec
 other uses can derive other values from it and none reveals anything of the others.
 
 Where everything is on one machine and reached by its loopback address alone, the file is made and found by itself: in
-a directory of this user, which nobody else may enter.
+a directory of this user, which no other user may enter.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class ReceiptKeys:
         self._freed: dict[bytes, int] = {}  # by controller: the number of its last FreeCells that was taken
 
     def renew(self, controller_id: bytes, key: bytes) -> bool:
-        """Take the key that a controller has told; return whether it is another one than before."""
+        """Take the key of a controller; return whether it is another one than before."""
         is_new = self._keys.get(controller_id) != key
         if is_new:
             self._keys[controller_id], self._freed[controller_id] = key, 0
@@ -124,7 +124,7 @@ class ReceiptBook:
             partition_id: what the put must be for.
 
         Raises:
-            InvalidArgumentError: nobody has sealed it so, or it is for another put or partition.
+            InvalidArgumentError: its seal is wrong, or it is for another put or partition.
             PutNotFoundError: it was given before this controller or the storage service started, is expired or spent;
                 or there is none, as where the put was committed before.
         """

@@ -1,6 +1,6 @@
 """A storage service that runs in another process, as its controller uses it.
 
-What it is told of single puts, that they are committed or freed, goes in batches, in order, again until it is answered.
+Confirmations and frees of single puts go in batches, in order, and are sent again until they are answered.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Capacity:
 class RemoteStorage:
     """A storage service reached over gRPC, for as long as the same process of it sends heartbeats.
 
-    First of all it is told which puts are known, in pieces, while puts are confirmed and freed.
+    First of all the known puts are listed to it, in pieces, while puts are confirmed and freed.
 
     Args:
         request: its first heartbeat.
@@ -183,7 +183,7 @@ class RemoteStorage:
 
     def free(self, cells: Sequence[PutCells]) -> None:
         """Give cells back as soon as the service can be reached."""
-        if self._is_closed:  # it is told with all that is known, once this controller has restarted
+        if self._is_closed:  # the list of known puts has it, once this controller has restarted
             return
         cells = [each for each in cells if each.put_id not in self._leaving]
         for each in cells:
@@ -298,7 +298,7 @@ class RemoteStorage:
 def _closing_is_an_error() -> Iterator[None]:
     """Raise UnavailableError where a call ends because its channel is closed.
 
-    gRPC raises CancelledError then too, which would end a task that nobody has cancelled, such as the loop that frees
+    gRPC raises CancelledError then too, which would end a task that was not cancelled, such as the loop that frees
     cells.
     """
     try:

@@ -117,7 +117,7 @@ class _Commits:
         call_count: how many there are.
         is_answered: whether one of them has come to an answer, not just to its end.
         is_freed: whether the put was committed, and freed, meanwhile.
-        receipts: what they brought, and who opened it.
+        receipts: what they brought, and the call that opened it.
     """
 
     call_count: int = 0
@@ -179,7 +179,7 @@ class StorageRegistry:
         self._giving_back: asyncio.Task[None] | None = None
         self._after_durable = after_durable
         self._supervisor = supervisor or Supervisor()
-        self._leaving: deque[Sequence[Freed]] = deque()  # given back as soon as that nobody needs them is durable
+        self._leaving: deque[Sequence[Freed]] = deque()  # freed as soon as their removal is durable
         self._has_puts_elsewhere = False
         self._is_closed = False
 
@@ -343,13 +343,13 @@ class StorageRegistry:
 
         Several calls may commit one put at once, such as a retry beside the call that was given up. A put that none of
         them has committed is freed by the last one, if it was refused; while it may be committed, its storage service
-        is told that it is undecided. Where all calls were cancelled, or the service was unavailable, a retry may still
-        commit it.
+        is answered that it is undecided. Where all calls were cancelled, or the service was unavailable, a retry may
+        still commit it.
 
         Raises:
             UnavailableError: the storage service has not registered, or the put is being freed.
             PutNotFoundError: it is not there: never completed, expired, or cleared.
-            InvalidArgumentError: it was put for another partition, or the receipt is another's or nobody's.
+            InvalidArgumentError: it was put for another partition, or its receipt is not valid.
             DataLossError: the storage service has restarted.
         """
         storage = self._storages.get(put.storage_id)
@@ -490,7 +490,7 @@ class StorageRegistry:
     def _give_back(self, freed: Sequence[Freed]) -> None:
         """Free a few cells now; the rest of many, such as all of a partition, in small steps with turns for others.
 
-        What is left when this process ends is unknown to whoever starts after it, and goes as such.
+        What is left when this process ends is unknown to the process that starts after it, and goes as such.
         """
         if self._is_closed:
             return

@@ -51,7 +51,7 @@ class Supervisor:
 
     def _ended(self, task: asyncio.Task[None], *, may_end: bool) -> None:
         self._tasks.discard(task)
-        if task.cancelled():  # by its owner, who needs it no more
+        if task.cancelled():  # by its owner, which needs it no more
             return
         error = task.exception()
         if error is not None:

@@ -1,8 +1,9 @@
 """Bearer tokens: made once, kept as digests in a file, and read again when the file changes.
 
-A token is 256 random bits, so SHA-256 keeps it: nobody can try enough of them for a slow hash to matter, while a slow
-hash would let anybody keep the service busy with wrong tokens. Tokens are found by their digest, whose place in a table
-reveals nothing about those that are stored: who sends a token cannot steer its digest, so no time is worth measuring.
+A token is 256 random bits, so SHA-256 keeps it: they are too many to try for a slow hash to matter, while a slow hash
+would let any client keep the service busy with wrong tokens. Tokens are found by their digest, whose place in a table
+reveals nothing about those that are stored: a caller cannot steer the digest of its token, so there is nothing to learn
+from the time that a look-up takes.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Token(BaseModel):
     sha256: str = Field(
         pattern="^[0-9a-f]{64}$",
         description="64 hexadecimal digits, as `tq-service token new` makes them",
-        repr=False,  # who confuses the two has the token itself there
+        repr=False,  # where the two were confused, the token itself is there
     )
     roles: frozenset[Role] = Field(min_length=1, description=f"a list of at least one of {', '.join(ROLES)}")
     prefixes: tuple[str, ...] = Field(min_length=1, description="a list of at least one text ('' is all partitions)")
@@ -174,7 +175,7 @@ def check_private(path: Path) -> None:
 def append_token(path: Path, token: Token) -> None:
     """Add a token to a file, which is made where it is not there; readers see the old file or the new one, whole.
 
-    Who adds another one at the same time, in this process or another, waits.
+    Another call that adds one at the same time, in this process or another, waits.
 
     Raises:
         InvalidArgumentError: the file is wrong, or has a token of that name.

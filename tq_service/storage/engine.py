@@ -448,7 +448,7 @@ class StorageEngine:
             self._holed[some.put_id] = None
             if put.compacted_bytes() * 2 < put.values.charge:
                 self._compact(some.put_id)
-        self._admission.admit()  # holes that are too small to close for themselves may serve those who wait
+        self._admission.admit()  # holes that are too small to close for themselves may serve puts that wait
 
     def drain(self) -> None:
         """End the waits for capacity: the service is about to stop."""

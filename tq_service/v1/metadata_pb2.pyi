@@ -61,7 +61,7 @@ class _EncodingEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumT
     ENCODING_MSGPACK: _Encoding.ValueType  # 2
     """One msgpack value, with the extension types of docs/protocol.md; checked when it is read."""
     ENCODING_BYTES: _Encoding.ValueType  # 3
-    """Bytes as they are, which mean something to those who put and get them."""
+    """Bytes as they are, with a meaning that only clients know."""
 
 class Encoding(_Encoding, metaclass=_EncodingEnumTypeWrapper):
     """What the bytes of a row of objects are."""
@@ -73,7 +73,7 @@ ENCODING_TEXT: Encoding.ValueType  # 1
 ENCODING_MSGPACK: Encoding.ValueType  # 2
 """One msgpack value, with the extension types of docs/protocol.md; checked when it is read."""
 ENCODING_BYTES: Encoding.ValueType  # 3
-"""Bytes as they are, which mean something to those who put and get them."""
+"""Bytes as they are, with a meaning that only clients know."""
 global___Encoding = Encoding
 
 class _SampleState:

@@ -34,7 +34,7 @@ _NUMBERS: Final[dict[type, Any]] = {bool: np.bool_, int: np.int64, float: np.flo
 def loaded_torch() -> ModuleType | None:
     """Return torch where this process has imported it; nothing can be a tensor otherwise."""
     torch = sys.modules.get("torch")
-    # Where another thread is still importing it, it has no Tensor yet, and nobody has a tensor.
+    # Where another thread is still importing it, it has no Tensor yet, so there is no tensor.
     return torch if hasattr(torch, "Tensor") else None
 
 

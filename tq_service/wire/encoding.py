@@ -86,7 +86,7 @@ def _fields_of(data: Any) -> list[tuple[Any, Any]]:
 
 
 def _is_tensordict(value: Any) -> bool:
-    # Where another thread is still importing it, it has no such function yet, and nobody has a TensorDict.
+    # Where another thread is still importing it, it has no such function yet, so there is no TensorDict.
     is_tensor_collection = getattr(sys.modules.get("tensordict"), "is_tensor_collection", None)
     return is_tensor_collection is not None and bool(is_tensor_collection(value))
 

@@ -69,7 +69,7 @@ def map_over(memory: mmap.mmap, start: int, fd: int, size: int, *, writable: boo
 
 
 def unmapper() -> Callable[[int, int], int]:
-    """Return what unmaps memory at an address, of a size; whoever calls it at the end of the process keeps it."""
+    """Return what unmaps memory at an address, of a size; what calls it at the end of the process keeps it."""
     unmap: Callable[[int, int], int] = _libc().munmap
     return unmap
 

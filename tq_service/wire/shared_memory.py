@@ -136,7 +136,7 @@ def _seal(fd: int) -> None:
 
 
 def check(fd: int, size: int) -> None:
-    """Check that a file descriptor is memory of `size` bytes that nobody can change and that is there to be read.
+    """Check that a file descriptor is memory of `size` bytes that cannot change and that is there to be read.
 
     Raises:
         InvalidArgumentError: it is something else.
@@ -154,7 +154,7 @@ def check(fd: int, size: int) -> None:
     if status.st_size != size:
         raise InvalidArgumentError(f"shared memory of {status.st_size} bytes was sent; expected {size}")
     if status.st_blocks * _STAT_BLOCK_BYTES < size:
-        # A hole takes memory of whoever reads it first, who may have none left.
+        # A hole takes memory of the process that reads it first, which may have none left.
         raise InvalidArgumentError(
             f"shared memory of {size} bytes was sent, of which {status.st_blocks * _STAT_BLOCK_BYTES} are "
             "there; write all of it before it is sealed"

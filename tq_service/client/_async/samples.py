@@ -121,7 +121,7 @@ class AsyncSampleCalls(AsyncBase):
         async def attempt() -> commit_pb2.CommitResponse:
             nonlocal loss_count
             try:
-                return await self._put_where_told(header, request, columns, deadline)
+                return await self._put_where_placed(header, request, columns, deadline)
             except TqError as error:
                 self._placement.end()
                 # The put was lost before its commit, by a restart or since it waited for too long.
@@ -132,7 +132,7 @@ class AsyncSampleCalls(AsyncBase):
 
         return await self._calls.retried(attempt, deadline)
 
-    async def _put_where_told(
+    async def _put_where_placed(
         self, header: PutHeader, request: commit_pb2.CommitRequest, columns: Sequence[Column], deadline: Deadline
     ) -> commit_pb2.CommitResponse:
         place = self._placement.place(header.size_bytes)
@@ -160,7 +160,7 @@ class AsyncSampleCalls(AsyncBase):
             return await self._calls.retried(
                 lambda: self._calls.unary_once(lambda to: to.controller.Commit, commit, deadline), patience
             )
-        except UnavailableError as given_up:  # the tries of the whole put are told, not those of this part
+        except UnavailableError as given_up:  # the message has the tries of the whole put, not those of this part
             raise given_up.__cause__ or given_up from None
 
     async def insert(

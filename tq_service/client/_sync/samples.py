@@ -122,7 +122,7 @@ class SampleCalls(Base):
         def attempt() -> commit_pb2.CommitResponse:
             nonlocal loss_count
             try:
-                return self._put_where_told(header, request, columns, deadline)
+                return self._put_where_placed(header, request, columns, deadline)
             except TqError as error:
                 self._placement.end()
                 # The put was lost before its commit, by a restart or since it waited for too long.
@@ -133,7 +133,7 @@ class SampleCalls(Base):
 
         return self._calls.retried(attempt, deadline)
 
-    def _put_where_told(
+    def _put_where_placed(
         self, header: PutHeader, request: commit_pb2.CommitRequest, columns: Sequence[Column], deadline: Deadline
     ) -> commit_pb2.CommitResponse:
         place = self._placement.place(header.size_bytes)
@@ -161,7 +161,7 @@ class SampleCalls(Base):
             return self._calls.retried(
                 lambda: self._calls.unary_once(lambda to: to.controller.Commit, commit, deadline), patience
             )
-        except UnavailableError as given_up:  # the tries of the whole put are told, not those of this part
+        except UnavailableError as given_up:  # the message has the tries of the whole put, not those of this part
             raise given_up.__cause__ or given_up from None
 
     def insert(

@@ -51,7 +51,7 @@ class FdChannel:
         session_id: names the session in calls.
 
     Raises:
-        UnavailableError: nobody answers there, or another service does.
+        UnavailableError: no service answers there, or another one does.
     """
 
     def __init__(self, path: Path, boot_id: bytes, seconds: float = _EXCHANGE_SECONDS) -> None:

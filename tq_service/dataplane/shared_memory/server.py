@@ -48,7 +48,7 @@ class SharedMemoryServer:
     """Listens in a directory and holds the sessions. Confined to one event loop.
 
     Args:
-        directory: where the socket is; whoever may enter it may share memory.
+        directory: where the socket is; users that may enter it may share memory.
         boot_id: the instance of the storage service, which clients name.
 
     Attributes:
@@ -80,7 +80,7 @@ class SharedMemoryServer:
         unready.unlink(missing_ok=True)  # of an instance that was killed here: its boot_id may be this one
         try:
             listener.bind(str(unready))
-            unready.chmod(0o666)  # the directory says who may connect
+            unready.chmod(0o666)  # the directory decides which users may connect
             listener.listen(_BACKLOG)
             listener.setblocking(False)
             unready.rename(self.path)  # a socket that does not listen yet would look like one left behind
@@ -140,7 +140,7 @@ class SharedMemoryServer:
             self._sessions[session.session_id] = session
 
     def _end_an_unproven(self) -> bool:
-        """End the oldest session that no call has named yet; who cannot make calls cannot exclude others."""
+        """End the oldest session that no call has named yet; a process that cannot make calls cannot exclude others."""
         unproven = next((session for session in self._sessions.values() if not session.is_proven), None)
         if unproven is None:
             return False
@@ -163,7 +163,7 @@ def make_private(directory: Path) -> None:
     """Make a directory for this user alone, in a place where all users may make directories.
 
     Raises:
-        OSError: it cannot be made, or another user has made it, who could put a socket of his own there.
+        OSError: it cannot be made, or another user has made it and could put another socket there.
     """
     directory.mkdir(mode=0o700, exist_ok=True)
     status = directory.stat(follow_symlinks=False)
@@ -176,7 +176,7 @@ def make_private(directory: Path) -> None:
 
 
 def _sweep(directory: Path) -> None:
-    """Remove sockets on which nobody listens: their servers were killed."""
+    """Remove sockets without a listener: their servers were killed."""
     for path in directory.glob(f"*{_SUFFIX}"):
         with messages.open_socket() as probe:
             probe.setblocking(False)
@@ -197,7 +197,7 @@ class Session:
         on_close: called once, when the connection is gone.
 
     Attributes:
-        session_id: names it; random, and told to its client alone.
+        session_id: names it; random, and known to its client alone.
         is_proven: whether an authorized call has named it.
     """
 

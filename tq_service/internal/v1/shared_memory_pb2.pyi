@@ -3,7 +3,7 @@
 isort:skip_file
 What a client and a storage service of one host say over a Unix socket (SOCK_SEQPACKET, one message a packet): they
 send each other file descriptors of sealed memory. Which bytes these are is agreed in StorageService's Put and Get,
-so that nobody gets or gives more over the socket than its calls may.
+so that a client gets and gives no more over the socket than its calls may.
 """
 
 import builtins

@@ -166,7 +166,7 @@ global___ReconcilePutsResponse = ReconcilePutsResponse
 
 @typing.final
 class FreeCellsRequest(google.protobuf.message.Message):
-    """Cells whose bytes nobody needs any more."""
+    """Cells whose bytes are no longer needed."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

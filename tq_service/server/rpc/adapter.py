@@ -25,7 +25,7 @@ class Services(grpc.GenericRpcHandler):
 
     Args:
         server: where calls come in.
-        middleware: what each call passes, the outermost first. Who calls is what the first says that says anything.
+        middleware: what each call passes, the outermost first. The caller is that of the first that knows it.
         methods: what is known of methods; of one that is missing, nothing is.
     """
 

@@ -1,4 +1,4 @@
-"""Who may call what: by the token of a call, or by the secret that services share, and by the rule of its method."""
+"""Access control: by the token of a call, or by the secret that services share, and by the rule of its method."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tq_service.server.tokens import ALL_PARTITIONS, Token, TokenFile, digest_of
 from tq_service.wire.credentials import TOKEN_KEY, TOKEN_SCHEME
 
 _NO_TOKEN: Final = "this service asks for a bearer token, and the call has none; set TQ_TOKEN or TQ_TOKEN_FILE"  # noqa: S105
-# The same for both: whether a token was valid once is not revealed to whoever found it.
+# The same for both: whether a token was valid once is not revealed to a finder.
 _BAD_TOKEN: Final = "the token of the call is not valid: unknown here, or expired; ask for a new one"  # noqa: S105
 _NO_PROOF: Final = (
     "this call is between the services of a deployment, which show that they share a secret; clients have other calls. "
@@ -79,7 +79,7 @@ class AccessControl(Middleware):
         self._callers: dict[str, Caller] = {}
 
     def admit(self, method: Method, details: grpc.HandlerCallDetails) -> Caller:
-        """Say by the metadata of a call who makes it."""
+        """Return the caller, by the metadata of a call."""
         if method.is_open or (self._tokens is None and method.is_for_clients):
             return self._anyone
         bearer, proof = _credentials_in(details.invocation_metadata or ())
@@ -241,7 +241,7 @@ def _stranger(message: str, reason: str, name: str = "") -> Caller:
 def _lack(method: Method, token: Token) -> Refusal | None:
     """Return why a token does not allow a method whatever is asked for, None where it may."""
     if not method.roles:
-        return _denied("no rule for the method", f"{method.short_name} has no rule that says who may call it")
+        return _denied("no rule for the method", f"{method.short_name} has no rule in its proto: nothing may call it")
     if not token.roles & method.allowed_roles:
         needed = ", ".join(sorted(method.allowed_roles))
         return _denied(

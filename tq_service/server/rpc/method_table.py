@@ -1,4 +1,4 @@
-"""What is known of each method: who may call it, which partitions a call concerns, what it changes and waits for.
+"""What is known of each method: the roles it needs, which partitions a call concerns, what it changes and waits for.
 
 The protos say it, each method in its option `rule` (protos/tq_service/v1/method_rule.proto); here it is read from the
 descriptors. The standard services, whose protos are not ours, have their rules here.

@@ -1,4 +1,4 @@
-"""What a concern of all calls, such as who may make them, has to do with one: the same for methods of all shapes.
+"""What a concern of all calls, such as access control, has to do with one: the same for methods of all shapes.
 
 A handler is one coroutine, whatever the shape of its method: it takes the request, or an iterator of them, and the
 context; it returns the answer, or writes each of a stream of them to the context.
@@ -41,7 +41,7 @@ class Refusal:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Caller:
-    """Who makes calls, as far as their metadata says: one object for all calls that differ in nothing else.
+    """The caller, as far as metadata says: one object for all calls that differ in nothing else.
 
     Attributes:
         name: of its token, "" where that is not known.
@@ -60,10 +60,10 @@ class Middleware:
     """One concern of all calls. Both methods may be left as they are here. Confined to one event loop."""
 
     def admit(self, method: Method, details: grpc.HandlerCallDetails) -> Caller | None:
-        """Say by its metadata who makes a call, before anything of its request is read; None: others are to say it.
+        """Return the caller of a call by its metadata, before its request is read; None: another middleware knows it.
 
         Runs for each call. One that is refused passes the middleware around this one, this one, and no other; there its
-        request is an iterator, which nobody is to read.
+        request is an iterator, which is not to be read.
         """
         return None
 

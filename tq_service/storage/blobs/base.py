@@ -145,7 +145,7 @@ class BlobStore(ABC):
 
     @abstractmethod
     def free(self, blob: Blob) -> None:
-        """Give back a blob that nobody reads any more, now or soon; `on_freed` once it is. Called by the blob."""
+        """Give back a blob that is no longer read, now or soon; `on_freed` once it is. Called by the blob."""
 
     def allocate_now(self, size: int) -> Blob:
         """Return a blob of `size` bytes without waiting, for a put to be compacted into; only with `partial_free`.
@@ -176,7 +176,7 @@ class DurableBlobStore(BlobStore):
 
     @abstractmethod
     async def flush(self, blob: Blob, source: CopySource | None = None) -> int | None:
-        """Wait until a blob outlives this process; whoever is cancelled leaves it to end by itself.
+        """Wait until a blob outlives this process; where the caller is cancelled, the work ends by itself.
 
         Args:
             blob: all of it is written, but for a copy.

@@ -288,13 +288,13 @@ class SegmentBlobs(PooledStore[Segment], DurableBlobStore):
         pinned: Sequence[Blob] = (),
         then: Callable[[T], None] | None = None,
     ) -> T:
-        """Return what a thread returns; it goes on where whoever waits is cancelled.
+        """Return what a thread returns; it goes on where the caller is cancelled.
 
         Args:
             work: what it does.
             args: what with.
             pinned: blobs that it works on, which stay until it is done.
-            then: called with what it returns, in the event loop, even if nobody waits any more.
+            then: called with what it returns, in the event loop, even if the caller no longer waits.
         """
 
         def end(done: asyncio.Future[T]) -> None:

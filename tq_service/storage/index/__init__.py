@@ -1,1 +1,1 @@
-"""The upper floor: which puts there are, their rows and columns, who may store how much, what was confirmed."""
+"""The upper floor: which puts there are, their rows and columns, the quota, what was confirmed."""

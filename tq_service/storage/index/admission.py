@@ -1,4 +1,4 @@
-"""Who may store how much: the byte quota, and the queue of those who wait for capacity."""
+"""The byte quota, and the queue of puts that wait for capacity."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Admission:
         waiter.granted.result()
 
     def drain(self) -> None:
-        """End the waits, and let nobody wait any more: the service is about to stop."""
+        """End the waits, and allow no more: the service is about to stop."""
         self._is_draining = True
         self._end_waits()
 
@@ -79,7 +79,7 @@ class Admission:
                 )
 
     def release(self, size: int) -> None:
-        """Count bytes as free again, and let those in who fit now."""
+        """Count bytes as free again, and admit the puts that fit now."""
         self.used_bytes -= size
         self.admit()
 
@@ -88,7 +88,7 @@ class Admission:
         self.used_bytes += size
 
     def admit(self) -> None:
-        """Let those in, in order, for whom there is capacity, or can be made."""
+        """Admit puts, in order, for which there is capacity, or can be made."""
         lacking = self._admit_fitting()
         if lacking and not self._is_relieving:
             self._is_relieving = True
@@ -99,7 +99,7 @@ class Admission:
             self._admit_fitting()
 
     def _admit_fitting(self) -> int:
-        """Let those in for whom there is capacity; return how many bytes the next one lacks, 0 where nobody waits."""
+        """Admit puts for which there is capacity; return how many bytes the next one lacks, 0 where none waits."""
         for queue in (self._existing, self._new):
             while queue:
                 waiter = queue[0]

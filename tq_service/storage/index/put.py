@@ -369,8 +369,8 @@ class StoredPut:
 class PendingPut:
     """Takes the bytes of a put: `write` as they come, or `adopt` of all at once; then `finish`, or `abort`.
 
-    Waiting for capacity → open → done, or aborted from any but done. Whoever reserved it aborts it unless it finished;
-    an older stream of the same put is aborted by the newer one and learns it from its next call.
+    Waiting for capacity → open → done, or aborted from any but done. The call that reserved it aborts it unless it
+    finished; an older stream of the same put is aborted by the newer one and learns it from its next call.
 
     Args:
         put_id: the put.

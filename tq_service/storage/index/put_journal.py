@@ -329,7 +329,7 @@ class PutJournal:
     def _end(self, put_id: bytes, task: asyncio.Task[None]) -> None:
         del self._checking[put_id]
         if not task.cancelled():
-            task.exception()  # where nobody waits any more, nobody is to be told of it
+            task.exception()  # where no caller waits any more, it is not to be reported
 
     async def _check(self, put_id: bytes) -> None:
         blob, expected = self._expected.get(put_id, (None, 0))

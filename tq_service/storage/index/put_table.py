@@ -7,7 +7,7 @@
 
 A controller in another process commits a put on the strength of its receipt and confirms it a short time later. So a
 put that is overdue may be committed all the same, and its controller is asked before it is dropped. It must not commit
-the put once it has said that it does not know it: receipts are numbered, and the controller is told in the same call
+the put once it has said that it does not know it: receipts are numbered, and the controller learns in the same call
 from which number on they are valid.
 """
 
@@ -147,7 +147,7 @@ class RecoveredPut(NamedTuple):
 
 
 class PutTable(Mapping[bytes, StoredPut]):
-    """Puts by name; recovered ones, of which there may be many that nobody ever asks for, are loaded when needed.
+    """Puts by name; recovered ones, of which many may never be asked for, are loaded when needed.
 
     They are in many small dicts, so that all can be looked at in slices while others come and go.
 

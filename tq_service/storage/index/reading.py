@@ -45,7 +45,7 @@ _SMALL_TABLE_ROWS: Final = 64
 _LEAST_COLUMN_BYTES: Final = 64 << 10
 _LEAST_MEAN_SLICE_BYTES: Final = 4 << 10
 _MOST_NAMED: Final = 5
-_MOST_TOLD: Final = 100  # the metadata of an answer has capacity for about twice as many
+_MOST_LISTED: Final = 100  # the metadata of an answer has capacity for about twice as many
 
 Runs: TypeAlias = Rows | slice
 """Which of the runs: their positions, or all of them."""
@@ -130,7 +130,7 @@ def check_sound(put_ids: Iterable[bytes], damaged: Mapping[bytes, str], storage_
         raise DataLossError(
             f"storage service {storage_id!r} has lost the bytes of put {names}{more}: {damaged[lost[0]]}; put them "
             "again, or clear them",
-            metadata={"storage_id": storage_id, "put_ids": ",".join(put_id.hex() for put_id in lost[:_MOST_TOLD])},
+            metadata={"storage_id": storage_id, "put_ids": ",".join(put_id.hex() for put_id in lost[:_MOST_LISTED])},
         )
 
 
