@@ -42,7 +42,7 @@ class _Case:
 
 @dataclass(slots=True)
 class _Seen:
-    """What was seen in one run: peaks, in bytes and samples, what each producer waited for, and who got what."""
+    """What was seen in one run: peaks, in bytes and samples, what producers waited for, and what consumers got."""
 
     resident_bytes: float = 0
     stored_bytes: float = 0

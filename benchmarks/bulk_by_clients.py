@@ -1,6 +1,6 @@
 """How much can 1 to 16 client processes put and get at once over the wire, beside raw TCP over as many connections?
 
-One service, told not to share memory with clients of its host. Every client is a process of its own; they begin at the
+One service, which shares no memory with clients of its host. Every client is a process of its own; they begin at the
 same time, and it is over when the last one is done.
 """
 
@@ -33,7 +33,7 @@ _LONGEST_SECONDS = 120.0
 
 
 class _Clients:
-    """Processes that do what they are told, the first so many of them at the same time."""
+    """Processes that run jobs, the first so many of them at the same time."""
 
     def __init__(self, pipes: Sequence[Connection]) -> None:
         self._pipes = pipes

@@ -1,6 +1,6 @@
 """How fast do 16 MiB of dense, jagged and object columns go over the wire and back, beside raw TCP and a memcpy?
 
-The service is a process of its own, told not to share memory with clients of its host. Every column has 4,096 rows of
+The service is a process of its own and shares no memory with clients of its host. Every column has 4,096 rows of
 about 4 KiB; a get makes of them what a caller works with: tensors, nested tensors, Python objects.
 """
 

@@ -1,6 +1,6 @@
 """How fast do tensors of 1 KiB to 1 GiB go over the wire, into the service and back, beside raw TCP?
 
-The service is a process of its own, told not to share memory with clients of its host. One client puts one tensor after
+The service is a process of its own and shares no memory with clients of its host. One client puts one tensor after
 the other, then gets each; raw TCP sends as many bytes and waits for one byte in answer.
 """
 

@@ -1,11 +1,11 @@
 """How fast do tensors go over the wire, into the service and back, beside TransferQueue, raw TCP and a memcpy?
 
-The service is a process of its own, told not to share memory with clients of its host; every put makes a partition,
+The service is a process of its own and shares no memory with clients of its host; every put makes a partition,
 which is cleared after the get. TransferQueue's client is a process of its own, too, and gets rows of the same shapes.
 
 Each turn makes two round trips. Before the first one others had the machine, and memory that was freed may have gone
-back to the system, in a virtual machine to its host; the second finds it still at hand. Who frees memory after each use
-pays for that in the first.
+back to the system, in a virtual machine to its host; the second finds it still at hand. A process that frees memory
+after each use pays for that in the first.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What do those who claim notice of a checkpoint that is written meanwhile?
+"""How much slower are claims while a checkpoint is written?
 
 One client claims batches of 8 as the only rank of a task, with and without a checkpoint of everything being written: a
 million samples with keys, groups and metadata, 1 KiB each.
@@ -115,7 +115,7 @@ def _report(count: int, times: dict[str, list[_Repeat]]) -> Report:
         ])  # fmt: skip
     return Report(
         name="checkpoint_pause",
-        question="What do those who claim notice of a checkpoint that is written meanwhile?",
+        question="How much slower are claims while a checkpoint is written?",
         columns=["beside", "claims/s", "ratio", "p50, ms", "p99, ms", "checkpoint, s", "longest pause, ms"],
         rows=rows,
         notes=[

@@ -19,7 +19,7 @@ from benchmarks.harness import Options, interleave, main, median, median_ratio
 from benchmarks.peer import Peer, peer
 from benchmarks.peer_environment import STORES
 from benchmarks.report import Aim, Cell, Report
-from benchmarks.store_work import after_kill, commit_seconds, run_if_told
+from benchmarks.store_work import after_kill, commit_seconds, run_if_asked
 from tq_service.durable.log.log import Stream
 from tq_service.durable.log.segment_log import SegmentLog
 
@@ -138,5 +138,5 @@ def run(options: Options) -> Report:
         )
 
 
-if __name__ == "__main__" and not run_if_told({_OURS: JournalStore}):
+if __name__ == "__main__" and not run_if_asked({_OURS: JournalStore}):
     sys.exit(main(run))

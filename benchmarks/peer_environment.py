@@ -61,8 +61,8 @@ def _run(command: Sequence[str]) -> None:
 
 
 _RAY = "ray==2.60.0"
-# The second has a misleading name: without clusters, Ray listens on loopback only, and so does who asks it for the
-# address of the node, as TransferQueue does.
+# The second has a misleading name: without clusters, Ray listens on loopback only, and so does a caller that
+# asks it for the address of the node, as TransferQueue does.
 _RAY_VARIABLES = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 
 TRANSFER_QUEUE = PeerEnvironment(

@@ -20,7 +20,7 @@ from benchmarks.peer_program import Commands, serve
 from benchmarks.ray_cluster import ray_cluster
 
 _OBJECT_STORE_BYTES = 2560 << 20
-# Ray frees objects that nobody refers to once a second.
+# Ray frees objects without references once a second.
 _FREED_SECONDS = 1.5
 
 

@@ -66,7 +66,7 @@ async def _flood(address: str, rate: int) -> None:
         held = [ask() for _ in range(_MOST_WAITING)]
         await asyncio.sleep(0.2)
         running: set[asyncio.Task[None]] = set()
-        began_at, sent, told_at = time.monotonic(), 0, time.monotonic()
+        began_at, sent, shown_at = time.monotonic(), 0, time.monotonic()
         print("flooding", flush=True)
         while not held[0].done():
             due = int((time.monotonic() - began_at) * rate) - sent
@@ -77,9 +77,9 @@ async def _flood(address: str, rate: int) -> None:
                 sent += 1
             if len(running) > rate:  # the service does not keep up: what is late is left out
                 began_at, sent = time.monotonic(), 0
-            if time.monotonic() - told_at > 0.1:
-                told_at = time.monotonic()
-                print(told_at, counts[grpc.StatusCode.RESOURCE_EXHAUSTED], flush=True)
+            if time.monotonic() - shown_at > 0.1:
+                shown_at = time.monotonic()
+                print(shown_at, counts[grpc.StatusCode.RESOURCE_EXHAUSTED], flush=True)
             await asyncio.sleep(_TICK_SECONDS)
 
 
@@ -95,8 +95,8 @@ class _Flood:
     def end(self) -> float:
         """Stop it, and return the calls that were refused a second."""
         self._process.terminate()
-        told, _ = self._process.communicate()
-        points = [tuple(map(float, line.split())) for line in told.splitlines() if line.count(" ") == 1]
+        output, _ = self._process.communicate()
+        points = [tuple(map(float, line.split())) for line in output.splitlines() if line.count(" ") == 1]
         (first_at, first), (last_at, last) = points[0], points[-1]
         return (last - first) / max(last_at - first_at, 1e-3)
 

@@ -161,9 +161,11 @@ def _report(rows: list[list[Cell]], transfer_queue: Peer) -> Report:
                 x_label="samples in the partition",
                 y_label="ms",
                 series={
-                    f"{what}, {who}": [(row[1], float(row[column])) for row in rows if row[0] == what and row[column]]
+                    f"{what}, {system}": [
+                        (row[1], float(row[column])) for row in rows if row[0] == what and row[column]
+                    ]
                     for what in _WANTED
-                    for column, who in ((2, "tq_service"), (5, "TransferQueue"))
+                    for column, system in ((2, "tq_service"), (5, "TransferQueue"))
                     if any(row[column] for row in rows)
                 },
                 log_x=True,

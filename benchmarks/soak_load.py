@@ -30,7 +30,7 @@ _LARGE_ROW_COUNT = 16
 
 
 class Load:
-    """Makes the load until it is told to stop.
+    """Makes the load until it has to stop.
 
     Attributes:
         step_count: steps done.

@@ -85,7 +85,7 @@ def _bytes_in(directory: Path) -> int:
     )
 
 
-def run_if_told(kinds: dict[str, Callable[..., Store]]) -> bool:
+def run_if_asked(kinds: dict[str, Callable[..., Store]]) -> bool:
     """Do what `after_kill` runs a module for; return whether it was run for that."""
     if len(sys.argv) != 3:
         return False

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peer_program import Commands, serve
-from benchmarks.store_work import Store, after_kill, commit_seconds, run_if_told
+from benchmarks.store_work import Store, after_kill, commit_seconds, run_if_asked
 
 _MAP_BYTES = 4 * 2**30
 _HEAD = struct.Struct("<II")
@@ -171,5 +171,5 @@ def _started() -> Iterator[Commands]:
     }
 
 
-if __name__ == "__main__" and not run_if_told(dict(STORES)):
+if __name__ == "__main__" and not run_if_asked(dict(STORES)):
     serve(_started())

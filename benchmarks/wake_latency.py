@@ -107,7 +107,7 @@ async def _measure(options: Options, address: str, echo_address: str, transfer_q
             for _ in range(put_count):
                 await asyncio.sleep(_PAUSE_SECONDS)
                 started = time.perf_counter()
-                await worker.put({"x": np.arange(1)}, partition_id="nobody-waits")
+                await worker.put({"x": np.arange(1)}, partition_id="without-waiters")
                 latencies.append(time.perf_counter() - started)
             return latencies
 

@@ -1,4 +1,4 @@
-"""Those who use the service: producers, trainer ranks and queue workers; each goes on from its log."""
+"""Users of the service: producers, trainer ranks and queue workers; each goes on from its log."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Producer(Actor):
     kind = "producer"
 
     async def run(self) -> None:
-        """Put until told to stop."""
+        """Put until it has to stop."""
         begun = sum(event["what"] == "put" for event in self.past)
         while not self.stopping():
             await self._put_one(begun)

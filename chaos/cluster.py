@@ -75,7 +75,7 @@ class Cluster:
 
     Args:
         topology: which of the two.
-        durability: how it keeps its state; in "memory" whoever kills it kills the state.
+        durability: how it keeps its state; in "memory" a kill ends the state too.
         directory: gets data and logs.
         rng: chooses the ports.
     """

@@ -1,4 +1,4 @@
-"""What the samples hold: made from their keys alone, so that whoever reads a sample knows what must be in it."""
+"""What the samples hold: made from their keys alone, so that every reader knows what must be in a sample."""
 
 from __future__ import annotations
 

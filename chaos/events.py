@@ -1,4 +1,4 @@
-"""What an actor asked for and was told, one line each in a file of its own: what the model is made from.
+"""What an actor asked for and got, one line each in a file of its own: what the model is made from.
 
 A line is in the system's hands before the actor goes on, so that it outlives the actor's process.
 """

@@ -1,4 +1,4 @@
-"""The plain model of leases: what must be true of what queue workers were handed, given what they were told."""
+"""The plain model of leases: what must be true of what queue workers received, given the answers to their calls."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def worker_violations(directory: Path, live: set[int] | None) -> Iterator[str]:
     for name, events in all_events(directory, "worker"):
         for ended_at in (event["at"] for event in events if event["what"] == "end"):
             early = [index for index, at in done_at.items() if ended_at < at < math.inf]
-            yield from (f"{name} was told of the end before sample {index} was acknowledged" for index in early)
+            yield from (f"{name} got the end before sample {index} was acknowledged" for index in early)
 
 
 def _deliveries(worker: str, events: Sequence[Event]) -> Iterator[Delivery]:
@@ -91,10 +91,10 @@ def _sample_violations(index: int, deliveries: Sequence[Delivery]) -> Iterator[s
     yield from (
         f"sample {index} was acknowledged by {one.worker} and by {other.worker}" for one, other in pairwise(acked)
     )
-    for done in acked:  # who acknowledges has had it from the claim on
+    for done in acked:  # a worker that acknowledges has had it from the claim on
         later = [each.worker for each in deliveries if each.asked_at > done.got_at]
         yield from (
-            f"sample {index} was leased to {worker} after {done.worker}, who acknowledged it" for worker in later
+            f"sample {index} was leased to {worker} after {done.worker}, which acknowledged it" for worker in later
         )
     for one, other in pairwise(deliveries):
         if not one.is_released and other.certainly_within_lease_of(one):

@@ -1,4 +1,4 @@
-"""The plain model: what must be true of samples and of the batches of ranks, given what the actors were told."""
+"""The plain model: what must be true of samples and of the batches of ranks, given what the actors were answered."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Samples:
                 self.cleared.update(keys)
 
     def violations(self, present: Mapping[str, int], later: Samples) -> Iterator[str]:
-        """Yield what is wrong with the samples that the service has, in which these have been told before.
+        """Yield what is wrong with the samples that the service has, in which these were answered before.
 
         Args:
             present: index by key.

@@ -275,7 +275,7 @@ class Scenario:
                 yield f"{process.name} ended with {code}: {lines[-1] if lines else 'no word'} ({process.log})"
 
     def _complete_rewards(self, samples: Samples) -> Iterator[str]:
-        """Put the rewards that producers who died still owed, so that every sample can be handed out."""
+        """Put the rewards that killed producers still owed, so that every sample can be delivered."""
         keys = sorted(self._present())
         for start in range(0, len(keys), _ROWS_A_READ):
             some = keys[start : start + _ROWS_A_READ]

@@ -47,7 +47,17 @@ REPLACED = {
 }
 # Pronouns for what has a name, gone from these directories: a claim waits, a worker has failed, a caller is answered.
 NAMELESS = r"nobody|told|who|whoever"
-NAMELESS_GONE_FROM = ("tq_service/", "protos/", "docs/", "examples/", "scripts/", "README.md", "CONTRIBUTING.md")
+NAMELESS_GONE_FROM = (
+    "tq_service/",
+    "protos/",
+    "docs/",
+    "examples/",
+    "scripts/",
+    "benchmarks/",
+    "chaos/",
+    "README.md",
+    "CONTRIBUTING.md",
+)
 ALLOWED = {  # exact phrases with another meaning
     "tally strokes",
     "findings(",  # tests/test_no_pickle.py: those of a linter

@@ -148,7 +148,7 @@ NEXT = LEASE_SECONDS + 2
         (
             [(0, ASK), (1, LEASED), (2, ACK), (2, ACK_DONE)],
             [(0, ASK), (1, END)],
-            ["worker-1 was told of the end before sample 5 was acknowledged"],
+            ["worker-1 got the end before sample 5 was acknowledged"],
         ),
     ],
 )
