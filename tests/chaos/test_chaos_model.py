@@ -138,7 +138,7 @@ NEXT = LEASE_SECONDS + 2
         (
             [(0, ASK), (1, LEASED), (1, ACK), (1, ACK_DONE)],
             [(2, ASK), (NEXT, LEASED)],
-            ["sample 5 was leased to worker-1 after worker-0, who acknowledged it"],
+            ["sample 5 was leased to worker-1 after worker-0, which acknowledged it"],
         ),
         (
             [(0, ASK), (1, LEASED), (1, ACK), (1, ACK_DONE)],

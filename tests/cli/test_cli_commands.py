@@ -72,7 +72,7 @@ def test_status_as_json(filled: tq.Client, address: str) -> None:
     assert counts == {"inserted": 6, "present": 6, "live": 6, "held": 0, "failed": 0, "group": 3}
     assert (first["sealed"], first["expected_samples"], first["custom_meta_columns"]) == (True, None, ["total_lengths"])
     reward, text = first["fields"]
-    spec = {"name": "reward", "dtype": "float32", "layout": "dense", "row_shape": []}
+    spec = {"name": "reward", "dtype": "float32", "layout": "dense", "row_shape": [], "encoding": None}
     assert reward == {"spec": spec, "produced_count": 6}
     assert (text["spec"]["name"], text["spec"]["layout"], text["produced_count"]) == ("text", "object", 6)
     (task,) = first["tasks"]
@@ -84,7 +84,7 @@ def test_status_as_json(filled: tq.Client, address: str) -> None:
 
 def test_status_as_tables(filled: tq.Client, address: str) -> None:
     lines = [line.split() for line in invoke("status", address).splitlines()]
-    assert ["train@0", "6", "-", "6", "6", "0", "0", "3", "48", "bytes", "sealed"] in lines
+    assert ["train@0", "6", "-", "6", "6", "0", "0", "3", "36", "bytes", "sealed"] in lines
     assert ["train@1", "0", "10", "0", "0", "0", "0", "0", "0", "bytes", "open"] in lines
     assert ["train@0", "reward", "float32", "dense", "scalar", "6", "6"] in lines
     assert ["train@0", "text", "-", "object", "-", "6", "6"] in lines

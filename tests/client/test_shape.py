@@ -44,7 +44,7 @@ def test_every_call_of_the_service_has_a_method():
     calls -= {method.short_name for method in METHODS.values() if method.is_internal}
     directories = (ROOT / "tq_service" / layer / "_sync" for layer in ("client", "dataplane"))
     source = "".join(path.read_text() for directory in directories for path in directory.glob("*.py"))
-    unary = set(re.findall(r"(?:to|endpoint)\.(?:(?:controller|storage)\.)?([A-Z]\w+)|self\._storage\.(\w+)", source))
+    unary = set(re.findall(r"(?:to|endpoint)\.(?:controller\.)?([A-Z]\w+)|\.storage\.([A-Z]\w+)", source))
     streamed = set(re.findall(r"_SERVICE \+ \"(\w+)\"", source))
     assert {name for names in unary for name in names if name} | streamed == calls
 
