@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from tq_service.client.columns import concat_columns, concat_names, same_columns, select, select_columns
 from tq_service.client.locations import CellLocations
+from tq_service.client.namespace import NO_NAMESPACE, Namespace
 from tq_service.errors import InvalidArgumentError, StaleIncarnationError
 from tq_service.schema import EndCounts, FieldSpec, MetaColumn, MetaValue
 from tq_service.v1 import metadata_pb2 as pb
@@ -57,7 +58,9 @@ class BatchMeta:
 
     Attributes:
         status: "batch"; "not_yet": nothing to deliver in time, ask again; "end": no further batch will come.
-        partition_id: the partition.
+        partition_id: the partition, as the client that asked names it.
+        namespace: the namespace that this name is of; empty: none. Clients of any namespace take the batch for what it
+            is.
         incarnation: that of the partition, 16 random bytes, others once its name is used again after a clear.
         epoch: that of the task, which counts its resets; 0 where no task asked.
         indexes: `(size,)` int64, the `global_indexes` as a read-only array.
@@ -73,6 +76,7 @@ class BatchMeta:
 
     status: Status = "batch"
     partition_id: str = ""
+    namespace: str = ""
     incarnation: bytes = b""
     epoch: int = 0
     indexes: NDArray[np.int64] = field(default_factory=_NO_INDEXES.copy)
@@ -93,12 +97,15 @@ class BatchMeta:
         self.indexes.setflags(write=False)
 
     @classmethod
-    def from_proto(cls, message: pb.BatchMeta, *, claim_id: bytes = b"", task_name: str = "") -> BatchMeta:
-        """Return the batch of a message."""
+    def from_proto(
+        cls, message: pb.BatchMeta, namespace: Namespace = NO_NAMESPACE, *, claim_id: bytes = b"", task_name: str = ""
+    ) -> BatchMeta:
+        """Return the batch of a message that a client of a namespace got."""
         indexes = read_indexes(message)
         return cls(
             status=_STATUSES.get(message.status, "batch"),
-            partition_id=message.partition_id,
+            partition_id=namespace.own_name(message.partition_id),
+            namespace=namespace.name if namespace.holds(message.partition_id) else "",
             incarnation=message.incarnation,
             epoch=message.epoch,
             indexes=indexes,
@@ -114,6 +121,11 @@ class BatchMeta:
             group_column=tuple(message.groups),
             meta_columns=tuple(decode_meta_columns(message.custom_meta, indexes.size)),
         )
+
+    @property
+    def full_partition_id(self) -> str:
+        """The service's name of the partition: "run-7/train" for "train" of the namespace "run-7"."""
+        return Namespace(self.namespace).full_name(self.partition_id)
 
     @property
     def skipped_count(self) -> int:
@@ -266,7 +278,7 @@ class BatchMeta:
 
     def _identity(self) -> tuple[object, ...]:
         return (
-            self.status, self.partition_id, self.incarnation, self.epoch, self.fields, self.steps,
+            self.status, self.full_partition_id, self.incarnation, self.epoch, self.fields, self.steps,
             self.end,
         )  # fmt: skip
 
@@ -378,7 +390,7 @@ def _claim_of(parts: Sequence[BatchMeta]) -> dict[str, Any]:
 
 
 def _check_concat(first: BatchMeta, part: BatchMeta) -> None:
-    for name in ("partition_id", "incarnation", "epoch", "fields"):
+    for name in ("full_partition_id", "incarnation", "epoch", "fields"):
         if getattr(part, name) != getattr(first, name):
             raise InvalidArgumentError(
                 f"batches differ in {name}: {getattr(first, name)!r} and {getattr(part, name)!r}; concatenate batches "

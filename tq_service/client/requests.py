@@ -15,6 +15,7 @@ from google.protobuf.message import Message
 from google.protobuf.struct_pb2 import Struct
 
 from tq_service.client.batch_meta import BatchMeta
+from tq_service.client.namespace import Namespace
 from tq_service.errors import InvalidArgumentError
 from tq_service.schema import FieldSpec, MetaColumn, MetaValue, StalenessLimit
 from tq_service.v1 import commit_pb2
@@ -156,6 +157,7 @@ def _all_of(kind: type[Given], name: str, values: Iterable[Given]) -> list[Given
 
 
 def sample_write(
+    namespace: Namespace,
     *,
     partition_id: str | None,
     metadata: BatchMeta | None = None,
@@ -180,7 +182,7 @@ def sample_write(
     groups = None if groups is None else _for_all("groups", listed("groups", groups), rows)
     write = request_of(
         commit_pb2.SampleWrite,
-        partition_id=partition_of(partition_id, metadata),
+        partition_id=partition_of(namespace, partition_id, metadata),
         incarnation=None if metadata is None else metadata.incarnation,
         row_count=rows,
         global_indexes=None if metadata is None else metadata.indexes,
@@ -212,18 +214,20 @@ def check_meta_count(meta_count: int, row_count: int) -> None:
         )
 
 
-def partition_of(partition_id: str | None, metadata: BatchMeta | None) -> str:
-    """Return the partition that is meant, by name or by a batch of it."""
+def partition_of(namespace: Namespace, partition_id: str | None, metadata: BatchMeta | None) -> str:
+    """Return the service's name of the partition that is meant, by its name in a namespace or by a batch of it."""
     if metadata is None:
         if partition_id is None:
             raise InvalidArgumentError("neither partition_id nor metadata is given; give one", field="partition_id")
-        return partition_id
-    if partition_id is not None and partition_id != metadata.partition_id:
+        return namespace.full_name(partition_id)
+    full_name = metadata.full_partition_id
+    if partition_id is not None and namespace.full_name(partition_id) != full_name:
         raise InvalidArgumentError(
-            f"partition_id is {partition_id!r}, but metadata is of {metadata.partition_id!r}; leave partition_id out",
+            f"partition_id is {partition_id!r}, but metadata is of {namespace.own_name(full_name)!r}; leave "
+            "partition_id out",
             field="partition_id",
         )
-    return metadata.partition_id
+    return full_name
 
 
 def get_meta_request(

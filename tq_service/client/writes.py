@@ -9,6 +9,7 @@ from typing import Any
 
 from tq_service.client.batch_meta import BatchMeta
 from tq_service.client.columns import merge_columns
+from tq_service.client.namespace import Namespace
 from tq_service.errors import InvalidArgumentError
 from tq_service.schema import Layout, MetaColumn
 from tq_service.v1 import metadata_pb2
@@ -62,6 +63,7 @@ def written_meta(
     write: SampleWrite,
     metadata: BatchMeta | None,
     meta_columns: Sequence[MetaColumn],
+    namespace: Namespace,
 ) -> BatchMeta:
     """Return the samples of a write.
 
@@ -70,8 +72,9 @@ def written_meta(
         write: what was sent.
         metadata: the batch that was written to; None: new samples, or samples named by key.
         meta_columns: the custom_meta that was sent.
+        namespace: of the client.
     """
-    answered = BatchMeta.from_proto(answer)
+    answered = BatchMeta.from_proto(answer, namespace)
     keys = tuple(write.keys)
     groups = tuple(write.groups)
     groups = groups if any(groups) else ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -79,6 +79,7 @@ class StreamingDataset(IterableDataset[Any]):
         max_wait: seconds that one call waits for a batch before it is made again.
         timeout: seconds that a call may take beyond `max_wait`, retries included: how long the server may be away.
         client_factory: opens the sync client instead of `Client(address)`, for its other settings.
+        namespace: of the partition, as `Client(namespace=...)` takes it; a client_factory has its own.
 
     Raises:
         InvalidArgumentError: an argument cannot be right.
@@ -110,6 +111,7 @@ class StreamingDataset(IterableDataset[Any]):
         max_wait: float = 2.0,
         timeout: float = 120.0,
         client_factory: ClientFactory | None = None,
+        namespace: str | Literal[False] | None = None,
     ) -> None:
         super().__init__()
         _require_fields(data_fields)
@@ -123,6 +125,12 @@ class StreamingDataset(IterableDataset[Any]):
         _require(replay_buffer_bytes >= 0, "replay_buffer_bytes", replay_buffer_bytes, "at least 0")
         _require(max_wait > 0, "max_wait", max_wait, "more than 0 seconds")
         _require(timeout > 0, "timeout", timeout, "more than 0 seconds")
+        _require(
+            namespace is None or client_factory is None,
+            "namespace",
+            repr(namespace),
+            "that the client_factory gives it",
+        )
         self._source = BatchSource(
             address=address,
             request=BatchRequest(
@@ -145,6 +153,7 @@ class StreamingDataset(IterableDataset[Any]):
             ),
             fetch_batch_fn=fetch_batch_fn or fetch_batch,
             client_factory=client_factory,
+            namespace=namespace,
         )
         self._process_batch = _processing(process_batch_fn, pack, sampler_config)
         self._buffer = ReplayBuffer(replay_buffer_bytes)

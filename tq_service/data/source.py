@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from tensordict import TensorDict
 
@@ -103,6 +103,7 @@ class BatchSource:
     request: BatchRequest
     fetch_batch_fn: FetchBatch
     client_factory: ClientFactory | None = None
+    namespace: str | Literal[False] | None = None
 
     def of_partition(self, partition_id: str) -> BatchSource:
         """Return the same source for another partition."""
@@ -114,7 +115,7 @@ class BatchSource:
             return self.client_factory(self.address)
         from tq_service.client import Client  # noqa: PLC0415  (a client_factory makes it unnecessary)
 
-        return Client() if self.address is None else Client(self.address)
+        return Client(self.address, namespace=self.namespace)
 
 
 class BatchFetcher:

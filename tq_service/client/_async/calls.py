@@ -16,6 +16,7 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from tq_service.client.channel import CHANNEL_OPTIONS, CONTROLLER_STUB, resolve_address
 from tq_service.client.concurrency import AsyncBackgroundCalls, AsyncHome, async_is_of_closing, async_sleep
+from tq_service.client.namespace import NO_NAMESPACE, Namespace
 from tq_service.client.requests import request_of, seconds
 from tq_service.client.retry import Backoff, Deadline, Outage, error_of
 from tq_service.client.writes import PlacementGrant
@@ -60,7 +61,7 @@ class AsyncEndpoint:
             yield
             self._outage.is_over()
         except grpc.RpcError as error:
-            failure = error_of(error, self.address)
+            failure = self._calls.namespace.explain(error_of(error, self.address))
             if isinstance(failure, UnavailableError):
                 self._calls.follow_files()
                 if is_retried:
@@ -91,9 +92,10 @@ class AsyncCalls:
         closed: whether `aclose` was called.
     """
 
-    def __init__(self, address: str, credentials: Credentials) -> None:
+    def __init__(self, address: str, credentials: Credentials, namespace: Namespace = NO_NAMESPACE) -> None:
         self.address = address
         self.credentials = credentials
+        self.namespace = namespace
         self._home = AsyncHome()
         self._endpoints: dict[str, AsyncEndpoint] = {}
         self._outdated: list[AsyncEndpoint] = []
@@ -193,13 +195,20 @@ class AsyncBase:
         token: str | Path | Literal[False] | None = None,
         tls: Tls | Literal[False] | None = None,
         insecure: bool | None = None,
+        namespace: str | Literal[False] | None = None,
     ) -> None:
         self.address = resolve_address(address)
         self.timeout = seconds("timeout", timeout)
         self._credentials = Credentials(token, tls, insecure)
-        self._calls = AsyncCalls(self.address, self._credentials)
+        self._namespace = Namespace.of(namespace)
+        self._calls = AsyncCalls(self.address, self._credentials, self._namespace)
         self._background_calls = AsyncBackgroundCalls()
         self._placement = PlacementGrant()
+
+    @property
+    def namespace(self) -> str:
+        """What the names of this client's partitions begin with on the service, before a "/"; empty: none."""
+        return self._namespace.name
 
     def _deadline(self, timeout: float | None, more_seconds: float = 0.0) -> Deadline:
         span = self.timeout if timeout is None else seconds("timeout", timeout)
@@ -239,7 +248,9 @@ class AsyncBase:
         await self.aclose()
 
     def __reduce__(self) -> tuple[object, ...]:
-        return partial(type(self), **self._credentials.arguments()), (self.address, self.timeout)
+        arguments = self._credentials.arguments()
+        return partial(type(self), **arguments, namespace=self.namespace or False), (self.address, self.timeout)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.address!r}, timeout={self.timeout:g})"
+        namespace = f", namespace={self.namespace!r}" if self.namespace else ""
+        return f"{type(self).__name__}({self.address!r}, timeout={self.timeout:g}{namespace})"

@@ -65,7 +65,7 @@ class AsyncPartitionCalls(AsyncBase):
             lambda to: to.CreatePartition,
             pb.CreatePartitionRequest,
             timeout,
-            partition_id=partition_id,
+            partition_id=self._namespace.full_name(partition_id),
             expected_samples=expected_samples,
             default_layout=default_layout,
             fields=field_specs(fields),
@@ -93,7 +93,7 @@ class AsyncPartitionCalls(AsyncBase):
             lambda to: to.SealPartition,
             pb.SealPartitionRequest,
             timeout,
-            partition_id=partition_id,
+            partition_id=self._namespace.full_name(partition_id),
             incarnation=incarnation,
         )
         return answer.inserted_count
@@ -119,7 +119,7 @@ class AsyncPartitionCalls(AsyncBase):
             lambda to: to.ClearPartition,
             pb.ClearPartitionRequest,
             timeout,
-            partition_id=partition_id,
+            partition_id=self._namespace.full_name(partition_id),
             incarnation=incarnation,
         )
         return answer.cleared_count
@@ -137,7 +137,7 @@ class AsyncPartitionCalls(AsyncBase):
             lambda to: to.CloseGroups,
             pb.CloseGroupsRequest,
             timeout,
-            partition_id=partition_id,
+            partition_id=self._namespace.full_name(partition_id),
             incarnation=incarnation,
             groups=groups,
         )
@@ -147,9 +147,13 @@ class AsyncPartitionCalls(AsyncBase):
 
         Many of them come page by page: one that is made or cleared meanwhile may be among them or not.
         """
-        request = request_of(pb.ListPartitionsRequest, prefix=prefix)
+        request = request_of(pb.ListPartitionsRequest, prefix=self._namespace.prefix + prefix)
         pages = self._pages(lambda to: to.ListPartitions, request, self._deadline(timeout))
-        return [read_message(PartitionSummary, one) async for page in pages for one in page.partitions]
+        return [
+            read_message(PartitionSummary, one, partition_id=self._namespace.own_name(one.partition_id))
+            async for page in pages
+            for one in page.partitions
+        ]
 
     async def describe_partition(self, partition_id: str, *, timeout: float | None = None) -> PartitionDescription:
         """Return samples by state, fields and tasks of a partition.
@@ -158,8 +162,12 @@ class AsyncPartitionCalls(AsyncBase):
             PartitionNotFoundError: there is no such partition.
         """
         answer = await self._ask(
-            lambda to: to.DescribePartition, pb.DescribePartitionRequest, timeout, partition_id=partition_id
+            lambda to: to.DescribePartition,
+            pb.DescribePartitionRequest,
+            timeout,
+            partition_id=self._namespace.full_name(partition_id),
         )
+        answer.summary.partition_id = self._namespace.own_name(answer.summary.partition_id)
         return read_message(PartitionDescription, answer)
 
     async def list_samplers(self, *, timeout: float | None = None) -> list[SamplerDescription]:

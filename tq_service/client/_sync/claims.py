@@ -101,7 +101,7 @@ class ClaimCalls(Base):
             SamplerError: the sampler failed; SamplerTimeoutError: it hung.
         """
         request = get_meta_request(
-            partition_id=partition_id,
+            partition_id=self._namespace.full_name(partition_id),
             task_name=task_name,
             data_fields=data_fields,
             batch_size=batch_size,
@@ -131,7 +131,7 @@ class ClaimCalls(Base):
                 self._background_calls.run(lambda: self._release(request))
             raise
         claim_id = request.request_id if is_queue else b""
-        return BatchMeta.from_proto(answer.meta, claim_id=claim_id, task_name=request.task_name)
+        return BatchMeta.from_proto(answer.meta, self._namespace, claim_id=claim_id, task_name=request.task_name)
 
     def _poll(self, request: pb.GetMetaRequest, wait: Deadline, deadline: Deadline) -> pb.GetMetaResponse:
         """Ask until there is an answer or the wait is spent: the server may cap how long one call waits."""
@@ -262,7 +262,7 @@ class ClaimCalls(Base):
             lambda to: to.CheckConsumption,
             pb.CheckConsumptionRequest,
             timeout,
-            partition_id=partition_id,
+            partition_id=self._namespace.full_name(partition_id),
             task_name=task_name,
         )
         return read_message(ConsumptionStatus, answer)
@@ -280,7 +280,7 @@ class ClaimCalls(Base):
             lambda to: to.CheckProduction,
             pb.CheckProductionRequest,
             timeout,
-            partition_id=partition_id,
+            partition_id=self._namespace.full_name(partition_id),
             data_fields=data_fields,
         )
         return read_message(ProductionStatus, answer)
@@ -314,7 +314,7 @@ class ClaimCalls(Base):
             lambda to: to.ResetConsumption,
             pb.ResetConsumptionRequest,
             timeout,
-            partition_id=partition_id,
+            partition_id=self._namespace.full_name(partition_id),
             task_name=task_name,
             epoch=epoch,
             keep_consumed=keep_consumed,
@@ -324,7 +324,7 @@ class ClaimCalls(Base):
 
 def _claim_of(metadata: BatchMeta) -> dict[str, Any]:
     return {
-        "partition_id": metadata.partition_id,
+        "partition_id": metadata.full_partition_id,
         "task_name": metadata.task_name,
         "claim_request_id": metadata.claim_id,
     }

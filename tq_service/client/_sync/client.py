@@ -29,6 +29,10 @@ class Client(PartitionCalls, SampleCalls, FetchCalls, ClaimCalls):
             `TQ_TOKEN`, else the file that `TQ_TOKEN_FILE` names, else none; False: none, whatever they say.
         tls: how to reach the service over TLS; None: as `TQ_TLS_CA`, `TQ_TLS_CERT` and `TQ_TLS_KEY` say, else in
             plaintext; False: in plaintext, whatever they say.
+        namespace: what the names of its partitions begin with on the service, before a "/": programs of one run give
+            the same, such as "run-7", so that the "train" of one run is not that of another. Tokens and quotas are for
+            the service's names: "run-7/train". None: `TQ_NAMESPACE`, else none; False: none, whatever it says: then
+            partitions of all namespaces have their full names. A batch of another namespace is taken for what it is.
         insecure: whether the token may be sent in plaintext to other machines, which raises InvalidArgumentError
             otherwise; None: whether `TQ_INSECURE` is true.
     """

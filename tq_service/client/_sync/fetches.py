@@ -82,7 +82,7 @@ class FetchCalls(Base):
             raise InvalidArgumentError(f"missing is {missing!r}, expected 'error' or 'skip'", field="missing")
         name, named = _names_of(metadata=metadata, keys=keys, global_indexes=global_indexes)
         wanted = fields if fields is not None else metadata.data_fields if metadata is not None else []
-        partition = partition_of(partition_id, metadata)
+        partition = partition_of(self._namespace, partition_id, metadata)
         if not len(named):
             return self._empty_batch(partition, metadata, wanted, deadline)
         locate = partial(
@@ -115,7 +115,7 @@ class FetchCalls(Base):
         for some in in_parts(named):
             request = request_of(pb.LocateRequest, **{name: some}, **arguments)
             answer = self._calls.unary(lambda to: to.controller.Locate, request, deadline)
-            parts.append(BatchMeta.from_proto(answer.meta))
+            parts.append(BatchMeta.from_proto(answer.meta, self._namespace))
         return joined(parts)
 
     def _fetch(self, located: BatchMeta, fields: Sequence[str] | None, deadline: Deadline) -> Any:
@@ -160,7 +160,7 @@ class FetchCalls(Base):
             deadline,
             "global_indexes",
             located.indexes[read.positions[:1]],
-            partition_id=located.partition_id,
+            partition_id=located.full_partition_id,
             incarnation=located.incarnation,
             data_fields=read.field_names[:1],
         )
@@ -185,9 +185,11 @@ class FetchCalls(Base):
             wanted = wanted or list(specs)
         for name in wanted:
             if name not in specs:
-                raise FieldNotFoundError(
-                    f"partition {partition_id!r} has no field {name!r}; {nearest(name, specs)}",
-                    metadata={"partition_id": partition_id, "field_name": name},
+                raise self._namespace.explain(
+                    FieldNotFoundError(
+                        f"partition {partition_id!r} has no field {name!r}; {nearest(name, specs)}",
+                        metadata={"partition_id": partition_id, "field_name": name},
+                    )
                 )
         return to_batch(empty_columns([specs[name] for name in wanted]), 0)
 

@@ -66,7 +66,7 @@ class PartitionCalls(Base):
             lambda to: to.CreatePartition,
             pb.CreatePartitionRequest,
             timeout,
-            partition_id=partition_id,
+            partition_id=self._namespace.full_name(partition_id),
             expected_samples=expected_samples,
             default_layout=default_layout,
             fields=field_specs(fields),
@@ -94,7 +94,7 @@ class PartitionCalls(Base):
             lambda to: to.SealPartition,
             pb.SealPartitionRequest,
             timeout,
-            partition_id=partition_id,
+            partition_id=self._namespace.full_name(partition_id),
             incarnation=incarnation,
         )
         return answer.inserted_count
@@ -118,7 +118,7 @@ class PartitionCalls(Base):
             lambda to: to.ClearPartition,
             pb.ClearPartitionRequest,
             timeout,
-            partition_id=partition_id,
+            partition_id=self._namespace.full_name(partition_id),
             incarnation=incarnation,
         )
         return answer.cleared_count
@@ -136,7 +136,7 @@ class PartitionCalls(Base):
             lambda to: to.CloseGroups,
             pb.CloseGroupsRequest,
             timeout,
-            partition_id=partition_id,
+            partition_id=self._namespace.full_name(partition_id),
             incarnation=incarnation,
             groups=groups,
         )
@@ -146,9 +146,13 @@ class PartitionCalls(Base):
 
         Many of them come page by page: one that is made or cleared meanwhile may be among them or not.
         """
-        request = request_of(pb.ListPartitionsRequest, prefix=prefix)
+        request = request_of(pb.ListPartitionsRequest, prefix=self._namespace.prefix + prefix)
         pages = self._pages(lambda to: to.ListPartitions, request, self._deadline(timeout))
-        return [read_message(PartitionSummary, one) for page in pages for one in page.partitions]
+        return [
+            read_message(PartitionSummary, one, partition_id=self._namespace.own_name(one.partition_id))
+            for page in pages
+            for one in page.partitions
+        ]
 
     def describe_partition(self, partition_id: str, *, timeout: float | None = None) -> PartitionDescription:
         """Return samples by state, fields and tasks of a partition.
@@ -157,8 +161,12 @@ class PartitionCalls(Base):
             PartitionNotFoundError: there is no such partition.
         """
         answer = self._ask(
-            lambda to: to.DescribePartition, pb.DescribePartitionRequest, timeout, partition_id=partition_id
+            lambda to: to.DescribePartition,
+            pb.DescribePartitionRequest,
+            timeout,
+            partition_id=self._namespace.full_name(partition_id),
         )
+        answer.summary.partition_id = self._namespace.own_name(answer.summary.partition_id)
         return read_message(PartitionDescription, answer)
 
     def list_samplers(self, *, timeout: float | None = None) -> list[SamplerDescription]:

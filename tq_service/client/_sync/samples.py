@@ -87,6 +87,7 @@ class SampleCalls(Base):
         if metadata is not None:
             check_row_counts(columns, metadata)
         write, meta_columns = sample_write(
+            self._namespace,
             partition_id=partition_id,
             metadata=metadata,
             row_count=columns[0].row_count if columns else None,
@@ -103,7 +104,7 @@ class SampleCalls(Base):
             answer = self._put_columns(request, columns, deadline)
         else:
             answer = self._calls.unary(lambda to: to.controller.Commit, request, deadline)
-        return written_meta(answer.meta, write, metadata, meta_columns)
+        return written_meta(answer.meta, write, metadata, meta_columns, self._namespace)
 
     def _put_columns(
         self, request: commit_pb2.CommitRequest, columns: Sequence[Column], deadline: Deadline
@@ -193,6 +194,7 @@ class SampleCalls(Base):
             PartitionSealedError: the partition is sealed.
         """
         write, meta_columns = sample_write(
+            self._namespace,
             partition_id=partition_id,
             row_count=row_count,
             keys=keys,
@@ -203,7 +205,7 @@ class SampleCalls(Base):
             state=state,
         )
         answer = self._ask(lambda to: to.Insert, pb.InsertRequest, timeout, write=write)
-        return written_meta(answer.meta, write, None, meta_columns)
+        return written_meta(answer.meta, write, None, meta_columns, self._namespace)
 
     def set_custom_meta(
         self, metadata: BatchMeta, custom_meta: Sequence[Mapping[str, MetaValue]], *, timeout: float | None = None
@@ -228,7 +230,7 @@ class SampleCalls(Base):
             lambda to: to.SetCustomMeta,
             pb.SetCustomMetaRequest,
             timeout,
-            partition_id=metadata.partition_id,
+            partition_id=metadata.full_partition_id,
             incarnation=metadata.incarnation,
             global_indexes=metadata.indexes,
             custom_meta=encode_meta_columns(rows_to_meta_columns(custom_meta)),
@@ -256,10 +258,13 @@ class SampleCalls(Base):
         missing: list[str] = []
         for some in in_parts(listed("keys", keys)):
             request = request_of(
-                pb.LookupSamplesRequest, partition_id=partition_id, keys=some, all_samples=keys is None
+                pb.LookupSamplesRequest,
+                partition_id=self._namespace.full_name(partition_id),
+                keys=some,
+                all_samples=keys is None,
             )
             for page in self._pages(lambda to: to.LookupSamples, request, deadline):
-                parts.append(BatchMeta.from_proto(page.meta))
+                parts.append(BatchMeta.from_proto(page.meta, self._namespace))
                 missing += page.missing_keys
         return joined(parts), missing
 
@@ -292,7 +297,7 @@ class SampleCalls(Base):
             check_is_batch(metadata)
         request = request_of(
             pb.ClearSamplesRequest,
-            partition_id=partition_of(partition_id, metadata),
+            partition_id=partition_of(self._namespace, partition_id, metadata),
             incarnation=b"" if metadata is None else metadata.incarnation,
             global_indexes=global_indexes if metadata is None else metadata.indexes,
             keys=keys,

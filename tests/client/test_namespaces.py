@@ -1,0 +1,159 @@
+"""Namespaces: every call of a client names the partitions of its namespace, and answers name them as it does."""
+
+import asyncio
+import inspect
+import pickle
+
+import pytest
+import torch
+from certificates import add_token
+from client_support import make_client
+
+import tq_service as tq
+from tq_service.client.namespace import NAMESPACE_VARIABLE
+from tq_service.config import ServeSettings
+from tq_service.data import StreamingDataLoader, StreamingDataset
+from tq_service.server.app import running
+
+FIELDS = ["x"]
+CLAIM = {"partition_id": "train", "task_name": "trainer", "data_fields": FIELDS, "batch_size": 2}
+
+
+def rows(*values):
+    return {"x": torch.tensor(values)}
+
+
+@pytest.fixture
+async def run(kind, service):
+    client = make_client(kind, service, timeout=20, namespace="run-7")
+    yield client
+    await client.aclose()
+
+
+async def test_runs_share_a_service_and_not_their_samples(run, client, kind, service):
+    other = make_client(kind, service, timeout=20, namespace="run-8")
+    for value, each in enumerate((run, other, client)):
+        await each.put(rows(value, value), partition_id="train", keys=["a", "b"])
+    for value, each in enumerate((run, other, client)):
+        meta = await each.get_meta(**CLAIM, max_wait=5)
+        assert (meta.partition_id, meta.size) == ("train", 2)
+        assert (await each.get_data(meta))["x"].tolist() == [value, value]
+        assert (await each.get_meta(**CLAIM, max_wait=0)).status == "not_yet"
+    await run.clear_partition("train")
+    assert [one.partition_id for one in await other.list_partitions()] == ["train"]
+    assert [one.partition_id for one in await client.list_partitions()] == ["run-8/train", "train"]
+    await other.aclose()
+
+
+async def test_every_call_is_about_partitions_of_the_namespace(kind, tmp_path):
+    """A token for the names of the namespace is for all calls of its clients; new methods have to be added here."""
+    tokens = tmp_path / "tokens.toml"
+    token = add_token(tokens, "run", ["admin"], ("run-7/",))
+    called = set()
+    settings = ServeSettings(host="127.0.0.1", port=0, max_bytes=64 << 20, auth_tokens_file=tokens)
+    async with running(settings) as app:
+        client = make_client(kind, f"127.0.0.1:{app.port}", timeout=20, namespace="run-7", token=token)
+
+        async def call(name, *arguments, **keywords):
+            called.add(name)
+            return await getattr(client, name)(*arguments, **keywords)
+
+        await call("create_partition", "train", fields=[tq.FieldSpec("x", dtype="int64")])
+        meta = await call("put", rows(1, 2, 3, 4), partition_id="train", keys=list("abcd"), groups=list("gggh"))
+        await call("put", {"big": torch.zeros(4, 100_000)}, metadata=meta)
+        inserted = await call("insert", "train", keys=["e"], state="held")
+        await call("set_custom_meta", inserted, [{"version": 1}])
+        await call("close_groups", "train", ["g", "h"])
+        found, missing = await call("lookup_samples", "train", ["b", "z"])
+        assert (await call("get_data", found))["x"].tolist() == [2]
+        data = await call("get_data", partition_id="train", keys=["c"], data_fields=["x", "big"])
+        assert (data["x"].tolist(), missing) == ([3], ["z"])
+        leased = await call("get_meta", **CLAIM, lease=60)
+        await call("extend", leased, 30)
+        await call("ack", leased)
+        await call("release", await client.get_meta(**CLAIM))
+        assert (await call("check_consumption", "train", "trainer")).consumed_count == 2
+        assert (await call("check_production", "train", FIELDS)).produced_count == 4
+        await call("reset_consumption", "train", "trainer", 0)
+        await call("seal_partition", "train")
+        assert (await call("describe_partition", "train")).summary.partition_id == "train"
+        assert [one.partition_id for one in await call("list_partitions", "tr")] == ["train"]
+        assert {one.partition_id for one in (meta, inserted, found, leased)} == {"train"}
+        assert leased.full_partition_id == "run-7/train"
+        assert await call("clear_samples", leased) == 2
+        assert await call("clear_samples", partition_id="train", keys=["c"]) == 1
+        await call("clear_partition", "train")
+        await client.aclose()
+    of_no_partition = {"checkpoint", "health", "list_samplers", "restore", "storage_stat"}
+    methods = {name for name, _ in inspect.getmembers(tq.Client, inspect.isfunction) if not name.startswith("_")}
+    assert methods - called - of_no_partition - {"close"} == set()
+
+
+async def test_a_batch_is_taken_for_what_it_is_by_clients_of_any_namespace(run, client):
+    meta = await run.put(rows(1, 2), partition_id="train", keys=["a", "b"])
+    seen, _ = await client.lookup_samples("run-7/train")
+    assert seen.partition_id == "run-7/train"
+    assert pickle.loads(pickle.dumps(meta)) == meta
+    for each in (run, client):
+        assert (await each.get_data(meta))["x"].tolist() == (await each.get_data(seen, data_fields=FIELDS))[
+            "x"
+        ].tolist()
+    again = await run.put(rows(5, 6), metadata=seen)
+    assert again.full_partition_id == "run-7/train"
+    assert (await client.put(rows(7, 8), partition_id="run-7/train", metadata=meta)).partition_id == "train"
+    with pytest.raises(tq.InvalidArgumentError, match="partition_id is 'val', but metadata is of 'train'"):
+        await run.put(rows(5, 6), partition_id="val", metadata=meta)
+    with pytest.raises(tq.InvalidArgumentError, match="differ in full_partition_id"):
+        tq.BatchMeta.concat([meta, await client.put(rows(1, 2), partition_id="train")])
+
+
+async def test_errors_name_the_partition_as_the_client_does_and_show_the_namespace(run):
+    await run.put(rows(1), partition_id="train")
+    with pytest.raises(tq.PartitionNotFoundError) as error:
+        await run.seal_partition("trian")
+    assert error.value.metadata["partition_id"] == "trian"
+    assert "'run-7/trian'" in error.value.message
+    assert error.value.message.endswith("('run-7/' is the namespace of this client)")
+    empty = (await run.lookup_samples("train", []))[0]
+    with pytest.raises(tq.FieldNotFoundError) as error:
+        await run.get_data(empty, data_fields=["y"])
+    assert error.value.metadata["partition_id"] == "train"
+    with pytest.raises(tq.PartitionNotFoundError, match="no partition ''"):
+        await run.seal_partition("")
+    with pytest.raises(tq.InvalidArgumentError, match="partition_id"):
+        await run.seal_partition(None)
+
+
+def test_the_environment_says_which(monkeypatch):
+    assert tq.Client("localhost").namespace == ""
+    monkeypatch.setenv(NAMESPACE_VARIABLE, "run-9")
+    client = tq.Client("localhost")
+    assert client.namespace == "run-9"
+    assert repr(client) == "Client('localhost:50051', timeout=60, namespace='run-9')"
+    assert tq.Client("localhost", namespace=False).namespace == ""
+    assert tq.AsyncClient("localhost", namespace="team/run-7").namespace == "team/run-7"
+    kept = pickle.dumps([client, tq.Client("localhost", namespace=False)])
+    monkeypatch.setenv(NAMESPACE_VARIABLE, "run-10")
+    assert [each.namespace for each in pickle.loads(kept)] == ["run-9", ""]
+    monkeypatch.setenv(NAMESPACE_VARIABLE, "run-9/")
+    with pytest.raises(tq.InvalidArgumentError, match="TQ_NAMESPACE is 'run-9/', expected printable text"):
+        tq.Client("localhost")
+
+
+@pytest.mark.parametrize("name", ["", "/run", "run/", "a\nb", 7, True])
+def test_names_that_are_none(name):
+    with pytest.raises(tq.InvalidArgumentError, match=r"namespace is .*, expected printable text"):
+        tq.Client("localhost", namespace=name)
+
+
+@pytest.mark.parametrize("kind", ["sync"])
+async def test_a_dataset_reads_its_namespace(run, service):
+    await run.put(rows(1, 2, 3, 4), partition_id="train")
+    await run.seal_partition("train")
+    asked = {"batch_size": 2, "data_fields": FIELDS, "partition_id": "train", "task_name": "trainer"}
+    dataset = StreamingDataset(service, **asked, namespace="run-7")
+    batches = await asyncio.to_thread(list, StreamingDataLoader(dataset))
+    seen = [(data["x"].tolist(), meta.partition_id) for data, meta in batches]
+    assert seen == [([1, 2], "train"), ([3, 4], "train")]
+    with pytest.raises(tq.InvalidArgumentError, match="namespace: got 'run-7'"):
+        StreamingDataset(service, **asked, namespace="run-7", client_factory=tq.Client)
