@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from tq_service.client import AsyncClient, BatchMeta, Client
     from tq_service.schema import FieldSpec, Layout, SampleState, StalenessLimit
     from tq_service.wire.credentials import Tls
+    from tq_service.wire.object_codecs import register_object_codec
 
 __version__ = "0.1.0"
 
@@ -125,6 +126,7 @@ __all__ = [
     "UnknownSamplerError",
     "UnsupportedObjectError",
     "__version__",
+    "register_object_codec",
 ]
 
 # These need grpc, and are imported on first use: domain, samplers and balancing do without it.
@@ -133,6 +135,7 @@ _LAZY: Final = {
     **dict.fromkeys(("AsyncClient", "BatchMeta", "Client"), "tq_service.client"),
     **dict.fromkeys(("FieldSpec", "Layout", "StalenessLimit", "SampleState"), "tq_service.schema"),
     "Tls": "tq_service.wire.credentials",
+    "register_object_codec": "tq_service.wire.object_codecs",
 }
 
 

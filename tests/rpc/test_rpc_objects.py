@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import OrderedDict
 from typing import Any
 
+import numpy as np
 import pytest
-from live_server import StartServer
+import torch
+from live_server import AnyClient, StartServer
+from tensordict import NonTensorStack, TensorDict
 
 import tq_service as tq
 from tq_service.schema import Encoding
@@ -53,7 +57,7 @@ def test_msgpack_that_is_none_is_an_error_of_its_row_when_it_is_read(
             encoding, "encode_object", lambda value, path: b"\xc1" if value == 2 else encode_object(value, path)
         )
         meta = client.put({"x": [None, 1, 2]}, partition_id="train")
-    with pytest.raises(tq.InvalidArgumentError, match="row 2 of field 'x' is not what its encoding says") as caught:
+    with pytest.raises(tq.InvalidArgumentError, match="row 2 of field 'x' cannot be read") as caught:
         client.get_data(meta)
     assert (caught.value.metadata["row"], caught.value.metadata["field_name"]) == ("2", "x")
     assert list(client.get_data(meta.select_samples([0, 1]))["x"]) == [None, 1]
@@ -99,3 +103,22 @@ def test_an_encoding_is_of_objects() -> None:
         tq.FieldSpec("x", dtype="int64", layout="dense", encoding="text")  # type: ignore[arg-type]
     with pytest.raises(tq.InvalidArgumentError, match="encoding 'json' is unknown; use one of text, msgpack, bytes"):
         tq.FieldSpec("x", layout="object", encoding="json")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("hold", ["stack", "array"])
+def test_objects_take_rows_of_any_kind_in_each_put(client: AnyClient, hold: str) -> None:
+    image = pytest.importorskip("PIL.Image").new("RGB", (5, 3), (1, 2, 3))
+    puts: list[list[Any]] = [[1, 0], [0.5, 1], [2, None], [torch.ones(2), np.float32(0.5)], ["a", OrderedDict(b=image)]]
+    for number, rows in enumerate(puts):
+        held: Any = NonTensorStack(*rows)
+        if hold == "array":
+            held = np.empty(2, object)
+            held[:] = rows
+        data = TensorDict({"x": held}, batch_size=[2])
+        client.put(data, partition_id="train", keys=[f"{number}a", f"{number}b"])
+    keys = [f"{number}{row}" for number in reversed(range(len(puts))) for row in "ba"]
+    got = list(client.get_data(partition_id="train", keys=keys)["x"])
+    assert repr(got[2:]) == repr([row for rows in reversed(puts[:-1]) for row in reversed(rows)])
+    assert got[:2] == [{"b": image}, "a"]
+    again = client.put(client.get_data(partition_id="train", keys=keys), partition_id="again")
+    assert repr(list(client.get_data(again)["x"])[2:]) == repr(got[2:])

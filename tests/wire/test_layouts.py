@@ -241,6 +241,7 @@ def test_non_tensor_data_has_one_item_a_row_or_one_value_for_all():
         "tuple": NonTensorData(("a", "b", "c")),
         "lists": NonTensorData([["a"], [], ["b", "c"]]),
         "numbers": NonTensorData([1, 2, 3]),
+        "array": NonTensorData(np.arange(3, dtype=np.int16)),
         "objects": np.array(["a", None, 3], dtype=object),
         "texts": np.array(["a", "b", "c"]),
         "text": NonTensorData("a"),
@@ -249,8 +250,10 @@ def test_non_tensor_data_has_one_item_a_row_or_one_value_for_all():
         "stack": NonTensorStack(["a", "b", "c"], ["a"], []),
     }
     back = send(TensorDict(columns, batch_size=[3]))
-    assert back.pop("numbers").tolist() == [1, 2, 3]
+    assert [type(row) for row in back["array"]] == [np.int16] * 3
     assert back == {
+        "numbers": [1, 2, 3],
+        "array": [0, 1, 2],
         "list": ["a", None, {"k": 1}],
         "tuple": ["a", "b", "c"],
         "lists": [["a"], [], ["b", "c"]],
@@ -262,6 +265,39 @@ def test_non_tensor_data_has_one_item_a_row_or_one_value_for_all():
         "stack": [["a", "b", "c"], ["a"], []],
     }
     assert send({"x": NonTensorData(["a", "b"])})["x"] == ["a", "b"]
+
+
+NUMBERS = [1, 0, 2]
+ROWS_OF_TENSORS = [torch.ones(2), torch.zeros(2), torch.ones(2)]
+
+
+@pytest.mark.parametrize("rows", [NUMBERS, [0.5, 1, True], [2, None, 3], ROWS_OF_TENSORS, [np.float32(1)] * 3])
+@pytest.mark.parametrize("hold", ["stack", "data", "array", "leaf"])
+def test_objects_stay_objects_whatever_they_are(hold, rows):
+    array = np.empty(3, object)
+    for position, row in enumerate(rows):
+        array[position] = row
+    held = {"stack": NonTensorStack(*rows), "data": NonTensorData(rows), "array": array, "leaf": array}[hold]
+    data = {"x": held} if hold == "array" else TensorDict({"x": held}, batch_size=[3])
+    (column,) = encode_columns(data)
+    assert column.spec.layout is Layout.OBJECT
+    back = send(data)["x"]
+    assert repr(back) == repr(rows)
+    assert repr(send(to_tensordict({"x": back}, 3))["x"]) == repr(rows)
+
+
+def test_arrays_of_objects_of_several_dimensions_are_put_row_by_row():
+    rows = np.array([["a", None], [1, {"b": 2}]], dtype=object)
+    for data in ({"x": rows}, TensorDict({"x": rows}, batch_size=[2])):
+        back = send(data)["x"]
+        assert [row.tolist() for row in back] == rows.tolist()
+        assert {row.dtype for row in back} == {np.dtype(object)}
+
+
+def test_objects_of_a_field_known_to_hold_tensors_are_tensors():
+    numbers, tensors = NonTensorStack(*NUMBERS), NonTensorStack(*ROWS_OF_TENSORS)
+    assert send({"x": numbers}, {"x": Layout.DENSE})["x"].tolist() == NUMBERS
+    assert [row.tolist() for row in send({"x": tensors}, {"x": Layout.JAGGED})["x"]] == [[1, 1], [0, 0], [1, 1]]
 
 
 @pytest.mark.parametrize("items", [["a", "b"], [], ("a",) * 4, np.array(["a"], dtype=object)])

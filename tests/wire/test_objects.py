@@ -3,6 +3,7 @@ import datetime
 import enum
 import math
 import struct
+import typing
 
 import msgpack
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tensordict import TensorDict
 
 from tq_service.errors import InvalidArgumentError, UnsupportedObjectError
 from tq_service.wire.objects import decode_object, encode_object
@@ -105,15 +107,72 @@ def test_tensors_come_as_arrays_without_torch():
         decode_object(encode_object(torch.zeros(2, dtype=torch.bfloat16)), as_torch=False)
 
 
+class Role(str, enum.Enum):  # noqa: UP042  (its str() is not its value)
+    USER = "user"
+
+
+class Kind(enum.StrEnum):
+    CHAT = "chat"
+
+
 class Colour(enum.IntEnum):
     RED = 1
+
+
+class Turn(typing.NamedTuple):
+    role: Role
+    tokens: list[int]
+
+
+class Text(str):
+    __slots__ = ()
+
+
+@pytest.mark.parametrize(
+    ("value", "plain"),
+    [
+        (collections.OrderedDict(b=1, a=collections.OrderedDict()), {"b": 1, "a": {}}),
+        (collections.defaultdict(list, {Role.USER: (Turn(Role.USER, [1]),)}), {"user": (("user", [1]),)}),
+        (collections.UserDict(input_ids=[1, 2]), {"input_ids": [1, 2]}),
+        (Turn(Role.USER, [1, 2]), ("user", [1, 2])),
+        ([Role.USER, Kind.CHAT, Colour.RED, Text("t")], ["user", "chat", 1, "t"]),
+        ({Role.USER, Kind.CHAT}, {"user", "chat"}),
+        (type("Tokens", (list,), {})([1, 2]), [1, 2]),
+        (type("Tokens", (frozenset,), {})([1]), frozenset({1})),
+        (type("Score", (float,), {})(0.5), 0.5),
+        (type("Big", (int,), {})(2**70), 2**70),
+        (type("Blob", (bytes,), {})(b"x"), b"x"),
+    ],
+)
+def test_instances_of_derived_types_come_back_as_what_they_derive_from(value, plain):
+    back = decode_object(encode_object(value))
+    assert repr(back) == repr(plain) or isinstance(plain, set)
+    assert back == plain
+    assert type(back) is type(plain)
+
+
+def test_a_dict_keeps_the_order_of_its_keys():
+    assert list(decode_object(encode_object(collections.OrderedDict(b=1, a=2)))) == ["b", "a"]
+
+
+def test_arrays_of_objects_inside_objects():
+    rows = np.empty((2, 2), object)
+    rows[0, 0], rows[0, 1], rows[1, 0], rows[1, 1] = [1, 2], (3,), None, np.array([{"a": 2**65}], object)
+    back = decode_object(encode_object({"rows": rows, "none": np.zeros((0, 3), object), "one": np.array(None)}))
+    assert back["rows"].dtype == object
+    assert back["rows"].tolist()[0] == [[1, 2], (3,)]
+    assert back["rows"][1, 0] is None
+    assert back["rows"][1, 1].tolist() == [{"a": 2**65}]
+    assert back["none"].shape == (0, 3)
+    assert back["one"].shape == ()
 
 
 @pytest.mark.parametrize(
     "culprit",
     [
-        object(), lambda: 0, datetime.datetime(2020, 1, 1), Colour.RED, collections.OrderedDict(a=1), range(3),
-        np.array([object()]), np.datetime64("2020-01-01"), torch.zeros(2).to_sparse(),
+        object(), lambda: 0, datetime.datetime(2020, 1, 1), enum.Enum("Shade", "DARK").DARK, range(3),
+        np.zeros(1, "i4,i4"), np.datetime64("2020-01-01"), torch.zeros(2).to_sparse(), np.ma.array([1]),
+        TensorDict({"x": torch.zeros(1)}),
     ],
 )  # fmt: skip
 def test_what_only_pickle_could_carry_is_refused_with_its_path(culprit):
@@ -122,6 +181,22 @@ def test_what_only_pickle_could_carry_is_refused_with_its_path(culprit):
     assert "text[3]['meta'][1][0]" in str(caught.value)
     assert type(culprit).__qualname__ in str(caught.value)
     assert isinstance(caught.value, TypeError)
+    assert "register_object_codec" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "place"),
+    [
+        (collections.OrderedDict(a=[object()]), "x['a'][0]"),
+        (np.array([[None, object()]]), "x[0][1]"),
+        (Turn(Role.USER, object()), "x[1]"),
+        ({object(): 1}, "x key <object object at"),
+    ],
+)
+def test_the_place_of_what_is_refused_is_found_in_all_containers(value, place):
+    with pytest.raises(UnsupportedObjectError) as caught:
+        encode_object(value, "x")
+    assert caught.value.metadata["place"].startswith(place)
 
 
 @pytest.mark.parametrize(
@@ -140,10 +215,10 @@ def test_an_array_or_tensor_that_is_refused_is_told_from_those_that_are_taken(cu
 def test_cycles_and_deep_nests_are_refused():
     cycle = []
     cycle.append(cycle)
-    deep = ()
+    deep, deep_array = (), np.array([None])
     for _ in range(100):
-        deep = (deep,)
-    for value in (cycle, deep):
+        deep, deep_array = (deep,), np.array([{"x": deep_array}])
+    for value in (cycle, deep, deep_array):
         with pytest.raises(UnsupportedObjectError):
             encode_object(value)
 
@@ -171,6 +246,11 @@ def _nested_tuples(depth):
         _ext(2, msgpack.packb(["|O", [1], b"12345678"])), _ext(2, msgpack.packb(["<U0", [1 << 40], b""])),
         _ext(2, msgpack.packb(["<f4", "ab", b"12345678"])), _ext(2, msgpack.packb(["<f3", [1], b"123"])),
         _ext(3, msgpack.packb(["<f4", b"123"])),
+        _ext(9, b"\x01"), _ext(9, msgpack.packb([[1], 5])), _ext(9, msgpack.packb([[2], [1]])),
+        _ext(9, msgpack.packb([[-1], []])), _ext(9, msgpack.packb(["ab", []])),
+        _ext(9, msgpack.packb([[0, 1 << 48], []])),
+        _ext(10, b"\x01"), _ext(10, msgpack.packb([5, 5])), _ext(10, msgpack.packb(["nobody", 5])),
+        _ext(10, msgpack.packb(["PIL.Image", 5])), _ext(10, msgpack.packb(["PIL.Image", {}])),
     ],
 )  # fmt: skip
 def test_garbage_is_an_error(blob):

@@ -109,7 +109,7 @@ def flatten(batch: TensorDict) -> FlatBatch:
     for key in batch.keys(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor):
         value = batch.get(key)
         if not isinstance(value, torch.Tensor):
-            columns[key] = ObjectColumn(rows=list(non_tensor_rows(str(key), value)))
+            columns[key] = ObjectColumn(rows=non_tensor_rows(str(key), value))
         elif value.is_nested:
             columns[key] = _flatten_nested(value, patterns)
         else:

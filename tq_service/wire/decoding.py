@@ -93,7 +93,7 @@ class _Decoder:
                     rows.append(decode(buffer[start:end]))
         except (InvalidArgumentError, UnicodeDecodeError) as error:
             raise InvalidArgumentError(
-                f"row {len(rows)} of field {spec.name!r} is not what its encoding says: {error}",
+                f"row {len(rows)} of field {spec.name!r} cannot be read: {error}",
                 field="columns",
                 metadata={"row": str(len(rows)), "field_name": spec.name},
             ) from None

@@ -26,6 +26,8 @@ from tq_service.wire.objects import encode_object
 _GATHER_BELOW_BYTES: Final = 64 << 10
 """Lists of rows below this mean size are put together first; larger rows travel as views of their own."""
 
+_OBJECT_KINDS: Final = "OUST"  # of numpy's dtypes
+
 
 def encode_columns(data: Any, declared: Mapping[str, Layout] | None = None) -> list[Column]:
     """Return the columns of a put, without copying tensors that are contiguous and on the CPU.
@@ -107,13 +109,18 @@ def _fields_of_tensordict(data: Any) -> list[tuple[Any, Any]]:
 
 
 def _encode_column(name: str, values: Any, declared: Layout | None) -> Column:
-    values = _unwrap(name, values)
     if is_tensor(values):
         return _encode_nested(name, values) if values.is_nested else _encode_dense(name, values, declared)
-    if isinstance(values, np.ndarray) and values.dtype.kind not in "OUST":
+    if isinstance(values, np.ndarray) and values.dtype.kind not in _OBJECT_KINDS:
         return _encode_dense(name, values, declared)
     if isinstance(values, np.ndarray):
-        values = values.tolist()
+        return _encode_list(name, _rows_of_array(values), declared or Layout.OBJECT)
+    if _is_tensordict(values):
+        if not sys.modules["tensordict"].is_non_tensor(values):
+            raise InvalidArgumentError(
+                f"field {name!r} is a nested TensorDict; put its columns as fields of their own", field="data"
+            )
+        return _encode_list(name, non_tensor_rows(name, values), declared or Layout.OBJECT)
     if not isinstance(values, (list, tuple)):
         raise InvalidArgumentError(
             f"field {name!r} is a {type(values).__name__}; put a tensor, an array or a list of one value per sample",
@@ -122,18 +129,12 @@ def _encode_column(name: str, values: Any, declared: Layout | None) -> Column:
     return _encode_list(name, values, declared)
 
 
-def _unwrap(name: str, values: Any) -> Any:
-    """Return the list behind what a TensorDict wraps objects in."""
-    if not _is_tensordict(values):
-        return values
-    if not sys.modules["tensordict"].is_non_tensor(values):
-        raise InvalidArgumentError(
-            f"field {name!r} is a nested TensorDict; put its columns as fields of their own", field="data"
-        )
-    return non_tensor_rows(name, values)
+def _rows_of_array(array: NDArray[Any]) -> list[Any]:
+    """Return the rows of an array: objects as they are, texts as Python's."""
+    return list(array) if array.dtype.kind not in "UST" else array.tolist()
 
 
-def non_tensor_rows(name: str, values: Any) -> Any:
+def non_tensor_rows(name: str, values: Any) -> list[Any]:
     """Return the items of a `NonTensorStack` or of a `NonTensorData`, one for each row.
 
     A `NonTensorData` that holds a list, a tuple or a numpy array holds one item a row, as these do without it (a
@@ -142,11 +143,9 @@ def non_tensor_rows(name: str, values: Any) -> Any:
     Raises:
         InvalidArgumentError: it holds another number of items than there are rows.
     """
-    if not isinstance(values, sys.modules["tensordict"].NonTensorData):
-        return values.tolist()
-    items = values.data
+    items = values.data if isinstance(values, sys.modules["tensordict"].NonTensorData) else None
     if not isinstance(items, (list, tuple)) and not (isinstance(items, np.ndarray) and items.ndim):
-        return values.tolist()
+        return list(values.tolist())
     row_count = int(values.batch_size[0]) if len(values.batch_size) else len(items)
     if len(items) != row_count:
         raise InvalidArgumentError(
@@ -154,7 +153,7 @@ def non_tensor_rows(name: str, values: Any) -> Any:
             "give one item a row, or NonTensorStack(*[value] * n) for one value in all of n rows",
             field="data",
         )
-    return items
+    return _rows_of_array(items) if isinstance(items, np.ndarray) else list(items)
 
 
 def _encode_dense(name: str, values: Any, declared: Layout | None) -> Column:
@@ -246,7 +245,7 @@ def _are_arrays(values: Sequence[Any]) -> bool:
     kinds = set(map(type, values))
     if not all(issubclass(kind, np.ndarray) or is_tensor_type(kind) for kind in kinds):
         return False
-    return all(value.dtype.kind not in "OUST" for value in values if isinstance(value, np.ndarray))
+    return all(value.dtype.kind not in _OBJECT_KINDS for value in values if isinstance(value, np.ndarray))
 
 
 def _encode_arrays(name: str, values: Sequence[Any], declared: Layout | None) -> Column:

@@ -1,8 +1,10 @@
 """Python objects as bytes: msgpack with extension types.
 
 Carried: None, bool, int of any size, float, complex, str, bytes (bytearray and memoryview come back as bytes), list,
-tuple, set, frozenset, dict with any hashable of these as key, torch tensors, numpy arrays and numpy scalars. Anything
-else would take pickle, which runs what it reads, and is refused.
+tuple, set, frozenset, dict with any hashable of these as key, torch tensors, numpy arrays, of objects too, numpy
+scalars, and what has a codec (`object_codecs`). What derives from one of Python's types comes back as that: an
+OrderedDict as dict, a NamedTuple as tuple, an Enum of str as str. Anything else would take pickle, which runs what it
+reads, and is refused.
 """
 
 from __future__ import annotations
@@ -10,7 +12,8 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Callable, Hashable
+from collections import UserDict
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, Final
 
 import msgpack
@@ -19,8 +22,9 @@ import numpy as np
 from tq_service.errors import InvalidArgumentError, UnsupportedObjectError
 from tq_service.schema import DTYPE_SIZES
 from tq_service.wire.dtypes import dtype_name, has_torch, is_tensor, loaded_torch, make_values, tensor_bytes
+from tq_service.wire.object_codecs import ObjectCodec, codec_named, codec_of
 
-_TENSOR, _ARRAY, _NUMPY_SCALAR, _TUPLE, _SET, _FROZENSET, _BIG_INT, _COMPLEX = range(1, 9)
+_TENSOR, _ARRAY, _NUMPY_SCALAR, _TUPLE, _SET, _FROZENSET, _BIG_INT, _COMPLEX, _OBJECT_ARRAY, _NAMED = range(1, 11)
 _MAX_NESTED_EXTENSIONS: Final = 32
 _MAX_DIMS: Final = 64
 _ARRAY_DTYPE: Final = re.compile(r"[<>|=]?[biufcSU]\d{1,9}")
@@ -29,7 +33,15 @@ _PLAIN: Final = (str, bytes, bytearray, memoryview, float, bool, type(None), int
 
 
 class _Refused(Exception):  # noqa: N818  (never leaves this module)
-    """The packer met a value it cannot carry; where it is, is looked up afterwards."""
+    """The packer met a value it cannot carry; where it is, is looked up afterwards.
+
+    Args:
+        reason: why, where it is not the type.
+    """
+
+    def __init__(self, reason: str = "") -> None:
+        super().__init__(reason)
+        self.reason = reason
 
 
 def encode_object(value: Any, path: str = "object") -> bytes:
@@ -71,31 +83,63 @@ def _pack(value: Any, depth: int) -> bytes:
 def _extension(value: Any, depth: int) -> Any:
     """Return what msgpack shall pack in place of a value it does not know."""
     kind = type(value)
-    if kind in _SEQUENCES and depth < _MAX_NESTED_EXTENSIONS:
-        return msgpack.ExtType(_SEQUENCES[kind], _pack(list(value), depth + 1))
     if kind is int:
         size = value.bit_length() // 8 + 1
         return msgpack.ExtType(_BIG_INT, value.to_bytes(size, "little", signed=True))
     if kind is complex:
         return msgpack.ExtType(_COMPLEX, _COMPLEX_FORMAT.pack(value.real, value.imag))
+    if kind in _SEQUENCES:
+        return _nested(_SEQUENCES[kind], list(value), depth)
+    codec = codec_of(kind)
+    if codec is not None:
+        return _nested(_NAMED, [codec.name, _encoded(codec, value)], depth)
     if is_tensor(value) and _is_plain_tensor(value):
         header = [dtype_name(value.dtype, "a tensor"), list(value.shape), tensor_bytes(value)]
         return msgpack.ExtType(_TENSOR, msgpack.packb(header))
     if isinstance(value, np.generic) and _is_number(value.dtype):
         array = np.asarray(value)  # an empty np.str_ has no bytes of its own
         return msgpack.ExtType(_NUMPY_SCALAR, msgpack.packb([array.dtype.str, array.tobytes()]))
+    if kind is np.ndarray and value.dtype.kind == "O":
+        return _nested(_OBJECT_ARRAY, [list(value.shape), list(value.flat)], depth)
     if kind is np.ndarray and _is_number(value.dtype):
         header = [value.dtype.str, list(value.shape), np.ascontiguousarray(value).tobytes()]
         return msgpack.ExtType(_ARRAY, msgpack.packb(header))
-    torch = loaded_torch()
-    if torch is not None and kind is torch.Size:
-        return _extension(tuple(value), depth)
-    if isinstance(value, list) and kind.__module__.startswith("tensordict."):
-        return list(value)  # tensordict hands lists out as a subclass of its own
-    raise _Refused
+    base = _base_of(kind)
+    if base is None:
+        raise _Refused
+    plain = base(value)
+    is_extension = base in _SEQUENCES or (base is int and plain.bit_length() > 63)  # msgpack asks once only
+    return _extension(plain, depth) if is_extension else plain
+
+
+def _nested(code: int, items: list[Any], depth: int) -> Any:
+    """Return an extension whose payload is a list of anything."""
+    if depth >= _MAX_NESTED_EXTENSIONS:
+        raise _Refused(f"is nested in more than {_MAX_NESTED_EXTENSIONS} tuples, sets, arrays or objects with a codec")
+    return msgpack.ExtType(code, _pack(items, depth + 1))
+
+
+def _encoded(codec: ObjectCodec, value: Any) -> Any:
+    try:
+        return codec.encode(value)
+    except Exception as error:
+        raise _Refused(f"was refused by its codec {codec.name!r}: {error!r}") from error
 
 
 _SEQUENCES: Final[dict[type, int]] = {tuple: _TUPLE, set: _SET, frozenset: _FROZENSET}
+
+
+# What is made of an instance of a derived type. A UserDict is none, but what tokenizers and processors of
+# transformers return derives from it. An Enum of str, and np.str_, say something else of themselves than their text.
+_BASES: Final[dict[type, Callable[[Any], Any]]] = {
+    dict: dict, UserDict: dict, list: list, tuple: tuple, set: set, frozenset: frozenset, str: str.__str__, int: int,
+    float: float, bytes: bytes,
+}  # fmt: skip
+
+
+def _base_of(kind: type) -> Callable[[Any], Any] | None:
+    """Return what makes of instances of a type those of Python's type that it derives from; None: it does not."""
+    return next((make for base, make in _BASES.items() if issubclass(kind, base)), None)
 
 
 def _is_plain_tensor(tensor: Any) -> bool:
@@ -111,50 +155,61 @@ def _is_number(dtype: np.dtype[Any]) -> bool:
 def _explain(value: Any, path: str, error: Exception) -> UnsupportedObjectError:
     """Return the error for an object that was refused, with the first place where it fails."""
     try:
-        place, culprit = _find_refused(value, path) or (path, None)
+        found = _find_refused(value, path)
     except RecursionError:
-        place, culprit = path, None
-    if culprit is None:
-        reason = f"is nested too deeply, or too large, for msgpack ({error})"
-    else:
-        kind = f"{type(culprit).__module__}.{type(culprit).__qualname__}"
-        if isinstance(culprit, np.ndarray):
-            kind += f" of {culprit.dtype}"
-        elif is_tensor(culprit):
-            kind += f" of {culprit.dtype}, {culprit.layout} on {culprit.device}"
-        reason = f"has type {kind}, which only pickle could carry"
+        found = None
+    place, reason = found or (path, f"is nested too deeply, or too large, for msgpack ({error})")
     return UnsupportedObjectError(
-        f"{place} {reason}; put plain values, tensors, arrays, or lists, tuples, sets and dicts of them",
+        f"{place} {reason}; put plain values, tensors, arrays, or lists, tuples, sets and dicts of them, or register a "
+        "codec for the type (tq_service.register_object_codec)",
         metadata={"place": place},
     )
 
 
-def _find_refused(value: Any, path: str) -> tuple[str, Any] | None:
-    kind = type(value)
-    if kind in _PLAIN:
-        return None
-    if kind is dict:
-        for key, item in value.items():
-            found = _find_refused(key, f"{path} key {key!r}") or _find_refused(item, f"{path}[{key!r}]")
-            if found:
-                return found
-        return None
-    if kind is list or kind in _SEQUENCES:
-        for position, item in enumerate(value):
-            found = _find_refused(item, f"{path}[{position}]")
-            if found:
-                return found
-        return None
+def _find_refused(value: Any, path: str) -> tuple[str, str] | None:
+    """Return the first place of what is refused, and why."""
+    for part, place in _parts_of(value, path):
+        found = _find_refused(part, place)
+        if found:
+            return found
     try:
         _pack(value, 0)
-    except _Refused:
-        return path, value
+    except _Refused as refused:
+        return path, refused.reason or _describe_kind(value)
+    except (ValueError, OverflowError):
+        return None
     return None
+
+
+def _parts_of(value: Any, path: str) -> Iterable[tuple[Any, str]]:
+    """Yield what a container has, each with its place."""
+    kind = type(value)
+    if kind in _PLAIN or codec_of(kind) is not None:
+        return
+    if isinstance(value, dict | UserDict):
+        for key, item in value.items():
+            yield key, f"{path} key {key!r}"
+            yield item, f"{path}[{key!r}]"
+    elif isinstance(value, list | tuple | set | frozenset):
+        for position, item in enumerate(value):
+            yield item, f"{path}[{position}]"
+    elif kind is np.ndarray and value.dtype.kind == "O":
+        for indexes, item in np.ndenumerate(value):
+            yield item, path + "".join(f"[{index}]" for index in indexes)
+
+
+def _describe_kind(culprit: Any) -> str:
+    kind = f"{type(culprit).__module__}.{type(culprit).__qualname__}"
+    if isinstance(culprit, np.ndarray):
+        kind += f" of {culprit.dtype}"
+    elif is_tensor(culprit):
+        kind += f" of {culprit.dtype}, {culprit.layout} on {culprit.device}"
+    return f"has type {kind}, which only pickle could carry"
 
 
 def _unpack(data: memoryview | bytes, depth: int, as_torch: bool) -> Any:
     if depth > _MAX_NESTED_EXTENSIONS:
-        raise InvalidArgumentError(f"an object nests more than {_MAX_NESTED_EXTENSIONS} tuples or sets")
+        raise InvalidArgumentError(f"an object nests more than {_MAX_NESTED_EXTENSIONS} extensions")
     try:
         return msgpack.unpackb(
             data,
@@ -185,6 +240,10 @@ def _extended(code: int, payload: bytes, depth: int, as_torch: bool) -> Any:
     if code == _NUMPY_SCALAR:
         dtype, values = _header(payload, 2)
         return _decode_array(dtype, [], values)[()]
+    if code == _OBJECT_ARRAY:
+        return _decode_object_array(*_parts(_unpack(payload, depth + 1, as_torch), 2))
+    if code == _NAMED:
+        return _decode_named(*_parts(_unpack(payload, depth + 1, as_torch), 2))
     raise InvalidArgumentError(f"an object has extension type {code}, which is unknown; update tq-service")
 
 
@@ -196,10 +255,23 @@ _SEQUENCE_MAKERS: Final[dict[int, Callable[[list[Hashable]], Any]]] = {
 
 
 def _header(payload: bytes, size: int) -> list[Any]:
-    parts = msgpack.unpackb(payload)
+    return _parts(msgpack.unpackb(payload), size)
+
+
+def _parts(parts: Any, size: int) -> list[Any]:
     if type(parts) is not list or len(parts) != size:
-        raise InvalidArgumentError(f"a tensor or array inside an object is garbled: expected {size} parts")
-    return parts
+        raise InvalidArgumentError(f"an extension inside an object is garbled: expected {size} parts")
+    return list(parts)
+
+
+def _decode_named(name: Any, encoded: Any) -> Any:
+    if type(name) is not str:
+        raise InvalidArgumentError(f"an object inside an object has the codec {name!r:.200}, expected a name")
+    codec = codec_named(name)
+    try:
+        return codec.decode(encoded)
+    except Exception as error:
+        raise InvalidArgumentError(f"codec {name!r} cannot read an object: {error!r}") from error
 
 
 def _decode_complex(payload: bytes) -> complex:
@@ -228,13 +300,30 @@ def _decode_array(dtype: Any, shape: Any, values: Any) -> Any:
     return np.frombuffer(bytearray(values), parsed).reshape(shape)
 
 
-def _check_size(shape: Any, itemsize: int, values: Any) -> None:
-    """Check what was sent before anything is allocated for it."""
-    plausible = type(shape) is list and len(shape) <= _MAX_DIMS and type(values) is bytes
+def _decode_object_array(shape: Any, items: Any) -> Any:
+    if type(items) is not list:
+        raise InvalidArgumentError("an array of objects inside an object is garbled: expected a list of them")
+    _check_shape(shape)
+    if math.prod(shape) != len(items):
+        raise InvalidArgumentError(f"an array of objects inside an object has {len(items)} of them for shape {shape}")
+    array = np.empty(len(items), np.object_)
+    for position, item in enumerate(items):  # at once, numpy would take lists for further dimensions
+        array[position] = item
+    return array.reshape(shape)
+
+
+def _check_shape(shape: Any) -> None:
+    plausible = type(shape) is list and len(shape) <= _MAX_DIMS
     if not plausible or any(type(size) is not int or not 0 <= size < 1 << 48 for size in shape):
         raise InvalidArgumentError(f"a tensor or array inside an object has shape {shape!r}, expected sizes")
+
+
+def _check_size(shape: Any, itemsize: int, values: Any) -> None:
+    """Check what was sent before anything is allocated for it."""
+    _check_shape(shape)
     expected = math.prod(shape) * itemsize
-    if expected != len(values):
+    if type(values) is not bytes or expected != len(values):
+        got = f"{len(values)} bytes" if type(values) is bytes else f"values of type {type(values).__name__}"
         raise InvalidArgumentError(
-            f"a tensor or array inside an object has {len(values)} bytes, expected {expected} for shape {shape}"
+            f"a tensor or array inside an object has {got}, expected {expected} bytes for shape {shape}"
         )

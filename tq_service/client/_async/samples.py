@@ -52,9 +52,10 @@ class AsyncSampleCalls(AsyncBase):
 
         Args:
             data: a TensorDict, or a dict of columns: a dense tensor or array `(n, ...)`; a jagged nested tensor or a
-                list of tensors of one or more dimensions (jagged); a list of strings, bytes, None, JSON-like values or
-                dicts with tensors (objects). `NonTensorData` of a list is one item a row, of anything else one value
-                for all rows. None: metadata or state only.
+                list of tensors of one or more dimensions (jagged); a list of numbers (dense); a list of strings, bytes,
+                None, JSON-like values or dicts with tensors (objects). Arrays of objects, `NonTensorStack` and
+                `NonTensorData` are objects whatever their rows are; `NonTensorData` of a list is one item a row, of
+                anything else one value for all rows. None: metadata or state only.
             partition_id: the partition; made on first use.
             metadata: existing samples, instead of `partition_id`.
             keys: `n` unique names of the samples.
