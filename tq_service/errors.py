@@ -118,7 +118,7 @@ class CellNotFoundError(NotFoundError):
 
 
 class TaskNotFoundError(NotFoundError):
-    """The task has not asked for anything of the partition yet."""
+    """The task has not asked for anything of the partition yet, or is not one of those it was created with."""
 
     reason = "TASK_NOT_FOUND"
 

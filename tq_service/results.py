@@ -16,11 +16,14 @@ class ConsumptionStatus:
         total_count: samples ever inserted.
         skipped_count: samples the task will never get.
         sealed: whether no new samples will come.
-        complete: whether nothing is left for the task.
+        complete: whether nothing is left for the task: of a sealed partition, or with `samples_per_round` of the rounds
+            that have begun.
         epoch: that of the task, which counts its resets.
         leased_count: those of `consumed_count` that are leased and not acknowledged; they may come back.
         dead_lettered_count: those of `skipped_count` that were delivered `max_deliveries` times and never
             acknowledged.
+        expected_count: with `samples_per_round`, samples in all rounds that have begun, the first one included; None
+            without.
     """
 
     consumed_count: int
@@ -31,6 +34,7 @@ class ConsumptionStatus:
     epoch: int
     leased_count: int = 0
     dead_lettered_count: int = 0
+    expected_count: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +44,8 @@ class ProductionStatus:
     Attributes:
         produced_count: samples that have them.
         total_count: samples that can have them: not cleared, not failed.
-        complete: whether all have them and no new samples will come.
+        complete: whether all have them and no new samples will come, or with `samples_per_round` none before the next
+            round.
     """
 
     produced_count: int
@@ -124,6 +129,8 @@ class PartitionDescription:
         max_bytes: most bytes that they may take, None where that is not bounded.
         staleness_limits: how far producers may be ahead of its tasks.
         waiting_put_count: puts of new samples that wait for capacity or for a task.
+        declared_tasks: names of all tasks that may consume it; empty where any may.
+        samples_per_round: samples of a round, where declared.
     """
 
     summary: PartitionSummary
@@ -139,6 +146,8 @@ class PartitionDescription:
     max_bytes: int | None
     staleness_limits: tuple[StalenessLimit, ...]
     waiting_put_count: int
+    declared_tasks: tuple[str, ...]
+    samples_per_round: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

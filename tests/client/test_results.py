@@ -160,6 +160,8 @@ def test_dataclasses_become_messages_in_messages():
         max_bytes=9,
         staleness_limits=(StalenessLimit(task_name="t", max_versions=0),),
         waiting_put_count=0,
+        declared_tasks=("t",),
+        samples_per_round=4,
     )
     message = to_message(pb.DescribePartitionResponse, description)
     assert not message.HasField("expected_samples")

@@ -17,6 +17,7 @@ from tq_service.domain.claims.request import LeaseTerms
 from tq_service.domain.partition import PartitionSettings
 from tq_service.domain.plan import RankPlan
 from tq_service.domain.states import DEAD_LETTERED, STATE_NAMES, UNCLAIMED
+from tq_service.domain.status import consumption_of
 from tq_service.domain.tables.meta import Condition, Order
 from tq_service.errors import (
     ClaimReleasedError,
@@ -119,9 +120,11 @@ class Call:
 class Driver:
     """Owns the catalog, the model, and the calls under way."""
 
-    def __init__(self, tasks, expected):
+    def __init__(self, tasks, expected, *, is_declared=False, samples_per_round=None):
         self.tasks = tasks  # name -> the ways in which it asks
         self.expected = expected
+        self.is_declared = is_declared
+        self.samples_per_round = samples_per_round
         self.catalog = Catalog(PlanRunner(timeout_seconds=FOREVER))
         self.samplers = {}
         self.calls = []
@@ -147,7 +150,12 @@ class Driver:
     def open_life(self):
         self.life += 1
         self.model = Model(self.expected)
-        self.partition = self.catalog.create(NAME, PartitionSettings(expected_samples=self.expected))
+        settings = PartitionSettings(
+            expected_samples=self.expected,
+            tasks=tuple(self.tasks) if self.is_declared else (),
+            samples_per_round=self.samples_per_round,
+        )
+        self.partition = self.catalog.create(NAME, settings)
         for name in self.tasks:
             self.model.task(name)
             self._watch(task_of(self.catalog, name), name, self.partition)
@@ -451,6 +459,10 @@ class Driver:
 
     def _check_task(self, name):
         task, real = self.model.task(name), self.partition.tasks[name]
+        size, inserted = self.samples_per_round, self.model.inserted
+        is_whole = self.model.sealed or bool(size and inserted and inserted % size == 0)
+        is_left = task.leased or any(self.model.is_open(task, row) for row in self.model.rows.values())
+        assert consumption_of(self.partition, name).complete == (task.end is not None or (is_whole and not is_left))
         assert real.epoch == task.epoch
         assert real.consumed_count == task.consumed_count
         assert real.backlog == sum(self.model.is_open(task, row) for row in self.model.rows.values())

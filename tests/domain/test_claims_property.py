@@ -74,7 +74,12 @@ class Interleaving:
     def __init__(self, seed):
         rng = random.Random(seed)
         self.in_groups = rng.random() < 0.7
-        self.driver = Driver(self.ways(rng), expected=rng.choice([None, None, 20]))
+        self.driver = Driver(
+            self.ways(rng),
+            expected=rng.choice([None, None, 20]),
+            is_declared=rng.random() < 0.4,
+            samples_per_round=rng.choice([None, None, 3, 8]),
+        )
         self.key_count = 0
 
     def ways(self, rng):

@@ -21,6 +21,16 @@ def claim_spec(**arguments):
     ("make", "field", "words"),
     [
         (lambda: PartitionSettings(expected_samples=-1), "expected_samples", "is -1; give 0 or more"),
+        (lambda: PartitionSettings(samples_per_round=0), "samples_per_round", "is 0; give 1 or more, or leave it out"),
+        (lambda: PartitionSettings(tasks=("a", "a")), "tasks", "has one twice"),
+        (lambda: PartitionSettings(tasks=("a", "")), "tasks", "printable"),
+        (
+            lambda: PartitionSettings(
+                tasks=("train", "reward"), staleness_limits=(StalenessLimit(task_name="trian", max_samples=1),)
+            ),
+            "staleness_limits",
+            "'trian', which is not one of tasks; .*'train'",
+        ),
         (lambda: PartitionSettings(max_bytes=0), "max_bytes", "is 0; give 1 or more, or leave it out"),
         (lambda: PartitionSettings(fields=(FieldSpec("x"), FieldSpec("x"))), "fields", "has one twice"),
         (
@@ -79,3 +89,7 @@ def test_the_least_batch_is_the_whole_one_where_none_is_given():
 def test_limits_are_the_same_in_any_order():
     a, b = StalenessLimit(task_name="a", max_samples=1), StalenessLimit(task_name="b", max_versions=1)
     assert PartitionSettings(staleness_limits=(b, a)) == PartitionSettings(staleness_limits=(a, b))
+
+
+def test_tasks_are_the_same_in_any_order():
+    assert PartitionSettings(tasks=("b", "a")) == PartitionSettings(tasks=("a", "b"))

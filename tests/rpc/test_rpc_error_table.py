@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 import rpc_faulty_samplers
 import torch
@@ -72,6 +73,21 @@ def consume_a_batch(client: AnyClient, meta: tq.BatchMeta) -> None:
     client.get_meta(**TRAIN, batch_size=1, **RANK)
 
 
+def declare_tasks(client: AnyClient, meta: tq.BatchMeta) -> None:
+    client.create_partition("declared", tasks=["update_actor", "reward"])
+    client.put({"score": torch.zeros(2)}, partition_id="declared")
+
+
+def get_declared(task_name: str) -> Callable[[AnyClient, tq.BatchMeta], object]:
+    return get_meta(partition_id="declared", task_name=task_name)
+
+
+# A claim under the name of a task that there is not.
+MISNAMED = tq.BatchMeta(
+    partition_id="declared", indexes=np.zeros(1, np.int64), claim_id=bytes(16), task_name="rewards", lease_seconds=60.0
+)
+
+
 def not_found(name: str, call: Any, error: type[tq.TqError], *says: str, **more: Any) -> Row:
     return Row(name=name, call=call, error=error, code=CODE.NOT_FOUND, says=says, base=KeyError, **more)
 
@@ -124,6 +140,17 @@ UNKNOWN_NAMES = [
               "'update_acto'", "'update_actor'", prepare=consume_a_batch),
     not_found("task, reset", lambda c, m: c.reset_consumption("train", "update_acto", 0), tq.TaskNotFoundError,
               "'update_acto'", "'update_actor'", prepare=consume_a_batch),
+    not_found("task, claim", get_declared("update_acto"), tq.TaskNotFoundError, "'update_acto'", "'update_actor'",
+              prepare=declare_tasks),
+    not_found("task, claim that is released", lambda c, m: c.release(MISNAMED), tq.TaskNotFoundError,
+              "'rewards'", "'reward'", prepare=declare_tasks),
+    not_found("task, consumption of one declared, though it may be missing",
+              lambda c, m: c.check_consumption("declared", "update_acto", missing_ok=True), tq.TaskNotFoundError,
+              "'update_acto'", "'update_actor'", prepare=declare_tasks),
+    not_found("task, reset of one declared", lambda c, m: c.reset_consumption("declared", "update_acto"),
+              tq.TaskNotFoundError, "'update_acto'", "'update_actor'", prepare=declare_tasks),
+    not_found("task, acknowledgement", lambda c, m: c.ack(MISNAMED), tq.TaskNotFoundError,
+              "'rewards'", "'reward'", prepare=declare_tasks),
     not_found("group", lambda c, m: c.close_groups("train", ["g0", "g7"]), tq.GroupNotFoundError, "'g7'", "'g1'"),
 ]  # fmt: skip
 

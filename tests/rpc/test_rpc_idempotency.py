@@ -460,3 +460,21 @@ def test_placing_and_announcing_change_nothing_that_is_stored(server: LiveServer
     assert not placed.embedded
     assert placed.max_granted_put_bytes == 1 << 20
     assert snapshot(client) == before
+
+
+def test_a_reset_without_an_epoch_that_is_sent_twice_ends_one_epoch(server: LiveServer) -> None:
+    put_train(server.client())
+    make_claims(server)
+    request = pb.ResetConsumptionRequest(**ids(new_id(), task_name="held"))
+    assert [server.controller.ResetConsumption(request).epoch for _ in range(3)] == [1, 1, 1]
+    request.request_id = new_id()
+    assert server.controller.ResetConsumption(request).epoch == 2
+
+
+def test_an_epoch_of_zero_is_not_one_left_out(server: LiveServer) -> None:
+    put_train(server.client())
+    make_claims(server)
+    server.controller.ResetConsumption(pb.ResetConsumptionRequest(**ids(new_id(), task_name="held")))
+    with pytest.raises(grpc.RpcError) as caught:
+        server.controller.ResetConsumption(pb.ResetConsumptionRequest(**ids(new_id(), task_name="held", epoch=0)))
+    assert reason_of(caught.value) == "STALE_EPOCH"

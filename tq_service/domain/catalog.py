@@ -185,6 +185,14 @@ class Catalog:
         """Return a partition that must be there, in the incarnation the caller means; empty means whichever."""
         return self._state.partition(partition_id, incarnation)
 
+    def find(self, partition_id: str, incarnation: bytes = b"", *, missing_ok: bool) -> Partition | None:
+        """Return a partition as `get` does; with `missing_ok` None where it is not there in that incarnation."""
+        partition = self._partitions.get(partition_id)
+        if missing_ok and (partition is None or (incarnation and incarnation != partition.incarnation)):
+            check_name("partition_id", partition_id)
+            return None
+        return self.get(partition_id, incarnation)
+
     def create(self, partition_id: str, settings: PartitionSettings) -> Partition:
         """Return the partition with these settings, made if it is not there."""
         partition = self._partitions.get(partition_id)
@@ -284,9 +292,10 @@ class Catalog:
         parts = (keys[start : start + _KEYS_A_LOOK] for start in range(0, len(keys), _KEYS_A_LOOK))
         return all((index.find(part) >= 0).all() for part in parts)
 
-    def remove(self, partition_id: str, incarnation: bytes) -> int:
+    def remove(self, partition_id: str, incarnation: bytes, *, missing_ok: bool = False) -> int:
         """Remove a partition; return how many samples it held."""
-        self.get(partition_id, incarnation)
+        if self.find(partition_id, incarnation, missing_ok=missing_ok) is None:
+            return 0
         count: int = self.commit(PartitionCleared(partition_id=partition_id))
         return count
 
@@ -447,16 +456,25 @@ class Clearing:
         incarnation: that is meant; empty: whichever there is at the first part.
         indexes: some of the samples `(n,)`.
         keys: those of others.
+        missing_ok: whether there is nothing to clear where the partition is not there, or not any more.
     """
 
     def __init__(
-        self, catalog: Catalog, partition_id: str, incarnation: bytes, indexes: Indexes, keys: Sequence[str]
+        self,
+        catalog: Catalog,
+        partition_id: str,
+        incarnation: bytes,
+        indexes: Indexes,
+        keys: Sequence[str],
+        *,
+        missing_ok: bool = False,
     ) -> None:
         self._catalog = catalog
         self._partition_id = partition_id
         self._incarnation = incarnation
         self._indexes = indexes
         self._keys = keys
+        self._missing_ok = missing_ok
         self._taken_count = self._cleared_count = 0
         self._part = self._last = indexes[:0]
 
@@ -474,12 +492,16 @@ class Clearing:
         return self._cleared_count
 
     def _clear(self) -> None:
-        change = SamplesCleared(partition_id=self._partition_id, global_indexes=self._last)
-        self._cleared_count += self._catalog.commit(change) or 0
+        if self._last.size:
+            change = SamplesCleared(partition_id=self._partition_id, global_indexes=self._last)
+            self._cleared_count += self._catalog.commit(change) or 0
 
     def _take(self) -> Indexes:
         """Return the next samples, no more than a step may clear; -1 for a key that none has."""
-        partition = self._catalog.get(self._partition_id, self._incarnation)
+        partition = self._catalog.find(self._partition_id, self._incarnation, missing_ok=self._missing_ok)
+        if partition is None:
+            self._taken_count, self._part = self._indexes.size + len(self._keys), self._indexes[:0]
+            return self._part
         self._incarnation = partition.incarnation  # what comes under the name meanwhile is another
         if not self._part.size:
             self._part = np.sort(self._take_part(partition))  # so that those of one put are neighbours

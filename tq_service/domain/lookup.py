@@ -56,7 +56,9 @@ class Page:
         return "" if self.next_place is None else f"{self.partition.incarnation.hex()}-{self.next_place}"
 
 
-def find_page(catalog: Catalog, partition_id: str, keys: Sequence[str] | None, *, size: int, token: str) -> Page:
+def find_page(
+    catalog: Catalog, partition_id: str, keys: Sequence[str] | None, *, size: int, token: str, missing_ok: bool = False
+) -> Page | None:
     """Return a page of samples.
 
     Args:
@@ -65,8 +67,10 @@ def find_page(catalog: Catalog, partition_id: str, keys: Sequence[str] | None, *
         keys: those of the samples, in all pages the same; None: all samples.
         size: the most samples of the page; 0: as many as a page has at most.
         token: that of the page, "" for the first one.
+        missing_ok: whether a partition that is not there has no first page, which is None then.
 
     Raises:
+        PartitionNotFoundError: the partition is not there.
         StaleIncarnationError: the partition has been cleared since the page before.
         InvalidArgumentError: the size, the token or the number of keys.
     """
@@ -79,7 +83,9 @@ def find_page(catalog: Catalog, partition_id: str, keys: Sequence[str] | None, *
             f"drop the pages you have of it",
             metadata={"partition_id": partition_id, "got": incarnation.hex()},
         )
-    partition = catalog.get(partition_id, incarnation)
+    partition = catalog.find(partition_id, incarnation, missing_ok=missing_ok and not incarnation)
+    if partition is None:
+        return None
     if keys is None:
         return _page_of_all(partition, place, size)
     return _page_of_keys(partition, list(keys[place : place + size]), place, len(keys))

@@ -43,9 +43,12 @@ class PartitionSettings:
         max_bytes: most bytes that its cells may take before new samples wait; None: no bound.
         staleness_limits: how far producers may be ahead of its tasks, in the order of these, so that the same ones
             compare equal.
+        tasks: all that may consume it, in order; empty: any.
+        samples_per_round: of how many samples a round is that is whole without a seal; None: there are no rounds.
 
     Raises:
-        InvalidArgumentError: a number is out of its range, or a field or a task comes twice.
+        InvalidArgumentError: a number is out of its range, a field or a task comes twice, or a limit is of another
+            task than those.
     """
 
     expected_samples: int | None = None
@@ -53,10 +56,14 @@ class PartitionSettings:
     fields: tuple[FieldSpec, ...] = ()
     max_bytes: int | None = None
     staleness_limits: tuple[StalenessLimit, ...] = ()
+    tasks: tuple[str, ...] = ()
+    samples_per_round: int | None = None
 
     def __post_init__(self) -> None:
         if self.expected_samples is not None:
             check_range("expected_samples", self.expected_samples, 0)
+        if self.samples_per_round is not None:
+            check_range("samples_per_round", self.samples_per_round, 1, hint=", or leave it out")
         if self.max_bytes is not None:
             check_range("max_bytes", self.max_bytes, 1, hint=", or leave it out")
         check_unique("fields", [spec.name for spec in self.fields])
@@ -65,6 +72,15 @@ class PartitionSettings:
             check_name("task_name", limit.task_name)
         check_unique("staleness_limits", [limit.task_name for limit in limits])
         object.__setattr__(self, "staleness_limits", tuple(limits))
+        for name in self.tasks:
+            check_name("tasks", name)
+        check_unique("tasks", self.tasks)
+        for name in [limit.task_name for limit in limits if self.tasks and limit.task_name not in self.tasks]:
+            raise InvalidArgumentError(
+                f"staleness_limits has task {name!r}, which is not one of tasks; {nearest(name, self.tasks)}",
+                field="staleness_limits",
+            )
+        object.__setattr__(self, "tasks", tuple(sorted(self.tasks)))
 
     @property
     def is_bounded(self) -> bool:
@@ -151,6 +167,8 @@ class Partition:
         self.on_reset = Listeners()
         for spec in settings.fields:
             self.cells.declare(spec)
+        for name in settings.tasks:
+            self.open_task(name)
 
     @property
     def inserted_count(self) -> int:
@@ -184,8 +202,23 @@ class Partition:
 
     # Tasks
 
+    def open_task(self, name: str) -> TaskLedger:
+        """Open the ledger of a task that has none."""
+        task = self.tasks[name] = TaskLedger(name, self.table, self.state, backlog=self.open_count)
+        return task
+
+    def check_task(self, name: str) -> None:
+        """Refuse a task that is not one of those that were declared."""
+        if self.settings.tasks and name not in self.settings.tasks:
+            raise TaskNotFoundError(
+                f"partition {self.partition_id!r} was created for other tasks than {name!r}; "
+                f"{nearest(name, self.settings.tasks)}",
+                metadata={"partition_id": self.partition_id, "task_name": name},
+            )
+
     def known_task(self, name: str) -> TaskLedger:
-        """Return a task that has asked before."""
+        """Return a task that was declared, or has asked before."""
+        self.check_task(name)
         if name not in self.tasks:
             raise TaskNotFoundError(
                 f"no task {name!r} has asked for samples of partition {self.partition_id!r}; "
@@ -198,6 +231,17 @@ class Partition:
     def version(self) -> tuple[int, int]:
         """Counts that differ whenever something has changed that may matter to waiting claims."""
         return self.state_version, self.row_version
+
+    @property
+    def expected_count(self) -> int | None:
+        """Samples in all rounds that have begun, the first one included; None where there are no rounds."""
+        size = self.settings.samples_per_round
+        return None if size is None else max(1, -(-self.inserted_count // size)) * size
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no new samples will come, or none before the next round."""
+        return self.sealed or self.inserted_count == self.expected_count
 
     @property
     def open_count(self) -> int:
@@ -267,8 +311,8 @@ class Partition:
         for spec in facts.fields:
             partition.cells.declare(spec)
         for task in snapshot.tasks:
-            name = task.facts.name
-            partition.tasks[name] = TaskLedger(name, partition.table, partition.state, backlog=0)
+            if task.facts.name not in partition.tasks:
+                partition.open_task(task.facts.name)
         partition._restore_tables(snapshot.tables)
         partition._rebuild(facts)
         for task in snapshot.tasks:

@@ -25,8 +25,22 @@ from tq_service.results import (
 _MOST_DEAD_LETTERED: Final = 100  # named in a status
 
 
-def consumption_of(partition: Partition, task: TaskLedger) -> ConsumptionStatus:
-    """Return what a task has consumed."""
+NOTHING_CONSUMED: Final = ConsumptionStatus(
+    consumed_count=0, total_count=0, skipped_count=0, sealed=False, complete=False, epoch=0
+)
+NOTHING_PRODUCED: Final = ProductionStatus(produced_count=0, total_count=0, complete=False)
+
+
+def consumption_of(partition: Partition, task_name: str, *, missing_ok: bool = False) -> ConsumptionStatus:
+    """Return what a task has consumed.
+
+    Raises:
+        TaskNotFoundError: it is not one of the tasks that were declared; or has not asked yet, unless `missing_ok`.
+    """
+    if missing_ok and task_name not in partition.tasks:
+        partition.check_task(task_name)
+        return _consumption_of_none(partition)
+    task = partition.known_task(task_name)
     return ConsumptionStatus(
         consumed_count=task.consumed_count,
         total_count=partition.inserted_count,
@@ -36,6 +50,20 @@ def consumption_of(partition: Partition, task: TaskLedger) -> ConsumptionStatus:
         epoch=task.epoch,
         leased_count=task.leased_count,
         dead_lettered_count=task.dead_lettered_count,
+        expected_count=partition.expected_count,
+    )
+
+
+def _consumption_of_none(partition: Partition) -> ConsumptionStatus:
+    """Return what a task has consumed that has not asked yet."""
+    return ConsumptionStatus(
+        consumed_count=0,
+        total_count=partition.inserted_count,
+        skipped_count=partition.inserted_count - partition.open_count,
+        sealed=partition.sealed,
+        complete=partition.is_whole and partition.open_count == 0,
+        epoch=0,
+        expected_count=partition.expected_count,
     )
 
 
@@ -48,25 +76,35 @@ def _skipped_count(partition: Partition, task: TaskLedger) -> int:
 
 def _is_complete(partition: Partition, task: TaskLedger) -> bool:
     """Return whether nothing is left for a task."""
-    return task.end is not None or (partition.sealed and task.backlog == 0 and task.leased_count == 0)
+    return task.end is not None or (partition.is_whole and task.backlog == 0 and task.leased_count == 0)
 
 
-def production_of(partition: Partition, names: Sequence[str]) -> ProductionStatus:
+def production_of(partition: Partition, names: Sequence[str], *, missing_ok: bool = False) -> ProductionStatus:
     """Return how many samples have all of some fields.
 
     Raises:
         InvalidArgumentError: no field is named.
-        FieldNotFoundError: the partition has not all of them.
+        FieldNotFoundError: the partition has not all of them, unless `missing_ok`.
     """
-    if not names:
-        raise InvalidArgumentError("data_fields is empty; name at least one field", field="data_fields")
-    check_fields(partition, names)
-    if len(names) == 1:  # counted as they are written
-        produced = partition.cells.fields[names[0]].produced_count
+    check_fields_named(names)
+    if not missing_ok:
+        check_fields(partition, names)
+    fields = [partition.cells.fields[name] for name in names if name in partition.cells.fields]
+    if len(fields) < len(names):
+        produced = 0
+    elif len(fields) == 1:  # counted as they are written
+        produced = fields[0].produced_count
     else:
         produced = int(np.count_nonzero(partition.cells.produced(names, partition.table.present_positions())))
     total = partition.open_count
-    return ProductionStatus(produced_count=produced, total_count=total, complete=partition.sealed and produced == total)
+    is_complete = partition.is_whole and produced == total
+    return ProductionStatus(produced_count=produced, total_count=total, complete=is_complete)
+
+
+def check_fields_named(names: Sequence[str]) -> None:
+    """Refuse to count the samples that have no field in particular."""
+    if not names:
+        raise InvalidArgumentError("data_fields is empty; name at least one field", field="data_fields")
 
 
 def summary_of(partition: Partition) -> PartitionSummary:
@@ -99,6 +137,8 @@ def description_of(catalog: Catalog, partition: Partition) -> PartitionDescripti
         max_bytes=partition.settings.max_bytes,
         staleness_limits=partition.settings.staleness_limits,
         waiting_put_count=catalog.waiting_put_count(partition.partition_id),
+        declared_tasks=partition.settings.tasks,
+        samples_per_round=partition.settings.samples_per_round,
     )
 
 

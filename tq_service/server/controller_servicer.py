@@ -19,7 +19,15 @@ from tq_service.domain.claims.ledger import QueueClaim
 from tq_service.domain.lookup import find_names, find_page, locate
 from tq_service.domain.partition import Partition, PartitionSettings
 from tq_service.domain.plan import Indexes
-from tq_service.domain.status import consumption_of, description_of, production_of, summary_of
+from tq_service.domain.status import (
+    NOTHING_CONSUMED,
+    NOTHING_PRODUCED,
+    check_fields_named,
+    consumption_of,
+    description_of,
+    production_of,
+    summary_of,
+)
 from tq_service.errors import DeadlineError, InvalidArgumentError
 from tq_service.internal.v1 import storage_registry_pb2, storage_registry_pb2_grpc
 from tq_service.samplers import PlanRunner, SamplerRegistry
@@ -85,7 +93,7 @@ class ControllerServicer(
 
     @_once
     def ClearPartition(self, request: pb.ClearPartitionRequest) -> pb.ClearPartitionResponse:
-        count = self.catalog.remove(request.partition_id, request.incarnation)
+        count = self.catalog.remove(request.partition_id, request.incarnation, missing_ok=request.missing_ok)
         return pb.ClearPartitionResponse(cleared_count=count)
 
     async def ListPartitions(self, request: pb.ListPartitionsRequest, context: Context) -> pb.ListPartitionsResponse:
@@ -129,7 +137,14 @@ class ControllerServicer(
 
     async def ClearSamples(self, request: pb.ClearSamplesRequest, context: Context) -> pb.ClearSamplesResponse:
         indexes = decode_integers(request.global_indexes)
-        clearing = Clearing(self.catalog, request.partition_id, request.incarnation, indexes, request.keys)
+        clearing = Clearing(
+            self.catalog,
+            request.partition_id,
+            request.incarnation,
+            indexes,
+            request.keys,
+            missing_ok=request.missing_ok,
+        )
         if self.catalog.recorded(request.request_id, pb.ClearSamplesResponse) is None:
             await clearing.begin()
         return self.catalog.run_once(
@@ -142,7 +157,17 @@ class ControllerServicer(
 
     async def LookupSamples(self, request: pb.LookupSamplesRequest, context: Context) -> pb.LookupSamplesResponse:
         keys = None if request.all_samples else request.keys
-        page = find_page(self.catalog, request.partition_id, keys, size=request.page_size, token=request.page_token)
+        page = find_page(
+            self.catalog,
+            request.partition_id,
+            keys,
+            size=request.page_size,
+            token=request.page_token,
+            missing_ok=request.missing_ok,
+        )
+        if page is None:
+            meta = converters.empty_meta(request.partition_id)
+            return pb.LookupSamplesResponse(meta=meta, missing_keys=keys or ())
         fields = list(page.partition.cells.fields)
         return pb.LookupSamplesResponse(
             meta=converters.samples_meta(page.partition, page.rows, fields, self.storages.endpoints),
@@ -238,19 +263,24 @@ class ControllerServicer(
     async def CheckConsumption(
         self, request: pb.CheckConsumptionRequest, context: Context
     ) -> pb.CheckConsumptionResponse:
-        partition = self.catalog.get(request.partition_id)
-        task = partition.known_task(request.task_name)
-        return to_message(pb.CheckConsumptionResponse, consumption_of(partition, task))
+        check_name("task_name", request.task_name)
+        partition = self.catalog.find(request.partition_id, missing_ok=request.missing_ok)
+        if partition is None:
+            return to_message(pb.CheckConsumptionResponse, NOTHING_CONSUMED)
+        status = consumption_of(partition, request.task_name, missing_ok=request.missing_ok)
+        return to_message(pb.CheckConsumptionResponse, status)
 
     async def CheckProduction(self, request: pb.CheckProductionRequest, context: Context) -> pb.CheckProductionResponse:
-        partition = self.catalog.get(request.partition_id)
-        return to_message(pb.CheckProductionResponse, production_of(partition, request.data_fields))
+        partition = self.catalog.find(request.partition_id, missing_ok=request.missing_ok)
+        if partition is None:
+            check_fields_named(request.data_fields)
+            return to_message(pb.CheckProductionResponse, NOTHING_PRODUCED)
+        status = production_of(partition, request.data_fields, missing_ok=request.missing_ok)
+        return to_message(pb.CheckProductionResponse, status)
 
     @_once
     def ResetConsumption(self, request: pb.ResetConsumptionRequest) -> pb.ResetConsumptionResponse:
-        return pb.ResetConsumptionResponse(
-            epoch=self.catalog.commit(read_message(ConsumptionReset, request, epoch=request.epoch))
-        )
+        return pb.ResetConsumptionResponse(epoch=self.catalog.commit(read_message(ConsumptionReset, request)))
 
     async def ListSamplers(self, request: pb.ListSamplersRequest, context: Context) -> pb.ListSamplersResponse:
         known = {info.name: info for info in self.registry.describe()}

@@ -237,6 +237,11 @@ def samples_meta(
     return meta
 
 
+def empty_meta(partition_id: str) -> metadata_pb2.BatchMeta:
+    """Return no samples of a partition that is not there."""
+    return metadata_pb2.BatchMeta(status=metadata_pb2.BATCH_STATUS_BATCH, partition_id=partition_id)
+
+
 def located_meta(
     partition: Partition,
     positions: Indexes,

@@ -104,6 +104,8 @@ class CreatePartitionRequest(google.protobuf.message.Message):
     FIELDS_FIELD_NUMBER: builtins.int
     MAX_BYTES_FIELD_NUMBER: builtins.int
     STALENESS_LIMITS_FIELD_NUMBER: builtins.int
+    TASKS_FIELD_NUMBER: builtins.int
+    SAMPLES_PER_ROUND_FIELD_NUMBER: builtins.int
     request_id: builtins.bytes
     """16 random bytes that the client makes for this change and sends again with each retry. Of other lengths:
     INVALID_ARGUMENT.
@@ -118,6 +120,11 @@ class CreatePartitionRequest(google.protobuf.message.Message):
     """Most bytes that values of its samples may take; a put of new samples waits for capacity. Unset: the quotas of the
     storage services alone bound it.
     """
+    samples_per_round: builtins.int
+    """Number of samples of a round, 1 or more, where samples come in rounds and consumers have to know when one is done:
+    a task is complete, without a seal, while as many samples were inserted as a number of rounds has, and it has
+    consumed them. Unset: samples do not come in rounds.
+    """
     @property
     def fields(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[tq_service.v1.metadata_pb2.FieldSpec]:
         """Fields known beforehand; what a spec leaves open is fixed by the first put. Empty: all fields are fixed so."""
@@ -125,6 +132,12 @@ class CreatePartitionRequest(google.protobuf.message.Message):
     @property
     def staleness_limits(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StalenessLimit]:
         """How far producers may be ahead of tasks; a put of new samples waits until all limits hold. Empty: no limit."""
+
+    @property
+    def tasks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Names of all tasks that may consume it; each has consumed nothing from the start, and any other is NOT_FOUND
+        (TASK_NOT_FOUND). Empty: a task is made by its first claim, whatever its name.
+        """
 
     def __init__(
         self,
@@ -136,13 +149,17 @@ class CreatePartitionRequest(google.protobuf.message.Message):
         fields: collections.abc.Iterable[tq_service.v1.metadata_pb2.FieldSpec] | None = ...,
         max_bytes: builtins.int | None = ...,
         staleness_limits: collections.abc.Iterable[global___StalenessLimit] | None = ...,
+        tasks: collections.abc.Iterable[builtins.str] | None = ...,
+        samples_per_round: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_expected_samples", b"_expected_samples", "_max_bytes", b"_max_bytes", "expected_samples", b"expected_samples", "max_bytes", b"max_bytes"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_expected_samples", b"_expected_samples", "_max_bytes", b"_max_bytes", "default_layout", b"default_layout", "expected_samples", b"expected_samples", "fields", b"fields", "max_bytes", b"max_bytes", "partition_id", b"partition_id", "request_id", b"request_id", "staleness_limits", b"staleness_limits"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_expected_samples", b"_expected_samples", "_max_bytes", b"_max_bytes", "_samples_per_round", b"_samples_per_round", "expected_samples", b"expected_samples", "max_bytes", b"max_bytes", "samples_per_round", b"samples_per_round"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_expected_samples", b"_expected_samples", "_max_bytes", b"_max_bytes", "_samples_per_round", b"_samples_per_round", "default_layout", b"default_layout", "expected_samples", b"expected_samples", "fields", b"fields", "max_bytes", b"max_bytes", "partition_id", b"partition_id", "request_id", b"request_id", "samples_per_round", b"samples_per_round", "staleness_limits", b"staleness_limits", "tasks", b"tasks"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_expected_samples", b"_expected_samples"]) -> typing.Literal["expected_samples"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_max_bytes", b"_max_bytes"]) -> typing.Literal["max_bytes"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_samples_per_round", b"_samples_per_round"]) -> typing.Literal["samples_per_round"] | None: ...
 
 global___CreatePartitionRequest = CreatePartitionRequest
 
@@ -418,7 +435,9 @@ class GetMetaRequest(google.protobuf.message.Message):
     partition_id: builtins.str
     """The partition. One that does not exist yet is waited for."""
     task_name: builtins.str
-    """The consumer, 1 to 512 printable characters; made by its first claim. Each task consumes a partition by itself."""
+    """The consumer, 1 to 512 printable characters; made by its first claim, unless the partition was created with
+    `tasks`. Each task consumes a partition by itself.
+    """
     batch_size: builtins.int
     """Number of samples or groups for each rank, or for the queue worker; 1 or more, at most 2^24 over all ranks."""
     min_batch_size: builtins.int
@@ -728,17 +747,24 @@ class CheckConsumptionRequest(google.protobuf.message.Message):
 
     PARTITION_ID_FIELD_NUMBER: builtins.int
     TASK_NAME_FIELD_NUMBER: builtins.int
+    MISSING_OK_FIELD_NUMBER: builtins.int
     partition_id: builtins.str
-    """The partition; it must exist."""
+    """The partition; it must exist, unless `missing_ok`."""
     task_name: builtins.str
-    """The task; it must have claimed before."""
+    """The task; it must have claimed before, or be one of those that the partition was created with, unless `missing_ok`."""
+    missing_ok: builtins.bool
+    """Whether a partition that does not exist counts as one without samples, and a task that has not claimed yet as one
+    that has consumed nothing. A name that is not one of the partition's `tasks` is NOT_FOUND all the same. Unset: both
+    are NOT_FOUND.
+    """
     def __init__(
         self,
         *,
         partition_id: builtins.str = ...,
         task_name: builtins.str = ...,
+        missing_ok: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["partition_id", b"partition_id", "task_name", b"task_name"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["missing_ok", b"missing_ok", "partition_id", b"partition_id", "task_name", b"task_name"]) -> None: ...
 
 global___CheckConsumptionRequest = CheckConsumptionRequest
 
@@ -756,6 +782,7 @@ class CheckConsumptionResponse(google.protobuf.message.Message):
     EPOCH_FIELD_NUMBER: builtins.int
     LEASED_COUNT_FIELD_NUMBER: builtins.int
     DEAD_LETTERED_COUNT_FIELD_NUMBER: builtins.int
+    EXPECTED_COUNT_FIELD_NUMBER: builtins.int
     consumed_count: builtins.int
     """Consumed in this epoch, leased and cleared ones included."""
     total_count: builtins.int
@@ -765,13 +792,17 @@ class CheckConsumptionResponse(google.protobuf.message.Message):
     sealed: builtins.bool
     """Whether the partition gets no new samples."""
     complete: builtins.bool
-    """Whether nothing is left for the task, and nothing will come."""
+    """Whether nothing is left for the task, and nothing will come; with `samples_per_round` also between two rounds."""
     epoch: builtins.int
     """The epoch of the task: 0, and one more with each reset."""
     leased_count: builtins.int
     """Those of `consumed_count` that are leased and not acknowledged."""
     dead_lettered_count: builtins.int
     """Those of `skipped_count` that were delivered too often without being acknowledged."""
+    expected_count: builtins.int
+    """With `samples_per_round`: number of samples in all rounds that have begun, the first one included. Unset: there are
+    no rounds.
+    """
     def __init__(
         self,
         *,
@@ -783,8 +814,11 @@ class CheckConsumptionResponse(google.protobuf.message.Message):
         epoch: builtins.int = ...,
         leased_count: builtins.int = ...,
         dead_lettered_count: builtins.int = ...,
+        expected_count: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["complete", b"complete", "consumed_count", b"consumed_count", "dead_lettered_count", b"dead_lettered_count", "epoch", b"epoch", "leased_count", b"leased_count", "sealed", b"sealed", "skipped_count", b"skipped_count", "total_count", b"total_count"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_expected_count", b"_expected_count", "expected_count", b"expected_count"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_expected_count", b"_expected_count", "complete", b"complete", "consumed_count", b"consumed_count", "dead_lettered_count", b"dead_lettered_count", "epoch", b"epoch", "expected_count", b"expected_count", "leased_count", b"leased_count", "sealed", b"sealed", "skipped_count", b"skipped_count", "total_count", b"total_count"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_expected_count", b"_expected_count"]) -> typing.Literal["expected_count"] | None: ...
 
 global___CheckConsumptionResponse = CheckConsumptionResponse
 
@@ -796,8 +830,13 @@ class CheckProductionRequest(google.protobuf.message.Message):
 
     PARTITION_ID_FIELD_NUMBER: builtins.int
     DATA_FIELDS_FIELD_NUMBER: builtins.int
+    MISSING_OK_FIELD_NUMBER: builtins.int
     partition_id: builtins.str
-    """The partition; it must exist."""
+    """The partition; it must exist, unless `missing_ok`."""
+    missing_ok: builtins.bool
+    """Whether a partition that does not exist counts as one without samples, and a field that it does not have as one
+    that no sample has. Unset: both are NOT_FOUND.
+    """
     @property
     def data_fields(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Names of fields, at least one; a sample counts that has all of them."""
@@ -807,8 +846,9 @@ class CheckProductionRequest(google.protobuf.message.Message):
         *,
         partition_id: builtins.str = ...,
         data_fields: collections.abc.Iterable[builtins.str] | None = ...,
+        missing_ok: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["data_fields", b"data_fields", "partition_id", b"partition_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["data_fields", b"data_fields", "missing_ok", b"missing_ok", "partition_id", b"partition_id"]) -> None: ...
 
 global___CheckProductionRequest = CheckProductionRequest
 
@@ -826,7 +866,9 @@ class CheckProductionResponse(google.protobuf.message.Message):
     total_count: builtins.int
     """Number of samples that can have them: neither cleared nor failed."""
     complete: builtins.bool
-    """Whether `produced_count` equals `total_count` and the partition is sealed or as large as expected."""
+    """Whether `produced_count` equals `total_count` and the partition is sealed; with `samples_per_round` also between
+    two rounds.
+    """
     def __init__(
         self,
         *,
@@ -856,10 +898,10 @@ class ResetConsumptionRequest(google.protobuf.message.Message):
     partition_id: builtins.str
     """The partition; it must exist."""
     task_name: builtins.str
-    """The task; it must have claimed before."""
+    """The task; it must have claimed before, or be one of those that the partition was created with."""
     epoch: builtins.int
     """The epoch that ends. Where the task is at another one the call fails with STALE_EPOCH, so that of many ranks only
-    one resets.
+    one resets. Unset: the epoch that the task is at; each request ends one.
     """
     keep_consumed: builtins.bool
     """Whether consumed samples stay consumed, and batches are counted from 0 over what is left. Unset: all samples are
@@ -871,10 +913,12 @@ class ResetConsumptionRequest(google.protobuf.message.Message):
         request_id: builtins.bytes = ...,
         partition_id: builtins.str = ...,
         task_name: builtins.str = ...,
-        epoch: builtins.int = ...,
+        epoch: builtins.int | None = ...,
         keep_consumed: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "keep_consumed", b"keep_consumed", "partition_id", b"partition_id", "request_id", b"request_id", "task_name", b"task_name"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_epoch", b"_epoch", "epoch", b"epoch"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_epoch", b"_epoch", "epoch", b"epoch", "keep_consumed", b"keep_consumed", "partition_id", b"partition_id", "request_id", b"request_id", "task_name", b"task_name"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_epoch", b"_epoch"]) -> typing.Literal["epoch"] | None: ...
 
 global___ResetConsumptionRequest = ResetConsumptionRequest
 
@@ -886,7 +930,7 @@ class ResetConsumptionResponse(google.protobuf.message.Message):
 
     EPOCH_FIELD_NUMBER: builtins.int
     epoch: builtins.int
-    """The epoch that has begun, one more than that of the request."""
+    """The epoch that has begun, one more than the one that ended."""
     def __init__(
         self,
         *,
@@ -1009,8 +1053,9 @@ class LookupSamplesRequest(google.protobuf.message.Message):
     ALL_SAMPLES_FIELD_NUMBER: builtins.int
     PAGE_SIZE_FIELD_NUMBER: builtins.int
     PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    MISSING_OK_FIELD_NUMBER: builtins.int
     partition_id: builtins.str
-    """The partition; it must exist."""
+    """The partition; it must exist, unless `missing_ok`."""
     all_samples: builtins.bool
     """Whether every sample of the partition is listed, held and failed ones too. Unset: those of `keys`."""
     page_size: builtins.int
@@ -1019,6 +1064,8 @@ class LookupSamplesRequest(google.protobuf.message.Message):
     """
     page_token: builtins.str
     """`next_page_token` of the page before, with the other fields as they were; empty: the first page."""
+    missing_ok: builtins.bool
+    """Whether a partition that does not exist has no samples. Unset: it is NOT_FOUND."""
     @property
     def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Keys of samples, at most 65,536; ignored with `all_samples`."""
@@ -1031,8 +1078,9 @@ class LookupSamplesRequest(google.protobuf.message.Message):
         all_samples: builtins.bool = ...,
         page_size: builtins.int = ...,
         page_token: builtins.str = ...,
+        missing_ok: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["all_samples", b"all_samples", "keys", b"keys", "page_size", b"page_size", "page_token", b"page_token", "partition_id", b"partition_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["all_samples", b"all_samples", "keys", b"keys", "missing_ok", b"missing_ok", "page_size", b"page_size", "page_token", b"page_token", "partition_id", b"partition_id"]) -> None: ...
 
 global___LookupSamplesRequest = LookupSamplesRequest
 
@@ -1145,15 +1193,20 @@ class ClearSamplesRequest(google.protobuf.message.Message):
     INCARNATION_FIELD_NUMBER: builtins.int
     GLOBAL_INDEXES_FIELD_NUMBER: builtins.int
     KEYS_FIELD_NUMBER: builtins.int
+    MISSING_OK_FIELD_NUMBER: builtins.int
     request_id: builtins.bytes
     """16 random bytes that the client makes for this change and sends again with each retry. Of other lengths:
     INVALID_ARGUMENT.
     """
     partition_id: builtins.str
-    """The partition; it must exist."""
+    """The partition; it must exist, unless `missing_ok`."""
     incarnation: builtins.bytes
     """Fails with STALE_INCARNATION where the partition has another incarnation, since it was cleared and made again.
     Empty: any.
+    """
+    missing_ok: builtins.bool
+    """Whether there is nothing to clear where the partition, or this incarnation of it, does not exist (any more). Unset:
+    NOT_FOUND and STALE_INCARNATION.
     """
     @property
     def global_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -1171,8 +1224,9 @@ class ClearSamplesRequest(google.protobuf.message.Message):
         incarnation: builtins.bytes = ...,
         global_indexes: collections.abc.Iterable[builtins.int] | None = ...,
         keys: collections.abc.Iterable[builtins.str] | None = ...,
+        missing_ok: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["global_indexes", b"global_indexes", "incarnation", b"incarnation", "keys", b"keys", "partition_id", b"partition_id", "request_id", b"request_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["global_indexes", b"global_indexes", "incarnation", b"incarnation", "keys", b"keys", "missing_ok", b"missing_ok", "partition_id", b"partition_id", "request_id", b"request_id"]) -> None: ...
 
 global___ClearSamplesRequest = ClearSamplesRequest
 
@@ -1203,15 +1257,20 @@ class ClearPartitionRequest(google.protobuf.message.Message):
     REQUEST_ID_FIELD_NUMBER: builtins.int
     PARTITION_ID_FIELD_NUMBER: builtins.int
     INCARNATION_FIELD_NUMBER: builtins.int
+    MISSING_OK_FIELD_NUMBER: builtins.int
     request_id: builtins.bytes
     """16 random bytes that the client makes for this change and sends again with each retry. Of other lengths:
     INVALID_ARGUMENT.
     """
     partition_id: builtins.str
-    """The partition; it must exist."""
+    """The partition; it must exist, unless `missing_ok`."""
     incarnation: builtins.bytes
     """Fails with STALE_INCARNATION where the partition has another incarnation, since it was cleared and made again.
     Empty: any.
+    """
+    missing_ok: builtins.bool
+    """Whether there is nothing to clear where the partition, or this incarnation of it, does not exist (any more). Unset:
+    NOT_FOUND and STALE_INCARNATION.
     """
     def __init__(
         self,
@@ -1219,8 +1278,9 @@ class ClearPartitionRequest(google.protobuf.message.Message):
         request_id: builtins.bytes = ...,
         partition_id: builtins.str = ...,
         incarnation: builtins.bytes = ...,
+        missing_ok: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["incarnation", b"incarnation", "partition_id", b"partition_id", "request_id", b"request_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["incarnation", b"incarnation", "missing_ok", b"missing_ok", "partition_id", b"partition_id", "request_id", b"request_id"]) -> None: ...
 
 global___ClearPartitionRequest = ClearPartitionRequest
 
@@ -1448,6 +1508,8 @@ class DescribePartitionResponse(google.protobuf.message.Message):
     MAX_BYTES_FIELD_NUMBER: builtins.int
     STALENESS_LIMITS_FIELD_NUMBER: builtins.int
     WAITING_PUT_COUNT_FIELD_NUMBER: builtins.int
+    DECLARED_TASKS_FIELD_NUMBER: builtins.int
+    SAMPLES_PER_ROUND_FIELD_NUMBER: builtins.int
     expected_samples: builtins.int
     """Number of samples at which the partition is sealed by itself. Unset: it was not declared."""
     live_count: builtins.int
@@ -1464,6 +1526,8 @@ class DescribePartitionResponse(google.protobuf.message.Message):
     """Most bytes that they may take. Unset: no bound but the quotas of the storage services."""
     waiting_put_count: builtins.int
     """Number of puts of new samples that wait for capacity or for a staleness limit."""
+    samples_per_round: builtins.int
+    """Number of samples of a round. Unset: samples do not come in rounds."""
     @property
     def summary(self) -> global___PartitionSummary:
         """Name, incarnation and numbers of samples."""
@@ -1474,7 +1538,7 @@ class DescribePartitionResponse(google.protobuf.message.Message):
 
     @property
     def tasks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TaskStatus]:
-        """All tasks that have claimed."""
+        """All tasks that have claimed, or that the partition was created with."""
 
     @property
     def custom_meta_columns(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
@@ -1483,6 +1547,10 @@ class DescribePartitionResponse(google.protobuf.message.Message):
     @property
     def staleness_limits(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StalenessLimit]:
         """How far producers may be ahead of its tasks. Empty: no limit."""
+
+    @property
+    def declared_tasks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Names of all tasks that may consume it. Empty: any task may."""
 
     def __init__(
         self,
@@ -1500,13 +1568,17 @@ class DescribePartitionResponse(google.protobuf.message.Message):
         max_bytes: builtins.int | None = ...,
         staleness_limits: collections.abc.Iterable[global___StalenessLimit] | None = ...,
         waiting_put_count: builtins.int = ...,
+        declared_tasks: collections.abc.Iterable[builtins.str] | None = ...,
+        samples_per_round: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_expected_samples", b"_expected_samples", "_max_bytes", b"_max_bytes", "expected_samples", b"expected_samples", "max_bytes", b"max_bytes", "summary", b"summary"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_expected_samples", b"_expected_samples", "_max_bytes", b"_max_bytes", "custom_meta_columns", b"custom_meta_columns", "expected_samples", b"expected_samples", "failed_count", b"failed_count", "fields", b"fields", "group_count", b"group_count", "held_count", b"held_count", "live_count", b"live_count", "max_bytes", b"max_bytes", "staleness_limits", b"staleness_limits", "summary", b"summary", "tasks", b"tasks", "used_bytes", b"used_bytes", "waiting_put_count", b"waiting_put_count"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_expected_samples", b"_expected_samples", "_max_bytes", b"_max_bytes", "_samples_per_round", b"_samples_per_round", "expected_samples", b"expected_samples", "max_bytes", b"max_bytes", "samples_per_round", b"samples_per_round", "summary", b"summary"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_expected_samples", b"_expected_samples", "_max_bytes", b"_max_bytes", "_samples_per_round", b"_samples_per_round", "custom_meta_columns", b"custom_meta_columns", "declared_tasks", b"declared_tasks", "expected_samples", b"expected_samples", "failed_count", b"failed_count", "fields", b"fields", "group_count", b"group_count", "held_count", b"held_count", "live_count", b"live_count", "max_bytes", b"max_bytes", "samples_per_round", b"samples_per_round", "staleness_limits", b"staleness_limits", "summary", b"summary", "tasks", b"tasks", "used_bytes", b"used_bytes", "waiting_put_count", b"waiting_put_count"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_expected_samples", b"_expected_samples"]) -> typing.Literal["expected_samples"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_max_bytes", b"_max_bytes"]) -> typing.Literal["max_bytes"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_samples_per_round", b"_samples_per_round"]) -> typing.Literal["samples_per_round"] | None: ...
 
 global___DescribePartitionResponse = DescribePartitionResponse
 

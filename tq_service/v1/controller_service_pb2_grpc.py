@@ -194,8 +194,9 @@ class ControllerServiceServicer(object):
         marks its own. A rank that asks again gets the same answer, and so does a queue worker under the same
         `request_id`. A claim of a queue worker that disconnects before the answer is sent is released. Errors:
         FAILED_PRECONDITION (RANKS_DISAGREE, STALE_INCARNATION, STALE_EPOCH, PARTITION_CLEARED, SAMPLES_CLEARED,
-        CLAIM_RELEASED, LEASE_EXPIRED), INVALID_ARGUMENT (arguments, unknown sampler or option), INTERNAL and
-        DEADLINE_EXCEEDED (the sampler failed or hung), RESOURCE_EXHAUSTED (too many calls wait).
+        CLAIM_RELEASED, LEASE_EXPIRED), NOT_FOUND (a task that is not one of those the partition was created with),
+        INVALID_ARGUMENT (arguments, unknown sampler or option), INTERNAL and DEADLINE_EXCEEDED (the sampler failed or
+        hung), RESOURCE_EXHAUSTED (too many calls wait).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -204,7 +205,8 @@ class ControllerServiceServicer(object):
     def ReleaseClaim(self, request, context):
         """Releases a queue claim, or some samples of a leased one. Changes: they are claimable again; once nothing of the
         claim is left, a later GetMeta under its request_id is rejected. Idempotent, does not block. Unknown claims are
-        ignored, since a client releases what it may have been delivered.
+        ignored, since a client releases what it may have been delivered. Errors: NOT_FOUND (a task that is not one of
+        those the partition was created with).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -229,7 +231,8 @@ class ControllerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CheckConsumption(self, request, context):
-        """Counts what a task has consumed. Changes nothing, does not block. Errors: NOT_FOUND (partition or task).
+        """Counts what a task has consumed. Changes nothing, does not block. Errors: NOT_FOUND (partition or task, unless
+        `missing_ok`).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -237,7 +240,7 @@ class ControllerServiceServicer(object):
 
     def CheckProduction(self, request, context):
         """Counts the samples that have all of some fields. Changes nothing, does not block. Errors: NOT_FOUND (partition or
-        field).
+        field, unless `missing_ok`).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -272,7 +275,8 @@ class ControllerServiceServicer(object):
         """Finds samples by key, or lists all of a partition, page by page. A page is of one moment. Between two pages
         samples may be inserted, which are listed if their indexes are still ahead, and be cleared, which are left out.
         Changes nothing, does not block. Errors: NOT_FOUND (partition), FAILED_PRECONDITION (STALE_INCARNATION: the
-        partition was cleared since the first page), INVALID_ARGUMENT (a page token that is not of this list).
+        partition was cleared since the first page), INVALID_ARGUMENT (a page token that is not of this list). With
+        `missing_ok` a partition that does not exist has no samples.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -289,8 +293,8 @@ class ControllerServiceServicer(object):
     def ClearSamples(self, request, context):
         """Removes samples, many of them in steps of 32,768; other calls between the steps see some of them gone and some
         not. Changes: their cells, keys and claims are gone; their indexes are never used again. Unknown keys and indexes
-        are ignored. Idempotent under `request_id`, does not block. Errors: NOT_FOUND (partition), FAILED_PRECONDITION
-        (STALE_INCARNATION).
+        are ignored. Idempotent under `request_id`, does not block. Errors, unless `missing_ok`: NOT_FOUND (partition),
+        FAILED_PRECONDITION (STALE_INCARNATION).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -299,7 +303,7 @@ class ControllerServiceServicer(object):
     def ClearPartition(self, request, context):
         """Removes a partition with all it holds. Changes: its bytes and claims are freed, and calls that wait on it end
         with FAILED_PRECONDITION (PARTITION_CLEARED); the name may be used again. Idempotent under `request_id`, does not
-        block. Errors: NOT_FOUND, FAILED_PRECONDITION (STALE_INCARNATION).
+        block. Errors, unless `missing_ok`: NOT_FOUND, FAILED_PRECONDITION (STALE_INCARNATION).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

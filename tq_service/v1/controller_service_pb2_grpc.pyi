@@ -78,8 +78,9 @@ class ControllerServiceStub:
     marks its own. A rank that asks again gets the same answer, and so does a queue worker under the same
     `request_id`. A claim of a queue worker that disconnects before the answer is sent is released. Errors:
     FAILED_PRECONDITION (RANKS_DISAGREE, STALE_INCARNATION, STALE_EPOCH, PARTITION_CLEARED, SAMPLES_CLEARED,
-    CLAIM_RELEASED, LEASE_EXPIRED), INVALID_ARGUMENT (arguments, unknown sampler or option), INTERNAL and
-    DEADLINE_EXCEEDED (the sampler failed or hung), RESOURCE_EXHAUSTED (too many calls wait).
+    CLAIM_RELEASED, LEASE_EXPIRED), NOT_FOUND (a task that is not one of those the partition was created with),
+    INVALID_ARGUMENT (arguments, unknown sampler or option), INTERNAL and DEADLINE_EXCEEDED (the sampler failed or
+    hung), RESOURCE_EXHAUSTED (too many calls wait).
     """
 
     ReleaseClaim: grpc.UnaryUnaryMultiCallable[
@@ -88,7 +89,8 @@ class ControllerServiceStub:
     ]
     """Releases a queue claim, or some samples of a leased one. Changes: they are claimable again; once nothing of the
     claim is left, a later GetMeta under its request_id is rejected. Idempotent, does not block. Unknown claims are
-    ignored, since a client releases what it may have been delivered.
+    ignored, since a client releases what it may have been delivered. Errors: NOT_FOUND (a task that is not one of
+    those the partition was created with).
     """
 
     AckClaim: grpc.UnaryUnaryMultiCallable[
@@ -113,14 +115,16 @@ class ControllerServiceStub:
         tq_service.v1.controller_service_pb2.CheckConsumptionRequest,
         tq_service.v1.controller_service_pb2.CheckConsumptionResponse,
     ]
-    """Counts what a task has consumed. Changes nothing, does not block. Errors: NOT_FOUND (partition or task)."""
+    """Counts what a task has consumed. Changes nothing, does not block. Errors: NOT_FOUND (partition or task, unless
+    `missing_ok`).
+    """
 
     CheckProduction: grpc.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.CheckProductionRequest,
         tq_service.v1.controller_service_pb2.CheckProductionResponse,
     ]
     """Counts the samples that have all of some fields. Changes nothing, does not block. Errors: NOT_FOUND (partition or
-    field).
+    field, unless `missing_ok`).
     """
 
     ResetConsumption: grpc.UnaryUnaryMultiCallable[
@@ -155,7 +159,8 @@ class ControllerServiceStub:
     """Finds samples by key, or lists all of a partition, page by page. A page is of one moment. Between two pages
     samples may be inserted, which are listed if their indexes are still ahead, and be cleared, which are left out.
     Changes nothing, does not block. Errors: NOT_FOUND (partition), FAILED_PRECONDITION (STALE_INCARNATION: the
-    partition was cleared since the first page), INVALID_ARGUMENT (a page token that is not of this list).
+    partition was cleared since the first page), INVALID_ARGUMENT (a page token that is not of this list). With
+    `missing_ok` a partition that does not exist has no samples.
     """
 
     Locate: grpc.UnaryUnaryMultiCallable[
@@ -172,8 +177,8 @@ class ControllerServiceStub:
     ]
     """Removes samples, many of them in steps of 32,768; other calls between the steps see some of them gone and some
     not. Changes: their cells, keys and claims are gone; their indexes are never used again. Unknown keys and indexes
-    are ignored. Idempotent under `request_id`, does not block. Errors: NOT_FOUND (partition), FAILED_PRECONDITION
-    (STALE_INCARNATION).
+    are ignored. Idempotent under `request_id`, does not block. Errors, unless `missing_ok`: NOT_FOUND (partition),
+    FAILED_PRECONDITION (STALE_INCARNATION).
     """
 
     ClearPartition: grpc.UnaryUnaryMultiCallable[
@@ -182,7 +187,7 @@ class ControllerServiceStub:
     ]
     """Removes a partition with all it holds. Changes: its bytes and claims are freed, and calls that wait on it end
     with FAILED_PRECONDITION (PARTITION_CLEARED); the name may be used again. Idempotent under `request_id`, does not
-    block. Errors: NOT_FOUND, FAILED_PRECONDITION (STALE_INCARNATION).
+    block. Errors, unless `missing_ok`: NOT_FOUND, FAILED_PRECONDITION (STALE_INCARNATION).
     """
 
     ListPartitions: grpc.UnaryUnaryMultiCallable[
@@ -298,8 +303,9 @@ class ControllerServiceAsyncStub:
     marks its own. A rank that asks again gets the same answer, and so does a queue worker under the same
     `request_id`. A claim of a queue worker that disconnects before the answer is sent is released. Errors:
     FAILED_PRECONDITION (RANKS_DISAGREE, STALE_INCARNATION, STALE_EPOCH, PARTITION_CLEARED, SAMPLES_CLEARED,
-    CLAIM_RELEASED, LEASE_EXPIRED), INVALID_ARGUMENT (arguments, unknown sampler or option), INTERNAL and
-    DEADLINE_EXCEEDED (the sampler failed or hung), RESOURCE_EXHAUSTED (too many calls wait).
+    CLAIM_RELEASED, LEASE_EXPIRED), NOT_FOUND (a task that is not one of those the partition was created with),
+    INVALID_ARGUMENT (arguments, unknown sampler or option), INTERNAL and DEADLINE_EXCEEDED (the sampler failed or
+    hung), RESOURCE_EXHAUSTED (too many calls wait).
     """
 
     ReleaseClaim: grpc.aio.UnaryUnaryMultiCallable[
@@ -308,7 +314,8 @@ class ControllerServiceAsyncStub:
     ]
     """Releases a queue claim, or some samples of a leased one. Changes: they are claimable again; once nothing of the
     claim is left, a later GetMeta under its request_id is rejected. Idempotent, does not block. Unknown claims are
-    ignored, since a client releases what it may have been delivered.
+    ignored, since a client releases what it may have been delivered. Errors: NOT_FOUND (a task that is not one of
+    those the partition was created with).
     """
 
     AckClaim: grpc.aio.UnaryUnaryMultiCallable[
@@ -333,14 +340,16 @@ class ControllerServiceAsyncStub:
         tq_service.v1.controller_service_pb2.CheckConsumptionRequest,
         tq_service.v1.controller_service_pb2.CheckConsumptionResponse,
     ]
-    """Counts what a task has consumed. Changes nothing, does not block. Errors: NOT_FOUND (partition or task)."""
+    """Counts what a task has consumed. Changes nothing, does not block. Errors: NOT_FOUND (partition or task, unless
+    `missing_ok`).
+    """
 
     CheckProduction: grpc.aio.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.CheckProductionRequest,
         tq_service.v1.controller_service_pb2.CheckProductionResponse,
     ]
     """Counts the samples that have all of some fields. Changes nothing, does not block. Errors: NOT_FOUND (partition or
-    field).
+    field, unless `missing_ok`).
     """
 
     ResetConsumption: grpc.aio.UnaryUnaryMultiCallable[
@@ -375,7 +384,8 @@ class ControllerServiceAsyncStub:
     """Finds samples by key, or lists all of a partition, page by page. A page is of one moment. Between two pages
     samples may be inserted, which are listed if their indexes are still ahead, and be cleared, which are left out.
     Changes nothing, does not block. Errors: NOT_FOUND (partition), FAILED_PRECONDITION (STALE_INCARNATION: the
-    partition was cleared since the first page), INVALID_ARGUMENT (a page token that is not of this list).
+    partition was cleared since the first page), INVALID_ARGUMENT (a page token that is not of this list). With
+    `missing_ok` a partition that does not exist has no samples.
     """
 
     Locate: grpc.aio.UnaryUnaryMultiCallable[
@@ -392,8 +402,8 @@ class ControllerServiceAsyncStub:
     ]
     """Removes samples, many of them in steps of 32,768; other calls between the steps see some of them gone and some
     not. Changes: their cells, keys and claims are gone; their indexes are never used again. Unknown keys and indexes
-    are ignored. Idempotent under `request_id`, does not block. Errors: NOT_FOUND (partition), FAILED_PRECONDITION
-    (STALE_INCARNATION).
+    are ignored. Idempotent under `request_id`, does not block. Errors, unless `missing_ok`: NOT_FOUND (partition),
+    FAILED_PRECONDITION (STALE_INCARNATION).
     """
 
     ClearPartition: grpc.aio.UnaryUnaryMultiCallable[
@@ -402,7 +412,7 @@ class ControllerServiceAsyncStub:
     ]
     """Removes a partition with all it holds. Changes: its bytes and claims are freed, and calls that wait on it end
     with FAILED_PRECONDITION (PARTITION_CLEARED); the name may be used again. Idempotent under `request_id`, does not
-    block. Errors: NOT_FOUND, FAILED_PRECONDITION (STALE_INCARNATION).
+    block. Errors, unless `missing_ok`: NOT_FOUND, FAILED_PRECONDITION (STALE_INCARNATION).
     """
 
     ListPartitions: grpc.aio.UnaryUnaryMultiCallable[
@@ -528,8 +538,9 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         marks its own. A rank that asks again gets the same answer, and so does a queue worker under the same
         `request_id`. A claim of a queue worker that disconnects before the answer is sent is released. Errors:
         FAILED_PRECONDITION (RANKS_DISAGREE, STALE_INCARNATION, STALE_EPOCH, PARTITION_CLEARED, SAMPLES_CLEARED,
-        CLAIM_RELEASED, LEASE_EXPIRED), INVALID_ARGUMENT (arguments, unknown sampler or option), INTERNAL and
-        DEADLINE_EXCEEDED (the sampler failed or hung), RESOURCE_EXHAUSTED (too many calls wait).
+        CLAIM_RELEASED, LEASE_EXPIRED), NOT_FOUND (a task that is not one of those the partition was created with),
+        INVALID_ARGUMENT (arguments, unknown sampler or option), INTERNAL and DEADLINE_EXCEEDED (the sampler failed or
+        hung), RESOURCE_EXHAUSTED (too many calls wait).
         """
 
     @abc.abstractmethod
@@ -540,7 +551,8 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[tq_service.v1.controller_service_pb2.ReleaseClaimResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.ReleaseClaimResponse]]:
         """Releases a queue claim, or some samples of a leased one. Changes: they are claimable again; once nothing of the
         claim is left, a later GetMeta under its request_id is rejected. Idempotent, does not block. Unknown claims are
-        ignored, since a client releases what it may have been delivered.
+        ignored, since a client releases what it may have been delivered. Errors: NOT_FOUND (a task that is not one of
+        those the partition was created with).
         """
 
     @abc.abstractmethod
@@ -571,7 +583,9 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.controller_service_pb2.CheckConsumptionRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.CheckConsumptionResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.CheckConsumptionResponse]]:
-        """Counts what a task has consumed. Changes nothing, does not block. Errors: NOT_FOUND (partition or task)."""
+        """Counts what a task has consumed. Changes nothing, does not block. Errors: NOT_FOUND (partition or task, unless
+        `missing_ok`).
+        """
 
     @abc.abstractmethod
     def CheckProduction(
@@ -580,7 +594,7 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.CheckProductionResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.CheckProductionResponse]]:
         """Counts the samples that have all of some fields. Changes nothing, does not block. Errors: NOT_FOUND (partition or
-        field).
+        field, unless `missing_ok`).
         """
 
     @abc.abstractmethod
@@ -623,7 +637,8 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         """Finds samples by key, or lists all of a partition, page by page. A page is of one moment. Between two pages
         samples may be inserted, which are listed if their indexes are still ahead, and be cleared, which are left out.
         Changes nothing, does not block. Errors: NOT_FOUND (partition), FAILED_PRECONDITION (STALE_INCARNATION: the
-        partition was cleared since the first page), INVALID_ARGUMENT (a page token that is not of this list).
+        partition was cleared since the first page), INVALID_ARGUMENT (a page token that is not of this list). With
+        `missing_ok` a partition that does not exist has no samples.
         """
 
     @abc.abstractmethod
@@ -644,8 +659,8 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[tq_service.v1.controller_service_pb2.ClearSamplesResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.ClearSamplesResponse]]:
         """Removes samples, many of them in steps of 32,768; other calls between the steps see some of them gone and some
         not. Changes: their cells, keys and claims are gone; their indexes are never used again. Unknown keys and indexes
-        are ignored. Idempotent under `request_id`, does not block. Errors: NOT_FOUND (partition), FAILED_PRECONDITION
-        (STALE_INCARNATION).
+        are ignored. Idempotent under `request_id`, does not block. Errors, unless `missing_ok`: NOT_FOUND (partition),
+        FAILED_PRECONDITION (STALE_INCARNATION).
         """
 
     @abc.abstractmethod
@@ -656,7 +671,7 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[tq_service.v1.controller_service_pb2.ClearPartitionResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.ClearPartitionResponse]]:
         """Removes a partition with all it holds. Changes: its bytes and claims are freed, and calls that wait on it end
         with FAILED_PRECONDITION (PARTITION_CLEARED); the name may be used again. Idempotent under `request_id`, does not
-        block. Errors: NOT_FOUND, FAILED_PRECONDITION (STALE_INCARNATION).
+        block. Errors, unless `missing_ok`: NOT_FOUND, FAILED_PRECONDITION (STALE_INCARNATION).
         """
 
     @abc.abstractmethod

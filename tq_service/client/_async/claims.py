@@ -97,6 +97,7 @@ class AsyncClaimCalls(AsyncBase):
             InvalidArgumentError: an argument is wrong; also UnknownSamplerError, MissingLengthError.
             PreconditionError: the ranks disagree, the partition was cleared, or the incarnation or epoch is stale.
             LeaseExpiredError: a retry came after the lease of the first answer had run out.
+            TaskNotFoundError: the partition was created for other tasks.
             SamplerError: the sampler failed; SamplerTimeoutError: it hung.
         """
         request = get_meta_request(
@@ -249,13 +250,21 @@ class AsyncClaimCalls(AsyncBase):
         return answer.released_count
 
     async def check_consumption(
-        self, partition_id: str, task_name: str, *, timeout: float | None = None
+        self, partition_id: str, task_name: str, *, missing_ok: bool = False, timeout: float | None = None
     ) -> ConsumptionStatus:
         """Return how many samples a task has consumed, and whether anything is left for it.
 
+        Args:
+            partition_id: the partition.
+            task_name: the consumer.
+            missing_ok: whether a partition that is not there counts as one without samples, and a task that has not
+                asked yet as one that has consumed nothing.
+            timeout: seconds until the call fails; None: the client's.
+
         Raises:
-            PartitionNotFoundError: there is no such partition.
-            TaskNotFoundError: the task has not asked for anything yet.
+            PartitionNotFoundError: there is no such partition, unless `missing_ok`.
+            TaskNotFoundError: the task has not asked for anything yet, unless `missing_ok`; or the partition was
+                created for other tasks.
         """
         answer = await self._ask(
             lambda to: to.CheckConsumption,
@@ -263,17 +272,30 @@ class AsyncClaimCalls(AsyncBase):
             timeout,
             partition_id=self._namespace.full_name(partition_id),
             task_name=task_name,
+            missing_ok=missing_ok,
         )
         return read_message(ConsumptionStatus, answer)
 
     async def check_production(
-        self, partition_id: str, data_fields: Sequence[str], *, timeout: float | None = None
+        self,
+        partition_id: str,
+        data_fields: Sequence[str],
+        *,
+        missing_ok: bool = False,
+        timeout: float | None = None,
     ) -> ProductionStatus:
         """Return how many samples have all of these fields.
 
+        Args:
+            partition_id: the partition.
+            data_fields: the fields, at least one.
+            missing_ok: whether a partition that is not there counts as one without samples, and a field that it does
+                not have as one that no sample has.
+            timeout: seconds until the call fails; None: the client's.
+
         Raises:
-            PartitionNotFoundError: there is no such partition.
-            FieldNotFoundError: there is no such field.
+            PartitionNotFoundError: there is no such partition, unless `missing_ok`.
+            FieldNotFoundError: there is no such field, unless `missing_ok`.
         """
         answer = await self._ask(
             lambda to: to.CheckProduction,
@@ -281,6 +303,7 @@ class AsyncClaimCalls(AsyncBase):
             timeout,
             partition_id=self._namespace.full_name(partition_id),
             data_fields=data_fields,
+            missing_ok=missing_ok,
         )
         return read_message(ProductionStatus, answer)
 
@@ -288,7 +311,7 @@ class AsyncClaimCalls(AsyncBase):
         self,
         partition_id: str,
         task_name: str,
-        epoch: int,
+        epoch: int | None = None,
         *,
         keep_consumed: bool = False,
         timeout: float | None = None,
@@ -298,7 +321,8 @@ class AsyncClaimCalls(AsyncBase):
         Args:
             partition_id: the partition.
             task_name: the consumer.
-            epoch: the epoch that ends: of many ranks that reset it, one does.
+            epoch: the epoch that ends: of many ranks that reset it, one does. None: whichever it is; each call ends
+                one, also where it is tried again.
             keep_consumed: keep what is consumed, and only count batches from 0 again.
             timeout: seconds until the call fails; None: the client's.
 
@@ -307,7 +331,8 @@ class AsyncClaimCalls(AsyncBase):
 
         Raises:
             StaleEpochError: the task is at another epoch.
-            PartitionNotFoundError: there is no such partition; TaskNotFoundError: no such task.
+            PartitionNotFoundError: there is no such partition.
+            TaskNotFoundError: the task has not asked for anything yet.
         """
         answer = await self._ask(
             lambda to: to.ResetConsumption,

@@ -9,7 +9,7 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from tq_service.addresses import parse_address
 from tq_service.client._async.calls import AsyncBase
-from tq_service.client.requests import field_specs, request_of, staleness_limit_messages
+from tq_service.client.requests import field_specs, listed, request_of, staleness_limit_messages
 from tq_service.results import (
     CheckpointCopy,
     PartitionDescription,
@@ -39,6 +39,8 @@ class AsyncPartitionCalls(AsyncBase):
         fields: Iterable[FieldSpec] = (),
         max_bytes: int | None = None,
         staleness_limits: Iterable[StalenessLimit] = (),
+        tasks: Iterable[str] = (),
+        samples_per_round: int | None = None,
         timeout: float | None = None,
     ) -> bytes:
         """Make a partition, or confirm that it is there as asked. Optional: its first samples make it too.
@@ -53,6 +55,11 @@ class AsyncPartitionCalls(AsyncBase):
                 of the service.
             staleness_limits: how far producers may be ahead of its tasks; puts of new samples wait for these. Empty: as
                 far as there is capacity.
+            tasks: names of all tasks that may consume it: each has consumed 0 before it ever asks, and another name
+                raises TaskNotFoundError. Empty: any name is a task.
+            samples_per_round: number of samples of a round, where the partition is used again and again: without a
+                seal, `check_consumption` is complete once the rounds that have begun are whole and consumed, and
+                `check_production` once they are whole and produced. None: that takes a seal.
             timeout: seconds until the call fails; None: the client's.
 
         Returns:
@@ -71,6 +78,8 @@ class AsyncPartitionCalls(AsyncBase):
             fields=field_specs(fields),
             max_bytes=max_bytes,
             staleness_limits=staleness_limit_messages(staleness_limits),
+            tasks=listed("tasks", tasks),
+            samples_per_round=samples_per_round,
         )
         return answer.incarnation
 
@@ -99,13 +108,14 @@ class AsyncPartitionCalls(AsyncBase):
         return answer.inserted_count
 
     async def clear_partition(
-        self, partition_id: str, *, incarnation: bytes = b"", timeout: float | None = None
+        self, partition_id: str, *, incarnation: bytes = b"", missing_ok: bool = False, timeout: float | None = None
     ) -> int:
         """Remove a partition with all it holds; its name may be used again. Calls that wait on it end.
 
         Args:
             partition_id: the partition.
             incarnation: that of the partition; empty: whichever.
+            missing_ok: return 0 instead of raising either of the errors below.
             timeout: seconds until the call fails; None: the client's.
 
         Returns:
@@ -121,6 +131,7 @@ class AsyncPartitionCalls(AsyncBase):
             timeout,
             partition_id=self._namespace.full_name(partition_id),
             incarnation=incarnation,
+            missing_ok=missing_ok,
         )
         return answer.cleared_count
 

@@ -237,7 +237,12 @@ class AsyncSampleCalls(AsyncBase):
         )
 
     async def lookup_samples(
-        self, partition_id: str, keys: Iterable[str] | None = None, *, timeout: float | None = None
+        self,
+        partition_id: str,
+        keys: Iterable[str] | None = None,
+        *,
+        missing_ok: bool = False,
+        timeout: float | None = None,
     ) -> tuple[BatchMeta, list[str]]:
         """Return the samples of known keys, in the order asked, and the keys that no sample has.
 
@@ -247,10 +252,11 @@ class AsyncSampleCalls(AsyncBase):
         Args:
             partition_id: the partition.
             keys: the keys; None: every sample of the partition, in the order of insertion, held and failed ones too.
+            missing_ok: whether a partition that is not there has no samples.
             timeout: seconds until the call fails; None: the client's.
 
         Raises:
-            PartitionNotFoundError: there is no such partition.
+            PartitionNotFoundError: there is no such partition, unless `missing_ok`.
             StaleIncarnationError: the partition was cleared between two pages.
         """
         deadline = self._deadline(timeout)
@@ -262,6 +268,7 @@ class AsyncSampleCalls(AsyncBase):
                 partition_id=self._namespace.full_name(partition_id),
                 keys=some,
                 all_samples=keys is None,
+                missing_ok=missing_ok,
             )
             async for page in self._pages(lambda to: to.LookupSamples, request, deadline):
                 parts.append(BatchMeta.from_proto(page.meta, self._namespace))
@@ -275,6 +282,7 @@ class AsyncSampleCalls(AsyncBase):
         partition_id: str | None = None,
         keys: Iterable[str] | None = None,
         global_indexes: Iterable[int] | None = None,
+        missing_ok: bool = False,
         timeout: float | None = None,
     ) -> int:
         """Remove samples; unknown keys and indexes are ignored.
@@ -284,6 +292,7 @@ class AsyncSampleCalls(AsyncBase):
             partition_id: or the partition,
             keys: with keys of samples,
             global_indexes: or their indexes.
+            missing_ok: whether there is nothing to remove where the partition is not there, instead of an error.
             timeout: seconds until the call fails; None: the client's.
 
         Returns:
@@ -301,6 +310,7 @@ class AsyncSampleCalls(AsyncBase):
             incarnation=b"" if metadata is None else metadata.incarnation,
             global_indexes=global_indexes if metadata is None else metadata.indexes,
             keys=keys,
+            missing_ok=missing_ok,
         )
         if not request.global_indexes and not request.keys:
             return 0

@@ -21,6 +21,7 @@ _NAMED = {
     "fields": ("max_fields", "fields", "put what differs from sample to sample as an object field"),
     "custom_meta": ("max_meta_columns", "custom_meta columns", "use one column for values of one kind"),
     "task_name": ("max_tasks", "tasks", "name tasks by what they do, not by process or step"),
+    "tasks": ("max_tasks", "tasks", "name tasks by what they do, not by process or step"),
 }
 
 
@@ -50,6 +51,7 @@ class Limits:
         """Refuse a new partition that is one too many, or declares too much."""
         self._check_count("max_partitions", "partitions", partition_count + 1, "clear some that are done")
         self._check_new("fields", partition_id, (), [spec.name for spec in settings.fields])
+        self._check_new("tasks", partition_id, (), settings.tasks)
 
     def check_samples(self, count: int) -> None:
         """Refuse samples of which there would be so many in all partitions."""

@@ -60,15 +60,14 @@ class TaskSeen(TaskChange):
     """A task asked for the first time."""
 
     def prepare(self, state: State) -> Partition | None:
-        """Find the partition, unless it knows the task."""
+        """Find the partition, unless it knows the task; raises TaskNotFoundError where it was created for others."""
         partition = state.partition(self.partition_id)
+        partition.check_task(self.task_name)
         return None if self.task_name in partition.tasks else partition
 
     def apply(self, state: State, prepared: Partition, step: Step) -> TaskLedger:
         """Open the task's ledger."""
-        task = TaskLedger(self.task_name, prepared.table, prepared.state, backlog=prepared.open_count)
-        prepared.tasks[self.task_name] = task
-        return task
+        return prepared.open_task(self.task_name)
 
 
 # Claims
