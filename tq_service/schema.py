@@ -39,6 +39,7 @@ class SampleState(StrEnum):
 
 
 BatchUnit = Literal["sample", "group"]
+Blocks = Literal["aligned", "anywhere"]
 KeyMode = Literal["upsert", "new", "existing"]
 Operator = Literal["==", "!=", "<", "<=", ">", ">=", "in"]
 MetaValue = int | float | bool | str

@@ -45,16 +45,20 @@ MOMENT = 5.0  # seconds; those of the model are multiples of 10, and a run is sh
 
 
 def sampler_of(asking):
-    policy = "take" if asking.take else "skip"
+    options = {
+        "n_samples_per_prompt": asking.block_size,
+        "incomplete_groups": "take" if asking.take else "skip",
+        "blocks": "anywhere" if asking.anywhere else "aligned",
+    }
     match asking.sampler:
         case "sequential":
             sampler = SequentialSampler()
         case "rank_aware":
-            sampler = RankAwareSampler(n_samples_per_prompt=asking.block_size, incomplete_groups=policy)
+            sampler = RankAwareSampler(**options)
         case "grpo_group_n":
-            sampler = GRPOGroupNSampler(n_samples_per_prompt=asking.block_size, incomplete_groups=policy)
+            sampler = GRPOGroupNSampler(**options)
         case _:
-            sampler = SeqlenBalancedSampler(n_samples_per_prompt=asking.block_size, incomplete_groups=policy)
+            sampler = SeqlenBalancedSampler(**options)
     return SlowSampler(sampler, turns=4, turns_before=4) if asking.slow else sampler
 
 
@@ -74,7 +78,7 @@ class Call:
             rank,
             task=task,
             sampler=driver.sampler(asking),
-            sampler_config=repr((asking.sampler, asking.block_size, asking.take, asking.slow)),
+            sampler_config=repr((asking.sampler, asking.block_size, asking.take, asking.anywhere, asking.slow)),
             least=asking.min_size if rank is None else None,
             request_id=request_id,
             epoch=epoch,
@@ -276,6 +280,7 @@ class Driver:
         if lease is not None:
             assert claim.delivery_counts.tolist() == [task.deliveries[row] for row in rows]
             assert lease.group_block_size == ((asking.block_size or 0) if asking.grouped else None)
+            assert (lease.blocks == "anywhere") == self.model.takes_runs(asking)
 
     def _check_packs(self, asking, parts):
         shapes = {tuple(len(step) for step in part.steps) for part in parts}
@@ -303,7 +308,11 @@ class Driver:
     def _check_units_are_whole(self, asking, rows):
         if not asking.grouped:
             return
-        for unit in {self.model.unit_of(asking, row) for row in rows}:
+        units = Counter(self.model.units_among(asking, rows).values())
+        for unit, count in units.items():
+            if self.model.takes_runs(asking):
+                assert (unit[0], count) == ("run", asking.block_size)
+                continue
             if unit[0] == "group" and not self.model.groups[unit[1]].declared:
                 continue  # may have got members since
             members = self.model.members(asking, unit)
@@ -317,7 +326,8 @@ class Driver:
             assert max(sizes) - min(sizes) <= 1
             assert asking.slow or max(sizes) <= asking.batch_size
             return
-        units = [{self.model.unit_of(asking, self.model.rows[index]) for index in part} for part in parts]
+        unit_of = self.model.units_among(asking, [self.model.rows[index] for part in parts for index in part])
+        units = [{unit_of[index] for index in part} for part in parts]
         for number, unit in enumerate(units):
             for other in units[number + 1 :]:
                 assert not unit & other  # a group is with one rank

@@ -47,6 +47,7 @@ class Asking:
     unit: str = "sample"
     grouped: bool = False
     block_size: int | None = None
+    anywhere: bool = False  # blocks begin at any index
     take: bool = False
     needs_length: bool = False
     least_version: int | None = None
@@ -83,6 +84,7 @@ class Claim:
     held: set
     left: set = field(default_factory=set)
     deadline: float = 0.0
+    runs: dict | None = None  # of each row, where they make up its groups
 
 
 @dataclass
@@ -220,6 +222,9 @@ class Model:
     def is_open(self, task, row):
         return row.state in ("live", "held") and row.index not in task.consumed | task.dead_lettered
 
+    def is_left(self, task, index):
+        return index in self.rows and self.is_open(task, self.rows[index])
+
     def is_ready(self, task, asking, row):
         return (
             row.state == "live"
@@ -249,10 +254,29 @@ class Model:
     def ready_units(self, task, asking, *, no_more):
         """Return what may be handed out: lists of rows that stay together, in order of their first member."""
         ready = self.in_order(asking, [row for row in self.rows.values() if self.is_ready(task, asking, row)])
-        together = {}
+        together, unit_of = {}, self.units_among(asking, ready)
         for row in ready:
-            together.setdefault(self.unit_of(asking, row), []).append(row)
+            together.setdefault(unit_of[row.index], []).append(row)
         return [rows for unit, rows in together.items() if self.is_whole(task, asking, unit, rows, no_more=no_more)]
+
+    def takes_runs(self, asking):
+        return asking.grouped and asking.anywhere and asking.block_size is not None and not self.had_groups
+
+    def units_among(self, asking, rows):
+        """Return the unit of each of some rows, by index: those of runs depend on which rows there are."""
+        indexes = sorted(row.index for row in rows)
+        if not self.takes_runs(asking):
+            return {row.index: self.unit_of(asking, row) for row in rows}
+        unit_of = {index: ("loose", index) for index in indexes}
+        size, at = asking.block_size, 0
+        while at <= len(indexes) - size:
+            some = indexes[at : at + size]
+            if some != list(range(some[0], some[0] + size)):
+                at += 1
+                continue
+            unit_of |= dict.fromkeys(some, ("run", some[0]))
+            at += size
+        return unit_of
 
     def unit_of(self, asking, row):
         if not asking.grouped:
@@ -275,6 +299,8 @@ class Model:
         return member is None or member.state in ("failed", "cleared") or member.index in task.dead_lettered
 
     def is_whole(self, task, asking, unit, ready_rows, *, no_more):
+        if unit[0] in ("run", "loose"):
+            return unit[0] == "run"
         members = self.members(asking, unit)
         left = [row for row in members if not self.is_lost(task, row)]
         if unit[0] == "group" and not self.is_complete(asking, unit[1], no_more=no_more):
@@ -290,6 +316,10 @@ class Model:
 
     def is_dead(self, task, asking, row):
         """Whether the row's group can no longer be whole, given that no new rows come."""
+        if self.takes_runs(asking):
+            size = asking.block_size
+            windows = [range(first, first + size) for first in range(row.index - size + 1, row.index + 1)]
+            return not any(all(self.is_left(task, index) for index in window) for window in windows)
         unit = self.unit_of(asking, row)
         members = self.members(asking, unit)
         broken = any(self.is_lost(task, member) for member in members)
@@ -352,7 +382,9 @@ class Model:
         return taken if size >= max(least, 1) else None
 
     def check_blocks(self, asking):
-        if asking.grouped and asking.block_size and not self.had_groups and self.insert_size_gcd % asking.block_size:
+        if not asking.grouped or not asking.block_size or asking.anywhere or self.had_groups:
+            return
+        if self.insert_size_gcd % asking.block_size:
             raise BlocksError
 
     def lacks_lengths(self, task, asking):
@@ -380,6 +412,8 @@ class Model:
         """Hand out rows to a queue worker."""
         self.consume(task, rows)
         claim = task.claims[request_id] = Claim(rows, asking, set(rows))
+        if self.takes_runs(asking):
+            claim.runs = self.units_among(asking, [self.rows[row] for row in rows])
         task.rows_of_claims[request_id] = rows
         if asking.lease:
             assert not set(rows) & (task.acked | task.dead_lettered), (
@@ -424,7 +458,10 @@ class Model:
 
     def parts_a_group(self, claim, rows):
         """Whether some rows of what is left of a claim are a part of a group only."""
-        units = [{self.unit_of(claim.asking, self.rows[row]) for row in some} for some in (rows, claim.left - rows)]
+        rest = claim.left - rows
+        if claim.runs:
+            return bool({claim.runs[row] for row in rows} & {claim.runs[row] for row in rest})
+        units = [{self.unit_of(claim.asking, self.rows[row]) for row in some} for some in (rows, rest)]
         return bool(units[0] & units[1])
 
     def ack(self, task, request_id, rows):

@@ -46,6 +46,7 @@ def asking_for(rng, *, ranked):
     grouped = sampler in ("grpo_group_n", "seqlen_balanced") or unit == "group" or block_size is not None
     batch_size = rng.choice([1, 2, 4] if block_size is None or unit == "group" else [block_size, 2 * block_size])
     finite = rng.random() < 0.2
+    anywhere = block_size is not None and rng.random() < 0.4
     return Asking(
         sampler=sampler,
         fields=rng.choice([("x",), ("x", "y")]),
@@ -55,7 +56,8 @@ def asking_for(rng, *, ranked):
         unit=unit,
         grouped=grouped,
         block_size=block_size,
-        take=sampler != "sequential" and rng.random() < 0.3,
+        anywhere=anywhere,
+        take=sampler != "sequential" and not anywhere and rng.random() < 0.3,
         needs_length=sampler == "seqlen_balanced",
         least_version=1 if rng.random() < 0.3 else None,
         newest_first=rng.random() < 0.2,
@@ -441,7 +443,8 @@ class Leasing(Interleaving):
             facts |= {"batch_size": 4, "min_size": rng.choice([1, 3])}
         ways = [facts]
         if rng.random() < 0.5:
-            singly = {"sampler": "sequential", "unit": "sample", "grouped": False, "block_size": None, "take": False}
+            singly = {"sampler": "sequential", "unit": "sample", "grouped": False, "block_size": None}
+            singly |= {"anywhere": False, "take": False}
             ways.append({**facts, **rng.choice([{}, {**singly, "needs_length": False}])})
         leases = [rng.choice([(50.0, None), (200.0, 1), (200.0, 2), (500.0, 3)]) for _ in ways]
         return {

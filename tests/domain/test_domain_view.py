@@ -5,6 +5,7 @@ import pytest
 from domain_support import (
     asks,
     batch_spec,
+    claim_rows,
     clear,
     close_groups,
     dense,
@@ -43,13 +44,14 @@ def ready(train, limit=None, **bound):
 
 
 def groups(
-    train, limit=None, *, no_more=False, unit="sample", block_size=None, take_incomplete=False, on_loop=True, **bound
-):
+    train, limit=None, *, no_more=False, unit="sample", block_size=None, take_incomplete=False, blocks="aligned",
+    on_loop=True, **bound
+):  # fmt: skip
     view = view_of(train, **bound)
     if not on_loop:
         view.leave_loop()
     view.no_more = view.no_more or no_more
-    found = view.ready_groups(limit, unit=unit, block_size=block_size, take_incomplete=take_incomplete)
+    found = view.ready_groups(limit, unit=unit, block_size=block_size, take_incomplete=take_incomplete, blocks=blocks)
     return [part.tolist() for part in np.split(found.rows, found.starts[1:])] if len(found) else []
 
 
@@ -147,6 +149,33 @@ def test_blocks_stand_in_where_there_are_no_groups(train):
     with pytest.raises(InvalidArgumentError, match="steps of 8") as caught:
         groups(train, block_size=3)
     assert caught.value.field == "n_samples_per_prompt"
+
+
+def test_runs_begin_anywhere(train):
+    insert(train, 1)
+    insert(train, 7, meta=[{"v": v} for v in (0, 0, 1, 1, 2, 2, 3)])
+    consume(train, 0)
+    runs = {"block_size": 2, "blocks": "anywhere"}
+    assert groups(train, **runs) == [[1, 2], [3, 4], [5, 6]]
+    update(train, [2], state="held")
+    assert groups(train, **runs) == [[3, 4], [5, 6]]
+    assert groups(train, 3, **runs) == [[3, 4]]
+    assert groups(train, 1, unit="group", **runs) == [[3, 4]]
+    assert groups(train, 1, unit="group", on_loop=False, **runs) == [[3, 4]]
+    assert groups(train, where=(Condition("v", ">=", (1,)),), **runs) == [[3, 4], [5, 6]]
+    assert groups(train, where=(Condition("v", ">", (1,)),), **runs) == [[5, 6]]
+    newest_first = {"order_by": (Order("v", descending=True),)}
+    assert groups(train, 4, **runs, **newest_first) == [[5, 6], [3, 4]]
+    assert groups(train, block_size=9, blocks="anywhere") == []
+
+
+def test_an_order_does_not_change_what_a_run_is(train):
+    insert(train, 3000, meta=[{"v": i % 7} for i in range(3000)])
+    consume(train, 0)
+    plain = groups(train, block_size=3, blocks="anywhere")
+    ordered = groups(train, 6, block_size=3, blocks="anywhere", on_loop=False, order_by=(Order("v", descending=True),))
+    assert {tuple(sorted(each)) for each in ordered} <= {tuple(each) for each in plain}
+    assert [max(index % 7 for index in each) for each in ordered] == [6, 6]
 
 
 def test_of_a_block_is_left_what_is_live_or_held(train):
@@ -328,7 +357,10 @@ def test_anything_else_about_rows(train):
 
 def all_is_ready(train, *, call="ready", **bound):
     view = view_of(train, **bound)
-    view.ready() if call == "ready" else view.ready_groups(block_size=2)
+    if call == "ready":
+        view.ready()
+    else:
+        view.ready_groups(block_size=2, blocks="anywhere" if call == "runs" else "aligned")
     return view.no_more_can_become_ready()
 
 
@@ -374,6 +406,55 @@ def test_no_row_of_a_block_that_can_never_be_whole_can_become_ready(train):
     assert not all_is_ready(train, call="groups")
     clear(train, np.array([5]))
     assert all_is_ready(train, call="groups")
+
+
+def test_no_row_without_enough_rows_beside_it_can_become_ready_in_a_run(train):
+    insert(train, 1)
+    insert(train, 3, ())
+    assert not all_is_ready(train, call="runs")
+    update(train, [2], state="failed")
+    assert not all_is_ready(train, call="runs")
+    consume(train, 0)
+    assert all_is_ready(train, call="runs")
+
+
+# What is left
+
+
+def test_what_is_left_is_neither_consumed_nor_failed_nor_excluded(train):
+    insert(train, 2, ())
+    insert(train, 6, meta=[{"v": v} for v in (1, 1, 1, 0, 1, 1)])
+    consume(train, 2)
+    update(train, [3], state="held")
+    update(train, [4], state="failed")
+    clear(train, np.array([7]))
+    assert view_of(train).left().tolist() == [0, 1, 3, 5, 6]
+    assert view_of(train).left(2).tolist() == [0, 1]
+    assert view_of(train, where=(Condition("v", "==", (1,)),)).left().tolist() == [0, 1, 3, 6]
+
+
+@pytest.mark.parametrize("on_loop", [True, False])
+def test_a_row_that_comes_back_is_left_again(train, on_loop):
+    def left(limit=1, **bound):
+        view = view_of(train, **bound)
+        if not on_loop:
+            view.leave_loop()
+        found = view.left(limit).tolist()
+        view.rejoin_loop()
+        return found
+
+    insert(train, 2000)
+    task = task_of(train, "t")
+    claim = claim_rows(train, task, np.arange(1500))
+    for _ in range(3):  # the start of the scan is moved
+        assert left() == [1500]
+        assert left(where=(Condition("v", "==", (1,)),)) == []
+    release(train, task, claim.request_id)
+    assert left() == [0]
+    consume(train, 0)
+    assert left(3) == [1, 2, 3]
+    reset(train, task, keep_consumed=False)
+    assert left() == [0]
 
 
 def test_planned_rows_are_looked_at_again(train):

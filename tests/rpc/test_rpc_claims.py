@@ -5,8 +5,11 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
+import pytest
 import torch
 from live_server import AnyClient, LiveServer
+
+import tq_service as tq
 
 ASKS: dict[str, Any] = {"partition_id": "train", "task_name": "t", "data_fields": ["x"]}
 
@@ -91,6 +94,27 @@ def test_queue_workers_take_groups(client: AnyClient) -> None:
     assert client.get_meta(**asks, batch_size=2, max_wait=0).status == "not_yet"
     second = client.get_meta(**asks, batch_size=2, min_batch_size=1)
     assert second.groups == ["c", "c"]
+
+
+def test_groups_of_neighbours_begin_anywhere_where_a_claim_says_so(client: AnyClient) -> None:
+    put_rows(client, 1)
+    put_rows(client, 6)
+    second = client.lookup_samples("train")[0].select_samples([1])
+    asks: dict[str, Any] = {**ASKS, "sampler": "grpo_group_n", "batch_size": 6, "min_batch_size": 1}
+    with pytest.raises(tq.InvalidArgumentError, match="blocks='anywhere'"):
+        client.get_meta(**asks, sampler_config={"n_samples_per_prompt": 3}, max_wait=0.0)
+    asks["sampler_config"] = {"n_samples_per_prompt": 3, "blocks": "anywhere"}
+    client.put(metadata=second, state="held")
+    got = client.get_meta(**asks, lease=60.0)
+    assert got.global_indexes == [2, 3, 4]
+    with pytest.raises(tq.InvalidArgumentError, match="are a group"):
+        client.ack(got.select_samples([0]))
+    assert client.ack(got) == 3
+    client.put(metadata=second, state="live")
+    client.seal_partition("train")
+    end = client.get_meta(**asks)
+    assert end.end is not None
+    assert end.end.in_incomplete_groups_count == 4
 
 
 def test_tasks_consume_independently(client: AnyClient) -> None:

@@ -29,15 +29,29 @@ class FakeView:
         rows = [row.index for row in self.all_rows.values() if row.ready and row.state == "live"]
         return np.array(rows[:limit], dtype=np.int64)
 
-    def ready_groups(self, limit=None, *, unit="sample", block_size=None, take_incomplete=False):
+    def left(self, limit=None):
+        return self.rows()[:limit]
+
+    def ready_groups(self, limit=None, *, unit="sample", block_size=None, take_incomplete=False, blocks="aligned"):
         taken, used = [], 0
-        for members in self._whole_groups(block_size, take_incomplete):
+        explicit = any(row.group is not None for row in self.all_rows.values())
+        in_runs = blocks == "anywhere" and block_size and not explicit
+        for members in self._runs(block_size) if in_runs else self._whole_groups(block_size, take_incomplete):
             used += 1 if unit == "group" else len(members)
             if limit is not None and used > limit:
                 break
             taken.append(members)
         rows = [row for members in taken for row in members]
         return Groups(rows=np.array(rows, dtype=np.int64), sizes=np.array([len(m) for m in taken], dtype=np.int64))
+
+    def _runs(self, size):
+        ready = self.ready().tolist()
+        while len(ready) >= size:
+            if ready[size - 1] - ready[0] == size - 1:
+                yield ready[:size]
+                ready = ready[size:]
+            else:
+                ready = ready[1:]
 
     def _whole_groups(self, block_size, take_incomplete):
         explicit = any(row.group is not None for row in self.all_rows.values())

@@ -62,6 +62,46 @@ def test_grpo_makes_groups_of_consecutive_blocks():
     assert parts(GRPOGroupNSampler(n_samples_per_prompt=2).plan(view, ranked(2, 3))) == [[0, 1], [2, 3], [4, 5]]
 
 
+@pytest.mark.parametrize(
+    ("ready", "size", "expected"),
+    [
+        ([1, 2, 3, 4], 2, [1, 2, 3, 4]),
+        ([0, 1, 3, 4, 6, 7], 3, None),
+        ([0, 1, 3, 4, 5, 6, 7, 9, 10, 11], 3, [3, 4, 5, 9, 10, 11]),
+        ([0, 2, 3, 4, 5, 6], 3, [2, 3, 4]),
+        ([5], 1, [5]),
+        ([], 2, None),
+    ],
+)
+def test_grpo_takes_runs_of_ready_samples_wherever_they_begin(ready, size, expected):
+    view = FakeView([Row(i, ready=i in ready) for i in range(12)])
+    plan = GRPOGroupNSampler(n_samples_per_prompt=size, blocks="anywhere").plan(view, queue(4 * size))
+    assert plan == expected if plan is None else parts(plan) == [expected]
+
+
+def test_runs_are_balanced_whole():
+    view = FakeView([Row(i, ready=i not in {0, 3}, length=length) for i, length in enumerate([1, 9, 9, 1, 8, 8, 1, 1])])
+    sampler = SeqlenBalancedSampler(n_samples_per_prompt=2, blocks="anywhere")
+    assert parts(sampler.plan(view, ranked(4, 2, min_size=1))) == [
+        [
+            1,
+            2,
+        ],
+        [4, 5, 6, 7],
+    ]
+
+
+def test_names_go_before_runs():
+    view = FakeView([Row(i, group="a" if i < 3 else "b") for i in range(6)], group_sizes={"a": 3, "b": 3})
+    assert parts(GRPOGroupNSampler(n_samples_per_prompt=2, blocks="anywhere").plan(view, queue(4))) == [[0, 1, 2]]
+
+
+@pytest.mark.parametrize("options", [{"blocks": "here"}, {"blocks": "anywhere", "incomplete_groups": "take"}])
+def test_runs_refuse_what_they_cannot_do(options):
+    with pytest.raises(ValueError, match="expected"):
+        GRPOGroupNSampler(n_samples_per_prompt=2, **options)
+
+
 def test_grpo_waits_for_the_member_that_is_missing():
     rows = [Row(i, group="u0", ready=i != 3) for i in range(4)]
     view = FakeView(rows, group_sizes={"u0": 4})

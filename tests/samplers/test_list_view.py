@@ -1,7 +1,9 @@
 """The view of a list: what it answers, and that every built-in sampler plans it to its end."""
 
+from typing import get_args
+
 import pytest
-from fake_view import FakeView, Row, view_of_samples
+from fake_view import FakeView, Row
 
 from tq_service.samplers import (
     GRPOGroupNSampler,
@@ -13,6 +15,7 @@ from tq_service.samplers import (
     SequentialSampler,
     TokenBudgetSampler,
 )
+from tq_service.schema import Blocks
 
 SAMPLERS = [
     SequentialSampler(),
@@ -40,16 +43,16 @@ def test_every_built_in_sampler_consumes_it_whole(sampler, group_size):
 
 @pytest.mark.parametrize("unit", ["sample", "group"])
 @pytest.mark.parametrize("limit", [None, 0, 1, 3, 4])
-@pytest.mark.parametrize("block_size", [None, 2, 3])
+@pytest.mark.parametrize("options", [{}, *({"block_size": n, "blocks": b} for n in (2, 3) for b in get_args(Blocks))])
 @pytest.mark.parametrize("group_size", [None, 3])
-def test_its_groups_are_those_of_a_partition(unit, limit, block_size, group_size):
-    view = ListView(LENGTHS, group_size=group_size)
-    reference = view_of_samples(8)
-    if group_size:
-        rows = [Row(i, group=str(i // 3)) for i in range(8)]
-        reference = FakeView(rows, closed={"0", "1", "2"})
-    found = view.ready_groups(limit, unit=unit, block_size=block_size)
-    expected = reference.ready_groups(limit, unit=unit, block_size=block_size)
+@pytest.mark.parametrize("unproduced", [(), (0,), (3, 4)])
+def test_its_groups_are_those_of_a_partition(unit, limit, options, group_size, unproduced):
+    view = ListView(LENGTHS, group_size=group_size, unproduced=unproduced)
+    names = [str(i // 3) if group_size else None for i in range(8)]
+    rows = [Row(i, group=names[i], ready=i not in unproduced) for i in range(8)]
+    reference = FakeView(rows, closed={"0", "1", "2"})
+    found = view.ready_groups(limit, unit=unit, **options)
+    expected = reference.ready_groups(limit, unit=unit, **options)
     assert found.rows.tolist() == expected.rows.tolist()
     assert found.sizes.tolist() == expected.sizes.tolist()
 
@@ -59,6 +62,16 @@ def test_a_group_with_a_consumed_sample_is_not_ready():
     view.consume(view.rows()[1:2])
     assert view.ready().tolist() == [0, 2, 3]
     assert view.ready_groups().rows.tolist() == [2, 3]
+
+
+def test_what_is_left_is_produced_or_not():
+    view = ListView([1, 1, 1, 1], unproduced=[1, 2])
+    view.consume(view.rows()[:1])
+    assert view.left().tolist() == [1, 2, 3]
+    assert view.left(2).tolist() == [1, 2]
+    assert view.ready().tolist() == [3]
+    view.produce(view.rows()[2:])
+    assert view.ready().tolist() == [2, 3]
 
 
 def test_meta_and_names():

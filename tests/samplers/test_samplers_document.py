@@ -27,7 +27,7 @@ def request(batch_size, *, min_size=None):
 def test_the_code_runs():
     blocks = re.findall(r"(<!-- not run -->\n)?```python\n(.*?)```", DOCUMENT, re.DOTALL)
     code = [block for not_run, block in blocks if not not_run]
-    assert len(code) == 3
+    assert len(code) == 4
     exec(compile("\n".join(code), "docs/samplers.md", "exec"), {"__name__": "samplers_document"})
 
 
@@ -42,6 +42,11 @@ def test_the_worked_examples():
     assert parts(SequentialSampler().plan(view_of_samples(5), request(4, min_size=1))) == [[0, 1, 2], [3, 4]]
     prompts = FakeView([Row(i, group="abcd"[i // 3], ready=i != 4) for i in range(12)])
     assert parts(GRPOGroupNSampler(n_samples_per_prompt=3).plan(prompts, request(3))) == [[0, 1, 2], [6, 7, 8]]
+    runs = FakeView([Row(i, ready=i not in {0, 5}) for i in range(9)])
+    assert parts(GRPOGroupNSampler(n_samples_per_prompt=3, blocks="anywhere").plan(runs, request(3))) == [
+        [1, 2, 3],
+        [6, 7, 8],
+    ]
     assert parts(RankAwareSampler().plan(view_of_samples(6), request(3))) == [[0, 2, 4], [1, 3, 5]]
     pairs = RankAwareSampler(n_samples_per_prompt=2).plan(view_of_samples(8), request(4))
     assert parts(pairs) == [[0, 1, 4, 5], [2, 3, 6, 7]]

@@ -13,7 +13,7 @@ from typing import ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tq_service.schema import BatchUnit
+from tq_service.schema import BatchUnit, Blocks
 
 Indexes = NDArray[np.int64]
 
@@ -135,6 +135,7 @@ class View(Protocol):
         unit: BatchUnit = "sample",
         block_size: int | None = None,
         take_incomplete: bool = False,
+        blocks: Blocks = "aligned",
     ) -> Groups:
         """Return whole groups whose members are all ready, in the order of their first member.
 
@@ -146,9 +147,19 @@ class View(Protocol):
                 in for them. None without explicit groups: each sample is a group of one.
             take_incomplete: deliver the rest of a group of which members failed or were cleared, instead of
                 skipping it.
+            blocks: where such blocks begin: at multiples of `block_size`, or anywhere: any `block_size` ready rows
+                whose indexes follow each other are a group then, the earliest first.
 
         Raises:
-            InvalidArgumentError: blocks are asked for and some put of new rows was not a multiple of `block_size`.
+            InvalidArgumentError: aligned blocks are asked for and some put of new rows was not a multiple of
+                `block_size`.
+        """
+        ...
+
+    def left(self, limit: int | None = None) -> Indexes:
+        """Return up to `limit` rows that are left for the task, ready or not, in index order.
+
+        These are live or held, not consumed, not leased, and not ruled out by the request's `where`.
         """
         ...
 

@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from tq_service.domain.claims.runs import groups_in_runs
 from tq_service.domain.plan import Groups, Indexes
-from tq_service.schema import BatchUnit
+from tq_service.schema import BatchUnit, Blocks
 
 
 class ListView:
-    """Implements `View` over samples 0, 1, ... in memory, all of them ready until they are consumed."""
+    """Implements `View` over samples 0, 1, ... in memory, which are ready once they are produced, until consumed."""
 
     def __init__(
         self,
@@ -20,6 +21,7 @@ class ListView:
         *,
         group_size: int | None = None,
         meta: Mapping[str, Sequence[object]] | None = None,
+        unproduced: Sequence[int] | Indexes = (),
     ) -> None:
         """Make a view.
 
@@ -27,12 +29,16 @@ class ListView:
             lengths: token count of each sample.
             group_size: neighbours that form an explicit group, the last of which may be smaller; None: no groups.
             meta: custom_meta columns, one value a sample.
+            unproduced: samples that lack a field, see `produce`.
 
         Raises:
             ValueError: `group_size` is below 1, or a column of `meta` has not one value a sample.
+            IndexError: one of `unproduced` is no sample.
         """
         self._lengths = np.asarray(lengths, np.int64)
-        self._ready = np.ones(self._lengths.size, np.bool_)
+        self._produced = np.ones(self._lengths.size, np.bool_)
+        self._produced[np.asarray(unproduced, np.int64)] = False
+        self._left = np.ones(self._lengths.size, np.bool_)
         self._group_size = group_size
         self._meta = {name: np.asarray(column) for name, column in (meta or {}).items()}
         if group_size is not None and group_size < 1:
@@ -45,12 +51,20 @@ class ListView:
                 )
 
     def consume(self, rows: Indexes) -> None:
-        """Let these rows be ready no longer, as if they had been delivered and acknowledged."""
-        self._ready[rows] = False
+        """Let these rows be left no longer, as if they had been delivered and acknowledged."""
+        self._left[rows] = False
+
+    def produce(self, rows: Indexes) -> None:
+        """Let these rows have all their fields."""
+        self._produced[rows] = True
 
     def ready(self, limit: int | None = None) -> Indexes:
-        """Return up to `limit` samples that are not consumed, in order."""
-        return np.flatnonzero(self._ready)[:limit]
+        """Return up to `limit` samples that are produced and not consumed, in order."""
+        return np.flatnonzero(self._is_ready)[:limit]
+
+    @property
+    def _is_ready(self) -> NDArray[np.bool_]:
+        return self._produced & self._left
 
     def ready_groups(
         self,
@@ -59,20 +73,29 @@ class ListView:
         unit: BatchUnit = "sample",
         block_size: int | None = None,
         take_incomplete: bool = False,
+        blocks: Blocks = "aligned",
     ) -> Groups:
         """Return whole groups as `View.ready_groups` does; none is incomplete, as no sample of a list fails."""
         rows = self.rows()
         size = self._group_size or block_size or 1
         starts = rows[::size]
-        if self._group_size is None:  # a block is complete with its last sample, an explicit group as it is
+        if self._group_size is None and blocks == "anywhere":
+            starts = np.unique(groups_in_runs(self.ready(), size))
+            starts = starts[starts >= 0]
+        elif self._group_size is None:  # a block is complete with its last sample, an explicit group as it is
             starts = starts[starts + size <= rows.size]
-        starts = np.array([start for start in starts if self._ready[start : start + size].all()], np.int64)
+        is_ready = self._is_ready
+        starts = np.array([start for start in starts if is_ready[start : start + size].all()], np.int64)
         sizes = np.minimum(starts + size, rows.size) - starts
         if limit is not None:
             used = np.arange(1, sizes.size + 1) if unit == "group" else np.cumsum(sizes)
             sizes = sizes[used <= limit]
         members = [rows[start : start + size] for start in starts[: sizes.size]]
         return Groups(rows=np.concatenate([rows[:0], *members]), sizes=sizes)
+
+    def left(self, limit: int | None = None) -> Indexes:
+        """Return up to `limit` samples that are not consumed, produced or not, in order."""
+        return np.flatnonzero(self._left)[:limit]
 
     def lengths(self, rows: Indexes) -> Indexes:
         """Return token counts `(n,)`."""

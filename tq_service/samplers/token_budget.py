@@ -88,10 +88,7 @@ class TokenBudgetSampler(LengthSampler):
         full = self.take_groups(view, replace(request, min_size=request.total_size))
         if full is not None:
             return full, True
-        take_incomplete = self.incomplete_groups == "take"
-        unit, block_size = request.batch_unit, self.n_samples_per_prompt
-        ready = view.ready_groups(request.total_size, unit=unit, block_size=block_size, take_incomplete=take_incomplete)
-        return ready, False
+        return self.ready_groups(view, request.total_size, request.batch_unit), False
 
     def _fitting_count(self, groups: Groups, lengths: Indexes, is_few: NDArray[np.bool_]) -> int:
         """Return how many groups come before the first that fits no rank, or whose samples fit no micro-batch."""

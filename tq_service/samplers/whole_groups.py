@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from tq_service.domain.plan import Groups, Indexes, PlanRequest, Sampler, View
 from tq_service.errors import InvalidArgumentError
+from tq_service.schema import BatchUnit, Blocks
 
 IncompleteGroups = Literal["skip", "take"]
 
@@ -28,10 +29,13 @@ class GroupSampler(Sampler):
             blocks of consecutive indexes; None: explicit groups, or else single samples.
         incomplete_groups: what to do with a group of which members failed or were cleared: "skip" it, or "take" the
             rest.
+        blocks: where blocks of consecutive indexes begin: "aligned" to multiples of their length, or "anywhere": any so
+            many ready samples whose indexes follow each other are a group.
     """
 
     n_samples_per_prompt: int | None = None
     incomplete_groups: IncompleteGroups = "skip"
+    blocks: Blocks = "aligned"
 
     # Subclasses that check more call this by its class: `super()` means a class that `slots=True` has replaced.
     def __post_init__(self) -> None:
@@ -39,6 +43,13 @@ class GroupSampler(Sampler):
             raise ValueError(f"n_samples_per_prompt: got {self.n_samples_per_prompt}, expected at least 1")
         if self.incomplete_groups not in ("skip", "take"):
             raise ValueError(f"incomplete_groups: got {self.incomplete_groups!r}, expected 'skip' or 'take'")
+        if self.blocks not in ("aligned", "anywhere"):
+            raise ValueError(f"blocks: got {self.blocks!r}, expected 'aligned' or 'anywhere'")
+        if self.blocks == "anywhere" and self.incomplete_groups == "take":
+            raise ValueError(
+                "incomplete_groups: got 'take' with blocks='anywhere', expected 'skip', since such groups are found "
+                "among the ready samples; name the groups with groups= to take the rest of them"
+            )
 
     def check(self, request: PlanRequest) -> None:
         """Raise InvalidArgumentError where `batch_size` counts samples and is not a multiple of the group size."""
@@ -53,13 +64,26 @@ class GroupSampler(Sampler):
 
     def take_groups(self, view: View, request: PlanRequest) -> Groups | None:
         """Return the next whole groups for this request, or None where too few are ready; see `take_groups`."""
-        return take_groups(
-            view, request, block_size=self.n_samples_per_prompt, incomplete_groups=self.incomplete_groups
+        return take_groups(view, request, self.ready_groups)
+
+    def ready_groups(self, view: View, limit: int, unit: BatchUnit) -> Groups:
+        """Return the next whole groups, as many as so many units hold."""
+        return view.ready_groups(
+            limit,
+            unit=unit,
+            block_size=self.n_samples_per_prompt,
+            take_incomplete=self.incomplete_groups == "take",
+            blocks=self.blocks,
         )
 
 
+def named_groups(view: View, limit: int, unit: BatchUnit) -> Groups:
+    """Return the next whole groups that have names, as many as so many units hold; single samples without names."""
+    return view.ready_groups(limit, unit=unit)
+
+
 def take_groups(
-    view: View, request: PlanRequest, *, block_size: int | None = None, incomplete_groups: IncompleteGroups = "skip"
+    view: View, request: PlanRequest, ready_groups: Callable[[View, int, BatchUnit], Groups] = named_groups
 ) -> Groups | None:
     """Return the next whole groups, as many as the request holds, or None where too few are ready.
 
@@ -70,14 +94,13 @@ def take_groups(
     Raises:
         InvalidArgumentError: the first group alone is larger than the whole batch, so that no plan can ever take it.
     """
-    take_incomplete = incomplete_groups == "take"
     unit, total = request.batch_unit, request.total_size
-    groups = view.ready_groups(total, unit=unit, block_size=block_size, take_incomplete=take_incomplete)
+    groups = ready_groups(view, total, unit)
     if len(groups) and _size(groups, request) >= request.min_size:
         return groups
     if unit == "group":
         return None  # groups count one each: a group more always fits
-    more = view.ready_groups(len(groups) + 1, unit="group", block_size=block_size, take_incomplete=take_incomplete)
+    more = ready_groups(view, len(groups) + 1, "group")
     fitting = _prefix(more, total)
     if len(fitting) == len(more):
         # Groups may have become ready between the two questions.

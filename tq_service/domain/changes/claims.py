@@ -16,6 +16,7 @@ from tq_service.domain.changes.state_machine import Change, State, Step
 from tq_service.domain.claims.grouping import Grouping
 from tq_service.domain.claims.ledger import QueueClaim, RecordedPlan, TaskLedger
 from tq_service.domain.claims.request import BatchSpec, LeaseTerms
+from tq_service.domain.claims.runs import groups_in_runs
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Indexes
 from tq_service.domain.states import LIVE
@@ -321,7 +322,7 @@ def _left(partition: Partition, task: TaskLedger, claim: QueueClaim, rows: Index
     left = partition.table.index.data[positions]
     is_named = np.isin(left, rows)
     if claim.lease is not None:
-        _check_whole_groups(partition, task, claim.lease.group_block_size, positions, is_named)
+        _check_whole_groups(partition, task, claim, positions, is_named)
     elif not is_named.all():
         raise InvalidArgumentError(
             f"got {rows.size} of the {left.size} samples of a claim without a lease, which is released whole; ask "
@@ -366,12 +367,18 @@ def _check_held(partition: Partition, task: TaskLedger, claim: QueueClaim, rows:
 
 
 def _check_whole_groups(
-    partition: Partition, task: TaskLedger, block_size: int | None, positions: Indexes, is_named: NDArray[np.bool_]
+    partition: Partition, task: TaskLedger, claim: QueueClaim, positions: Indexes, is_named: NDArray[np.bool_]
 ) -> None:
     """Refuse a part of a group, of which the rest could never be delivered again as a whole one."""
-    if block_size is None or is_named.all() or not is_named.any():
+    lease = claim.lease
+    block_size = None if lease is None else lease.group_block_size
+    if lease is None or block_size is None or is_named.all() or not is_named.any():
         return
-    ids = Grouping(partition, task, block_size or None).ids(positions)
+    if lease.blocks == "anywhere":  # found among what was claimed, of which some may be acknowledged or gone
+        claimed = np.sort(claim.rows)
+        ids = groups_in_runs(claimed, block_size)[np.searchsorted(claimed, partition.table.index.data[positions])]
+    else:
+        ids = Grouping(partition, task, block_size or None).ids(positions)
     parted = np.intersect1d(ids[is_named], ids[~is_named])
     if parted.size:
         is_member = ids == parted[0]

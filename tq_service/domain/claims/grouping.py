@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 from numpy.typing import NDArray
 
 from tq_service.domain.claims.ledger import TaskLedger
+from tq_service.domain.claims.runs import groups_in_runs, run_lengths
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Indexes
-from tq_service.domain.states import DEAD_LETTERED, is_open
+from tq_service.domain.states import DEAD_LETTERED, UNCLAIMED, is_open
 from tq_service.domain.tables.groups import NO_GROUP
 from tq_service.errors import InvalidArgumentError
+from tq_service.schema import Blocks
 
 
 class Grouping:
@@ -22,6 +26,8 @@ class Grouping:
     A group has lost its members that failed, were cleared, or were dead-lettered by the task. The rest of it is
     delivered if `take_incomplete`, and never otherwise.
     """
+
+    blocks: ClassVar[Blocks] = "aligned"
 
     def __init__(
         self, partition: Partition, task: TaskLedger, block_size: int | None, *, take_incomplete: bool = False
@@ -38,7 +44,8 @@ class Grouping:
         if size is not None and not self._groups.in_use and step % size:
             raise InvalidArgumentError(
                 f"n_samples_per_prompt is {size}, but samples were put in steps of {step}: blocks of consecutive "
-                f"indexes are not groups; put multiples of {size}, or name the groups with groups=",
+                f"indexes are not groups; put multiples of {size}, name the groups with groups=, or have them begin "
+                f"anywhere with blocks='anywhere'",
                 field="n_samples_per_prompt",
             )
 
@@ -129,3 +136,52 @@ class Grouping:
         lost = np.sort(self._groups.of_rows[positions])
         counts: Indexes = np.searchsorted(lost, slots, "right") - np.searchsorted(lost, slots)
         return counts
+
+
+class Runs(Grouping):
+    """Groups of `block_size` rows whose indexes follow each other, anywhere among the rows that are ready.
+
+    A row has no group of its own: which one it is in depends on the rows beside it that are ready as well.
+    """
+
+    blocks: ClassVar[Blocks] = "anywhere"
+
+    def __init__(self, partition: Partition, task: TaskLedger, block_size: int) -> None:
+        super().__init__(partition, task, block_size)
+        self._size = block_size
+
+    def check(self) -> None:
+        """Accept any partition."""
+
+    def ids(self, positions: Indexes) -> Indexes:
+        """Return the id of the group that each row has among these rows."""
+        by_index = np.argsort(positions)
+        ids = np.empty_like(positions)
+        ids[by_index] = groups_in_runs(self._partition.table.index.data[positions[by_index]], self._size)
+        return np.where(ids < 0, -2 - positions, ids)
+
+    def members(self, positions: Indexes) -> Indexes:
+        """Return the positions of all rows, any of which may be in one group with another."""
+        return np.arange(self._partition.table.count)
+
+    def needed(self, ids: Indexes, *, no_more: bool) -> Indexes:
+        """Return how many members each group has, -1 for a row without one."""
+        return np.where(ids < 0, -1, self._size)
+
+    def is_dead(self, positions: Indexes) -> NDArray[np.bool_]:
+        """Return for each row whether too few rows are left beside it, given that no new rows come."""
+        count = self._partition.table.count
+        left = is_open(self._partition.state.data[:count]) & (self._task.claim.data[:count] == UNCLAIMED)
+        lengths = np.zeros(count, np.int64)
+        lengths[left] = run_lengths(self._partition.table.index.data[:count][left])[1]
+        dead: NDArray[np.bool_] = lengths[positions] < self._size
+        return dead
+
+
+def grouping_of(
+    partition: Partition, task: TaskLedger, block_size: int | None, blocks: Blocks, *, take_incomplete: bool = False
+) -> Grouping:
+    """Return the groups that a sampler asks for; those that have names are never anything else."""
+    if blocks == "anywhere" and block_size is not None and not partition.groups.in_use:
+        return Runs(partition, task, block_size)
+    return Grouping(partition, task, block_size, take_incomplete=take_incomplete)

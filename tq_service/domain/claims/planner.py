@@ -23,6 +23,7 @@ from typing import Any, Protocol, TypeAlias
 
 from tq_service.domain.changes.claims import BatchPlanned, ClaimReleased, EndReached, QueueClaimed
 from tq_service.domain.changes.state_machine import Change
+from tq_service.domain.claims.grouping import Grouping
 from tq_service.domain.claims.ledger import QueueClaim, RecordedPlan, TaskLedger
 from tq_service.domain.claims.request import ClaimRequest, ClaimSpec
 from tq_service.domain.claims.view import PartitionView, ReadyIndex
@@ -88,12 +89,12 @@ class Planned:
     Attributes:
         plan: as it is recorded.
         positions: of all its rows, in the table of this moment.
-        group_block_size: what keeps its groups together, see `LeaseTerms`; None where its sampler took no whole ones.
+        grouping: what its groups are; None where its sampler took no whole ones.
     """
 
     plan: RecordedPlan
     positions: Indexes
-    group_block_size: int | None
+    grouping: Grouping | None
 
 
 Found: TypeAlias = Planned | NoPlan
@@ -422,9 +423,9 @@ class Planner:
         self._count_serve()
         if isinstance(found, EndFound):
             return found.end
-        terms = request.lease
-        if terms is not None:
-            terms = replace(terms, group_block_size=found.group_block_size)
+        terms, grouping = request.lease, found.grouping
+        if terms is not None and grouping is not None:
+            terms = replace(terms, group_block_size=grouping.block_size or 0, blocks=grouping.blocks)
         change = QueueClaimed(**self._names, request_id=request.request_id, plan=found.plan, lease=terms)
         claim: QueueClaim = self._commit(change, (self._partition, self._task, found.positions))
         claim.answer_count = 1
@@ -629,8 +630,7 @@ class PlanSearch:
         positions = view.still_ready(recorded.rows)
         if positions is None:
             return None
-        block_size = None if view.grouping is None else view.grouping.block_size or 0
-        return Planned(recorded, positions, block_size)
+        return Planned(recorded, positions, view.grouping)
 
     async def _run_inline(self, sampler: Sampler, view: PartitionView, wanted: PlanRequest) -> Plan | None:
         if view.is_heavy:

@@ -10,7 +10,7 @@ from typing import Final
 from tq_service.domain.plan import PlanRequest, Sampler
 from tq_service.domain.tables.meta import Condition, Order
 from tq_service.errors import InvalidArgumentError
-from tq_service.schema import MOST_SAMPLES, BatchUnit, check_id, check_name, check_range, check_unique
+from tq_service.schema import MOST_SAMPLES, BatchUnit, Blocks, check_id, check_name, check_range, check_unique
 
 MAX_LEASE_SECONDS: Final = 86_400.0
 _MOST_RANKS: Final = 65_536
@@ -93,6 +93,7 @@ class LeaseTerms:
         group_block_size: where the claim is of whole groups, which then are acknowledged, released and redelivered
             whole: 0 for named groups, else the length of the blocks of consecutive indexes that stand in for
             them; None: samples come and go one by one.
+        blocks: where these begin: at multiples of their length, or anywhere.
 
     Raises:
         InvalidArgumentError: a number is out of its range.
@@ -101,6 +102,7 @@ class LeaseTerms:
     seconds: float
     max_deliveries: int | None = None
     group_block_size: int | None = None
+    blocks: Blocks = "aligned"
 
     def __post_init__(self) -> None:
         if self.seconds == 0 and self.max_deliveries:

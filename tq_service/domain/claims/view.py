@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tq_service.domain.claims.grouping import Grouping
+from tq_service.domain.claims.grouping import Grouping, grouping_of
 from tq_service.domain.claims.ledger import TaskLedger
 from tq_service.domain.claims.ordered_rows import OrderedRows
 from tq_service.domain.claims.readiness import Readiness, ScanKey
@@ -20,7 +20,7 @@ from tq_service.domain.plan import Groups, Indexes, LengthSource, MustBeAwaited
 from tq_service.domain.states import CLEARED, FAILED, STATE_NAMES, UNCLAIMED, is_open
 from tq_service.domain.tables.meta import Order
 from tq_service.errors import MissingLengthError
-from tq_service.schema import BatchUnit, EndCounts
+from tq_service.schema import BatchUnit, Blocks, EndCounts
 
 _LEAST_CHUNK = 1024
 _MOST_ON_LOOP = 1 << 13  # rows that a claim with an order looks at on the event loop; most look at a few dozen
@@ -29,6 +29,7 @@ _MOST_SCAN_STARTS = 64
 _MOST_SCAN_START_BYTES = 2**20
 _VALUE_BYTES = 64  # of a value beside its text
 _MOST_ORDERS = 4
+_LEFT: ScanKey = ((), (), None)  # of the rows that are left, ready or not; no kind of claim has no fields
 
 
 class ReadyIndex:
@@ -69,6 +70,10 @@ class ReadyIndex:
     def start(self, key: ScanKey) -> int:
         """Return the global index at which a scan may start."""
         return self._starts.get(key, 0)
+
+    def has_start(self, key: ScanKey) -> bool:
+        """Whether scans of a kind have a start that is kept."""
+        return key in self._starts
 
     def set_start(self, key: ScanKey, index: int) -> None:
         """Have later scans start at a global index."""
@@ -137,6 +142,7 @@ class PartitionView:
         self.seen_count = 0
         self.exhausted = False
         self.grouping: Grouping | None = None
+        self._has_read_left = False
 
     @property
     def is_heavy(self) -> bool:
@@ -154,10 +160,14 @@ class PartitionView:
             self._ordered = self._ordered.fork(self._rows)
         else:  # move the start of the scan here, where it may be moved
             self.ready(1)
+        if self._index.has_start(_LEFT):
+            self.left(1)
         self._loop_budget = None
 
     def rejoin_loop(self) -> None:
         """Keep what was found out on the other thread, which has ended."""
+        if self._has_read_left:  # have the next view move the start before it leaves
+            self._index.set_start(_LEFT, self._index.start(_LEFT))
         if self._origin is not None and self._ordered is not None:
             self._origin.merge(self._ordered)
 
@@ -172,15 +182,17 @@ class PartitionView:
         return first
 
     def ready_groups(self, limit: int | None = None, *, unit: BatchUnit = "sample", block_size: int | None = None,
-                     take_incomplete: bool = False) -> Groups:  # fmt: skip
+                     take_incomplete: bool = False, blocks: Blocks = "aligned") -> Groups:  # fmt: skip
         """Return whole groups, see `View.ready_groups`.
 
         Raises:
             MustBeAwaited: the members of groups lie so far apart that they are to be looked for off the event loop.
         """
-        self.grouping = Grouping(self._partition, self._task, block_size, take_incomplete=take_incomplete)
+        self.grouping = grouping_of(self._partition, self._task, block_size, blocks, take_incomplete=take_incomplete)
         self.grouping.check()
-        for found, is_last in self._scan(limit if limit is None else max(_LEAST_CHUNK, limit)):
+        # Among which rows a run is found must not depend on the order.
+        is_whole_scan = limit is None or (self.grouping.blocks == "anywhere" and self._ordered is not None)
+        for found, is_last in self._scan(None if is_whole_scan else max(_LEAST_CHUNK, limit or 0)):
             if self._loop_budget is not None and found.size > _MOST_IN_GROUPS_ON_LOOP:
                 raise MustBeAwaited
             positions = found
@@ -215,18 +227,18 @@ class PartitionView:
         while True:
             end = min(self._count, start + size)
             found = np.concatenate([found, start + np.flatnonzero(self._rows.ready(slice(start, end)))])
-            self._move_start(int(found[0]) if found.size else end)
+            self._move_start(self._rows.key, int(found[0]) if found.size else end)
             yield found, end == self._count
             if end == self._count:
                 return
             start, size = end, 2 * size
 
-    def _move_start(self, position: int) -> None:
+    def _move_start(self, key: ScanKey, position: int) -> None:
         """Have later scans start at a position before which no row is ready, unless one may have become so."""
         table = self._rows.table
         if self._loop_budget is not None and self._version == self._partition.version:
             index = int(table.index.data[position]) if position < table.count else table.next_index
-            self._index.set_start(self._rows.key, index)
+            self._index.set_start(key, index)
 
     def _scan_order(self, ordered: OrderedRows, least: int | None) -> Iterator[tuple[Indexes, bool]]:
         """Look at more and more rows in their order, but not at many on the event loop.
@@ -246,6 +258,21 @@ class PartitionView:
             least *= 2
 
     # Anything else about rows
+
+    def left(self, limit: int | None = None) -> Indexes:
+        """Return rows that are left for the task, see `View.left`."""
+        self._has_read_left = True
+        found, start = np.zeros(0, np.int64), self._rows.table.position_from(self._index.start(_LEFT))
+        size, first = self._count if limit is None else max(_LEAST_CHUNK, limit), None
+        while start < self._count and (limit is None or found.size < limit):
+            open_rows, is_excluded = self._open_rows(start, start + size)
+            if first is None and open_rows.size:
+                first = int(open_rows[0])
+            found = np.concatenate([found, open_rows[~is_excluded]])
+            start, size = start + size, 2 * size
+        self._move_start(_LEFT, min(start, self._count) if first is None else first)
+        rows: Indexes = self._rows.table.index.data[found[:limit]]
+        return rows
 
     def lengths(self, rows: Indexes) -> Indexes:
         """Return token counts, see `View.lengths`."""
