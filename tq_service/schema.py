@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -36,6 +36,15 @@ class SampleState(StrEnum):
     LIVE = "live"
     HELD = "held"
     FAILED = "failed"
+
+
+class SampleConsumption(IntEnum):
+    """What a task has done with a sample, by the numbers of the protos."""
+
+    LEFT = 1
+    LEASED = 2
+    CONSUMED = 3
+    DEAD_LETTERED = 4
 
 
 BatchUnit = Literal["sample", "group"]

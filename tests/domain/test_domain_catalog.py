@@ -9,9 +9,11 @@ import pytest
 from domain_support import asks, clear, new_write, seal, turns
 
 from tq_service.domain.admission.limits import Limits
-from tq_service.domain.catalog import Catalog, Clearing
+from tq_service.domain.catalog import Catalog
 from tq_service.domain.claims.wait_queue import NotYet
+from tq_service.domain.clearing import Clearing
 from tq_service.domain.partition import Partition, PartitionSettings
+from tq_service.domain.selection import Selection
 from tq_service.errors import (
     AlreadyExistsError,
     InvalidArgumentError,
@@ -229,7 +231,8 @@ async def test_samples_that_each_have_a_put_are_cleared_in_small_steps_with_turn
     unknown = np.array([10**6])
     indexes = unknown if by_key else np.r_[unknown, np.random.default_rng(0).permutation(put_count + 1000)]
     names = [*(f"k{number}" for number in range(put_count)), *(f"same put {number}" for number in range(1000)), "none"]
-    clearing = Clearing(catalog, "train", b"", indexes, names if by_key else [])
+    selection = Selection(indexes=indexes, keys=names if by_key else [])
+    clearing = Clearing(catalog, "train", b"", selection)
     others, beginning = 0, asyncio.ensure_future(clearing.begin())
     while not beginning.done():
         others += 1
@@ -245,7 +248,7 @@ async def test_samples_that_each_have_a_put_are_cleared_in_small_steps_with_turn
 async def test_nothing_more_is_cleared_under_a_name_that_was_used_again(catalog):
     for _ in range(300):
         catalog.write("train", b"", new_write(1, ("x",)))
-    clearing = Clearing(catalog, "train", b"", np.arange(300), [])
+    clearing = Clearing(catalog, "train", b"", Selection(indexes=np.arange(300)))
     beginning = asyncio.ensure_future(clearing.begin())
     await turns(1)
     catalog.remove("train", b"")

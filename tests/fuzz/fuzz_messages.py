@@ -58,6 +58,7 @@ WORDS: dict[str, Sequence[Any]] = {
     "partition_id": NAMES,
     "prefix": NAMES,
     "task_name": TASKS,
+    "tasks": TASKS,
     "data_fields": FIELDS,
     "field_names": FIELDS,
     "FieldSpec.name": FIELDS,

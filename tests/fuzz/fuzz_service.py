@@ -239,7 +239,9 @@ def _use_all_of(client: tq.Client) -> None:
     client.insert("train", 2, keys=["i0", "i1"], state="held")
     client.set_custom_meta(meta, [{"tag": "t"}] * 4)
     client.close_groups("train", ["g0"])
+    client.create_partition("train@2", tasks=["critic", "scorer"], samples_per_round=4)
     client.get_data(client.lookup_samples("train", ["k0", "k1"])[0])
+    client.lookup_samples("train", global_indexes=[0, 3], where=[("version", ">=", 1)])
     client.get_data(partition_id="train@1", keys=["a", "d"], data_fields=["y"])
     asked = {"partition_id": "train", "data_fields": ["score"], "max_wait": 0.0}
     client.get_meta(**asked, task_name="critic", batch_size=1, dp_rank=0, dp_size=2, batch_index=0,
@@ -250,7 +252,9 @@ def _use_all_of(client: tq.Client) -> None:
     client.extend(leased, 8.5e4)
     client.ack(leased)
     client.check_consumption("train", "critic")
+    client.check_consumption("train@3", "critic", missing_ok=True)
     client.check_production("train", ["score"])
+    client.lookup_samples("train", groups=["g0", "g1"], task_name="critic")
     client.reset_consumption("train", "critic", 0)
     client.list_partitions("tr")
     client.describe_partition("train")
@@ -258,6 +262,7 @@ def _use_all_of(client: tq.Client) -> None:
     client.storage_stat()
     client.seal_partition("train@1")
     client.clear_samples(partition_id="train", keys=["k3"])
+    client.clear_samples(partition_id="train", groups=["g1"], where=[("version", ">", 100)])
     client.clear_partition("train@1")
 
 

@@ -13,7 +13,7 @@ from tq_service.client.columns import concat_columns, concat_names, same_columns
 from tq_service.client.locations import CellLocations
 from tq_service.client.namespace import NO_NAMESPACE, Namespace
 from tq_service.errors import InvalidArgumentError, StaleIncarnationError
-from tq_service.schema import EndCounts, FieldSpec, MetaColumn, MetaValue
+from tq_service.schema import EndCounts, FieldSpec, MetaColumn, MetaValue, SampleConsumption
 from tq_service.v1 import metadata_pb2 as pb
 from tq_service.wire.durations import read_seconds
 from tq_service.wire.mapper import read_message
@@ -72,6 +72,8 @@ class BatchMeta:
         task_name: the consumer that claimed it; empty where none did.
         lease_seconds: how long the samples were leased when the answer was sent; None where they are not.
         delivery_counts: of leased samples, how often each was delivered to the task, this time included.
+        consumption: of a look-up for a task, `(size,)` uint8: what the task has done with each sample, a number of
+            `SampleConsumption`; None where no task was named. See `consumed`.
     """
 
     status: Status = "batch"
@@ -88,6 +90,7 @@ class BatchMeta:
     task_name: str = ""
     lease_seconds: float | None = None
     delivery_counts: tuple[int, ...] = ()
+    consumption: NDArray[np.uint8] | None = None
     # "" for a sample without; empty where none has one.
     key_column: tuple[str, ...] = ()
     group_column: tuple[str, ...] = ()
@@ -98,7 +101,13 @@ class BatchMeta:
 
     @classmethod
     def from_proto(
-        cls, message: pb.BatchMeta, namespace: Namespace = NO_NAMESPACE, *, claim_id: bytes = b"", task_name: str = ""
+        cls,
+        message: pb.BatchMeta,
+        namespace: Namespace = NO_NAMESPACE,
+        *,
+        claim_id: bytes = b"",
+        task_name: str = "",
+        consumption: NDArray[np.uint8] | None = None,
     ) -> BatchMeta:
         """Return the batch of a message that a client of a namespace got."""
         indexes = read_indexes(message)
@@ -117,6 +126,7 @@ class BatchMeta:
             task_name=task_name,
             lease_seconds=read_seconds("lease", message.lease) if message.HasField("lease") else None,
             delivery_counts=tuple(message.delivery_counts),
+            consumption=consumption,
             key_column=tuple(message.keys),
             group_column=tuple(message.groups),
             meta_columns=tuple(decode_meta_columns(message.custom_meta, indexes.size)),
@@ -126,6 +136,24 @@ class BatchMeta:
     def full_partition_id(self) -> str:
         """The service's name of the partition: "run-7/train" for "train" of the namespace "run-7"."""
         return Namespace(self.namespace).full_name(self.partition_id)
+
+    @property
+    def consumed(self) -> NDArray[np.bool_] | None:
+        """Of a look-up for a task, whether it has consumed each sample `(size,)`, leased ones included; else None."""
+        return self._is_in(SampleConsumption.CONSUMED, SampleConsumption.LEASED)
+
+    @property
+    def leased(self) -> NDArray[np.bool_] | None:
+        """Of a look-up for a task, whether each sample is leased and not acknowledged `(size,)`; else None."""
+        return self._is_in(SampleConsumption.LEASED)
+
+    @property
+    def dead_lettered(self) -> NDArray[np.bool_] | None:
+        """Of a look-up for a task, whether each sample is dead-lettered `(size,)`; else None."""
+        return self._is_in(SampleConsumption.DEAD_LETTERED)
+
+    def _is_in(self, *states: SampleConsumption) -> NDArray[np.bool_] | None:
+        return None if self.consumption is None else np.isin(self.consumption, states)
 
     @property
     def skipped_count(self) -> int:
@@ -201,6 +229,7 @@ class BatchMeta:
             steps=_select_steps(self.steps, new_position),
             locations=None if self.locations is None else self.locations.select(chosen),
             delivery_counts=select(self.delivery_counts, chosen),
+            consumption=None if self.consumption is None else self.consumption[chosen],
             key_column=select(self.key_column, chosen),
             group_column=select(self.group_column, chosen),
             meta_columns=select_columns(self.meta_columns, chosen),
@@ -349,9 +378,11 @@ def _samples_of(parts: Sequence[BatchMeta]) -> dict[str, Any]:
     """Return the samples of several batches one after the other, and what is known of each: attributes of a batch."""
     sizes = [part.size for part in parts]
     located = [part.locations for part in parts if part.locations is not None and part.size]
+    consumption = [part.consumption for part in parts if part.consumption is not None]
     return {
         "indexes": np.concatenate([part.indexes for part in parts]),
         "locations": CellLocations.concat(located) if located and len(located) == sum(map(bool, sizes)) else None,
+        "consumption": np.concatenate(consumption) if len(consumption) == len(parts) else None,
         "key_column": concat_names([part.key_column for part in parts], sizes),
         "group_column": concat_names([part.group_column for part in parts], sizes),
         "meta_columns": concat_columns([part.meta_columns for part in parts], sizes),

@@ -214,6 +214,16 @@ def check_meta_count(meta_count: int, row_count: int) -> None:
         )
 
 
+def named_samples(**names: Iterable[Any] | None) -> tuple[str | None, list[Any]]:
+    """Return by what samples are named, None where by nothing, and these names."""
+    given = [name for name, values in names.items() if values is not None]
+    if len(given) > 1:
+        raise InvalidArgumentError(
+            f"samples are named by {' and by '.join(given)}; give one of {', '.join(names)}", field=given[0]
+        )
+    return (given[0], listed(given[0], names[given[0]])) if given else (None, [])
+
+
 def partition_of(namespace: Namespace, partition_id: str | None, metadata: BatchMeta | None) -> str:
     """Return the service's name of the partition that is meant, by its name in a namespace or by a batch of it."""
     if metadata is None:
@@ -249,7 +259,7 @@ def get_meta_request(
         micro_batch_size=micro_batch_size or 0,
         sampler=sampler or "",
         sampler_config=_struct("sampler_config", sampler_config) if sampler_config else None,
-        where=[_condition(position, condition) for position, condition in enumerate(where)],
+        where=condition_messages(where),
         order_by=[_order(position, column) for position, column in enumerate(listed("order_by", order_by))],
         lease=None if lease is None else lease_duration(lease),
         max_deliveries=_not_zero("max_deliveries", max_deliveries, "at least 1") or 0,
@@ -282,6 +292,11 @@ def _order(position: int, column: Any) -> pb.Order:
     if not isinstance(column, str):
         raise InvalidArgumentError(f"order_by[{position}] is {column!r}, expected a string", field="order_by")
     return request_of(pb.Order, column=column.removeprefix("-"), descending=column.startswith("-"))
+
+
+def condition_messages(where: Iterable[tuple[str, str, Any]]) -> list[pb.Condition]:
+    """Return conditions on custom_meta as messages."""
+    return [_condition(position, condition) for position, condition in enumerate(listed("where", where))]
 
 
 def _condition(position: int, condition: Any) -> pb.Condition:

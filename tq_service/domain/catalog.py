@@ -11,15 +11,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, TypeVar
 
-import numpy as np
-
 from tq_service.domain.admission.limits import Limits
 from tq_service.domain.admission.queue import AdmissionQueue
 from tq_service.domain.changes.claims import LeaseExpired, TaskSeen
 from tq_service.domain.changes.partitions import PartitionCleared, PartitionCreated
 from tq_service.domain.changes.samples import (
     CheckedWrite,
-    SamplesCleared,
     SamplesWritten,
     SampleWrite,
     Written,
@@ -32,7 +29,6 @@ from tq_service.domain.claims.request import ClaimRequest
 from tq_service.domain.claims.wait_queue import Answer, LoopYielder, NotYet
 from tq_service.domain.idempotency import IdempotencyCache
 from tq_service.domain.partition import Partition, PartitionSettings, PartitionSnapshot
-from tq_service.domain.plan import Indexes
 from tq_service.domain.tables.cells import CellsSnapshot, Freed
 from tq_service.errors import (
     AlreadyExistsError,
@@ -46,8 +42,6 @@ from tq_service.schema import check_name
 
 Made = TypeVar("Made")
 _FREED_AT_ONCE: Final = 1 << 16  # samples
-_CLEARED_AT_ONCE: Final = 1 << 15  # samples
-_PUTS_CLEARED_AT_ONCE: Final = 128  # that have cells of these: a few milliseconds, where each sample has its own
 _KEYS_A_LOOK: Final = 1024  # of new samples the first ones tell
 
 
@@ -445,80 +439,6 @@ class Catalog:
     def _check_not_draining(self) -> None:
         if self._is_draining:
             raise _is_draining()
-
-
-class Clearing:
-    """Clears samples in parts, between which others have their turn; unknown ones are ignored.
-
-    Args:
-        catalog: where their partition is.
-        partition_id: the partition.
-        incarnation: that is meant; empty: whichever there is at the first part.
-        indexes: some of the samples `(n,)`.
-        keys: those of others.
-        missing_ok: whether there is nothing to clear where the partition is not there, or not any more.
-    """
-
-    def __init__(
-        self,
-        catalog: Catalog,
-        partition_id: str,
-        incarnation: bytes,
-        indexes: Indexes,
-        keys: Sequence[str],
-        *,
-        missing_ok: bool = False,
-    ) -> None:
-        self._catalog = catalog
-        self._partition_id = partition_id
-        self._incarnation = incarnation
-        self._indexes = indexes
-        self._keys = keys
-        self._missing_ok = missing_ok
-        self._taken_count = self._cleared_count = 0
-        self._part = self._last = indexes[:0]
-
-    async def begin(self) -> None:
-        """Clear all but the last part."""
-        self._last = self._take()
-        while self._part.size or self._taken_count < self._indexes.size + len(self._keys):
-            self._clear()
-            await asyncio.sleep(0)
-            self._last = self._take()
-
-    def finish(self) -> int:
-        """Clear the last part; return how many samples were cleared in all."""
-        self._clear()
-        return self._cleared_count
-
-    def _clear(self) -> None:
-        if self._last.size:
-            change = SamplesCleared(partition_id=self._partition_id, global_indexes=self._last)
-            self._cleared_count += self._catalog.commit(change) or 0
-
-    def _take(self) -> Indexes:
-        """Return the next samples, no more than a step may clear; -1 for a key that none has."""
-        partition = self._catalog.find(self._partition_id, self._incarnation, missing_ok=self._missing_ok)
-        if partition is None:
-            self._taken_count, self._part = self._indexes.size + len(self._keys), self._indexes[:0]
-            return self._part
-        self._incarnation = partition.incarnation  # what comes under the name meanwhile is another
-        if not self._part.size:
-            self._part = np.sort(self._take_part(partition))  # so that those of one put are neighbours
-        count = partition.cells.count_of_runs(partition.table.find(self._part), _PUTS_CLEARED_AT_ONCE)
-        taken, self._part = self._part[:count], self._part[count:]
-        return taken
-
-    def _take_part(self, partition: Partition) -> Indexes:
-        start, listed_count = self._taken_count, self._indexes.size
-        end = start + _CLEARED_AT_ONCE
-        listed = self._indexes[start:end]
-        keys = self._keys[max(0, start - listed_count) : max(0, end - listed_count)]
-        self._taken_count += listed.size + len(keys)
-        if not keys:
-            return listed
-        positions = partition.key_index.positions_of(keys)
-        return np.concatenate([listed, np.where(positions < 0, -1, partition.table.index.data[positions])])
 
 
 async def _free(partition: Partition) -> None:

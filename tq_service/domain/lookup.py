@@ -1,4 +1,4 @@
-"""Which samples of a partition a request means: pages of long lists, those with some cells; and pages of names.
+"""Pages of the samples that a request means, those of them with some cells; and pages of names.
 
 Pages of samples are bounded by count and by what is known of the samples, so that each is made quickly. Their token
 says where the next one begins and in which incarnation of the partition. It is no secret: a caller that has it could
@@ -17,6 +17,7 @@ import numpy as np
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Indexes
+from tq_service.domain.selection import Selection
 from tq_service.errors import (
     CellNotFoundError,
     FieldNotFoundError,
@@ -29,26 +30,30 @@ from tq_service.schema import check_name, check_range
 
 _MOST_OF_A_PAGE: Final = 16_384  # samples
 _MOST_NAMES_OF_A_PAGE: Final = 1_000  # which may be 512 characters long, of up to 4 bytes
-_MOST_NAMED: Final = 65_536  # by the keys or indexes of one request
+_MOST_NAMED: Final = 65_536  # by one request
 _MOST_CHARACTERS: Final = 1 << 19  # of keys, groups and text of custom_meta; 2 MiB at most
 _MOST_NUMBERS: Final = 1 << 17  # of custom_meta; 1.3 MB at most
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
     """Samples of a partition.
 
     Attributes:
         partition: the partition.
-        rows: their global indexes `(n,)`.
+        positions: where they are in the table `(n,)`.
         missing_keys: keys of the page that no sample has.
-        next_place: where the next page begins: an index, or a position among the keys; None: nowhere.
+        missing_indexes: indexes of the page that no sample has.
+        missing_groups: groups without members here, on the first page.
+        next_place: where the next page begins in the selection; None: nowhere.
     """
 
     partition: Partition
-    rows: Indexes
-    missing_keys: Sequence[str] = ()
-    next_place: int | None = None
+    positions: Indexes
+    missing_keys: Sequence[str]
+    missing_indexes: Indexes
+    missing_groups: Sequence[str]
+    next_place: int | None
 
     @property
     def next_token(self) -> str:
@@ -57,14 +62,14 @@ class Page:
 
 
 def find_page(
-    catalog: Catalog, partition_id: str, keys: Sequence[str] | None, *, size: int, token: str, missing_ok: bool = False
+    catalog: Catalog, partition_id: str, selection: Selection, *, size: int, token: str, missing_ok: bool = False
 ) -> Page | None:
     """Return a page of samples.
 
     Args:
         catalog: where the partition is.
         partition_id: the partition.
-        keys: those of the samples, in all pages the same; None: all samples.
+        selection: the samples, in all pages the same.
         size: the most samples of the page; 0: as many as a page has at most.
         token: that of the page, "" for the first one.
         missing_ok: whether a partition that is not there has no first page, which is None then.
@@ -72,10 +77,11 @@ def find_page(
     Raises:
         PartitionNotFoundError: the partition is not there.
         StaleIncarnationError: the partition has been cleared since the page before.
-        InvalidArgumentError: the size, the token or the number of keys.
+        InvalidArgumentError: the size, the token or a condition.
     """
     size = _page_size(size, _MOST_OF_A_PAGE)
-    _check_named("keys", keys or ())
+    for name, named in (("keys", selection.keys), ("global_indexes", selection.indexes), ("groups", selection.groups)):
+        _check_named(name, len(named))
     incarnation, place = _read_token(token)
     if incarnation and partition_id not in catalog.names():
         raise StaleIncarnationError(
@@ -86,9 +92,16 @@ def find_page(
     partition = catalog.find(partition_id, incarnation, missing_ok=missing_ok and not incarnation)
     if partition is None:
         return None
-    if keys is None:
-        return _page_of_all(partition, place, size)
-    return _page_of_keys(partition, list(keys[place : place + size]), place, len(keys))
+    part = selection.part(partition, place, size).first(size)
+    part = part.first(_fitting(partition, part.positions))
+    return Page(
+        partition=partition,
+        positions=part.positions,
+        missing_keys=selection.missing_keys(partition, place, part.next_place),
+        missing_indexes=selection.missing_indexes(partition, place, part.next_place),
+        missing_groups=selection.missing_groups(partition) if selection.groups and not token else (),
+        next_place=part.next_place,
+    )
 
 
 def find_names(names: Iterable[str], *, size: int, token: str) -> tuple[list[str], str]:
@@ -114,11 +127,11 @@ def _page_size(size: int, most: int) -> int:
     return min(size or most, most)
 
 
-def _check_named(name: str, named: Sequence[object]) -> None:
-    """Refuse a request that names more samples than one answer is about."""
-    if len(named) > _MOST_NAMED:
+def _check_named(name: str, count: int) -> None:
+    """Refuse a request that names more than one answer is about."""
+    if count > _MOST_NAMED:
         raise InvalidArgumentError(
-            f"{name} names {len(named)} samples, at most {_MOST_NAMED} expected; ask for them in several calls",
+            f"{name} names {count} samples, at most {_MOST_NAMED} expected; ask for them in several calls",
             field=name,
         )
 
@@ -137,23 +150,6 @@ def _read_token(token: str) -> tuple[bytes, int]:
         f"page_token is {token[:64]!r}; send the next_page_token of the page before, or none for the first page",
         field="page_token",
     )
-
-
-def _page_of_all(partition: Partition, first_index: int, size: int) -> Page:
-    positions = partition.table.present_from(first_index, size + 1)
-    count = min(size, _fitting(partition, positions))
-    rows = partition.table.index.data[positions]
-    return Page(partition, rows[:count], next_place=int(rows[count]) if count < rows.size else None)
-
-
-def _page_of_keys(partition: Partition, keys: list[str], place: int, key_count: int) -> Page:
-    positions = partition.key_index.positions_of(keys)
-    found = np.flatnonzero(positions >= 0)
-    count = _fitting(partition, positions[found])
-    end = len(keys) if count == found.size else int(found[count])
-    missing = [keys[each] for each in np.flatnonzero(positions[:end] < 0).tolist()]
-    rows = partition.table.index.data[positions[found[:count]]]
-    return Page(partition, rows, missing, place + end if place + end < key_count else None)
 
 
 def _fitting(partition: Partition, positions: Indexes) -> int:
@@ -208,8 +204,8 @@ def locate(
         InvalidArgumentError: too many are named, or by index and by key.
     """
     check_fields(partition, names)
-    _check_named("keys", keys)
-    _check_named("global_indexes", cast("Sequence[object]", indexes))
+    _check_named("keys", len(keys))
+    _check_named("global_indexes", indexes.size)
     if keys and indexes.size:
         raise InvalidArgumentError("samples are named by index or by key, not by both", field="keys")
     rows = _rows_of_keys(partition, keys, skip_missing=skip_missing) if keys else indexes

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.claims.ledger import TaskLedger
 from tq_service.domain.lookup import check_fields
 from tq_service.domain.partition import Partition
-from tq_service.domain.states import FAILED, HELD, LIVE
+from tq_service.domain.plan import Indexes
+from tq_service.domain.states import DEAD_LETTERED, FAILED, HELD, LIVE, UNCLAIMED
 from tq_service.errors import InvalidArgumentError
 from tq_service.results import (
     ConsumptionStatus,
@@ -21,6 +23,7 @@ from tq_service.results import (
     ProductionStatus,
     TaskStatus,
 )
+from tq_service.schema import SampleConsumption
 
 _MOST_DEAD_LETTERED: Final = 100  # named in a status
 
@@ -52,6 +55,25 @@ def consumption_of(partition: Partition, task_name: str, *, missing_ok: bool = F
         dead_lettered_count=task.dead_lettered_count,
         expected_count=partition.expected_count,
     )
+
+
+def consumption_states(
+    partition: Partition, task_name: str, positions: Indexes, *, missing_ok: bool = False
+) -> NDArray[np.uint8]:
+    """Return what a task has done with samples `(n,)`, as numbers of `SampleConsumption`.
+
+    Raises:
+        TaskNotFoundError: see `consumption_of`.
+    """
+    states = np.full(positions.size, SampleConsumption.LEFT, np.uint8)
+    if missing_ok and task_name not in partition.tasks:
+        partition.check_task(task_name)
+        return states
+    claims = partition.known_task(task_name).claim.data[positions]
+    states[claims > UNCLAIMED] = SampleConsumption.CONSUMED
+    states[claims < DEAD_LETTERED] = SampleConsumption.LEASED
+    states[claims == DEAD_LETTERED] = SampleConsumption.DEAD_LETTERED
+    return states
 
 
 def _consumption_of_none(partition: Partition) -> ConsumptionStatus:

@@ -11,11 +11,12 @@ from typing import Any, TypeAlias, TypeVar, get_type_hints
 import grpc
 
 from tq_service.dataplane._async.drivers import DRIVERS
-from tq_service.domain.catalog import Catalog, Clearing
+from tq_service.domain.catalog import Catalog
 from tq_service.domain.changes.claims import ClaimAcked, ClaimExtended, ClaimReleased, ConsumptionReset
 from tq_service.domain.changes.partitions import PartitionSealed
 from tq_service.domain.changes.samples import GroupsClosed, MetaSet
 from tq_service.domain.claims.ledger import QueueClaim
+from tq_service.domain.clearing import Clearing
 from tq_service.domain.lookup import find_names, find_page, locate
 from tq_service.domain.partition import Partition, PartitionSettings
 from tq_service.domain.plan import Indexes
@@ -136,13 +137,11 @@ class ControllerServicer(
         return pb.CloseGroupsResponse()
 
     async def ClearSamples(self, request: pb.ClearSamplesRequest, context: Context) -> pb.ClearSamplesResponse:
-        indexes = decode_integers(request.global_indexes)
         clearing = Clearing(
             self.catalog,
             request.partition_id,
             request.incarnation,
-            indexes,
-            request.keys,
+            converters.cleared_selection(request),
             missing_ok=request.missing_ok,
         )
         if self.catalog.recorded(request.request_id, pb.ClearSamplesResponse) is None:
@@ -156,24 +155,20 @@ class ControllerServicer(
     # Finding samples and cells
 
     async def LookupSamples(self, request: pb.LookupSamplesRequest, context: Context) -> pb.LookupSamplesResponse:
-        keys = None if request.all_samples else request.keys
+        selection = converters.selection(request)
+        if request.HasField("task_name"):
+            check_name("task_name", request.task_name)
         page = find_page(
             self.catalog,
             request.partition_id,
-            keys,
+            selection,
             size=request.page_size,
             token=request.page_token,
             missing_ok=request.missing_ok,
         )
         if page is None:
-            meta = converters.empty_meta(request.partition_id)
-            return pb.LookupSamplesResponse(meta=meta, missing_keys=keys or ())
-        fields = list(page.partition.cells.fields)
-        return pb.LookupSamplesResponse(
-            meta=converters.samples_meta(page.partition, page.rows, fields, self.storages.endpoints),
-            missing_keys=page.missing_keys,
-            next_page_token=page.next_token,
-        )
+            return converters.nothing_found(request)
+        return converters.found_page(page, request, self.storages.endpoints)
 
     async def Locate(self, request: pb.LocateRequest, context: Context) -> pb.LocateResponse:
         partition = self.catalog.get(request.partition_id, request.incarnation)

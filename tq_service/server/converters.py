@@ -17,9 +17,13 @@ from tq_service.domain.catalog import Claimed
 from tq_service.domain.changes.samples import SampleWrite, Written
 from tq_service.domain.claims.ledger import QueueClaim
 from tq_service.domain.claims.request import BatchSpec, ClaimRequest, ClaimSpec, LeaseTerms, Rank
+from tq_service.domain.lookup import Page
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Indexes, RankPlan
+from tq_service.domain.selection import Selection
+from tq_service.domain.status import consumption_states
 from tq_service.domain.tables.cells import CellRuns, ColumnWrite, Put
+from tq_service.domain.tables.meta import Condition
 from tq_service.domain.tables.names import Names
 from tq_service.errors import InvalidArgumentError
 from tq_service.samplers import Sampler
@@ -171,6 +175,23 @@ def claim_request(request: pb.GetMetaRequest, spec: ClaimSpec, sampler: Sampler)
     )
 
 
+def selection(request: pb.LookupSamplesRequest) -> Selection:
+    """Return the samples that a look-up is about; `all_samples` stands for whatever is named besides."""
+    where = tuple(read_message(Condition, each) for each in request.where)
+    if request.all_samples:
+        return Selection(is_all=True, where=where)
+    indexes = decode_integers(request.global_indexes)
+    return Selection(indexes=indexes, keys=request.keys, groups=request.groups, where=where)
+
+
+def cleared_selection(request: pb.ClearSamplesRequest) -> Selection:
+    """Return the samples to be cleared: where none is named, all that satisfy the conditions, if there are any."""
+    where = tuple(read_message(Condition, each) for each in request.where)
+    indexes = decode_integers(request.global_indexes)
+    is_all = bool(where) and not (indexes.size or request.keys or request.groups)
+    return Selection(indexes=indexes, keys=request.keys, groups=request.groups, is_all=is_all, where=where)
+
+
 # Answers
 
 
@@ -237,9 +258,39 @@ def samples_meta(
     return meta
 
 
-def empty_meta(partition_id: str) -> metadata_pb2.BatchMeta:
-    """Return no samples of a partition that is not there."""
-    return metadata_pb2.BatchMeta(status=metadata_pb2.BATCH_STATUS_BATCH, partition_id=partition_id)
+def found_page(page: Page, request: pb.LookupSamplesRequest, endpoints: Endpoints) -> pb.LookupSamplesResponse:
+    """Return what a look-up answers.
+
+    Raises:
+        TaskNotFoundError: there is no such task, unless it may be missing.
+    """
+    partition = page.partition
+    consumption: Any = ()
+    if request.HasField("task_name"):
+        states = consumption_states(partition, request.task_name, page.positions, missing_ok=request.missing_ok)
+        consumption = states.tolist()
+    rows = partition.table.index.data[page.positions]
+    return pb.LookupSamplesResponse(
+        meta=samples_meta(partition, rows, list(partition.cells.fields), endpoints),
+        missing_keys=page.missing_keys,
+        missing_global_indexes=page.missing_indexes.tolist(),
+        missing_groups=page.missing_groups,
+        consumption=consumption,
+        next_page_token=page.next_token,
+    )
+
+
+def nothing_found(request: pb.LookupSamplesRequest) -> pb.LookupSamplesResponse:
+    """Return what a look-up answers where the partition is not there."""
+    meta = metadata_pb2.BatchMeta(status=metadata_pb2.BATCH_STATUS_BATCH, partition_id=request.partition_id)
+    if request.all_samples:
+        return pb.LookupSamplesResponse(meta=meta)
+    return pb.LookupSamplesResponse(
+        meta=meta,
+        missing_keys=request.keys,
+        missing_global_indexes=request.global_indexes,
+        missing_groups=request.groups,
+    )
 
 
 def located_meta(

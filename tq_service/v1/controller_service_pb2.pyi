@@ -91,6 +91,38 @@ OPERATOR_IN: Operator.ValueType  # 7
 """The value equals one of those of the condition."""
 global___Operator = Operator
 
+class _SampleConsumption:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _SampleConsumptionEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_SampleConsumption.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    SAMPLE_CONSUMPTION_UNSPECIFIED: _SampleConsumption.ValueType  # 0
+    """Never sent."""
+    SAMPLE_CONSUMPTION_LEFT: _SampleConsumption.ValueType  # 1
+    """Not delivered in this epoch, or to be delivered again: the sample is left, whether it is ready or not."""
+    SAMPLE_CONSUMPTION_LEASED: _SampleConsumption.ValueType  # 2
+    """Leased to a queue worker that has not acknowledged it; counted as consumed."""
+    SAMPLE_CONSUMPTION_CONSUMED: _SampleConsumption.ValueType  # 3
+    """Consumed: in a batch of a rank, delivered to a queue worker without a lease, or acknowledged."""
+    SAMPLE_CONSUMPTION_DEAD_LETTERED: _SampleConsumption.ValueType  # 4
+    """Delivered `max_deliveries` times without being acknowledged; not counted as consumed."""
+
+class SampleConsumption(_SampleConsumption, metaclass=_SampleConsumptionEnumTypeWrapper):
+    """What a task has done with a sample."""
+
+SAMPLE_CONSUMPTION_UNSPECIFIED: SampleConsumption.ValueType  # 0
+"""Never sent."""
+SAMPLE_CONSUMPTION_LEFT: SampleConsumption.ValueType  # 1
+"""Not delivered in this epoch, or to be delivered again: the sample is left, whether it is ready or not."""
+SAMPLE_CONSUMPTION_LEASED: SampleConsumption.ValueType  # 2
+"""Leased to a queue worker that has not acknowledged it; counted as consumed."""
+SAMPLE_CONSUMPTION_CONSUMED: SampleConsumption.ValueType  # 3
+"""Consumed: in a batch of a rank, delivered to a queue worker without a lease, or acknowledged."""
+SAMPLE_CONSUMPTION_DEAD_LETTERED: SampleConsumption.ValueType  # 4
+"""Delivered `max_deliveries` times without being acknowledged; not counted as consumed."""
+global___SampleConsumption = SampleConsumption
+
 @typing.final
 class CreatePartitionRequest(google.protobuf.message.Message):
     """The settings of a partition."""
@@ -1044,7 +1076,7 @@ global___CloseGroupsResponse = CloseGroupsResponse
 
 @typing.final
 class LookupSamplesRequest(google.protobuf.message.Message):
-    """Asks for samples by key, or for all of a partition."""
+    """Asks for samples by index and key, for the members of groups, or for all of a partition."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1054,10 +1086,14 @@ class LookupSamplesRequest(google.protobuf.message.Message):
     PAGE_SIZE_FIELD_NUMBER: builtins.int
     PAGE_TOKEN_FIELD_NUMBER: builtins.int
     MISSING_OK_FIELD_NUMBER: builtins.int
+    GLOBAL_INDEXES_FIELD_NUMBER: builtins.int
+    GROUPS_FIELD_NUMBER: builtins.int
+    WHERE_FIELD_NUMBER: builtins.int
+    TASK_NAME_FIELD_NUMBER: builtins.int
     partition_id: builtins.str
     """The partition; it must exist, unless `missing_ok`."""
     all_samples: builtins.bool
-    """Whether every sample of the partition is listed, held and failed ones too. Unset: those of `keys`."""
+    """Whether every sample of the partition is listed, held and failed ones too. Unset: those that are named."""
     page_size: builtins.int
     """Most samples of a page; 0, or more than the service allows (16,384): as many as it allows. A page also ends before
     its metadata grows large.
@@ -1065,10 +1101,28 @@ class LookupSamplesRequest(google.protobuf.message.Message):
     page_token: builtins.str
     """`next_page_token` of the page before, with the other fields as they were; empty: the first page."""
     missing_ok: builtins.bool
-    """Whether a partition that does not exist has no samples. Unset: it is NOT_FOUND."""
+    """Whether a partition that does not exist has no samples, and a task that has not claimed yet has consumed none of
+    them. Unset: both are NOT_FOUND.
+    """
+    task_name: builtins.str
+    """The task of which the answer says what it has consumed. Unset: none."""
     @property
     def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Keys of samples, at most 65,536; ignored with `all_samples`."""
+
+    @property
+    def global_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Indexes of samples, at most 65,536; they come before those of `keys`. Ignored with `all_samples`."""
+
+    @property
+    def groups(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Names of groups whose members are meant, at most 65,536; not together with keys or indexes. Ignored with
+        `all_samples`.
+        """
+
+    @property
+    def where(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Condition]:
+        """Conditions on custom_meta that the samples satisfy, all of them; the others are left out, and are not missing."""
 
     def __init__(
         self,
@@ -1079,8 +1133,14 @@ class LookupSamplesRequest(google.protobuf.message.Message):
         page_size: builtins.int = ...,
         page_token: builtins.str = ...,
         missing_ok: builtins.bool = ...,
+        global_indexes: collections.abc.Iterable[builtins.int] | None = ...,
+        groups: collections.abc.Iterable[builtins.str] | None = ...,
+        where: collections.abc.Iterable[global___Condition] | None = ...,
+        task_name: builtins.str | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["all_samples", b"all_samples", "keys", b"keys", "missing_ok", b"missing_ok", "page_size", b"page_size", "page_token", b"page_token", "partition_id", b"partition_id"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_task_name", b"_task_name", "task_name", b"task_name"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_task_name", b"_task_name", "all_samples", b"all_samples", "global_indexes", b"global_indexes", "groups", b"groups", "keys", b"keys", "missing_ok", b"missing_ok", "page_size", b"page_size", "page_token", b"page_token", "partition_id", b"partition_id", "task_name", b"task_name", "where", b"where"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_task_name", b"_task_name"]) -> typing.Literal["task_name"] | None: ...
 
 global___LookupSamplesRequest = LookupSamplesRequest
 
@@ -1093,15 +1153,32 @@ class LookupSamplesResponse(google.protobuf.message.Message):
     META_FIELD_NUMBER: builtins.int
     MISSING_KEYS_FIELD_NUMBER: builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    MISSING_GLOBAL_INDEXES_FIELD_NUMBER: builtins.int
+    MISSING_GROUPS_FIELD_NUMBER: builtins.int
+    CONSUMPTION_FIELD_NUMBER: builtins.int
     next_page_token: builtins.str
     """Sent back as `page_token` for the next page. Empty: this is the last one."""
     @property
     def meta(self) -> tq_service.v1.metadata_pb2.BatchMeta:
-        """The samples of known keys in the order asked, or all in the order of insertion; with keys, groups and custom_meta."""
+        """Samples that are named in the order asked; members of groups, and all, in the order of insertion. With keys, groups
+        and custom_meta. A page may be empty and not the last one.
+        """
 
     @property
     def missing_keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Keys that no sample has, of those that this page is about."""
+
+    @property
+    def missing_global_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Indexes that no sample has, of those that this page is about."""
+
+    @property
+    def missing_groups(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Groups that have no members; on the first page."""
+
+    @property
+    def consumption(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[global___SampleConsumption.ValueType]:
+        """What `task_name` has done with each of the samples. Empty: no task was named."""
 
     def __init__(
         self,
@@ -1109,9 +1186,12 @@ class LookupSamplesResponse(google.protobuf.message.Message):
         meta: tq_service.v1.metadata_pb2.BatchMeta | None = ...,
         missing_keys: collections.abc.Iterable[builtins.str] | None = ...,
         next_page_token: builtins.str = ...,
+        missing_global_indexes: collections.abc.Iterable[builtins.int] | None = ...,
+        missing_groups: collections.abc.Iterable[builtins.str] | None = ...,
+        consumption: collections.abc.Iterable[global___SampleConsumption.ValueType] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["meta", b"meta"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["meta", b"meta", "missing_keys", b"missing_keys", "next_page_token", b"next_page_token"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["consumption", b"consumption", "meta", b"meta", "missing_global_indexes", b"missing_global_indexes", "missing_groups", b"missing_groups", "missing_keys", b"missing_keys", "next_page_token", b"next_page_token"]) -> None: ...
 
 global___LookupSamplesResponse = LookupSamplesResponse
 
@@ -1184,7 +1264,9 @@ global___LocateResponse = LocateResponse
 
 @typing.final
 class ClearSamplesRequest(google.protobuf.message.Message):
-    """Samples to be removed, named by index or by key."""
+    """Samples to be removed: named by index and by key, the members of groups, or all that satisfy conditions. Where
+    nothing is given, nothing is removed.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1194,6 +1276,8 @@ class ClearSamplesRequest(google.protobuf.message.Message):
     GLOBAL_INDEXES_FIELD_NUMBER: builtins.int
     KEYS_FIELD_NUMBER: builtins.int
     MISSING_OK_FIELD_NUMBER: builtins.int
+    GROUPS_FIELD_NUMBER: builtins.int
+    WHERE_FIELD_NUMBER: builtins.int
     request_id: builtins.bytes
     """16 random bytes that the client makes for this change and sends again with each retry. Of other lengths:
     INVALID_ARGUMENT.
@@ -1216,6 +1300,16 @@ class ClearSamplesRequest(google.protobuf.message.Message):
     def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Keys of samples besides; those that do not exist are ignored."""
 
+    @property
+    def groups(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Names of groups whose members are removed; not together with keys or indexes. Those that do not exist are ignored."""
+
+    @property
+    def where(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Condition]:
+        """Conditions on custom_meta that a sample satisfies, all of them, in the step that removes it. Where no sample and no
+        group is named, all samples are meant that do. Empty: no condition.
+        """
+
     def __init__(
         self,
         *,
@@ -1225,8 +1319,10 @@ class ClearSamplesRequest(google.protobuf.message.Message):
         global_indexes: collections.abc.Iterable[builtins.int] | None = ...,
         keys: collections.abc.Iterable[builtins.str] | None = ...,
         missing_ok: builtins.bool = ...,
+        groups: collections.abc.Iterable[builtins.str] | None = ...,
+        where: collections.abc.Iterable[global___Condition] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["global_indexes", b"global_indexes", "incarnation", b"incarnation", "keys", b"keys", "missing_ok", b"missing_ok", "partition_id", b"partition_id", "request_id", b"request_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["global_indexes", b"global_indexes", "groups", b"groups", "incarnation", b"incarnation", "keys", b"keys", "missing_ok", b"missing_ok", "partition_id", b"partition_id", "request_id", b"request_id", "where", b"where"]) -> None: ...
 
 global___ClearSamplesRequest = ClearSamplesRequest
 

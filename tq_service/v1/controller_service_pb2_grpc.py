@@ -272,11 +272,11 @@ class ControllerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def LookupSamples(self, request, context):
-        """Finds samples by key, or lists all of a partition, page by page. A page is of one moment. Between two pages
-        samples may be inserted, which are listed if their indexes are still ahead, and be cleared, which are left out.
-        Changes nothing, does not block. Errors: NOT_FOUND (partition), FAILED_PRECONDITION (STALE_INCARNATION: the
-        partition was cleared since the first page), INVALID_ARGUMENT (a page token that is not of this list). With
-        `missing_ok` a partition that does not exist has no samples.
+        """Finds samples by index, key or group, or lists all of a partition, page by page; under conditions, where some are
+        given. A page is of one moment. Between two pages samples may be inserted, which are listed if their indexes are
+        still ahead, and be cleared, which are left out. Changes nothing, does not block. Errors: NOT_FOUND (partition or
+        task, unless `missing_ok`), FAILED_PRECONDITION (STALE_INCARNATION: the partition was cleared since the first
+        page), INVALID_ARGUMENT (conditions, or a page token that is not of this list).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

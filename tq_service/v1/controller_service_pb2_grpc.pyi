@@ -156,11 +156,11 @@ class ControllerServiceStub:
         tq_service.v1.controller_service_pb2.LookupSamplesRequest,
         tq_service.v1.controller_service_pb2.LookupSamplesResponse,
     ]
-    """Finds samples by key, or lists all of a partition, page by page. A page is of one moment. Between two pages
-    samples may be inserted, which are listed if their indexes are still ahead, and be cleared, which are left out.
-    Changes nothing, does not block. Errors: NOT_FOUND (partition), FAILED_PRECONDITION (STALE_INCARNATION: the
-    partition was cleared since the first page), INVALID_ARGUMENT (a page token that is not of this list). With
-    `missing_ok` a partition that does not exist has no samples.
+    """Finds samples by index, key or group, or lists all of a partition, page by page; under conditions, where some are
+    given. A page is of one moment. Between two pages samples may be inserted, which are listed if their indexes are
+    still ahead, and be cleared, which are left out. Changes nothing, does not block. Errors: NOT_FOUND (partition or
+    task, unless `missing_ok`), FAILED_PRECONDITION (STALE_INCARNATION: the partition was cleared since the first
+    page), INVALID_ARGUMENT (conditions, or a page token that is not of this list).
     """
 
     Locate: grpc.UnaryUnaryMultiCallable[
@@ -381,11 +381,11 @@ class ControllerServiceAsyncStub:
         tq_service.v1.controller_service_pb2.LookupSamplesRequest,
         tq_service.v1.controller_service_pb2.LookupSamplesResponse,
     ]
-    """Finds samples by key, or lists all of a partition, page by page. A page is of one moment. Between two pages
-    samples may be inserted, which are listed if their indexes are still ahead, and be cleared, which are left out.
-    Changes nothing, does not block. Errors: NOT_FOUND (partition), FAILED_PRECONDITION (STALE_INCARNATION: the
-    partition was cleared since the first page), INVALID_ARGUMENT (a page token that is not of this list). With
-    `missing_ok` a partition that does not exist has no samples.
+    """Finds samples by index, key or group, or lists all of a partition, page by page; under conditions, where some are
+    given. A page is of one moment. Between two pages samples may be inserted, which are listed if their indexes are
+    still ahead, and be cleared, which are left out. Changes nothing, does not block. Errors: NOT_FOUND (partition or
+    task, unless `missing_ok`), FAILED_PRECONDITION (STALE_INCARNATION: the partition was cleared since the first
+    page), INVALID_ARGUMENT (conditions, or a page token that is not of this list).
     """
 
     Locate: grpc.aio.UnaryUnaryMultiCallable[
@@ -634,11 +634,11 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.controller_service_pb2.LookupSamplesRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.LookupSamplesResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.LookupSamplesResponse]]:
-        """Finds samples by key, or lists all of a partition, page by page. A page is of one moment. Between two pages
-        samples may be inserted, which are listed if their indexes are still ahead, and be cleared, which are left out.
-        Changes nothing, does not block. Errors: NOT_FOUND (partition), FAILED_PRECONDITION (STALE_INCARNATION: the
-        partition was cleared since the first page), INVALID_ARGUMENT (a page token that is not of this list). With
-        `missing_ok` a partition that does not exist has no samples.
+        """Finds samples by index, key or group, or lists all of a partition, page by page; under conditions, where some are
+        given. A page is of one moment. Between two pages samples may be inserted, which are listed if their indexes are
+        still ahead, and be cleared, which are left out. Changes nothing, does not block. Errors: NOT_FOUND (partition or
+        task, unless `missing_ok`), FAILED_PRECONDITION (STALE_INCARNATION: the partition was cleared since the first
+        page), INVALID_ARGUMENT (conditions, or a page token that is not of this list).
         """
 
     @abc.abstractmethod

@@ -5,9 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
+import numpy as np
+
 from tq_service.client._async.calls import AsyncBase
-from tq_service.client.batch_meta import BatchMeta, check_is_batch, in_parts, joined
-from tq_service.client.requests import check_meta_count, listed, new_id, partition_of, request_of, sample_write
+from tq_service.client.batch_meta import NAMED_AT_ONCE, BatchMeta, check_is_batch, in_parts, joined
+from tq_service.client.requests import (
+    check_meta_count,
+    condition_messages,
+    named_samples,
+    new_id,
+    partition_of,
+    request_of,
+    sample_write,
+)
 from tq_service.client.retry import Deadline
 from tq_service.client.writes import check_row_counts, declared_layouts, put_nothing, written_meta
 from tq_service.dataplane._async.drivers import async_driver
@@ -241,39 +251,66 @@ class AsyncSampleCalls(AsyncBase):
         partition_id: str,
         keys: Iterable[str] | None = None,
         *,
+        global_indexes: Iterable[int] | None = None,
+        groups: Iterable[str] | None = None,
+        where: Iterable[tuple[str, str, Any]] = (),
+        task_name: str | None = None,
         missing_ok: bool = False,
         timeout: float | None = None,
-    ) -> tuple[BatchMeta, list[str]]:
-        """Return the samples of known keys, in the order asked, and the keys that no sample has.
+    ) -> tuple[BatchMeta, list[Any]]:
+        """Return samples with all that is known of them, and which of those that were named are not there.
 
         Many samples come page by page, each as of its moment: one that is cleared meanwhile may be missing, and one
         that is inserted may be there.
 
         Args:
             partition_id: the partition.
-            keys: the keys; None: every sample of the partition, in the order of insertion, held and failed ones too.
-            missing_ok: whether a partition that is not there has no samples.
+            keys: keys of samples.
+            global_indexes: or their indexes,
+            groups: or groups, whose members are meant. None of the three: every sample of the partition, held and
+                failed ones too.
+            where: conditions `(column, operator, value)` on custom_meta, as `get_meta` takes them, all of which must
+                hold for a sample to be in the answer.
+            task_name: a consumer: the answer has in `consumed`, `leased` and `dead_lettered` what it has done with each
+                sample.
+            missing_ok: whether a partition that is not there has no samples, and a task that has not asked yet has
+                consumed nothing.
             timeout: seconds until the call fails; None: the client's.
+
+        Returns:
+            The samples, and the keys, indexes or groups that no sample has. Samples that are named come in the order
+            asked, all others in the order of insertion.
 
         Raises:
             PartitionNotFoundError: there is no such partition, unless `missing_ok`.
+            TaskNotFoundError: the task has not asked for anything yet, unless `missing_ok`; or the partition was
+                created for other tasks.
             StaleIncarnationError: the partition was cleared between two pages.
+            InvalidArgumentError: samples are named in two ways, or a condition does not fit its column.
         """
         deadline = self._deadline(timeout)
+        name, named = named_samples(keys=keys, global_indexes=global_indexes, groups=groups)
+        conditions = condition_messages(where)
         parts: list[BatchMeta] = []
-        missing: list[str] = []
-        for some in in_parts(listed("keys", keys)):
+        missing: list[Any] = []
+        for some in in_parts(named):
             request = request_of(
                 pb.LookupSamplesRequest,
                 partition_id=self._namespace.full_name(partition_id),
-                keys=some,
-                all_samples=keys is None,
+                all_samples=name is None,
+                where=conditions,
+                task_name=task_name,
                 missing_ok=missing_ok,
+                **({} if name is None else {name: some}),
             )
             async for page in self._pages(lambda to: to.LookupSamples, request, deadline):
-                parts.append(BatchMeta.from_proto(page.meta, self._namespace))
-                missing += page.missing_keys
-        return joined(parts), missing
+                states = None if task_name is None else np.array(page.consumption, np.uint8)
+                parts.append(BatchMeta.from_proto(page.meta, self._namespace, consumption=states))
+                missing += () if name is None else getattr(page, f"missing_{name}")
+        found = joined(parts)
+        if groups is not None and len(named) > NAMED_AT_ONCE:
+            found = found.select_samples(np.argsort(found.indexes))
+        return found, missing
 
     async def clear_samples(
         self,
@@ -282,16 +319,21 @@ class AsyncSampleCalls(AsyncBase):
         partition_id: str | None = None,
         keys: Iterable[str] | None = None,
         global_indexes: Iterable[int] | None = None,
+        groups: Iterable[str] | None = None,
+        where: Iterable[tuple[str, str, Any]] = (),
         missing_ok: bool = False,
         timeout: float | None = None,
     ) -> int:
-        """Remove samples; unknown keys and indexes are ignored.
+        """Remove samples; unknown keys, indexes and groups are ignored.
 
         Args:
             metadata: the samples.
             partition_id: or the partition,
             keys: with keys of samples,
-            global_indexes: or their indexes.
+            global_indexes: or their indexes,
+            groups: or groups, all of whose members are removed.
+            where: conditions `(column, operator, value)` on custom_meta, all of which must hold for a sample in the
+                step that removes it. Where nothing else names samples, all are removed that satisfy them.
             missing_ok: whether there is nothing to remove where the partition is not there, instead of an error.
             timeout: seconds until the call fails; None: the client's.
 
@@ -301,6 +343,7 @@ class AsyncSampleCalls(AsyncBase):
         Raises:
             PartitionNotFoundError: there is no such partition.
             StaleIncarnationError: the partition of `metadata` was created again.
+            InvalidArgumentError: samples are named besides groups, or a condition does not fit its column.
         """
         if metadata is not None:
             check_is_batch(metadata)
@@ -310,9 +353,12 @@ class AsyncSampleCalls(AsyncBase):
             incarnation=b"" if metadata is None else metadata.incarnation,
             global_indexes=global_indexes if metadata is None else metadata.indexes,
             keys=keys,
+            groups=groups,
+            where=condition_messages(where),
             missing_ok=missing_ok,
         )
-        if not request.global_indexes and not request.keys:
+        is_named = any(names is not None for names in (metadata, keys, global_indexes, groups))
+        if not (request.global_indexes or request.keys or request.groups or (request.where and not is_named)):
             return 0
         answer = await self._calls.unary(lambda to: to.controller.ClearSamples, request, self._deadline(timeout))
         return answer.cleared_count

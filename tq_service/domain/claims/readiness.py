@@ -56,14 +56,14 @@ class Readiness:
         """Return where `where` holds; a row without a value does not pass."""
         mask = np.ones(self.table.index.data[rows].size, np.bool_)
         for condition in self.key[1]:
-            mask &= self._holds(condition, rows)[0]
+            mask &= self._partition.meta.holds(condition, rows)[0]
         return mask
 
     def excluded(self, rows: Rows) -> NDArray[np.bool_]:
         """Return the rows that `where` rules out for good: by a value, or for lack of one when their data is there."""
         mask = np.zeros(self.table.index.data[rows].size, np.bool_)
         for condition in self.key[1]:
-            holds, present = self._holds(condition, rows)
+            holds, present = self._partition.meta.holds(condition, rows)
             mask |= ~holds & (present | self._produced(rows))
         return mask
 
@@ -90,14 +90,6 @@ class Readiness:
 
     def _produced(self, rows: Rows) -> NDArray[np.bool_]:
         return self._partition.cells.produced(self.key[0], rows)
-
-    def _holds(self, condition: Condition, rows: Rows) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Return where a condition holds, and where the row has a value to compare."""
-        values, present = self.meta(condition.column, rows)
-        holds = np.zeros(present.size, np.bool_)
-        if present.any():
-            holds[present] = condition.holds(values[present])
-        return holds, present
 
 
 def _token_counts(column: str, values: NDArray[Any]) -> Indexes:

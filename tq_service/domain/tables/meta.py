@@ -178,6 +178,18 @@ class CustomMeta:
         columns = (self.read(name, positions) for name in self._columns)
         return [column for column in columns if column is not None and bool(column.present.any())]
 
+    def holds(self, condition: Condition, rows: slice | Indexes) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Return of rows where a condition holds, and where there is a value to compare."""
+        arrays = self.arrays(condition.column)
+        if arrays is None:
+            none = np.zeros(self._table.index.data[rows].size, np.bool_)
+            return none, none
+        values, present = arrays[0][rows], arrays[1][rows]
+        holds = np.zeros(present.size, np.bool_)
+        if present.any():
+            holds[present] = condition.holds(values[present])
+        return holds, present
+
     def arrays(self, name: str) -> tuple[NDArray[Any], NDArray[np.bool_]] | None:
         """Return values and presence as they lie in the table, None for an unknown column.
 
