@@ -28,6 +28,7 @@ MODULES = {
 OF_ONE_PROGRAM = {
     "pickle": {"data/shared_batch.py"},
     "multiprocessing": {
+        "data/batch.py",
         "data/loader.py",
         "data/source.py",
         "data/worker_process.py",

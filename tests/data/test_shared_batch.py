@@ -33,7 +33,7 @@ class Transport:
         )
         self.sent.append(shared)
         descriptor = os.dup(self.writer.descriptor(shared.buffer)) if shared.buffer.is_new else None
-        return open_batch(shared, self.reader.open(shared.buffer, descriptor))
+        return open_batch(shared.layout, self.reader.open(shared.buffer, descriptor))
 
     @property
     def buffer_ids(self) -> list[int]:
@@ -97,7 +97,7 @@ def test_a_view_takes_only_its_part_along() -> None:
     data["part"] = torch.zeros(2, 1 << 20)[:, :1]
     transport = Transport()
     assert transport.travel(data).data["part"].shape == (2, 1)
-    assert transport.sent[0].size_bytes < 10_000
+    assert transport.sent[0].layout.size_bytes < 10_000
 
 
 def test_data_that_is_no_tensordict() -> None:

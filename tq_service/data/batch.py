@@ -1,9 +1,11 @@
-"""What passes between the parts of the loader: a batch, the stream it belongs to, and the streams themselves."""
+"""What passes between the parts of the loader: batches, the stream they belong to, errors, and the streams."""
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tensordict import TensorDict
@@ -50,6 +52,29 @@ class FetchedBatch:
     def size_bytes(self) -> int:
         """Bytes of its tensors, arrays and texts, also of those in plain containers; other objects are not counted."""
         return flatten(self.data).size_bytes if isinstance(self.data, TensorDict) else object_bytes(self.data)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExceptionWrapper:
+    """An error of another process, or a stand-in of the same text where it cannot be pickled, and its traceback."""
+
+    error: Exception
+    traceback: str
+
+    @classmethod
+    def of(cls, error: Exception) -> ExceptionWrapper:
+        """Return the wrapper of an exception that is being handled."""
+        text = "".join(traceback.format_exception(error))
+        try:
+            ForkingPickler.loads(ForkingPickler.dumps(error))
+        except Exception:  # an exception class may fail in any way to be copied
+            error = RuntimeError(f"{type(error).__name__}: {error}")
+        return cls(error=error, traceback=text)
+
+    def with_note(self, origin: str) -> Exception:
+        """Return the error with the traceback as a note, to be raised."""
+        self.error.add_note(f"raised in {origin}:\n{self.traceback}")
+        return self.error
 
 
 SplitBatch = Callable[[FetchedBatch], Iterator[Any]]

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch.utils.data import IterableDataset, get_worker_info
 
 from tq_service.addresses import parse_address
 from tq_service.data.batch import BatchStream, FetchedBatch, StreamIdentity
 from tq_service.data.end import End, skipped_warning
-from tq_service.data.micro_batches import ProcessBatch, split_micro_batches
+from tq_service.data.micro_batches import ProcessBatch, micro_batch_count, split_micro_batches
 from tq_service.data.pack_options import PackOptions
 from tq_service.data.packed_batches import PackBatches
 from tq_service.data.replay_buffer import ReplayBuffer, ReplayStream
+from tq_service.data.replicas import ReplicaGroup, rank_and_size
 from tq_service.data.source import BatchRequest, BatchSource, ClientFactory, FetchBatch, InlineStream, fetch_batch
 from tq_service.errors import InvalidArgumentError, StaleEpochError, StaleIncarnationError
 from tq_service.schema import BatchUnit
+
+if TYPE_CHECKING:
+    from tq_service.data.replicas import Ranks
 
 _log = logging.getLogger(__name__)
 
@@ -58,6 +62,12 @@ class StreamingDataset(IterableDataset[Any]):
         task_name: the consumer; tasks consume a partition independently.
         dp_rank: this rank; replicas of a rank give the same number and get the same batches.
         dp_size: number of ranks.
+        dp_group: a `DeviceMesh` or process group of the DP ranks, which says `dp_rank` and `dp_size` instead; of a mesh
+            of several dimensions, such as that of hybrid sharding, all of them count.
+        replica_group: a process group, or `DeviceMesh` of one dimension, of the processes that hold this DP rank
+            together. The first of them asks and broadcasts; without it each asks for itself and gets the same batches.
+            All of them iterate, reset, step and end alike, since the broadcast is a collective, in the consumer's
+            thread. In a group without a backend for CPU tensors the bytes pass through the accelerator.
         sampler: name of the sampler.
         sampler_config: its options.
         should_check_consumption_status: finite mode: end also when everything inserted so far is consumed. Otherwise
@@ -96,6 +106,8 @@ class StreamingDataset(IterableDataset[Any]):
         task_name: str,
         dp_rank: int = 0,
         dp_size: int = 1,
+        dp_group: Ranks | None = None,
+        replica_group: Ranks | None = None,
         sampler: str = "sequential",
         sampler_config: Mapping[str, Any] | None = None,
         should_check_consumption_status: bool = False,
@@ -119,6 +131,9 @@ class StreamingDataset(IterableDataset[Any]):
             address = parse_address(address)
         _require(batch_size >= 1, "batch_size", batch_size, "at least 1")
         _require(micro_batch_size is None or micro_batch_size >= 1, "micro_batch_size", micro_batch_size, "at least 1")
+        if dp_group is not None:
+            _require((dp_rank, dp_size) == (0, 1), "dp_group", "dp_rank or dp_size as well", "one of the two")
+            dp_rank, dp_size = rank_and_size(dp_group)
         _require(dp_size >= 1, "dp_size", dp_size, "at least 1")
         _require(0 <= dp_rank < dp_size, "dp_rank", dp_rank, f"0 to {dp_size - 1}, below dp_size")
         _require(start_batch_index >= 0, "start_batch_index", start_batch_index, "at least 0")
@@ -157,10 +172,13 @@ class StreamingDataset(IterableDataset[Any]):
         )
         self._process_batch = _processing(process_batch_fn, pack, sampler_config)
         self._buffer = ReplayBuffer(replay_buffer_bytes)
+        self._replicas = None if replica_group is None else ReplicaGroup(replica_group)
         self._batch_index = start_batch_index
+        # What was delivered last: the batch, and how many of its micro-batches; (batch_index, 0) between batches.
+        self._delivered = (start_batch_index, 0)
         self._identity: StreamIdentity | None = None
         self._warned_of: StreamIdentity | None = None
-        # Counts reset() and step(), so that a live iterator notices them.
+        # Counts reset(), step() and load_state_dict(), so that a live iterator notices them.
         self._moves = 0
 
     @property
@@ -189,6 +207,7 @@ class StreamingDataset(IterableDataset[Any]):
     def iterate(self, open_stream: Callable[[StreamingDataset], BatchStream]) -> Iterator[Any]:
         """Yield the micro-batches from the next batch on, fetched by the streams that `open_stream` opens."""
         stream: BatchStream | None = None
+        self._skip_rest()
         try:
             while True:
                 moves = self._moves
@@ -210,10 +229,9 @@ class StreamingDataset(IterableDataset[Any]):
                 if batch.on_consumed is not None:
                     batch.on_consumed()
                 self._accept(batch)
-                index = batch.index
-                micro_batches = self.split(batch) if batch.micro_batches is None else batch.micro_batches
+                micro_batches = self._deliver(batch)
                 del batch  # not kept alive while the next one is waited for
-                for micro_batch in self._deliver(index, micro_batches):
+                for micro_batch in micro_batches:
                     yield micro_batch
                     if self._moves != moves:
                         break
@@ -231,7 +249,12 @@ class StreamingDataset(IterableDataset[Any]):
             open_rest: called with the source, the first batch_index, and the identity that its batches must have.
         """
         kept = self._buffer.following(self._batch_index)
-        rest = open_rest(self._source, self._batch_index + len(kept), self._identity)
+        first = self._batch_index + len(kept)
+
+        def open_fetched() -> BatchStream:
+            return open_rest(self._source, first, self._identity)
+
+        rest = open_fetched() if self._replicas is None else self._replicas.open_stream(open_fetched, first)
         return ReplayStream(kept, rest) if kept else rest
 
     def split(self, batch: FetchedBatch) -> Iterator[Any]:
@@ -240,7 +263,11 @@ class StreamingDataset(IterableDataset[Any]):
 
     @property
     def may_split_ahead(self) -> bool:
-        """Whether another thread may split batches: a process_batch_fn runs in the consumer's."""
+        """Whether another thread may split batches: process_batch_fn and collectives run in the consumer's."""
+        return self._replicas is None and self._follows_plan
+
+    @property
+    def _follows_plan(self) -> bool:
         return self._process_batch is split_micro_batches or isinstance(self._process_batch, PackBatches)
 
     def _accept(self, batch: FetchedBatch) -> None:
@@ -277,22 +304,93 @@ class StreamingDataset(IterableDataset[Any]):
             self._warned_of = identity
             _log.warning("%s", warning)
 
-    def _deliver(self, index: int, micro_batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the micro-batches; the batch is delivered with the first, so that one that fails to split is not."""
-        first = next(micro_batches, _NOTHING)
+    def _skip_rest(self) -> None:
+        """Leave out the rest of a batch that another iterator began."""
+        if self._delivered[0] < self._batch_index:
+            self._delivered = (self._batch_index, 0)
+
+    def _deliver(self, batch: FetchedBatch) -> Iterator[Any]:
+        """Return the micro-batches of a batch that were not delivered before the state of this dataset was saved."""
+        index = batch.index
+        count = micro_batch_count(batch.meta, self._source.request.micro_batch_size) if self._follows_plan else None
+        micro_batches = self.split(batch) if batch.micro_batches is None else batch.micro_batches
+        return self._deliver_each(index, micro_batches, count)
+
+    def _deliver_each(self, index: int, micro_batches: Iterator[Any], count: int | None) -> Iterator[Any]:
+        """Yield micro-batches; the batch is delivered with the first, so that one that fails to split is not."""
+        delivered_before = self._delivered[1] if self._delivered[0] == index else 0
+        number = 0
+        for micro_batch in micro_batches:
+            number += 1  # noqa: SIM113  (enumerate keeps what it gave alive)
+            if number > delivered_before:
+                self._batch_index = index + 1
+                self._delivered = (index, number) if number != count else (index + 1, 0)
+                yield micro_batch
+            del micro_batch  # not kept alive while the next one is made
         self._batch_index = index + 1
-        if first is not _NOTHING:
-            yield first
-            del first
-            yield from micro_batches
+        self._delivered = (index + 1, 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position behind the last micro-batch delivered, as plain numbers and texts.
+
+        It is the same on all DP ranks and replicas that have delivered equally many micro-batches. Batches that are
+        only fetched ahead do not count. A process_batch_fn must make the same items again, and the batch that was begun
+        is asked for again: do not clear its samples before the state behind it is saved.
+        """
+        batch_index, micro_batch_index = self._delivered
+        identity = self._identity
+        return {
+            **self._state_must_fit(),
+            "partition_id": self.partition_id,
+            "incarnation": "" if identity is None else identity.incarnation.hex(),
+            "epoch": 0 if identity is None else identity.epoch,
+            "batch_index": batch_index,
+            "micro_batch_index": micro_batch_index,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue behind the last micro-batch that was delivered when the state was saved.
+
+        Where the partition was cleared or the task reset meanwhile, the next batch raises `StaleIncarnationError` or
+        `StaleEpochError`.
+
+        Raises:
+            InvalidArgumentError: the state is of another task, number of ranks or size of batches, or is none.
+        """
+        for name, expected in self._state_must_fit().items():
+            got = state_dict.get(name)
+            _require(got == expected, "state_dict", f"{name} {got!r}", f"{expected!r}, as this dataset has")
+        try:
+            partition_id = str(state_dict["partition_id"])
+            incarnation = bytes.fromhex(state_dict["incarnation"])
+            epoch = int(state_dict["epoch"])
+            position = int(state_dict["batch_index"]), int(state_dict["micro_batch_index"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise InvalidArgumentError(
+                f"state_dict: got {dict(state_dict)!r}; expected what state_dict() returned", field="state_dict"
+            ) from error
+        _require(min(position) >= 0, "state_dict", f"position {position}", "no negative number")
+        self.step(partition_id)
+        self._identity = StreamIdentity(incarnation=incarnation, epoch=epoch) if incarnation else None
+        self._batch_index, _ = self._delivered = position
+
+    def _state_must_fit(self) -> dict[str, Any]:
+        """Return what must be the same where a state is loaded: otherwise its numbers mean other samples."""
+        request = self._source.request
+        return {
+            "task_name": request.task_name,
+            "dp_size": request.dp_size,
+            "batch_size": request.batch_size,
+            "batch_unit": request.batch_unit,
+            "micro_batch_size": request.micro_batch_size,
+        }
 
     def reset(self) -> None:
         """Start from the first batch again: the same batches, out of the replay buffer or fetched again.
 
         A batch that is fetched again needs its samples: `SamplesClearedError` if they were cleared meanwhile.
         """
-        self._batch_index = 0
-        self._moves += 1
+        self._go_to_start()
 
     def step(self, partition_id: str) -> None:
         """Go to the first batch of another partition; the buffer is dropped.
@@ -302,15 +400,16 @@ class StreamingDataset(IterableDataset[Any]):
         self._source = self._source.of_partition(partition_id)
         self._buffer.clear()
         self._identity = None
+        self._go_to_start()
+
+    def _go_to_start(self) -> None:
         self._batch_index = 0
+        self._delivered = (0, 0)
         self._moves += 1
 
     def get_buffer(self) -> list[tuple[Any, Any]]:
         """Return `(data, meta)` of the whole batches that `replay_buffer_bytes` keeps for `reset()`, in order."""
         return self._buffer.pairs()
-
-
-_NOTHING = object()
 
 
 def _require(holds: bool, name: str, got: object, expected: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from multiprocessing.context import BaseContext
 from types import TracebackType
 from typing import Any
@@ -82,7 +82,7 @@ class StreamingDataLoader:
 
     @property
     def batch_index(self) -> int:
-        """The batch after the last one delivered: the `start_batch_index` of a restart from here."""
+        """The batch after the last one delivered."""
         return self.dataset.batch_index
 
     def __iter__(self) -> Iterator[Any]:
@@ -140,6 +140,14 @@ class StreamingDataLoader:
     def get_buffer(self) -> list[tuple[Any, Any]]:
         """Return `(data, meta)` of the whole batches that the dataset's `replay_buffer_bytes` keeps, in order."""
         return self.dataset.get_buffer()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position behind the last micro-batch delivered; see `StreamingDataset.state_dict`."""
+        return self.dataset.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue behind the last micro-batch delivered when the state was saved, with or without workers."""
+        self.dataset.load_state_dict(state_dict)
 
     def close(self) -> None:
         """Stop fetching and end the thread or the workers. Idempotent; iterating starts them again."""

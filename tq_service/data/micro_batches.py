@@ -62,6 +62,11 @@ def steps_of(meta: BatchMeta, micro_batch_size: int | None) -> tuple[Step, ...]:
     return (Step(packs=tuple(Pack(positions=tuple(range(at, min(at + size, meta.size)))) for at in starts)),)
 
 
+def micro_batch_count(meta: BatchMeta, micro_batch_size: int | None) -> int:
+    """Return how many micro-batches, or packs, a batch is split into."""
+    return sum(len(step.packs) for step in steps_of(meta, micro_batch_size))
+
+
 def part_of(meta: BatchMeta, pack: Pack) -> BatchMeta:
     """Return the meta of the samples of one pack, with the pack as its only step."""
     whole = replace(pack, positions=tuple(range(len(pack.positions))))

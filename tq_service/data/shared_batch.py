@@ -1,8 +1,9 @@
-"""A whole batch on its way from a worker process to its parent: one copy into a shared buffer, none out of it.
+"""A whole batch as one stretch of bytes, for its way to another process of the same program.
 
-The tensors of the columns lie one after the other in the buffer, and the parent's tensors are views of it. All else,
-the meta and objects with whatever is in them, is pickled; tensors within objects come out of the pickle with memory of
-their own, since a micro-batch does not copy them.
+From a worker process to its parent it is one copy into a shared buffer, and none out of it; between replicas of a rank
+it is broadcast. The tensors of the columns lie one after the other, and the receiver's tensors are views of the bytes.
+All else, the meta and objects with whatever is in them, is pickled; tensors within objects come out of the pickle with
+memory of their own, since a micro-batch does not copy them.
 """
 
 from __future__ import annotations
@@ -36,26 +37,42 @@ class TensorPlace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SharedBatch:
-    """A batch in a shared buffer.
+class BatchLayout:
+    """Where the parts of a batch lie in its bytes.
 
     Attributes:
         index: its batch_index.
         size_bytes: bytes of the tensors and of the pickle.
-        buffer: the buffer it lies in.
-        pickle_bytes: bytes of the pickle, at the start of the buffer.
+        pickle_bytes: bytes of the pickle, at the start.
         places: the tensors of the columns.
     """
 
     index: int
     size_bytes: int
-    buffer: SharedBufferRef
     pickle_bytes: int
     places: tuple[TensorPlace, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedBatch:
+    """A batch in a shared buffer."""
+
+    layout: BatchLayout
+    buffer: SharedBufferRef
+
+
 def share_batch(batch: FetchedBatch, buffers: SharedBufferWriter) -> SharedBatch:
     """Write a batch into a shared buffer.
+
+    Raises:
+        Exception: whatever the pickling of an object raises.
+    """
+    layout, parts = lay_out(batch)
+    return SharedBatch(layout=layout, buffer=buffers.write(parts, layout.size_bytes))
+
+
+def lay_out(batch: FetchedBatch) -> tuple[BatchLayout, list[tuple[int, Bytes]]]:
+    """Return how a batch lies in its bytes, and the bytes: arrays, each with its offset, and anything in between.
 
     Raises:
         Exception: whatever the pickling of an object raises.
@@ -71,21 +88,16 @@ def share_batch(batch: FetchedBatch, buffers: SharedBufferWriter) -> SharedBatch
         places.append(TensorPlace(offset=offset, dtype=tensor.dtype, shape=tuple(tensor.shape)))
         parts.append((offset, _bytes_of(tensor)))
         end = offset + tensor.nbytes
-    return SharedBatch(
-        index=batch.index,
-        size_bytes=end,
-        buffer=buffers.write(parts, end),
-        pickle_bytes=pickled.nbytes,
-        places=tuple(places),
-    )
+    layout = BatchLayout(index=batch.index, size_bytes=end, pickle_bytes=pickled.nbytes, places=tuple(places))
+    return layout, parts
 
 
-def open_batch(shared: SharedBatch, buffer: Bytes) -> FetchedBatch:
+def open_batch(layout: BatchLayout, buffer: Bytes) -> FetchedBatch:
     """Return the batch; its tensors lie in the buffer, and keep it from being written again."""
-    tensors = [_tensor_at(place, buffer) for place in shared.places]
-    meta, content = _Unpickler(io.BytesIO(buffer[: shared.pickle_bytes].data), tensors).load()
+    tensors = [_tensor_at(place, buffer) for place in layout.places]
+    meta, content = _Unpickler(io.BytesIO(buffer[: layout.pickle_bytes].data), tensors).load()
     return FetchedBatch(
-        index=shared.index, data=build(content) if isinstance(content, FlatBatch) else content, meta=meta
+        index=layout.index, data=build(content) if isinstance(content, FlatBatch) else content, meta=meta
     )
 
 

@@ -11,14 +11,13 @@ import os
 import queue
 import signal
 import threading
-import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from multiprocessing.reduction import ForkingPickler, send_handle
+from multiprocessing.reduction import send_handle
 
 import torch
 
-from tq_service.data.batch import StreamIdentity
+from tq_service.data.batch import ExceptionWrapper, StreamIdentity
 from tq_service.data.end import End
 from tq_service.data.shared_batch import SharedBatch, share_batch
 from tq_service.data.shared_buffers import SharedBufferWriter
@@ -49,24 +48,6 @@ class Stop:
     """To a worker: nothing that `stream` or an earlier one requested is wanted any more."""
 
     stream: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExceptionWrapper:
-    """An error of a worker, or a stand-in of the same text where it cannot be pickled, and its traceback."""
-
-    error: Exception
-    worker_traceback: str
-
-    @classmethod
-    def of(cls, error: Exception) -> ExceptionWrapper:
-        """Return the wrapper of an exception that is being handled."""
-        text = "".join(traceback.format_exception(error))
-        try:
-            ForkingPickler.loads(ForkingPickler.dumps(error))
-        except Exception:  # an exception class may fail in any way to be copied
-            error = RuntimeError(f"{type(error).__name__}: {error}")
-        return cls(error=error, worker_traceback=text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,13 +28,13 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler, recv_handle
 from typing import Any
 
-from tq_service.data.batch import FetchedBatch, StreamIdentity
+from tq_service.data.batch import ExceptionWrapper, FetchedBatch, StreamIdentity
 from tq_service.data.end import End
 from tq_service.data.prefetch_queue import PrefetchLimit
 from tq_service.data.shared_batch import SharedBatch, open_batch
 from tq_service.data.shared_buffers import SharedBufferReader
 from tq_service.data.source import BatchSource
-from tq_service.data.worker_process import ExceptionWrapper, FetchReply, FetchRequest, Stop, run_worker
+from tq_service.data.worker_process import FetchReply, FetchRequest, Stop, run_worker
 from tq_service.wire.dtypes import Bytes
 
 # A worker ends at once unless a fetch_batch_fn holds it.
@@ -187,14 +187,13 @@ class WorkerStream:
         if isinstance(arrived.content, End):
             return arrived.content
         if isinstance(arrived.content, ExceptionWrapper):
-            arrived.content.error.add_note(f"raised in a worker process:\n{arrived.content.worker_traceback}")
-            raise arrived.content.error
+            raise arrived.content.with_note("a worker process")
         if arrived.buffer is None:
             raise RuntimeError(f"batch {self.next_index} came without its buffer")
-        batch = open_batch(arrived.content, arrived.buffer)
+        batch = open_batch(arrived.content.layout, arrived.buffer)
         self._arrived.pop(self.next_index, None)  # unless `close` dropped it meanwhile
         self.next_index += 1
-        return replace(batch, on_consumed=partial(self._on_consumed, arrived.content.size_bytes))
+        return replace(batch, on_consumed=partial(self._on_consumed, arrived.content.layout.size_bytes))
 
     def _receive(self, *, wait: bool) -> None:
         arrived = self._pool.receive(self._number, wait=wait)
@@ -202,7 +201,7 @@ class WorkerStream:
         with self._lock:
             for result in arrived.values():
                 if isinstance(result.content, SharedBatch):
-                    self._limit.arrive(result.content.size_bytes)
+                    self._limit.arrive(result.content.layout.size_bytes)
                 else:
                     self._limit.arrive(0)
                     self._requested_all = True

@@ -1,0 +1,212 @@
+"""A loader that is resumed from a saved state goes on with the next micro-batch, also in the middle of a batch."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fake_client import FIELDS, FakeService, SealedRows, token_rows
+from service_rows import dataset_of as served_dataset
+from service_rows import fill, taken
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import tq_service as tq
+from tq_service.data import StreamingDataLoader, StreamingDataset, split_micro_batches
+
+# 11 samples in batches of 4 and micro-batches of 2: the last one is short.
+WHOLE = [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10]]
+
+
+@pytest.fixture
+def service() -> FakeService:
+    service = FakeService()
+    service.put("train@0", token_rows(11), seal=True)
+    return service
+
+
+def dataset_of(service: FakeService, **changes: Any) -> StreamingDataset:
+    options: dict[str, Any] = {
+        "batch_size": 4,
+        "micro_batch_size": 2,
+        "data_fields": FIELDS,
+        "partition_id": "train@0",
+        "task_name": "update_actor",
+        "client_factory": service.connect,
+        "max_wait": 0.2,
+    }
+    return StreamingDataset(None, **{**options, **changes})
+
+
+def indexes(items: Any) -> list[list[int]]:
+    return [micro_batch["index"].tolist() for micro_batch, _ in items]
+
+
+def take(iterator: Iterator[Any], count: int) -> list[list[int]]:
+    return indexes([next(iterator) for _ in range(count)])
+
+
+def pairs(data: Any, meta: Any, micro_batch_size: int | None = None) -> Iterator[Any]:
+    yield from split_micro_batches(data, meta, micro_batch_size)
+
+
+@pytest.mark.parametrize("process", [None, pairs], ids=["plan", "process_batch_fn"])
+@pytest.mark.parametrize("prefetch_factor", [0, 2])
+@pytest.mark.parametrize("delivered", range(7))
+def test_a_state_taken_anywhere_is_gone_on_from(
+    service: FakeService, delivered: int, prefetch_factor: int, process: Any
+) -> None:
+    first = StreamingDataLoader(dataset_of(service, process_batch_fn=process), prefetch_factor=prefetch_factor)
+    iterator = iter(first)
+    before = take(iterator, delivered)
+    state = json.loads(json.dumps(first.state_dict()))
+    first.close()
+
+    second = StreamingDataLoader(dataset_of(service, process_batch_fn=process), prefetch_factor=prefetch_factor)
+    second.load_state_dict(state)
+    assert second.state_dict() == state
+    assert before + indexes(second) == WHOLE
+    assert second.state_dict()["batch_index"] == 3
+
+
+def test_a_batch_that_is_delivered_whole_is_not_asked_for_again(service: FakeService) -> None:
+    first = dataset_of(service)
+    take(iter(first), 2)
+    state = first.state_dict()
+    assert (state["batch_index"], state["micro_batch_index"]) == (1, 0)
+    del service.partitions["train@0"].rows[0]  # whatever batch 0 was, it cannot be fetched any more
+    service.partitions["train@0"].rows.insert(0, {})
+    second = dataset_of(service)
+    second.load_state_dict(state)
+    assert indexes(second) == WHOLE[2:]
+
+
+def test_a_live_iterator_follows_a_loaded_state(service: FakeService) -> None:
+    loader = StreamingDataLoader(dataset_of(service))
+    iterator = iter(loader)
+    assert take(iterator, 1) == WHOLE[:1]
+    state = loader.state_dict()
+    assert take(iterator, 3) == WHOLE[1:4]
+    loader.load_state_dict(state)
+    assert indexes(iterator) == WHOLE[1:]
+    loader.close()
+
+
+def test_what_is_skipped_by_a_new_iterator_is_not_in_its_state(service: FakeService) -> None:
+    dataset = dataset_of(service)
+    take(iter(dataset), 1)
+    iterator = iter(dataset)
+    assert take(iterator, 1) == [[4, 5]]
+    again = dataset_of(service)
+    again.load_state_dict(dataset.state_dict())
+    assert indexes(again) == WHOLE[3:]
+
+
+def test_the_state_of_another_partition_leads_there(service: FakeService) -> None:
+    service.put("train@1", token_rows(6), seal=True)
+    first = dataset_of(service)
+    first.step("train@1")
+    take(iter(first), 1)
+    second = dataset_of(service)
+    second.load_state_dict(first.state_dict())
+    assert second.partition_id == "train@1"
+    assert indexes(second) == [[2, 3], [4, 5]]
+
+
+def test_reset_and_step_begin_the_state_anew(service: FakeService) -> None:
+    dataset = dataset_of(service)
+    fresh = dataset.state_dict()
+    take(iter(dataset), 3)
+    dataset.reset()
+    assert dataset.state_dict() == {**fresh, "incarnation": dataset.state_dict()["incarnation"]}
+    dataset.step("train@0")
+    assert dataset.state_dict() == fresh
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"batch_size": 2}, "batch_size 4; expected 2"),
+        ({"micro_batch_size": 1}, "micro_batch_size 2; expected 1"),
+        ({"dp_size": 2}, "dp_size 1; expected 2"),
+        ({"task_name": "critic"}, "task_name 'update_actor'; expected 'critic'"),
+    ],
+)
+def test_a_state_of_other_batches_is_refused(service: FakeService, changes: dict[str, Any], field: str) -> None:
+    first = dataset_of(service)
+    take(iter(first), 3)
+    second = dataset_of(service, **changes)
+    untouched = second.state_dict()
+    with pytest.raises(tq.InvalidArgumentError, match=field):
+        second.load_state_dict(first.state_dict())
+    assert second.state_dict() == untouched
+
+
+@pytest.mark.parametrize(
+    "broken", [{"partition_id": None}, {"batch_index": -1}, {"incarnation": "xyz"}, {"epoch": "?"}]
+)
+def test_what_is_no_state_is_refused(service: FakeService, broken: dict[str, Any]) -> None:
+    dataset = dataset_of(service)
+    take(iter(dataset), 1)
+    before = dataset.state_dict()
+    state = {name: value for name, value in {**before, **broken}.items() if value is not None}
+    with pytest.raises(tq.InvalidArgumentError, match="state_dict"):
+        dataset.load_state_dict(state)
+    assert dataset.state_dict() == before
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # of torch, asked for by torchdata
+def test_torchdatas_loader_keeps_the_state_of_the_dataset(service: FakeService) -> None:
+    first = StatefulDataLoader(dataset_of(service), batch_size=None, collate_fn=lambda item: item)
+    iterator = iter(first)
+    before = take(iterator, 3)
+    state = first.state_dict()
+    second = StatefulDataLoader(dataset_of(service), batch_size=None, collate_fn=lambda item: item)
+    second.load_state_dict(state)
+    assert before + indexes(second) == WHOLE
+
+
+@pytest.mark.parametrize(("saved_by", "num_workers"), [(0, 2), (2, 0), (2, 2)])
+def test_workers_may_save_and_load(saved_by: int, num_workers: int) -> None:
+    def loader_of(workers: int) -> StreamingDataLoader:
+        dataset = dataset_of(FakeService(), client_factory=SealedRows(count=11))
+        return StreamingDataLoader(dataset, num_workers=workers, multiprocessing_context="fork")
+
+    with loader_of(saved_by) as first:
+        before = take(iter(first), 3)
+        state = first.state_dict()
+    with loader_of(num_workers) as second:
+        second.load_state_dict(state)
+        assert before + indexes(second) == WHOLE
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_with_a_service(address: str, num_workers: int) -> None:
+    partition = f"state {num_workers}"
+    fill(address, partition, 42)
+    options: dict[str, Any] = {"sampler": "seqlen_balanced"}
+    unbroken = list(StreamingDataLoader(served_dataset(address, partition, **options)))
+    assert sorted(taken(unbroken)) == list(range(42))
+    with StreamingDataLoader(served_dataset(address, partition, **options), num_workers=num_workers) as first:
+        iterator = iter(first)
+        before = [next(iterator) for _ in range(5)]
+        state = first.state_dict()
+    with StreamingDataLoader(served_dataset(address, partition, **options), num_workers=num_workers) as second:
+        second.load_state_dict(state)
+        after = list(second)
+    assert [meta.global_indexes for _, meta in before + after] == [meta.global_indexes for _, meta in unbroken]
+    assert taken(before + after) == taken(unbroken)
+
+
+def test_a_state_of_a_partition_that_was_cleared_is_stale(address: str) -> None:
+    partition = "state of a cleared partition"
+    fill(address, partition, 12)
+    first = served_dataset(address, partition)
+    next(iter(first))
+    state = first.state_dict()
+    with tq.Client(address) as client:
+        client.clear_partition(partition)
+    fill(address, partition, 12)
+    second = served_dataset(address, partition)
+    second.load_state_dict(state)
+    with pytest.raises(tq.StaleIncarnationError):
+        next(iter(second))
