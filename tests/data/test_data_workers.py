@@ -197,7 +197,8 @@ def test_a_worker_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tq_service.data.workers._JOIN_SECONDS", 0.2)
     hanging = multiprocessing.get_context("fork").Event()
     loader = loader_of(8, num_workers=1, fetch_batch_fn=partial(hang, hanging))
-    next(iter(loader))
+    iterator = iter(loader)  # kept: one that is garbage takes its requests back
+    next(iterator)
     assert hanging.wait(60)
     (worker,) = (child for child in multiprocessing.active_children() if child.name.startswith("tq-worker"))
     loader.close()
