@@ -327,8 +327,10 @@ class StreamingDataset(IterableDataset[Any]):
                 self._delivered = (index, number) if number != count else (index + 1, 0)
                 yield micro_batch
             del micro_batch  # not kept alive while the next one is made
-        self._batch_index = index + 1
-        self._delivered = (index + 1, 0)
+        # Not where another iterator has gone further meanwhile.
+        if self._delivered[0] <= index:
+            self._batch_index = index + 1
+            self._delivered = (index + 1, 0)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position behind the last micro-batch delivered, as plain numbers and texts.
