@@ -112,7 +112,7 @@ def test_the_state_of_another_partition_leads_there(service: FakeService) -> Non
     assert indexes(second) == [[2, 3], [4, 5]]
 
 
-def test_reset_and_step_begin_the_state_anew(service: FakeService) -> None:
+def test_reset_and_step_begin_a_fresh_state(service: FakeService) -> None:
     dataset = dataset_of(service)
     fresh = dataset.state_dict()
     take(iter(dataset), 3)
