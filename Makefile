@@ -8,6 +8,7 @@
 #   make chaos              kills the service and its clients at random while they work, and checks what was promised
 #   make fuzz               10,000 odd calls on every method, 100,000 odd frames, damaged files
 #   make compare BASE=...   is this tree slower than that commit? 20 to 25 minutes
+#   make compat             verl's own code over TransferQueue and over the service: every answer compared, bit for bit
 #   make check              format, lint, types, protos, generated code, layers: all that CI asks besides the tests
 #   make accept-protos      the protos as they are now become what `make check` holds later ones against
 #
@@ -27,10 +28,10 @@ export PYTHON
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install format lint typecheck generate accept-protos check test properties chaos fuzz soak bench compare demo clean FORCE
+.PHONY: help install format lint typecheck generate accept-protos check test properties chaos fuzz soak bench compare compat demo clean FORCE
 
 help:
-	@sed -n '3,12s/^# *//p' Makefile
+	@sed -n '3,13s/^# *//p' Makefile
 	@echo "also: format lint typecheck generate bench clean"
 
 # A virtual environment whose interpreter is gone (after an upgrade of Python, or a move of the directory) is stale too.
@@ -104,9 +105,13 @@ bench: $(INSTALLED)
 compare: $(INSTALLED)
 	$(BIN)/python -m benchmarks.compare $(BASE) $(COMPARE_FLAGS)
 
+# Environments of its own for verl and TransferQueue; COMPAT_FLAGS='--parts calls --tensordict 0.10.0' for less.
+compat: $(INSTALLED)
+	TQ_BENCH_TORCH='$(TORCH)' $(BIN)/python -m compat $(COMPAT_FLAGS)
+
 demo: $(INSTALLED)
 	$(BIN)/python -m examples.demo
 
 clean:
-	rm -rf $(VENV) examples/node/node_modules .venv-generate .venv-transferqueue .venv-ray .venv-stores build dist demo-output chaos-output .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) examples/node/node_modules .venv-generate .venv-transferqueue .venv-ray .venv-stores .venv-compat-* build dist demo-output chaos-output compat-output .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

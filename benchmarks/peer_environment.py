@@ -23,12 +23,14 @@ class PeerEnvironment:
     Attributes:
         name: of the peer.
         requirements: what pip installs.
+        alone: what pip installs after that without what it asks for itself.
         needs_torch: whether torch is installed first, in a step of its own.
         variables: environment variables that its programs run with.
     """
 
     name: str
     requirements: Sequence[str]
+    alone: Sequence[str] = ()
     needs_torch: bool = False
     variables: Mapping[str, str] = field(default_factory=dict)
 
@@ -40,7 +42,7 @@ class PeerEnvironment:
         """
         directory = _ROOT / f".venv-{self.name.lower()}"
         python, installed = directory / "bin" / "python", directory / "installed.txt"
-        wanted = "\n".join(self.requirements)
+        wanted = "\n".join([*self.requirements, *self.alone])
         if python.exists() and installed.exists() and installed.read_text() == wanted:
             return python
         print(f"installing {self.name} in {directory.name}: some minutes, once", file=sys.stderr, flush=True)
@@ -49,6 +51,8 @@ class PeerEnvironment:
         if self.needs_torch:
             _run([*pip, *shlex.split(os.environ.get("TQ_BENCH_TORCH", _TORCH))])
         _run([*pip, *self.requirements])
+        if self.alone:
+            _run([*pip, "--no-deps", *self.alone])
         installed.write_text(wanted)
         return python
 
@@ -60,7 +64,8 @@ def _run(command: Sequence[str]) -> None:
         raise RuntimeError(f"`{' '.join(command)}` ended with exit code {done.returncode}: {reason[-500:]}")
 
 
-_RAY = "ray==2.60.0"
+RAY_VERSION = "2.60.0"
+_RAY = f"ray=={RAY_VERSION}"
 # The second has a misleading name: without clusters, Ray listens on loopback only, and so does a caller that
 # asks it for the address of the node, as TransferQueue does.
 _RAY_VARIABLES = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}

@@ -1,0 +1,108 @@
+"""Runs verl's own code over TransferQueue and over the service, and prints what differs: `make compat`.
+
+Each part runs twice in each environment, once over each system: the same program and the same environment, but for
+PYTHONPATH and TQ_ADDRESS. Both runs are recorded, and the records compared; exit code 1 for any difference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+from compat.differences import compared_count, differences, records
+from compat.environments import ROOT, TENSORDICT_VERSIONS, System, environment, service, transfer_queue
+
+_SYSTEMS = ("transfer_queue", "service")
+_SHOWN_DIFFERENCES = 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A program that runs over both systems.
+
+    Attributes:
+        module: of the program; its first argument is the directory of the record.
+        arguments: the others.
+        concurrent: roles of its processes whose calls come in any order.
+    """
+
+    module: str
+    arguments: tuple[str, ...] = ()
+    concurrent: frozenset[str] = frozenset()
+
+
+PARTS = {"calls": Part(module="compat.calls")}
+
+
+def _run(part: Part, python: Path, system: System, record: Path) -> None:
+    """Run a program over a system, its output in a file beside the record."""
+    shutil.rmtree(record, ignore_errors=True)
+    record.mkdir(parents=True)
+    log = record.with_suffix(".log")
+    with log.open("w") as output:
+        command = [str(python), "-m", part.module, str(record), *part.arguments]
+        code = subprocess.run(
+            command,
+            cwd=ROOT,
+            env={**os.environ, **system.variables},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            check=False,
+        ).returncode
+    if code:
+        raise RuntimeError(f"{part.module} over {system.name} ended with exit code {code}; its output is in {log}")
+
+
+def _compare(name: str, part: Part, directory: Path) -> int:
+    """Print what differs between the two records of a part, and return how much."""
+    left, right = (records(directory / system) for system in _SYSTEMS)
+    found = list(differences(left, right, concurrent=part.concurrent))
+    print(
+        f"{directory.parent.name} {name}: {compared_count(left):,} calls compared, {len(found):,} differences",
+        flush=True,
+    )
+    if found:
+        print("(call, place, TransferQueue, service)")
+    for difference in found[:_SHOWN_DIFFERENCES]:
+        print(f"  {difference}")
+    if len(found) > _SHOWN_DIFFERENCES:
+        print(f"  and {len(found) - _SHOWN_DIFFERENCES:,} more")
+    return len(found)
+
+
+def _system(name: str, python: Path, directory: Path) -> AbstractContextManager[System]:
+    return nullcontext(transfer_queue()) if name == "transfer_queue" else service(python, directory)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run, record and compare; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m compat", description=__doc__)
+    parser.add_argument("--tensordict", nargs="+", default=TENSORDICT_VERSIONS, metavar="VERSION")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument(
+        "--systems", nargs="+", choices=_SYSTEMS, default=_SYSTEMS, help="run these, and use old records of the others"
+    )
+    parser.add_argument("--output", type=Path, default=ROOT / "compat-output", help="for records and logs")
+    given = parser.parse_args(arguments)
+    difference_count = 0
+    for version in given.tensordict:
+        python = environment(version).python()
+        for name in given.parts:
+            directory = given.output / f"tensordict-{version}" / name
+            for system_name in given.systems:
+                with _system(system_name, python, directory) as system:
+                    _run(PARTS[name], python, system, directory / system_name)
+            if all((directory / system).exists() for system in _SYSTEMS):
+                difference_count += _compare(name, PARTS[name], directory)
+    return 1 if difference_count else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

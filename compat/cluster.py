@@ -1,0 +1,51 @@
+"""A Ray cluster of two nodes on this machine: two raylets on loopback, whose CPUs and GPUs are numbers only."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+from ray.cluster_utils import Cluster
+
+# Ray takes them as given: its actors ask for one CPU each, verl's trainers for a GPU each.
+_CPUS_PER_NODE = 16
+_GPUS_PER_NODE = 1
+_OBJECT_STORE_BYTES = 100 << 20
+VARIABLES = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Has a misleading name: without clusters beyond this machine, Ray listens on loopback only.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    # No workers before there is work: else each node starts as many as it has CPUs.
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_enable_worker_prestart": "0",
+    "RAY_DEDUP_LOGS": "0",
+    # verl keeps prompts in sets, whose order decides between equals.
+    "PYTHONHASHSEED": "0",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+@contextmanager
+def two_nodes(*, object_store_bytes: int = _OBJECT_STORE_BYTES) -> Iterator[str]:
+    """Run the cluster until the block ends, its files in a directory that goes with it; yield its address.
+
+    All that the caller has in its environment, the processes of the cluster have in theirs.
+    """
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as directory:
+        node: dict[str, Any] = {
+            "num_cpus": _CPUS_PER_NODE,
+            "num_gpus": _GPUS_PER_NODE,
+            "object_store_memory": object_store_bytes,
+            "include_dashboard": False,
+            "temp_dir": directory,
+        }
+        cluster = Cluster(initialize_head=True, head_node_args=node)
+        try:
+            cluster.add_node(**node)
+            yield str(cluster.address)
+        finally:
+            ray.shutdown()
+            cluster.shutdown()

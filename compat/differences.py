@@ -1,0 +1,180 @@
+"""What differs between two records of the same program: the call, the sample and the field, and both values.
+
+The calls of one process are compared in their order. Where a process makes them from several tasks at a time
+(`concurrent`), each call is compared with the one that was given the same. A loop that polls asks as often as it takes:
+of calls in a row that only look, the last one counts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from compat.plain_values import is_row
+from compat.recorder import entries
+
+Entry = dict[str, Any]
+
+_SHOWN_CHARACTERS = 160
+_POLLS = frozenset({"kv_list", "async_kv_list"})
+_NOTHING = {"kind": "nothing"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """One difference.
+
+    Attributes:
+        role: of the process that made the call.
+        call: name and number of the call, and what it was given, in short.
+        place: which part of its arguments or of its answer: sample, field.
+        left: what is there in the first record, in short.
+        right: the same of the second.
+    """
+
+    role: str
+    call: str
+    place: str
+    left: str
+    right: str
+
+    def __str__(self) -> str:
+        return f"{self.role}: {self.call}\n    {self.place or 'whole'}\n      {self.left}\n      {self.right}"
+
+
+def records(directory: Path) -> dict[str, list[Entry]]:
+    """Return the calls that were written below a directory by role; those of several processes of a role together."""
+    found: defaultdict[str, list[Entry]] = defaultdict(list)
+    for path in sorted(directory.glob("*.msgpack")):
+        found[path.name.split(".")[0]].extend(entries(path))
+    return {role: sorted(calls, key=lambda entry: float(entry["at"])) for role, calls in found.items()}
+
+
+def differences(
+    left: Mapping[str, Sequence[Entry]], right: Mapping[str, Sequence[Entry]], *, concurrent: frozenset[str]
+) -> Iterator[Difference]:
+    """Yield what differs between two records; `concurrent` names the roles whose calls come in any order."""
+    for role in sorted(left.keys() | right.keys()):
+        pairs = _by_given if role in concurrent else _by_order
+        calls = [list(_without_polls(record.get(role, ()))) for record in (left, right)]
+        for number, (one, other) in enumerate(pairs(*calls), start=1):
+            yield from _of_call(role, number, one, other)
+
+
+def compared_count(record: Mapping[str, Sequence[Entry]]) -> int:
+    """Return how many calls of a record are compared."""
+    return sum(1 for calls in record.values() for _ in _without_polls(calls))
+
+
+def _without_polls(calls: Sequence[Entry]) -> Iterator[Entry]:
+    for entry, following in itertools.zip_longest(calls, calls[1:]):
+        repeated = following is not None and entry["call"] in _POLLS and following["call"] == entry["call"]
+        if not (repeated and entry["given"] == following["given"]):
+            yield entry
+
+
+def _by_order(left: list[Entry], right: list[Entry]) -> Iterator[tuple[Entry | None, Entry | None]]:
+    for one, other in itertools.zip_longest(left, right):
+        yield one, other
+        if one is None or other is None or one["call"] != other["call"]:
+            return  # the programs went different ways: what follows says nothing
+
+
+def _by_given(left: list[Entry], right: list[Entry]) -> Iterator[tuple[Entry | None, Entry | None]]:
+    waiting: defaultdict[bytes, list[Entry]] = defaultdict(list)
+    for entry in right:
+        waiting[_identity(entry)].append(entry)
+    for entry in left:
+        same = waiting[_identity(entry)]
+        yield entry, same.pop(0) if same else None
+    yield from ((None, entry) for rest in waiting.values() for entry in rest)
+
+
+def _identity(entry: Entry) -> bytes:
+    """Return what tells a call from others: its name and all it was given but for the data."""
+    given = entry["given"].get("items", {})
+    return bytes(
+        msgpack.packb([entry["call"], sorted((k, v) for k, v in given.items() if k not in ("fields", "data"))])
+    )
+
+
+def _of_call(role: str, number: int, left: Entry | None, right: Entry | None) -> Iterator[Difference]:
+    named = left or right
+    assert named is not None
+    call = f"{number}. {named['call']}({_short_arguments(named['given'])})"
+    if left is None or right is None or left["call"] != right["call"]:
+        yield Difference(role=role, call=call, place="the call", left=_called(left), right=_called(right))
+        return
+    keys = _keys(named["given"])
+    for part in ("given", "answer", "error"):
+        for place, one, other in _unequal(left.get(part, _NOTHING), right.get(part, _NOTHING), part, keys):
+            yield Difference(role=role, call=call, place=place, left=_short(one), right=_short(other))
+
+
+def _called(entry: Entry | None) -> str:
+    return "no call" if entry is None else f"{entry['call']}({_short_arguments(entry['given'])})"
+
+
+def _keys(given: Any) -> list[Any]:
+    """Return the keys that a call was given: its rows are named by them."""
+    keys = given.get("items", {}).get("keys", []) if isinstance(given, dict) else []
+    return keys if isinstance(keys, list) else [keys]
+
+
+def _unequal(left: Any, right: Any, place: str, keys: list[Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the smallest parts that differ: place, left and right."""
+    if is_row(left) and is_row(right):
+        if left != right:
+            yield place, left, right
+    elif isinstance(left, dict) and isinstance(right, dict):
+        if left.get("kind") != right.get("kind"):
+            yield place, left, right
+            return
+        for name in sorted(left.keys() | right.keys()):
+            inner = f"{place} {name}" if name not in ("items", "fields", "rows", "pairs", "state") else place
+            yield from _unequal(left.get(name, _NOTHING), right.get(name, _NOTHING), inner, keys)
+    elif isinstance(left, list) and isinstance(right, list) and len(left) == len(right):
+        names = [f"key {key!r}" for key in keys] if len(keys) == len(left) else [f"[{n}]" for n in range(len(left))]
+        for name, one, other in zip(names, left, right, strict=True):
+            yield from _unequal(one, other, f"{place} {name}", keys)
+    elif isinstance(left, float) and isinstance(right, float):
+        if struct.pack("<d", left) != struct.pack("<d", right):
+            yield place, left, right
+    elif type(left) is not type(right) or left != right:
+        yield place, left, right
+
+
+def _short_arguments(given: Any) -> str:
+    arguments = given.get("items", {}) if isinstance(given, dict) else {}
+    shown = {name: value for name, value in arguments.items() if name not in ("fields", "data", "tags")}
+    return ", ".join(f"{name}={_short(value)}" for name, value in shown.items())
+
+
+def _short(value: Any) -> str:
+    if value == _NOTHING:
+        return "nothing"
+    if is_row(value):
+        return f"{value['dtype']} {tuple(value['shape'])}: {_clip(_numbers(value))}"
+    if isinstance(value, dict) and value.get("kind") == "dict":
+        return _clip("{" + ", ".join(f"{name}: {_short(item)}" for name, item in value["items"].items()) + "}")
+    return _clip(repr(value))
+
+
+def _numbers(row: dict[str, Any]) -> str:
+    import numpy as np
+
+    try:
+        return str(np.frombuffer(row["data"], dtype=row["dtype"]).tolist())
+    except TypeError:  # bfloat16 and the like, which numpy does not know
+        return repr(row["data"].hex())
+
+
+def _clip(text: str) -> str:
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 3]}..."

@@ -1,0 +1,94 @@
+"""The environments that verl and TransferQueue run in, one for each tensordict, and the two systems under them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.peer_environment import RAY_VERSION, PeerEnvironment
+from tq_service.testing import ServiceProcess
+
+ROOT = Path(__file__).resolve().parent.parent
+STUBS = ROOT / "compat" / "stubs"
+TENSORDICT_VERSIONS = ("0.10.0", "0.15.3")
+"""The one that both verl 0.9.1 and TransferQueue 0.1.11 allow, and a current one, which TransferQueue allows."""
+
+# What verl and TransferQueue import. Where verl imports a package for what is not run here, `compat/stubs` has a
+# stand-in, so that the environment stays small.
+_REQUIREMENTS = (
+    f"ray[default]=={RAY_VERSION}",
+    "transformers==5.9.0",
+    "torchdata",
+    "hydra-core",
+    "omegaconf",
+    "numpy>=2",
+    "pandas",
+    "pillow",
+    "pyzmq",
+    "msgspec",
+    "psutil",
+    "prometheus_client>=0.20",
+    "codetiming",
+    "dill",
+    "cachetools",
+    "tqdm",
+    f"--editable={ROOT}",
+)
+_ALONE = ("verl==0.9.1", "TransferQueue==0.1.11")
+
+
+def environment(tensordict_version: str) -> PeerEnvironment:
+    """Return the environment with this tensordict."""
+    return PeerEnvironment(
+        name=f"compat-tensordict-{tensordict_version}",
+        requirements=(f"tensordict=={tensordict_version}", *_REQUIREMENTS),
+        alone=_ALONE,
+        needs_torch=True,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class System:
+    """What `import transfer_queue` finds.
+
+    Attributes:
+        name: "transfer_queue" or "service".
+        variables: environment variables of the programs that run over it.
+    """
+
+    name: str
+    variables: Mapping[str, str]
+
+
+def transfer_queue() -> System:
+    """Return TransferQueue as it is installed."""
+    return System(name="transfer_queue", variables=_variables())
+
+
+@contextmanager
+def service(python: Path, directory: Path, *arguments: str) -> Iterator[System]:
+    """Run a service until the block ends, and yield it under TransferQueue's name.
+
+    Args:
+        python: of the environment whose programs run over it.
+        directory: for its log; checkpoints go anywhere.
+        arguments: more for `tq-service serve`.
+    """
+    command = [str(python), "-m", "tq_service.compat.transfer_queue", "--path"]
+    site = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    directory.mkdir(parents=True, exist_ok=True)
+    with ServiceProcess(*arguments, log=directory / "service.log") as running:
+        yield System(name="service", variables={**_variables(site), "TQ_ADDRESS": running.address})
+
+
+def _variables(*first: str) -> dict[str, str]:
+    return {
+        "PYTHONPATH": os.pathsep.join([*first, str(ROOT), str(STUBS)]),
+        "TQ_LOGGING_LEVEL": "ERROR",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+    }

@@ -1,0 +1,3 @@
+"""A stand-in: see README.md."""
+
+JSONResponse = None

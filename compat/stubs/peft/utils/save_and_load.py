@@ -1,0 +1,3 @@
+"""A stand-in: see README.md."""
+
+get_peft_model_state_dict = None
