@@ -91,12 +91,14 @@ class FieldSpec:
                 f"field {self.name!r}: encoding {self.encoding.value!r} is of objects, and the layout is "
                 f"{self.layout or 'not given'}; give layout='object' too",
                 field="encoding",
+                metadata={"field_name": self.name},
             )
         if self.dtype and self.dtype not in DTYPE_SIZES:
             raise InvalidArgumentError(
                 f"field {self.name!r}: dtype {self.dtype!r} is unknown; use torch's name of the dtype, one of "
                 f"{', '.join(sorted(DTYPE_SIZES))}",
                 field="dtype",
+                metadata={"field_name": self.name},
             )
         if self.row_shape is not None:
             object.__setattr__(self, "row_shape", tuple(int(size) for size in self.row_shape))
@@ -112,6 +114,7 @@ class FieldSpec:
                 f"field {self.name!r}: {name} {given!r} is unknown; use one of "
                 f"{', '.join(word.value for word in words)}",
                 field=name,
+                metadata={"field_name": self.name},
             ) from None
 
     @property
@@ -240,9 +243,16 @@ def check_name(what: str, name: str) -> None:
         raise InvalidArgumentError(f"{what} is {name[:64]!r}; give 1 to 512 printable characters", field=what)
 
 
-def check_id(name: str, value: bytes) -> None:
-    """Refuse ids that are not 16 bytes."""
+def check_id(name: str, value: bytes, hint: str = "send 16 random bytes, the same over retries") -> None:
+    """Refuse ids that are not 16 bytes; `hint` ends the message."""
     if len(value) != 16:
         raise InvalidArgumentError(
-            f"{name} has {len(value)} bytes; send 16 random bytes, the same over retries", field=name
+            f"{name} has {len(value)} bytes, expected 16; {hint}",
+            field=name,
+            metadata={"got": str(len(value)), "expected": "16"},
         )
+
+
+def check_passed_on(name: str, value: bytes) -> None:
+    """Refuse an id that was not made by the service: for one that is not known, so that those that are cost nothing."""
+    check_id(name, value, "send it as the service answered it")

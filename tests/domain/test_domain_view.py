@@ -148,7 +148,7 @@ def test_blocks_stand_in_where_there_are_no_groups(train):
     assert groups(train, block_size=4) == []
     with pytest.raises(InvalidArgumentError, match="steps of 8") as caught:
         groups(train, block_size=3)
-    assert caught.value.field == "n_samples_per_prompt"
+    assert caught.value.metadata["option"] == "n_samples_per_prompt"
 
 
 def test_runs_begin_anywhere(train):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import grpc
-from google.protobuf.descriptor import MethodDescriptor
+from google.protobuf.descriptor import Descriptor, MethodDescriptor
 from google.protobuf.message import Message
 
 from tq_service.internal.v1 import storage_control_pb2, storage_registry_pb2
@@ -26,6 +26,13 @@ DESCRIBED: dict[str, MethodDescriptor] = {
 INTERNAL = [name for name in DESCRIBED if METHODS[name].is_internal]
 SERVED = [name for name in DESCRIBED if name not in INTERNAL or name.startswith(REGISTRY)]
 """What a service for all has: its storage service is embedded, and needs no calls between services."""
+
+
+def names_in(message: Descriptor) -> set[str]:
+    """Return the names of all fields of a message, and of the messages in it: what an error may call wrong."""
+    nested = (field.message_type for field in message.fields if field.message_type is not None)
+    inner = (names_in(each) for each in nested if each.file.package.startswith("tq_service"))
+    return {field.name for field in message.fields}.union(*inner)
 
 
 def shape_of(described: MethodDescriptor) -> str:

@@ -15,6 +15,7 @@ import pytest
 import rpc_faulty_samplers
 import torch
 from live_server import AnyClient, ClientKind, LiveServer, LoopThread, StartServer
+from rpc_methods import DESCRIBED, names_in
 from rpc_samples import (
     TRAIN,
     has_retry_info,
@@ -190,17 +191,17 @@ WRONG_CLAIMS = [
 ]  # fmt: skip
 
 WRONG_PUTS = [
-    invalid("dtype", put({"score": torch.zeros(2, 3, dtype=torch.float64)}), "score", "float32 dense (3,)",
+    invalid("dtype", put({"score": torch.zeros(2, 3, dtype=torch.float64)}), "columns", "float32 dense (3,)",
             "float64 dense (3,)", "layout='jagged'", error=tq.FieldMismatchError),
-    invalid("row shape", put({"score": torch.zeros(2, 4)}), "score", "(3,)", "(4,)", "layout='jagged'",
+    invalid("row shape", put({"score": torch.zeros(2, 4)}), "columns", "(3,)", "(4,)", "layout='jagged'",
             error=tq.FieldMismatchError),
-    invalid("number of dims", put({"score": torch.zeros(2)}), "score", "(3,)", "()", error=tq.FieldMismatchError),
-    invalid("layout", put({"score": [torch.zeros(3), torch.zeros(2)]}), "score", "dense", "jagged",
+    invalid("number of dims", put({"score": torch.zeros(2)}), "columns", "(3,)", "()", error=tq.FieldMismatchError),
+    invalid("layout", put({"score": [torch.zeros(3), torch.zeros(2)]}), "columns", "dense", "jagged",
             "layout='jagged'", error=tq.FieldMismatchError),
-    invalid("layout, objects", put({"score": ["a", "b"]}), "score", "dense", "object", error=tq.FieldMismatchError),
-    invalid("jagged dims", put({"input_ids": [torch.zeros(2, 2, dtype=torch.int64)]}), "input_ids", "(-1,)", "(-1, 2)",
+    invalid("layout, objects", put({"score": ["a", "b"]}), "columns", "dense", "object", error=tq.FieldMismatchError),
+    invalid("jagged dims", put({"input_ids": [torch.zeros(2, 2, dtype=torch.int64)]}), "columns", "(-1,)", "(-1, 2)",
             error=tq.FieldMismatchError),
-    invalid("dtype of a column", lambda c, m: c.put({"score": torch.zeros(4, 3).half()}, metadata=m), "score",
+    invalid("dtype of a column", lambda c, m: c.put({"score": torch.zeros(4, 3).half()}, metadata=m), "columns",
             "float16", "float32", error=tq.FieldMismatchError),
     invalid("rows of fields", put({"score": torch.zeros(2, 3), "reward": torch.zeros(3)}), "data", "2 rows", "3",
             "a row for each sample"),
@@ -308,6 +309,7 @@ def test_a_refused_call_says_why_and_changes_nothing(row: Row, client: AnyClient
         assert reason_of(call) == row.error.reason
         assert error.metadata["method"].startswith("/tq_service.v1.")
         assert row.violation is None or violations_of(call) == [row.violation]
+        assert set(violations_of(call)) <= names_in(DESCRIBED[error.metadata["method"]].input_type)
     if row.violation is not None:
         assert isinstance(error, tq.InvalidArgumentError)
         assert error.field == row.violation

@@ -48,7 +48,7 @@ def test_a_sample_longer_than_a_pack_is_an_error_that_consumes_nothing(client: A
         tq.InvalidArgumentError, match="got 101 for sample 1, expected at most pack_max_length"
     ) as error:
         client.get_meta(**asks(0, "packed", optimizer_steps=1, pack_max_length=100))
-    assert error.value.field == "total_lengths"
+    assert (error.value.field, error.value.metadata["column"]) == ("sampler_config", "total_lengths")
     assert client.check_consumption("train", "t").consumed_count == 0
     dropped = [
         client.get_meta(**asks(rank, "packed", optimizer_steps=1, pack_max_length=100, overlong="drop"))

@@ -97,13 +97,33 @@ def test_a_list_goes_on_where_its_next_partition_is_gone(server: LiveServer) -> 
 
 
 @pytest.mark.parametrize("method", ["ListPartitions", "ListSamplers"])
-@pytest.mark.parametrize(("field", "value"), [("page_size", -1), ("page_token", "x\n"), ("page_token", "x" * 513)])
+@pytest.mark.parametrize(("field", "value"), [("page_size", -1), ("page_token", "x\n"), ("page_token", "zzz")])
 def test_pages_that_are_none_are_refused(server: LiveServer, method: str, field: str, value: Any) -> None:
     kind = getattr(pb, f"{method}Request")
     with pytest.raises(grpc.RpcError) as caught:
         getattr(server.controller, method)(kind(**{field: value}), timeout=20)
     assert status_of(caught.value) is grpc.StatusCode.INVALID_ARGUMENT
     assert violations_of(caught.value) == [field]
+
+
+def test_a_token_of_another_list_is_refused(server: LiveServer) -> None:
+    for name in ("a", "b1", "b2", "sequential"):
+        server.client().create_partition(name)
+    partitions = server.controller.ListPartitions(pb.ListPartitionsRequest(page_size=1)).next_page_token
+    samplers = server.controller.ListSamplers(pb.ListSamplersRequest(page_size=1)).next_page_token
+    assert pages_of_names(server, page_token=partitions) == [["b1", "b2", "sequential"]]
+    others: list[tuple[Any, Any]] = [
+        (server.controller.ListPartitions, pb.ListPartitionsRequest(prefix="b", page_token=partitions)),
+        (server.controller.ListPartitions, pb.ListPartitionsRequest(page_token=partitions[:-1])),
+        (server.controller.ListPartitions, pb.ListPartitionsRequest(page_token=samplers)),
+        (server.controller.ListSamplers, pb.ListSamplersRequest(page_token=partitions)),
+        (server.controller.LookupSamples, pb.LookupSamplesRequest(partition_id="a", page_token=partitions)),
+    ]
+    for method, request in others:
+        with pytest.raises(grpc.RpcError) as caught:
+            method(request, timeout=20)
+        assert status_of(caught.value) is grpc.StatusCode.INVALID_ARGUMENT
+        assert violations_of(caught.value) == ["page_token"]
 
 
 def test_pages_of_samplers_are_as_long_as_asked(server: LiveServer) -> None:

@@ -58,7 +58,7 @@ def test_what_is_no_receipt_is_refused(book):
 def test_the_receipt_of_another_put_or_partition_is_refused(book):
     with pytest.raises(InvalidArgumentError, match="not the one") as swapped:
         book.open(sealed(book, put_id=b"q" * 16), PUT_ID, "train")
-    assert swapped.value.metadata["field"] == "placement.receipt"
+    assert swapped.value.metadata["field"] == "receipt"
     with pytest.raises(InvalidArgumentError, match="not put for partition 'other'") as elsewhere:
         book.open(sealed(book), PUT_ID, "other")
     assert elsewhere.value.metadata["field"] == "partition_id"
@@ -104,7 +104,7 @@ def test_only_what_waits_for_its_commit_is_remembered(book):
 def test_no_receipt_is_given_for_a_controller_that_is_not_known():
     with pytest.raises(UnavailableError, match="not registered with controller 6363"):
         ReceiptKeys().check_registered(OWNER)
-    with pytest.raises(UnavailableError, match="none given"):
+    with pytest.raises(InvalidArgumentError, match="controller_id has 0 bytes, expected 16"):
         ReceiptKeys().seal(b"", PUT_ID, "train", 0, for_existing_rows=False)
 
 

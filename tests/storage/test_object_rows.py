@@ -90,12 +90,23 @@ async def test_a_row_that_is_not_what_its_encoding_says_is_refused_by_its_number
     assert read(engine, [1], runs(["text"], (0, 0, 5)))["text"] == DATA["text"]
 
 
-async def test_a_character_that_two_rows_share_is_refused(engine):
-    """The column is valid UTF-8 as a whole; the rows are not."""
+@pytest.mark.parametrize("piece", [1, 2, 3, 4, 5, 6, 1000])
+@pytest.mark.parametrize(
+    ("rows", "wrong"),
+    [
+        ({2: b"caf\xc3", 3: b"\xa9dd"}, (2, 3)),  # the column is valid UTF-8 as a whole
+        ({0: b"\xf0\x9f", 1: b"", 2: b"\x98", 3: b"\x80"}, (0, 0)),
+        ({0: b"\xc3\xa9", 3: b"\xa9dd"}, (3, 0)),
+        ({0: b"a\xff", 3: b"\xa9dd"}, (0, 1)),
+        ({0: b"\xe4\xb8", 3: b"\xff"}, (0, 0)),
+    ],
+)
+async def test_the_first_row_that_is_not_text_is_named(engine, rows, wrong, piece):
     columns = encode_columns(DATA)
-    columns[1] = with_rows(columns[1], {2: b"caf\xc3", 3: b"\xa9dd"})
-    with pytest.raises(InvalidArgumentError, match="row 3 of field 'text' is not UTF-8 from its byte 0"):
-        await store(engine, columns, shared=False)
+    columns[1] = with_rows(columns[1], rows)
+    row, byte = wrong
+    with pytest.raises(InvalidArgumentError, match=f"row {row} of field 'text' is not UTF-8 from its byte {byte} "):
+        await store(engine, columns, shared=False, piece=piece)
 
 
 @pytest.mark.parametrize("piece", [1, 2, 3, 5, 1000])

@@ -38,7 +38,7 @@ from tq_service.errors import (
     TqError,
     UnavailableError,
 )
-from tq_service.schema import check_name
+from tq_service.schema import check_name, check_passed_on
 
 Made = TypeVar("Made")
 _FREED_AT_ONCE: Final = 1 << 16  # samples
@@ -401,6 +401,7 @@ class Catalog:
         while (partition := self._partitions.get(partition_id)) is None:
             check_name("partition_id", partition_id)  # lest one that can never appear is waited for
             if incarnation:
+                check_passed_on("incarnation", incarnation)
                 raise StaleIncarnationError(
                     f"partition {partition_id!r} of incarnation {incarnation.hex()} was cleared; drop what you "
                     f"hold of it",

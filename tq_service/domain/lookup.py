@@ -8,6 +8,7 @@ ask for any page.
 from __future__ import annotations
 
 import heapq
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, cast
@@ -26,7 +27,7 @@ from tq_service.errors import (
     StaleIncarnationError,
     nearest,
 )
-from tq_service.schema import check_name, check_range
+from tq_service.schema import check_range
 
 _MOST_OF_A_PAGE: Final = 16_384  # samples
 _MOST_NAMES_OF_A_PAGE: Final = 1_000  # which may be 512 characters long, of up to 4 bytes
@@ -104,22 +105,28 @@ def find_page(
     )
 
 
-def find_names(names: Iterable[str], *, size: int, token: str) -> tuple[list[str], str]:
+def find_names(names: Iterable[str], *, of: str, size: int, token: str) -> tuple[list[str], str]:
     """Return a page of names in their order, and the token of the page after it, "" where there is none.
 
     Args:
         names: all of them, in any order.
+        of: which list it is: a token of another one is refused.
         size: the most names of the page; 0: as many as a page has at most.
-        token: that of the page, "" for the first one: the name that it begins with, or would.
+        token: that of the page, "" for the first one: the name that it begins with, or would, behind a checksum.
 
     Raises:
         InvalidArgumentError: the size, or the token.
     """
     size = _page_size(size, _MOST_NAMES_OF_A_PAGE)
-    if token:
-        check_name("page_token", token)
-    page = heapq.nsmallest(size + 1, (name for name in names if name >= token))
-    return page[:size], "".join(page[size:])
+    first = token.partition("-")[2]
+    if token and token != _name_token(of, first):
+        raise _no_page_token(token)
+    page = heapq.nsmallest(size + 1, (name for name in names if name >= first))
+    return page[:size], "".join(_name_token(of, name) for name in page[size:])
+
+
+def _name_token(of: str, name: str) -> str:
+    return f"{zlib.crc32(f'{of}/{name}'.encode()):08x}-{name}"
 
 
 def _page_size(size: int, most: int) -> int:
@@ -146,8 +153,13 @@ def _read_token(token: str) -> tuple[bytes, int]:
             return bytes.fromhex(incarnation), int(place)
         except ValueError:
             pass
-    raise InvalidArgumentError(
-        f"page_token is {token[:64]!r}; send the next_page_token of the page before, or none for the first page",
+    raise _no_page_token(token)
+
+
+def _no_page_token(token: str) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"page_token is {token[:64]!r}, which is none of this list; send the next_page_token of the page before with "
+        "the other fields as they were, or none for the first page",
         field="page_token",
     )
 

@@ -30,7 +30,7 @@ from tq_service.errors import (
     nearest,
 )
 from tq_service.log_message import LogMessage
-from tq_service.schema import FieldSpec, Layout, StalenessLimit, check_name, check_range, check_unique
+from tq_service.schema import FieldSpec, Layout, StalenessLimit, check_name, check_passed_on, check_range, check_unique
 
 _log = logging.getLogger(__name__)
 
@@ -178,6 +178,7 @@ class Partition:
     def check_incarnation(self, incarnation: bytes) -> None:
         """Refuse a caller that means an earlier incarnation of the name; empty means whichever."""
         if incarnation and incarnation != self.incarnation:
+            check_passed_on("incarnation", incarnation)
             raise StaleIncarnationError(
                 f"partition {self.partition_id!r} was cleared and created again: got incarnation {incarnation.hex()}, "
                 f"it is {self.incarnation.hex()} now; drop what you hold of the old one",

@@ -70,7 +70,8 @@ class PackedSampler(LengthSampler):
             raise InvalidArgumentError(
                 f"optimizer_steps: got {self.optimizer_steps} for {request.rank_count} rank(s), {step_count} steps "
                 f"together, expected at most {_MOST_STEPS}; plan fewer steps with a batch",
-                field="optimizer_steps",
+                field="sampler_config",
+                metadata={"option": "optimizer_steps"},
             )
 
     def runs_inline(self, request: PlanRequest) -> bool:
@@ -114,7 +115,8 @@ class PackedSampler(LengthSampler):
             f"{self.length_key}: got {lengths[first]} for sample {rows[first]}, expected at most pack_max_length "
             f"({self.pack_max_length}); raise pack_max_length, clear the sample, or choose "
             "overlong='truncate' or overlong='drop'",
-            field=self.length_key,
+            field="sampler_config",
+            metadata={"column": self.length_key},
         )
 
 

@@ -117,7 +117,8 @@ class TokenBudgetSampler(LengthSampler):
         return InvalidArgumentError(
             f"{self.length_key}: {what} sample {groups.rows[0]}, expected at most {limit}; raise it, or clear the "
             "sample",
-            field=self.length_key,
+            field="sampler_config",
+            metadata={"column": self.length_key},
         )
 
 

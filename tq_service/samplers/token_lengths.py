@@ -48,7 +48,8 @@ class LengthSampler(GroupSampler):
             raise InvalidArgumentError(
                 f"{self.length_key}: got {lengths[position]} for sample {rows[position]}, expected a token count of at "
                 "least 0; correct it with set_custom_meta",
-                field=self.length_key,
+                field="sampler_config",
+                metadata={"column": self.length_key},
             )
         return lengths
 

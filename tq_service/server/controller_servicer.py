@@ -100,7 +100,9 @@ class ControllerServicer(
     async def ListPartitions(self, request: pb.ListPartitionsRequest, context: Context) -> pb.ListPartitionsResponse:
         is_shown = shown_partitions.get()
         names = (name for name in self.catalog.names() if name.startswith(request.prefix) and is_shown(name))
-        page, next_token = find_names(names, size=request.page_size, token=request.page_token)
+        page, next_token = find_names(
+            names, of=f"partitions/{request.prefix}", size=request.page_size, token=request.page_token
+        )
         return pb.ListPartitionsResponse(
             partitions=[to_message(pb.PartitionSummary, summary_of(self.catalog.get(name))) for name in page],
             next_page_token=next_token,
@@ -279,7 +281,7 @@ class ControllerServicer(
 
     async def ListSamplers(self, request: pb.ListSamplersRequest, context: Context) -> pb.ListSamplersResponse:
         known = {info.name: info for info in self.registry.describe()}
-        page, next_token = find_names(known, size=request.page_size, token=request.page_token)
+        page, next_token = find_names(known, of="samplers", size=request.page_size, token=request.page_token)
         return pb.ListSamplersResponse(
             samplers=[to_message(pb.SamplerDescription, known[name]) for name in page], next_page_token=next_token
         )

@@ -75,7 +75,12 @@ def sample_write(
             raise InvalidArgumentError(
                 f"field {column.spec.name!r} has {column.row_count} rows for {write.row_count} samples; give one row a "
                 f"sample",
-                field=column.spec.name,
+                field="row_count",
+                metadata={
+                    "field_name": column.spec.name,
+                    "got": str(write.row_count),
+                    "expected": str(column.row_count),
+                },
             )
     check_range("row_count", write.row_count, 0, MOST_SAMPLES)  # before memory is reserved for so many
     return SampleWrite(

@@ -44,7 +44,9 @@ class Progress:
                 return await step
         except TimeoutError:
             raise DeadlineError(
-                f"{self._what} within {self._seconds:g} s; the call is ended so that it holds no memory of the service"
+                f"{self._what} within {self._seconds:g} s (stall_seconds); the call is ended so that it holds no "
+                "memory of the service",
+                metadata={"limit_name": "stall_seconds", "limit": f"{self._seconds:g}"},
             ) from None
         finally:
             self._left_seconds -= time.monotonic() - began_at

@@ -19,6 +19,7 @@ from google.protobuf.message import DecodeError
 
 from tq_service.errors import InvalidArgumentError, PutNotFoundError, UnavailableError
 from tq_service.internal.v1.put_receipt_pb2 import PutReceipt
+from tq_service.schema import check_passed_on
 
 KEY_BYTES: Final = 32
 _SEAL_BYTES: Final = 32
@@ -64,13 +65,11 @@ class ReceiptKeys:
 
         Raises:
             UnavailableError: this service is not registered with its controller.
+            InvalidArgumentError: it names none.
         """
         if controller_id not in self._keys:
-            name = controller_id.hex() or "(none given)"
-            raise UnavailableError(
-                f"this storage service is not registered with controller {name}, to which the put belongs; ask the "
-                "controller where to put (PlacePut), and try again"
-            )
+            check_passed_on("controller_id", controller_id)
+            raise not_registered(controller_id)
 
     def seal(
         self, controller_id: bytes, put_id: bytes, partition_id: str, number: int, *, for_existing_rows: bool
@@ -149,7 +148,7 @@ class ReceiptBook:
             raise InvalidArgumentError(
                 f"the receipt of put {put_id.hex()} is not the one that its storage service gave; send what Put "
                 "answered, as it is",
-                field="placement.receipt",
+                field="receipt",
             )
         if said.partition_id != partition_id:
             raise InvalidArgumentError(
@@ -168,6 +167,14 @@ class ReceiptBook:
                 metadata={"put_id": put_id.hex()},
             )
         return said
+
+
+def not_registered(controller_id: bytes) -> UnavailableError:
+    """Return the error for a put that belongs to a controller of which this storage service does not know."""
+    return UnavailableError(
+        f"this storage service is not registered with controller {controller_id.hex()}, to which the put belongs; ask "
+        "the controller where to put (PlacePut), and try again"
+    )
 
 
 def key_id(key: bytes) -> bytes:

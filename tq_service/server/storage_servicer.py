@@ -25,10 +25,10 @@ from tq_service.errors import (
 )
 from tq_service.internal.v1 import storage_control_pb2
 from tq_service.log_message import LogMessage
-from tq_service.schema import check_id, check_name
+from tq_service.schema import check_id, check_name, check_passed_on
 from tq_service.server.commits import Commits
 from tq_service.server.progress import LEAST_PROGRESS_BYTES, Progress, received
-from tq_service.server.receipts import ReceiptKeys
+from tq_service.server.receipts import ReceiptKeys, not_registered
 from tq_service.server.rpc.limits import RETRY_AFTER_SECONDS, WaitingCalls, wait_until
 from tq_service.storage.cells import PutCells
 from tq_service.storage.engine import StorageEngine
@@ -141,8 +141,10 @@ class EngineDriver:
 
         Raises:
             DataLossError: they were not.
+            InvalidArgumentError: it is the id of no engine.
         """
         if boot_id != self._engine.boot_id:
+            check_passed_on("boot_id", boot_id)
             raise DataLossError(
                 f"storage service {self._engine.storage_id!r} has restarted since these cells were put, and came back "
                 f"empty; put them again, or clear them",
@@ -227,6 +229,13 @@ class StorageServicer:
 
     async def PutInline(self, request: pb.PutInlineRequest, context: Context) -> pb.PutInlineResponse:
         async def receive(pending: PendingPut) -> None:
+            if len(values) != request.header.size_bytes:
+                raise InvalidArgumentError(
+                    f"values has {len(values)} bytes, but size_bytes is {request.header.size_bytes}; send the bytes of "
+                    "all columns",
+                    field="values",
+                    metadata={"got": str(len(values)), "expected": str(request.header.size_bytes)},
+                )
             await pending.write(values)
 
         values = request.values
@@ -250,7 +259,7 @@ class StorageServicer:
     ) -> pb.PutResponse:
         """Reserve capacity for a put, let `receive` write its bytes, commit it; an error leaves nothing of it."""
         check_id("put_id", header.put_id)
-        _check_partition(header)
+        _check_commit(header)
         if header.HasField("commit"):
             answer = self._recorded(header)
             if answer is not None:
@@ -262,10 +271,7 @@ class StorageServicer:
                 f"{sum(column.value_bytes for column in columns)} bytes; declare what is sent",
                 field="size_bytes",
             )
-        if self._commits is None:
-            self._keys.check_registered(header.controller_id)
-        else:
-            header.controller_id = self._controller_id
+        self._check_controller(header)
         self._check_put_counts(header)
         async with self._admitted(header, context) as names:
             async with self._driver.storing(
@@ -284,6 +290,16 @@ class StorageServicer:
                 if not pending.already_complete:  # else it is that of a call before, and waits for its own commit
                     self._engine.discard(header.put_id)
                 raise
+
+    def _check_controller(self, header: pb.PutHeader) -> None:
+        """Refuse a put for another controller than those of this storage service; in its process there is only one."""
+        if self._commits is None:
+            self._keys.check_registered(header.controller_id)
+            return
+        if header.controller_id and header.controller_id != self._controller_id:
+            check_passed_on("controller_id", header.controller_id)
+            raise not_registered(header.controller_id)
+        header.controller_id = self._controller_id
 
     def _admitted(self, header: pb.PutHeader, context: Context) -> contextlib.AbstractAsyncContextManager[Names | None]:
         """Wait until the partition has capacity for the samples of the put's own commit; other puts wait in Commit."""
@@ -452,9 +468,20 @@ class StorageServicer:
         return storage_control_pb2.FreeCellsResponse()
 
 
-def _check_partition(header: pb.PutHeader) -> None:
+def _check_commit(header: pb.PutHeader) -> None:
+    """Refuse a put whose commit is for another partition, or says what only a Commit of its own can."""
     check_name("partition_id", header.partition_id)
-    if header.HasField("commit") and header.commit.write.partition_id != header.partition_id:
+    if not header.HasField("commit"):
+        return
+    for name, is_sent in (("placement", header.commit.HasField("placement")), ("columns", header.commit.columns)):
+        if is_sent:
+            raise InvalidArgumentError(
+                f"the commit of a put has {name}, which the put itself says; leave it out of PutHeader.commit",
+                field=name,
+            )
+    if not header.commit.HasField("write"):
+        raise InvalidArgumentError("the commit of a put has no write; say which samples its rows are", field="write")
+    if header.commit.write.partition_id != header.partition_id:
         raise InvalidArgumentError(
             f"the put is for partition {header.partition_id!r}, its commit for "
             f"{header.commit.write.partition_id!r}; name the same in both",

@@ -17,6 +17,7 @@ from tq_service.domain.tables.cells import CellSet, CellsSnapshot, Freed, Put, f
 from tq_service.errors import (
     AlreadyExistsError,
     DataLossError,
+    InvalidArgumentError,
     LimitExceededError,
     QuotaExceededError,
     TqError,
@@ -74,7 +75,18 @@ class EmbeddedStorage:
         """Do nothing: the capacity is always that of the moment."""
 
     def open_receipt(self, put_id: bytes, partition_id: str, receipt: bytes) -> PutReceipt:
-        """Return what a receipt would say: the put itself is here to be looked at."""
+        """Return what a receipt would say: the put itself is here to be looked at.
+
+        Raises:
+            InvalidArgumentError: there is one, which this storage service did not give.
+            PutNotFoundError: the put is not here.
+        """
+        if receipt:
+            raise InvalidArgumentError(
+                f"the receipt of put {put_id.hex()} is not of this storage service, which gives none; send what Put "
+                "answered, as it is",
+                field="receipt",
+            )
         self._engine.check_complete(put_id, partition_id)
         return PutReceipt(for_existing_rows=self._engine.is_for_existing_rows(put_id))
 

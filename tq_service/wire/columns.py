@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from tq_service.errors import FieldMismatchError, InvalidArgumentError
 from tq_service.schema import Encoding, FieldSpec, Layout
 from tq_service.v1 import metadata_pb2
-from tq_service.wire.metadata import ENCODINGS, decode_spec, encode_spec
+from tq_service.wire.metadata import ENCODINGS, LAYOUTS, decode_spec, encode_spec
 
 Extents = NDArray[np.int64]
 
@@ -28,6 +28,7 @@ MAX_ROWS: Final = 1 << 24
 
 _MAX_BYTES: Final = 1 << 60
 _MAX_DIMS: Final = 64
+_OBJECT: Final = LAYOUTS.encode(Layout.OBJECT)
 _ENCODINGS: Final = [ENCODINGS.encode(encoding) for encoding in Encoding]
 
 
@@ -100,7 +101,7 @@ class ColumnShape:
         return int(self.row_bytes().sum())
 
     def _wrong(self, what: str) -> InvalidArgumentError:
-        return InvalidArgumentError(f"field {self.spec.name!r} ({self.spec.describe()}) has {what}", field="columns")
+        return _wrong_column(self.spec, f"field {self.spec.name!r} ({self.spec.describe()}) has {what}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -114,33 +115,38 @@ class Column(ColumnShape):
     chunks: tuple[memoryview, ...]
 
 
+def _wrong_column(spec: FieldSpec, message: str) -> InvalidArgumentError:
+    return InvalidArgumentError(message, field="columns", metadata={"field_name": spec.name})
+
+
 @lru_cache(maxsize=1024)
 def _validate_spec(spec: FieldSpec) -> None:
     shape = spec.row_shape
     if spec.layout is None or shape is None:
-        raise InvalidArgumentError(
-            f"field {spec.name!r} has no layout or row shape; a column must say both", field="columns"
+        raise _wrong_column(
+            spec,
+            f"field {spec.name!r} has no layout, or row_shape_known is not set; a column of a put or get says both",
         )
     if spec.layout is Layout.OBJECT:
         if spec.dtype or shape:
-            raise InvalidArgumentError(
-                f"field {spec.name!r} is {spec.describe()}; objects have neither dtype nor row shape", field="columns"
+            raise _wrong_column(
+                spec, f"field {spec.name!r} is {spec.describe()}; objects have neither dtype nor row shape"
             )
         return
     least = -1 if spec.layout is Layout.JAGGED else 0
     if not spec.dtype or len(shape) > _MAX_DIMS or any(size < least for size in shape):
-        raise InvalidArgumentError(
+        raise _wrong_column(
+            spec,
             f"field {spec.name!r} is {spec.describe()}; expected a dtype and sizes of 0 or more, -1 in ragged "
             "dimensions of jagged fields only",
-            field="columns",
         )
     if spec.layout is Layout.JAGGED and not spec.ragged_dims:
-        raise InvalidArgumentError(
+        raise _wrong_column(
+            spec,
             f"field {spec.name!r} is jagged without a ragged dimension, its row shape is {shape}; set -1 in one",
-            field="columns",
         )
     if _fixed_part(spec) > _MAX_BYTES:
-        raise InvalidArgumentError(f"field {spec.name!r} has rows of over {_MAX_BYTES} bytes", field="columns")
+        raise _wrong_column(spec, f"field {spec.name!r} has rows of over {_MAX_BYTES} bytes")
 
 
 @lru_cache(maxsize=1024)
@@ -184,10 +190,10 @@ def decode_header(message: metadata_pb2.ColumnHeader, row_count: int) -> ColumnS
     _validate_spec(spec)
     width = extent_count(spec)
     if len(message.extents) != row_count * width * 8:
-        raise InvalidArgumentError(
+        raise _wrong_column(
+            spec,
             f"field {spec.name!r} ({spec.describe()}) has {len(message.extents)} bytes of extents, expected "
             f"{row_count * width * 8} for {row_count} rows",
-            field="columns",
         )
     extents = None
     if width:
@@ -207,14 +213,15 @@ def decode_headers(
     """
     columns = []
     for message in messages:
-        columns.append(decode_header(message, row_count))
-        spec = columns[-1].spec
-        if spec.layout is Layout.OBJECT and spec.encoding is None and not of_get:
+        spec = message.spec
+        if spec.layout == _OBJECT and not spec.encoding and not of_get:
             raise InvalidArgumentError(
                 f"field {spec.name!r} has objects without an encoding; say for each column of a put which of "
-                f"{', '.join(Encoding)} its rows are",
-                field="columns",
+                f"{', '.join(Encoding)} all its rows are",
+                field="encoding",
+                metadata={"field_name": spec.name},
             )
+        columns.append(decode_header(message, row_count))
     names = [column.spec.name for column in columns]
     if not columns or len(set(names)) != len(names):
         got = "none" if not columns else ", ".join(map(repr, names))
@@ -246,8 +253,8 @@ def _merge_two(one: FieldSpec, other: FieldSpec) -> FieldSpec:
     if one.dtype != other.dtype or not is_one_kind or len(left) != len(right):
         raise FieldMismatchError(
             f"field {one.name!r} is {one.describe()} in one put and {other.describe()} in another; put one kind only",
-            field=one.name,
-            metadata={"got": other.describe(), "expected": one.describe()},
+            field="runs",
+            metadata={"field_name": one.name, "got": other.describe(), "expected": one.describe()},
         )
     shape = tuple(size if size == twin else -1 for size, twin in zip(left, right, strict=True))
     return FieldSpec(

@@ -46,7 +46,8 @@ class Grouping:
                 f"n_samples_per_prompt is {size}, but samples were put in steps of {step}: blocks of consecutive "
                 f"indexes are not groups; put multiples of {size}, name the groups with groups=, or have them begin "
                 f"anywhere with blocks='anywhere'",
-                field="n_samples_per_prompt",
+                field="sampler_config",
+                metadata={"option": "n_samples_per_prompt"},
             )
 
     def ids(self, positions: Indexes) -> Indexes:

@@ -102,6 +102,7 @@ def _token_counts(column: str, values: NDArray[Any]) -> Indexes:
         raise InvalidArgumentError(
             f"custom_meta column {column!r} holds {values[wrong][0]!r}; a token count is a whole number of 0 or more: "
             f"put or set another value, or clear the sample",
-            field=column,
+            field="sampler_config",
+            metadata={"column": column},
         )
     return values.astype(np.int64)

@@ -388,8 +388,8 @@ class PartitionView:
                 f"no sample has custom_meta[{source.key!r}], which the sampler needs: put "
                 f"custom_meta=[{{{source.key!r}: number of tokens}}, ...] with the samples, or name a "
                 f"jagged field as length_field",
-                field=source.key,
-                metadata={"partition_id": self._partition.partition_id},
+                field="sampler_config",
+                metadata={"partition_id": self._partition.partition_id, "column": source.key},
             )
 
     def still_ready(self, rows: Indexes) -> Indexes | None:

@@ -437,6 +437,6 @@ def _mismatch(known: FieldSpec, new: FieldSpec, hint: str = "") -> FieldMismatch
     )
     return FieldMismatchError(
         f"field {known.name!r} is {known.describe()}, got {new.describe()}; {hint}",
-        field=known.name,
-        metadata={"got": new.describe(), "expected": known.describe()},
+        field="columns",
+        metadata={"field_name": known.name, "got": new.describe(), "expected": known.describe()},
     )

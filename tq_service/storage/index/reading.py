@@ -20,6 +20,7 @@ from typing import Final, TypeAlias
 import numpy as np
 
 from tq_service.errors import DataLossError, InvalidArgumentError, PutNotFoundError
+from tq_service.schema import check_passed_on
 from tq_service.storage.blobs.base import Blob
 from tq_service.storage.cells import Rows
 from tq_service.storage.index.put import RowSet, StoredColumn, StoredPut
@@ -71,9 +72,10 @@ def open_reading(puts: Mapping[bytes, StoredPut], runs: Sequence[CellRuns], put_
 def _find_put(puts: Mapping[bytes, StoredPut], put_id: bytes) -> StoredPut:
     put = puts.get(put_id)
     if put is None:
+        check_passed_on("put_ids", put_id)
         raise PutNotFoundError(
-            f"put {put_id.hex()} is not here: never completed, expired without a commit, or cleared; get the rows "
-            "again",
+            f"put {put_id.hex()} is not here: never completed, expired without a commit, cleared or overwritten; "
+            "locate the samples again",
             metadata={"put_id": put_id.hex()},
         )
     return put

@@ -54,7 +54,7 @@ class TextCheck:
         """Look at what a part of the blob, which starts at `at`, has of the column.
 
         Raises:
-            InvalidArgumentError: a row is not UTF-8.
+            InvalidArgumentError: a row is not UTF-8; it names the first of them.
         """
         end = min(at + len(data), self.end)
         if self.next >= end:
@@ -63,13 +63,16 @@ class TextCheck:
         first, last = np.searchsorted(self._starts, (start, start + len(part))).tolist()
         rows = self._starts[first:last]
         inside = (np.frombuffer(part, np.uint8)[rows - start] & _HIGHEST_BITS) == _CONTINUES
-        if inside.any():
-            raise self._wrong(int(rows[int(inside.argmax())]))
-        piece = self._rest + part if self._rest else part
+        piece, piece_start = (self._rest + part, start - len(self._rest)) if self._rest else (part, start)
+        # A row that begins within a character: the first wrong row is that one, or the one before, which has its lead.
+        wrong_at = int(rows[int(inside.argmax())]) if inside.any() else None
+        looked_at = piece if wrong_at is None else piece[: wrong_at - piece_start]
         try:
-            _, used = codecs.utf_8_decode(piece, "strict", end == self.end)
+            _, used = codecs.utf_8_decode(looked_at, "strict", wrong_at is not None or end == self.end)
         except UnicodeDecodeError as error:
-            raise self._wrong(start - len(self._rest) + error.start) from None
+            raise self._wrong(piece_start + error.start) from None
+        if wrong_at is not None:
+            raise self._wrong(wrong_at)
         self._rest = bytes(piece[used:])
         self.next = end
 

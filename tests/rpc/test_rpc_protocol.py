@@ -1,0 +1,231 @@
+"""What docs/protocol.md says of requests on the wire, by stubs alone: what clients in other languages see."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc.error_details_pb2 import ErrorInfo
+from live_server import LiveServer, StartServer
+from rpc_samples import new_id, reason_of, status_of, violations_of
+
+from tq_service.v1 import commit_pb2
+from tq_service.v1 import controller_service_pb2 as pb
+from tq_service.v1 import metadata_pb2 as meta_pb
+from tq_service.v1 import storage_service_pb2 as storage_pb
+
+CODE = grpc.StatusCode
+INT64 = 8
+
+
+def refused(call: Callable[[], object]) -> Any:
+    """Return the error of a call, which must fail."""
+    with pytest.raises(grpc.RpcError) as caught:
+        call()
+    return caught.value
+
+
+def facts_of(error: Any) -> dict[str, str]:
+    """Return the metadata of the ErrorInfo of an error."""
+    info = ErrorInfo()
+    assert any(detail.Unpack(info) for detail in status_of(error).details)
+    return dict(info.metadata)
+
+
+def column(
+    name: str, values: bytes, *, dtype: str = "int64", shape: tuple[int, ...] = (), extents: bytes = b"", **spec: Any
+) -> tuple[meta_pb.ColumnHeader, bytes]:
+    """Return a column of numbers, dense unless its shape has -1, or of objects where `encoding` is given."""
+    layout = meta_pb.LAYOUT_JAGGED if -1 in shape else meta_pb.LAYOUT_DENSE
+    if "encoding" in spec:
+        dtype, layout = "", meta_pb.LAYOUT_OBJECT
+    described = meta_pb.FieldSpec(name=name, dtype=dtype, layout=layout, row_shape=shape, row_shape_known=True, **spec)
+    return meta_pb.ColumnHeader(spec=described, value_bytes=len(values), extents=extents), values
+
+
+def numbers(*values: int) -> bytes:
+    """Return int64 as bytes."""
+    return b"".join(value.to_bytes(8, "little", signed=True) for value in values)
+
+
+def put_request(
+    columns: list[tuple[meta_pb.ColumnHeader, bytes]], row_count: int, **write: Any
+) -> storage_pb.PutInlineRequest:
+    """Return a put to an embedded storage service, with its commit."""
+    values = b"".join(data for _, data in columns)
+    header = storage_pb.PutHeader(
+        put_id=new_id(),
+        partition_id="p",
+        row_count=row_count,
+        columns=[header for header, _ in columns],
+        size_bytes=len(values),
+        commit=commit_pb2.CommitRequest(
+            request_id=new_id(), write=commit_pb2.SampleWrite(partition_id="p", row_count=row_count, **write)
+        ),
+    )
+    return storage_pb.PutInlineRequest(header=header, values=values)
+
+
+def put(server: LiveServer, *columns: tuple[meta_pb.ColumnHeader, bytes], row_count: int, **write: Any) -> Any:
+    """Put columns and return the BatchMeta of the answer."""
+    request = put_request(list(columns), row_count, **write)
+    return server.storage.PutInline(request, timeout=20).put.commit.meta
+
+
+def get_request(meta: meta_pb.BatchMeta) -> storage_pb.GetRequest:
+    """Return the request for all cells of a batch that lies in one storage service."""
+    locations = meta.locations
+    return storage_pb.GetRequest(
+        boot_id=locations.storages[0].boot_id, put_ids=[put.put_id for put in locations.puts], runs=locations.runs
+    )
+
+
+def get(server: LiveServer, meta: meta_pb.BatchMeta) -> storage_pb.GetInlineResponse:
+    """Read all cells of a batch."""
+    return server.storage.GetInline(storage_pb.GetInlineRequest(get=get_request(meta)), timeout=20)
+
+
+def locate(server: LiveServer, **request: Any) -> meta_pb.BatchMeta:
+    """Return where cells of partition p are."""
+    return server.controller.Locate(pb.LocateRequest(partition_id="p", **request), timeout=20).meta
+
+
+# Ids
+
+
+def test_ids_of_the_service_that_are_none_are_refused_by_name(server: LiveServer) -> None:
+    made = put(server, column("x", numbers(1)), row_count=1)
+    request = get_request(locate(server, global_indexes=made.global_indexes))
+    calls: list[tuple[str, Any, Any]] = []
+    for wrong in (b"", b"short", b"x" * 17):
+        of_boot, of_put = storage_pb.GetRequest(), storage_pb.GetRequest()
+        of_boot.CopyFrom(request)
+        of_boot.boot_id = wrong
+        of_put.CopyFrom(request)
+        of_put.put_ids[0] = wrong
+        for each, field in ((of_boot, "boot_id"), (of_put, "put_ids")):
+            calls.append((field, server.storage.GetInline, storage_pb.GetInlineRequest(get=each)))
+        if wrong:
+            calls += [
+                ("incarnation", server.controller.SealPartition,
+                 pb.SealPartitionRequest(request_id=new_id(), partition_id="p", incarnation=wrong)),
+                ("incarnation", server.controller.GetMeta,
+                 pb.GetMetaRequest(request_id=new_id(), partition_id="not there", task_name="t", data_fields=["x"],
+                                   batch_size=1, incarnation=wrong)),
+            ]  # fmt: skip
+    for field, method, message in calls:
+        error = refused(lambda method=method, message=message: method(message, timeout=20))
+        assert (error.code(), violations_of(error)) == (CODE.INVALID_ARGUMENT, [field])
+        assert facts_of(error)["expected"] == "16"
+
+
+def test_ids_of_another_time_have_their_own_errors(server: LiveServer) -> None:
+    made = put(server, column("x", numbers(1)), row_count=1)
+    request = get_request(locate(server, global_indexes=made.global_indexes))
+    request.boot_id = new_id()
+    error = refused(lambda: server.storage.GetInline(storage_pb.GetInlineRequest(get=request), timeout=20))
+    assert (error.code(), reason_of(error)) == (CODE.DATA_LOSS, "DATA_LOSS")
+    seal = pb.SealPartitionRequest(request_id=new_id(), partition_id="p", incarnation=new_id())
+    assert reason_of(refused(lambda: server.controller.SealPartition(seal, timeout=20))) == "STALE_INCARNATION"
+
+
+# Puts
+
+
+def test_a_put_names_the_controller_that_it_asked_or_none(server: LiveServer) -> None:
+    own = server.controller.PlacePut(pb.PlacePutRequest(partition_id="p")).controller_id
+    request = put_request([column("x", numbers(1))], 1)
+    request.header.controller_id = new_id()
+    other = refused(lambda: server.storage.PutInline(request, timeout=20))
+    assert other.code() is CODE.UNAVAILABLE
+    assert "PlacePut" in other.details()
+    request.header.controller_id = b"x"
+    assert violations_of(refused(lambda: server.storage.PutInline(request, timeout=20))) == ["controller_id"]
+    for right in (b"", own):
+        again = put_request([column("x", numbers(1))], 1)
+        again.header.controller_id = right
+        assert server.storage.PutInline(again, timeout=20).put.HasField("commit")
+    assert server.client().describe_partition("p").summary.inserted_count == 2
+
+
+def test_the_commit_of_a_put_says_what_only_it_can(server: LiveServer) -> None:
+    def wrong(change: Callable[[storage_pb.PutInlineRequest], object]) -> Any:
+        request = put_request([column("x", numbers(1, 2))], 2)
+        change(request)
+        return refused(lambda: server.storage.PutInline(request, timeout=20))
+
+    def without_write(request: storage_pb.PutInlineRequest) -> None:
+        request.header.commit.ClearField("write")
+
+    def with_rows(request: storage_pb.PutInlineRequest) -> None:
+        request.header.commit.write.row_count = 3
+
+    def with_values(request: storage_pb.PutInlineRequest) -> None:
+        request.values += b"x"
+
+    cases: list[tuple[str, Any]] = [
+        ("placement", lambda request: request.header.commit.placement.SetInParent()),
+        ("columns", lambda request: request.header.commit.columns.extend(request.header.columns)),
+        ("write", without_write),
+        ("row_count", with_rows),
+        ("values", with_values),
+        ("partition_id", lambda request: setattr(request.header.commit.write, "partition_id", "q")),
+    ]
+    for field, change in cases:
+        error = wrong(change)
+        assert (error.code(), violations_of(error)) == (CODE.INVALID_ARGUMENT, [field])
+    assert facts_of(wrong(with_rows))["field_name"] == "x"
+    assert server.client().list_partitions() == []
+    assert server.client().storage_stat().put_count == 0
+
+
+def test_an_embedded_storage_service_takes_a_commit_of_its_own(server: LiveServer) -> None:
+    request = put_request([column("x", numbers(7))], 1)
+    commit = commit_pb2.CommitRequest()
+    commit.CopyFrom(request.header.commit)
+    request.header.ClearField("commit")
+    answer = server.storage.PutInline(request, timeout=20).put
+    assert (answer.HasField("commit"), answer.receipt) == (False, b"")
+    commit.columns.extend(request.header.columns)
+    commit.placement.storage.CopyFrom(answer.storage)
+    commit.placement.put_id = request.header.put_id
+    commit.placement.receipt = b"made up"
+    error = refused(lambda: server.controller.Commit(commit, timeout=20))
+    assert (error.code(), violations_of(error)) == (CODE.INVALID_ARGUMENT, ["receipt"])
+    commit.placement.receipt = b""
+    made = server.controller.Commit(commit, timeout=20).meta
+    assert get(server, locate(server, global_indexes=made.global_indexes)).values == numbers(7)
+
+
+def test_a_column_that_is_wrong_is_named(server: LiveServer) -> None:
+    put(server, column("x", numbers(1)), row_count=1)
+    plain = meta_pb.ENCODING_UNSPECIFIED
+    cases = [
+        ("columns", "FIELD_MISMATCH", column("x", numbers(1, 2), shape=(2,))),
+        ("columns", "INVALID_ARGUMENT", column("x", b"short")),
+        ("dtype", "INVALID_ARGUMENT", column("x", numbers(1), dtype="int65")),
+        ("encoding", "INVALID_ARGUMENT", column("x", b"ab", encoding=plain, extents=numbers(2))),
+        ("encoding", "INVALID_ARGUMENT", column("x", b"ab", encoding=plain, extents=numbers(2, 1))),
+    ]
+    for field, reason, wrong in cases:
+        error = refused(lambda wrong=wrong: put(server, wrong, row_count=1))
+        assert (violations_of(error), reason_of(error)) == ([field], reason)
+        assert facts_of(error)["field_name"] == "x"
+    assert server.client().describe_partition("p").summary.inserted_count == 1
+
+
+@pytest.mark.parametrize("seconds", [0.2])
+def test_a_stream_that_stalls_says_by_which_limit(start_server: StartServer, seconds: float) -> None:
+    server = start_server(stall_seconds=seconds)
+    request = put_request([column("x", numbers(1))], 1)
+    call: Any = server.storage.Put.future(_never_ending(request.header), timeout=20)
+    assert call.code() is CODE.DEADLINE_EXCEEDED
+    assert facts_of(call)["limit_name"] == "stall_seconds"
+
+
+def _never_ending(header: storage_pb.PutHeader) -> Any:
+    yield storage_pb.PutRequest(header=header)
+    threading.Event().wait(10)
