@@ -11,12 +11,13 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "tq_service"
 
-LEAVES = {"addresses", "errors", "log_message", "results", "schema"}
+LEAVES = {"addresses", "custom_meta", "errors", "log_message", "results", "schema"}
 # What each layer may import besides itself and the leaves. `tq_service` itself stands for the client it exports;
 # it has `Tls` from `wire`, so that a health probe does without the client.
 ARROWS: dict[str, set[str]] = {
     "__init__": {"client", "wire"},
     "addresses": set(),
+    "custom_meta": set(),
     "errors": set(),
     "log_message": set(),
     "results": set(),
@@ -41,6 +42,7 @@ WIRE_FORMATS = {"grpc", "grpc_status", "grpc_health", "grpc_reflection", "google
 TENSORS = {"torch", "tensordict"}
 FORBIDDEN_PACKAGES: dict[str, set[str]] = {
     "addresses": WIRE_FORMATS | TENSORS,
+    "custom_meta": WIRE_FORMATS | TENSORS,
     "errors": WIRE_FORMATS | TENSORS,
     "log_message": WIRE_FORMATS | TENSORS,
     "results": WIRE_FORMATS | TENSORS,

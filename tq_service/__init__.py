@@ -62,6 +62,7 @@ from tq_service.errors import (
 
 if TYPE_CHECKING:
     from tq_service.client import AsyncClient, BatchMeta, Client
+    from tq_service.custom_meta import JSON_NULL
     from tq_service.schema import FieldSpec, Layout, SampleState, StalenessLimit
     from tq_service.wire.credentials import Tls
     from tq_service.wire.object_codecs import register_object_codec
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "JSON_NULL",
     "AlreadyExistsError",
     "AsyncClient",
     "BatchMeta",
@@ -134,6 +136,7 @@ __all__ = [
 _LAZY: Final = {
     **dict.fromkeys(("AsyncClient", "BatchMeta", "Client"), "tq_service.client"),
     **dict.fromkeys(("FieldSpec", "Layout", "StalenessLimit", "SampleState"), "tq_service.schema"),
+    "JSON_NULL": "tq_service.custom_meta",
     "Tls": "tq_service.wire.credentials",
     "register_object_codec": "tq_service.wire.object_codecs",
 }

@@ -112,6 +112,21 @@ class TaskStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MetaColumnStatus:
+    """A custom_meta column, and the types of its values.
+
+    Attributes:
+        name: its name.
+        kind: type of the values that claims compare: "int64", "double", "bool" or "string"; "" before the first.
+        has_json: whether samples had other values, which are JSON.
+    """
+
+    name: str
+    kind: str
+    has_json: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionDescription:
     """A partition: its samples by state, fields and tasks.
 
@@ -124,7 +139,7 @@ class PartitionDescription:
         group_count: groups with members in the partition.
         fields: its fields.
         tasks: its tasks.
-        custom_meta_columns: names of its custom_meta columns.
+        custom_meta_columns: its custom_meta columns.
         used_bytes: bytes of the values of its samples; where a part of a put was freed, its share by number of cells.
         max_bytes: most bytes that they may take, None where that is not bounded.
         staleness_limits: how far producers may be ahead of its tasks.
@@ -141,7 +156,7 @@ class PartitionDescription:
     group_count: int
     fields: tuple[FieldStatus, ...]
     tasks: tuple[TaskStatus, ...]
-    custom_meta_columns: tuple[str, ...]
+    custom_meta_columns: tuple[MetaColumnStatus, ...]
     used_bytes: int
     max_bytes: int | None
     staleness_limits: tuple[StalenessLimit, ...]

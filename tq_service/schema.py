@@ -6,10 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import IntEnum, StrEnum
-from typing import Any, Final, Literal
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Final, Literal
 
 from tq_service.errors import InvalidArgumentError
 
@@ -51,7 +48,7 @@ BatchUnit = Literal["sample", "group"]
 Blocks = Literal["aligned", "anywhere"]
 KeyMode = Literal["upsert", "new", "existing"]
 Operator = Literal["==", "!=", "<", "<=", ">", ">=", "in"]
-MetaValue = int | float | bool | str
+Scalar = int | float | bool | str
 
 # Bytes of one element by torch's name of the dtype. Sub-byte dtypes have no per-row byte boundary and are left out.
 DTYPE_SIZES: dict[str, int] = {
@@ -170,21 +167,6 @@ class StalenessLimit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MetaColumn:
-    """One custom_meta column over some samples.
-
-    Attributes:
-        name: name of the column.
-        values: `(n,)` of dtype int64, float64, bool or object (str); whatever where not present.
-        present: `(n,)`, whether the sample has a value.
-    """
-
-    name: str
-    values: NDArray[Any]
-    present: NDArray[np.bool_]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class EndCounts:
     """What became of the samples of a partition when a task reached its end: numbers of them, the same for all ranks.
 
@@ -221,6 +203,8 @@ class EndCounts:
 
 MOST_SAMPLES: Final = 2**24
 """Most samples that one request writes or claims."""
+LARGEST_EXACT: Final = 1 << 53
+"""Of the integers that floats hold."""
 _LARGEST: Final = sys.float_info.max
 
 

@@ -41,7 +41,7 @@ def filled(client: tq.Client) -> tq.Client:
         partition_id="train@0",
         groups=["a", "a", "b", "b", "c", "c"],
         group_size=2,
-        custom_meta=[{"total_lengths": row} for row in range(6)],
+        custom_meta=[{"total_lengths": row, "tag": [row]} for row in range(6)],
     )
     client.seal_partition("train@0")
     client.get_meta(
@@ -70,7 +70,10 @@ def test_status_as_json(filled: tq.Client, address: str) -> None:
     assert len(bytes.fromhex(first["incarnation"])) == 16
     counts = {name: first[f"{name}_count"] for name in ("inserted", "present", "live", "held", "failed", "group")}
     assert counts == {"inserted": 6, "present": 6, "live": 6, "held": 0, "failed": 0, "group": 3}
-    assert (first["sealed"], first["expected_samples"], first["custom_meta_columns"]) == (True, None, ["total_lengths"])
+    assert (first["sealed"], first["expected_samples"]) == (True, None)
+    assert first["custom_meta_columns"] == [
+        {"name": "total_lengths", "kind": "int64", "has_json": False}, {"name": "tag", "kind": "", "has_json": True},
+    ]  # fmt: skip
     reward, text = first["fields"]
     spec = {"name": "reward", "dtype": "float32", "layout": "dense", "row_shape": [], "encoding": None}
     assert reward == {"spec": spec, "produced_count": 6}
@@ -88,6 +91,8 @@ def test_status_as_tables(filled: tq.Client, address: str) -> None:
     assert ["train@1", "0", "10", "0", "0", "0", "0", "0", "0", "bytes", "open"] in lines
     assert ["train@0", "reward", "float32", "dense", "scalar", "6", "6"] in lines
     assert ["train@0", "text", "-", "object", "-", "6", "6"] in lines
+    assert ["train@0", "total_lengths", "int64"] in lines
+    assert ["train@0", "tag", "json"] in lines
     assert ["train@0", "update", "0", "2", "1", "4", "6", "0", "0", "0", "0", "active"] in lines
 
 

@@ -12,6 +12,7 @@ from tq_service.results import (
     CheckpointCopy,
     ConsumptionStatus,
     FieldStatus,
+    MetaColumnStatus,
     PartitionDescription,
     PartitionSummary,
     ProductionStatus,
@@ -76,7 +77,7 @@ def test_messages_in_messages_become_dataclasses():
         expected_samples=0,
         fields=[pb.FieldStatus(spec=metadata_pb2.FieldSpec(name="x", dtype="int64"), produced_count=3)],
         tasks=[pb.TaskStatus(task_name="t", dead_lettered_indexes=[3, 1])],
-        custom_meta_columns=["version"],
+        custom_meta_columns=[pb.MetaColumnStatus(name="version", kind="int64", has_json=True)],
         staleness_limits=[pb.StalenessLimit(task_name="t", max_samples=7)],
     )
     description = read_message(PartitionDescription, message)
@@ -84,7 +85,7 @@ def test_messages_in_messages_become_dataclasses():
     assert (description.expected_samples, description.max_bytes) == (0, None)  # one is set, the other is not
     assert description.fields == (FieldStatus(spec=FieldSpec("x", "int64"), produced_count=3),)
     assert description.tasks[0].dead_lettered_indexes == (3, 1)
-    assert description.custom_meta_columns == ("version",)
+    assert description.custom_meta_columns == (MetaColumnStatus(name="version", kind="int64", has_json=True),)
     assert description.staleness_limits == (StalenessLimit(task_name="t", max_samples=7),)
     hash(description)  # nothing of protobuf is left in it
 
@@ -155,7 +156,7 @@ def test_dataclasses_become_messages_in_messages():
                 dead_lettered_indexes=(3, 1),
             ),
         ),
-        custom_meta_columns=("v",),
+        custom_meta_columns=(MetaColumnStatus(name="v", kind="", has_json=True),),
         used_bytes=8,
         max_bytes=9,
         staleness_limits=(StalenessLimit(task_name="t", max_versions=0),),

@@ -5,6 +5,7 @@ import itertools
 
 import numpy as np
 
+from tq_service.custom_meta import column_of
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.changes.claims import (
     ClaimAcked,
@@ -24,7 +25,7 @@ from tq_service.domain.partition import Partition, PartitionSettings
 from tq_service.domain.plan import Plan
 from tq_service.domain.tables.cells import ColumnWrite, Put, freed_cells
 from tq_service.samplers import Sampler, SequentialSampler
-from tq_service.schema import FieldSpec, Layout, MetaColumn, SampleState
+from tq_service.schema import FieldSpec, Layout, SampleState
 
 BOOT = b"b" * 16
 _numbers = itertools.count(1)
@@ -49,15 +50,12 @@ def jagged(name, lengths, *, dtype="int64"):
 
 
 def meta(entries):
-    """Return custom_meta entries, one dict a sample, as columns."""
+    """Return custom_meta entries, one dict a sample, as columns; None removes a value."""
     columns = []
     for name in dict.fromkeys(name for entry in entries for name in entry):
-        values = [entry.get(name) for entry in entries]
-        present = np.array([value is not None for value in values])
-        filler = next(value for value in values if value is not None)
-        kind = object if isinstance(filler, str) else type(filler)
-        values = np.array([filler if value is None else value for value in values], dtype=kind)
-        columns.append(MetaColumn(name=name, values=values, present=present))
+        positions = [position for position, entry in enumerate(entries) if name in entry]
+        values = [entries[position][name] for position in positions]
+        columns.append(column_of(name, len(entries), positions, values))
     return columns
 
 

@@ -176,8 +176,11 @@ class Model:
             if row.state == "failed":
                 row.fields.clear()
             if meta:
-                row.meta.update(meta[position])
-                self.had_lengths |= "total_lengths" in meta[position]
+                for name, value in meta[position].items():
+                    row.meta.pop(name, None)
+                    if type(value) is int:  # others claims do not see
+                        row.meta[name] = value
+                        self.had_lengths |= name == "total_lengths"
 
     def _end_leases_of(self, indexes):
         """What failed or was cleared while it was leased counts as done."""

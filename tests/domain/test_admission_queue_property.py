@@ -9,12 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from property_settings import examples
 
+from tq_service.custom_meta import MetaColumn
 from tq_service.domain.admission.queue import AdmissionQueue
 from tq_service.domain.changes.samples import SampleWrite
 from tq_service.domain.partition import Partition, PartitionSettings
 from tq_service.domain.tables.cells import ColumnWrite, Put
 from tq_service.errors import CallCancelledError, ResourceExhaustedError
-from tq_service.schema import FieldSpec, Layout, MetaColumn, SampleState, StalenessLimit
+from tq_service.schema import FieldSpec, Layout, SampleState, StalenessLimit
 
 MAX_BYTES, MAX_SAMPLES, MAX_VERSIONS = 100, 12, 2
 SETTINGS = PartitionSettings(

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from model import Asking
 from property_settings import examples
 
+from tq_service.custom_meta import JSON_NULL
 from tq_service.domain.claims.ledger import QueueClaim
 from tq_service.domain.plan import RankPlan
 from tq_service.domain.tables import table as table_module
@@ -125,7 +126,7 @@ class Interleaving:
         return [
             {
                 **({"total_lengths": rng.randint(0, 50)} if rng.random() < 0.9 else {}),
-                **({"version": rng.randint(0, 3)} if rng.random() < 0.8 else {}),
+                **({"version": rng.choice([0, 1, 2, 3, 1, 2, 3, None, JSON_NULL, [1]])} if rng.random() < 0.8 else {}),
             }
             for _ in range(count)
         ]

@@ -1,15 +1,21 @@
 """custom_meta: types, merging, conditions and orders."""
 
 import tracemalloc
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from domain_support import clear, insert, meta, partition
+from hypothesis import given
+from hypothesis import strategies as st
+from property_settings import examples
 
+from tq_service.custom_meta import JSON_NULL, MetaColumn
 from tq_service.domain.tables.meta import Condition, CustomMeta
 from tq_service.domain.tables.table import RowTable
 from tq_service.errors import InvalidArgumentError
-from tq_service.schema import MetaColumn
+
+NOTHING = object()
 
 
 def four_rows():
@@ -35,14 +41,14 @@ def write(custom, entries, positions):
 
 def value(custom, name, position):
     column = custom.read(name, rows(position))
-    return column.values.tolist()[0] if column.present[0] else None
+    return column.objects()[0] if column is not None and column.has_value[0] else NOTHING
 
 
 @pytest.mark.parametrize("values", [(1, -(2**63)), (0.5, float("inf")), (True, False), ("", "a\u00e9\x00b")])
 def test_each_type_comes_back_as_it_was(table, values):
     custom = CustomMeta(table)
     write(custom, [{"v": each} for each in values], [0, 2])
-    assert [value(custom, "v", position) for position in range(4)] == [values[0], None, values[1], None]
+    assert [value(custom, "v", position) for position in range(4)] == [values[0], NOTHING, values[1], NOTHING]
     assert type(value(custom, "v", 0)) is type(values[0])
 
 
@@ -65,20 +71,99 @@ def test_integers_become_doubles_where_that_loses_nothing(table):
     write(custom, [{"v": 0.5}], [1])
     write(custom, [{"v": 7}], [2])
     assert [value(custom, "v", position) for position in range(3)] == [2.0**53, 0.5, 7.0]
-    with pytest.raises(InvalidArgumentError, match="holds double values, got int64"):
-        custom.check(meta([{"v": 2**53 + 1}]), 1)
+    assert custom.kinds == {"v": "f"}
+    write(custom, [{"v": 2**53 + 1}], [3])
+    assert (value(custom, "v", 3), custom.kinds) == (2**53 + 1, {"v": "fJ"})
     exact = CustomMeta(four_rows())
     write(exact, [{"v": 2**53 + 1}], [0])
-    with pytest.raises(InvalidArgumentError, match="holds int64 values, got double"):
-        exact.check(meta([{"v": 0.5}]), 1)
+    write(exact, [{"v": 0.5}], [1])
+    assert ([value(exact, "v", position) for position in (0, 1)], exact.kinds) == ([2**53 + 1, 0.5], {"v": "iJ"})
 
 
-@pytest.mark.parametrize(("first", "second"), [(1, "a"), ("a", 1), (True, 1), (1.5, True), ("a", 1.5)])
-def test_other_types_are_refused(table, first, second):
+OTHERS = [None, [], [1, [2.5, None]], {}, {"a": {"b": [True]}}, 2**70]
+
+
+@pytest.mark.parametrize(("kind", "first"), [("i", 1), ("f", 1.5), ("b", True), ("O", "a")])
+@pytest.mark.parametrize("second", [1, 1.5, True, "a", *OTHERS])
+def test_values_of_another_type_are_kept_as_json_beside(table, kind, first, second):
     custom = CustomMeta(table)
-    write(custom, [{"v": first}], [0])
-    with pytest.raises(InvalidArgumentError, match="one type a column"):
-        custom.check(meta([{"v": second}]), 1)
+    write(custom, [{"v": first}, {"v": JSON_NULL if second is None else second}], [0, 1])
+    typed = {"i": (int, float), "f": (int, float), "b": bool, "O": str}[kind]
+    is_typed = isinstance(second, typed) and (not isinstance(second, bool) or kind == "b") and second != 2**70
+    assert [value(custom, "v", position) for position in (0, 1)] == [first, second]
+    assert custom.arrays("v")[1][:2].tolist() == [True, is_typed]
+    assert custom.kinds == {"v": "f" if second == 1.5 and kind == "i" else kind + "J" * (not is_typed)}
+    write(custom, [{"v": first}], [1])
+    write(custom, [{"v": None}], [0])
+    assert [value(custom, "v", position) for position in (0, 1)] == [NOTHING, first]
+    assert custom.arrays("v")[1][:2].tolist() == [False, True]
+
+
+def test_the_first_typed_value_decides_whatever_json_was_there_before(table):
+    custom = CustomMeta(table)
+    write(custom, [{"v": JSON_NULL}, {"v": [1]}], [0, 1])
+    assert (custom.kinds, custom.arrays("v"), custom.has("v")) == ({"v": "J"}, None, False)
+    write(custom, [{"v": 3}], [0])
+    assert (custom.kinds, custom.has("v")) == ({"v": "iJ"}, True)
+    assert [value(custom, "v", position) for position in (0, 1)] == [3, [1]]
+
+
+@pytest.mark.parametrize("texts", [["3", "null"], ["null", "3"]])
+def test_the_form_in_which_a_client_sends_a_value_does_not_matter(texts):
+    custom = CustomMeta(four_rows())
+    column = MetaColumn(name="v", values=np.zeros(2, bool), present=np.zeros(2, bool), json=np.array(texts, object))
+    custom.check([column], 2)
+    custom.write([column], rows(0, 1))
+    custom.write([replace(column, json=np.array(["4", None], object))], rows(2, 3))
+    assert custom.kinds == {"v": "iJ"}
+    assert custom.arrays("v")[0][:3].tolist() == [3 * (texts[0] == "3"), 3 * (texts[1] == "3"), 4]
+
+
+def test_numbers_that_json_does_not_have_are_refused_beside_text(table):
+    custom = CustomMeta(table)
+    write(custom, [{"v": float("nan")}, {"v": [1]}], [0, 1])
+    assert (np.isnan(value(custom, "v", 0)), value(custom, "v", 1)) == (True, [1])
+    write(custom, [{"w": "a"}], [0])
+    for wrong in (float("nan"), float("inf")):
+        with pytest.raises(InvalidArgumentError, match=r"custom_meta\[0\]\['w'\] is .*in a column of string values"):
+            custom.check(meta([{"w": wrong}]), 1)
+
+
+ANY_VALUE = st.sampled_from(
+    [0, 1, -3, 2**60, 0.5, -0.0, float("inf"), True, False, "", "a", None, JSON_NULL, [], [1], {"a": 1}]
+)
+
+
+@examples(200)
+@given(st.lists(st.lists(st.tuples(st.integers(0, 5), ANY_VALUE), min_size=1, max_size=5), max_size=12))
+def test_values_are_those_written_last_whatever_their_types(writes):
+    table = RowTable()
+    table.append(6)
+    custom, expected = CustomMeta(table), {}
+    for one in writes:
+        entries = dict(one)
+        try:
+            columns = meta([{"v": value} for value in entries.values()])
+            custom.check(columns, len(entries))
+        except InvalidArgumentError as error:
+            assert "inf" in error.message
+            continue
+        custom.write(columns, rows(*entries))
+        expected.update(entries)
+    for position, last in expected.items():
+        got = value(custom, "v", position)
+        assert got == (NOTHING if last is None else None if last is JSON_NULL else last)
+        assert (type(got) is bool) == (type(last) is bool)
+    typed = custom.arrays("v")
+    present = np.zeros(6, bool) if typed is None else typed[1][:6]
+    column = custom.read("v", np.arange(6))
+    has_json = np.zeros(6, bool) if column is None else column.has_json
+    assert not (present & has_json).any()
+    again = RowTable()
+    restored = CustomMeta(again)
+    restored.declare(custom.kinds)
+    again.restore(table.snapshot())
+    assert [value(restored, "v", position) for position in range(6)] == [value(custom, "v", p) for p in range(6)]
 
 
 def test_counts_and_names_are_checked(table):

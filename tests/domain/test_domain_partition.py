@@ -1,5 +1,7 @@
 """A partition: states, what held and failed rows may become, sealing, and counters that agree with a recount."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from digest import keys_of
@@ -178,7 +180,7 @@ def test_set_meta_writes_all_or_nothing():
     with pytest.raises(SampleNotFoundError):
         set_meta(train, np.array([1, 5]), columns)
     with pytest.raises(InvalidArgumentError):
-        set_meta(train, np.array([0, 1]), new_write(2, meta=[{"v": "a"}, {"v": "b"}]).meta)
+        set_meta(train, np.array([0, 1]), [replace(columns[0], name="state")] * 2)
     assert train.meta.read("v", np.array([0, 1])).values.tolist() == [2, 1]
 
 

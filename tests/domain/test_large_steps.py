@@ -13,6 +13,7 @@ from domain_support import clear, task_of, write_to
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tq_service.custom_meta import MetaColumn
 from tq_service.domain.changes.samples import SampleWrite
 from tq_service.domain.partition import Partition, PartitionSettings
 from tq_service.domain.tables import column_memory
@@ -21,7 +22,7 @@ from tq_service.domain.tables.column_memory import RESERVED_FROM
 from tq_service.domain.tables.names import look_through
 from tq_service.domain.tables.table import Column
 from tq_service.errors import TqError
-from tq_service.schema import FieldSpec, Layout, MetaColumn
+from tq_service.schema import FieldSpec, Layout
 
 LARGE = 2 * RESERVED_FROM
 needs_reserved_memory = pytest.mark.skipif(

@@ -4,16 +4,17 @@ import math
 
 import numpy as np
 import pytest
-from domain_support import claim_rows, clear, insert, release, reset, set_meta, task_of
+from domain_support import claim_rows, clear, insert, meta, release, reset, set_meta, task_of
 from hypothesis import given
 from hypothesis import strategies as st
 from property_settings import examples
 
+from tq_service.custom_meta import JSON_NULL, MetaColumn
 from tq_service.domain.admission import lowest_version
 from tq_service.domain.admission.lowest_version import LowestVersion
 from tq_service.domain.partition import Partition, PartitionSettings
 from tq_service.domain.states import HELD, LIVE, UNCLAIMED
-from tq_service.schema import MetaColumn, StalenessLimit
+from tq_service.schema import StalenessLimit
 
 BOUNDED = PartitionSettings(staleness_limits=(StalenessLimit(task_name="t", max_versions=1),))
 
@@ -80,13 +81,31 @@ class Rows:
         if rows.size:
             set_meta(self.partition, rows, versions([first % 5] * rows.size))
 
+    def remove_version(self, first, count):
+        rows = self.some(first, count, left=False)
+        if rows.size:
+            set_meta(self.partition, rows, meta([{"version": [None, JSON_NULL][first % 2]}] * rows.size))
+
     def reset(self, keep, _):
         reset(self.partition, task_of(self.partition, "t"), keep_consumed=keep % 2 == 0)
         self.claims.clear()
 
 
 ACTIONS = st.tuples(
-    st.sampled_from(["add", "add", "add_without", "consume", "consume", "release", "clear", "set_version", "reset"]),
+    st.sampled_from(
+        [
+            "add",
+            "add",
+            "add_without",
+            "consume",
+            "consume",
+            "release",
+            "clear",
+            "set_version",
+            "remove_version",
+            "reset",
+        ]
+    ),
     st.integers(0, 12),
     st.integers(0, 9),
 )

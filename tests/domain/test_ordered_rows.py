@@ -15,6 +15,7 @@ from domain_support import (
     claim_rows,
     clear,
     insert,
+    meta,
     new_write,
     partition,
     release,
@@ -28,12 +29,12 @@ from domain_support import (
 )
 from planner_bench import Bench, Whenever, rows
 
+from tq_service.custom_meta import JSON_NULL, MetaColumn
 from tq_service.domain.claims import ordered_rows, view
 from tq_service.domain.claims.readiness import Readiness
 from tq_service.domain.plan import MustBeAwaited, Plan
 from tq_service.domain.tables.meta import Condition, Order
 from tq_service.samplers import GRPOGroupNSampler, SequentialSampler
-from tq_service.schema import MetaColumn
 
 EXAMPLES = int(os.environ.get("TQ_ORDER_EXAMPLES", "15"))
 VALUES = {
@@ -128,6 +129,14 @@ class Rows:
             for index, entry in zip(indexes, entries, strict=True):
                 self.values[index] |= {name: value for name, value in entry.items() if value is not None}
 
+    def remove_value(self):
+        indexes, name = self.pick(self.values), self.rng.choice([*VALUES])
+        if indexes:
+            other = self.rng.choice([None, JSON_NULL, [1]])
+            set_meta(self.partition, np.array(indexes), meta([{name: other}] * len(indexes)))
+            for index in indexes:
+                self.values[index] = {**self.values[index], name: None}
+
     def show(self):
         for index in self.pick(self.hidden):
             update(self.partition, [index], ("x",), state="live")
@@ -215,8 +224,8 @@ class Rows:
             assert self.ready(limit).tolist() == self.expected()[:limit]
 
 
-STEPS = ["insert", "insert", "set_meta", "set_meta", "show", "hold", "clear", "claim", "claim", "give_back", "check",
-         "sort_some", "plan_elsewhere"]  # fmt: skip
+STEPS = ["insert", "insert", "set_meta", "set_meta", "remove_value", "show", "hold", "clear", "claim", "claim",
+         "give_back", "check", "sort_some", "plan_elsewhere"]  # fmt: skip
 ORDERS = [
     (Order("int"),), (Order("int", descending=True),), (Order("double"),), (Order("double", descending=True),),
     (Order("bool"), Order("int", descending=True)), (Order("bool", descending=True), Order("double"), Order("int")),

@@ -55,6 +55,11 @@ STORY = [
     PartitionCreated(incarnation=b"i" * 16, settings=PartitionSettings(), **TRAIN),
     SamplesWritten(write=ROWS, **TRAIN),
     MetaSet(global_indexes=np.array([3, 1]), columns=new_write(2, meta=[{"v": 7}, {"w": "x"}]).meta, **TRAIN),
+    MetaSet(
+        global_indexes=np.array([3, 1, 4]),
+        columns=new_write(3, meta=[{"v": None}, {"w": ["y"]}, {"v": "z"}]).meta,
+        **TRAIN,
+    ),
     GroupsClosed(names=["g1"], **TRAIN),
     TaskSeen(**TASK),
     BatchPlanned(batch_spec=batch_spec(), plan=plan_of(range(2)), **TASK),

@@ -62,7 +62,11 @@ def lives(path, *stories):
 
 
 async def fill(life):
-    life.write(8, keys=[f"k{row}" for row in range(8)], meta=[{"version": row} for row in range(8)])
+    life.write(
+        8,
+        keys=[f"k{row}" for row in range(8)],
+        meta=[{"version": [row, None, row, [row], "a"][row % 5]} for row in range(8)],
+    )
     claim_rows(life.catalog, task_of(life.catalog, "reward"), range(3), b"q" * 16)
     life.catalog.run_once(b"r" * 16, lambda: pb.SealPartitionResponse(inserted_count=8))
     return life.state()

@@ -35,7 +35,15 @@ def put(client, first, count, **arguments):
         keys=[f"k{first + row}" for row in range(count)],
         groups=[f"g{(first + row) // 4}" for row in range(count)],
         group_size=4,
-        custom_meta=[{"total_lengths": 1 + row % 5, "tag": f"t{row % 2}", "score": row / 2} for row in range(count)],
+        custom_meta=[
+            {
+                "total_lengths": 1 + row % 5,
+                "tag": f"t{row % 2}",
+                "score": row / 2,
+                "any": [row, None, [row], {"a": None}, tq.JSON_NULL][row % 5],
+            }
+            for row in range(count)
+        ],
         **arguments,
     )
 

@@ -78,19 +78,26 @@ def test_all_that_was_acknowledged_is_there_after_a_kill(server):
         small, _ = put(client, 0, 16)
         large, large_meta = put(client, 16, 16, scale=200)
         late = client.insert("train@0", 16, keys=[f"u{32 + row}" for row in range(16)], state="held")
-        client.set_custom_meta(late, [{"tag": "late"}] * 16)
+        client.set_custom_meta(late, [{"tag": "late", "any": any_tag} for any_tag in 4 * [1, "a", None, [{"b": None}]]])
         batches = {(index, rank): claim(client, index, rank) for index in range(2) for rank in range(2)}
         worker = client.get_meta(
             partition_id="train@0", task_name="reward", data_fields=["text"], batch_size=8, min_batch_size=8
         )
         client.put({"reward": torch.arange(8.0)}, metadata=worker)
         client.clear_samples(large_meta.select_samples([0, 1, 2, 3]))
+        client.set_custom_meta(late.select_samples([1]), [{"any": tq.JSON_NULL}])
+        tags = client.lookup_samples("train@0")[0].custom_meta
         before = client.describe_partition("train@0")
         counts = client.check_consumption(partition_id="train@0", task_name="train")
 
         kill(server)
 
         assert client.describe_partition("train@0") == before
+        assert client.lookup_samples("train@0")[0].custom_meta == tags
+        assert tags[-16:-12] == [
+            {"tag": "late", "any": 1}, {"tag": "late", "any": None}, {"tag": "late"},
+            {"tag": "late", "any": [{"b": None}]},
+        ]  # fmt: skip
         assert client.check_consumption(partition_id="train@0", task_name="train") == counts
         for (index, rank), meta in batches.items():
             if not set(meta.global_indexes) & set(large_meta.global_indexes[:4]):

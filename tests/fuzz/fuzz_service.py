@@ -237,7 +237,7 @@ def _use_all_of(client: tq.Client) -> None:
     client.put({"score": np.zeros((2, 3), np.float32)}, partition_id="train", keys=["n5", "n6"])
     client.put(metadata=meta, custom_meta=[{"version": 1}] * 4)
     client.insert("train", 2, keys=["i0", "i1"], state="held")
-    client.set_custom_meta(meta, [{"tag": "t"}] * 4)
+    client.set_custom_meta(meta, [{"tag": "t"}, {"tag": ["t", None]}, {"tag": tq.JSON_NULL}, {"tag": None}])
     client.close_groups("train", ["g0"])
     client.create_partition("train@2", tasks=["critic", "scorer"], samples_per_round=4)
     client.get_data(client.lookup_samples("train", ["k0", "k1"])[0])

@@ -61,6 +61,10 @@ def get_meta(**changes: Any) -> Callable[[AnyClient, tq.BatchMeta], object]:
     return lambda client, meta: client.get_meta(**arguments)
 
 
+def nested(depth: int) -> Any:
+    return [nested(depth - 1)] if depth else 1
+
+
 def put(data: dict[str, Any], **arguments: Any) -> Callable[[AnyClient, tq.BatchMeta], object]:
     return lambda client, meta: client.put(data, **{"partition_id": "train", **arguments})
 
@@ -218,12 +222,16 @@ WRONG_PUTS = [
     invalid("nothing at all", lambda c, m: c.put(partition_id="train"), "row_count", "0", "at least one"),
     invalid("insert too many", lambda c, m: c.insert("train", 2**24 + 1), "row_count", str(2**24 + 1), str(2**24)),
     invalid("insert none", lambda c, m: c.insert("train", 0), "row_count", "0", "at least one"),
-    invalid("type of metadata", lambda c, m: c.set_custom_meta(m, [{"version": "a"}] * 4), "custom_meta",
-            "'version'", "one type"),
-    invalid("metadata of one put", put({"score": torch.zeros(2, 3)}, custom_meta=[{"tag": 1}, {"tag": "a"}]),
-            "custom_meta", "str", "int", "one kind"),
-    invalid("metadata too large", put({"score": torch.zeros(1, 3)}, custom_meta=[{"tag": [1]}]), "custom_meta",
-            "list", "as a field"),
+    invalid("metadata that is no JSON", lambda c, m: c.set_custom_meta(m, [{"tag": {1}}] * 4), "custom_meta",
+            "custom_meta[0]['tag'] is set", "what JSON has", "as a field"),
+    invalid("not a number in metadata", put({"score": torch.zeros(1, 3)}, custom_meta=[{"tag": [float("nan")]}]),
+            "custom_meta", "[nan]", "finite numbers"),
+    invalid("not a number beside text", lambda c, m: c.set_custom_meta(m, [{"uid": "a"}, *[{"uid": float("nan")}] * 3]),
+            "custom_meta", "nan, in a column of string values"),
+    invalid("metadata nested too deeply", lambda c, m: c.set_custom_meta(m, [{"tag": nested(33)}] * 4), "custom_meta",
+            "more than 32 lists and objects", "as an object field"),
+    invalid("metadata too large", put({"score": torch.zeros(1, 3)}, custom_meta=[{"tag": ["x" * 20_000]}]),
+            "custom_meta", "20004 bytes", "at most 16384", "as an object field"),
     invalid("group of another size", put({"score": torch.zeros(2, 3)}, groups=["g0", "g0"], group_size=4), "group_size",
             "'g0'"),
     Row(name="key known", call=put({"score": torch.zeros(2, 3)}, keys=["new", "k2"], key_mode="new"),

@@ -240,6 +240,7 @@ def test_garbled_requests_never_end_in_an_internal_error(server: LiveServer) -> 
     still_works(client)
 
 
+NO_JSON = ["", "nul", "NaN", "1e999", '"\\ud800"', "[" * 10_000, "[" * 33 + "]" * 33, '"' + "x" * 20_000 + '"']
 EXTREME_WRITES: list[dict[str, Any]] = [
     {"row_count": 2**62},
     {"row_count": -1},
@@ -257,7 +258,11 @@ EXTREME_WRITES: list[dict[str, Any]] = [
     {"custom_meta": [metadata_pb2.MetaColumn(name="version")]},
     {"custom_meta": [metadata_pb2.MetaColumn(name="", int64_values=metadata_pb2.Int64Values(values=[1]))]},
     {"custom_meta": [metadata_pb2.MetaColumn(name="n", int64_values=metadata_pb2.Int64Values(values=[1, 2]))]},
-    {"custom_meta": [metadata_pb2.MetaColumn(name="n", present=b"\1\1", bool_values=metadata_pb2.BoolValues())]},
+    {"custom_meta": [metadata_pb2.MetaColumn(name="n", kinds=b"\1\1", bool_values=metadata_pb2.BoolValues())]},
+    {"custom_meta": [metadata_pb2.MetaColumn(name="n", kinds=b"\4", json_values=["1"])]},
+    {"custom_meta": [metadata_pb2.MetaColumn(name="n", kinds=b"\2")]},
+    {"custom_meta": [metadata_pb2.MetaColumn(name="n", json_values=["1", "2"])]},
+    *({"custom_meta": [metadata_pb2.MetaColumn(name="n", json_values=[text])]} for text in NO_JSON),
 ]
 EXTREME_CLAIMS: list[dict[str, Any]] = [
     {"batch_size": 2**62},

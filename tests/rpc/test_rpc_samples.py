@@ -178,6 +178,48 @@ def test_metadata_merges(client: AnyClient) -> None:
     assert client.lookup_samples("train", ["a", "b"])[0].custom_meta[1]["v"] == 2.0
 
 
+def test_metadata_is_any_json_beside_the_values_that_claims_compare(client: AnyClient) -> None:
+    given: list[dict[str, Any]] = [
+        {"version": tq.JSON_NULL, "tag": {"uid": "a", "turns": [1, 2.5, None]}},
+        {"version": 3, "tag": "b"},
+        {"version": [4], "tag": 2**70},
+        {"version": 5, "tag": True},
+        {"version": "late", "tag": None},
+    ]
+    read = [{**one, "version": None if one["version"] is tq.JSON_NULL else one["version"]} for one in given]
+    del read[4]["tag"]
+    meta = client.put({"score": torch.arange(5.0)}, partition_id="train", custom_meta=given)
+    assert meta.custom_meta == read
+    assert client.lookup_samples("train")[0].custom_meta == read
+    columns = client.describe_partition("train").custom_meta_columns
+    assert [(one.name, one.kind, one.has_json) for one in columns] == [
+        ("version", "int64", True), ("tag", "string", True),
+    ]  # fmt: skip
+    asks = {**ONE, "batch_size": 5, "min_batch_size": 1, "max_wait": 0}
+    newer = client.get_meta(**{**asks, "task_name": "newer"}, where=[("version", ">=", 3)])
+    assert (newer.global_indexes, newer.custom_meta) == ([1, 3], [read[1], read[3]])
+    ordered = client.get_meta(**{**asks, "task_name": "ordered"}, order_by=["-version"])
+    assert ordered.global_indexes == [3, 1, 0, 2, 4]  # values that are not compared come last
+    assert ordered.custom_meta == [read[place] for place in (3, 1, 0, 2, 4)]
+
+    removed = [{"version": None, "tag": None}, {"version": None}, {"version": 7}, {"tag": [1]}, {}]
+    changed = client.put(metadata=meta, custom_meta=removed)
+    client.set_custom_meta(meta.select_samples([4]), [{"version": tq.JSON_NULL}])
+    expected = [{}, {"tag": "b"}, {"version": 7, "tag": 2**70}, {"version": 5, "tag": [1]}, {"version": None}]
+    assert changed.custom_meta == [*expected[:4], {"version": "late"}]
+    assert client.lookup_samples("train")[0].custom_meta == expected
+    assert client.get_meta(**{**asks, "task_name": "now"}, where=[("version", ">", 3)]).global_indexes == [2, 3]
+
+
+def test_metadata_that_another_client_has_as_json_is_compared_where_it_can_be(client: AnyClient) -> None:
+    meta = client.put({"score": torch.arange(3.0)}, partition_id="train", custom_meta=[{"v": [1]}, {"v": 2}, {}])
+    assert meta.custom_meta == [{"v": [1]}, {"v": 2}, {}]
+    client.set_custom_meta(meta, [{"v": "x"}, {"v": 2.5}, {"v": 9}])
+    found = client.lookup_samples("train")[0]
+    assert found.custom_meta == [{"v": "x"}, {"v": 2.5}, {"v": 9}]
+    assert meta.concat([found.select_samples([2]), found.select_samples([0])]).custom_meta == [{"v": 9}, {"v": "x"}]
+
+
 def test_production(client: AnyClient) -> None:
     client.create_partition("train", expected_samples=4)
     meta = client.put({"score": torch.zeros(3)}, partition_id="train")

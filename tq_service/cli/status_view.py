@@ -83,6 +83,12 @@ def _fields(partition: PartitionDescription) -> Rows:
         )
 
 
+def _meta_columns(partition: PartitionDescription) -> Rows:
+    for column in partition.custom_meta_columns:
+        types = " and ".join(filter(None, (column.kind, "json" if column.has_json else "")))
+        yield partition.summary.partition_id, column.name, types
+
+
 def _tasks(partition: PartitionDescription) -> Rows:
     for task in partition.tasks:
         yield (
@@ -117,6 +123,7 @@ def _bounds(partition: PartitionDescription) -> Rows:
 _TABLES = (
     ("partition, >inserted, >expected, >present, >live, >held, >failed, >groups, >bytes, state", _facts),
     ("partition, field, dtype, layout, row shape, >produced, >of", _fields),
+    ("partition, custom_meta, type", _meta_columns),
     (
         "partition, task, >epoch, >ranks, >batches, >consumed, >of, >leased, >skipped, >dead-lettered, >waiting calls, "
         "state",

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from tq_service.client.columns import concat_columns, concat_names, same_columns, select, select_columns
 from tq_service.client.locations import CellLocations
 from tq_service.client.namespace import NO_NAMESPACE, Namespace
+from tq_service.custom_meta import MetaColumn
 from tq_service.errors import InvalidArgumentError, StaleIncarnationError
-from tq_service.schema import EndCounts, FieldSpec, MetaColumn, MetaValue, SampleConsumption
+from tq_service.schema import EndCounts, FieldSpec, SampleConsumption
 from tq_service.v1 import metadata_pb2 as pb
 from tq_service.wire.durations import read_seconds
 from tq_service.wire.mapper import read_message
@@ -185,8 +186,8 @@ class BatchMeta:
         return _names(self.group_column, self.size)
 
     @property
-    def custom_meta(self) -> list[dict[str, MetaValue]]:
-        """The custom_meta of each sample; built at every access."""
+    def custom_meta(self) -> list[dict[str, Any]]:
+        """The custom_meta of each sample, null as None; built at every access."""
         return meta_columns_to_rows(self.meta_columns, self.size)
 
     @property

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import TypeVar
+from dataclasses import replace
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tq_service.errors import InvalidArgumentError
-from tq_service.schema import MetaColumn
+from tq_service.custom_meta import MetaColumn, fitted, laid_over
 
+_NUMBERS: Final = {np.dtype(np.int64), np.dtype(np.float64)}
 Value = TypeVar("Value")
 
 
@@ -21,10 +23,7 @@ def select(values: tuple[Value, ...], positions: NDArray[np.int64]) -> tuple[Val
 
 def select_columns(columns: Sequence[MetaColumn], positions: NDArray[np.int64]) -> tuple[MetaColumn, ...]:
     """Return the columns of the samples at `positions`."""
-    return tuple(
-        MetaColumn(name=column.name, values=column.values[positions], present=column.present[positions])
-        for column in columns
-    )
+    return tuple(column.at(positions) for column in columns)
 
 
 def concat_names(parts: Sequence[tuple[str, ...]], sizes: Sequence[int]) -> tuple[str, ...]:
@@ -38,60 +37,70 @@ def concat_columns(parts: Sequence[Sequence[MetaColumn]], sizes: Sequence[int]) 
     """Return the custom_meta of several batches; a batch without a column has no values in it.
 
     Columns without any value are left out.
-
-    Raises:
-        InvalidArgumentError: a column has text in one batch and numbers in another.
     """
-    by_name = [{column.name: column for column in part if column.present.any()} for part in parts]
+    by_name = [{column.name: column for column in part if column.has_value.any()} for part in parts]
     names = dict.fromkeys(name for columns in by_name for name in columns)
     return tuple(_concat_column(name, [columns.get(name) for columns in by_name], sizes) for name in names)
 
 
 def _concat_column(name: str, parts: Sequence[MetaColumn | None], sizes: Sequence[int]) -> MetaColumn:
     """Return the column of several batches; None is a batch without a value of it."""
-    dtypes = {part.values.dtype for part in parts if part is not None}
-    if len(dtypes) > 1 and not dtypes <= {np.dtype(np.int64), np.dtype(np.float64)}:
-        raise InvalidArgumentError(
-            f"custom_meta column {name!r} has values of {' and of '.join(sorted(map(str, dtypes)))}; one kind expected",
-            field="parts",
-        )
-    dtype = np.result_type(*dtypes)
-    no_value = "" if dtype.hasobject else 0
-    columns = [
-        MetaColumn(name=name, values=np.full(size, no_value, dtype), present=np.zeros(size, np.bool_))
-        if part is None
-        else part
-        for part, size in zip(parts, sizes, strict=True)
-    ]
+    typed = [part.values.dtype for part in parts if part is not None and part.present.any()]
+    dtype = np.result_type(*typed) if set(typed) <= _NUMBERS and typed else (typed or [np.dtype(np.bool_)])[0]
+    columns = [_as_typed(part or _empty(name, size, dtype), dtype) for part, size in zip(parts, sizes, strict=True)]
+    texts = [np.full(each.present.size, None) if each.json is None else each.json for each in columns]
     return MetaColumn(
         name=name,
         values=np.concatenate([column.values for column in columns]),
         present=np.concatenate([column.present for column in columns]),
+        json=np.concatenate(texts) if any(column.json is not None for column in columns) else None,
     )
 
 
+def _empty(name: str, size: int, dtype: np.dtype[Any]) -> MetaColumn:
+    return MetaColumn(
+        name=name, values=np.full(size, "" if dtype.hasobject else 0, dtype), present=np.zeros(size, np.bool_)
+    )
+
+
+def _as_typed(column: MetaColumn, dtype: np.dtype[Any]) -> MetaColumn:
+    """Return a column with its values of a dtype, and others as JSON."""
+    if not column.present.any():
+        return replace(_empty(column.name, column.present.size, dtype), json=column.json)
+    if column.values.dtype == dtype or {column.values.dtype, dtype} == _NUMBERS:
+        return column
+    return fitted(column, dtype.kind)
+
+
 def merge_columns(old: Sequence[MetaColumn], new: Sequence[MetaColumn]) -> tuple[MetaColumn, ...]:
-    """Return the custom_meta of samples after a write: new values over old ones, of the new ones' type."""
+    """Return the custom_meta of samples after a write: new values over old ones, and none where they are removed."""
     merged = {column.name: column for column in old}
     for column in new:
         before = merged.get(column.name)
-        if before is not None and not column.present.all():
-            dtype = np.result_type(before.values.dtype, column.values.dtype)
-            values = before.values.astype(dtype)
-            values[column.present] = column.values[column.present]
-            column = MetaColumn(name=column.name, values=values, present=before.present | column.present)  # noqa: PLW2901  (the merged column takes its place)
-        merged[column.name] = column
+        merged[column.name] = column if before is None or column.present.all() else laid_over(before, column)
     return tuple(merged.values())
 
 
 def same_columns(one: Sequence[MetaColumn], other: Sequence[MetaColumn]) -> bool:
     """Whether two batches have the same custom_meta; columns without any value do not count, nor their order."""
-    left, right = ({column.name: column for column in side if column.present.any()} for side in (one, other))
+    left, right = ({column.name: column for column in side if column.has_value.any()} for side in (one, other))
     return left.keys() == right.keys() and all(_same_column(column, right[name]) for name, column in left.items())
 
 
 def _same_column(one: MetaColumn, other: MetaColumn) -> bool:
+    if one.json is not None or other.json is not None:
+        has_value = one.has_value
+        return np.array_equal(has_value, other.has_value) and all(
+            not is_there or _is_same(mine, theirs)
+            for is_there, mine, theirs in zip(has_value.tolist(), one.objects(), other.objects(), strict=True)
+        )
     if one.values.dtype != other.values.dtype or not np.array_equal(one.present, other.present):
         return False
     mine, theirs = one.values[one.present], other.values[other.present]
     return np.array_equal(mine, theirs, equal_nan=mine.dtype.kind == "f")
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two values are the same, and of the same type."""
+    is_nan = isinstance(one, float) and isinstance(other, float) and math.isnan(one) and math.isnan(other)
+    return is_nan or (type(one) is type(other) and bool(one == other))

@@ -16,8 +16,9 @@ from google.protobuf.struct_pb2 import Struct
 
 from tq_service.client.batch_meta import BatchMeta
 from tq_service.client.namespace import Namespace
+from tq_service.custom_meta import MetaColumn, MetaValue
 from tq_service.errors import InvalidArgumentError
-from tq_service.schema import FieldSpec, MetaColumn, MetaValue, StalenessLimit
+from tq_service.schema import FieldSpec, StalenessLimit
 from tq_service.v1 import commit_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.wire.durations import to_duration

@@ -10,8 +10,9 @@ from typing import Any
 from tq_service.client.batch_meta import BatchMeta
 from tq_service.client.columns import merge_columns
 from tq_service.client.namespace import Namespace
+from tq_service.custom_meta import MetaColumn
 from tq_service.errors import InvalidArgumentError
-from tq_service.schema import Layout, MetaColumn
+from tq_service.schema import Layout
 from tq_service.v1 import metadata_pb2
 from tq_service.v1.commit_pb2 import SampleWrite
 from tq_service.v1.controller_service_pb2 import PlacePutResponse

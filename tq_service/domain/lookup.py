@@ -32,7 +32,7 @@ from tq_service.schema import check_range
 _MOST_OF_A_PAGE: Final = 16_384  # samples
 _MOST_NAMES_OF_A_PAGE: Final = 1_000  # which may be 512 characters long, of up to 4 bytes
 _MOST_NAMED: Final = 65_536  # by one request
-_MOST_CHARACTERS: Final = 1 << 19  # of keys, groups and text of custom_meta; 2 MiB at most
+_MOST_CHARACTERS: Final = 1 << 19  # of keys, groups, text and JSON of custom_meta; 2 MiB at most
 _MOST_NUMBERS: Final = 1 << 17  # of custom_meta; 1.3 MB at most
 
 
@@ -167,12 +167,14 @@ def _no_page_token(token: str) -> InvalidArgumentError:
 def _fitting(partition: Partition, positions: Indexes) -> int:
     """Return how many of the first samples fit on a page, at least one."""
     columns = [column for name in partition.meta.names() if (column := partition.meta.read(name, positions))]
-    texts = [column.values[column.present] for column in columns if column.values.dtype.kind == "O"]
-    count = min(positions.size, _MOST_NUMBERS // max(1, len(columns) - len(texts)))
+    number_count = sum(column.values.dtype.kind != "O" for column in columns)
+    count = min(positions.size, _MOST_NUMBERS // max(1, number_count))
     characters = np.zeros(positions.size, np.int64)
     for column in columns:
         if column.values.dtype.kind == "O":
             characters[column.present] += _lengths(column.values[column.present].tolist())
+        if column.json is not None:
+            characters += _lengths(column.json.tolist())
     if not partition.key.is_blank:
         characters += _lengths(partition.key.data[positions].tolist())
     if partition.groups.in_use:

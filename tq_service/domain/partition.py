@@ -97,7 +97,7 @@ class PartitionFacts:
         next_index: global index of the next sample.
         sample_count: number of samples, for callers that do not need the tables.
         has_groups: whether groups were ever named.
-        meta_kinds: for each custom_meta column the kind of its values, see `CustomMeta.kinds`.
+        meta_kinds: for each custom_meta column the kinds of its values, see `CustomMeta.kinds`.
     """
 
     partition_id: str

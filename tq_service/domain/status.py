@@ -154,7 +154,7 @@ def description_of(catalog: Catalog, partition: Partition) -> PartitionDescripti
             for field in partition.cells.fields.values()
         ),
         tasks=tuple(_status_of(catalog, partition, task) for task in partition.tasks.values()),
-        custom_meta_columns=tuple(partition.meta.names()),
+        custom_meta_columns=partition.meta.statuses,
         used_bytes=partition.cells.used_bytes,
         max_bytes=partition.settings.max_bytes,
         staleness_limits=partition.settings.staleness_limits,

@@ -44,7 +44,7 @@ from tq_service.v1 import commit_pb2, controller_service_pb2_grpc
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.wire.durations import read_seconds
 from tq_service.wire.mapper import read_message, to_message
-from tq_service.wire.metadata import decode_meta_columns
+from tq_service.wire.metadata import check_json, decode_meta_columns
 from tq_service.wire.runs import decode_integers
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -126,7 +126,7 @@ class ControllerServicer(
     def SetCustomMeta(self, request: pb.SetCustomMetaRequest) -> pb.SetCustomMetaResponse:
         partition = self.catalog.get(request.partition_id, request.incarnation)
         indexes = decode_integers(request.global_indexes)
-        columns = decode_meta_columns(request.custom_meta, indexes.size)
+        columns = check_json(decode_meta_columns(request.custom_meta, indexes.size))
         self.catalog.limits.check_meta(partition, columns)
         change = MetaSet(partition_id=partition.partition_id, global_indexes=indexes, columns=columns)
         self.catalog.commit(change)

@@ -36,6 +36,7 @@ from tq_service.wire.mapper import read_message, to_message
 from tq_service.wire.metadata import (
     KEY_MODES,
     STATES,
+    check_json,
     decode_meta_columns,
     encode_meta_columns,
     encode_spec,
@@ -92,7 +93,7 @@ def sample_write(
         names=names,
         group_size=write.group_size,
         state=STATES.decode(write.state),
-        meta=decode_meta_columns(write.custom_meta, write.row_count),
+        meta=check_json(decode_meta_columns(write.custom_meta, write.row_count)),
         put=put,
         columns=[_column_write(column) for column in columns],
     )

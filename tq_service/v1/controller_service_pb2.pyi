@@ -382,7 +382,7 @@ global___MetaValue = MetaValue
 
 @typing.final
 class Condition(google.protobuf.message.Message):
-    """What a sample must satisfy to be claimed. A sample without a value in the column does not satisfy it."""
+    """What a sample must satisfy to be claimed. A sample without a typed value in the column does not satisfy it."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -417,7 +417,7 @@ class Order(google.protobuf.message.Message):
     COLUMN_FIELD_NUMBER: builtins.int
     DESCENDING_FIELD_NUMBER: builtins.int
     column: builtins.str
-    """Name of the column. Samples without a value come last, equal ones by index."""
+    """Name of the column. Samples without a typed value come last, equal ones by index."""
     descending: builtins.bool
     """Whether the largest value comes first. Unset: the smallest."""
     def __init__(
@@ -1526,6 +1526,32 @@ class FieldStatus(google.protobuf.message.Message):
 global___FieldStatus = FieldStatus
 
 @typing.final
+class MetaColumnStatus(google.protobuf.message.Message):
+    """A custom_meta column of a partition."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    KIND_FIELD_NUMBER: builtins.int
+    HAS_JSON_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """Name of the column, unique in the partition."""
+    kind: builtins.str
+    """Type of the values that claims compare: "int64", "double", "bool" or "string". Empty: no sample has had one."""
+    has_json: builtins.bool
+    """Whether samples have had other values, which are JSON."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        kind: builtins.str = ...,
+        has_json: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["has_json", b"has_json", "kind", b"kind", "name", b"name"]) -> None: ...
+
+global___MetaColumnStatus = MetaColumnStatus
+
+@typing.final
 class TaskStatus(google.protobuf.message.Message):
     """A task of a partition. All counts but two are numbers of samples."""
 
@@ -1637,8 +1663,8 @@ class DescribePartitionResponse(google.protobuf.message.Message):
         """All tasks that have claimed, or that the partition was created with."""
 
     @property
-    def custom_meta_columns(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Names of the custom_meta columns."""
+    def custom_meta_columns(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___MetaColumnStatus]:
+        """The custom_meta columns, in the order of their first values."""
 
     @property
     def staleness_limits(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StalenessLimit]:
@@ -1659,7 +1685,7 @@ class DescribePartitionResponse(google.protobuf.message.Message):
         group_count: builtins.int = ...,
         fields: collections.abc.Iterable[global___FieldStatus] | None = ...,
         tasks: collections.abc.Iterable[global___TaskStatus] | None = ...,
-        custom_meta_columns: collections.abc.Iterable[builtins.str] | None = ...,
+        custom_meta_columns: collections.abc.Iterable[global___MetaColumnStatus] | None = ...,
         used_bytes: builtins.int = ...,
         max_bytes: builtins.int | None = ...,
         staleness_limits: collections.abc.Iterable[global___StalenessLimit] | None = ...,

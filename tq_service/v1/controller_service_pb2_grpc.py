@@ -257,7 +257,7 @@ class ControllerServiceServicer(object):
 
     def SetCustomMeta(self, request, context):
         """Writes custom_meta of samples; values merge with what is there. Changes: these columns; waiting claims may become
-        ready. Idempotent. Does not block. Errors: NOT_FOUND, INVALID_ARGUMENT (a column has another type).
+        ready. Idempotent. Does not block. Errors: NOT_FOUND, INVALID_ARGUMENT (a value is no JSON, or too large).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

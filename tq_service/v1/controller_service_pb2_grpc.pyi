@@ -141,7 +141,7 @@ class ControllerServiceStub:
         tq_service.v1.controller_service_pb2.SetCustomMetaResponse,
     ]
     """Writes custom_meta of samples; values merge with what is there. Changes: these columns; waiting claims may become
-    ready. Idempotent. Does not block. Errors: NOT_FOUND, INVALID_ARGUMENT (a column has another type).
+    ready. Idempotent. Does not block. Errors: NOT_FOUND, INVALID_ARGUMENT (a value is no JSON, or too large).
     """
 
     CloseGroups: grpc.UnaryUnaryMultiCallable[
@@ -366,7 +366,7 @@ class ControllerServiceAsyncStub:
         tq_service.v1.controller_service_pb2.SetCustomMetaResponse,
     ]
     """Writes custom_meta of samples; values merge with what is there. Changes: these columns; waiting claims may become
-    ready. Idempotent. Does not block. Errors: NOT_FOUND, INVALID_ARGUMENT (a column has another type).
+    ready. Idempotent. Does not block. Errors: NOT_FOUND, INVALID_ARGUMENT (a value is no JSON, or too large).
     """
 
     CloseGroups: grpc.aio.UnaryUnaryMultiCallable[
@@ -615,7 +615,7 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.SetCustomMetaResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.SetCustomMetaResponse]]:
         """Writes custom_meta of samples; values merge with what is there. Changes: these columns; waiting claims may become
-        ready. Idempotent. Does not block. Errors: NOT_FOUND, INVALID_ARGUMENT (a column has another type).
+        ready. Idempotent. Does not block. Errors: NOT_FOUND, INVALID_ARGUMENT (a value is no JSON, or too large).
         """
 
     @abc.abstractmethod

@@ -256,20 +256,26 @@ global___StringValues = StringValues
 
 @typing.final
 class MetaColumn(google.protobuf.message.Message):
-    """One custom_meta column over the samples of the message that holds it."""
+    """One custom_meta column over the samples of the message that holds it. It has one type, that of the first value of a
+    sample that is a number, a truth value or text: these are compared by `where` and `order_by`. Values of other types,
+    null, lists and objects are JSON; it does not matter in which form a client sends a value.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     NAME_FIELD_NUMBER: builtins.int
-    PRESENT_FIELD_NUMBER: builtins.int
+    KINDS_FIELD_NUMBER: builtins.int
     INT64_VALUES_FIELD_NUMBER: builtins.int
     DOUBLE_VALUES_FIELD_NUMBER: builtins.int
     BOOL_VALUES_FIELD_NUMBER: builtins.int
     STRING_VALUES_FIELD_NUMBER: builtins.int
+    JSON_VALUES_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Name of the column, such as "total_lengths"; not empty, and in one message once."""
-    present: builtins.bytes
-    """One byte a sample, 1 where the sample has a value; empty where all have one."""
+    kinds: builtins.bytes
+    """One byte a sample: 0: nothing is said of it; 1: the next of `values` is its value; 2: the next of `json_values`; 3,
+    in writes: its value is removed. Empty: all have one of `values`, or, where that is unset, of `json_values`.
+    """
     @property
     def int64_values(self) -> global___Int64Values:
         """Signed integers of 64 bits."""
@@ -286,18 +292,25 @@ class MetaColumn(google.protobuf.message.Message):
     def string_values(self) -> global___StringValues:
         """Text in UTF-8."""
 
+    @property
+    def json_values(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Other values, in the order of the samples: JSON text (RFC 8259), of at most 32 lists and objects within each other,
+        without numbers that a double does not hold or text that is not valid Unicode.
+        """
+
     def __init__(
         self,
         *,
         name: builtins.str = ...,
-        present: builtins.bytes = ...,
+        kinds: builtins.bytes = ...,
         int64_values: global___Int64Values | None = ...,
         double_values: global___DoubleValues | None = ...,
         bool_values: global___BoolValues | None = ...,
         string_values: global___StringValues | None = ...,
+        json_values: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["bool_values", b"bool_values", "double_values", b"double_values", "int64_values", b"int64_values", "string_values", b"string_values", "values", b"values"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bool_values", b"bool_values", "double_values", b"double_values", "int64_values", b"int64_values", "name", b"name", "present", b"present", "string_values", b"string_values", "values", b"values"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bool_values", b"bool_values", "double_values", b"double_values", "int64_values", b"int64_values", "json_values", b"json_values", "kinds", b"kinds", "name", b"name", "string_values", b"string_values", "values", b"values"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["values", b"values"]) -> typing.Literal["int64_values", "double_values", "bool_values", "string_values"] | None: ...
 
 global___MetaColumn = MetaColumn

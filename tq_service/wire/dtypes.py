@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tq_service.errors import InvalidArgumentError
-from tq_service.schema import DTYPE_SIZES
+from tq_service.schema import DTYPE_SIZES, LARGEST_EXACT
 
 Bytes = NDArray[np.uint8]
 
@@ -24,9 +24,6 @@ _NUMPY_NAMES: Final = frozenset({
     "uint64", "int64", "float64", "complex64", "complex128",
 })  # fmt: skip
 
-
-LARGEST_EXACT: Final = 1 << 53
-"""Of the integers that floats hold."""
 
 _NUMBERS: Final[dict[type, Any]] = {bool: np.bool_, int: np.int64, float: np.float64}
 

@@ -12,7 +12,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from tq_service.schema import BatchUnit, FieldSpec, Layout, MetaValue, Operator
+from tq_service.schema import BatchUnit, FieldSpec, Layout, Operator, Scalar
 from tq_service.wire.durations import read_seconds, to_duration
 from tq_service.wire.metadata import BATCH_UNITS, LAYOUTS, OPERATORS, decode_spec, decode_value, encode_spec
 
@@ -22,7 +22,7 @@ _SECONDS: Final = "_seconds"
 # Types that are not dataclasses whose fields are those of their messages.
 _READERS: Final[Mapping[Any, Callable[[Any], Any]]] = {
     FieldSpec: decode_spec,
-    MetaValue: decode_value,
+    Scalar: decode_value,
     BatchUnit: BATCH_UNITS.decode,
     Layout: LAYOUTS.decode,
     Operator: OPERATORS.decode,

@@ -7,13 +7,15 @@ custom_meta travels in columns. Users give and read it as one mapping a sample; 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import chain, repeat
-from typing import Any, Final, Generic, TypeVar, get_args
+from typing import Any, Final, Generic, TypeVar, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tq_service.custom_meta import MetaColumn, checked_texts, column_of
 from tq_service.errors import InvalidArgumentError
 from tq_service.schema import (
     BatchUnit,
@@ -21,14 +23,13 @@ from tq_service.schema import (
     FieldSpec,
     KeyMode,
     Layout,
-    MetaColumn,
-    MetaValue,
     Operator,
     SampleState,
+    Scalar,
 )
 from tq_service.v1 import commit_pb2, controller_service_pb2
 from tq_service.v1 import metadata_pb2 as pb
-from tq_service.wire.dtypes import LARGEST_EXACT, exact_numbers
+from tq_service.wire.dtypes import exact_numbers
 from tq_service.wire.runs import decode_integers
 
 Word = TypeVar("Word", bound=str)
@@ -106,8 +107,10 @@ _DTYPES: Final[dict[str, Any]] = {
 }  # fmt: skip
 _FIELDS: Final = {np.dtype(dtype): field for field, dtype in _DTYPES.items()}
 _REMEMBERED_SPEC_BYTES: Final = 256
-
-_INT64: Final = np.iinfo(np.int64)
+# What `MetaColumn.kinds` says of a sample; 0: nothing.
+_TYPED: Final = 1
+_JSON: Final = 2
+_REMOVED: Final = 3
 
 
 def encode_spec(spec: FieldSpec) -> pb.FieldSpec:
@@ -148,35 +151,48 @@ def _read_spec(message: pb.FieldSpec) -> FieldSpec:
     )
 
 
-def decode_value(message: controller_service_pb2.MetaValue) -> MetaValue | None:
+def decode_value(message: controller_service_pb2.MetaValue) -> Scalar | None:
     """Return a value of custom_meta, None for a message that has none."""
     kind = message.WhichOneof("kind")
-    value: MetaValue | None = None if kind is None else getattr(message, kind)
+    value: Scalar | None = None if kind is None else getattr(message, kind)
     return value
 
 
 def encode_meta_columns(columns: Iterable[MetaColumn]) -> list[pb.MetaColumn]:
-    """Return custom_meta columns as protobuf; only values that are present travel."""
+    """Return custom_meta columns as protobuf; only values that are there travel."""
     return [_encode_meta_column(column) for column in columns]
 
 
 def _encode_meta_column(column: MetaColumn) -> pb.MetaColumn:
-    complete = bool(column.present.all())
+    is_complete = bool(column.present.all())
     message = pb.MetaColumn()
-    if not complete:
-        message.present = column.present.astype(np.uint8).tobytes()
-    kind: Any = getattr(message, _FIELDS[column.values.dtype])
-    kind.SetInParent()  # also without a value the column has its type
-    values: list[Any] = (column.values if complete else column.values[column.present]).tolist()
+    values: list[Any] = (column.values if is_complete else column.values[column.present]).tolist()
+    texts: list[Any] = [] if column.json is None else column.json[column.has_json].tolist()
+    if not is_complete and (values or len(texts) < column.present.size):
+        message.kinds = _kinds_of(column)
     try:
         message.name = column.name
-        kind.values.extend(values)
+        if values or (column.json is None and column.removed is None):
+            kind: Any = getattr(message, _FIELDS[column.values.dtype])
+            kind.SetInParent()  # also without a value the column has its type
+            kind.values.extend(values)
+        if texts:
+            message.json_values.extend(texts)
     except UnicodeEncodeError as error:
         raise InvalidArgumentError(
             f"custom_meta column {column.name!r} has {error.object!r:.200}, expected text in valid Unicode ({error})",
             field="custom_meta",
         ) from None
     return message
+
+
+def _kinds_of(column: MetaColumn) -> bytes:
+    kinds = column.present.astype(np.uint8)
+    if column.json is not None:
+        kinds[column.has_json] = _JSON
+    if column.removed is not None:
+        kinds[column.removed] = _REMOVED
+    return kinds.tobytes()
 
 
 def decode_meta_columns(messages: Iterable[pb.MetaColumn], row_count: int) -> list[MetaColumn]:
@@ -198,16 +214,40 @@ def decode_meta_columns(messages: Iterable[pb.MetaColumn], row_count: int) -> li
 
 
 def _decode_meta_column(message: pb.MetaColumn, row_count: int) -> MetaColumn:
-    present = _decode_present(message, row_count)
     values = _decode_values(message)
-    present_count = int(np.count_nonzero(present))
-    if values.size != present_count:
-        raise InvalidArgumentError(
-            f"custom_meta column {message.name!r} has {values.size} values, expected {present_count}: "
-            f"one for each sample that has a value, of {row_count} samples",
-            field="custom_meta",
-        )
-    return _spread(message.name, values, present)
+    if values.size == row_count and not message.kinds and not message.json_values:
+        return MetaColumn(name=message.name, values=values, present=np.ones(row_count, np.bool_))
+    kinds = _decode_kinds(message, row_count)
+    present, has_json, removed = kinds == _TYPED, kinds == _JSON, kinds == _REMOVED
+    for got, mask, what in ((values.size, present, "values"), (len(message.json_values), has_json, "json_values")):
+        expected = int(np.count_nonzero(mask))
+        if got != expected:
+            raise InvalidArgumentError(
+                f"custom_meta column {message.name!r} has {got} {what}, expected {expected}: one for each sample that "
+                f"has one, of {row_count} samples",
+                field="custom_meta",
+            )
+    column = _spread(message.name, values, present)
+    if not message.json_values and not removed.any():
+        return column
+    texts = np.full(row_count, None, np.object_)
+    texts[has_json] = list(message.json_values)
+    return replace(column, json=texts if message.json_values else None, removed=removed if removed.any() else None)
+
+
+def check_json(columns: Sequence[MetaColumn]) -> list[MetaColumn]:
+    """Return the custom_meta that a client sent, its JSON in the one form that is kept.
+
+    Raises:
+        InvalidArgumentError: a text is no JSON, or nested too deeply.
+    """
+    return [column if column.json is None else _with_checked_json(column) for column in columns]
+
+
+def _with_checked_json(column: MetaColumn) -> MetaColumn:
+    texts = np.full(column.present.size, None, np.object_)
+    texts[column.has_json] = checked_texts(column.name, cast("Any", column.json)[column.has_json].tolist())
+    return replace(column, json=texts)
 
 
 def _spread(name: str, values: NDArray[Any], present: NDArray[np.bool_]) -> MetaColumn:
@@ -219,23 +259,28 @@ def _spread(name: str, values: NDArray[Any], present: NDArray[np.bool_]) -> Meta
     return MetaColumn(name=name, values=values, present=present)
 
 
-def _decode_present(message: pb.MetaColumn, row_count: int) -> NDArray[np.bool_]:
-    if not message.present:
-        return np.ones(row_count, np.bool_)
-    if len(message.present) != row_count:
+def _decode_kinds(message: pb.MetaColumn, row_count: int) -> NDArray[np.uint8]:
+    if not message.kinds:
+        kind = _JSON if message.WhichOneof("values") is None and message.json_values else _TYPED
+        return np.full(row_count, kind, np.uint8)
+    kinds = np.frombuffer(message.kinds, np.uint8)
+    if kinds.size != row_count or kinds.max() > _REMOVED:
         raise InvalidArgumentError(
-            f"custom_meta column {message.name!r} says of {len(message.present)} samples whether they have a value, "
-            f"expected {row_count}, or none where all have one",
+            f"custom_meta column {message.name!r} has {kinds.size} kinds up to {kinds.max()}, expected {row_count} "
+            f"from 0 to {_REMOVED}, one for each sample, or none where all have values of one kind",
             field="custom_meta",
         )
-    return np.frombuffer(message.present, np.uint8).astype(np.bool_)
+    return kinds
 
 
 def _decode_values(message: pb.MetaColumn) -> NDArray[Any]:
     field = message.WhichOneof("values")
     if field is None:
+        if message.json_values or _REMOVED in message.kinds:
+            return np.zeros(0, np.bool_)
         raise InvalidArgumentError(
-            f"custom_meta column {message.name!r} has no values; set {', '.join(_DTYPES)}", field="custom_meta"
+            f"custom_meta column {message.name!r} has no values; set {', '.join(_DTYPES)} or json_values",
+            field="custom_meta",
         )
     values = getattr(message, field).values
     return decode_integers(values) if field == "int64_values" else np.array(values, _DTYPES[field])
@@ -244,11 +289,12 @@ def _decode_values(message: pb.MetaColumn) -> NDArray[Any]:
 def rows_to_meta_columns(rows: Sequence[Mapping[str, Any]]) -> list[MetaColumn]:
     """Return the custom_meta of `n` samples as columns, each over all `n`.
 
-    Values are bool, int, float or str, also as scalars of numpy or torch. A column is of one kind; integers among
-    floats become floats. A sample without the key has no value.
+    Values are what JSON has, also as scalars and arrays of numpy or torch; None removes the value, `JSON_NULL` is null.
+    A column has one type, that of its first number, truth value or text, and other values as JSON; integers among
+    floats become floats. Of a sample without the key nothing is said.
 
     Raises:
-        InvalidArgumentError: another type, kinds mixed in one column, or an integer beyond 64 bits; names row and key.
+        InvalidArgumentError: a value that JSON does not have; names row and key.
     """
     plain = rows if set(map(type, rows)) == {dict} else [_checked(position, row) for position, row in enumerate(rows)]
     # Most rows have the same names; what is done for each takes no step in Python.
@@ -286,64 +332,21 @@ def _column(name: str, values: list[Any], present: NDArray[np.bool_]) -> MetaCol
         present = np.array([value is not _NO_VALUE for value in values])
         values = [value for value in values if value is not _NO_VALUE]
         kinds.remove(_NoValue)
-    if not kinds <= {bool, int, float, str}:
-        values = [_plain_value(name, position, value) for position, value in zip(_rows(present), values, strict=True)]
-        kinds = set(map(type, values))
     array = np.array(values, np.object_) if kinds == {str} else exact_numbers(values, kinds)
-    if array is None:
-        raise _unlike(name, present, values)
-    return _spread(name, array, present)
+    if array is not None:
+        return _spread(name, array, present)
+    return column_of(name, present.size, np.flatnonzero(present).tolist(), values)
 
 
-def _rows(present: NDArray[np.bool_]) -> list[int]:
-    return np.flatnonzero(present).tolist()
-
-
-def _plain_value(name: str, position: int, value: Any) -> MetaValue:
-    if not isinstance(value, bool | int | float | str) and getattr(value, "ndim", None) == 0:
-        value = value.item()
-    for kind in (bool, int, float, str):
-        if isinstance(value, kind):
-            return kind(value)
-    raise InvalidArgumentError(
-        f"custom_meta[{position}][{name!r}] is {type(value).__name__}, expected bool, int, float or str; "
-        "put anything larger as a field",
-        field="custom_meta",
-    )
-
-
-def _unlike(name: str, present: NDArray[np.bool_], values: list[Any]) -> InvalidArgumentError:
-    """Return the error of the first value that does not go into one column with the others."""
-    first = type(values[0])
-    fits = {int, float} if first in (int, float) else {first}
-    has_floats = float in set(map(type, values))
-    for position, value in zip(_rows(present), values, strict=True):
-        if type(value) not in fits:
-            got, before = type(value).__name__, first.__name__
-            problem = f"{got}, while samples before it have {before}; a column holds one kind of value"
-        elif type(value) is int and not _INT64.min <= value <= _INT64.max:
-            problem = f"{value}, expected an integer of 64 bits; give it as a string"
-        elif type(value) is int and has_floats and abs(value) > LARGEST_EXACT:
-            problem = (
-                f"{value}, while other samples have floats, as which it would be another number; give all as integers, "
-                "or as strings"
-            )
-        else:
-            continue
-        return InvalidArgumentError(f"custom_meta[{position}][{name!r}] is {problem}", field="custom_meta")
-    return InvalidArgumentError(f"custom_meta column {name!r} has numbers that are too large", field="custom_meta")
-
-
-def meta_columns_to_rows(columns: Iterable[MetaColumn], row_count: int) -> list[dict[str, MetaValue]]:
+def meta_columns_to_rows(columns: Iterable[MetaColumn], row_count: int) -> list[dict[str, Any]]:
     """Return custom_meta as one dict a sample `(row_count,)`; a sample without a value lacks the key."""
-    rows: list[dict[str, MetaValue]] = [{} for _ in range(row_count)]
+    rows: list[dict[str, Any]] = [{} for _ in range(row_count)]
     for column in columns:
-        name = column.name
-        values = column.values.tolist()
-        if column.present.all():
+        name, values, has_value = column.name, column.objects(), column.has_value
+        if has_value.all():
             for row, value in zip(rows, values, strict=True):
                 row[name] = value
         else:
-            for position in _rows(column.present):
+            for position in np.flatnonzero(has_value).tolist():
                 rows[position][name] = values[position]
     return rows

@@ -20,11 +20,12 @@ from tq_service.client.requests import (
 )
 from tq_service.client.retry import Deadline
 from tq_service.client.writes import check_row_counts, declared_layouts, put_nothing, written_meta
+from tq_service.custom_meta import MetaValue
 from tq_service.dataplane._async.drivers import async_driver
 from tq_service.dataplane.messages import put_header
 from tq_service.dataplane.parties import CONTROLLER_KIND
 from tq_service.errors import DataLossError, PutNotFoundError, TqError, UnavailableError
-from tq_service.schema import KeyMode, MetaValue, SampleState
+from tq_service.schema import KeyMode, SampleState
 from tq_service.v1 import commit_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1.metadata_pb2 import StorageEndpoint
@@ -73,7 +74,9 @@ class AsyncSampleCalls(AsyncBase):
                 sample; "existing": every key names one.
             groups: `n` groups of new samples, None for a sample without.
             group_size: number of members that completes each of these groups.
-            custom_meta: `n` mappings of names to bool, int, float or str; they merge with what is there.
+            custom_meta: `n` mappings of names to what JSON has; they merge with what is there. None removes the value
+                of the sample, `tq.JSON_NULL` stores null. Claims compare and order by the values of one type, that of
+                the first number, truth value or text of a name.
             state: "live" (default for new samples), "held" or "failed".
             timeout: seconds until the call fails; None: the client's. A put without capacity waits until then.
 
@@ -195,7 +198,7 @@ class AsyncSampleCalls(AsyncBase):
             keys: their unique names.
             groups: their groups, None for a sample without.
             group_size: number of members that completes each of these groups.
-            custom_meta: mappings of names to bool, int, float or str.
+            custom_meta: mappings of names to what JSON has, see `put`.
             state: "live" (default), "held" or "failed".
             timeout: seconds until the call fails; None: the client's.
 
@@ -224,11 +227,11 @@ class AsyncSampleCalls(AsyncBase):
 
         Args:
             metadata: the samples.
-            custom_meta: a mapping of names to bool, int, float or str for each of them.
+            custom_meta: a mapping of names to what JSON has for each of them, see `put`; None removes a value.
             timeout: seconds until the call fails; None: the client's.
 
         Raises:
-            InvalidArgumentError: a column has values of another type.
+            InvalidArgumentError: a value is nothing that JSON has, or too large.
             SampleNotFoundError: a sample was cleared.
             StaleIncarnationError: the partition was created again.
         """

@@ -13,11 +13,12 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from tq_service.custom_meta import MetaColumn
 from tq_service.domain.admission.lowest_version import NO_VERSIONS, LowestVersion, version_range
 from tq_service.domain.changes.samples import SampleWrite, check_write
 from tq_service.domain.partition import Partition
 from tq_service.errors import InvalidArgumentError, QuotaExceededError, ResourceExhaustedError, StalenessLimitError
-from tq_service.schema import MetaColumn, SampleState
+from tq_service.schema import SampleState
 
 RETRY_AFTER_SECONDS = 1.0
 
@@ -178,10 +179,13 @@ def demand_of(partition: Partition, write: SampleWrite, value_bytes: int) -> Dem
 
 
 def _version_range(column: MetaColumn, which: slice | NDArray[np.bool_]) -> tuple[float, float]:
-    if column.values.dtype.kind not in "if":
+    others = set() if column.json is None else {*column.json.tolist()} - {None, "null"}
+    if others or (column.values.dtype.kind not in "if" and column.present.any()):
+        got = f"the JSON value {min(others):.200}" if others else f"values of type {column.values.dtype}"
         raise InvalidArgumentError(
-            f"custom_meta column {column.name!r} has the versions of a staleness limit, so it holds numbers; got "
-            f"values of type {column.values.dtype}",
+            f"custom_meta column {column.name!r} has the versions of a staleness limit, so it holds numbers; got {got}",
             field="custom_meta",
         )
+    if not column.present.any():
+        return NO_VERSIONS
     return version_range(column.values[which][column.present[which]])

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from tq_service.custom_meta import MetaColumn
 from tq_service.domain.changes.samples import SampleWrite
 from tq_service.domain.partition import Partition, PartitionSettings
 from tq_service.errors import InvalidArgumentError, LimitExceededError
-from tq_service.schema import MetaColumn
 
 _NUMBER_BYTES = 8
 # What is named in a partition, by argument: the limit of its number, what it is called, and what to do instead.
@@ -35,7 +37,7 @@ class Limits:
         max_fields: fields of one partition.
         max_tasks: tasks of one partition.
         max_meta_columns: custom_meta columns of one partition.
-        max_sample_meta_bytes: custom_meta that is written for one sample at once, its texts in UTF-8.
+        max_sample_meta_bytes: custom_meta that is written for one sample at once, its texts and JSON in UTF-8.
         max_name_length: characters of a key, or of the name of a group, field, task or custom_meta column.
     """
 
@@ -71,10 +73,10 @@ class Limits:
         """Refuse custom_meta of too many columns, or too large for one sample."""
         names = [column.name for column in columns]
         self._check_new("custom_meta", partition.partition_id, partition.meta.names(), names)
-        texts = [column for column in columns if column.values.dtype.kind == "O"]
+        texts = [column for column in columns if column.values.dtype.kind == "O" or column.json is not None]
         if not texts and len(columns) * _NUMBER_BYTES <= self.max_sample_meta_bytes:
             return
-        sizes = sum(map(_text_bytes, texts), np.zeros(columns[0].values.size, np.int64))
+        sizes = sum(map(_value_bytes, texts), np.zeros(columns[0].values.size, np.int64))
         largest = int(sizes.max(initial=0)) + (len(columns) - len(texts)) * _NUMBER_BYTES
         if largest > self.max_sample_meta_bytes:
             raise InvalidArgumentError(
@@ -120,8 +122,14 @@ def _longest(names: Iterable[str]) -> int:
     return max(map(len, names), default=0)
 
 
-def _text_bytes(column: MetaColumn) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Return the bytes of each text in UTF-8, 0 for one that is not there."""
-    pairs = zip(column.values.tolist(), column.present.tolist(), strict=True)
-    sizes = (len(text.encode()) if is_there else 0 for text, is_there in pairs)
-    return np.fromiter(sizes, np.int64, column.values.size)
+def _value_bytes(column: MetaColumn) -> NDArray[np.int64]:
+    """Return the bytes of each value, of texts in UTF-8; 0 for one that is not there."""
+    sizes = column.present * _NUMBER_BYTES
+    if column.values.dtype.kind == "O":
+        sizes = _text_bytes(column.values, column.present)
+    return sizes if column.json is None else sizes + _text_bytes(column.json, column.has_json)
+
+
+def _text_bytes(texts: NDArray[Any], present: NDArray[np.bool_]) -> NDArray[np.int64]:
+    pairs = zip(texts.tolist(), present.tolist(), strict=True)
+    return np.fromiter((len(text.encode()) if is_there else 0 for text, is_there in pairs), np.int64, texts.size)

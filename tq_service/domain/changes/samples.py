@@ -16,6 +16,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from tq_service.custom_meta import MetaColumn
 from tq_service.domain.changes.state_machine import Change, State, Step
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Indexes
@@ -32,7 +33,7 @@ from tq_service.errors import (
     SampleFailedError,
     nearest,
 )
-from tq_service.schema import FieldSpec, KeyMode, MetaColumn, SampleState
+from tq_service.schema import FieldSpec, KeyMode, SampleState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

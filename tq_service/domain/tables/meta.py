@@ -1,22 +1,22 @@
-"""custom_meta in typed columns, and the conditions and orders that claims put on it."""
+"""custom_meta of a partition, and the conditions and orders that claims put on it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tq_service.custom_meta import DTYPES, KIND_NAMES, MetaColumn, fitted
 from tq_service.domain.plan import Indexes
 from tq_service.domain.tables.table import Column, RowTable, as_slice
 from tq_service.errors import InvalidArgumentError
-from tq_service.schema import MetaColumn, MetaValue, Operator
+from tq_service.results import MetaColumnStatus
+from tq_service.schema import LARGEST_EXACT, Operator, Scalar
 
-_LARGEST_EXACT_DOUBLE = 2**53
-_KIND_NAMES = {"i": "int64", "f": "double", "b": "bool", "O": "string"}
-_DTYPES: dict[str, Any] = {"i": np.int64, "f": np.float64, "b": np.bool_, "O": np.object_}
+_JSON: Final = "J"
 _FILLS: dict[str, Any] = {"i": 0, "f": 0.0, "b": False, "O": None}
 
 
@@ -30,7 +30,7 @@ class Condition:
 
     column: str
     operator: Operator
-    values: tuple[MetaValue, ...]
+    values: tuple[Scalar, ...]
 
     def __post_init__(self) -> None:
         if not self.operator or not self.column:
@@ -56,8 +56,8 @@ class Condition:
             is_text = isinstance(value, str)
             if is_text != (kind == "O"):
                 raise InvalidArgumentError(
-                    f"where: column {self.column!r} holds {_KIND_NAMES[kind]} values, got {value!r}; compare it with a "
-                    f"{_KIND_NAMES[kind]}",
+                    f"where: column {self.column!r} holds {KIND_NAMES[kind]} values, got {value!r}; compare it with a "
+                    f"{KIND_NAMES[kind]}",
                     field="where",
                 )
         if self.operator == "in":
@@ -89,12 +89,20 @@ class Order:
 
 @dataclass(slots=True)
 class _Stored:
-    values: Column
-    present: Column
+    """A column: its typed values, once it has one, and its JSON values, once it has one."""
+
+    values: Column | None = None
+    present: Column | None = None
+    json: Column | None = None
+
+    @property
+    def kind(self) -> str:
+        """The kind of the typed values, "" without any."""
+        return "" if self.values is None else self.values.data.dtype.kind
 
 
 class CustomMeta:
-    """The custom_meta columns of a partition."""
+    """The custom_meta columns of a partition, see `tq_service.custom_meta`."""
 
     __slots__ = ("_columns", "_table")
 
@@ -104,21 +112,43 @@ class CustomMeta:
 
     @property
     def kinds(self) -> dict[str, str]:
-        """The kind of the values (`i`, `f`, `b` or `O`) of each column, in order of their first use."""
-        return {name: stored.values.data.dtype.kind for name, stored in self._columns.items()}
+        """For each column the kind of its typed values (`i`, `f`, `b` or `O`), if any, and `J` where some are JSON.
+
+        In order of their first use.
+        """
+        return {name: stored.kind + _JSON * (stored.json is not None) for name, stored in self._columns.items()}
+
+    @property
+    def statuses(self) -> tuple[MetaColumnStatus, ...]:
+        """What is shown of the columns."""
+        return tuple(
+            MetaColumnStatus(name=name, kind=KIND_NAMES.get(stored.kind, ""), has_json=stored.json is not None)
+            for name, stored in self._columns.items()
+        )
 
     def declare(self, kinds: Mapping[str, str]) -> None:
         """Declare columns by their kinds, before they are restored."""
         for name, kind in kinds.items():
-            self._declare(name, kind)
+            stored = self._columns[name] = _Stored()
+            if typed := kind.removesuffix(_JSON):
+                self._declare_typed(name, stored, typed)
+            if typed != kind:
+                self._declare_json(name, stored)
+
+    def _declare_typed(self, name: str, stored: _Stored, kind: str) -> None:
+        stored.values = self._table.column(f"meta/{name}", DTYPES[kind], _FILLS[kind])
+        stored.present = self._table.column(f"meta_present/{name}", np.bool_, False)
+
+    def _declare_json(self, name: str, stored: _Stored) -> None:
+        stored.json = self._table.column(f"meta_json/{name}", np.object_, None)
 
     def names(self) -> list[str]:
         """Return the names of the columns in order of their first use."""
         return list(self._columns)
 
     def has(self, name: str) -> bool:
-        """Whether any sample ever had a value for `name`."""
-        return name in self._columns
+        """Whether any sample ever had a typed value for `name`."""
+        return name in self._columns and self._columns[name].values is not None
 
     def check(self, columns: Sequence[MetaColumn], count: int) -> None:
         """Refuse columns that do not fit, before anything is written."""
@@ -137,46 +167,68 @@ class CustomMeta:
                     f"entry a sample",
                     field="custom_meta",
                 )
-            stored = self._columns.get(column.name)
-            if stored is not None:
-                _common_kind(column, stored.values.data)
+            _fitted(column, self._columns.get(column.name))
 
     def write(self, columns: Sequence[MetaColumn], rows: slice | Indexes) -> None:
-        """Write values of samples; samples without a value keep theirs."""
-        for column in columns:
-            if not column.present.any():
-                continue
-            stored = self._columns.get(column.name)
+        """Write values of samples, or remove them; samples of which a column says nothing keep theirs."""
+        for given in columns:
+            stored = self._columns.get(given.name)
+            column, kind = _fitted(given, stored)
+            has_typed = bool(column.present.any())
             if stored is None:
-                stored = self._declare(column.name, column.values.dtype.kind)
-            elif _common_kind(column, stored.values.data) == "f" and stored.values.data.dtype.kind == "i":
-                stored.values.convert(np.float64)
-            is_complete = bool(column.present.all())
-            where = rows
-            if not is_complete:
-                where = np.flatnonzero(column.present) + rows.start if isinstance(rows, slice) else rows[column.present]
-            where = as_slice(where)
-            stored.values.write(where, column.values if is_complete else column.values[column.present])
-            stored.present.write(where, True)
+                if not has_typed and column.json is None:
+                    continue
+                stored = self._columns[given.name] = _Stored()
+            if has_typed:
+                self._write_typed(stored, column, kind, rows)
+            if stored.json is not None or column.json is not None:
+                self._write_json(stored, column, rows)
+            if column.json is None and column.removed is None:
+                continue
+            if stored.values is not None and stored.present is not None:
+                gone = _chosen(rows, column.has_json if column.removed is None else column.has_json | column.removed)
+                stored.values.clear(gone)
+                stored.present.clear(gone)
 
-    def _declare(self, name: str, kind: str) -> _Stored:
-        stored = self._columns[name] = _Stored(
-            self._table.column(f"meta/{name}", _DTYPES[kind], _FILLS[kind]),
-            self._table.column(f"meta_present/{name}", np.bool_, False),
-        )
-        return stored
+    def _write_typed(self, stored: _Stored, column: MetaColumn, kind: str, rows: slice | Indexes) -> None:
+        if stored.values is None:
+            self._declare_typed(column.name, stored, kind)
+        elif stored.kind != kind:
+            stored.values.convert(DTYPES[kind])
+        is_complete = bool(column.present.all())
+        where = as_slice(rows) if is_complete else _chosen(rows, column.present)
+        values, present = cast("Column", stored.values), cast("Column", stored.present)
+        values.write(where, column.values if is_complete else column.values[column.present])
+        present.write(where, True)
+
+    def _write_json(self, stored: _Stored, column: MetaColumn, rows: slice | Indexes) -> None:
+        if stored.json is None:
+            self._declare_json(column.name, stored)
+        texts = cast("Column", stored.json)
+        if column.json is not None:
+            texts.write(_chosen(rows, column.has_json), column.json[column.has_json])
+        texts.clear(_chosen(rows, column.present if column.removed is None else column.present | column.removed))
 
     def read(self, name: str, positions: Indexes) -> MetaColumn | None:
         """Return one column at `positions`, None where no sample ever had a value."""
         stored = self._columns.get(name)
         if stored is None:
             return None
-        return MetaColumn(name=name, values=stored.values.data[positions], present=stored.present.data[positions])
+        if stored.values is None or stored.present is None:
+            values = present = np.zeros(positions.size, np.bool_)
+        else:
+            values, present = stored.values.data[positions], stored.present.data[positions]
+        texts = None if stored.json is None or stored.json.is_blank else stored.json.data[positions]
+        if texts is not None and not (texts != None).any():  # noqa: E711  (of each)
+            texts = None
+        return MetaColumn(name=name, values=values, present=present, json=texts)
 
     def read_all(self, positions: Indexes) -> list[MetaColumn]:
         """Return all columns that have a value at `positions`."""
         columns = (self.read(name, positions) for name in self._columns)
-        return [column for column in columns if column is not None and bool(column.present.any())]
+        return [
+            column for column in columns if column is not None and (column.json is not None or column.present.any())
+        ]
 
     def holds(self, condition: Condition, rows: slice | Indexes) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         """Return of rows where a condition holds, and where there is a value to compare."""
@@ -191,28 +243,33 @@ class CustomMeta:
         return holds, present
 
     def arrays(self, name: str) -> tuple[NDArray[Any], NDArray[np.bool_]] | None:
-        """Return values and presence as they lie in the table, None for an unknown column.
+        """Return typed values and presence as they lie in the table, None for a column without any.
 
         A readable column of the table is found in the same way.
         """
         stored = self._columns.get(name)
-        if stored is not None:
+        if stored is not None and stored.values is not None and stored.present is not None:
             return stored.values.data, stored.present.data
         column = self._table.readable.get(name)
         return None if column is None else (column.data, np.broadcast_to(True, column.data.shape))
 
 
-def _common_kind(column: MetaColumn, stored: NDArray[Any]) -> str:
-    """Return the kind that holds both; integers become doubles where that loses nothing."""
-    new, old = column.values.dtype.kind, stored.dtype.kind
-    if new == old:
-        return new
-    if {new, old} == {"i", "f"}:
-        integers = stored if old == "i" else column.values
-        if integers.size == 0 or int(np.abs(integers).max()) <= _LARGEST_EXACT_DOUBLE:
-            return "f"
-    raise InvalidArgumentError(
-        f"custom_meta column {column.name!r} holds {_KIND_NAMES[old]} values, got {_KIND_NAMES[new]}; use one type a "
-        f"column",
-        field="custom_meta",
-    )
+def _chosen(rows: slice | Indexes, mask: NDArray[np.bool_]) -> slice | Indexes:
+    """Return those of some rows that a mask over them has."""
+    return as_slice(np.flatnonzero(mask) + rows.start if isinstance(rows, slice) else rows[mask])
+
+
+def _fitted(column: MetaColumn, stored: _Stored | None) -> tuple[MetaColumn, str]:
+    """Return a column with the values typed that are of the kind of the stored ones from then on, and this kind."""
+    new: str = column.values.dtype.kind
+    if stored is None or stored.values is None:
+        column = column if column.json is None else fitted(column, new if column.present.any() else None)
+        return column, column.values.dtype.kind
+    kind: str = stored.kind
+    if new != kind and not column.present.any():
+        new = kind
+    elif {new, kind} == {"i", "f"}:
+        integers = stored.values.data if kind == "i" else column.values
+        if integers.size == 0 or int(np.abs(integers).max()) <= LARGEST_EXACT:
+            new = kind = "f"
+    return (column if new == kind and column.json is None else fitted(column, kind)), kind

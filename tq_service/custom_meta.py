@@ -1,0 +1,307 @@
+"""custom_meta in columns: of each sample a typed value, which claims compare and order by, or any other as JSON.
+
+A column has one type, that of the first number, truth value or text in it. What is of another type, or is none of
+these (null, lists, objects), is kept beside as JSON text: no value that JSON has is refused, and typed values cost
+nothing more. `where`, `order_by` and samplers see typed values only.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tq_service.errors import InvalidArgumentError
+from tq_service.schema import LARGEST_EXACT, Scalar
+
+MOST_JSON_DEPTH: Final = 32
+"""Lists and objects that a JSON value may have within each other."""
+
+JsonValue: TypeAlias = "Scalar | Sequence[JsonValue] | Mapping[str, JsonValue] | None"
+
+
+class JsonNull(Enum):
+    """The type of `JSON_NULL`."""
+
+    JSON_NULL = "null"
+
+    def __repr__(self) -> str:
+        return "tq.JSON_NULL"
+
+
+JSON_NULL: Final = JsonNull.JSON_NULL
+"""Stores null as the value of a sample, which reads as None; None itself removes the value."""
+
+MetaValue: TypeAlias = "JsonValue | JsonNull"
+
+_INT64: Final = np.iinfo(np.int64)
+_KINDS: Final = {bool: "b", int: "i", float: "f", str: "O"}
+DTYPES: Final[Mapping[str, Any]] = {"i": np.int64, "f": np.float64, "b": np.bool_, "O": np.object_}
+KIND_NAMES: Final = {"i": "int64", "f": "double", "b": "bool", "O": "string"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetaColumn:
+    """One custom_meta column over some samples.
+
+    Attributes:
+        name: name of the column.
+        values: `(n,)` of dtype int64, float64, bool or object (str); whatever where not present.
+        present: `(n,)`, whether the sample has a typed value.
+        json: `(n,)` of dtype object, the JSON text of each sample that has another value, None elsewhere; None: no
+            sample has one.
+        removed: `(n,)`, of a write: whether the value of the sample is removed; None: of no sample.
+    """
+
+    name: str
+    values: NDArray[Any]
+    present: NDArray[np.bool_]
+    json: NDArray[Any] | None = None
+    removed: NDArray[np.bool_] | None = None
+
+    @property
+    def has_json(self) -> NDArray[np.bool_]:
+        """Which samples have a JSON value `(n,)`."""
+        return np.zeros(self.present.size, np.bool_) if self.json is None else self.json != None  # noqa: E711  (of each)
+
+    @property
+    def has_value(self) -> NDArray[np.bool_]:
+        """Which samples have a value of any kind `(n,)`."""
+        return self.present if self.json is None else self.present | self.has_json
+
+    def at(self, positions: NDArray[Any]) -> MetaColumn:
+        """Return the column of the samples at some positions."""
+        return MetaColumn(
+            name=self.name,
+            values=self.values[positions],
+            present=self.present[positions],
+            json=None if self.json is None else self.json[positions],
+            removed=None if self.removed is None else self.removed[positions],
+        )
+
+    def objects(self) -> list[Any]:
+        """Return the value of each sample as Python has it; whatever where it has none, see `has_value`."""
+        values: list[Any] = self.values.tolist()
+        if self.json is not None:
+            texts = self.json.tolist()
+            values = [value if text is None else json.loads(text) for value, text in zip(values, texts, strict=True)]
+        return values
+
+
+# Columns of values
+
+
+def column_of(name: str, size: int, positions: Sequence[int], values: Sequence[Any]) -> MetaColumn:
+    """Return the column in which the samples at some positions have values of any type; None removes a value.
+
+    Raises:
+        InvalidArgumentError: one is nothing that JSON has, by its position.
+    """
+    removed = np.zeros(size, np.bool_)
+    texts = np.full(size, None, np.object_)
+    scalars: dict[int, Scalar] = {}
+    for position, value in zip(positions, values, strict=True):
+        if value is None:
+            removed[position] = True
+            continue
+        plain = _plain_value(value, (position, name))
+        if type(plain) in _KINDS:
+            scalars[position] = plain
+        else:
+            texts[position] = to_json(name, position, plain)
+    column = _assembled(name, _kind_of(list(scalars.values())), scalars, texts)
+    return replace(column, removed=removed) if removed.any() else column
+
+
+def fitted(column: MetaColumn, kind: str | None) -> MetaColumn:
+    """Return a column with those values typed that a type holds, and the others as JSON.
+
+    Args:
+        column: the column.
+        kind: the type, as numpy's kind; None: that of the first scalar.
+
+    Raises:
+        InvalidArgumentError: a number that is not finite is of another type, and JSON does not have it.
+    """
+    scalars: dict[int, Scalar] = {}
+    texts = np.full(column.present.size, None, np.object_)
+    rows = zip(column.present.tolist(), column.values.tolist(), _texts(column), strict=True)
+    for position, (is_typed, value, text) in enumerate(rows):
+        if is_typed:
+            scalars[position] = value
+        elif text is not None and text[0] not in "[{n":
+            scalars[position] = json.loads(text)
+        else:
+            texts[position] = text
+    return replace(
+        _assembled(column.name, kind or _kind_of(list(scalars.values())), scalars, texts), removed=column.removed
+    )
+
+
+def _texts(column: MetaColumn) -> list[str | None]:
+    return [None] * column.present.size if column.json is None else column.json.tolist()
+
+
+def _kind_of(scalars: Sequence[Scalar]) -> str:
+    """Return the kind of the first scalar; that of floats where integers are among them, all of which these hold."""
+    kind = _KINDS[type(scalars[0])] if scalars else "b"
+    if kind == "i" and all(_fits("f", each) for each in scalars if type(each) is int):
+        kind = "f" if float in set(map(type, scalars)) else "i"
+    return kind
+
+
+def _fits(kind: str, value: Scalar) -> bool:
+    if type(value) is int:
+        return _INT64.min <= value <= _INT64.max if kind == "i" else kind == "f" and abs(value) <= LARGEST_EXACT
+    return _KINDS[type(value)] == kind
+
+
+def _assembled(name: str, kind: str, scalars: Mapping[int, Scalar], texts: NDArray[Any]) -> MetaColumn:
+    """Return the column of scalars by position, typed as far as they are of the kind, and of the texts of others."""
+    present = np.zeros(texts.size, np.bool_)
+    values = np.full(texts.size, "" if kind == "O" else 0, DTYPES[kind])
+    for position, value in scalars.items():
+        if _fits(kind, value):
+            present[position], values[position] = True, value
+        else:
+            texts[position] = to_json(name, position, value, beside=KIND_NAMES[kind])
+    has_texts = any(text is not None for text in texts.tolist())
+    return MetaColumn(name=name, values=values, present=present, json=texts if has_texts else None)
+
+
+def laid_over(old: MetaColumn, new: MetaColumn) -> MetaColumn:
+    """Return a column after a write of the same samples: new values over old ones, as their types allow."""
+    kinds = {old.values.dtype.kind, new.values.dtype.kind}
+    if not old.present.any():
+        old = replace(old, values=new.values)
+    elif new.present.any() and len(kinds) > 1 and kinds != {"i", "f"}:
+        new = fitted(new, old.values.dtype.kind)
+    written = new.has_value if new.removed is None else new.has_value | new.removed
+    texts = np.array(_texts(old), np.object_)
+    texts[written] = np.array(_texts(new), np.object_)[written]
+    return MetaColumn(
+        name=new.name,
+        values=np.where(new.present, new.values, old.values) if new.present.any() else old.values,
+        present=np.where(written, new.present, old.present),
+        json=texts if any(text is not None for text in texts.tolist()) else None,
+    )
+
+
+# JSON
+
+
+def to_json(name: str, position: int, value: Any, *, beside: str = "") -> str:
+    """Return plain values as JSON text.
+
+    Raises:
+        InvalidArgumentError: a number is not finite, or text is not valid Unicode, by name and position of the sample.
+    """
+    try:
+        text = _dumped(value)
+    except ValueError as error:  # which UnicodeEncodeError is, too
+        where = f", in a column of {beside} values" if beside else ""
+        raise InvalidArgumentError(
+            f"custom_meta[{position}][{name!r}] is {value!r:.200}{where}, which is no JSON ({error}); give finite "
+            f"numbers and valid Unicode",
+            field="custom_meta",
+        ) from None
+    return text
+
+
+def _dumped(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    text.encode()
+    return text
+
+
+def checked_texts(name: str, texts: Iterable[str]) -> list[str]:
+    """Return JSON texts that came from a client in the one form that is kept.
+
+    Raises:
+        InvalidArgumentError: one is no JSON, or nested too deeply.
+    """
+    known: dict[str, str] = {}  # the same few, mostly
+    return [known.get(text) or known.setdefault(text, _checked_text(name, text)) for text in texts]
+
+
+def _checked_text(name: str, text: str) -> str:
+    try:
+        value = json.loads(text, parse_constant=_no_constant)
+        kept = _dumped(value)
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgumentError(
+            f"custom_meta column {name!r} has the JSON text {text!r:.200}, which is none ({error}); send null, a "
+            f"number that a double holds, a string in valid Unicode, true, false, a list or an object",
+            field="custom_meta",
+        ) from None
+    if text.count("[") + text.count("{") > MOST_JSON_DEPTH and _depth(value) > MOST_JSON_DEPTH:
+        raise _too_deep(f"custom_meta column {name!r}")
+    return kept
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"JSON has no {name}")
+
+
+def _depth(value: Any) -> int:
+    """Return how many lists and objects are within each other, at most one more than there may be."""
+    depth, level = 0, [value]
+    while depth <= MOST_JSON_DEPTH:
+        level = [each for each in level if isinstance(each, list | dict)]
+        if not level:
+            break
+        depth += 1
+        level = [one for each in level for one in (each.values() if isinstance(each, dict) else each)]
+    return depth
+
+
+def _too_deep(where: str) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"{where} has more than {MOST_JSON_DEPTH} lists and objects within each other, at most {MOST_JSON_DEPTH} "
+        f"expected; put it as an object field",
+        field="custom_meta",
+    )
+
+
+def _plain_value(value: Any, path: tuple[Any, ...]) -> Any:
+    """Return a value as JSON has it: scalars and arrays of numpy and torch as numbers and lists, tuples as lists.
+
+    Args:
+        value: the value.
+        path: where it is: position of the sample, name of the column, then positions and keys in lists and dicts.
+    """
+    if type(value) in _KINDS or value is None:
+        return value
+    if value is JSON_NULL:
+        return None
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    for kind in _KINDS:
+        if isinstance(value, kind):
+            return kind(value)
+    is_object = isinstance(value, Mapping)
+    if not is_object and not isinstance(value, list | tuple):
+        raise InvalidArgumentError(
+            f"{_shown(path)} is {type(value).__name__}, expected what JSON has: bool, int, float, str, None, or lists "
+            f"and dicts of these; put anything else as a field",
+            field="custom_meta",
+        )
+    if len(path) == MOST_JSON_DEPTH + 2:
+        raise _too_deep(_shown(path[:2]))
+    if not is_object:
+        return [_plain_value(one, (*path, place)) for place, one in enumerate(value)]
+    for key in value:
+        if not isinstance(key, str):
+            raise InvalidArgumentError(
+                f"{_shown(path)} has the key {key!r:.200}, expected text: keys of JSON objects are", field="custom_meta"
+            )
+    return {str(key): _plain_value(one, (*path, key)) for key, one in value.items()}
+
+
+def _shown(path: tuple[Any, ...]) -> str:
+    return "custom_meta" + "".join(f"[{place!r}]" for place in path)
