@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tq_service.client.batch_meta import BatchMeta
+from tq_service.client.batch_meta import BatchMeta, joined
 from tq_service.errors import InvalidArgumentError
 from tq_service.v1 import metadata_pb2 as pb
-from tq_service.wire.metadata import encode_meta_columns, rows_to_meta_columns
+from tq_service.wire.metadata import encode_meta_columns, encode_produced, rows_to_meta_columns
 
 
 def make(size=6, first=10, keyed=True, micro_batch=2, **changes):
@@ -44,9 +44,11 @@ def make(size=6, first=10, keyed=True, micro_batch=2, **changes):
                 ]
             )
         ],
+        produced=encode_produced([np.ones(size, bool), np.arange(first, first + size) % 3 > 0]),
     )
     for name, value in changes.items():
-        setattr(message, name, value)
+        message.ClearField(name)
+        message.MergeFrom(pb.BatchMeta(**{name: value}))
     return BatchMeta.from_proto(message)
 
 
@@ -60,7 +62,13 @@ def facts(meta):
                 (meta.locations.puts[put], row) for put, row in zip(puts.tolist(), rows.tolist(), strict=True)
             ]
     return {
-        index: (meta.keys[at], meta.groups[at], meta.custom_meta[at], *(cells[name][at] for name in sorted(cells)))
+        index: (
+            meta.keys[at],
+            meta.groups[at],
+            meta.custom_meta[at],
+            *(cells[name][at] for name in sorted(cells)),
+            *(mask[at] for _, mask in sorted(meta.produced.items())),
+        )
         for at, index in enumerate(meta.global_indexes)
     }
 
@@ -151,6 +159,31 @@ def test_batches_that_cannot_be_joined(parts, words):
 def test_positions_are_checked(positions):
     with pytest.raises(InvalidArgumentError, match="position"):
         make().select_samples(positions)
+
+
+def test_what_is_produced_is_known_of_fields_that_it_was_said_of():
+    known = make()
+    assert known.produced["b"].tolist() == [True, True, False] * 2
+    assert not known.produced["a"].flags.writeable
+    assert known.select_fields(["b"]).produced.keys() == {"b"}
+    assert known.select_samples([2, 0]).produced["b"].tolist() == [False, True]
+    claimed = make(produced=[])
+    assert {name: mask.tolist() for name, mask in claimed.produced.items()} == {"a": [True] * 6, "b": [True] * 6}
+    written = make(produced=[], locations=pb.Locations())
+    assert written.produced == {}
+    assert BatchMeta.concat([known, make(first=16, produced=[], locations=pb.Locations())]).produced == {}
+    assert known == claimed
+
+
+def test_pages_are_joined_with_the_fields_that_one_of_them_has_where_that_is_known():
+    first, second = make().select_fields(["b"]), make(first=16)
+    whole = joined([first, second])
+    assert whole.data_fields == ["b", "a"]
+    assert whole.produced["a"].tolist() == [False] * 6 + [True] * 6
+    assert whole.produced["b"].tolist() == [*first.produced["b"], *second.produced["b"]]
+    assert whole.locations.field_names == {"b"}
+    unknown = joined([make(produced=[]).select_fields(["b"]), make(first=16, produced=[])])
+    assert unknown.data_fields == ["b"]
 
 
 def test_select_fields():

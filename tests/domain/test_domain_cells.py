@@ -3,11 +3,13 @@
 import numpy as np
 import pytest
 from domain_support import clear, commit, dense, insert, jagged, new_write, partition, update
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tq_service.domain.changes.samples import SamplesWritten
 from tq_service.domain.tables.cells import ColumnWrite, live_cells
 from tq_service.errors import FieldMismatchError
-from tq_service.schema import FieldSpec, Layout
+from tq_service.schema import FieldSpec, Layout, SampleState
 
 D, J, OBJECT = Layout.DENSE, Layout.JAGGED, Layout.OBJECT
 
@@ -225,3 +227,37 @@ def test_rows_of_one_size_fit_a_field_that_is_fixed_in_that_dimension():
     other = ColumnWrite(spec=FieldSpec("ids", dtype="int64", layout=J, row_shape=(-1, 7)), extents=np.array([[2]]))
     insert(train, 1, [other])
     assert train.cells.fields["ids"].spec.row_shape == (-1, -1)
+
+
+FIELDS = ["a", "b", "c"]
+WRITES = st.tuples(st.sampled_from(["insert", "update", "clear", "fail"]), st.sets(st.sampled_from(FIELDS)),
+                   st.sets(st.integers(0, 11), min_size=1))  # fmt: skip
+
+
+@given(st.lists(WRITES, max_size=12), st.lists(st.integers(0, 11), unique=True))
+def test_rows_have_the_fields_that_were_written_to_them(writes, asked):
+    train, has, failed = partition(), {}, set()
+    for kind, fields, indexes in writes:
+        there = sorted(index for index in indexes if index in has)
+        if kind == "insert" and len(has) < 12:
+            for index in insert(train, len(indexes), [dense(name) for name in sorted(fields)]):
+                has[index] = set(fields)
+        elif kind == "update" and there and fields:
+            update(train, there, [dense(name) for name in sorted(fields)])
+            for index in there:
+                has[index] |= set() if index in failed else fields
+        elif kind == "clear" and there:
+            clear(train, np.array(there))
+            failed -= set(there)
+            for index in there:
+                del has[index]
+        elif kind == "fail" and there:
+            update(train, there, state=SampleState.FAILED)
+            failed |= set(there)
+            for index in there:
+                has[index] = set()
+    rows = [index for index in asked if index in has]
+    found = train.cells.produced_by(train.table.find(np.array(rows, np.int64)))
+    assert {name: mask.tolist() for name, mask in found.items()} == {
+        name: [name in has[row] for row in rows] for name in train.cells.fields if any(name in has[row] for row in rows)
+    }

@@ -25,8 +25,10 @@ from tq_service.wire.metadata import (
     STATES,
     check_json,
     decode_meta_columns,
+    decode_produced,
     decode_spec,
     encode_meta_columns,
+    encode_produced,
     encode_spec,
     meta_columns_to_rows,
     rows_to_meta_columns,
@@ -269,3 +271,17 @@ def test_a_column_without_any_value_keeps_its_type():
     (back,) = decode_meta_columns(encode_meta_columns([column]), 2)
     assert back.values.dtype == np.float64
     assert not back.present.any()
+
+
+@given(st.integers(0, 20).flatmap(lambda n: st.lists(st.lists(st.booleans(), min_size=n, max_size=n), max_size=3)))
+def test_which_samples_have_a_field_comes_back(rows):
+    row_count = len(rows[0]) if rows else 5
+    messages = encode_produced([np.array(row, np.bool_) for row in rows])
+    assert [len(message) for message in messages] == [0 if all(row) else -(-row_count // 8) for row in rows]
+    assert [mask.tolist() for mask in decode_produced(messages, row_count)] == rows
+
+
+@pytest.mark.parametrize(("message", "row_count"), [(b"1", 9), (b"12", 8), (b"1", 0)])
+def test_more_or_fewer_bits_than_samples_are_refused(message, row_count):
+    with pytest.raises(InvalidArgumentError, match=f"{len(message)} bytes for {row_count} samples"):
+        decode_produced([message], row_count)

@@ -18,7 +18,7 @@ from tq_service.schema import EndCounts, FieldSpec, SampleConsumption
 from tq_service.v1 import metadata_pb2 as pb
 from tq_service.wire.durations import read_seconds
 from tq_service.wire.mapper import read_message
-from tq_service.wire.metadata import decode_meta_columns, decode_spec, meta_columns_to_rows
+from tq_service.wire.metadata import decode_meta_columns, decode_produced, decode_spec, meta_columns_to_rows
 from tq_service.wire.runs import Indexes, read_indexes
 
 Status = Literal["batch", "not_yet", "end"]
@@ -55,7 +55,7 @@ class BatchMeta:
     """Samples of one partition, in order, and what is known about them. Immutable, comparable, picklable.
 
     Equality is about the samples and their use: two answers are equal when they name the same samples with the same
-    metadata, fields and steps, wherever the bytes are.
+    metadata, fields and steps, wherever the bytes are, and whatever is known of which are produced.
 
     Attributes:
         status: "batch"; "not_yet": nothing to deliver in time, ask again; "end": no further batch will come.
@@ -65,7 +65,8 @@ class BatchMeta:
         incarnation: that of the partition, 16 random bytes, others once its name is used again after a clear.
         epoch: that of the task, which counts its resets; 0 where no task asked.
         indexes: `(size,)` int64, the `global_indexes` as a read-only array.
-        fields: specs of the fields.
+        fields: specs of the fields: of those that a claim asked for, or a put wrote; in answers about samples
+            (`lookup_samples`, `put(return_meta="all")`) of those that at least one of them has.
         steps: how the samples are to be used; plain micro-batches are one step.
         end: with "end": what became of all samples; None otherwise.
         locations: where the cells are; None where not known, then `get_data` asks.
@@ -96,6 +97,8 @@ class BatchMeta:
     key_column: tuple[str, ...] = ()
     group_column: tuple[str, ...] = ()
     meta_columns: tuple[MetaColumn, ...] = ()
+    # For each of `fields` which samples have it; empty where that is not known.
+    produced_columns: tuple[NDArray[np.bool_], ...] = ()
 
     def __post_init__(self) -> None:
         self.indexes.setflags(write=False)
@@ -131,6 +134,7 @@ class BatchMeta:
             key_column=tuple(message.keys),
             group_column=tuple(message.groups),
             meta_columns=tuple(decode_meta_columns(message.custom_meta, indexes.size)),
+            produced_columns=decode_produced(message.produced, indexes.size),
         )
 
     @property
@@ -196,6 +200,19 @@ class BatchMeta:
         return [spec.name for spec in self.fields]
 
     @property
+    def produced(self) -> dict[str, NDArray[np.bool_]]:
+        """Which samples had each of the fields when this was answered: `(size,)` arrays by name of the field.
+
+        It is known of claims, of which all samples have all fields, of what `lookup_samples` and
+        `put(return_meta="all")` answer, and of batches that were selected and concatenated from these. A field of
+        which it is not known is left out, such as those that a put wrote.
+        """
+        if self.produced_columns:
+            return dict(zip(self.data_fields, self.produced_columns, strict=True))
+        located = set() if self.locations is None else self.locations.field_names
+        return {name: np.ones(self.size, np.bool_) for name in self.data_fields if name in located}
+
+    @property
     def micro_batches(self) -> list[list[int]]:
         """Positions of the samples of each pack, of all steps in order; packs without samples are empty lists."""
         return [list(pack.positions) for step in self.steps for pack in step.packs]
@@ -234,6 +251,7 @@ class BatchMeta:
             key_column=select(self.key_column, chosen),
             group_column=select(self.group_column, chosen),
             meta_columns=select_columns(self.meta_columns, chosen),
+            produced_columns=tuple(column[chosen] for column in self.produced_columns),
         )
 
     def select_fields(self, data_fields: Iterable[str]) -> BatchMeta:
@@ -244,6 +262,7 @@ class BatchMeta:
         """
         names = [data_fields] if isinstance(data_fields, str) else list(dict.fromkeys(data_fields))
         by_name = {spec.name: spec for spec in self.fields}
+        produced = dict(zip(by_name, self.produced_columns, strict=False))
         unknown = [name for name in names if name not in by_name]
         if unknown:
             raise InvalidArgumentError(
@@ -254,6 +273,7 @@ class BatchMeta:
             self,
             fields=tuple(by_name[name] for name in names),
             locations=None if self.locations is None else self.locations.select_fields(names),
+            produced_columns=tuple(produced[name] for name in names) if produced else (),
         )
 
     def chunk(self, count: int) -> list[BatchMeta]:
@@ -387,11 +407,26 @@ def _samples_of(parts: Sequence[BatchMeta]) -> dict[str, Any]:
         "key_column": concat_names([part.key_column for part in parts], sizes),
         "group_column": concat_names([part.group_column for part in parts], sizes),
         "meta_columns": concat_columns([part.meta_columns for part in parts], sizes),
+        **_fields_of(parts),
     }
 
 
+def _fields_of(parts: Sequence[BatchMeta]) -> dict[str, Any]:
+    """Return the fields of several batches, and which samples have them, where that is known of all.
+
+    Where it is known, these are the fields that one of the batches has, else those that all have.
+    """
+    specs = {spec.name: spec for part in parts for spec in part.fields}
+    if any(len(part.produced_columns) < len(part.fields) for part in parts):
+        common = set.intersection(*(set(part.data_fields) for part in parts))
+        return {"fields": tuple(spec for name, spec in specs.items() if name in common), "produced_columns": ()}
+    known = [(part.produced, np.zeros(part.size, np.bool_)) for part in parts]
+    columns = [np.concatenate([produced.get(name, none) for produced, none in known]) for name in specs]
+    return {"fields": tuple(specs.values()), "produced_columns": tuple(columns)}
+
+
 def joined(parts: Sequence[BatchMeta]) -> BatchMeta:
-    """Return the samples of several pages, with the fields as the last one has them.
+    """Return the samples of several pages, with their fields as the last page that has them says they are.
 
     Raises:
         StaleIncarnationError: the partition was cleared and created again between two of them.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
-from tq_service.client.batch_meta import BatchMeta
+from tq_service.client.batch_meta import BatchMeta, joined
 from tq_service.client.columns import merge_columns
 from tq_service.client.namespace import Namespace
 from tq_service.custom_meta import MetaColumn
@@ -18,6 +18,8 @@ from tq_service.v1.commit_pb2 import SampleWrite
 from tq_service.v1.controller_service_pb2 import PlacePutResponse
 from tq_service.wire.columns import Column
 from tq_service.wire.durations import read_seconds
+
+_KNOWN: Final = ("fields", "locations", "key_column", "group_column", "meta_columns", "produced_columns")
 
 
 class PlacementGrant:
@@ -64,7 +66,9 @@ def written_meta(
     write: SampleWrite,
     metadata: BatchMeta | None,
     meta_columns: Sequence[MetaColumn],
+    *,
     namespace: Namespace,
+    all_meta: Sequence[metadata_pb2.BatchMeta] = (),
 ) -> BatchMeta:
     """Return the samples of a write.
 
@@ -74,7 +78,11 @@ def written_meta(
         metadata: the batch that was written to; None: new samples, or samples named by key.
         meta_columns: the custom_meta that was sent.
         namespace: of the client.
+        all_meta: what the server knows of the samples, in parts; empty: it was not asked.
     """
+    if all_meta:
+        known = joined([BatchMeta.from_proto(part, namespace) for part in all_meta])
+        return known if metadata is None else replace(metadata, **{name: getattr(known, name) for name in _KNOWN})
     answered = BatchMeta.from_proto(answer, namespace)
     keys = tuple(write.keys)
     groups = tuple(write.groups)
@@ -96,6 +104,7 @@ def written_meta(
         key_column=keys or metadata.key_column,
         group_column=groups or metadata.group_column,
         meta_columns=merge_columns(metadata.meta_columns, meta_columns),
+        produced_columns=(),
     )
 
 

@@ -31,7 +31,7 @@ from tq_service.schema import check_range
 
 _MOST_OF_A_PAGE: Final = 16_384  # samples
 _MOST_NAMES_OF_A_PAGE: Final = 1_000  # which may be 512 characters long, of up to 4 bytes
-_MOST_NAMED: Final = 65_536  # by one request
+MOST_NAMED: Final = 65_536  # by one request
 _MOST_CHARACTERS: Final = 1 << 19  # of keys, groups, text and JSON of custom_meta; 2 MiB at most
 _MOST_NUMBERS: Final = 1 << 17  # of custom_meta; 1.3 MB at most
 
@@ -105,6 +105,20 @@ def find_page(
     )
 
 
+def first_known(
+    catalog: Catalog, partition_id: str, incarnation: bytes, rows: Indexes
+) -> tuple[Partition, Indexes] | None:
+    """Return the partition of some samples, and the first of them: as many as fit on a page.
+
+    None where the partition, or one of these samples, is not there any more.
+    """
+    partition = catalog.find(partition_id, incarnation, missing_ok=True)
+    if partition is None:
+        return None
+    positions = partition.table.find(rows[:_MOST_OF_A_PAGE])
+    return None if (positions < 0).any() else (partition, rows[: _fitting(partition, positions)])
+
+
 def find_names(names: Iterable[str], *, of: str, size: int, token: str) -> tuple[list[str], str]:
     """Return a page of names in their order, and the token of the page after it, "" where there is none.
 
@@ -136,9 +150,9 @@ def _page_size(size: int, most: int) -> int:
 
 def _check_named(name: str, count: int) -> None:
     """Refuse a request that names more than one answer is about."""
-    if count > _MOST_NAMED:
+    if count > MOST_NAMED:
         raise InvalidArgumentError(
-            f"{name} names {count} samples, at most {_MOST_NAMED} expected; ask for them in several calls",
+            f"{name} names {count} samples, at most {MOST_NAMED} expected; ask for them in several calls",
             field=name,
         )
 
@@ -201,9 +215,15 @@ def check_fields(partition: Partition, names: Sequence[str]) -> None:
 
 
 def locate(
-    partition: Partition, names: Sequence[str], *, indexes: Indexes, keys: Sequence[str], skip_missing: bool
-) -> Indexes:
-    """Return the positions of those samples that have all cells of some fields.
+    partition: Partition,
+    names: Sequence[str],
+    *,
+    indexes: Indexes,
+    keys: Sequence[str],
+    skip_missing: bool,
+    skip_missing_fields: bool,
+) -> tuple[Indexes, Sequence[str]]:
+    """Return the positions of those samples that have all cells of some fields, and these fields.
 
     Args:
         partition: where they are.
@@ -211,13 +231,15 @@ def locate(
         indexes: the samples, where they are not named by their keys.
         keys: theirs.
         skip_missing: whether samples may be missing, or cells of theirs.
+        skip_missing_fields: whether fields may be missing, and are left out where not all samples have them.
 
     Raises:
         FieldNotFoundError: there is no such field.
         KeyNotFoundError, SampleNotFoundError, CellNotFoundError: something is missing that may not be.
         InvalidArgumentError: too many are named, or by index and by key.
     """
-    check_fields(partition, names)
+    if not skip_missing_fields:
+        check_fields(partition, names)
     _check_named("keys", len(keys))
     _check_named("global_indexes", indexes.size)
     if keys and indexes.size:
@@ -227,11 +249,13 @@ def locate(
         partition.positions_of(rows)
     positions = partition.table.find(rows)
     found = positions >= 0
-    found[found] = partition.cells.produced(names, positions[found])
+    if skip_missing_fields:
+        names = [name for name in names if partition.cells.produced([name], positions[found]).all()]
+    else:
+        found[found] = partition.cells.produced(names, positions[found])
     if not found.all() and not skip_missing:
         raise _missing_cell(partition, names, rows[~found])
-    located: Indexes = positions[found]
-    return located
+    return positions[found], names
 
 
 def _rows_of_keys(partition: Partition, keys: Sequence[str], *, skip_missing: bool) -> Indexes:

@@ -8,14 +8,17 @@ commit with them.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 import grpc
+import numpy as np
 
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.changes.samples import SampleWrite
+from tq_service.domain.lookup import MOST_NAMED, first_known
 from tq_service.domain.partition import Partition
 from tq_service.domain.tables.cells import Put
 from tq_service.domain.tables.names import LARGE, Names, look_through_in_turns
@@ -30,10 +33,12 @@ from tq_service.server.storages import StorageRegistry
 from tq_service.v1 import commit_pb2, metadata_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.wire.columns import ColumnShape
+from tq_service.wire.runs import read_indexes
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 Answer = TypeVar("Answer", pb.InsertResponse, commit_pb2.CommitResponse)
+_NO_ROWS: Final = np.zeros(0, np.int64)
 
 
 class Commits:
@@ -56,6 +61,12 @@ class Commits:
 
     async def commit(self, request: commit_pb2.CommitRequest, context: Context) -> commit_pb2.CommitResponse:
         """Make a put that came before visible; a put that is refused is freed."""
+        self.check(request)
+        answer = await self._commit(request, context)
+        await self.add_all_meta(request, answer)
+        return answer
+
+    async def _commit(self, request: commit_pb2.CommitRequest, context: Context) -> commit_pb2.CommitResponse:
         if not request.HasField("placement"):
             if request.columns:
                 raise InvalidArgumentError("columns came without a placement; say where the put is", field="placement")
@@ -74,6 +85,34 @@ class Commits:
                     self._storages.check_uncommitted(put)
                     redeemed.check()
                 return self.commit_stored(request, put, columns, names, for_existing_rows=redeemed.for_existing_rows)
+
+    def check(self, request: commit_pb2.CommitRequest) -> None:
+        """Refuse a commit that asks for more than one answer is about."""
+        count = request.write.row_count
+        if request.return_all_meta and count > MOST_NAMED:
+            raise InvalidArgumentError(
+                f"return_all_meta is set for {count} samples, at most {MOST_NAMED} expected; put them in several "
+                "calls, or look them up after the put",
+                field="return_all_meta",
+            )
+
+    async def add_all_meta(self, request: commit_pb2.CommitRequest, answer: commit_pb2.CommitResponse) -> None:
+        """Add to the answer of a commit what is known of its samples now, where that is asked for.
+
+        Of many samples it is read part by part, while others have their turns. It is not recorded with the answer: what
+        is recorded is kept for hours, and on disk.
+        """
+        rows = read_indexes(answer.meta) if request.return_all_meta else _NO_ROWS
+        while rows.size:
+            known = first_known(self._catalog, request.write.partition_id, answer.meta.incarnation, rows)
+            if known is None:  # some of them were cleared since
+                answer.ClearField("all_meta")
+                break
+            partition, some = known
+            answer.all_meta.append(converters.all_meta(partition, some, self._storages.endpoints))
+            rows = rows[some.size :]
+            if rows.size:
+                await asyncio.sleep(0)
 
     async def _write_without_put(
         self, request: pb.InsertRequest | commit_pb2.CommitRequest, context: Context, answer: type[Answer]

@@ -174,9 +174,14 @@ class ControllerServicer(
 
     async def Locate(self, request: pb.LocateRequest, context: Context) -> pb.LocateResponse:
         partition = self.catalog.get(request.partition_id, request.incarnation)
-        names = list(request.data_fields) or list(partition.cells.fields)
-        indexes = decode_integers(request.global_indexes)
-        positions = locate(partition, names, indexes=indexes, keys=request.keys, skip_missing=request.skip_missing)
+        positions, names = locate(
+            partition,
+            list(request.data_fields) or list(partition.cells.fields),
+            indexes=decode_integers(request.global_indexes),
+            keys=request.keys,
+            skip_missing=request.skip_missing,
+            skip_missing_fields=request.skip_missing_fields,
+        )
         return pb.LocateResponse(meta=converters.located_meta(partition, positions, names, self.storages.endpoints))
 
     # Tasks

@@ -39,6 +39,7 @@ from tq_service.wire.metadata import (
     check_json,
     decode_meta_columns,
     encode_meta_columns,
+    encode_produced,
     encode_spec,
 )
 from tq_service.wire.runs import decode_integers, set_indexes
@@ -277,7 +278,7 @@ def found_page(page: Page, request: pb.LookupSamplesRequest, endpoints: Endpoint
         consumption = states.tolist()
     rows = partition.table.index.data[page.positions]
     return pb.LookupSamplesResponse(
-        meta=samples_meta(partition, rows, list(partition.cells.fields), endpoints),
+        meta=all_meta(partition, rows, endpoints),
         missing_keys=page.missing_keys,
         missing_global_indexes=page.missing_indexes.tolist(),
         missing_groups=page.missing_groups,
@@ -297,6 +298,14 @@ def nothing_found(request: pb.LookupSamplesRequest) -> pb.LookupSamplesResponse:
         missing_global_indexes=request.global_indexes,
         missing_groups=request.groups,
     )
+
+
+def all_meta(partition: Partition, rows: Indexes, endpoints: Endpoints) -> metadata_pb2.BatchMeta:
+    """Return all that is known of samples that are there, with the fields that at least one of them has."""
+    produced = partition.cells.produced_by(partition.table.find(rows))
+    meta = samples_meta(partition, rows, list(produced), endpoints)
+    meta.produced.extend(encode_produced(produced.values()))
+    return meta
 
 
 def located_meta(

@@ -263,7 +263,7 @@ class StorageServicer:
         if header.HasField("commit"):
             answer = self._recorded(header)
             if answer is not None:
-                return answer
+                return await self._completed(header, answer)
         columns = decode_headers(header.columns, header.row_count)
         if header.size_bytes != sum(column.value_bytes for column in columns):
             raise InvalidArgumentError(
@@ -285,11 +285,18 @@ class StorageServicer:
                 if not pending.already_complete:
                     await receive(pending)
             try:
-                return self._done(header, columns, names)
+                answer = self._done(header, columns, names)
             except BaseException:
                 if not pending.already_complete:  # else it is that of a call before, and waits for its own commit
                     self._engine.discard(header.put_id)
                 raise
+        return await self._completed(header, answer)
+
+    async def _completed(self, header: pb.PutHeader, answer: pb.PutResponse) -> pb.PutResponse:
+        """Return the answer of a put with all that its commit asks for."""
+        if self._commits is not None and header.HasField("commit"):
+            await self._commits.add_all_meta(header.commit, answer.commit)
+        return answer
 
     def _check_controller(self, header: pb.PutHeader) -> None:
         """Refuse a put for another controller than those of this storage service; in its process there is only one."""
@@ -337,6 +344,7 @@ class StorageServicer:
                 "this storage service has no controller in its process; send Commit to the controller after the put",
                 field="commit",
             )
+        self._commits.check(header.commit)
         recorded = self._commits.recorded(header.commit.request_id)
         return None if recorded is None else pb.PutResponse(storage=self._endpoint, commit=recorded)
 

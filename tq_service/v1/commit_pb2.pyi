@@ -155,10 +155,13 @@ class CommitRequest(google.protobuf.message.Message):
     WRITE_FIELD_NUMBER: builtins.int
     PLACEMENT_FIELD_NUMBER: builtins.int
     COLUMNS_FIELD_NUMBER: builtins.int
+    RETURN_ALL_META_FIELD_NUMBER: builtins.int
     request_id: builtins.bytes
     """16 random bytes that the client makes for this change and sends again with each retry. Of other lengths:
     INVALID_ARGUMENT.
     """
+    return_all_meta: builtins.bool
+    """Whether the answer has `all_meta`; for at most 65,536 samples."""
     @property
     def write(self) -> global___SampleWrite:
         """Which samples the rows of the put are, and their metadata."""
@@ -178,9 +181,10 @@ class CommitRequest(google.protobuf.message.Message):
         write: global___SampleWrite | None = ...,
         placement: global___PutPlacement | None = ...,
         columns: collections.abc.Iterable[tq_service.v1.metadata_pb2.ColumnHeader] | None = ...,
+        return_all_meta: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["placement", b"placement", "write", b"write"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["columns", b"columns", "placement", b"placement", "request_id", b"request_id", "write", b"write"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["columns", b"columns", "placement", b"placement", "request_id", b"request_id", "return_all_meta", b"return_all_meta", "write", b"write"]) -> None: ...
 
 global___CommitRequest = CommitRequest
 
@@ -191,16 +195,25 @@ class CommitResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     META_FIELD_NUMBER: builtins.int
+    ALL_META_FIELD_NUMBER: builtins.int
     @property
     def meta(self) -> tq_service.v1.metadata_pb2.BatchMeta:
         """Partition, incarnation, indexes and fields. What the client sent itself (keys, groups, custom_meta) is left out."""
+
+    @property
+    def all_meta(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[tq_service.v1.metadata_pb2.BatchMeta]:
+        """With `return_all_meta`: all that is known of the samples when the call is answered, of any put, as LookupSamples
+        answers it: in one part, or several where they are many, in the order of `meta`. Empty where it was
+        not asked for, and where some of the samples are cleared, as a retry may find them.
+        """
 
     def __init__(
         self,
         *,
         meta: tq_service.v1.metadata_pb2.BatchMeta | None = ...,
+        all_meta: collections.abc.Iterable[tq_service.v1.metadata_pb2.BatchMeta] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["meta", b"meta"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["meta", b"meta"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["all_meta", b"all_meta", "meta", b"meta"]) -> None: ...
 
 global___CommitResponse = CommitResponse

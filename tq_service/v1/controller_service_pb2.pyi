@@ -1160,8 +1160,9 @@ class LookupSamplesResponse(google.protobuf.message.Message):
     """Sent back as `page_token` for the next page. Empty: this is the last one."""
     @property
     def meta(self) -> tq_service.v1.metadata_pb2.BatchMeta:
-        """Samples that are named in the order asked; members of groups, and all, in the order of insertion. With keys, groups
-        and custom_meta. A page may be empty and not the last one.
+        """Samples that are named in the order asked; members of groups, and all, in the order of insertion. With keys,
+        groups, custom_meta and the fields that at least one of them has (`fields`, `produced`); `locations` has those that
+        all of them have. A page may be empty and not the last one.
         """
 
     @property
@@ -1207,6 +1208,7 @@ class LocateRequest(google.protobuf.message.Message):
     KEYS_FIELD_NUMBER: builtins.int
     DATA_FIELDS_FIELD_NUMBER: builtins.int
     SKIP_MISSING_FIELD_NUMBER: builtins.int
+    SKIP_MISSING_FIELDS_FIELD_NUMBER: builtins.int
     partition_id: builtins.str
     """The partition; it must exist."""
     incarnation: builtins.bytes
@@ -1215,6 +1217,10 @@ class LocateRequest(google.protobuf.message.Message):
     """
     skip_missing: builtins.bool
     """Whether samples that do not exist, or lack a cell, are left out. Unset: they fail the call with NOT_FOUND."""
+    skip_missing_fields: builtins.bool
+    """Whether fields that the partition does not have, or that not all of the samples have, are left out. No sample is
+    left out for a cell that it lacks, then. Unset: they fail the call with NOT_FOUND.
+    """
     @property
     def global_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Indexes of samples, at most 65,536, in the order of the answer."""
@@ -1236,8 +1242,9 @@ class LocateRequest(google.protobuf.message.Message):
         keys: collections.abc.Iterable[builtins.str] | None = ...,
         data_fields: collections.abc.Iterable[builtins.str] | None = ...,
         skip_missing: builtins.bool = ...,
+        skip_missing_fields: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["data_fields", b"data_fields", "global_indexes", b"global_indexes", "incarnation", b"incarnation", "keys", b"keys", "partition_id", b"partition_id", "skip_missing", b"skip_missing"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["data_fields", b"data_fields", "global_indexes", b"global_indexes", "incarnation", b"incarnation", "keys", b"keys", "partition_id", b"partition_id", "skip_missing", b"skip_missing", "skip_missing_fields", b"skip_missing_fields"]) -> None: ...
 
 global___LocateRequest = LocateRequest
 
@@ -1250,7 +1257,7 @@ class LocateResponse(google.protobuf.message.Message):
     META_FIELD_NUMBER: builtins.int
     @property
     def meta(self) -> tq_service.v1.metadata_pb2.BatchMeta:
-        """The samples that were found, with their keys and the locations of their cells."""
+        """The samples that were found, with their keys, the fields in the order asked, and the locations of their cells."""
 
     def __init__(
         self,

@@ -283,8 +283,9 @@ class ControllerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Locate(self, request, context):
-        """Returns where cells are. Changes nothing, does not block. Errors: NOT_FOUND (partition or field; key, sample, or
-        a cell that is not produced, unless `skip_missing`), FAILED_PRECONDITION (STALE_INCARNATION).
+        """Returns where cells are. Changes nothing, does not block. Errors: NOT_FOUND (partition; field, unless
+        `skip_missing_fields`; key or sample, unless `skip_missing`; a cell that is not produced, unless either of them),
+        FAILED_PRECONDITION (STALE_INCARNATION).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

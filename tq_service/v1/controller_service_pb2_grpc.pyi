@@ -167,8 +167,9 @@ class ControllerServiceStub:
         tq_service.v1.controller_service_pb2.LocateRequest,
         tq_service.v1.controller_service_pb2.LocateResponse,
     ]
-    """Returns where cells are. Changes nothing, does not block. Errors: NOT_FOUND (partition or field; key, sample, or
-    a cell that is not produced, unless `skip_missing`), FAILED_PRECONDITION (STALE_INCARNATION).
+    """Returns where cells are. Changes nothing, does not block. Errors: NOT_FOUND (partition; field, unless
+    `skip_missing_fields`; key or sample, unless `skip_missing`; a cell that is not produced, unless either of them),
+    FAILED_PRECONDITION (STALE_INCARNATION).
     """
 
     ClearSamples: grpc.UnaryUnaryMultiCallable[
@@ -392,8 +393,9 @@ class ControllerServiceAsyncStub:
         tq_service.v1.controller_service_pb2.LocateRequest,
         tq_service.v1.controller_service_pb2.LocateResponse,
     ]
-    """Returns where cells are. Changes nothing, does not block. Errors: NOT_FOUND (partition or field; key, sample, or
-    a cell that is not produced, unless `skip_missing`), FAILED_PRECONDITION (STALE_INCARNATION).
+    """Returns where cells are. Changes nothing, does not block. Errors: NOT_FOUND (partition; field, unless
+    `skip_missing_fields`; key or sample, unless `skip_missing`; a cell that is not produced, unless either of them),
+    FAILED_PRECONDITION (STALE_INCARNATION).
     """
 
     ClearSamples: grpc.aio.UnaryUnaryMultiCallable[
@@ -647,8 +649,9 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.controller_service_pb2.LocateRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.LocateResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.LocateResponse]]:
-        """Returns where cells are. Changes nothing, does not block. Errors: NOT_FOUND (partition or field; key, sample, or
-        a cell that is not produced, unless `skip_missing`), FAILED_PRECONDITION (STALE_INCARNATION).
+        """Returns where cells are. Changes nothing, does not block. Errors: NOT_FOUND (partition; field, unless
+        `skip_missing_fields`; key or sample, unless `skip_missing`; a cell that is not produced, unless either of them),
+        FAILED_PRECONDITION (STALE_INCARNATION).
         """
 
     @abc.abstractmethod

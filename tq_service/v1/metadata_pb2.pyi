@@ -567,6 +567,7 @@ class BatchMeta(google.protobuf.message.Message):
     LEASE_FIELD_NUMBER: builtins.int
     DELIVERY_COUNTS_FIELD_NUMBER: builtins.int
     INDEX_RANGES_FIELD_NUMBER: builtins.int
+    PRODUCED_FIELD_NUMBER: builtins.int
     status: global___BatchStatus.ValueType
     """What the claim returned; BATCH in answers that are no claims."""
     partition_id: builtins.str
@@ -595,7 +596,9 @@ class BatchMeta(google.protobuf.message.Message):
 
     @property
     def fields(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___FieldSpec]:
-        """Specs of the fields that were asked for, or written, as far as the partition has them."""
+        """Specs of the fields that were asked for, or written, as far as the partition has them. In answers about samples
+        (LookupSamples, `CommitResponse.all_meta`): of those that at least one of the samples has a cell of.
+        """
 
     @property
     def locations(self) -> global___Locations:
@@ -623,6 +626,12 @@ class BatchMeta(google.protobuf.message.Message):
     def index_ranges(self) -> global___IndexRanges:
         """The samples instead of `global_indexes`, where they are many and most of them follow each other."""
 
+    @property
+    def produced(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """In answers about samples: for each of `fields`, which of the samples have a cell of it, one bit a sample: sample i
+        has bit i % 8 of byte i / 8, counted from the lowest. No bytes: all of them have. Empty in other answers.
+        """
+
     def __init__(
         self,
         *,
@@ -642,9 +651,10 @@ class BatchMeta(google.protobuf.message.Message):
         lease: google.protobuf.duration_pb2.Duration | None = ...,
         delivery_counts: collections.abc.Iterable[builtins.int] | None = ...,
         index_ranges: global___IndexRanges | None = ...,
+        produced: collections.abc.Iterable[builtins.bytes] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["end", b"end", "index_ranges", b"index_ranges", "lease", b"lease", "locations", b"locations"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["claim_request_id", b"claim_request_id", "custom_meta", b"custom_meta", "delivery_counts", b"delivery_counts", "end", b"end", "epoch", b"epoch", "fields", b"fields", "global_indexes", b"global_indexes", "groups", b"groups", "incarnation", b"incarnation", "index_ranges", b"index_ranges", "keys", b"keys", "lease", b"lease", "locations", b"locations", "partition_id", b"partition_id", "status", b"status", "steps", b"steps"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["claim_request_id", b"claim_request_id", "custom_meta", b"custom_meta", "delivery_counts", b"delivery_counts", "end", b"end", "epoch", b"epoch", "fields", b"fields", "global_indexes", b"global_indexes", "groups", b"groups", "incarnation", b"incarnation", "index_ranges", b"index_ranges", "keys", b"keys", "lease", b"lease", "locations", b"locations", "partition_id", b"partition_id", "produced", b"produced", "status", b"status", "steps", b"steps"]) -> None: ...
 
 global___BatchMeta = BatchMeta
 

@@ -286,6 +286,32 @@ def _decode_values(message: pb.MetaColumn) -> NDArray[Any]:
     return decode_integers(values) if field == "int64_values" else np.array(values, _DTYPES[field])
 
 
+def encode_produced(masks: Iterable[NDArray[np.bool_]]) -> list[bytes]:
+    """Return for each field which samples have a cell of it, `(n,)`, as bits; no bytes where all have."""
+    return [b"" if mask.all() else np.packbits(mask, bitorder="little").tobytes() for mask in masks]
+
+
+def decode_produced(messages: Sequence[bytes], row_count: int) -> tuple[NDArray[np.bool_], ...]:
+    """Return for each field which of `row_count` samples have a cell of it, read-only.
+
+    Raises:
+        InvalidArgumentError: there are more or fewer bits than samples.
+    """
+    all_of_them = np.ones(row_count, np.bool_)
+    masks = []
+    for message in messages:
+        if message and len(message) != -(-row_count // 8):
+            raise InvalidArgumentError(
+                f"produced has {len(message)} bytes for {row_count} samples; expected a bit a sample, or nothing",
+                field="produced",
+            )
+        packed = np.frombuffer(message, np.uint8)
+        mask = np.unpackbits(packed, count=row_count, bitorder="little").astype(np.bool_) if message else all_of_them
+        mask.setflags(write=False)
+        masks.append(mask)
+    return tuple(masks)
+
+
 def rows_to_meta_columns(rows: Sequence[Mapping[str, Any]]) -> list[MetaColumn]:
     """Return the custom_meta of `n` samples as columns, each over all `n`.
 

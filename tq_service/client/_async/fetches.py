@@ -51,6 +51,7 @@ class AsyncFetchCalls(AsyncBase):
         global_indexes: Iterable[int] | None = None,
         data_fields: Sequence[str] | None = None,
         missing: Literal["error", "skip"] = "error",
+        missing_fields: Literal["error", "skip"] = "error",
         timeout: float | None = None,
     ) -> Any:
         """Get the data of samples, in their order.
@@ -62,6 +63,9 @@ class AsyncFetchCalls(AsyncBase):
             global_indexes: or their indexes.
             data_fields: the fields; None: those of `metadata`, or all of the partition.
             missing: "error", or "skip" to leave out samples that are unknown or lack one of the fields.
+            missing_fields: "error", or "skip" to leave out fields that are unknown or that one of the samples lacks, so
+                that None for `data_fields` gets the fields that all of the samples have. No sample is left out for a
+                field, then.
             timeout: seconds until the call fails; None: the client's.
 
         Returns:
@@ -70,20 +74,20 @@ class AsyncFetchCalls(AsyncBase):
 
         Raises:
             PartitionNotFoundError, FieldNotFoundError, KeyNotFoundError, SampleNotFoundError: nothing has this name.
-            CellNotFoundError: a sample lacks one of the fields.
+            CellNotFoundError: a sample lacks one of the fields; `missing` or `missing_fields` may leave it out.
             StaleIncarnationError: the partition of `metadata` was created again.
             DataLossError: the storage service that held them came back empty; names the samples.
             UnavailableError: the controller, or the storage service that holds them, did not answer until the timeout.
         """
         deadline = self._deadline(timeout)
         fields = None if data_fields is None else listed("data_fields", data_fields)
-        if missing not in ("error", "skip"):
-            raise InvalidArgumentError(f"missing is {missing!r}, expected 'error' or 'skip'", field="missing")
+        _check_word("missing", missing)
+        _check_word("missing_fields", missing_fields)
         name, named = _names_of(metadata=metadata, keys=keys, global_indexes=global_indexes)
         wanted = fields if fields is not None else metadata.data_fields if metadata is not None else []
         partition = partition_of(self._namespace, partition_id, metadata)
         if not len(named):
-            return await self._empty_batch(partition, metadata, wanted, deadline)
+            return await self._empty_batch(partition, metadata, wanted, missing_fields, deadline)
         locate = partial(
             self._locate,
             deadline,
@@ -93,6 +97,7 @@ class AsyncFetchCalls(AsyncBase):
             incarnation=b"" if metadata is None else metadata.incarnation,
             data_fields=wanted,
             skip_missing=missing == "skip",
+            skip_missing_fields=missing_fields == "skip",
         )
         if metadata is not None and missing == "error" and _is_located(metadata, wanted):
             located = metadata
@@ -101,7 +106,7 @@ class AsyncFetchCalls(AsyncBase):
         stale = None
         while True:
             try:
-                return await self._fetch(located, fields, deadline)
+                return await self._fetch(located, fields, missing_fields, deadline)
             except (PutNotFoundError, DataLossError):
                 # Overwritten since it was located: the cells are elsewhere now. Where they are not, they are lost.
                 if stale is not None and not _has_moved(stale, located):
@@ -119,11 +124,15 @@ class AsyncFetchCalls(AsyncBase):
             parts.append(BatchMeta.from_proto(answer.meta, self._namespace))
         return joined(parts)
 
-    async def _fetch(self, located: BatchMeta, fields: Sequence[str] | None, deadline: Deadline) -> Any:
-        wanted = located.data_fields if fields is None else list(fields)
+    async def _fetch(
+        self, located: BatchMeta, fields: Sequence[str] | None, missing_fields: str, deadline: Deadline
+    ) -> Any:
         specs = {spec.name: spec for spec in located.fields}
-        if not located.size:
-            return to_batch(empty_columns([specs[name] for name in wanted if name in specs]), 0)
+        wanted = list(specs) if fields is None else list(fields)
+        if missing_fields == "skip":
+            wanted = [name for name in wanted if name in specs]
+        if not located.size or not wanted:
+            return to_batch(empty_columns([specs[name] for name in wanted if name in specs]), located.size)
         if located.locations is None or not located.locations.covers(wanted):
             raise InternalError(f"the controller did not say where the fields {', '.join(wanted)} are")
         reads = plan_reads(located.locations, wanted)
@@ -176,7 +185,12 @@ class AsyncFetchCalls(AsyncBase):
         )
 
     async def _empty_batch(
-        self, partition_id: str, metadata: BatchMeta | None, wanted: Sequence[str], deadline: Deadline
+        self,
+        partition_id: str,
+        metadata: BatchMeta | None,
+        wanted: Sequence[str],
+        missing_fields: str,
+        deadline: Deadline,
     ) -> Any:
         """Return columns without rows; the partition is asked only for fields that the batch does not describe."""
         specs = {} if metadata is None else {spec.name: spec for spec in metadata.fields}
@@ -186,6 +200,8 @@ class AsyncFetchCalls(AsyncBase):
             answer = await self._calls.unary(lambda to: to.controller.DescribePartition, ask, deadline)
             specs = {field.spec.name: decode_spec(field.spec) for field in answer.fields} | specs
             wanted = wanted or list(specs)
+        if missing_fields == "skip":
+            wanted = [name for name in wanted if name in specs]
         for name in wanted:
             if name not in specs:
                 raise self._namespace.explain(
@@ -195,6 +211,11 @@ class AsyncFetchCalls(AsyncBase):
                     )
                 )
         return to_batch(empty_columns([specs[name] for name in wanted]), 0)
+
+
+def _check_word(name: str, word: str) -> None:
+    if word not in ("error", "skip"):
+        raise InvalidArgumentError(f"{name} is {word!r}, expected 'error' or 'skip'", field=name)
 
 
 def _is_located(metadata: BatchMeta, wanted: Iterable[str]) -> bool:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from tq_service.custom_meta import MetaValue
 from tq_service.dataplane._sync.drivers import driver
 from tq_service.dataplane.messages import put_header
 from tq_service.dataplane.parties import CONTROLLER_KIND
-from tq_service.errors import DataLossError, PutNotFoundError, TqError, UnavailableError
+from tq_service.errors import DataLossError, InvalidArgumentError, PutNotFoundError, TqError, UnavailableError
 from tq_service.schema import KeyMode, SampleState
 from tq_service.v1 import commit_pb2
 from tq_service.v1 import controller_service_pb2 as pb
@@ -55,6 +55,7 @@ class SampleCalls(Base):
         group_size: int | None = None,
         custom_meta: Sequence[Mapping[str, MetaValue]] | None = None,
         state: SampleState | str | None = None,
+        return_meta: Literal["written", "all"] = "written",
         timeout: float | None = None,
     ) -> BatchMeta:
         """Put columns of `n` samples, with their metadata, in one step: visible whole or not at all.
@@ -79,10 +80,14 @@ class SampleCalls(Base):
                 of the sample, `tq.JSON_NULL` stores null. Claims compare and order by the values of one type, that of
                 the first number, truth value or text of a name.
             state: "live" (default for new samples), "held" or "failed".
+            return_meta: "written", or "all": besides what this put wrote, all that is known of the samples by now, of
+                65,536 at most: in the same call.
             timeout: seconds until the call fails; None: the client's. A put without capacity waits until then.
 
         Returns:
-            The samples, with the keys, groups and custom_meta that were given. `get_data` takes it.
+            The samples, with the fields, keys, groups and custom_meta that were given. With "all", with all that the
+            samples have, whichever put it was of, as `lookup_samples` answers it: the fields that at least one of them
+            has, and in `produced` which. `get_data` takes it.
 
         Raises:
             InvalidArgumentError: row counts differ, keys come twice, an empty put; FieldMismatchError: a field has
@@ -93,6 +98,10 @@ class SampleCalls(Base):
             StaleIncarnationError: the partition of `metadata` has been cleared.
             QuotaExceededError: no capacity until the deadline, or more than the quota.
         """
+        if return_meta not in ("written", "all"):
+            raise InvalidArgumentError(
+                f"return_meta is {return_meta!r}, expected 'written' or 'all'", field="return_meta"
+            )
         if metadata is not None:
             check_is_batch(metadata)
             if not metadata.size:
@@ -112,13 +121,15 @@ class SampleCalls(Base):
             custom_meta=custom_meta,
             state=state,
         )
-        request = request_of(commit_pb2.CommitRequest, write=write)
+        request = request_of(commit_pb2.CommitRequest, write=write, return_all_meta=return_meta == "all")
         deadline = self._deadline(timeout)
         if columns:
             answer = self._put_columns(request, columns, deadline)
         else:
             answer = self._calls.unary(lambda to: to.controller.Commit, request, deadline)
-        return written_meta(answer.meta, write, metadata, meta_columns, self._namespace)
+        return written_meta(
+            answer.meta, write, metadata, meta_columns, namespace=self._namespace, all_meta=answer.all_meta
+        )
 
     def _put_columns(
         self, request: commit_pb2.CommitRequest, columns: Sequence[Column], deadline: Deadline
@@ -169,6 +180,7 @@ class SampleCalls(Base):
             write=request.write,
             placement=commit_pb2.PutPlacement(storage=answer.storage, put_id=header.put_id, receipt=answer.receipt),
             columns=header.columns,
+            return_all_meta=request.return_all_meta,
         )
         # Where it stays unavailable, the put is sent again: perhaps to another storage service.
         patience = Deadline.after(min(_COMMIT_PATIENCE_SECONDS, deadline.remaining()))
@@ -219,7 +231,7 @@ class SampleCalls(Base):
             state=state,
         )
         answer = self._ask(lambda to: to.Insert, pb.InsertRequest, timeout, write=write)
-        return written_meta(answer.meta, write, None, meta_columns, self._namespace)
+        return written_meta(answer.meta, write, None, meta_columns, namespace=self._namespace)
 
     def set_custom_meta(
         self, metadata: BatchMeta, custom_meta: Sequence[Mapping[str, MetaValue]], *, timeout: float | None = None
@@ -263,6 +275,9 @@ class SampleCalls(Base):
         timeout: float | None = None,
     ) -> tuple[BatchMeta, list[Any]]:
         """Return samples with all that is known of them, and which of those that were named are not there.
+
+        The samples come with their keys, groups and custom_meta, the fields that at least one of them has, and in
+        `produced` which samples have which.
 
         Many samples come page by page, each as of its moment: one that is cleared meanwhile may be missing, and one
         that is inserted may be there.

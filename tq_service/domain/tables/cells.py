@@ -193,6 +193,17 @@ class CellTable:
             masks[0] &= mask
         return masks[0]
 
+    def produced_by(self, positions: Indexes) -> dict[str, NDArray[np.bool_]]:
+        """Return for each field that at least one of some rows has a cell of, which of them have one `(n,)`."""
+        all_of_them = np.ones(positions.size, np.bool_)
+        found: dict[str, NDArray[np.bool_]] = {}
+        for name, field in self.fields.items():
+            is_complete = field.produced_count == self._table.present_count
+            mask = all_of_them if is_complete else field.cell.data[positions] >= 0
+            if mask.any():
+                found[name] = mask
+        return found
+
     def merged_specs(self, columns: Sequence[ColumnWrite]) -> list[FieldSpec]:
         """Return the specs that the fields have once `columns` are written, or refuse them."""
         merged = []
