@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from tq_service.schema import FieldSpec, StalenessLimit
 
@@ -208,12 +210,35 @@ class RestoredCheckpoint:
     Attributes:
         put_count: puts that were made of its bytes.
         value_bytes: their bytes.
+        metadata: what its caller gave with it.
     """
 
     partition_count: int
     sample_count: int
     put_count: int
     value_bytes: int
+    metadata: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSummary:
+    """A checkpoint in a list.
+
+    Attributes:
+        name: its name, below the `checkpoint_dir` of the service.
+        written_at: when it was begun, in seconds since 1970 (UTC).
+        file_bytes: size of its file.
+        metadata: what its caller gave with it.
+        problem: why it cannot be read, as far as its beginning says; empty: it can.
+    """
+
+    name: str
+    written_at: float
+    partition_count: int
+    sample_count: int
+    file_bytes: int
+    metadata: Mapping[str, Any]
+    problem: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -280,7 +280,7 @@ def test_what_is_restored_is_there_after_a_failure_or_nothing_of_it(tmp_path, mo
         with monkeypatch.context() as failing:
             failing.setattr(owner, name, fail)
             try:
-                await life.store.snapshot_restored(snapshots, tuple, lambda: seen.append("restored"))
+                await life.store.snapshot_restored(lambda: snapshots, tuple, lambda: seen.append("restored"))
             except DiskFullError as error:
                 assert "restore it again" in str(error)
         return seen

@@ -161,7 +161,7 @@ def test_a_call_between_services_is_read(storage: FuzzedService, method: MethodD
 def test_real_traffic_is_there_to_be_changed(traffic: dict[str, list[Call]]) -> None:
     """A method that is new should be used by the traffic, or be named here."""
     assert {method.name for method in METHODS} - traffic.keys() <= {
-        "RegisterStorage", "Commit", "Checkpoint", "Restore",
+        "RegisterStorage", "Commit", "Checkpoint", "ListCheckpoints", "Restore",
     }  # fmt: skip
 
 

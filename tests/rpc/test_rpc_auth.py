@@ -45,7 +45,15 @@ _NOT_REFUSALS = {
 
 def test_no_role_but_those_of_admin_and_service_is_for_the_service_itself() -> None:
     whole = {method.short_name for method in METHODS.values() if method.concerns_all}
-    assert whole == {"Checkpoint", "Restore", "RegisterStorage", "ConfirmPuts", "ReconcilePuts", "FreeCells"}
+    assert whole == {
+        "Checkpoint",
+        "ListCheckpoints",
+        "Restore",
+        "RegisterStorage",
+        "ConfirmPuts",
+        "ReconcilePuts",
+        "FreeCells",
+    }
     for method in METHODS.values():
         if method.concerns_all:
             assert method.roles <= {"admin", "service"}, method

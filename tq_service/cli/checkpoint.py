@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any
 
 import typer
@@ -12,7 +13,8 @@ from tq_service.cli.output import AsJson, print_json
 
 EXAMPLES = """\
   tq-service checkpoint nightly
-  tq-service checkpoint nightly/2026-11-21 controller:50051 --json"""
+  tq-service checkpoint nightly/2026-11-21 controller:50051 --json
+  tq-service checkpoint nightly --metadata '{"step": 12}'"""
 
 Name = Annotated[str, typer.Argument(help="Name of the checkpoint: a place below the controller's checkpoint_dir.")]
 
@@ -21,6 +23,9 @@ Name = Annotated[str, typer.Argument(help="Name of the checkpoint: a place below
 def command(
     name: Name,
     address: Address = None,
+    metadata: Annotated[
+        str, typer.Option(help="A JSON object that restore and checkpoints show again, such as '{\"step\": 12}'.")
+    ] = "{}",
     as_json: AsJson = False,
     timeout: Timeout = 3600.0,
     **credentials: Any,
@@ -29,8 +34,9 @@ def command(
 
     The name has the new checkpoint whole, or the one before it.
     """
+    given = _object(metadata)
     with open_client(address, min(timeout, 5.0), **credentials) as client:
-        copy = client.checkpoint(name, timeout=timeout)
+        copy = client.checkpoint(name, metadata=given, timeout=timeout)
     if as_json:
         print_json(copy)
         return
@@ -38,3 +44,13 @@ def command(
         f"{copy.sample_count} samples of {copy.partition_count} partitions, {copy.value_bytes} bytes, are in "
         f"checkpoint {copy.name}; the service paused for {copy.pause_seconds * 1e3:.1f} ms at most"
     )
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"it is no JSON ({error})", param_hint="--metadata") from None
+    if not isinstance(value, dict):
+        raise typer.BadParameter("it is no JSON object such as '{\"step\": 12}'", param_hint="--metadata")
+    return value

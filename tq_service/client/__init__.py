@@ -7,6 +7,7 @@ from tq_service.client._sync.client import Client
 from tq_service.client.batch_meta import BatchMeta, Pack, Step
 from tq_service.results import (
     CheckpointCopy,
+    CheckpointSummary,
     ConsumptionStatus,
     FieldStatus,
     PartitionDescription,
@@ -24,6 +25,7 @@ __all__ = [
     "AsyncClient",
     "BatchMeta",
     "CheckpointCopy",
+    "CheckpointSummary",
     "Client",
     "ConsumptionStatus",
     "EndCounts",

@@ -94,6 +94,7 @@ class Catalog:
         self._most_samples = math.inf  # there are no more than that
         self._arrivals: dict[str, dict[asyncio.Future[bool], None]] = {}  # in order of their calls
         self._under_way: set[asyncio.Task[None]] = set()
+        self._retracted: list[tuple[Partition, str, bytes]] = []  # claims, while no change is made
         self._is_draining = False
         self._is_closed = False
 
@@ -319,7 +320,7 @@ class Catalog:
         if self._partitions or self._is_closed:
             raise PreconditionError(
                 f"the service has {len(self._partitions)} partitions; a checkpoint is restored into one that has none: "
-                f"clear them, or start another service"
+                f"clear them, start another service, or have it take their place (replace)"
             )
         self._is_closed = True
         try:
@@ -333,6 +334,38 @@ class Catalog:
         for partition in restored:
             self._partitions[partition.partition_id] = partition
             self._appear(partition)
+
+    def prepare_replacement(self, restored: Sequence[Partition]) -> None:
+        """Refuse changes until `end_replacement`: partitions are about to take the place of all that are there.
+
+        One that is there in the same incarnation gets another: samples put since then had global indexes that will be
+        those of others.
+        """
+        self.machine.refusal = _is_replaced
+        for partition in restored:
+            known = self._partitions.get(partition.partition_id)
+            if known is not None and known.incarnation == partition.incarnation:
+                partition.incarnation = os.urandom(16)
+
+    def end_replacement(self) -> None:
+        """Make changes again, those first that could not be made meanwhile; nothing where there was no replacement."""
+        self.machine.refusal = None
+        retracted, self._retracted = self._retracted, []
+        for each in retracted:
+            self.retract(*each)
+
+    def replace(self, restored: Sequence[Partition]) -> None:
+        """Take over partitions in place of all there are, in one step; what waits on these ends with an error.
+
+        It is not written down: the snapshot that has the new partitions is where the log goes on.
+        """
+        freed: list[Freed] = []
+        for partition in tuple(self._partitions.values()):
+            del self._partitions[partition.partition_id]
+            freed += partition.cells.forget_all()
+            self._disappear(partition)
+        self.adopt(restored)
+        self.on_freed(freed)
 
     # Claims
 
@@ -360,7 +393,9 @@ class Catalog:
 
     def retract(self, partition: Partition, task_name: str, request_id: bytes) -> None:
         """Release a queue claim whose answer did not reach its client; see `Planner.retract`."""
-        if (planner := self._known_planner(partition, task_name)) is not None:
+        if self.machine.refusal is not None:
+            self._retracted.append((partition, task_name, request_id))
+        elif (planner := self._known_planner(partition, task_name)) is not None:
             planner.retract(request_id)
 
     def _known_planner(self, partition: Partition, task_name: str) -> Planner | None:
@@ -383,6 +418,9 @@ class Catalog:
         self._serving_of(partition).lease_timer.start(task_name, claim)
 
     def _expire(self, partition: Partition, task_name: str, request_id: bytes) -> None:
+        if self.machine.refusal is not None:  # it begins again, as after a restart
+            self._start_lease(partition, task_name, partition.tasks[task_name].claims[request_id])
+            return
         self.commit(LeaseExpired(partition_id=partition.partition_id, task_name=task_name, request_id=request_id))
 
     # Waiting
@@ -461,6 +499,10 @@ def _was_cleared(partition_id: str) -> Callable[[], PartitionClearedError]:
         f"partition {partition_id!r} was cleared while the call waited; ask again to wait for its next incarnation",
         metadata={"partition_id": partition_id},
     )
+
+
+def _is_replaced() -> UnavailableError:
+    return UnavailableError("a restored checkpoint is taking the place of all partitions; try again")
 
 
 def _is_draining() -> UnavailableError:

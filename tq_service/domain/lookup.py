@@ -133,13 +133,14 @@ def find_names(names: Iterable[str], *, of: str, size: int, token: str) -> tuple
     """
     size = _page_size(size, _MOST_NAMES_OF_A_PAGE)
     first = token.partition("-")[2]
-    if token and token != _name_token(of, first):
+    if token and token != name_token(of, first):
         raise _no_page_token(token)
     page = heapq.nsmallest(size + 1, (name for name in names if name >= first))
-    return page[:size], "".join(_name_token(of, name) for name in page[size:])
+    return page[:size], "".join(name_token(of, name) for name in page[size:])
 
 
-def _name_token(of: str, name: str) -> str:
+def name_token(of: str, name: str) -> str:
+    """Return the token of the page of a list that begins with a name."""
     return f"{zlib.crc32(f'{of}/{name}'.encode()):08x}-{name}"
 
 

@@ -3,9 +3,10 @@
     PartitionPlan: which cells lie together --> CheckpointWriter: blocks, then the state
     read_checkpoint: all of it checked --> its blocks become puts --> relocate: partitions have these puts
 
-A checkpoint is a directory with one file, `checkpoint.tqc`. It is written under another name and takes the place of the
-one before it in a single step, once it is whole and on the disk: whatever happens, the directory has the old one or the
-new one. What is left of one that was not finished is overwritten by the next.
+A checkpoint is a directory with one file, `checkpoint.tqc`, which begins with what a list says of it. It is written
+under another name and takes the place of the one before it in a single step, once it is whole and on the disk: whatever
+happens, the directory has the old one or the new one. What is left of one that was not finished is overwritten by the
+next.
 
 A block is what one storage service holds of some fields that were put together, for samples in the order of the table:
 a few MiB, from any number of puts. When it is restored it becomes one put. So a million small puts come back as a few
@@ -35,6 +36,7 @@ from tq_service.durable.log.segment import HEADER_BYTES
 from tq_service.durable.pace import Pace
 from tq_service.durable.record_file import RecordWriter, damaged, gathered, read_records
 from tq_service.durable.snapshot import (
+    CheckpointFacts,
     ServiceSnapshot,
     SnapshotReader,
     StoredBlock,
@@ -75,12 +77,8 @@ def checkpoint_path(checkpoint_dir: Path | None, name: str) -> Path:
         PreconditionError: the service has no directory for checkpoints.
         InvalidArgumentError: the name is none, or a symlink below the directory leads out of it.
     """
-    if checkpoint_dir is None:
-        raise PreconditionError(
-            "this service has no directory for checkpoints; start it with checkpoint_dir (--checkpoint-dir, "
-            "TQ_CHECKPOINT_DIR), or with data_dir, below which it is then"
-        )
-    if len(name) > _LONGEST_NAME or not all(map(_PART.fullmatch, name.split("/"))):
+    checkpoint_dir = _directory(checkpoint_dir)
+    if not _is_name(name):
         raise InvalidArgumentError(
             f"name is {name[:_LONGEST_NAME]!r} ({len(name)} characters); expected 1 to {_LONGEST_NAME}, in parts of "
             "letters, digits and '._=@+-' that begin with a letter or digit, with '/' between them, such as "
@@ -96,6 +94,54 @@ def checkpoint_path(checkpoint_dir: Path | None, name: str) -> Path:
         if path.is_symlink():
             raise _symlink(name, f"at its {path.name}")
     return file
+
+
+def _directory(checkpoint_dir: Path | None) -> Path:
+    if checkpoint_dir is None:
+        raise PreconditionError(
+            "this service has no directory for checkpoints; start it with checkpoint_dir (--checkpoint-dir, "
+            "TQ_CHECKPOINT_DIR), or with data_dir, below which it is then"
+        )
+    return checkpoint_dir
+
+
+def _is_name(name: str) -> bool:
+    return len(name) <= _LONGEST_NAME and all(map(_PART.fullmatch, name.split("/")))
+
+
+def checkpoint_names(checkpoint_dir: Path | None) -> list[str]:
+    """Return the names of the checkpoints below a directory; what symlinks lead to is not looked at.
+
+    Raises:
+        PreconditionError: the service has no directory for checkpoints.
+    """
+    top = os.path.realpath(_directory(checkpoint_dir))
+    found = [
+        Path(directory).relative_to(top).as_posix()
+        for directory, _, files in os.walk(top)
+        if FILE_NAME in files and not Path(directory, FILE_NAME).is_symlink()
+    ]
+    return list(filter(_is_name, found))
+
+
+def read_facts(path: Path) -> CheckpointFacts:
+    """Read the beginning of a checkpoint.
+
+    Raises:
+        SnapshotDamagedError: the file does not begin as one.
+        NewerVersionError: it was written by a newer version.
+        OSError: it cannot be read.
+    """
+    with reading(path, is_checkpoint=True) as reader:
+        return _facts_of(next(reader.values()))
+
+
+def _facts_of(record: tuple[str, Any]) -> CheckpointFacts:
+    kind, facts = record
+    if kind != "checkpoint":
+        raise ValueError(f"a {kind} follows the header, expected the facts of the checkpoint")
+    read: CheckpointFacts = facts
+    return read
 
 
 def _symlink(name: str, where: str) -> InvalidArgumentError:
@@ -264,6 +310,11 @@ class CheckpointWriter:
             self._aborting.callback(self._writer.abort)
             write_header(self._writer, is_checkpoint=True)
 
+    def describe(self, facts: CheckpointFacts) -> None:
+        """Write what a list of checkpoints says of it, before anything else."""
+        with self._explained():
+            write_record(self._writer, "checkpoint", facts)
+
     def begin_block(self, block: Block, columns: Sequence[ColumnShape]) -> None:
         """Begin a block, whose bytes are to come."""
         stored = StoredBlock(
@@ -323,11 +374,13 @@ class Checkpoint:
 
     Attributes:
         path: its file.
+        facts: how it begins.
         blocks: what it has of bytes, in order.
         state: all else; the puts of its partitions are the blocks, in order.
     """
 
     path: Path
+    facts: CheckpointFacts
     blocks: Sequence[StoredBlock]
     state: ServiceSnapshot
 
@@ -357,10 +410,11 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """
     try:
         with reading(path, is_checkpoint=True) as reader:
+            facts = _facts_of(next(reader.values()))
             blocks: list[StoredBlock] = []
             state = read_state(_beyond_blocks(reader, blocks))
             _check_blocks(state.partitions, blocks)
-            return Checkpoint(path=path, blocks=blocks, state=state)
+            return Checkpoint(path=path, facts=facts, blocks=blocks, state=state)
     except OSError as error:
         raise InvalidArgumentError(
             f"no checkpoint can be read from {path.parent} ({error}); give the name that it was written under",

@@ -2,7 +2,7 @@
 
 A file is of records (`record_file`), each of which but the bytes of blocks is (kind, value):
 
-    header, [block, bytes ...] ..., state
+    header, [checkpoint], [block, bytes ...] ..., state
     state: [partition, column ..., [task, (batches | claims | ended) ...] ...] ..., answers ..., puts ...
 
 Values are in the encoding of `codec`, columns in that of `column_codec`. Columns are found by name: one that the file
@@ -95,6 +95,21 @@ class Header:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointFacts:
+    """What stands in the beginning of a checkpoint, to be read without the rest.
+
+    Attributes:
+        written_at: when it was begun, in seconds since 1970.
+        metadata: what its caller gave with it: a JSON object as text.
+    """
+
+    written_at: float
+    partition_count: int
+    sample_count: int
+    metadata: str = "{}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StoredBlock:
     """Cells of a checkpoint that become one put when it is restored; their bytes are in the records that follow.
 
@@ -169,6 +184,7 @@ class Batches:
 
 _KINDS: Final[dict[str, Any]] = {
     "header": Header,
+    "checkpoint": CheckpointFacts,
     "block": StoredBlock,
     "partition": PartitionHeader,
     "column": ColumnPart,

@@ -371,22 +371,25 @@ class StateStore:
 
     async def snapshot_restored(
         self,
-        partitions: Sequence[PartitionSnapshot],
+        partitions: Callable[[], Sequence[PartitionSnapshot]],
         answers: Callable[[], Iterable[Entry]],
         appear: Callable[[], None],
     ) -> None:
-        """Write a snapshot of now in which a catalog that has none has partitions, before they are seen in it.
+        """Write a snapshot of now in which the catalog has other partitions, before they are seen in it.
+
+        No change of the partitions that the catalog has may be made from the step in which the snapshot is taken until
+        `appear` is called or this raises: the log would have it after a snapshot that it does not fit.
 
         Args:
-            partitions: what will be in the catalog.
-            answers: returns what will be in the request log, in the step in which the snapshot is taken.
+            partitions: returns what will be in the catalog, in the step in which the snapshot is taken.
+            answers: returns what will be in the request log, in that step.
             appear: puts it there; called once that is durable, before there can be another snapshot.
 
         Raises:
             DiskFullError: there is no space for it; nothing is written of them.
         """
         try:
-            await self.take_snapshot(lambda: replace(self._now(), partitions=partitions, answers=answers()), appear)
+            await self.take_snapshot(lambda: replace(self._now(), partitions=partitions(), answers=answers()), appear)
         except OSError as error:
             raise DiskFullError(
                 f"what was restored cannot be written to the data directory ({error}); free space, and restore it "
@@ -420,7 +423,11 @@ class StateStore:
             except BaseException:
                 self._cost.log_seconds += log_seconds
                 raise
-            appear()
+            try:
+                appear()
+            except BaseException as error:
+                self.fatal("what a snapshot holds could not take its place", error)
+                raise
             await asyncio.to_thread(self._remove_unneeded, number)
             self._cost.restore_seconds, self._cost.snapshot_seconds = restore_seconds, snapshot_seconds
         finally:

@@ -1,4 +1,4 @@
-"""Checkpoints of a running service: written while all else goes on, and restored into one that is empty."""
+"""Checkpoints of a running service: written while all else goes on, listed, restored into an empty one or in place."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -17,6 +18,7 @@ from tq_service.dataplane.messages import put_header
 from tq_service.dataplane.parties import Seconds
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.idempotency import Entry, merged
+from tq_service.domain.lookup import find_names, name_token
 from tq_service.domain.partition import Partition, PartitionSnapshot
 from tq_service.domain.tables.cells import Put
 from tq_service.durable.checkpoint import (
@@ -24,13 +26,15 @@ from tq_service.durable.checkpoint import (
     Checkpoint,
     CheckpointWriter,
     PartitionPlan,
+    checkpoint_names,
     checkpoint_path,
     read_checkpoint,
+    read_facts,
     relocate,
 )
-from tq_service.durable.snapshot import ServiceSnapshot, StoredBlock
+from tq_service.durable.snapshot import CheckpointFacts, ServiceSnapshot, StoredBlock
 from tq_service.durable.state_store import StateStore
-from tq_service.errors import DataLossError, FieldNotFoundError, PreconditionError, PutNotFoundError
+from tq_service.errors import DataLossError, FieldNotFoundError, PreconditionError, PutNotFoundError, TqError
 from tq_service.log_message import LogMessage
 from tq_service.server.converters import pack
 from tq_service.server.storages import StorageRegistry
@@ -38,10 +42,13 @@ from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1.storage_service_pb2 import GetRequest
 from tq_service.wire.columns import Column
 from tq_service.wire.durations import to_duration
+from tq_service.wire.json_objects import check_object
+from tq_service.wire.mapper import to_message
 
 _log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 _MOST_NAMED: Final = 5
+_MOST_METADATA_BYTES: Final = 1 << 20  # of a page
 _BLOCK_SECONDS: Final = 120.0
 # An empty service has nothing to free: what does not fit at once does not fit later.
 _CAPACITY_SECONDS: Final = 5.0
@@ -75,23 +82,24 @@ class Checkpoints:
 
     # Writing
 
-    async def write(self, name: str) -> pb.CheckpointResponse:
-        """Write a checkpoint of this moment under a name.
+    async def write(self, name: str, metadata: str = "") -> pb.CheckpointResponse:
+        """Write a checkpoint of this moment under a name, with a JSON object of its caller.
 
         Raises:
-            InvalidArgumentError: the name is none, or its directory cannot be used.
+            InvalidArgumentError: the name is none, or its directory cannot be used; or the metadata is no JSON object.
             PreconditionError: another one is being written or restored, or there is no directory for checkpoints.
             DiskFullError: the disk has no space.
             DataLossError: bytes that are to be copied are lost.
             UnavailableError: a storage service cannot be reached.
         """
+        await _in_thread(lambda: check_object("metadata", metadata))
         path = await _in_thread(lambda: checkpoint_path(self._checkpoint_dir, name))
         with self._alone("written"):
             writer = CheckpointWriter(path)
             try:
                 async with _LoopWatch() as watch:
                     await _in_thread(writer.open)
-                    answer = await self._copy(writer)
+                    answer = await self._copy(writer, metadata or "{}")
             finally:
                 await _in_thread(writer.abort)
         _log.info(LogMessage("wrote a checkpoint", name=name, path=path))
@@ -99,7 +107,7 @@ class Checkpoints:
         answer.pause.CopyFrom(to_duration(watch.longest_seconds))
         return answer
 
-    async def _copy(self, writer: CheckpointWriter) -> pb.CheckpointResponse:
+    async def _copy(self, writer: CheckpointWriter, metadata: str) -> pb.CheckpointResponse:
         """Write the bytes of all samples of this moment, and then the state; return what was written."""
         with self._storages.holding_frees():
             partitions, answers = (
@@ -107,7 +115,14 @@ class Checkpoints:
                 self._catalog.answers.snapshot(),
             )  # in one step with the line above
             copied: list[PartitionSnapshot] = []
-            answer = pb.CheckpointResponse(partition_count=len(partitions), sample_count=_sample_count(partitions))
+            facts = CheckpointFacts(
+                written_at=time.time(),
+                partition_count=len(partitions),
+                sample_count=_sample_count(partitions),
+                metadata=metadata,
+            )
+            await _in_thread(lambda: writer.describe(facts))
+            answer = pb.CheckpointResponse(partition_count=facts.partition_count, sample_count=facts.sample_count)
             for partition in partitions:
                 plan = await _in_thread(partial(PartitionPlan, partition))
                 for block in plan.blocks:
@@ -132,17 +147,59 @@ class Checkpoints:
         await _in_thread(lambda: writer.begin_block(block, columns))
         await _in_thread(lambda: writer.add(values.data for _, values in received))
 
+    # Listing
+
+    async def page(self, *, prefix: str, size: int, token: str) -> pb.ListCheckpointsResponse:
+        """Return a page of the checkpoints whose names begin with a prefix; size and token are those of `find_names`.
+
+        Raises:
+            PreconditionError: there is no directory for checkpoints.
+            InvalidArgumentError: the size, or the token.
+        """
+        return await _in_thread(lambda: self._read_page(prefix, size, token))
+
+    def _read_page(self, prefix: str, size: int, token: str) -> pb.ListCheckpointsResponse:
+        names = [name for name in checkpoint_names(self._checkpoint_dir) if name.startswith(prefix)]
+        of = f"checkpoints/{prefix}"
+        names, next_token = find_names(names, of=of, size=size, token=token)
+        answer = pb.ListCheckpointsResponse(next_page_token=next_token)
+        metadata_bytes = 0
+        for name in names:
+            if metadata_bytes > _MOST_METADATA_BYTES:
+                answer.next_page_token = name_token(of, name)
+                break
+            summary = self._summary(name)
+            if summary is not None:
+                metadata_bytes += len(summary.metadata)
+                answer.checkpoints.append(summary)
+        return answer
+
+    def _summary(self, name: str) -> pb.CheckpointSummary | None:
+        """Return what a checkpoint begins with; None where it is gone."""
+        path, file_bytes = checkpoint_path(self._checkpoint_dir, name), 0
+        try:
+            file_bytes = path.stat().st_size
+            facts = read_facts(path)
+        except FileNotFoundError:
+            return None
+        except (OSError, TqError) as error:
+            return pb.CheckpointSummary(name=name, file_bytes=file_bytes, problem=str(error))
+        return to_message(pb.CheckpointSummary, facts, name=name, file_bytes=file_bytes, problem="")
+
     # Restoring
 
-    async def restore(self, request_id: bytes, name: str) -> pb.RestoreResponse:
+    async def restore(self, request_id: bytes, name: str, *, replace: bool = False) -> pb.RestoreResponse:
         """Bring back what the checkpoint of a name holds, once for each request_id.
+
+        With `replace` it takes the place of all partitions there are: they stay as they are until its bytes have their
+        places, are not changed while what is new is made durable, and go in the step in which that appears.
 
         Raises:
             InvalidArgumentError: there is no checkpoint, or the request_id is that of another call.
             SnapshotDamagedError: it is damaged.
             NewerVersionError: it was written by a newer version.
-            PreconditionError: the service has partitions, or another one is being written or restored, or there is no
-                directory for checkpoints.
+            PreconditionError: the service has partitions that it is not to replace, or another one is being written or
+                restored, or there is no directory for checkpoints.
             QuotaExceededError: the storage services have no capacity for its bytes.
             UnavailableError: one of them cannot be reached.
         """
@@ -150,13 +207,14 @@ class Checkpoints:
         if recorded is not None:
             return recorded
         path = await _in_thread(lambda: checkpoint_path(self._checkpoint_dir, name))
-        with self._alone("restored"), self._catalog.closed():
+        with self._alone("restored"), contextlib.nullcontext() if replace else self._catalog.closed():
             checkpoint = await _in_thread(lambda: read_checkpoint(path))
             answer = pb.RestoreResponse(
                 partition_count=len(checkpoint.state.partitions),
                 sample_count=_sample_count(checkpoint.state.partitions),
                 put_count=len(checkpoint.blocks),
                 value_bytes=sum(block.size_bytes for block in checkpoint.blocks),
+                metadata=checkpoint.facts.metadata,
             )
             # What a newer version wrote is refused here, before anything is placed.
             partitions = await _in_thread(lambda: [Partition.restore(each) for each in checkpoint.state.partitions])
@@ -165,37 +223,46 @@ class Checkpoints:
                 for block in checkpoint.blocks:
                     puts.append(await self._place(checkpoint, block))  # noqa: PERF401  (some are there when one fails)
                 await _in_thread(lambda: relocate(partitions, puts))
-                await _to_the_end(self._appear(partitions, puts, checkpoint.state.answers, request_id, answer))
+                restored = _Restored(partitions=partitions, puts=puts, answers=checkpoint.state.answers)
+                await _to_the_end(self._appear(restored, request_id, answer, replace=replace))
             except BaseException:
                 self._storages.discard([put for put in puts if not self._storages.is_committed(put)])
                 raise
         return answer
 
     async def _appear(
-        self,
-        partitions: Sequence[Partition],
-        puts: Sequence[Put],
-        answers: Iterable[Entry],
-        request_id: bytes,
-        answer: pb.RestoreResponse,
+        self, restored: _Restored, request_id: bytes, answer: pb.RestoreResponse, *, replace: bool
     ) -> None:
         """Make what is restored durable, and then visible, all in one step."""
+        catalog, partitions = self._catalog, restored.partitions
+
+        def take() -> list[PartitionSnapshot]:
+            if replace:
+                catalog.prepare_replacement(partitions)
+            return [partition.snapshot() for partition in partitions]
 
         def appear() -> None:
-            self._storages.adopt(puts)
-            self._catalog.adopt(partitions)
-            self._catalog.start_leases()
-            self._catalog.answers.restore(answers)
-            self._catalog.run_once(request_id, lambda: answer, pb.RestoreResponse)
+            self._storages.adopt(restored.puts)
+            if replace:
+                catalog.replace(partitions)
+                catalog.end_replacement()
+            else:
+                catalog.adopt(partitions)
+            catalog.start_leases()
+            catalog.answers.restore(restored.answers)
+            catalog.run_once(request_id, lambda: answer, pb.RestoreResponse)
 
-        if self._store is None:
-            appear()
-            return
-        own = [Entry(request_id, self._catalog.machine.now_seconds(), pack(answer))]
-        snapshots = [partition.snapshot() for partition in partitions]
-        await self._store.snapshot_restored(
-            snapshots, lambda: merged(answers, self._catalog.answers.snapshot(), own), appear
-        )
+        own = [Entry(request_id, catalog.machine.now_seconds(), pack(answer))]
+        try:
+            if self._store is None:
+                take()
+                appear()
+            else:
+                await self._store.snapshot_restored(
+                    take, lambda: merged(restored.answers, catalog.answers.snapshot(), own), appear
+                )
+        finally:
+            catalog.end_replacement()
 
     async def _place(self, checkpoint: Checkpoint, block: StoredBlock) -> Put:
         place = self._storages.place(block.size_bytes).storages[0]
@@ -217,6 +284,15 @@ class Checkpoints:
             yield
         finally:
             self._running = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Restored:
+    """What a checkpoint brings back: partitions, the puts of their cells, and answers for retries."""
+
+    partitions: Sequence[Partition]
+    puts: Sequence[Put]
+    answers: Iterable[Entry]
 
 
 class _LoopWatch:

@@ -294,10 +294,13 @@ class ControllerServicer(
     # Checkpoints
 
     async def Checkpoint(self, request: pb.CheckpointRequest, context: Context) -> pb.CheckpointResponse:
-        return await self.checkpoints.write(request.name)
+        return await self.checkpoints.write(request.name, request.metadata)
 
     async def Restore(self, request: pb.RestoreRequest, context: Context) -> pb.RestoreResponse:
-        return await self.checkpoints.restore(request.request_id, request.name)
+        return await self.checkpoints.restore(request.request_id, request.name, replace=request.replace)
+
+    async def ListCheckpoints(self, request: pb.ListCheckpointsRequest, context: Context) -> pb.ListCheckpointsResponse:
+        return await self.checkpoints.page(prefix=request.prefix, size=request.page_size, token=request.page_token)
 
     # Storage services
 

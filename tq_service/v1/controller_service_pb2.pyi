@@ -1859,16 +1859,22 @@ class CheckpointRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     NAME_FIELD_NUMBER: builtins.int
+    METADATA_FIELD_NUMBER: builtins.int
     name: builtins.str
     """A place below the controller's directory for checkpoints, 1 to 200 characters: parts of ASCII letters, digits and
     "._=@+-" that begin with a letter or digit, with "/" between them. Made where it is not there.
+    """
+    metadata: builtins.str
+    """What the caller wants to find in it again, such as the step of its trainer: a JSON object (RFC 8259) of at most
+    262,144 bytes. Empty: an object without members.
     """
     def __init__(
         self,
         *,
         name: builtins.str = ...,
+        metadata: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["name", b"name"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["metadata", b"metadata", "name", b"name"]) -> None: ...
 
 global___CheckpointRequest = CheckpointRequest
 
@@ -1921,19 +1927,25 @@ class RestoreRequest(google.protobuf.message.Message):
 
     REQUEST_ID_FIELD_NUMBER: builtins.int
     NAME_FIELD_NUMBER: builtins.int
+    REPLACE_FIELD_NUMBER: builtins.int
     request_id: builtins.bytes
     """16 random bytes that the client makes for this change and sends again with each retry. Of other lengths:
     INVALID_ARGUMENT.
     """
     name: builtins.str
     """The name under which Checkpoint wrote it."""
+    replace: builtins.bool
+    """Whether it takes the place of all partitions that there are; their claims end, and their incarnations are over,
+    also where the checkpoint has partitions of the same names. Unset: FAILED_PRECONDITION where there are any.
+    """
     def __init__(
         self,
         *,
         request_id: builtins.bytes = ...,
         name: builtins.str = ...,
+        replace: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["name", b"name", "request_id", b"request_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "replace", b"replace", "request_id", b"request_id"]) -> None: ...
 
 global___RestoreRequest = RestoreRequest
 
@@ -1947,6 +1959,7 @@ class RestoreResponse(google.protobuf.message.Message):
     SAMPLE_COUNT_FIELD_NUMBER: builtins.int
     PUT_COUNT_FIELD_NUMBER: builtins.int
     VALUE_BYTES_FIELD_NUMBER: builtins.int
+    METADATA_FIELD_NUMBER: builtins.int
     partition_count: builtins.int
     """Number of partitions that were restored."""
     sample_count: builtins.int
@@ -1955,6 +1968,8 @@ class RestoreResponse(google.protobuf.message.Message):
     """Number of puts that were made of the bytes."""
     value_bytes: builtins.int
     """Bytes of the values that were restored."""
+    metadata: builtins.str
+    """What the caller of Checkpoint gave with it: a JSON object."""
     def __init__(
         self,
         *,
@@ -1962,7 +1977,102 @@ class RestoreResponse(google.protobuf.message.Message):
         sample_count: builtins.int = ...,
         put_count: builtins.int = ...,
         value_bytes: builtins.int = ...,
+        metadata: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["partition_count", b"partition_count", "put_count", b"put_count", "sample_count", b"sample_count", "value_bytes", b"value_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["metadata", b"metadata", "partition_count", b"partition_count", "put_count", b"put_count", "sample_count", b"sample_count", "value_bytes", b"value_bytes"]) -> None: ...
 
 global___RestoreResponse = RestoreResponse
+
+@typing.final
+class ListCheckpointsRequest(google.protobuf.message.Message):
+    """Asks for checkpoints, page by page."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PREFIX_FIELD_NUMBER: builtins.int
+    PAGE_SIZE_FIELD_NUMBER: builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    prefix: builtins.str
+    """How their names begin. Empty: all checkpoints."""
+    page_size: builtins.int
+    """Most checkpoints of a page; 0, or more than the service allows (1,000): as many as it allows. A page also ends
+    before its metadata grows large.
+    """
+    page_token: builtins.str
+    """`next_page_token` of the page before, with the other fields as they were; empty: the first page."""
+    def __init__(
+        self,
+        *,
+        prefix: builtins.str = ...,
+        page_size: builtins.int = ...,
+        page_token: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["page_size", b"page_size", "page_token", b"page_token", "prefix", b"prefix"]) -> None: ...
+
+global___ListCheckpointsRequest = ListCheckpointsRequest
+
+@typing.final
+class CheckpointSummary(google.protobuf.message.Message):
+    """A checkpoint: what stands in the beginning of its file."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    WRITTEN_AT_FIELD_NUMBER: builtins.int
+    PARTITION_COUNT_FIELD_NUMBER: builtins.int
+    SAMPLE_COUNT_FIELD_NUMBER: builtins.int
+    FILE_BYTES_FIELD_NUMBER: builtins.int
+    METADATA_FIELD_NUMBER: builtins.int
+    PROBLEM_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """The name that Restore takes."""
+    written_at: builtins.float
+    """When it was begun, in seconds since 1970 (UTC)."""
+    partition_count: builtins.int
+    """Number of partitions in it."""
+    sample_count: builtins.int
+    """Number of samples in it."""
+    file_bytes: builtins.int
+    """Size of its file in bytes."""
+    metadata: builtins.str
+    """What the caller of Checkpoint gave with it: a JSON object."""
+    problem: builtins.str
+    """Why its beginning cannot be read; all above but the name and the size are unset then. Empty: it can."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        written_at: builtins.float = ...,
+        partition_count: builtins.int = ...,
+        sample_count: builtins.int = ...,
+        file_bytes: builtins.int = ...,
+        metadata: builtins.str = ...,
+        problem: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["file_bytes", b"file_bytes", "metadata", b"metadata", "name", b"name", "partition_count", b"partition_count", "problem", b"problem", "sample_count", b"sample_count", "written_at", b"written_at"]) -> None: ...
+
+global___CheckpointSummary = CheckpointSummary
+
+@typing.final
+class ListCheckpointsResponse(google.protobuf.message.Message):
+    """One page of checkpoints."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CHECKPOINTS_FIELD_NUMBER: builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    next_page_token: builtins.str
+    """Sent back as `page_token` for the next page. Empty: this is the last one."""
+    @property
+    def checkpoints(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___CheckpointSummary]:
+        """Checkpoints in the order of their names (by code points)."""
+
+    def __init__(
+        self,
+        *,
+        checkpoints: collections.abc.Iterable[global___CheckpointSummary] | None = ...,
+        next_page_token: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["checkpoints", b"checkpoints", "next_page_token", b"next_page_token"]) -> None: ...
+
+global___ListCheckpointsResponse = ListCheckpointsResponse

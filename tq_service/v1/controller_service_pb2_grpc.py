@@ -136,6 +136,11 @@ class ControllerServiceStub(object):
                 request_serializer=tq__service_dot_v1_dot_controller__service__pb2.RestoreRequest.SerializeToString,
                 response_deserializer=tq__service_dot_v1_dot_controller__service__pb2.RestoreResponse.FromString,
                 )
+        self.ListCheckpoints = channel.unary_unary(
+                '/tq_service.v1.ControllerService/ListCheckpoints',
+                request_serializer=tq__service_dot_v1_dot_controller__service__pb2.ListCheckpointsRequest.SerializeToString,
+                response_deserializer=tq__service_dot_v1_dot_controller__service__pb2.ListCheckpointsResponse.FromString,
+                )
 
 
 class ControllerServiceServicer(object):
@@ -355,11 +360,23 @@ class ControllerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Restore(self, request, context):
-        """Restores a checkpoint into a service that has no partitions. The checkpoint is read and checked whole before
-        anything is changed; then its bytes go to the storage services that are registered now, and all its partitions
-        appear in one step. Idempotent under `request_id`. Errors: FAILED_PRECONDITION (there are partitions, or the
-        service has no directory for checkpoints), INVALID_ARGUMENT (the name, no checkpoint, or one of another format),
-        DATA_LOSS (a file of it is damaged), RESOURCE_EXHAUSTED (no capacity for its bytes).
+        """Restores a checkpoint into a service that has no partitions, or in place of all it has. The checkpoint is read and
+        checked whole before anything is changed; then its bytes go to the storage services that are registered now, beside
+        what they hold, and all its partitions appear in one step. With `replace` all others are cleared in that step, and
+        calls that wait on them end with FAILED_PRECONDITION (PARTITION_CLEARED); shortly before it, changes are answered
+        with UNAVAILABLE. A crash leaves either what was there or what was restored. Idempotent under `request_id`. Errors:
+        FAILED_PRECONDITION (there are partitions and `replace` is unset, or the service has no directory for checkpoints),
+        INVALID_ARGUMENT (the name, no checkpoint, or one of another format), DATA_LOSS (a file of it is damaged),
+        RESOURCE_EXHAUSTED (no capacity for its bytes).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListCheckpoints(self, request, context):
+        """Lists the checkpoints below the directory for checkpoints of the controller, page by page; only the beginning of
+        each is read. Changes nothing. Errors: FAILED_PRECONDITION (the service has no directory for checkpoints),
+        INVALID_ARGUMENT (page size or token).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -482,6 +499,11 @@ def add_ControllerServiceServicer_to_server(servicer, server):
                     servicer.Restore,
                     request_deserializer=tq__service_dot_v1_dot_controller__service__pb2.RestoreRequest.FromString,
                     response_serializer=tq__service_dot_v1_dot_controller__service__pb2.RestoreResponse.SerializeToString,
+            ),
+            'ListCheckpoints': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListCheckpoints,
+                    request_deserializer=tq__service_dot_v1_dot_controller__service__pb2.ListCheckpointsRequest.FromString,
+                    response_serializer=tq__service_dot_v1_dot_controller__service__pb2.ListCheckpointsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -887,5 +909,22 @@ class ControllerService(object):
         return grpc.experimental.unary_unary(request, target, '/tq_service.v1.ControllerService/Restore',
             tq__service_dot_v1_dot_controller__service__pb2.RestoreRequest.SerializeToString,
             tq__service_dot_v1_dot_controller__service__pb2.RestoreResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def ListCheckpoints(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/tq_service.v1.ControllerService/ListCheckpoints',
+            tq__service_dot_v1_dot_controller__service__pb2.ListCheckpointsRequest.SerializeToString,
+            tq__service_dot_v1_dot_controller__service__pb2.ListCheckpointsResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)

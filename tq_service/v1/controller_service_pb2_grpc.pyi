@@ -238,11 +238,23 @@ class ControllerServiceStub:
         tq_service.v1.controller_service_pb2.RestoreRequest,
         tq_service.v1.controller_service_pb2.RestoreResponse,
     ]
-    """Restores a checkpoint into a service that has no partitions. The checkpoint is read and checked whole before
-    anything is changed; then its bytes go to the storage services that are registered now, and all its partitions
-    appear in one step. Idempotent under `request_id`. Errors: FAILED_PRECONDITION (there are partitions, or the
-    service has no directory for checkpoints), INVALID_ARGUMENT (the name, no checkpoint, or one of another format),
-    DATA_LOSS (a file of it is damaged), RESOURCE_EXHAUSTED (no capacity for its bytes).
+    """Restores a checkpoint into a service that has no partitions, or in place of all it has. The checkpoint is read and
+    checked whole before anything is changed; then its bytes go to the storage services that are registered now, beside
+    what they hold, and all its partitions appear in one step. With `replace` all others are cleared in that step, and
+    calls that wait on them end with FAILED_PRECONDITION (PARTITION_CLEARED); shortly before it, changes are answered
+    with UNAVAILABLE. A crash leaves either what was there or what was restored. Idempotent under `request_id`. Errors:
+    FAILED_PRECONDITION (there are partitions and `replace` is unset, or the service has no directory for checkpoints),
+    INVALID_ARGUMENT (the name, no checkpoint, or one of another format), DATA_LOSS (a file of it is damaged),
+    RESOURCE_EXHAUSTED (no capacity for its bytes).
+    """
+
+    ListCheckpoints: grpc.UnaryUnaryMultiCallable[
+        tq_service.v1.controller_service_pb2.ListCheckpointsRequest,
+        tq_service.v1.controller_service_pb2.ListCheckpointsResponse,
+    ]
+    """Lists the checkpoints below the directory for checkpoints of the controller, page by page; only the beginning of
+    each is read. Changes nothing. Errors: FAILED_PRECONDITION (the service has no directory for checkpoints),
+    INVALID_ARGUMENT (page size or token).
     """
 
 class ControllerServiceAsyncStub:
@@ -464,11 +476,23 @@ class ControllerServiceAsyncStub:
         tq_service.v1.controller_service_pb2.RestoreRequest,
         tq_service.v1.controller_service_pb2.RestoreResponse,
     ]
-    """Restores a checkpoint into a service that has no partitions. The checkpoint is read and checked whole before
-    anything is changed; then its bytes go to the storage services that are registered now, and all its partitions
-    appear in one step. Idempotent under `request_id`. Errors: FAILED_PRECONDITION (there are partitions, or the
-    service has no directory for checkpoints), INVALID_ARGUMENT (the name, no checkpoint, or one of another format),
-    DATA_LOSS (a file of it is damaged), RESOURCE_EXHAUSTED (no capacity for its bytes).
+    """Restores a checkpoint into a service that has no partitions, or in place of all it has. The checkpoint is read and
+    checked whole before anything is changed; then its bytes go to the storage services that are registered now, beside
+    what they hold, and all its partitions appear in one step. With `replace` all others are cleared in that step, and
+    calls that wait on them end with FAILED_PRECONDITION (PARTITION_CLEARED); shortly before it, changes are answered
+    with UNAVAILABLE. A crash leaves either what was there or what was restored. Idempotent under `request_id`. Errors:
+    FAILED_PRECONDITION (there are partitions and `replace` is unset, or the service has no directory for checkpoints),
+    INVALID_ARGUMENT (the name, no checkpoint, or one of another format), DATA_LOSS (a file of it is damaged),
+    RESOURCE_EXHAUSTED (no capacity for its bytes).
+    """
+
+    ListCheckpoints: grpc.aio.UnaryUnaryMultiCallable[
+        tq_service.v1.controller_service_pb2.ListCheckpointsRequest,
+        tq_service.v1.controller_service_pb2.ListCheckpointsResponse,
+    ]
+    """Lists the checkpoints below the directory for checkpoints of the controller, page by page; only the beginning of
+    each is read. Changes nothing. Errors: FAILED_PRECONDITION (the service has no directory for checkpoints),
+    INVALID_ARGUMENT (page size or token).
     """
 
 class ControllerServiceServicer(metaclass=abc.ABCMeta):
@@ -736,11 +760,25 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.controller_service_pb2.RestoreRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.RestoreResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.RestoreResponse]]:
-        """Restores a checkpoint into a service that has no partitions. The checkpoint is read and checked whole before
-        anything is changed; then its bytes go to the storage services that are registered now, and all its partitions
-        appear in one step. Idempotent under `request_id`. Errors: FAILED_PRECONDITION (there are partitions, or the
-        service has no directory for checkpoints), INVALID_ARGUMENT (the name, no checkpoint, or one of another format),
-        DATA_LOSS (a file of it is damaged), RESOURCE_EXHAUSTED (no capacity for its bytes).
+        """Restores a checkpoint into a service that has no partitions, or in place of all it has. The checkpoint is read and
+        checked whole before anything is changed; then its bytes go to the storage services that are registered now, beside
+        what they hold, and all its partitions appear in one step. With `replace` all others are cleared in that step, and
+        calls that wait on them end with FAILED_PRECONDITION (PARTITION_CLEARED); shortly before it, changes are answered
+        with UNAVAILABLE. A crash leaves either what was there or what was restored. Idempotent under `request_id`. Errors:
+        FAILED_PRECONDITION (there are partitions and `replace` is unset, or the service has no directory for checkpoints),
+        INVALID_ARGUMENT (the name, no checkpoint, or one of another format), DATA_LOSS (a file of it is damaged),
+        RESOURCE_EXHAUSTED (no capacity for its bytes).
+        """
+
+    @abc.abstractmethod
+    def ListCheckpoints(
+        self,
+        request: tq_service.v1.controller_service_pb2.ListCheckpointsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[tq_service.v1.controller_service_pb2.ListCheckpointsResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.ListCheckpointsResponse]]:
+        """Lists the checkpoints below the directory for checkpoints of the controller, page by page; only the beginning of
+        each is read. Changes nothing. Errors: FAILED_PRECONDITION (the service has no directory for checkpoints),
+        INVALID_ARGUMENT (page size or token).
         """
 
 def add_ControllerServiceServicer_to_server(servicer: ControllerServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Final
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
 
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
@@ -13,6 +13,7 @@ from tq_service.client._sync.calls import Base
 from tq_service.client.requests import field_specs, listed, request_of, staleness_limit_messages
 from tq_service.results import (
     CheckpointCopy,
+    CheckpointSummary,
     PartitionDescription,
     PartitionSummary,
     RestoredCheckpoint,
@@ -22,6 +23,7 @@ from tq_service.results import (
 from tq_service.schema import FieldSpec, Layout, StalenessLimit
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1.storage_service_pb2 import StatRequest
+from tq_service.wire.json_objects import decode_object, encode_object
 from tq_service.wire.mapper import read_message
 
 # How long a checkpoint may take to be written or restored where the caller does not say.
@@ -187,7 +189,9 @@ class PartitionCalls(Base):
         pages = self._pages(lambda to: to.ListSamplers, pb.ListSamplersRequest(), self._deadline(timeout))
         return [read_message(SamplerDescription, one) for page in pages for one in page.samplers]
 
-    def checkpoint(self, name: str, *, timeout: float | None = None) -> CheckpointCopy:
+    def checkpoint(
+        self, name: str, *, metadata: Mapping[str, Any] | None = None, timeout: float | None = None
+    ) -> CheckpointCopy:
         """Write a consistent copy of everything to the controller's disk, while all else goes on.
 
         The name has the new checkpoint whole, or the one before it.
@@ -195,38 +199,59 @@ class PartitionCalls(Base):
         Args:
             name: a place below the `checkpoint_dir` of the service, such as "nightly/2026-11-21"; parts of letters,
                 digits and "._=@+-" that begin with a letter or digit, at most 200 characters in all.
+            metadata: what `restore` and `list_checkpoints` are to answer with it, such as the step of a trainer: a
+                mapping of strings to what JSON has, at most 256 KiB; tuples come back as lists.
             timeout: seconds until the call fails and the copy is cancelled; None: an hour.
 
         Raises:
-            InvalidArgumentError: the name is none, or cannot be written to.
+            InvalidArgumentError: the name is none, or cannot be written to; or the metadata is not JSON.
             PreconditionError: another checkpoint is being written or restored, or the service has no `checkpoint_dir`.
             DiskFullError: the disk has no space.
             DataLossError: bytes that are to be copied are lost; it names their samples.
         """
         seconds = _CHECKPOINT_SECONDS if timeout is None else timeout
-        answer = self._ask(lambda to: to.Checkpoint, pb.CheckpointRequest, seconds, name=name)
+        text = encode_object("metadata", metadata)
+        answer = self._ask(lambda to: to.Checkpoint, pb.CheckpointRequest, seconds, name=name, metadata=text)
         return read_message(CheckpointCopy, answer)
 
-    def restore(self, name: str, *, timeout: float | None = None) -> RestoredCheckpoint:
-        """Bring back what a checkpoint holds, into a service that has no partitions.
+    def list_checkpoints(self, prefix: str = "", *, timeout: float | None = None) -> list[CheckpointSummary]:
+        """Return the checkpoints whose names begin with `prefix`, in the order of their names, with their metadata.
+
+        Raises:
+            PreconditionError: the service has no `checkpoint_dir`.
+        """
+        request = request_of(pb.ListCheckpointsRequest, prefix=prefix)
+        pages = self._pages(lambda to: to.ListCheckpoints, request, self._deadline(timeout))
+        return [
+            read_message(CheckpointSummary, one, metadata=decode_object(one.metadata))
+            for page in pages
+            for one in page.checkpoints
+        ]
+
+    def restore(self, name: str, *, replace: bool = False, timeout: float | None = None) -> RestoredCheckpoint:
+        """Bring back what a checkpoint holds: into a service that has no partitions, or in place of all it has.
 
         It is read and checked whole before anything is done. Its bytes go to the storage services there are now, and
         all its partitions appear in one step, with their claims: trainers go on where they were.
 
         Args:
             name: the name that it was written under.
+            replace: whether it takes the place of all partitions there are, in that step: a crash leaves what was there
+                or what was restored. Calls that wait on what was there end with PartitionClearedError, and its
+                BatchMetas are stale (StaleIncarnationError), also those of partitions that come back. The storage
+                services need capacity for both.
             timeout: seconds until the call fails and nothing is restored; None: an hour.
 
         Raises:
-            PreconditionError: there are partitions, or another checkpoint is being written or restored, or the service
-                has no `checkpoint_dir`.
+            PreconditionError: there are partitions and `replace` is False, or another checkpoint is being written or
+                restored, or the service has no `checkpoint_dir`.
             InvalidArgumentError: there is no checkpoint.
             SnapshotDamagedError: it is damaged.
             QuotaExceededError: the storage services have no capacity for its bytes.
         """
         seconds = _CHECKPOINT_SECONDS if timeout is None else timeout
-        answer = self._ask(lambda to: to.Restore, pb.RestoreRequest, seconds, name=name)
-        return read_message(RestoredCheckpoint, answer)
+        answer = self._ask(lambda to: to.Restore, pb.RestoreRequest, seconds, name=name, replace=replace)
+        return read_message(RestoredCheckpoint, answer, metadata=decode_object(answer.metadata))
 
     def storage_stat(self, address: str | None = None, *, timeout: float | None = None) -> StorageStat:
         """Return sizes and counts of the storage service at an address; None: the client's own."""

@@ -159,6 +159,7 @@ class StateMachine:
         log: None: nothing is written down, as while a log is read.
         fatal: called where the state cannot be used any more, with the reason and the error.
         listener: called with what follows from a group once that was appended.
+        refusal: returns why no change is made at present; None: changes are made.
     """
 
     def __init__(self, state: State) -> None:
@@ -166,6 +167,7 @@ class StateMachine:
         self.log: ChangeLog | None = None
         self.fatal: Callable[[str, BaseException], None] = _log_critical
         self.listener: Callable[[Step], None] = lambda step: None
+        self.refusal: Callable[[], TqError] | None = None
         self._group: Group | None = None
         self._clock_offset = time.time() - time.monotonic()
         self._last_seconds = 0.0
@@ -235,6 +237,8 @@ class Group:
 
     def make(self, changes: Sequence[tuple[Change, Any]]) -> Any:
         """Encode changes, then apply them; return what came of the last one."""
+        if self._machine.refusal is not None:
+            raise self._machine.refusal()
         log, result = self._machine.log, None
         encoded = [b"" if log is None else log.encode(change) for change, _ in changes]
         try:
