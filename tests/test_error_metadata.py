@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tq_service import errors
+from tq_service.client import Client
 from tq_service.schema import EndCounts
 from tq_service.wire.error_table import ERROR_CLASSES, code_of, from_rpc_error, to_status
 
@@ -151,6 +153,26 @@ def errors_of_ends() -> list[str]:
 
 def test_few_places_pass_on_metadata_that_cannot_be_read_there() -> None:
     assert {(site.path, site.kind.__name__) for site in SITES if site.is_open} == PASSED_ON
+
+
+SERVICE_LAYERS = ("domain", "samplers", "server", "storage")
+# Names of the Python client's methods, and what is given to one by keyword.
+OF_PYTHON = re.compile(
+    "|".join([rf"\b{name}\b" for name in dir(Client) if "_" in name.strip("_")] + [r"\b[a-z_]{3,}=(?![=a-z{])"])
+)
+
+
+def test_what_the_service_says_is_for_clients_in_every_language() -> None:
+    found = []
+    for path in (path for layer in SERVICE_LAYERS for path in sorted((PACKAGE / layer).rglob("*.py"))):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        docs = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        for node in nodes:
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
+                said = re.sub(r"\(in Python [^)]*\)", "", node.value)
+                if " " in said and OF_PYTHON.search(said):
+                    found.append(f"{path.relative_to(PACKAGE)}:{node.lineno}: {said}")
+    assert found == []
 
 
 @pytest.mark.parametrize("kind", sorted(CLASSES.values(), key=repr), ids=lambda kind: kind.reason)

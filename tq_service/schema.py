@@ -86,7 +86,7 @@ class FieldSpec:
         if self.encoding is not None and self.layout is not Layout.OBJECT:
             raise InvalidArgumentError(
                 f"field {self.name!r}: encoding {self.encoding.value!r} is of objects, and the layout is "
-                f"{self.layout or 'not given'}; give layout='object' too",
+                f"{self.layout or 'not given'}; give the layout object too",
                 field="encoding",
                 metadata={"field_name": self.name},
             )

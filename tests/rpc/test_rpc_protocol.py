@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import pytest
 from google.rpc.error_details_pb2 import ErrorInfo
-from live_server import LiveServer, StartServer
+from live_server import AnyClient, LiveServer, StartServer
 from rpc_samples import new_id, reason_of, status_of, violations_of
 
 from tq_service.v1 import commit_pb2
@@ -229,3 +229,41 @@ def test_a_stream_that_stalls_says_by_which_limit(start_server: StartServer, sec
 def _never_ending(header: storage_pb.PutHeader) -> Any:
     yield storage_pb.PutRequest(header=header)
     threading.Event().wait(10)
+
+
+# What was written
+
+
+def test_values_for_a_failed_sample_are_dropped_and_its_state_stays(server: LiveServer) -> None:
+    made = put(server, column("x", numbers(1, 2)), row_count=2, keys=["a", "b"])
+    put(server, column("x", numbers(1)), row_count=1, keys=["a"], state=meta_pb.SAMPLE_STATE_FAILED)
+    again = put(server, column("v", numbers(5, 6)), row_count=2, keys=["a", "b"])
+    assert again.global_indexes == made.global_indexes
+    error = refused(lambda: locate(server, keys=["b", "a"], data_fields=["v"]))
+    assert (error.code(), reason_of(error)) == (CODE.NOT_FOUND, "CELL_NOT_FOUND")
+    assert "sample 0 (key 'a') of partition 'p' has no 'v', and gets none: it has failed" in error.details()
+    found = locate(server, keys=["b", "a"], data_fields=["v"], skip_missing=True)
+    assert (found.global_indexes, get(server, found).values) == ([1], numbers(6))
+    revived = put_request([column("v", numbers(5))], 1, keys=["a"], state=meta_pb.SAMPLE_STATE_LIVE)
+    assert reason_of(refused(lambda: server.storage.PutInline(revived, timeout=20))) == "SAMPLE_FAILED"
+
+
+@pytest.mark.parametrize("named", [{"keys": ["b", "a", "b"]}, {"global_indexes": [1, 0, 1]}])
+@pytest.mark.parametrize("skip_missing", [False, True])
+def test_samples_may_be_located_and_read_twice(
+    server: LiveServer, client: AnyClient, named: dict[str, Any], skip_missing: bool
+) -> None:
+    put(server, column("x", numbers(1, 2)), row_count=2, keys=["a", "b"])
+    found = locate(server, **named, skip_missing=skip_missing)
+    assert (found.global_indexes, found.keys) == ([1, 0, 1], ["b", "a", "b"])
+    assert get(server, found).values == numbers(2, 1, 2)
+    assert client.get_data(partition_id="p", **named)["x"].tolist() == [2, 1, 2]
+
+
+def test_an_overwritten_cell_is_located_anew(server: LiveServer) -> None:
+    made = put(server, column("x", numbers(1, 2)), row_count=2)
+    before = locate(server, global_indexes=made.global_indexes)
+    put(server, column("x", numbers(3)), row_count=1, global_indexes=[0], incarnation=made.incarnation)
+    error = refused(lambda: get(server, before))
+    assert (error.code(), reason_of(error)) == (CODE.NOT_FOUND, "PUT_NOT_FOUND")
+    assert get(server, locate(server, global_indexes=made.global_indexes)).values == numbers(3, 2)

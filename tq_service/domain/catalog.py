@@ -196,8 +196,8 @@ class Catalog:
             return created
         if partition.settings != settings:
             raise AlreadyExistsError(
-                f"partition {partition_id!r} is there with {partition.settings}, got {settings}; create a partition "
-                f"before its first samples, and with the same settings everywhere",
+                f"partition {partition_id!r} is there with other settings: {partition.settings.unlike(settings)}; "
+                f"create a partition before its first samples, and with the same settings everywhere",
                 metadata={"resource_type": "partition", "resource_name": partition_id},
             )
         return partition

@@ -19,6 +19,7 @@ from tq_service.domain.catalog import Catalog
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Indexes
 from tq_service.domain.selection import Selection
+from tq_service.domain.states import FAILED
 from tq_service.errors import (
     CellNotFoundError,
     FieldNotFoundError,
@@ -247,7 +248,7 @@ def locate(
         raise InvalidArgumentError("samples are named by index or by key, not by both", field="keys")
     rows = _rows_of_keys(partition, keys, skip_missing=skip_missing) if keys else indexes
     if not keys and not skip_missing:
-        partition.positions_of(rows)
+        partition.positions_of(rows, may_repeat=True)
     positions = partition.table.find(rows)
     found = positions >= 0
     if skip_missing_fields:
@@ -265,7 +266,7 @@ def _rows_of_keys(partition: Partition, keys: Sequence[str], *, skip_missing: bo
         key = keys[int(np.argmax(positions < 0))]
         raise KeyNotFoundError(
             f"partition {partition.partition_id!r} has no key {key!r}; {nearest(key, partition.key_index)}; "
-            f"pass missing='skip' to leave it out",
+            f"leave it out with skip_missing (in Python missing='skip')",
             metadata={"partition_id": partition.partition_id, "key": key},
         )
     rows: Indexes = partition.table.index.data[positions[positions >= 0]]
@@ -276,10 +277,13 @@ def _missing_cell(partition: Partition, names: Sequence[str], rows: Indexes) -> 
     positions = partition.table.find(rows[:1])
     lacking = [name for name in names if not partition.cells.produced([name], positions)[0]]
     key = partition.key.data[positions[0]]
+    if partition.state.data[positions[0]] == FAILED:
+        why = ", and gets none: it has failed, so that what is put for it is dropped"
+    else:
+        why = f" yet ({rows.size} samples lack a field); a claim waits for it"
     return CellNotFoundError(
         f"sample {int(rows[0])}{'' if key is None else f' (key {key!r})'} of partition {partition.partition_id!r} has "
-        f"no {', '.join(map(repr, lacking))} yet ({rows.size} samples lack a field); wait with get_meta, or pass "
-        f"missing='skip'",
+        f"no {', '.join(map(repr, lacking))}{why}; leave it out with skip_missing (in Python missing='skip')",
         metadata={
             "partition_id": partition.partition_id,
             "global_index": str(rows[0]),

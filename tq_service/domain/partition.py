@@ -5,6 +5,7 @@ What can be done to it stands in `changes`; here is what it has, and what is rea
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -82,10 +83,28 @@ class PartitionSettings:
             )
         object.__setattr__(self, "tasks", tuple(sorted(self.tasks)))
 
+    def unlike(self, other: PartitionSettings) -> str:
+        """Return what differs, as messages have it."""
+        pairs = ((each.name, getattr(self, each.name), getattr(other, each.name)) for each in dataclasses.fields(self))
+        return ", ".join(f"{name} is {_shown(own)}, got {_shown(got)}" for name, own, got in pairs if own != got)
+
     @property
     def is_bounded(self) -> bool:
         """Whether new samples may have to wait."""
         return self.max_bytes is not None or bool(self.staleness_limits)
+
+
+def _shown(value: object) -> str:
+    """Return a setting as messages have it."""
+    match value:
+        case FieldSpec():
+            return f"{value.name}: {value.describe()}"
+        case StalenessLimit():
+            bounds = f"max_samples {_shown(value.max_samples)}, max_versions {_shown(value.max_versions)}"
+            return f"{value.task_name}: {bounds} by {value.version_column}"
+        case tuple():
+            return f"({', '.join(map(_shown, value))})"
+    return "unset" if value is None else str(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,8 +270,8 @@ class Partition:
 
     # Reading
 
-    def positions_of(self, indexes: Indexes) -> Indexes:
-        """Return the positions of samples that must be there, each named once."""
+    def positions_of(self, indexes: Indexes, *, may_repeat: bool = False) -> Indexes:
+        """Return the positions of samples that must be there; each is named once, unless it `may_repeat`."""
         positions = self.table.find(indexes)
         if bool((positions < 0).any()):
             missing = indexes[positions < 0]
@@ -262,7 +281,7 @@ class Partition:
                 f"the others were cleared",
                 metadata={"partition_id": self.partition_id, "global_index": str(missing[0])},
             )
-        if distinct(positions, self.table.count).size != positions.size:
+        if not may_repeat and distinct(positions, self.table.count).size != positions.size:
             raise InvalidArgumentError("a sample is named twice; name each once", field="global_indexes")
         return positions
 

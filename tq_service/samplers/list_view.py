@@ -42,7 +42,7 @@ class ListView:
         self._group_size = group_size
         self._meta = {name: np.asarray(column) for name, column in (meta or {}).items()}
         if group_size is not None and group_size < 1:
-            raise ValueError(f"got group_size={group_size}, expected at least 1")
+            raise ValueError(f"group_size: got {group_size}, expected at least 1")
         for name, column in self._meta.items():
             if column.shape != self._lengths.shape:
                 raise ValueError(

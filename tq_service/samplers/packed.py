@@ -114,7 +114,7 @@ class PackedSampler(LengthSampler):
         raise InvalidArgumentError(
             f"{self.length_key}: got {lengths[first]} for sample {rows[first]}, expected at most pack_max_length "
             f"({self.pack_max_length}); raise pack_max_length, clear the sample, or choose "
-            "overlong='truncate' or overlong='drop'",
+            "overlong 'truncate' or 'drop'",
             field="sampler_config",
             metadata={"column": self.length_key},
         )

@@ -105,7 +105,7 @@ class TokenBudgetSampler(LengthSampler):
         if within_tokens:
             return InvalidArgumentError(
                 f"batch_size: got {batch_size} samples, expected at least {size}: the group of sample {groups.rows[0]} "
-                "has so many and stays whole; raise batch_size or count groups with batch_unit='group'",
+                "has so many and stays whole; raise batch_size or count groups with batch_unit group",
                 field="batch_size",
             )
         if total > self.tokens_per_rank:

@@ -47,7 +47,7 @@ class LengthSampler(GroupSampler):
             position = int(np.argmin(lengths))
             raise InvalidArgumentError(
                 f"{self.length_key}: got {lengths[position]} for sample {rows[position]}, expected a token count of at "
-                "least 0; correct it with set_custom_meta",
+                "least 0; correct it with SetCustomMeta",
                 field="sampler_config",
                 metadata={"column": self.length_key},
             )

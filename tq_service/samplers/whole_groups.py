@@ -47,8 +47,8 @@ class GroupSampler(Sampler):
             raise ValueError(f"blocks: got {self.blocks!r}, expected 'aligned' or 'anywhere'")
         if self.blocks == "anywhere" and self.incomplete_groups == "take":
             raise ValueError(
-                "incomplete_groups: got 'take' with blocks='anywhere', expected 'skip', since such groups are found "
-                "among the ready samples; name the groups with groups= to take the rest of them"
+                "incomplete_groups: got 'take' with blocks 'anywhere', expected 'skip', since such groups are found "
+                "among the ready samples; name the groups to take the rest of them"
             )
 
     def check(self, request: PlanRequest) -> None:
@@ -58,7 +58,7 @@ class GroupSampler(Sampler):
             return
         raise InvalidArgumentError(
             f"batch_size: got {request.batch_size} samples for sampler {self.name!r}, expected a multiple of "
-            f"n_samples_per_prompt ({group_size}), since groups stay whole; or count groups with batch_unit='group'",
+            f"n_samples_per_prompt ({group_size}), since groups stay whole; or count groups with batch_unit group",
             field="batch_size",
         )
 
@@ -109,7 +109,7 @@ def take_groups(
         raise InvalidArgumentError(
             f"batch_size: got {request.batch_size} samples for {request.rank_count} rank(s), {total} together, "
             f"expected at least {int(more.sizes[0])}: the group of sample {int(more.rows[0])} has so many and stays "
-            "whole; raise batch_size or count groups with batch_unit='group'",
+            "whole; raise batch_size or count groups with batch_unit group",
             field="batch_size",
         )
     return fitting

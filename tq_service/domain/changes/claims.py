@@ -336,7 +336,7 @@ def _lease_of(task: TaskLedger, claim: QueueClaim) -> LeaseTerms:
     if claim.lease is None:
         raise PreconditionError(
             f"this claim of task {task.name!r} has no lease, so its samples were done when they were delivered; ask "
-            "with lease= to acknowledge them",
+            "with a lease to acknowledge them",
             metadata={"task_name": task.name},
         )
     return claim.lease

@@ -293,8 +293,8 @@ def check_write(partition: Partition, write: SampleWrite) -> CheckedWrite:
     if partition.sealed and new_count:
         raise PartitionSealedError(
             f"partition {partition.partition_id!r} is sealed with {partition.inserted_count} samples, got "
-            f"{new_count} new ones; put columns of existing samples with metadata= or key_mode='existing', "
-            f"remove it with clear_partition to start over, or use another partition",
+            f"{new_count} new ones; put columns of existing samples by their indexes, or by keys with key_mode "
+            f"existing; clear the partition to start over, or use another one",
             metadata={"partition_id": partition.partition_id},
         )
     specs = partition.cells.merged_specs(write.columns)
@@ -368,7 +368,7 @@ def _find_rows(partition: Partition, write: SampleWrite) -> Indexes | None:
     if write.key_mode == "new" and is_known.any():
         raise AlreadyExistsError(
             f"key {keys[int(np.argmax(is_known))]!r} is known in partition {partition.partition_id!r}; use "
-            f"key_mode='upsert' to write to it",
+            f"key_mode upsert to write to it",
             metadata={
                 "resource_type": "key",
                 "resource_name": keys[int(np.argmax(is_known))],
@@ -379,7 +379,7 @@ def _find_rows(partition: Partition, write: SampleWrite) -> Indexes | None:
         key = keys[int(np.argmin(is_known))]
         raise KeyNotFoundError(
             f"partition {partition.partition_id!r} has no key {key!r}; {nearest(key, index)}; use "
-            f"key_mode='upsert' to add it",
+            f"key_mode upsert to add it",
             metadata={"partition_id": partition.partition_id, "key": key},
         )
     return positions

@@ -44,8 +44,8 @@ class Grouping:
         if size is not None and not self._groups.in_use and step % size:
             raise InvalidArgumentError(
                 f"n_samples_per_prompt is {size}, but samples were put in steps of {step}: blocks of consecutive "
-                f"indexes are not groups; put multiples of {size}, name the groups with groups=, or have them begin "
-                f"anywhere with blocks='anywhere'",
+                f"indexes are not groups; put multiples of {size}, name their groups, or have them begin anywhere "
+                f"with blocks 'anywhere'",
                 field="sampler_config",
                 metadata={"option": "n_samples_per_prompt"},
             )

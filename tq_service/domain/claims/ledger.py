@@ -286,7 +286,7 @@ class TaskLedger(TaskFacts):
         if epoch is not None and epoch != self.epoch:
             raise StaleEpochError(
                 f"task {self.name!r} is at epoch {self.epoch}, got epoch {epoch}; its consumption was reset since: "
-                f"take the epoch of check_consumption",
+                f"take the epoch of CheckConsumption",
                 metadata={"task_name": self.name, "got": str(epoch), "expected": str(self.epoch)},
             )
 

@@ -385,9 +385,8 @@ class PartitionView:
         rows = slice(0, self._count)
         if (self._rows.has_data(rows) & self._rows.allowed(rows)).any():
             raise MissingLengthError(
-                f"no sample has custom_meta[{source.key!r}], which the sampler needs: put "
-                f"custom_meta=[{{{source.key!r}: number of tokens}}, ...] with the samples, or name a "
-                f"jagged field as length_field",
+                f"no sample has a value in the custom_meta column {source.key!r}, which the sampler needs: put the "
+                f"number of tokens there, or name a jagged field as length_field",
                 field="sampler_config",
                 metadata={"partition_id": self._partition.partition_id, "column": source.key},
             )

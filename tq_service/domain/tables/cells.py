@@ -443,8 +443,8 @@ def _takes(layout: Layout | None, given: Layout | None) -> bool:
 
 def _mismatch(known: FieldSpec, new: FieldSpec, hint: str = "") -> FieldMismatchError:
     hint = hint or (
-        f"put the same dtype, layout and row shape, or declare the field with create_partition(..., "
-        f"fields=[FieldSpec({known.name!r}, layout='jagged')]) before its first put where rows differ in shape"
+        "put the same dtype, layout and row shape; where rows differ in shape, declare the field as jagged when the "
+        "partition is created, or put its first rows as jagged"
     )
     return FieldMismatchError(
         f"field {known.name!r} is {known.describe()}, got {new.describe()}; {hint}",

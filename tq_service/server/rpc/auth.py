@@ -225,7 +225,7 @@ def _showing_its_own(method: Method, token: Token, behavior: Behavior) -> Behavi
             return await behavior(request, context)
         except PartitionNotFoundError as error:  # its text names partitions like the one that was asked for
             raise PartitionNotFoundError(
-                "there is no such partition; list_partitions shows those this token is for",
+                "there is no such partition; ListPartitions shows those this token is for",
                 metadata=error.metadata,
             ) from None
 
