@@ -260,7 +260,7 @@ def test_samples_may_be_located_and_read_twice(
     assert client.get_data(partition_id="p", **named)["x"].tolist() == [2, 1, 2]
 
 
-def test_an_overwritten_cell_is_located_anew(server: LiveServer) -> None:
+def test_an_overwritten_cell_is_located_again(server: LiveServer) -> None:
     made = put(server, column("x", numbers(1, 2)), row_count=2)
     before = locate(server, global_indexes=made.global_indexes)
     put(server, column("x", numbers(3)), row_count=1, global_indexes=[0], incarnation=made.incarnation)

@@ -33,7 +33,7 @@ class _KeyModeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTy
     KEY_MODE_NEW: _KeyMode.ValueType  # 2
     """Every key makes a sample; one that is known is ALREADY_EXISTS."""
     KEY_MODE_EXISTING: _KeyMode.ValueType  # 3
-    """Every key names its sample; without keys it is INVALID_ARGUMENT, but where `global_indexes` name the samples."""
+    """Every key names its sample; one that is unknown is KEY_NOT_FOUND. A write without keys must have `global_indexes`."""
 
 class KeyMode(_KeyMode, metaclass=_KeyModeEnumTypeWrapper):
     """How `SampleWrite.keys` are resolved."""
@@ -45,7 +45,7 @@ KEY_MODE_UPSERT: KeyMode.ValueType  # 1
 KEY_MODE_NEW: KeyMode.ValueType  # 2
 """Every key makes a sample; one that is known is ALREADY_EXISTS."""
 KEY_MODE_EXISTING: KeyMode.ValueType  # 3
-"""Every key names its sample; without keys it is INVALID_ARGUMENT, but where `global_indexes` name the samples."""
+"""Every key names its sample; one that is unknown is KEY_NOT_FOUND. A write without keys must have `global_indexes`."""
 global___KeyMode = KeyMode
 
 @typing.final
@@ -69,9 +69,11 @@ class SampleWrite(google.protobuf.message.Message):
     partition_id: builtins.str
     """The partition, 1 to 512 printable characters. It is made with default settings where it does not exist."""
     incarnation: builtins.bytes
-    """The incarnation for which `global_indexes` were returned; needed with them. Empty: any."""
+    """The incarnation for which `global_indexes` were returned; needed with them. It may be sent with new samples and
+    with keys too: the write is STALE_INCARNATION where the partition was made again. Empty: any.
+    """
     row_count: builtins.int
-    """Number of samples written, 0 to 2^24. All lists here, and all columns of the put, have one value for each."""
+    """Number of samples written, 1 to 2^24. All lists here, and all columns of the put, have one value for each."""
     key_mode: global___KeyMode.ValueType
     """What to do with keys that are known, or not. Unset: UPSERT. It says nothing without `keys`."""
     group_size: builtins.int
@@ -79,20 +81,23 @@ class SampleWrite(google.protobuf.message.Message):
     CloseGroups or with the seal.
     """
     state: tq_service.v1.metadata_pb2.SampleState.ValueType
-    """The state that the samples get. Unset: new ones are live, existing ones keep theirs. A failed sample stays
-    failed.
+    """The state that the samples get. Unset: new ones are live, existing ones keep theirs. A failed sample stays failed:
+    to make it live or held is SAMPLE_FAILED, and values put for it are dropped without an error, since others of the
+    same put are kept.
     """
     @property
     def global_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Existing samples, each once. Empty: samples are new, or named by `keys`."""
+        """Existing samples, each once; not together with `keys`. Empty: samples are new, or named by `keys`."""
 
     @property
     def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Names of the samples, unique in the partition, one for each. Empty: new samples have none."""
+        """Names of the samples, unique in the partition, one for each, none of them empty. Empty: new samples have none."""
 
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """The group of each new sample, "" for one without. Empty: none has one."""
+        """The group of each new sample, "" for one without. For one that exists: "", or the group that it has. Empty: no new
+        sample has one.
+        """
 
     @property
     def custom_meta(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[tq_service.v1.metadata_pb2.MetaColumn]:
@@ -128,7 +133,7 @@ class PutPlacement(google.protobuf.message.Message):
     put_id: builtins.bytes
     """The id that the client gave the put (16 bytes)."""
     receipt: builtins.bytes
-    """`PutResponse.receipt`, unchanged. Empty where Put returned none."""
+    """`PutResponse.receipt`, unchanged. Empty where Put returned none; another one is INVALID_ARGUMENT then."""
     @property
     def storage(self) -> tq_service.v1.metadata_pb2.StorageEndpoint:
         """`PutResponse.storage`: the storage service and the boot that took the put."""

@@ -485,7 +485,9 @@ class GetMetaRequest(google.protobuf.message.Message):
     dp_size: builtins.int
     """Number of ranks; the first claim of an epoch fixes it."""
     batch_index: builtins.int
-    """Which batch of the epoch, counted from 0."""
+    """Which batch of the epoch, counted from 0: each rank raises it by one after each batch. One beyond the next that is
+    to be planned is NOT_YET, until the ranks have claimed those before it.
+    """
     drop_last: builtins.bool
     """Whether a last batch that is short is left out, and its samples counted as `left_over_count`. Unset: it is
     delivered.
@@ -501,12 +503,15 @@ class GetMetaRequest(google.protobuf.message.Message):
     sealed.
     """
     max_deliveries: builtins.int
-    """Queue workers with a lease: a sample that was delivered so often and never acknowledged is dead-lettered. 0: no
-    bound.
+    """Queue workers with a lease: where the lease of this claim runs out, its samples that have been delivered so often
+    to the task, this time included, are dead-lettered; others can be claimed again. Released samples do not count as
+    delivered. 0: no bound.
     """
     @property
     def data_fields(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Fields that a sample must have to be ready; the answer says where these cells are. At least one."""
+        """Fields that a sample must have to be ready; the answer says where these cells are. At least one, each once. One
+        that the partition does not have yet is waited for, so one whose name is misspelt is waited for without end.
+        """
 
     @property
     def sampler_config(self) -> google.protobuf.struct_pb2.Struct:
@@ -610,10 +615,12 @@ class ReleaseClaimRequest(google.protobuf.message.Message):
     task_name: builtins.str
     """The consumer that made the claim."""
     claim_request_id: builtins.bytes
-    """`BatchMeta.claim_request_id` of the claim: the `request_id` of the GetMeta that made it."""
+    """The `request_id` of the GetMeta that made the claim: `BatchMeta.claim_request_id` says it of a leased one."""
     @property
     def global_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Samples of a leased claim. Empty: all that are left of the claim, leased or not."""
+        """Samples of a leased claim. Empty: all that are left of the claim, leased or not; so do not call it where a list of
+        samples turns out to be empty.
+        """
 
     def __init__(
         self,
@@ -671,10 +678,12 @@ class AckClaimRequest(google.protobuf.message.Message):
     task_name: builtins.str
     """The consumer that made the claim."""
     claim_request_id: builtins.bytes
-    """`BatchMeta.claim_request_id` of the claim: the `request_id` of the GetMeta that made it."""
+    """`BatchMeta.claim_request_id` of the claim, which is leased."""
     @property
     def global_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Samples of the claim; of a claim of whole groups whole groups. Empty: all that are left of it."""
+        """Samples of the claim; of a claim of whole groups whole groups. Empty: all that are left of it; so do not call it
+        where a list of samples turns out to be empty.
+        """
 
     def __init__(
         self,
@@ -733,7 +742,7 @@ class ExtendClaimRequest(google.protobuf.message.Message):
     task_name: builtins.str
     """The consumer that made the claim."""
     claim_request_id: builtins.bytes
-    """`BatchMeta.claim_request_id` of the claim: the `request_id` of the GetMeta that made it."""
+    """`BatchMeta.claim_request_id` of the claim, which is leased."""
     @property
     def lease(self) -> google.protobuf.duration_pb2.Duration:
         """How long the lease lasts, counted from now; more than 0, at most a day. It may be shorter than what was left."""
@@ -1167,7 +1176,7 @@ class LookupSamplesResponse(google.protobuf.message.Message):
 
     @property
     def missing_keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Keys that no sample has, of those that this page is about."""
+        """Keys that no sample has, of those that this page is about; they count towards `page_size`."""
 
     @property
     def missing_global_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -1216,22 +1225,26 @@ class LocateRequest(google.protobuf.message.Message):
     Empty: any.
     """
     skip_missing: builtins.bool
-    """Whether samples that do not exist, or lack a cell, are left out. Unset: they fail the call with NOT_FOUND."""
+    """Whether samples that do not exist, or lack one of the fields, are left out. Unset: they fail the call with
+    NOT_FOUND.
+    """
     skip_missing_fields: builtins.bool
     """Whether fields that the partition does not have, or that not all of the samples have, are left out. No sample is
     left out for a cell that it lacks, then. Unset: they fail the call with NOT_FOUND.
     """
     @property
     def global_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Indexes of samples, at most 65,536, in the order of the answer."""
+        """Indexes of samples, at most 65,536, in the order of the answer. One that comes twice is answered twice."""
 
     @property
     def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Keys of samples instead, at most 65,536, in the order of the answer."""
+        """Keys of samples instead, at most 65,536, in the order of the answer. One that comes twice is answered twice."""
 
     @property
     def data_fields(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Names of fields. Empty: all fields of the partition."""
+        """Names of fields. Empty: all fields of the partition, so that a sample which lacks one of them is missing,
+        unless `skip_missing_fields`.
+        """
 
     def __init__(
         self,
@@ -1824,14 +1837,18 @@ class PlacePutResponse(google.protobuf.message.Message):
     commit.
     """
     controller_id: builtins.bytes
-    """Sent as `PutHeader.controller_id` (16 bytes)."""
+    """Sent as `PutHeader.controller_id` (16 bytes). Another one than before: the controller has restarted without
+    what it had.
+    """
     grant_bytes: builtins.int
     """How many bytes of other puts the grant is for, all of them together."""
     max_granted_put_bytes: builtins.int
     """Size of the largest put that may go there unasked; larger ones are placed each, so that the services fill evenly."""
     @property
     def storages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[tq_service.v1.metadata_pb2.StorageEndpoint]:
-        """Storage services to put to in turn, the first one first; at least one."""
+        """Storage services that have capacity, at least one. The put goes to the first; other puts under the grant go to the
+        next ones in turn, so that the services fill evenly. Where one does not answer, PlacePut is called again.
+        """
 
     @property
     def grant_duration(self) -> google.protobuf.duration_pb2.Duration:

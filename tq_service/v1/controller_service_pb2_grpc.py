@@ -12,7 +12,8 @@ class ControllerServiceStub(object):
     Errors come as google.rpc.Status with ErrorInfo (domain "tq_service", a reason of docs/errors.md). Every call may
     answer INVALID_ARGUMENT (with field violations), UNAVAILABLE (draining) and INTERNAL; a refused call changes nothing.
     Mutating requests carry a client-made `request_id` of 16 random bytes, the same over retries: a repeat has one effect
-    and gets the recorded answer.
+    and gets the recorded answer. What else it says is not compared. Answers are recorded for all partitions together,
+    for 10 minutes, or less where there are very many.
     """
 
     def __init__(self, channel):
@@ -149,7 +150,8 @@ class ControllerServiceServicer(object):
     Errors come as google.rpc.Status with ErrorInfo (domain "tq_service", a reason of docs/errors.md). Every call may
     answer INVALID_ARGUMENT (with field violations), UNAVAILABLE (draining) and INTERNAL; a refused call changes nothing.
     Mutating requests carry a client-made `request_id` of 16 random bytes, the same over retries: a repeat has one effect
-    and gets the recorded answer.
+    and gets the recorded answer. What else it says is not compared. Answers are recorded for all partitions together,
+    for 10 minutes, or less where there are very many.
     """
 
     def CreatePartition(self, request, context):
@@ -185,9 +187,10 @@ class ControllerServiceServicer(object):
         samples, or adds and overwrites columns of existing ones. Without a placement it writes metadata and state only.
         Idempotent under `request_id`. With new samples it blocks as Insert does; a put for which there is no capacity
         until then is dropped. Errors: RESOURCE_EXHAUSTED (no capacity), NOT_FOUND (unknown key or sample; PUT_NOT_FOUND:
-        the receipt is void, so put the data again), ALREADY_EXISTS (a key exists, or the put is committed under another
-        request_id), FAILED_PRECONDITION (PARTITION_SEALED, STALE_INCARNATION, SAMPLE_FAILED), INVALID_ARGUMENT (counts,
-        dtype, layout or shape differ), DATA_LOSS (the storage service has restarted and lost the put).
+        the receipt is void, so put the data again under a new put_id), ALREADY_EXISTS (a key exists, or the put is
+        committed under another request_id), FAILED_PRECONDITION (PARTITION_SEALED, STALE_INCARNATION; SAMPLE_FAILED where
+        `state` would make a failed sample live or held), INVALID_ARGUMENT (counts, dtype, layout or shape differ),
+        DATA_LOSS (the storage service has restarted and lost the put: put the data again).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -208,10 +211,10 @@ class ControllerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReleaseClaim(self, request, context):
-        """Releases a queue claim, or some samples of a leased one. Changes: they are claimable again; once nothing of the
-        claim is left, a later GetMeta under its request_id is rejected. Idempotent, does not block. Unknown claims are
-        ignored, since a client releases what it may have been delivered. Errors: NOT_FOUND (a task that is not one of
-        those the partition was created with).
+        """Releases a queue claim, or some samples of a leased one. Changes: they are claimable again, and a later GetMeta
+        under the request_id of the claim is rejected (CLAIM_RELEASED). That of an unknown claim too: a client releases
+        what it may have been delivered, and the release may come before the GetMeta. Idempotent, does not block. Errors:
+        NOT_FOUND (a task that is not one of those the partition was created with).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -220,7 +223,8 @@ class ControllerServiceServicer(object):
     def AckClaim(self, request, context):
         """Acknowledges samples of a leased queue claim: the work on them is done. Changes: they stay consumed, whatever
         becomes of the lease. Idempotent, does not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION
-        (LEASE_EXPIRED for some of them; none is acknowledged then).
+        (LEASE_EXPIRED: some of them are not the claim's any more, since its lease ran out, they were released, the task
+        was reset, or there is no such claim; none is acknowledged then), INVALID_ARGUMENT (samples that were never in it).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -228,8 +232,8 @@ class ControllerServiceServicer(object):
 
     def ExtendClaim(self, request, context):
         """Sets how long a leased queue claim still lasts, counted from now. Changes: the end of its lease. Idempotent, does
-        not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (LEASE_EXPIRED, or nothing is left of the
-        claim), INVALID_ARGUMENT (the lease).
+        not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (LEASE_EXPIRED, as for AckClaim, or nothing
+        is left of the claim), INVALID_ARGUMENT (the lease).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -518,7 +522,8 @@ class ControllerService(object):
     Errors come as google.rpc.Status with ErrorInfo (domain "tq_service", a reason of docs/errors.md). Every call may
     answer INVALID_ARGUMENT (with field violations), UNAVAILABLE (draining) and INTERNAL; a refused call changes nothing.
     Mutating requests carry a client-made `request_id` of 16 random bytes, the same over retries: a repeat has one effect
-    and gets the recorded answer.
+    and gets the recorded answer. What else it says is not compared. Answers are recorded for all partitions together,
+    for 10 minutes, or less where there are very many.
     """
 
     @staticmethod

@@ -24,7 +24,8 @@ class ControllerServiceStub:
     Errors come as google.rpc.Status with ErrorInfo (domain "tq_service", a reason of docs/errors.md). Every call may
     answer INVALID_ARGUMENT (with field violations), UNAVAILABLE (draining) and INTERNAL; a refused call changes nothing.
     Mutating requests carry a client-made `request_id` of 16 random bytes, the same over retries: a repeat has one effect
-    and gets the recorded answer.
+    and gets the recorded answer. What else it says is not compared. Answers are recorded for all partitions together,
+    for 10 minutes, or less where there are very many.
     """
 
     def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
@@ -64,9 +65,10 @@ class ControllerServiceStub:
     samples, or adds and overwrites columns of existing ones. Without a placement it writes metadata and state only.
     Idempotent under `request_id`. With new samples it blocks as Insert does; a put for which there is no capacity
     until then is dropped. Errors: RESOURCE_EXHAUSTED (no capacity), NOT_FOUND (unknown key or sample; PUT_NOT_FOUND:
-    the receipt is void, so put the data again), ALREADY_EXISTS (a key exists, or the put is committed under another
-    request_id), FAILED_PRECONDITION (PARTITION_SEALED, STALE_INCARNATION, SAMPLE_FAILED), INVALID_ARGUMENT (counts,
-    dtype, layout or shape differ), DATA_LOSS (the storage service has restarted and lost the put).
+    the receipt is void, so put the data again under a new put_id), ALREADY_EXISTS (a key exists, or the put is
+    committed under another request_id), FAILED_PRECONDITION (PARTITION_SEALED, STALE_INCARNATION; SAMPLE_FAILED where
+    `state` would make a failed sample live or held), INVALID_ARGUMENT (counts, dtype, layout or shape differ),
+    DATA_LOSS (the storage service has restarted and lost the put: put the data again).
     """
 
     GetMeta: grpc.UnaryUnaryMultiCallable[
@@ -87,10 +89,10 @@ class ControllerServiceStub:
         tq_service.v1.controller_service_pb2.ReleaseClaimRequest,
         tq_service.v1.controller_service_pb2.ReleaseClaimResponse,
     ]
-    """Releases a queue claim, or some samples of a leased one. Changes: they are claimable again; once nothing of the
-    claim is left, a later GetMeta under its request_id is rejected. Idempotent, does not block. Unknown claims are
-    ignored, since a client releases what it may have been delivered. Errors: NOT_FOUND (a task that is not one of
-    those the partition was created with).
+    """Releases a queue claim, or some samples of a leased one. Changes: they are claimable again, and a later GetMeta
+    under the request_id of the claim is rejected (CLAIM_RELEASED). That of an unknown claim too: a client releases
+    what it may have been delivered, and the release may come before the GetMeta. Idempotent, does not block. Errors:
+    NOT_FOUND (a task that is not one of those the partition was created with).
     """
 
     AckClaim: grpc.UnaryUnaryMultiCallable[
@@ -99,7 +101,8 @@ class ControllerServiceStub:
     ]
     """Acknowledges samples of a leased queue claim: the work on them is done. Changes: they stay consumed, whatever
     becomes of the lease. Idempotent, does not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION
-    (LEASE_EXPIRED for some of them; none is acknowledged then).
+    (LEASE_EXPIRED: some of them are not the claim's any more, since its lease ran out, they were released, the task
+    was reset, or there is no such claim; none is acknowledged then), INVALID_ARGUMENT (samples that were never in it).
     """
 
     ExtendClaim: grpc.UnaryUnaryMultiCallable[
@@ -107,8 +110,8 @@ class ControllerServiceStub:
         tq_service.v1.controller_service_pb2.ExtendClaimResponse,
     ]
     """Sets how long a leased queue claim still lasts, counted from now. Changes: the end of its lease. Idempotent, does
-    not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (LEASE_EXPIRED, or nothing is left of the
-    claim), INVALID_ARGUMENT (the lease).
+    not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (LEASE_EXPIRED, as for AckClaim, or nothing
+    is left of the claim), INVALID_ARGUMENT (the lease).
     """
 
     CheckConsumption: grpc.UnaryUnaryMultiCallable[
@@ -263,7 +266,8 @@ class ControllerServiceAsyncStub:
     Errors come as google.rpc.Status with ErrorInfo (domain "tq_service", a reason of docs/errors.md). Every call may
     answer INVALID_ARGUMENT (with field violations), UNAVAILABLE (draining) and INTERNAL; a refused call changes nothing.
     Mutating requests carry a client-made `request_id` of 16 random bytes, the same over retries: a repeat has one effect
-    and gets the recorded answer.
+    and gets the recorded answer. What else it says is not compared. Answers are recorded for all partitions together,
+    for 10 minutes, or less where there are very many.
     """
 
     CreatePartition: grpc.aio.UnaryUnaryMultiCallable[
@@ -302,9 +306,10 @@ class ControllerServiceAsyncStub:
     samples, or adds and overwrites columns of existing ones. Without a placement it writes metadata and state only.
     Idempotent under `request_id`. With new samples it blocks as Insert does; a put for which there is no capacity
     until then is dropped. Errors: RESOURCE_EXHAUSTED (no capacity), NOT_FOUND (unknown key or sample; PUT_NOT_FOUND:
-    the receipt is void, so put the data again), ALREADY_EXISTS (a key exists, or the put is committed under another
-    request_id), FAILED_PRECONDITION (PARTITION_SEALED, STALE_INCARNATION, SAMPLE_FAILED), INVALID_ARGUMENT (counts,
-    dtype, layout or shape differ), DATA_LOSS (the storage service has restarted and lost the put).
+    the receipt is void, so put the data again under a new put_id), ALREADY_EXISTS (a key exists, or the put is
+    committed under another request_id), FAILED_PRECONDITION (PARTITION_SEALED, STALE_INCARNATION; SAMPLE_FAILED where
+    `state` would make a failed sample live or held), INVALID_ARGUMENT (counts, dtype, layout or shape differ),
+    DATA_LOSS (the storage service has restarted and lost the put: put the data again).
     """
 
     GetMeta: grpc.aio.UnaryUnaryMultiCallable[
@@ -325,10 +330,10 @@ class ControllerServiceAsyncStub:
         tq_service.v1.controller_service_pb2.ReleaseClaimRequest,
         tq_service.v1.controller_service_pb2.ReleaseClaimResponse,
     ]
-    """Releases a queue claim, or some samples of a leased one. Changes: they are claimable again; once nothing of the
-    claim is left, a later GetMeta under its request_id is rejected. Idempotent, does not block. Unknown claims are
-    ignored, since a client releases what it may have been delivered. Errors: NOT_FOUND (a task that is not one of
-    those the partition was created with).
+    """Releases a queue claim, or some samples of a leased one. Changes: they are claimable again, and a later GetMeta
+    under the request_id of the claim is rejected (CLAIM_RELEASED). That of an unknown claim too: a client releases
+    what it may have been delivered, and the release may come before the GetMeta. Idempotent, does not block. Errors:
+    NOT_FOUND (a task that is not one of those the partition was created with).
     """
 
     AckClaim: grpc.aio.UnaryUnaryMultiCallable[
@@ -337,7 +342,8 @@ class ControllerServiceAsyncStub:
     ]
     """Acknowledges samples of a leased queue claim: the work on them is done. Changes: they stay consumed, whatever
     becomes of the lease. Idempotent, does not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION
-    (LEASE_EXPIRED for some of them; none is acknowledged then).
+    (LEASE_EXPIRED: some of them are not the claim's any more, since its lease ran out, they were released, the task
+    was reset, or there is no such claim; none is acknowledged then), INVALID_ARGUMENT (samples that were never in it).
     """
 
     ExtendClaim: grpc.aio.UnaryUnaryMultiCallable[
@@ -345,8 +351,8 @@ class ControllerServiceAsyncStub:
         tq_service.v1.controller_service_pb2.ExtendClaimResponse,
     ]
     """Sets how long a leased queue claim still lasts, counted from now. Changes: the end of its lease. Idempotent, does
-    not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (LEASE_EXPIRED, or nothing is left of the
-    claim), INVALID_ARGUMENT (the lease).
+    not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (LEASE_EXPIRED, as for AckClaim, or nothing
+    is left of the claim), INVALID_ARGUMENT (the lease).
     """
 
     CheckConsumption: grpc.aio.UnaryUnaryMultiCallable[
@@ -501,7 +507,8 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
     Errors come as google.rpc.Status with ErrorInfo (domain "tq_service", a reason of docs/errors.md). Every call may
     answer INVALID_ARGUMENT (with field violations), UNAVAILABLE (draining) and INTERNAL; a refused call changes nothing.
     Mutating requests carry a client-made `request_id` of 16 random bytes, the same over retries: a repeat has one effect
-    and gets the recorded answer.
+    and gets the recorded answer. What else it says is not compared. Answers are recorded for all partitions together,
+    for 10 minutes, or less where there are very many.
     """
 
     @abc.abstractmethod
@@ -548,9 +555,10 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         samples, or adds and overwrites columns of existing ones. Without a placement it writes metadata and state only.
         Idempotent under `request_id`. With new samples it blocks as Insert does; a put for which there is no capacity
         until then is dropped. Errors: RESOURCE_EXHAUSTED (no capacity), NOT_FOUND (unknown key or sample; PUT_NOT_FOUND:
-        the receipt is void, so put the data again), ALREADY_EXISTS (a key exists, or the put is committed under another
-        request_id), FAILED_PRECONDITION (PARTITION_SEALED, STALE_INCARNATION, SAMPLE_FAILED), INVALID_ARGUMENT (counts,
-        dtype, layout or shape differ), DATA_LOSS (the storage service has restarted and lost the put).
+        the receipt is void, so put the data again under a new put_id), ALREADY_EXISTS (a key exists, or the put is
+        committed under another request_id), FAILED_PRECONDITION (PARTITION_SEALED, STALE_INCARNATION; SAMPLE_FAILED where
+        `state` would make a failed sample live or held), INVALID_ARGUMENT (counts, dtype, layout or shape differ),
+        DATA_LOSS (the storage service has restarted and lost the put: put the data again).
         """
 
     @abc.abstractmethod
@@ -575,10 +583,10 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.controller_service_pb2.ReleaseClaimRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.ReleaseClaimResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.ReleaseClaimResponse]]:
-        """Releases a queue claim, or some samples of a leased one. Changes: they are claimable again; once nothing of the
-        claim is left, a later GetMeta under its request_id is rejected. Idempotent, does not block. Unknown claims are
-        ignored, since a client releases what it may have been delivered. Errors: NOT_FOUND (a task that is not one of
-        those the partition was created with).
+        """Releases a queue claim, or some samples of a leased one. Changes: they are claimable again, and a later GetMeta
+        under the request_id of the claim is rejected (CLAIM_RELEASED). That of an unknown claim too: a client releases
+        what it may have been delivered, and the release may come before the GetMeta. Idempotent, does not block. Errors:
+        NOT_FOUND (a task that is not one of those the partition was created with).
         """
 
     @abc.abstractmethod
@@ -589,7 +597,8 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[tq_service.v1.controller_service_pb2.AckClaimResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.AckClaimResponse]]:
         """Acknowledges samples of a leased queue claim: the work on them is done. Changes: they stay consumed, whatever
         becomes of the lease. Idempotent, does not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION
-        (LEASE_EXPIRED for some of them; none is acknowledged then).
+        (LEASE_EXPIRED: some of them are not the claim's any more, since its lease ran out, they were released, the task
+        was reset, or there is no such claim; none is acknowledged then), INVALID_ARGUMENT (samples that were never in it).
         """
 
     @abc.abstractmethod
@@ -599,8 +608,8 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.ExtendClaimResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.ExtendClaimResponse]]:
         """Sets how long a leased queue claim still lasts, counted from now. Changes: the end of its lease. Idempotent, does
-        not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (LEASE_EXPIRED, or nothing is left of the
-        claim), INVALID_ARGUMENT (the lease).
+        not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (LEASE_EXPIRED, as for AckClaim, or nothing
+        is left of the claim), INVALID_ARGUMENT (the lease).
         """
 
     @abc.abstractmethod

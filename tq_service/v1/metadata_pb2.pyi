@@ -149,12 +149,18 @@ class FieldSpec(google.protobuf.message.Message):
     dtype: builtins.str
     """torch's name of the dtype, such as "float32" or "bfloat16"; empty for objects, or where not yet known."""
     layout: global___Layout.ValueType
-    """How its rows are laid out. Unset, in a declaration: fixed by the first put."""
+    """How its rows are laid out. Unset, in a declaration: fixed by the first put. A dense field takes rows of its own
+    shape only. A jagged one takes rows of any size, from dense puts too: a dimension in which they differ becomes
+    ragged.
+    """
     row_shape_known: builtins.bool
-    """Whether `row_shape` is known: false in a declaration that leaves it to the first put."""
+    """Whether `row_shape` is known: true in every column of a put, objects included; false in a declaration that leaves
+    it to the first put.
+    """
     encoding: global___Encoding.ValueType
     """Objects: what the bytes of a row are. A put says it of each object column. A field declared as text or bytes takes
-    nothing else; unspecified in a declaration: each put says it for its own rows.
+    nothing else; unspecified in a declaration: each put says it for its own rows. In `BatchMeta.fields` it is that of
+    the declaration, whatever the rows are; in the header of a get, that of all rows, or unspecified where they differ.
     """
     @property
     def row_shape(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -573,14 +579,16 @@ class BatchMeta(google.protobuf.message.Message):
     partition_id: builtins.str
     """The partition that the samples are of."""
     incarnation: builtins.bytes
-    """16 bytes that name its incarnation; sent back with calls about these samples."""
+    """16 bytes that name its incarnation; sent back with calls about these samples. Empty with NOT_YET where the
+    partition does not exist.
+    """
     epoch: builtins.int
     """The epoch of the task, which counts its resets. 0 in answers that are no claims."""
     claim_request_id: builtins.bytes
     """The `request_id` of a leased claim, by which it is acknowledged. Empty: it is not leased."""
     @property
     def global_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Indexes of the samples, in the order of the batch. Empty where `index_ranges` has them."""
+        """Indexes of the samples, in the order of the batch. Empty where `index_ranges` has them, and for no samples."""
 
     @property
     def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
@@ -596,13 +604,14 @@ class BatchMeta(google.protobuf.message.Message):
 
     @property
     def fields(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___FieldSpec]:
-        """Specs of the fields that were asked for, or written, as far as the partition has them. In answers about samples
-        (LookupSamples, `CommitResponse.all_meta`): of those that at least one of the samples has a cell of.
+        """Specs of the fields that were asked for, or written, as far as the partition has them: each that of the whole field.
+        Rows are read by the specs in the header of their get. In answers about samples (LookupSamples,
+        `CommitResponse.all_meta`): of the fields that at least one of the samples has a cell of.
         """
 
     @property
     def locations(self) -> global___Locations:
-        """Where the cells of these fields are. Unset in answers to writes."""
+        """Where the cells of these fields are, of those that all samples of the answer have. Unset in answers to writes."""
 
     @property
     def steps(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Step]:

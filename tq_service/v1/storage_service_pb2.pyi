@@ -40,20 +40,25 @@ class PutHeader(google.protobuf.message.Message):
     header carries the commit and that makes samples, it is not heeded; else Commit refuses to make samples of the put.
     """
     shared_memory_session: builtins.bytes
-    """The session on the socket for shared memory, of a client that can send it; else empty. Put only."""
+    """The session on the socket for shared memory, of a client that can send it; else empty. Put only. One that is not
+    open is ignored: the bytes come in frames.
+    """
     partition_id: builtins.str
     """The partition that the put is for: its commit must name the same."""
     controller_id: builtins.bytes
-    """The controller that owns the put and is to commit it, as PlacePut answered; not needed where it is in the same
-    process.
+    """The controller that owns the put and is to commit it, as PlacePut answered. UNAVAILABLE where this storage service
+    does not know it, or is in the process of another one: PlacePut says where to put, and with which id. Empty only
+    where the controller is in the same process: it is not compared then.
     """
     @property
     def columns(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[tq_service.v1.metadata_pb2.ColumnHeader]:
-        """The columns, in the order in which their bytes follow."""
+        """The columns, at least one, each name once, in the order in which their bytes follow."""
 
     @property
     def commit(self) -> tq_service.v1.commit_pb2.CommitRequest:
-        """Where the controller is in the same process: the commit, its placement and columns left empty."""
+        """Where the controller is in the same process: the commit, its placement and columns left empty. It may be left out
+        there too, and Commit called as for other storage services. Elsewhere it is INVALID_ARGUMENT.
+        """
 
     def __init__(
         self,
@@ -83,7 +88,7 @@ class PutRequest(google.protobuf.message.Message):
     FRAME_FIELD_NUMBER: builtins.int
     frame: builtins.bytes
     """The next bytes of the columns, one column after the other. Frames of 1 to 4 MiB are best; they need not end
-    with a column.
+    with a column, and may be empty.
     """
     @property
     def header(self) -> global___PutHeader:
@@ -193,14 +198,18 @@ class GetRequest(google.protobuf.message.Message):
     boot_id: builtins.bytes
     """`StorageEndpoint.boot_id` where the puts were located. Under another boot they are gone: DATA_LOSS."""
     shared_memory_session: builtins.bytes
-    """The session on the socket for shared memory, of a client that can take shared memory; else empty."""
+    """The session on the socket for shared memory, of a client that can take shared memory; else empty. One that is not
+    open is ignored.
+    """
     @property
     def put_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """The puts that `runs` count in."""
 
     @property
     def runs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[tq_service.v1.metadata_pb2.CellRuns]:
-        """The cells, field by field in the order wanted; all fields have the same number of rows."""
+        """The cells, field by field in the order wanted, each field once; all fields have the same number of rows. Rows may
+        be asked for more than once.
+        """
 
     def __init__(
         self,
