@@ -604,7 +604,7 @@ class BatchMeta(google.protobuf.message.Message):
 
     @property
     def fields(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___FieldSpec]:
-        """Specs of the fields that were asked for, or written, as far as the partition has them: each that of the whole field.
+        """Specs of the fields that were asked for, or written, as far as the partition has them, each that of a whole field.
         Rows are read by the specs in the header of their get. In answers about samples (LookupSamples,
         `CommitResponse.all_meta`): of the fields that at least one of the samples has a cell of.
         """
