@@ -7,8 +7,8 @@ import textwrap
 
 import pytest
 
-import tq_service as tq
 from tq_service.client._sync.calls import Calls
+from tq_service.client.concurrency import _ABANDONED
 from tq_service.wire.credentials import Credentials
 
 if sys.platform == "win32":
@@ -76,21 +76,12 @@ async def test_clients_after_a_fork(service, program, partitions):
     assert output.decode().strip() == str(partitions)
 
 
-async def test_an_async_client_belongs_to_its_loop(service):
-    client = tq.AsyncClient(service, timeout=20)
-    await client.list_partitions()
-    with pytest.raises(tq.ForkedClientError, match="another one"):
-        await asyncio.to_thread(asyncio.run, client.list_partitions())
-    await client.aclose()
-
-
 def test_all_threads_of_a_forked_child_leave_the_channels_of_its_parent(monkeypatch):
     channels = Calls("127.0.0.1:1", Credentials())
     of_parent = channels.endpoint()
     monkeypatch.setattr("os.getpid", lambda: -1)
-    home = channels._home
-    assert home.moved()
-    assert home.moved()  # asked by another thread, before the first one has left them
     of_child = channels.endpoint()
     assert of_child is not of_parent
     assert channels.endpoint() is of_child
+    assert list(channels._channels) == [-1]
+    assert [each for each in _ABANDONED if of_parent in each.endpoints.values()]

@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Final, Protocol, TypeVar
 
 import grpc
 
@@ -68,14 +68,17 @@ class AsyncBackgroundCalls:
 
     def run(self, call: Callable[[], Awaitable[None]]) -> None:
         """Start a call; its failure is logged."""
+        for task in self._tasks.copy():
+            if task.get_loop().is_closed():  # it will not be done
+                self._tasks.discard(task)
         task = asyncio.get_running_loop().create_task(self._logged(call))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def drain(self) -> None:
-        """Wait for the calls that are still running."""
-        if self._tasks:
-            await asyncio.gather(*self._tasks)
+        """Wait for the calls of this loop that are still running."""
+        loop = asyncio.get_running_loop()
+        await asyncio.gather(*(task for task in self._tasks.copy() if task.get_loop() is loop))
 
     @staticmethod
     async def _logged(call: Callable[[], Awaitable[None]]) -> None:
@@ -113,44 +116,75 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_note_fork)
 
 
+class AsyncClosable(Protocol):
+    """What is closed by the event loop that it is of."""
+
+    async def aclose(self) -> None:
+        """Close it."""
+        ...
+
+    def drop(self) -> None:
+        """Close what needs no event loop."""
+        ...
+
+
 class AsyncHome:
-    """The process and event loop that asyncio channels belong to; they work nowhere else."""
+    """The process that asyncio channels belong to, and the event loops in it: a channel works in its own loop only."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
-        self._loop: asyncio.AbstractEventLoop | None = None
 
-    def moved(self) -> bool:
-        """Return False: the channels can be used here.
+    def place(self) -> asyncio.AbstractEventLoop:
+        """Return where channels that are used now must have been opened: the running loop.
 
         Raises:
-            ForkedClientError: this is a forked child, or another event loop.
+            ForkedClientError: this is a forked child.
         """
-        global _has_async_channel
+        global _has_async_channel  # noqa: PLW0603  (a fact about the process)
         if self._pid != os.getpid() or _inherited_async_channel:
             raise ForkedClientError(
                 "an AsyncClient cannot be used in a process forked from one that has used it: gRPC's asyncio channels "
                 "hang there. Start the process by spawn (multiprocessing.get_context('spawn')), or use tq.Client",
                 metadata={"cause": "fork"},
             )
-        loop = asyncio.get_running_loop()
-        if self._loop is None:
-            self._loop, _has_async_channel = loop, True
-        if self._loop is not loop:
-            raise ForkedClientError(
-                "an AsyncClient belongs to the event loop of its first call, and this is another one; make a client "
-                "for each loop, and in other processes (started by spawn) a client for each process",
-                metadata={"cause": "event loop"},
-            )
-        return False
+        _has_async_channel = True
+        return asyncio.get_running_loop()
+
+    @staticmethod
+    def is_over(place: asyncio.AbstractEventLoop) -> bool:
+        """Whether channels of a loop will not be used any more, so that they need not be kept."""
+        return place.is_closed()
+
+    @staticmethod
+    def leave(place: asyncio.AbstractEventLoop, channels: AsyncClosable) -> None:
+        """Close channels of another loop: by that loop where it runs, else they go by themselves.
+
+        It is not waited for, since that loop may be waiting for this one.
+        """
+        if place.is_running():
+            place.call_soon_threadsafe(lambda: place.create_task(channels.aclose()))
+        else:
+            channels.drop()
+
+
+# Channels of a parent process: closing them in a forked child would hang, and so may their destructors.
+_ABANDONED: Final[list[object]] = []
 
 
 class Home:
-    """The process that channels belong to."""
+    """The process that channels belong to: a forked child needs channels of its own."""
 
-    def __init__(self) -> None:
-        self._pid = os.getpid()
+    @staticmethod
+    def place() -> int:
+        """Return where channels that are used now must have been opened: this process."""
+        return os.getpid()
 
-    def moved(self) -> bool:
-        """Whether this is a forked child of the process that the channels belong to, so that new ones are needed."""
-        return self._pid != os.getpid()
+    @staticmethod
+    def is_over(place: int) -> bool:
+        """Whether channels are those of a parent process."""
+        return place != os.getpid()
+
+    @staticmethod
+    def leave(place: int, channels: object) -> None:
+        """Leave channels of a parent process as they are."""
+        _ABANDONED.append(channels)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 import grpc
 from google.protobuf.message import Message
@@ -33,9 +33,6 @@ if TYPE_CHECKING:
     from tq_service.client.channel import AsyncControllerStub
 
 DEFAULT_TIMEOUT_SECONDS = 60.0
-
-# Channels of a parent process: closing them in a forked child would hang, and so may their destructors.
-_ABANDONED: Final[list[object]] = []
 
 
 class AsyncEndpoint:
@@ -82,11 +79,41 @@ if TYPE_CHECKING:
     Method = Callable[[AsyncControllerStub], grpc.aio.UnaryUnaryMultiCallable[Request, Response]]
 
 
+class AsyncChannels:
+    """The channels that are open in one place: an event loop, or a process.
+
+    Attributes:
+        endpoints: by address.
+        outdated: those whose certificates have been replaced since; calls may be under way on them.
+    """
+
+    def __init__(self) -> None:
+        self.endpoints: dict[str, AsyncEndpoint] = {}
+        self.outdated: list[AsyncEndpoint] = []
+
+    async def aclose(self) -> None:
+        """Close all of them; calls that are still running are cancelled."""
+        for endpoint in self._taken():
+            endpoint.link.close()
+            await endpoint.channel.close()
+
+    def drop(self) -> None:
+        """Close what needs no event loop, where that of the channels is closed; these go with the last reference."""
+        for endpoint in self._taken():
+            endpoint.link.close()
+
+    def _taken(self) -> Iterator[AsyncEndpoint]:
+        while self.endpoints:
+            self.outdated.append(self.endpoints.popitem()[1])
+        while self.outdated:
+            yield self.outdated.pop()
+
+
 class AsyncCalls:
     """The channels of one client, and the calls on them.
 
-    Channels are opened where they are first used, and again where the old ones no longer work. An address that is empty
-    is the client's own.
+    Channels are opened where they are first used: each event loop has its own, as has each process. An address that is
+    empty is the client's own.
 
     Attributes:
         closed: whether `aclose` was called.
@@ -97,26 +124,40 @@ class AsyncCalls:
         self.credentials = credentials
         self.namespace = namespace
         self._home = AsyncHome()
-        self._endpoints: dict[str, AsyncEndpoint] = {}
-        self._outdated: list[AsyncEndpoint] = []
+        self._channels: dict[Any, AsyncChannels] = {}  # by place
         self.closed = False
 
     def endpoint(self, address: str = "") -> AsyncEndpoint:
         """Return the channel to an address.
 
         Raises:
-            ForkedClientError: the channels belong to another process or event loop and cannot be opened again.
+            ForkedClientError: the channels belong to another process and cannot be opened again.
             PreconditionError: the client is closed.
             InvalidArgumentError: the credentials cannot be used for this address.
         """
         self._check_open()
-        if self._home.moved():
-            self._abandon()
+        endpoints = self._here().endpoints
         target = address or self.address
         # No lock, which a fork could leave locked: threads that race make two channels, and all use the first stored.
-        endpoint = self._endpoints.get(target) or self._endpoints.setdefault(target, AsyncEndpoint(target, self))
+        endpoint = endpoints.get(target) or endpoints.setdefault(target, AsyncEndpoint(target, self))
         self._check_open()  # again, for a thread that closed the client before this channel was there to be closed
         return endpoint
+
+    def _here(self) -> AsyncChannels:
+        """Return the channels of this place; where it is a new one, leave those that cannot be used any more."""
+        place = self._home.place()
+        channels = self._channels.get(place)
+        if channels is None:
+            for other in list(self._channels):
+                if self._home.is_over(other):
+                    self._leave(other)
+            channels = self._channels.setdefault(place, AsyncChannels())
+        return channels
+
+    def _leave(self, place: Any) -> None:
+        channels = self._channels.pop(place, None)
+        if channels is not None:
+            self._home.leave(place, channels)
 
     def over_grpc(self, address: str) -> AsyncDriver:
         """Return what puts and gets at an address."""
@@ -158,30 +199,23 @@ class AsyncCalls:
 
     def follow_files(self) -> None:
         """Leave channels whose certificates have been replaced since; calls that are under way on them may end."""
-        signature = self.credentials.signature()
-        for address, endpoint in list(self._endpoints.items()):
-            if endpoint.opened_with != signature and self._endpoints.pop(address, None) is endpoint:
+        signature, here = self.credentials.signature(), self._here()
+        for address, endpoint in list(here.endpoints.items()):
+            if endpoint.opened_with != signature and here.endpoints.pop(address, None) is endpoint:
                 endpoint.link.close()
-                self._outdated.append(endpoint)
-
-    def _abandon(self) -> None:
-        """Leave the channels of a parent process."""
-        _ABANDONED.append((self._endpoints, self._outdated))
-        self._endpoints, self._outdated = {}, []
-        self._home = AsyncHome()  # last: until then other threads of the child leave them, too
+                here.outdated.append(endpoint)
 
     async def aclose(self) -> None:
-        """Close all channels; calls that are still running are cancelled."""
+        """Close all channels; calls that are still running are cancelled, those of other loops soon after."""
         self.closed = True
-        if self._endpoints and self._home.moved():
-            self._abandon()
-        while self._endpoints:
-            _, endpoint = self._endpoints.popitem()
-            self._outdated.append(endpoint)
-        while self._outdated:
-            endpoint = self._outdated.pop()
-            endpoint.link.close()
-            await endpoint.channel.close()
+        if not self._channels:
+            return
+        here = self._home.place()
+        for place in list(self._channels):
+            if place != here:
+                self._leave(place)
+        if (channels := self._channels.pop(here, None)) is not None:
+            await channels.aclose()
 
 
 class AsyncBase:

@@ -18,8 +18,10 @@ class Client(PartitionCalls, SampleCalls, FetchCalls, ClaimCalls):
     from `TqError`, see docs/errors.md. Pickled, it is its address, its timeout and the paths it was given: a token that
     was given as text is not in the pickle, and is taken from the environment where it is unpickled.
 
-    `Client` is for threads; it opens its channels on first use, and new ones after a fork. `Client` is for one
-    event loop, which it binds to on first use; in a forked child it raises ForkedClientError: start processes by spawn.
+    `Client` is for threads; it opens its channels on first use, and new ones after a fork. `Client` may be used by
+    several event loops of a process, also at the same time in several threads: each gets channels of its own, which
+    `close` in any of them closes; those of a loop that was closed are left. In a forked child it raises
+    ForkedClientError: start processes by spawn.
 
     Args:
         address: "host:port", or the host alone for port 50051; None: the environment variable TQ_ADDRESS, else
