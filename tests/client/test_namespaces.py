@@ -84,7 +84,7 @@ async def test_every_call_is_about_partitions_of_the_namespace(kind, tmp_path):
         assert await call("clear_samples", partition_id="train", keys=["c"]) == 1
         await call("clear_partition", "train")
         await client.aclose()
-    of_no_partition = {"checkpoint", "health", "list_samplers", "restore", "storage_stat"}
+    of_no_partition = {"checkpoint", "health", "list_checkpoints", "list_samplers", "restore", "storage_stat"}
     methods = {name for name, _ in inspect.getmembers(tq.Client, inspect.isfunction) if not name.startswith("_")}
     assert methods - called - of_no_partition - {"close"} == set()
 
