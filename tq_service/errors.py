@@ -162,7 +162,7 @@ class StaleEpochError(PreconditionError):
 
 
 class RankDisagreementError(PreconditionError):
-    """Ranks asked for one batch with different arguments."""
+    """Ranks, or calls under one claim_name, asked for one batch with different arguments."""
 
     reason = "RANKS_DISAGREE"
 
@@ -198,7 +198,7 @@ class SampleFailedError(PreconditionError):
 
 
 class ClaimReleasedError(PreconditionError):
-    """The claim was released under this request_id."""
+    """The claim was released under this request_id, or the claim_name."""
 
     reason = "CLAIM_RELEASED"
 

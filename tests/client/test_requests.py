@@ -29,6 +29,7 @@ CLAIM: dict[str, Any] = {
     "order_by": (),
     "lease": None,
     "max_deliveries": None,
+    "claim_name": None,
 }
 
 

@@ -65,9 +65,9 @@ def sampler_of(asking):
 class Call:
     """One GetMeta call and what became of it."""
 
-    def __init__(self, driver, task, asking, *, rank, request_id, epoch, max_wait):
+    def __init__(self, driver, task, asking, *, rank, request_id, epoch, max_wait, name=""):
         self.driver, self.task, self.asking, self.rank, self.request_id = driver, task, asking, rank, request_id
-        self.epoch = epoch
+        self.epoch, self.name = epoch, name
         self.life = driver.life
         self.may_disagree = False
         self.answer_epoch = None
@@ -82,6 +82,7 @@ class Call:
             least=asking.min_size if rank is None else None,
             request_id=request_id,
             epoch=epoch,
+            name=name,
             batch_size=asking.batch_size,
             batch_unit=asking.unit,
             micro_batch_size=asking.micro_batch_size,
@@ -104,6 +105,7 @@ class Call:
             self.error = error
             self.had_lengths = driver.model.had_lengths
             self.error_epoch = driver.model.task(self.task).epoch
+            self.loss = driver.model.task(self.task).past_names.get(self.name)
             return
         self.answer = claimed.answer
         self.answer_epoch = driver.model.task(self.task).epoch
@@ -112,7 +114,9 @@ class Call:
         elif isinstance(self.answer, RankPlan):
             assert self.rank is not None
         elif isinstance(self.answer, EndCounts):
-            if self.rank is None:
+            if self.name:
+                assert self.answer in driver.named_answers[self.life, self.task, self.name]
+            elif self.rank is None:
                 driver.check_end(self.task, self.asking, self.answer)
             else:  # a reset may have come between the end and its arrival here
                 ends = driver.ends[self.life, self.task].items()
@@ -134,6 +138,7 @@ class Driver:
         self.calls = []
         self.receivers = Counter()
         self.ends = defaultdict(dict)  # (life, task) -> epoch -> end
+        self.named_answers = defaultdict(list)  # (life, task, claim_name) -> rows or ends, one in each epoch
         self.asked_by = {}
         self.life = 0
         self.model = self.partition = None
@@ -166,7 +171,7 @@ class Driver:
 
     def _watch(self, task, name, partition):
         """Have the model look at every record in the moment it is made."""
-        claim_batch, reach_end = task.claim_batch, task.reach_end
+        claim_batch, reach_end, reach_named_end = task.claim_batch, task.reach_end, task.reach_named_end
         claim_samples, nack, expire = task.claim_samples, task.nack, task.expire
 
         def batch(batch_spec, plan, positions):
@@ -182,8 +187,13 @@ class Driver:
                 self.check_end(name, self.tasks[name][0], end)
             reach_end(dp_size, end)
 
-        def queue_claim(request_id, plan, positions, lease=None):
-            claim = claim_samples(request_id, plan, positions, lease)
+        def named_end(claim_name, end):
+            if partition is self.partition:
+                self.on_named_end(name, claim_name, end)
+            reach_named_end(claim_name, end)
+
+        def queue_claim(request_id, plan, positions, lease=None, **named):
+            claim = claim_samples(request_id, plan, positions, lease, **named)
             if partition is self.partition:
                 self.on_queue_claim(name, claim)
             return claim
@@ -202,7 +212,7 @@ class Driver:
                 self.model.expire(model, claim.request_id)
             return expire(claim, positions, at_seconds)
 
-        task.claim_batch, task.reach_end = batch, end
+        task.claim_batch, task.reach_end, task.reach_named_end = batch, end, named_end
         task.claim_samples, task.nack, task.expire = queue_claim, released, expired
 
     def sampler(self, asking):
@@ -275,12 +285,22 @@ class Driver:
         asking = self.asked_by[request_id]
         if len(self.tasks[name]) == 1:
             self._check_taken(task, asking, rows)
-        self.model.claim(task, asking, request_id, rows, self.now())
+        self.model.claim(task, asking, request_id, rows, self.now(), name=claim.name)
+        if claim.name:
+            self.named_answers[self.life, name, claim.name].append(rows)
         assert (lease is not None) == (asking.lease is not None)
         if lease is not None:
             assert claim.delivery_counts.tolist() == [task.deliveries[row] for row in rows]
             assert lease.group_block_size == ((asking.block_size or 0) if asking.grouped else None)
             assert (lease.blocks == "anywhere") == self.model.takes_runs(asking)
+
+    def on_named_end(self, name, claim_name, end):
+        task = self.model.task(name)
+        assert claim_name not in task.names | task.past_names
+        if len(self.tasks[name]) == 1:
+            self.check_end(name, self.tasks[name][0], end)
+        task.past_names[claim_name] = end
+        self.named_answers[self.life, name, claim_name].append(end)
 
     def _check_packs(self, asking, parts):
         shapes = {tuple(len(step) for step in part.steps) for part in parts}
@@ -353,10 +373,12 @@ class Driver:
 
     # Calls
 
-    def ask(self, name, asking, rank=None, *, request_id=None, epoch=None, max_wait=FOREVER):
+    def ask(self, name, asking, rank=None, *, request_id=None, epoch=None, max_wait=FOREVER, claim_name=""):
         request_id = request_id or new_id()
         self.asked_by.setdefault(request_id, asking)
-        call = Call(self, name, asking, rank=rank, request_id=request_id, epoch=epoch, max_wait=max_wait)
+        call = Call(
+            self, name, asking, rank=rank, request_id=request_id, epoch=epoch, max_wait=max_wait, name=claim_name
+        )
         self.calls.append(call)
         return call
 
@@ -396,11 +418,17 @@ class Driver:
             assert call.rank[2] >= len(task.batches)
             assert call.rank[1] == task.dp_size or task.dp_size is None
         assert call.epoch in (None, task.epoch)
+        assert call.name not in task.names | task.past_names
         with suppress(BlocksError):  # is refused when its sampler looks again, which need not be yet
             assert self.model.answer(task, call.asking) is None
 
     def _check_replay(self, call):
-        """A rank is told what is recorded; a record may have changed its epoch since."""
+        """A rank is told what is recorded; a record may have changed its epoch since. As is a call for a name."""
+        if call.name and isinstance(call.answer, QueueClaim):
+            assert call.answer.rows.tolist() in self.named_answers[call.life, call.task, call.name]
+            task = self.model.task(call.task)
+            if call.life == self.life and call.name in task.names and call.answer_epoch == task.epoch:
+                assert call.answer.request_id == task.names[call.name]
         if call.rank is None or not isinstance(call.answer, RankPlan):
             return
         task = self.model.task(call.task)
@@ -422,9 +450,12 @@ class Driver:
         elif isinstance(error, RankDisagreementError):
             assert call.may_disagree
         elif isinstance(error, ClaimReleasedError):
-            assert call.request_id in task.released
+            assert call.request_id in task.released or call.loss == "released"
         elif isinstance(error, LeaseExpiredError):
-            assert call.request_id in task.expired
+            assert call.request_id in task.expired or call.loss == "expired"
+        elif isinstance(error, SamplesClearedError) and call.name:
+            known = self.named_answers[call.life, call.task, call.name]
+            assert any(row not in self.model.rows for rows in known if isinstance(rows, list) for row in rows)
         elif isinstance(error, SamplesClearedError) and call.error_epoch == task.epoch:
             parts = task.batches[call.rank[2]] if call.rank else [task.rows_of_claims.get(call.request_id, [-1])]
             rows = [row for part in parts for row in part]
@@ -502,5 +533,7 @@ class Driver:
             key: claim.rows for key, claim in task.claims.items()
         }
         assert sum(batch.remaining > 0 for batch in real.batches.values()) == len(with_rows)
-        for request_id in task.claims:
+        assert real.names.claims == task.names
+        assert {key: past.end or past.loss for key, past in real.names.past.items()} == task.past_names
+        for request_id in [key for key, claim in real.claims.items() if not claim.name]:
             assert self.receivers[self.life, name, request_id], "nobody has this claim"

@@ -84,6 +84,7 @@ def _task(task):
         "by": {name: [record.serial for record in known.values()] for name, known in _found_by(task)},
         "leased": task.leased_count,
         "ended": list(task.ended.items()),
+        "names": [list(task.names.claims.items()), list(task.names.past.items())],
     }
 
 

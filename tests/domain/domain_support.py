@@ -200,7 +200,7 @@ def batch_spec(**arguments):
     return BatchSpec(**{**defaults, **arguments})
 
 
-def asks(rank=None, *, task="t", sampler=None, least=None, request_id=None, epoch=None, lease=None, **bound):
+def asks(rank=None, *, task="t", sampler=None, least=None, request_id=None, epoch=None, lease=None, name="", **bound):
     """Return a claim; `rank` is (dp_rank, dp_size, batch_index), None for a queue worker."""
     sampler = sampler or SequentialSampler()
     fixed = batch_spec(sampler=sampler.name, **bound)
@@ -217,6 +217,7 @@ def asks(rank=None, *, task="t", sampler=None, least=None, request_id=None, epoc
         rank=None if rank is None else Rank(dp_rank=rank[0], dp_size=rank[1], batch_index=rank[2]),
         epoch=epoch,
         lease=lease,
+        claim_name=name,
     )
 
 

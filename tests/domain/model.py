@@ -101,6 +101,8 @@ class TaskModel:
     expired: set = field(default_factory=set)
     deliveries: dict = field(default_factory=dict)
     acked: set = field(default_factory=set)
+    names: dict = field(default_factory=dict)  # claim_name -> request_id
+    past_names: dict = field(default_factory=dict)  # claim_name -> End, or what became of samples of its claim
     dead_lettered: set = field(default_factory=set)
     dead_lettered_count: int = 0
 
@@ -219,6 +221,7 @@ class Model:
         task.deliveries, task.dead_lettered, task.dead_lettered_count = {}, set(), 0
         task.epoch += 1
         task.dp_size, task.batches, task.end, task.claims = None, [], None, {}
+        task.names, task.past_names = {}, {}
 
     # What is ready
 
@@ -411,8 +414,11 @@ class Model:
         task.consumed |= set(indexes)
         task.consumed_count += len(indexes)
 
-    def claim(self, task, asking, request_id, rows, now):
+    def claim(self, task, asking, request_id, rows, now, *, name=""):
         """Hand out rows to a queue worker."""
+        if name:
+            assert name not in task.names | task.past_names, "a name stands for two answers"
+            task.names[name] = request_id
         self.consume(task, rows)
         claim = task.claims[request_id] = Claim(rows, asking, set(rows))
         if self.takes_runs(asking):
@@ -428,6 +434,7 @@ class Model:
 
     def release(self, task, request_id, rows=None):
         claim = task.claims[request_id]
+        self._lose_name(task, request_id, "released")
         if not claim.asking.lease:
             del task.claims[request_id]
             task.consumed -= set(claim.rows)
@@ -448,10 +455,18 @@ class Model:
     def _drop_empty_claims(self, task):
         """A record goes with the last of its rows."""
         kept = {request_id: claim for request_id, claim in task.claims.items() if claim.held & self.rows.keys()}
+        for request_id in task.claims.keys() - kept.keys():
+            self._lose_name(task, request_id, "cleared")
         task.claims = kept
+
+    def _lose_name(self, task, request_id, loss):
+        for name in [name for name, known in task.names.items() if known == request_id]:
+            del task.names[name]
+            task.past_names[name] = loss
 
     def expire(self, task, request_id):
         claim = task.claims[request_id]
+        self._lose_name(task, request_id, "expired")
         left, most = set(claim.left), claim.asking.max_deliveries
         self._lose(task, claim, left)
         aside = {row for row in left if most is not None and task.deliveries[row] >= most}

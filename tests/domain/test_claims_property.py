@@ -27,12 +27,13 @@ from tq_service.schema import EndCounts
 STEPS = (
     *["insert"] * 6, *["columns"] * 5, *["ask"] * 8, "ask_ahead", "replay", "retry", "leave", "leave_late", "look",
     "disagree", "release", "fail", "hold", "free", "set_meta", "seal", "close_group", "reset", "clear", "clear_all",
-    "overwrite", "turn", "turn", "ack", "ack", "ack", "extend", "pass_time",
+    "overwrite", "turn", "turn", "ack", "ack", "ack", "extend", "pass_time", *["ask_named"] * 3,
 )  # fmt: skip
 # Workers that lease, and crash, in partitions that soon come to their end.
 LEASE_STEPS = (
     *["insert"] * 4, *["columns"] * 3, *["ask"] * 9, *["ack"] * 7, *["pass_time"] * 5, *["seal"] * 2, "look", "fail",
     "hold", "free", "release", "retry", "retry", *["extend"] * 4, "leave_late", "close_group", "clear", "reset", "turn",
+    "ask_named", "ask_named",
 )  # fmt: skip
 GROUPS = ("a", "b", "c", "d")
 
@@ -216,6 +217,20 @@ class Interleaving:
         for dp_rank in ranks:
             self.driver.ask(name, asking, (dp_rank, asking.dp_size, index), epoch=epoch, max_wait=max_wait)
 
+    async def ask_named(self, rng):
+        """Several callers ask for one claim, maybe one that was made before."""
+        name, asking, task = self._task(rng, ranked=False)
+        known = len(task.names) + len(task.past_names)
+        claim_name = f"{rng.randint(max(0, known - 3), known + 1)}"
+        for _ in range(rng.randint(1, 3)):
+            asking = rng.choice(self.driver.tasks[name])
+            epoch, max_wait = rng.choice([None, task.epoch]), rng.choice([0, 1e6])
+            call = self.driver.ask(name, asking, epoch=epoch, max_wait=max_wait, claim_name=claim_name)
+            call.may_disagree = len(self.driver.tasks[name]) > 1
+            await turns(rng.choice([0, 0, 2]))
+        if rng.random() < 0.2:
+            call.future.cancel()
+
     async def ask_ahead(self, rng):
         await self.ask(rng, ahead=3)
 
@@ -257,7 +272,7 @@ class Interleaving:
                 assert call.answer.rows.tolist() == rows
         elif waiting:
             call = rng.choice(waiting)
-            self.driver.ask(name, call.asking, request_id=call.request_id)
+            self.driver.ask(name, call.asking, request_id=call.request_id, claim_name=call.name)
 
     async def leave(self, rng):
         waiting = [call for call in self.driver.calls if not call.future.done()]
@@ -268,8 +283,11 @@ class Interleaving:
     async def leave_late(self, rng):
         """Leave in the moment the answer comes."""
         name, asking, _ = self._task(rng, ranked=False)
-        request_id = new_id()
-        calls = [self.driver.ask(name, asking, request_id=request_id) for _ in range(rng.randint(1, 2))]
+        request_id, claim_name = new_id(), rng.choice(["", f"late {rng.random()}"])
+        calls = [
+            self.driver.ask(name, asking, request_id=request_id, claim_name=claim_name)
+            for _ in range(rng.randint(1, 2))
+        ]
         await turns(rng.randint(0, 5))
         calls[0].future.cancel()
 

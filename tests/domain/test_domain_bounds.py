@@ -26,7 +26,7 @@ from tq_service.errors import (
     UnavailableError,
 )
 from tq_service.samplers import PlanRunner
-from tq_service.schema import FieldSpec, Layout, StalenessLimit
+from tq_service.schema import EndCounts, FieldSpec, Layout, StalenessLimit
 
 
 def column(name, value_bytes):
@@ -319,6 +319,17 @@ def test_limits_that_bound_nothing_or_make_no_sense_are_refused(arguments):
     with pytest.raises(InvalidArgumentError) as caught:
         StalenessLimit(task_name="t", **arguments)
     assert caught.value.field == "staleness_limits"
+
+
+def test_names_of_claims_that_are_gone_are_bounded_in_number(monkeypatch):
+    monkeypatch.setattr("tq_service.domain.claims.claim_names.MOST_PAST_NAMES", 3)
+    names = task_of(bounded(max_bytes=1), "t").names
+    for number in range(5):
+        names.claims[f"{number}"] = new_id()
+        names.lose(f"{number}", names.claims[f"{number}"], "cleared")
+    names.reach_end("end", EndCounts())
+    assert list(names.past) == ["3", "4", "end"]
+    assert not names.claims
 
 
 def test_ids_of_released_claims_are_bounded_in_number(monkeypatch):

@@ -17,6 +17,7 @@ from domain_support import (
     release,
     reset,
     task_of,
+    turns,
     update,
 )
 from planner_bench import Bench
@@ -188,6 +189,21 @@ async def test_a_claim_is_retracted_only_when_no_retry_has_it():
     assert bench.task.consumed_count == 0
     assert bench.task.recorded(request) is None  # not refused: the client may ask again
     assert (await bench.planner.claim(request, 0)).rows.tolist() == [0]
+
+
+async def test_a_claim_with_a_name_stays_whatever_becomes_of_its_call():
+    bench = Bench()
+    waiting = bench.ask(batch_size=1, name="a")
+    await turns()
+    bench.insert(12)
+    await bench.until_consumed(1)
+    waiting.cancel()
+    await turns()
+    assert bench.task.consumed_count == 1
+    for _ in range(2):
+        assert (await bench.ask(batch_size=1, name="a", wait=0)).rows.tolist() == [0]
+    bench.planner.retract(bench.task.names.claims["a"])
+    assert bench.task.consumed_count == 1
 
 
 async def test_a_claim_of_a_partition_that_was_cleared_is_not_retracted_from_the_next_of_its_name():

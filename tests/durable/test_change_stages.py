@@ -22,6 +22,7 @@ from tq_service.domain.changes.claims import (
     ConsumptionReset,
     EndReached,
     LeaseExpired,
+    NamedEndReached,
     QueueClaimed,
     TaskSeen,
 )
@@ -68,7 +69,10 @@ STORY = [
     ClaimAcked(request_id=FIRST, global_indexes=np.array([2]), **TASK),
     ClaimReleased(request_id=FIRST, global_indexes=np.array([3]), **TASK),
     LeaseExpired(request_id=FIRST, **TASK),
-    QueueClaimed(request_id=SECOND, plan=plan_of(range(6, 8)), **TASK),
+    QueueClaimed(
+        request_id=SECOND, plan=plan_of(range(6, 8)), claim_name="rank0/batch0", batch_spec=batch_spec(), **TASK
+    ),
+    NamedEndReached(claim_name="rank0/batch1", end=EndCounts(consumed_count=8), **TASK),
     SamplesCleared(global_indexes=np.array([0, 6]), **TRAIN),
     ConsumptionReset(keep_consumed=True, **TASK),
     PartitionSealed(**TRAIN),

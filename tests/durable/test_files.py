@@ -58,7 +58,9 @@ def check_catalog(catalog: Catalog) -> None:
     partition = catalog.get(name)
     assert without_times(digest(partition)) == without_times(digest(expected.get("train")))
     assert sorted(partition.tasks["other"].batches) == [0]
-    assert list(partition.tasks["other"].claims) == [b"3" * 16]
+    assert list(partition.tasks["other"].claims) == [b"3" * 16, b"4" * 16]
+    assert partition.tasks["other"].names.claims == {"a": b"4" * 16}
+    assert list(partition.tasks["other"].names.past) == ["b"]
     assert partition.tasks["other"].leased_count == 2
     assert partition.sealed
     keys = partition.key[partition.table.present_positions()].tolist()

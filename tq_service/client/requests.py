@@ -251,6 +251,7 @@ def get_meta_request(
     order_by: Iterable[str],
     lease: float | None,
     max_deliveries: int | None,
+    claim_name: str | None,
     **others: Any,
 ) -> pb.GetMetaRequest:
     """Return the request for a batch, of which `others` are fields; `max_wait` is set at each poll."""
@@ -264,6 +265,7 @@ def get_meta_request(
         order_by=[_order(position, column) for position, column in enumerate(listed("order_by", order_by))],
         lease=None if lease is None else lease_duration(lease),
         max_deliveries=_not_zero("max_deliveries", max_deliveries, "at least 1") or 0,
+        claim_name=_not_empty("claim_name", claim_name) or "",
         **others,
     )
 
@@ -276,6 +278,12 @@ def lease_duration(lease: float) -> Duration:
 def _not_zero(name: str, value: Bound, expected: str) -> Bound:
     if value == 0:  # which would stand for none
         raise InvalidArgumentError(f"{name} is 0, expected {expected}", field=name)
+    return value
+
+
+def _not_empty(name: str, value: str | None) -> str | None:
+    if value == "":  # which would stand for none
+        raise InvalidArgumentError(f"{name} is empty, expected 1 to 512 printable characters", field=name)
     return value
 
 

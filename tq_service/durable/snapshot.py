@@ -3,7 +3,8 @@
 A file is of records (`record_file`), each of which but the bytes of blocks is (kind, value):
 
     header, [checkpoint], [block, bytes ...] ..., state
-    state: [partition, column ..., [task, (batches | claims | ended) ...] ...] ..., answers ..., puts ...
+    state: [partition, column ..., [task, (batches | claims | names | past_names | ended) ...] ...] ...,
+        answers ..., puts ...
 
 Values are in the encoding of `codec`, columns in that of `column_codec`. Columns are found by name: one that the file
 does not have takes its fill (see `Partition.restore`), one that this version does not have was written by a newer one,
@@ -23,6 +24,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from tq_service.domain.claims.claim_names import PastName
 from tq_service.domain.claims.ledger import Batch, QueueClaim, RecordedPlan, Steps, TaskFacts, TaskSnapshot
 from tq_service.domain.claims.request import BatchSpec
 from tq_service.domain.idempotency import Entry
@@ -191,6 +193,8 @@ _KINDS: Final[dict[str, Any]] = {
     "task": TaskFacts,
     "batches": Batches,
     "claims": list[QueueClaim],
+    "names": list[tuple[str, bytes]],  # see `ClaimNames`
+    "past_names": list[tuple[str, PastName]],
     "ended": list[tuple[bytes, tuple[float, bool]]],  # see `EndedClaims`
     "answers": list[Entry],
     "puts": list[bytes],  # as they are in the log
@@ -312,6 +316,8 @@ def _partition_records(partition: PartitionSnapshot) -> Iterator[tuple[str, Any]
         for batch_spec, batches in groupby(task.batches, attrgetter("batch_spec")):
             yield from (("batches", Batches.of(batch_spec, some)) for some in gathered(batches, _CLAIMS_A_RECORD))
         yield from (("claims", claims) for claims in gathered(task.claims, _CLAIMS_A_RECORD))
+        yield from (("names", names) for names in gathered(task.names, _IDS_A_RECORD))
+        yield from (("past_names", names) for names in gathered(task.past_names, _IDS_A_RECORD))
         yield from (("ended", ended) for ended in gathered(task.ended, _IDS_A_RECORD))
 
 
@@ -333,6 +339,10 @@ class _Partition:
                 self._tasks[-1].batches.extend(value.all())
             case "claims":
                 self._tasks[-1].claims.extend(value)
+            case "names":
+                self._tasks[-1].names.extend(value)
+            case "past_names":
+                self._tasks[-1].past_names.extend(value)
             case "ended":
                 self._tasks[-1].ended.extend(value)
             case _:

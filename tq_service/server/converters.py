@@ -50,7 +50,7 @@ _RANK_FIELDS: Final = ("dp_rank", "dp_size", "batch_index")
 # Of GetMetaRequest: what differs between calls of the ranks of one task.
 _FIELDS_OF_ONE_CALL: Final = (
     "request_id", "partition_id", "incarnation", "task_name", "epoch", "dp_rank", "batch_index", "max_wait", "lease",
-    "max_deliveries",
+    "max_deliveries", "claim_name",
 )  # fmt: skip
 
 
@@ -179,6 +179,7 @@ def claim_request(request: pb.GetMetaRequest, spec: ClaimSpec, sampler: Sampler)
         rank=Rank.of(**numbers),
         epoch=request.epoch if request.HasField("epoch") else None,
         lease=lease,
+        claim_name=request.claim_name,
     )
 
 
@@ -228,8 +229,9 @@ def claim_meta(
         meta = samples_meta(partition, part.rows, data_fields, endpoints)
         meta.epoch = epoch
         _add_steps(meta, part)
-        if isinstance(answer, QueueClaim) and answer.delivery_counts is not None:
+        if isinstance(answer, QueueClaim) and (answer.name or answer.delivery_counts is not None):
             meta.claim_request_id = answer.request_id
+        if isinstance(answer, QueueClaim) and answer.delivery_counts is not None:
             meta.lease.CopyFrom(to_duration(answer.leased_seconds(now)))
             meta.delivery_counts.extend(answer.delivery_counts.tolist())
         return meta

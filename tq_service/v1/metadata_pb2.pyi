@@ -585,7 +585,9 @@ class BatchMeta(google.protobuf.message.Message):
     epoch: builtins.int
     """The epoch of the task, which counts its resets. 0 in answers that are no claims."""
     claim_request_id: builtins.bytes
-    """The `request_id` of a leased claim, by which it is acknowledged. Empty: it is not leased."""
+    """The `request_id` of the call that made a claim with a lease or a name, by which it is acknowledged and released.
+    Empty: the claim has neither.
+    """
     @property
     def global_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Indexes of the samples, in the order of the batch. Empty where `index_ranges` has them, and for no samples."""

@@ -26,12 +26,13 @@ from live_server import LiveServer, LoopThread
 from test_change_stages import STORY
 
 from tq_service.domain.catalog import Catalog
-from tq_service.domain.changes.claims import BatchPlanned, QueueClaimed, TaskSeen
+from tq_service.domain.changes.claims import BatchPlanned, NamedEndReached, QueueClaimed, TaskSeen
 from tq_service.domain.changes.partitions import PartitionCleared
 from tq_service.domain.claims.request import LeaseTerms
 from tq_service.durable.log import segment
 from tq_service.durable.state_store import StateStore
 from tq_service.samplers import PlanRunner
+from tq_service.schema import EndCounts
 from tq_service.storage.blobs.segments import SegmentBlobs
 from tq_service.storage.engine import StorageEngine
 
@@ -43,6 +44,8 @@ CHANGES = [
     TaskSeen(**OTHER_TASK),
     BatchPlanned(batch_spec=batch_spec(), plan=plan_of([1, 2], [3]), **OTHER_TASK),
     QueueClaimed(request_id=b"3" * 16, **LEASED_LATER, **OTHER_TASK),
+    QueueClaimed(request_id=b"4" * 16, plan=plan_of([7]), claim_name="a", batch_spec=batch_spec(), **OTHER_TASK),
+    NamedEndReached(claim_name="b", end=EndCounts(consumed_count=4), **OTHER_TASK),
 ]
 BOOT_ID = bytes(range(16))
 DATA: dict[str, Any] = {

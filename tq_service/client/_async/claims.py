@@ -55,13 +55,14 @@ class AsyncClaimCalls(AsyncBase):
         epoch: int | None = None,
         lease: float | None = None,
         max_deliveries: int | None = None,
+        claim_name: str | None = None,
         max_wait: float = DEFAULT_MAX_WAIT_SECONDS,
         timeout: float | None = None,
     ) -> BatchMeta:
         """Ask for a batch: with `dp_rank`, `dp_size` and `batch_index` as a trainer rank, without as a queue worker.
 
         A rank that asks again gets the same answer. A queue worker's claim is released when its call is cancelled or
-        runs out of time.
+        runs out of time, unless it has a name.
 
         Args:
             partition_id: the partition; one that is not there yet is waited for.
@@ -87,6 +88,9 @@ class AsyncClaimCalls(AsyncBase):
                 is not can be claimed by others. None: they are done once they are delivered.
             max_deliveries: with a lease: a sample that was delivered so often and never acknowledged in time is dead-
                 lettered: not delivered again in this epoch, and counted as skipped. None: no bound.
+            claim_name: queue workers: a name for the claim, such as "rank0/batch3". The first call under it takes what
+                is next; all calls under it get the same answer, from whichever process, until the epoch of the task
+                ends. They have to ask alike.
             max_wait: seconds to wait for a batch; then the answer is "not_yet".
             timeout: seconds beyond `max_wait` until the call fails; None: the client's.
 
@@ -95,8 +99,10 @@ class AsyncClaimCalls(AsyncBase):
 
         Raises:
             InvalidArgumentError: an argument is wrong; also UnknownSamplerError, MissingLengthError.
-            PreconditionError: the ranks disagree, the partition was cleared, or the incarnation or epoch is stale.
-            LeaseExpiredError: a retry came after the lease of the first answer had run out.
+            PreconditionError: the ranks, or calls under one `claim_name`, disagree; the partition was cleared, or the
+                incarnation or epoch is stale.
+            LeaseExpiredError: a retry, or a call under the same `claim_name`, came after the lease of the first answer
+                had run out; ClaimReleasedError, SamplesClearedError: after its samples were released or cleared.
             TaskNotFoundError: the partition was created for other tasks.
             SamplerError: the sampler failed; SamplerTimeoutError: it hung.
         """
@@ -121,16 +127,17 @@ class AsyncClaimCalls(AsyncBase):
             epoch=epoch,
             lease=lease,
             max_deliveries=max_deliveries,
+            claim_name=claim_name,
         )
         is_queue = dp_rank is None and dp_size is None and batch_index is None
         wait = seconds("max_wait", max_wait)
         try:
             answer = await self._poll(request, Deadline.after(wait), self._deadline(timeout, wait))
         except BaseException as error:
-            if is_queue and (isinstance(error, _UNKNOWN_OUTCOMES) or not isinstance(error, TqError)):
+            if is_queue and not claim_name and (isinstance(error, _UNKNOWN_OUTCOMES) or not isinstance(error, TqError)):
                 self._background_calls.run(lambda: self._release(request))
             raise
-        claim_id = request.request_id if is_queue else b""
+        claim_id = answer.meta.claim_request_id or (request.request_id if is_queue else b"")
         return BatchMeta.from_proto(answer.meta, self._namespace, claim_id=claim_id, task_name=request.task_name)
 
     async def _poll(self, request: pb.GetMetaRequest, wait: Deadline, deadline: Deadline) -> pb.GetMetaResponse:

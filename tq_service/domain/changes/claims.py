@@ -111,11 +111,18 @@ class EndReached(TaskChange):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueClaimed(TaskChange):
-    """A queue worker was given samples; without a `lease` they are done."""
+    """A queue worker was given samples; without a `lease` they are done.
+
+    Attributes:
+        claim_name: by which the claim can be asked for again; empty: it has none.
+        batch_spec: what was asked for, where the claim has a name.
+    """
 
     request_id: bytes
     plan: RecordedPlan
     lease: LeaseTerms | None = None
+    claim_name: str = ""
+    batch_spec: BatchSpec | None = None
 
     def prepare(self, state: State) -> TaskRows:
         """Find the positions of the samples; raises TqError where one is gone."""
@@ -125,11 +132,29 @@ class QueueClaimed(TaskChange):
     def apply(self, state: State, prepared: TaskRows, step: Step) -> QueueClaim:
         """Record the claim and return it."""
         partition, task, positions = prepared
-        claim = task.claim_samples(self.request_id, self.plan, positions, self.lease)
+        claim = task.claim_samples(
+            self.request_id, self.plan, positions, self.lease, name=self.claim_name, batch_spec=self.batch_spec
+        )
         if self.lease is not None:
             step.leases.append((partition, task.name, claim))
         step.consumed[partition] = None
         return claim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedEndReached(TaskChange):
+    """A call for a claim by name was answered with the end, as all are that come under this name."""
+
+    claim_name: str
+    end: EndCounts
+
+    def prepare(self, state: State) -> TaskLedger:
+        """Find the task."""
+        return self.find(state)[1]
+
+    def apply(self, state: State, prepared: TaskLedger, step: Step) -> None:
+        """Record the end."""
+        prepared.reach_named_end(self.claim_name, self.end)
 
 
 # What becomes of the claim of a queue worker

@@ -33,12 +33,14 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from tq_service.domain.claims.claim_names import ClaimNames, Loss, PastName
 from tq_service.domain.claims.request import BatchSpec, ClaimRequest, LeaseTerms
 from tq_service.domain.plan import Indexes, Pack, Plan, RankPlan
 from tq_service.domain.states import CONSUMED_EARLIER, DEAD_LETTERED, UNCLAIMED, is_open
 from tq_service.domain.tables.table import Column, RowTable, count_values
 from tq_service.errors import (
     ClaimReleasedError,
+    InvalidArgumentError,
     LeaseExpiredError,
     PreconditionError,
     RankDisagreementError,
@@ -130,6 +132,8 @@ class QueueClaim:
     Attributes:
         serial: its number in the task.
         plan: the samples, and how they are used.
+        name: what its caller calls it; empty: it has no name.
+        batch_spec: what all calls under its name have to ask for alike; None where it was made without a name.
         lease: the terms, also once nothing is leased any more; None: its samples were done when they were delivered.
         delivery_counts: for each sample of a claim with a lease how often it was delivered, this time included.
         remaining: its samples that are neither cleared nor released.
@@ -142,6 +146,8 @@ class QueueClaim:
     request_id: bytes
     serial: int
     plan: RecordedPlan
+    name: str = ""
+    batch_spec: BatchSpec | None = None
     lease: LeaseTerms | None = None
     delivery_counts: NDArray[np.int32] | None = None
     remaining: int = field(default=0, metadata=_DERIVED)
@@ -212,6 +218,8 @@ class TaskSnapshot:
     facts: TaskFacts
     batches: list[Batch] = field(default_factory=list)
     claims: list[QueueClaim] = field(default_factory=list)
+    names: list[tuple[str, bytes]] = field(default_factory=list)
+    past_names: list[tuple[str, PastName]] = field(default_factory=list)
     ended: list[tuple[bytes, tuple[float, bool]]] = field(default_factory=list)
 
 
@@ -227,6 +235,7 @@ class TaskLedger(TaskFacts):
         leased_count: rows that are leased.
         batches: recorded batches by batch_index, in the order of these; also the few kept without rows.
         claims: claims of queue workers by their request_id.
+        names: what the names stand for that callers gave to queue claims.
         ended: ids of claims that were released or have expired.
     """
 
@@ -237,6 +246,7 @@ class TaskLedger(TaskFacts):
         self.deliveries = table.column(f"deliveries/{name}", np.int32, 0)
         self.batches: dict[int, Batch] = {}
         self.claims: dict[bytes, QueueClaim] = {}
+        self.names = ClaimNames()
         self.ended = EndedClaims()
         self._without_rows: list[int] = []  # batch indexes, the lowest first
         self._table = table
@@ -259,6 +269,8 @@ class TaskLedger(TaskFacts):
             facts=self.facts,
             batches=list(self.batches.values()),
             claims=list(self.claims.values()),
+            names=list(self.names.claims.items()),
+            past_names=list(self.names.past.items()),
             ended=list(self.ended.items()),
         )
 
@@ -267,6 +279,9 @@ class TaskLedger(TaskFacts):
         for each in fields(TaskFacts):
             setattr(self, each.name, getattr(snapshot.facts, each.name))
         self.ended.update(snapshot.ended)
+        self.names.claims.update(snapshot.names)
+        self.names.past.update(snapshot.past_names)
+        specs: dict[BatchSpec | None, BatchSpec | None] = {}  # thousands of claims share a few
         serials, counts = count_values(self.claim[: self._table.count])
         rows_of = dict(zip(serials.tolist(), counts.tolist(), strict=True))
         for batch in snapshot.batches:
@@ -274,6 +289,7 @@ class TaskLedger(TaskFacts):
             self.batches[batch.batch_index] = self._by_serial[batch.serial] = batch
         self._without_rows = [index for index, batch in self.batches.items() if not batch.remaining]
         for claim in snapshot.claims:
+            claim.batch_spec = specs.setdefault(claim.batch_spec, claim.batch_spec)
             claim.leased_count = rows_of.get(-claim.serial, 0)
             claim.remaining = rows_of.get(claim.serial, 0) + claim.leased_count
             self.claims[claim.request_id] = self._by_serial[claim.serial] = claim
@@ -293,7 +309,7 @@ class TaskLedger(TaskFacts):
     def recorded(self, request: ClaimRequest) -> RankPlan | QueueClaim | EndCounts | None:
         """Return the recorded answer to a request, None where there is none yet."""
         if request.rank is None:
-            return self._recorded_claim(request.request_id)
+            return self._recorded_claim(request)
         rank = request.rank
         if self.dp_size is not None and rank.dp_size != self.dp_size:
             raise _disagreement("dp_size", rank.dp_size, self.dp_size, f"this epoch of task {self.name!r}")
@@ -310,20 +326,50 @@ class TaskLedger(TaskFacts):
             self.check_present(part.rows)
         return part
 
-    def _recorded_claim(self, request_id: bytes) -> QueueClaim | None:
-        if self.ended.has_expired(request_id):
-            raise LeaseExpiredError(
-                f"the lease of this claim of task {self.name!r} ran out, and others may have its samples; ask again "
-                f"under a new request_id",
-                metadata={"task_name": self.name},
-            )
+    def _recorded_claim(self, request: ClaimRequest) -> QueueClaim | EndCounts | None:
+        name, request_id = request.claim_name, request.request_id
+        if name and (named := self._recorded_under(name, request)) is not None:
+            return named
         if request_id in self.ended:
-            raise ClaimReleasedError(
-                f"this claim of task {self.name!r} was released; ask again under a new request_id",
-                metadata={"task_name": self.name},
-            )
+            raise self._expired() if self.ended.has_expired(request_id) else self._released()
         claim = self.claims.get(request_id)
-        if claim is not None and claim.remaining < claim.rows.size:
+        if claim is not None and name:
+            raise InvalidArgumentError(
+                f"request_id {request_id.hex()} is that of another claim of task {self.name!r} than {name!r}; make one "
+                f"for each claim_name",
+                field="request_id",
+            )
+        return None if claim is None else self._with_rows(claim)
+
+    def _recorded_under(self, name: str, request: ClaimRequest) -> QueueClaim | EndCounts | None:
+        """Return what a name stands for, None where it stands for nothing yet."""
+        if name in self.names.claims:
+            claim = self.claims[self.names.claims[name]]
+            differs = None if claim.batch_spec is None else request.batch_spec.disagreement(claim.batch_spec)
+            if differs is not None:
+                raise _disagreement(*differs, f"claim_name {name!r} of task {self.name!r}")
+            return self._with_rows(claim)
+        past = self.names.past.get(name)
+        if past is None or past.loss is None:
+            return None if past is None else past.end
+        raise {"cleared": self._cleared, "released": self._released, "expired": self._expired}[past.loss]()
+
+    def _released(self) -> ClaimReleasedError:
+        return ClaimReleasedError(
+            f"this claim of task {self.name!r} was released; ask again under a new request_id, or another claim_name",
+            metadata={"task_name": self.name},
+        )
+
+    def _expired(self) -> LeaseExpiredError:
+        return LeaseExpiredError(
+            f"the lease of this claim of task {self.name!r} ran out, and others may have its samples; ask again "
+            f"under a new request_id, or another claim_name",
+            metadata={"task_name": self.name},
+        )
+
+    def _with_rows(self, claim: QueueClaim) -> QueueClaim:
+        """Return a claim whose samples are all there."""
+        if claim.remaining < claim.rows.size:
             self.check_present(claim.rows)
         return claim
 
@@ -336,7 +382,7 @@ class TaskLedger(TaskFacts):
         return SamplesClearedError(
             f"what task {self.name!r} was to get here was planned, but samples of it have been cleared since; go on "
             f"with a later batch_index (the next to be planned is {self.next_batch_index}), a queue worker under a new "
-            f"request_id",
+            f"request_id, or another claim_name",
             metadata={"task_name": self.name, "next_batch_index": str(self.next_batch_index)},
         )
 
@@ -362,19 +408,38 @@ class TaskLedger(TaskFacts):
         self.end = end
 
     def claim_samples(
-        self, request_id: bytes, plan: RecordedPlan, positions: Indexes, lease: LeaseTerms | None = None
+        self,
+        request_id: bytes,
+        plan: RecordedPlan,
+        positions: Indexes,
+        lease: LeaseTerms | None = None,
+        *,
+        name: str = "",
+        batch_spec: BatchSpec | None = None,
     ) -> QueueClaim:
-        """Record what a queue worker gets, leased where terms are given."""
+        """Record what a queue worker gets, leased where terms are given; a named claim with what was asked for."""
         self.serial += 1
         claim = self.claims[request_id] = QueueClaim(
-            request_id=request_id, serial=self.serial, plan=plan, lease=lease, remaining=positions.size
+            request_id=request_id,
+            serial=self.serial,
+            plan=plan,
+            name=name,
+            batch_spec=batch_spec,
+            lease=lease,
+            remaining=positions.size,
         )
+        if name:
+            self.names.claims[name] = request_id
         if lease is not None:
             claim.delivery_counts = self.deliveries.data[positions] + np.int32(1)
             self.deliveries.write(positions, claim.delivery_counts)
             self._count_leased(claim, positions.size)
         self._consume(claim, positions, claim.mark)
         return claim
+
+    def reach_named_end(self, name: str, end: EndCounts) -> None:
+        """Record that the call under a name was answered with the end."""
+        self.names.reach_end(name, end)
 
     def _consume(self, record: Batch | QueueClaim, positions: Indexes, mark: int) -> None:
         self._by_serial[record.serial] = record
@@ -399,6 +464,7 @@ class TaskLedger(TaskFacts):
     def nack(self, claim: QueueClaim, positions: Indexes) -> None:
         """Release rows of a claim as if they had not been delivered; all that are left where it has no lease."""
         count = positions.size
+        self._lose_name(claim, "released")
         if claim.lease is None:  # those cleared meanwhile are counted as cleared before the task took them
             count = claim.remaining = claim.rows.size
         else:
@@ -415,6 +481,7 @@ class TaskLedger(TaskFacts):
         most = None if claim.lease is None else claim.lease.max_deliveries
         is_spent = self.deliveries.data[positions] >= (np.iinfo(np.int32).max if most is None else most)
         reopened, spent = positions[~is_spent], positions[is_spent]
+        self._lose_name(claim, "expired")
         self._reopen(reopened)
         self.claim.write(spent, DEAD_LETTERED)
         self.dead_lettered_count += spent.size
@@ -442,7 +509,13 @@ class TaskLedger(TaskFacts):
             self._drop_claim(claim)
 
     def _drop_claim(self, claim: QueueClaim) -> None:
+        self._lose_name(claim, "cleared")
         del self._by_serial[claim.serial], self.claims[claim.request_id]
+
+    def _lose_name(self, claim: QueueClaim, loss: Loss) -> None:
+        """Have the name of a claim, if it has one, stand for it no more."""
+        if claim.name:
+            self.names.lose(claim.name, claim.request_id, loss)
 
     def dead_lettered(self) -> Indexes:
         """Return the positions of the rows that are dead-lettered and not cleared."""
@@ -470,6 +543,7 @@ class TaskLedger(TaskFacts):
         self.batches.clear()
         self._without_rows.clear()
         self.claims.clear()
+        self.names.clear()
         self._by_serial.clear()
         if keep_consumed:
             claims = self.claim.data[: self._table.count]
@@ -592,6 +666,6 @@ class LeaseTimer:
 
 def _disagreement(name: str, got: object, expected: object, what: str) -> PreconditionError:
     return RankDisagreementError(
-        f"{name} of {what} is {expected!r}, got {got!r}; all ranks must ask with the same arguments",
+        f"{name} of {what} is {expected!r}, got {got!r}; all that ask for it must ask with the same arguments",
         metadata={"field": name, "got": repr(got)[:512], "expected": repr(expected)[:512]},
     )

@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
 
-from tq_service.domain.changes.claims import BatchPlanned, ClaimReleased, EndReached, QueueClaimed
+from tq_service.domain.changes.claims import BatchPlanned, ClaimReleased, EndReached, NamedEndReached, QueueClaimed
 from tq_service.domain.changes.state_machine import Change
 from tq_service.domain.claims.grouping import Grouping
 from tq_service.domain.claims.ledger import QueueClaim, RecordedPlan, TaskLedger
@@ -247,10 +247,10 @@ class Planner:
     def retract(self, request_id: bytes) -> None:
         """Release a queue claim whose answer did not reach its client, unless a retry was given the same.
 
-        The client may ask again under the same request_id.
+        The client may ask again under the same request_id. A claim with a name stays: others ask for it too.
         """
         claim = self._task.claims.get(request_id)
-        if claim is None:
+        if claim is None or claim.name:
             return
         claim.answer_count -= 1
         if claim.answer_count == 0:
@@ -419,14 +419,26 @@ class Planner:
             self._review(each for each in line.waiters if each.batch_index == batch_index or is_end or disagrees)
 
     def _record_for_worker(self, request: ClaimRequest, found: Planned | EndFound) -> QueueClaim | EndCounts:
-        """Record what a queue worker gets; an end is of this one only."""
+        """Record what a queue worker gets; an end is of this one only, or of all that ask under its name."""
         self._count_serve()
+        name = request.claim_name
+        if name:
+            self._review(self._queue.named(name))
         if isinstance(found, EndFound):
+            if name:
+                self._commit(NamedEndReached(**self._names, claim_name=name, end=found.end), self._task)
             return found.end
         terms, grouping = request.lease, found.grouping
         if terms is not None and grouping is not None:
             terms = replace(terms, group_block_size=grouping.block_size or 0, blocks=grouping.blocks)
-        change = QueueClaimed(**self._names, request_id=request.request_id, plan=found.plan, lease=terms)
+        change = QueueClaimed(
+            **self._names,
+            request_id=request.request_id,
+            plan=found.plan,
+            lease=terms,
+            claim_name=name,
+            batch_spec=request.batch_spec if name else None,
+        )
         claim: QueueClaim = self._commit(change, (self._partition, self._task, found.positions))
         claim.answer_count = 1
         return claim

@@ -194,9 +194,10 @@ class ClaimRequest:
         rank: the rank that asks, None for a queue worker; of the `dp_size` of `asked`.
         epoch: the epoch the caller means, None for whichever.
         lease: how a queue worker leases its samples, None where they are done once they are delivered.
+        claim_name: of a queue worker's claim, which is the same whenever it is asked for by this name; empty: none.
 
     Raises:
-        InvalidArgumentError: the id or the name is none, or a rank asks for a lease.
+        InvalidArgumentError: the id or a name is none, or a rank asks for a lease, or for a claim by name.
     """
 
     request_id: bytes
@@ -206,6 +207,7 @@ class ClaimRequest:
     rank: Rank | None = None
     epoch: int | None = None
     lease: LeaseTerms | None = None
+    claim_name: str = ""
 
     def __post_init__(self) -> None:
         check_name("task_name", self.task_name)
@@ -215,6 +217,14 @@ class ClaimRequest:
                 "lease is for queue workers; the batches of ranks are not leased, a rank that asks again gets the same",
                 field="lease",
             )
+        if self.claim_name:
+            check_name("claim_name", self.claim_name)
+            if self.rank is not None:
+                raise InvalidArgumentError(
+                    f"claim_name is {self.claim_name!r}, which is for queue workers; a rank names its batch by dp_rank "
+                    f"and batch_index",
+                    field="claim_name",
+                )
 
     @property
     def batch_spec(self) -> BatchSpec:

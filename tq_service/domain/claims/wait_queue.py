@@ -227,6 +227,7 @@ class WaitQueue:
         self._turns: list[tuple[float, Line]] = []  # a heap; no two lines have the same order
         self.last_arrival = 0
         self.head_starts: dict[Line, asyncio.TimerHandle] = {}
+        self._by_name: dict[str, dict[Waiter, None]] = {}  # those that ask for a claim by name
 
     def __len__(self) -> int:
         return sum(map(len, self.by_spec.values()))
@@ -256,7 +257,13 @@ class WaitQueue:
         if line is None:
             line = self.by_spec[spec] = Line(spec, found)
         line.add(waiter)
+        if name := waiter.request.claim_name:
+            self._by_name.setdefault(name, {})[waiter] = None
         return line
+
+    def named(self, name: str) -> list[Waiter]:
+        """Return the waiters that ask for the claim of a name."""
+        return list(self._by_name.get(name, ()))
 
     def _give_number(self, waiter: Waiter) -> None:
         self.last_arrival += 1
@@ -265,6 +272,10 @@ class WaitQueue:
     def leave(self, line: Line, waiter: Waiter) -> None:
         """Remove a waiter from its line."""
         line.remove(waiter)
+        if name := waiter.request.claim_name:
+            self._by_name[name].pop(waiter, None)
+            if not self._by_name[name]:
+                del self._by_name[name]
         self.drop_if_unused(line)
 
     def drop_if_unused(self, line: Line) -> None:
