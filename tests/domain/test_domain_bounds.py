@@ -306,7 +306,7 @@ def test_the_same_partition_is_asked_for_with_the_same_bounds():
 
     async def create():
         assert catalog.create("p", settings) is catalog.create("p", settings)
-        with pytest.raises(AlreadyExistsError, match="max_bytes=10"):
+        with pytest.raises(AlreadyExistsError, match="max_bytes is 10, got 11"):
             catalog.create("p", PartitionSettings(max_bytes=11))
 
     asyncio.run(create())
