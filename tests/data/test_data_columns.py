@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from property_settings import examples
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from tq_service.data.columns import build, flatten, object_stack
+from tq_service.data.columns import build, flatten, object_bytes, object_stack
 from tq_service.data.micro_batches import take_rows
 from tq_service.schema import DTYPE_SIZES
 
@@ -153,3 +153,11 @@ def test_non_tensor_data_of_a_list_is_one_item_a_row() -> None:
     assert list(part["all"]) == ["b", "b"]
     with pytest.raises(ValueError, match="3 items for 2 rows"):
         take_rows(data[:2], [0])
+
+
+def test_objects_are_counted_by_the_bytes_in_them() -> None:
+    image = pytest.importorskip("PIL.Image").new("RGB", (5, 3))
+    rows = np.empty(2, object)
+    rows[:] = [torch.zeros(3, dtype=torch.uint8), {"a": ["four"]}]
+    assert object_bytes({"rows": rows, "image": (image,), "other": object(), "n": 5}) == 3 + 4 + 4 * 15
+    assert flatten(TensorDict({"x": NonTensorStack(image)}, [1])).size_bytes == 60

@@ -236,6 +236,7 @@ def _use_all_of(client: tq.Client) -> None:
     client.put({"y": np.zeros((4, 100_000))}, metadata=meta)
     client.put({"score": np.zeros((2, 3), np.float32)}, partition_id="train", keys=["n5", "n6"])
     client.put(metadata=meta, custom_meta=[{"version": 1}] * 4)
+    client.put({"score": np.ones((2, 3), np.float32)}, partition_id="train", keys=["k0", "n7"], return_meta="all")
     client.insert("train", 2, keys=["i0", "i1"], state="held")
     client.set_custom_meta(meta, [{"tag": "t"}, {"tag": ["t", None]}, {"tag": tq.JSON_NULL}, {"tag": None}])
     client.close_groups("train", ["g0"])
@@ -243,6 +244,7 @@ def _use_all_of(client: tq.Client) -> None:
     client.get_data(client.lookup_samples("train", ["k0", "k1"])[0])
     client.lookup_samples("train", global_indexes=[0, 3], where=[("version", ">=", 1)])
     client.get_data(partition_id="train@1", keys=["a", "d"], data_fields=["y"])
+    client.get_data(partition_id="train", keys=["k0", "k1"], missing_fields="skip")
     asked = {"partition_id": "train", "data_fields": ["score"], "max_wait": 0.0}
     client.get_meta(**asked, task_name="critic", batch_size=1, dp_rank=0, dp_size=2, batch_index=0,
                     where=[("version", ">=", 1)], order_by=["-version"])  # fmt: skip

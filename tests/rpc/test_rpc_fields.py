@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -298,6 +299,20 @@ def test_a_repeat_answers_with_what_is_known_by_then(server: LiveServer) -> None
     client.clear_partition("train")
     client.put({"x": torch.zeros(2)}, partition_id="train", keys=["a", "new"])
     assert server.controller.Commit(request) == without
+
+
+def test_a_repeat_after_a_restart_answers_with_what_is_known(start_server: StartServer, tmp_path: Path) -> None:
+    settings = {"data_dir": str(tmp_path), "durability": "process"}
+    server = start_server(**settings)
+    put_some(server.client())
+    request = write_of(["a", "new"])
+    first = server.controller.Commit(request)
+    server.stop()
+    again = start_server(**settings).controller.Commit(request)
+    assert again.meta == first.meta
+    assert [list(part.keys) for part in again.all_meta] == [["a", "new"]]
+    assert [list(part.produced) for part in again.all_meta] == [list(part.produced) for part in first.all_meta]
+    assert len(again.all_meta[0].produced) == 2
 
 
 @pytest.mark.parametrize("way", ["embedded", "apart", "no data"])

@@ -50,7 +50,7 @@ class FetchedBatch:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of its tensors, arrays and texts, also of those in plain containers; other objects are not counted."""
+        """Bytes of its tensors, arrays, texts and images, also in plain containers; other objects are not counted."""
         return flatten(self.data).size_bytes if isinstance(self.data, TensorDict) else object_bytes(self.data)
 
 

@@ -15,6 +15,7 @@ import torch
 from tensordict import NonTensorStack, TensorDict, is_leaf_nontensor
 
 from tq_service.wire.encoding import non_tensor_rows
+from tq_service.wire.object_codecs import is_image_type
 from tq_service.wire.row_pattern import RowPattern
 
 FieldKey = str | tuple[str, ...]
@@ -182,11 +183,15 @@ def _without_gaps(nested: Any) -> tuple[torch.Tensor, torch.Tensor, int]:
 
 
 def object_bytes(value: Any) -> int:
-    """Return the bytes of the tensors, arrays and texts in an object, or in containers of them."""
+    """Return the bytes of the tensors, arrays, texts and images of PIL in an object, or in containers of them."""
     if isinstance(value, str | bytes):
         return len(value)
+    if isinstance(value, np.ndarray) and value.dtype.hasobject:
+        return sum(map(object_bytes, value.flat))
     if isinstance(value, torch.Tensor | np.ndarray):
         return int(value.nbytes)
+    if is_image_type(type(value)):
+        return 4 * int(value.width * value.height)  # what PIL takes for a pixel of most modes
     if isinstance(value, Mapping):
         return sum(map(object_bytes, value.values()))
     return sum(map(object_bytes, value)) if isinstance(value, list | tuple) else 0

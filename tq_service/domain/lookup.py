@@ -283,7 +283,8 @@ def _missing_cell(partition: Partition, names: Sequence[str], rows: Indexes) -> 
         why = f" yet ({rows.size} samples lack a field); a claim waits for it"
     return CellNotFoundError(
         f"sample {int(rows[0])}{'' if key is None else f' (key {key!r})'} of partition {partition.partition_id!r} has "
-        f"no {', '.join(map(repr, lacking))}{why}; leave it out with skip_missing (in Python missing='skip')",
+        f"no {', '.join(map(repr, lacking))}{why}; leave it out with skip_missing, or its fields with "
+        f"skip_missing_fields (in Python missing='skip' or missing_fields='skip')",
         metadata={
             "partition_id": partition.partition_id,
             "global_index": str(rows[0]),

@@ -69,8 +69,7 @@ def codec_of(kind: type) -> ObjectCodec | None:
     for base in kind.__mro__:
         if base in _by_kind:
             return _by_kind[base]
-    image = getattr(sys.modules.get(_IMAGE), "Image", None)  # none while another thread still imports it
-    return _image_codec(image) if isinstance(image, type) and issubclass(kind, image) else None
+    return _image_codec(kind) if is_image_type(kind) else None
 
 
 def codec_named(name: str) -> ObjectCodec:
@@ -94,6 +93,12 @@ def codec_named(name: str) -> ObjectCodec:
 
 
 # Images of PIL: their pixels as they lie in memory. PNG is half as large, and takes a hundred times as long.
+
+
+def is_image_type(kind: type) -> bool:
+    """Whether values of this type are images of PIL."""
+    image = getattr(sys.modules.get(_IMAGE), "Image", None)  # none while another thread still imports it
+    return isinstance(image, type) and issubclass(kind, image)
 
 
 def _image_codec(kind: type) -> ObjectCodec:
