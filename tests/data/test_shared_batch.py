@@ -10,9 +10,9 @@ from fake_client import batch_of, token_rows
 
 from tq_service.client.batch_meta import BatchMeta
 from tq_service.data.batch import FetchedBatch
-from tq_service.data.columns import object_stack
 from tq_service.data.shared_batch import SharedBatch, open_batch, share_batch
 from tq_service.data.shared_buffers import SharedBufferReader, SharedBufferWriter
+from tq_service.wire.decoding import object_stack
 
 _SELF = Path("/proc/self")
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import NonTensorStack, TensorDict, is_leaf_nontensor
+from tensordict import TensorDict, is_leaf_nontensor
 
+from tq_service.wire.decoding import object_stack
 from tq_service.wire.encoding import non_tensor_rows
 from tq_service.wire.object_codecs import is_image_type
 from tq_service.wire.row_pattern import RowPattern
@@ -129,11 +130,6 @@ def build(flat: FlatBatch) -> TensorDict:
         else:
             fields[key] = object_stack(column.rows)
     return TensorDict(fields, batch_size=[flat.row_count])
-
-
-def object_stack(rows: list[Any]) -> NonTensorStack:
-    """Return rows of objects as TensorDict holds them, none included."""
-    return NonTensorStack(*rows) if rows else NonTensorStack.from_list([])
 
 
 class _Patterns:

@@ -43,14 +43,20 @@ def decode_columns(
 
 def to_tensordict(columns: Mapping[str, Any], row_count: int) -> Any:
     """Return decoded columns as a TensorDict of batch size `[row_count]`; lists stay lists when read from it."""
-    from tensordict import NonTensorData, NonTensorStack, TensorDict  # noqa: PLC0415  (optional, slow to import)
+    from tensordict import TensorDict  # noqa: PLC0415  (optional, slow to import)
 
-    fields = dict(columns)
-    for name, values in columns.items():
-        if isinstance(values, list):
-            with no_collection():
-                fields[name] = NonTensorStack(*(NonTensorData(value) for value in values))
+    fields = {name: object_stack(values) if isinstance(values, list) else values for name, values in columns.items()}
     return TensorDict(fields, batch_size=[row_count])
+
+
+def object_stack(rows: Sequence[Any]) -> Any:
+    """Return rows of objects as a TensorDict holds them, none included: tensordict 0.10 knows no empty stack."""
+    from tensordict import NonTensorData, NonTensorStack  # noqa: PLC0415  (optional, slow to import)
+
+    if not rows:
+        return NonTensorData([], batch_size=[0])
+    with no_collection():
+        return NonTensorStack(*(NonTensorData(row) for row in rows))
 
 
 def _decode_text(data: memoryview) -> str:
