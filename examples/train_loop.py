@@ -72,6 +72,7 @@ def train(address: str | None, steps: int, num_workers: int) -> list[float]:
         dp_rank=0,
         dp_size=1,
         sampler="seqlen_balanced",
+        layout="jagged",  # also where all rollouts of a batch happen to be of one length
     )
     losses = []
     with tq.Client(address) as client, StreamingDataLoader(dataset, num_workers) as loader:

@@ -56,7 +56,7 @@ class InvalidArgumentError(TqError, ValueError):
 
 
 class FieldMismatchError(InvalidArgumentError):
-    """A field was put with another dtype, layout or row shape than it has."""
+    """A field was put with another dtype, layout or row shape than it takes, or got as dense while its rows differ."""
 
     reason = "FIELD_MISMATCH"
 

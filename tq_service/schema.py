@@ -12,8 +12,9 @@ from tq_service.errors import InvalidArgumentError
 
 
 class Layout(StrEnum):
-    """How the rows of a field are laid out."""
+    """How the rows of a field are laid out; `AUTO` in declarations only: dense until a row differs, then jagged."""
 
+    AUTO = "auto"
     DENSE = "dense"
     JAGGED = "jagged"
     OBJECT = "object"
@@ -47,6 +48,7 @@ class SampleConsumption(IntEnum):
 BatchUnit = Literal["sample", "group"]
 Blocks = Literal["aligned", "anywhere"]
 KeyMode = Literal["upsert", "new", "existing"]
+ReadLayout = Literal["auto", "dense", "jagged"]
 Operator = Literal["==", "!=", "<", "<=", ">", ">=", "in"]
 Scalar = int | float | bool | str
 
@@ -66,7 +68,8 @@ class FieldSpec:
     Attributes:
         name: unique in the partition.
         dtype: torch's name of the dtype ("float32", "bfloat16"); "" for objects, or left to the first put.
-        layout: dense, jagged or object; None leaves it to the first put.
+        layout: dense, jagged or object. In a declaration "auto", too: dense until a row differs in shape, jagged from
+            then on; None: the `default_layout` of the partition.
         row_shape: shape of one row, -1 in ragged dimensions, () for scalars; None leaves it to the first put.
         encoding: of objects: UTF-8 text, bytes as they are, or msgpack, which holds any object. A field declared as
             text or bytes takes nothing else; None, or msgpack, takes any, in the encoding that each put says.
@@ -121,7 +124,7 @@ class FieldSpec:
 
     @property
     def ragged_dims(self) -> tuple[int, ...]:
-        """Dimensions of a row that differ between rows."""
+        """Dimensions of a row that differ between rows; none of a jagged field whose rows all were alike so far."""
         return tuple(dim for dim, size in enumerate(self.row_shape or ()) if size < 0)
 
     def describe(self) -> str:

@@ -147,7 +147,7 @@ def test_joining_different_batches():
         ([make(), make(epoch=2, first=50)], "differ in epoch"),
         ([make(), make()], "in two of the batches"),
         ([make(status=pb.BATCH_STATUS_END)], "status 'end'"),
-        ([make(), make(first=50).select_fields(["a"])], "differ in fields"),
+        ([make(), make(first=50).select_fields(["a"])], "differ in data_fields"),
     ],
 )
 def test_batches_that_cannot_be_joined(parts, words):

@@ -54,6 +54,7 @@ class FakeService:
         self.partitions: dict[str, FakePartition] = {}
         self.waiting = threading.Event()
         self.claim_count = 0
+        self.layouts: set[str | None] = set()
         self.open_client_count = 0
         self.cuts: Callable[[int, int], list[list[int]]] | None = None
 
@@ -136,7 +137,8 @@ class FakeClient:
                     return BatchMeta(status="not_yet")
                 service.changed.wait(left)
 
-    def get_data(self, meta: BatchMeta, *, timeout: float) -> TensorDict:
+    def get_data(self, meta: BatchMeta, *, timeout: float, layout: str | None = None) -> TensorDict:
+        self._service.layouts.add(layout)
         rows = [self._service.partitions[meta.partition_id].rows[index] for index in meta.global_indexes]
         return batch_of(rows)
 

@@ -14,7 +14,7 @@ from tq_service.data import PackedSequences, PackOptions
 TOKEN_DIMS = {"input_ids": 0, "labels": 0, "logprobs": 0, "hidden": 0, "rotary": 1}
 OPTIONS: dict[str, Any] = {
     "repeat_fields": ("advantage", "flag"),
-    "keep_fields": ("patches",),
+    "keep_fields": ("patches", "version"),
     "pad_token_id": 7,
     "pad_values": {"advantage": 2.0},
 }

@@ -9,6 +9,11 @@ import torch
 import tq_service as tq
 from tq_service.data import StreamingDataset
 
+DECLARED = [  # so that also a batch of one row is typed like the others
+    tq.FieldSpec("input_ids", layout="jagged"),
+    tq.FieldSpec("scores", layout="jagged"),
+    tq.FieldSpec("image", layout="jagged", row_shape=(-1, -1)),
+]
 FIELDS = ["index", "input_ids", "scores", "image", "text", "extra"]
 
 
@@ -44,6 +49,7 @@ def check(micro_batch: Any, meta: tq.BatchMeta) -> None:
 
 def fill(address: str, partition: str, count: int, *, part: int = 16, seal: bool = True) -> None:
     with tq.Client(address) as client:
+        client.create_partition(partition, fields=DECLARED)
         for start in range(0, count, part):
             indexes = range(start, min(count, start + part))
             client.put(

@@ -49,6 +49,20 @@ def loader_of(request: pytest.FixtureRequest, service: FakeService) -> Any:
     assert service.open_client_count == 0
 
 
+def test_what_fetches_is_told_a_layout_only_where_one_is_given(service: FakeService) -> None:
+    service.put("train@0", token_rows(4), seal=True)
+    asked: list[dict[str, Any]] = []
+
+    def fetch(*, client: Any, layout: str | None = None, **claim: Any) -> Any:
+        asked.append({} if layout is None else {"layout": layout})
+        return fetch_batch(client=client, layout=layout, **claim)
+
+    for layout in (None, "jagged"):
+        list(dataset_of(service, fetch_batch_fn=fetch, layout=layout))
+    assert asked == [{}] * 2 + [{"layout": "jagged"}] * 2
+    assert service.layouts == {None, "jagged"}
+
+
 def test_yields_all_micro_batches_with_a_short_last_batch(service: FakeService, loader_of: Any) -> None:
     service.put("train@0", token_rows(11), seal=True)
     seen = list(loader_of(dataset_of(service)))
@@ -362,6 +376,7 @@ def test_data_that_does_not_fit_its_meta_is_told(service: FakeService) -> None:
         ({"replay_buffer_bytes": -1}, "replay_buffer_bytes"),
         ({"max_wait": 0}, "max_wait"),
         ({"timeout": 0}, "timeout"),
+        ({"layout": "object"}, "layout"),
     ],
 )
 def test_arguments_that_cannot_be_right(service: FakeService, changes: dict[str, Any], field: str) -> None:

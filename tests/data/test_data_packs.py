@@ -176,8 +176,12 @@ LONG = jagged([torch.arange(3), torch.arange(1)], 0, torch.arange(1))
         ({"text": object_stack(["a", "b"])}, {}, None, "field 'text' holds objects"),
         ({"image": object_stack([torch.ones(2, 2), torch.ones(3, 1)])}, {}, None, "rows that differ in several"),
         ({"prompt": LONG}, {}, None, "field 'prompt' has 3 values in sample 0 of the pack; expected 2"),
-        ({"input_ids": torch.zeros(2, 4)}, {}, None, "field 'input_ids' is dense, with rows of shape"),
-        ({"position_ids": torch.zeros(2, 4)}, {}, None, "field 'position_ids' is dense"),
+        ({"input_ids": torch.zeros(2)}, {}, None, r"'input_ids' has rows of shape \(\); expected a value for each"),
+        ({"position_ids": torch.zeros(2, 4)}, {}, None, "field 'position_ids' has 4 values in sample 0 of the pack"),
+        ({"mask": torch.zeros(2, 4)}, {"token_fields": ["mask"]}, None, "field 'mask' has 4 values in sample 0"),
+        ({"mask": torch.zeros(2, 4, 3)}, {"token_fields": ["mask"]}, None, r"'mask' has a row of shape \(4, 3\) in"),
+        ({}, {"token_fields": ["mask"]}, None, "no field 'mask'"),
+        ({"mask": torch.zeros(2)}, {"token_fields": ["mask"]}, None, r"field 'mask' has rows of shape \(\); expected"),
         ({}, {"input_field": "tokens"}, None, "no field 'tokens', only 'input_ids'"),
         ({}, {"keep_fields": ["prompt"]}, None, "no field 'prompt'"),
         ({"prompt": LONG}, {"repeat_fields": ["prompt"]}, None, "'prompt' of repeat_fields is jagged"),
@@ -195,6 +199,72 @@ def test_what_does_not_fit_is_refused(
         pack_sequences(tokens_of([1, 2], [3], **fields), lengths, PackOptions(**{"pack_max_length": 8, **options}))
 
 
+# Samples that are all of one length, whose fields are dense then
+
+
+def uniform(**others: Any) -> dict[str, Any]:
+    """Return fields of three samples of four tokens, as a field is that was put in rows of one length."""
+    numbers = torch.arange(12).reshape(3, 4)
+    return {"input_ids": numbers, "labels": numbers + 1, "mask": numbers % 2 == 0, **others}
+
+
+@pytest.mark.parametrize("options", [{}, {"token_fields": ("mask", "input_ids", "position_ids")}])
+@pytest.mark.parametrize("positions", [[0, 1, 2], [2, 0], []])
+def test_samples_of_one_length_are_packed_as_if_others_differed(options: dict[str, Any], positions: list[int]) -> None:
+    places = torch.arange(4).expand(3, 3, 4) + 50
+    fields = uniform(
+        position_ids=places, hidden=torch.randn(3, 4, 2), image=torch.randn(3, 2, 3), embedding=torch.randn(3, 5)
+    )
+    dims = {"input_ids": 0, "labels": 0, "mask": 0, "hidden": 0, "position_ids": 1}
+    nested = {name: jagged(list(fields[name]), dim) for name, dim in dims.items()}
+    chosen = PackOptions(pack_max_length=15, **options)
+    packed, expected = (
+        pack_sequences(TensorDict(each, batch_size=[3]), None, chosen, positions=positions)
+        for each in (fields, {**fields, **nested})
+    )
+    assert set(packed.tensors.keys()) == set(expected.tensors.keys())
+    for name, values in expected.tensors.items():
+        assert same_bits(packed[name], values), name
+    assert packed.uses == expected.uses
+    assert packed["image"].shape == (len(positions), 2, 3)
+    if positions:
+        rows = unpack_sequences(packed)
+        assert all(map(torch.equal, rows["position_ids"].unbind(), places[positions]))
+        assert torch.equal(rows["embedding"], fields["embedding"][positions])
+
+
+def test_a_batch_without_samples_is_typed_like_others_of_one_length() -> None:
+    none = TensorDict({name: values[:0] for name, values in uniform(position_ids=torch.zeros(3, 3, 4)).items()}, [0])
+    packed = pack_sequences(none, None, PackOptions(pack_max_length=6, pad_token_id=9))
+    assert {name: tuple(packed[name].shape) for name in ("input_ids", "labels", "mask", "position_ids")} == {
+        "input_ids": (6,), "labels": (6,), "mask": (6,), "position_ids": (3, 6)
+    }  # fmt: skip
+    assert packed["input_ids"].tolist() == [9] * 6
+    # Where only the input field is jagged, no row says how many tokens there are.
+    empty = jagged([], 0, torch.zeros(1, dtype=torch.int64))
+    options = PackOptions(pack_max_length=6, token_fields=("mask", "deep"))
+    named = TensorDict({**dict(none.items()), "input_ids": empty, "deep": torch.zeros(0, 4, 2)}, [0])
+    packed = pack_sequences(named, None, options)
+    assert [tuple(packed[name].shape) for name in ("mask", "deep", "position_ids")] == [(6,), (6, 2), (3, 6)]
+
+
+def test_what_may_be_per_token_or_per_sample_is_asked_for() -> None:
+    """A vector of two values, in a batch whose samples all have two tokens; or a square of as many."""
+    vector = tokens_of([1, 2], [3, 4], vector=torch.ones(2, 2))
+    square = TensorDict(uniform(square=torch.ones(3, 4, 4)), batch_size=[3])
+    for batch, name in ((vector, "vector"), (square, "square")):
+        with pytest.raises(
+            ValueError, match=f"field '{name}' has a row of shape .*name it in keep_fields if it has none"
+        ):
+            pack_sequences(batch, None, PackOptions(pack_max_length=12))
+        kept = pack_sequences(batch, None, PackOptions(pack_max_length=12, keep_fields=(name,)))
+        assert torch.equal(kept[name], batch[name])
+    packed = pack_sequences(vector, None, PackOptions(pack_max_length=6, token_fields=("vector",)))
+    assert packed["vector"].tolist() == [1, 1, 1, 1, 0, 0]
+    others = tokens_of([1, 2], [3], vector=torch.ones(2, 2))
+    assert pack_sequences(others, None, PackOptions(pack_max_length=6))["vector"].shape == (2, 2)
+
+
 def test_positions_outside_the_batch_are_refused() -> None:
     with pytest.raises(IndexError, match="got positions 0 to 2 of a batch of 2 rows"):
         pack_sequences(tokens_of([1, 2], [3]), None, PackOptions(pack_max_length=8), positions=[0, 2])
@@ -209,6 +279,8 @@ def test_positions_outside_the_batch_are_refused() -> None:
         ({"repeat_fields": "score"}, "repeat_fields: got 'score'; expected a list"),
         ({"repeat_fields": ["x"], "keep_fields": ["x"]}, "got 'x' twice"),
         ({"label_fields": ["input_ids"]}, "got 'input_ids' twice"),
+        ({"token_fields": ["x"], "keep_fields": ["x"]}, "got 'x' twice"),
+        ({"token_fields": ["x"], "repeat_fields": ["x"]}, "got 'x' twice"),
     ],
 )
 def test_options_that_cannot_be_right(options: dict[str, Any], message: str) -> None:

@@ -104,6 +104,26 @@ def test_two_ranks_train_the_same_number_of_packs(address: str, partition: str, 
     assert {step_count for _, step_count, _, _ in places[0]} == {3}
 
 
+def test_samples_that_are_all_of_one_length_are_packed_like_others(address: str, partition: str) -> None:
+    """Their fields are dense, as no row differs; what has a value for each token is concatenated all the same."""
+    with tq.Client(address) as client:
+        for first in range(0, 12, 4):
+            client.put(columns(first, [9] * 4), partition_id=partition, custom_meta=[{"total_lengths": 9}] * 4)
+        client.seal_partition(partition)
+        specs = {field.spec.name: field.spec for field in client.describe_partition(partition).fields}
+    assert specs["input_ids"].layout == specs["logprobs"].layout == "dense"
+    seen = []
+    for pack in StreamingDataLoader(dataset_of(address, partition)):
+        seen += pack["index"].tolist()
+        assert pack["input_ids"].shape == pack["labels"].shape == pack["logprobs"].shape == (SIZE,)
+        assert pack["position_ids"].shape == (3, SIZE)
+        expected = columns(0, [9] * 12)
+        for name in ("input_ids", "labels", "logprobs"):
+            for row, index in zip(pack.split_tokens(pack[name]), pack["index"].tolist(), strict=True):
+                assert torch.equal(row, expected[name][index]), name
+    assert sorted(seen) == list(range(12))
+
+
 def test_a_restart_and_a_reset_give_the_same_packs(address: str, partition: str) -> None:
     fill(address, partition, LENGTHS)
     with StreamingDataLoader(dataset_of(address, partition, replay_buffer_bytes=20_000)) as loader:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from service_rows import dataset_of, fill, taken
 
 import tq_service as tq
@@ -49,6 +50,22 @@ def test_ranks_that_start_first_end_together(address: str, partition: str, sampl
         thread.join()
     assert len({len(items) for items in results.values()}) == 1
     assert sorted(index for items in results.values() for index in taken(items)) == list(range(count))
+
+
+def test_a_dataset_asks_for_a_layout(address: str, partition: str) -> None:
+    """Rows that all are alike, in a field that is not declared: the batches are of the layout that the trainer says."""
+    with tq.Client(address) as client:
+        client.put({"x": torch.arange(8).reshape(4, 2), "score": torch.zeros(4)}, partition_id=partition)
+        client.seal_partition(partition)
+    for layout in (None, "jagged", "dense"):
+        dataset = dataset_of(
+            address, partition, data_fields=["x", "score"], batch_size=4, micro_batch_size=2, layout=layout,
+            task_name=f"task {layout}",
+        )  # fmt: skip
+        batches = [micro_batch for micro_batch, _ in StreamingDataLoader(dataset)]
+        assert [batch["x"].is_nested for batch in batches] == [layout == "jagged"] * 2
+        assert [row.tolist() for batch in batches for row in batch["x"].unbind()] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+        assert all(batch["score"].shape == (2,) for batch in batches)
 
 
 def test_what_is_no_address_is_refused_when_the_dataset_is_made() -> None:

@@ -1,14 +1,27 @@
 """Drives a real partition and its model side by side, and compares them after every step."""
 
 import asyncio
+import random
 from collections import Counter, defaultdict
 from contextlib import suppress
 from dataclasses import asdict
 
 import numpy as np
 from digest import keys_of
-from domain_support import SlowSampler, asks, is_at_rest, meta, new_id, new_write, set_meta, task_of, turns, write_to
-from model import BlocksError, Model, RefusedError
+from domain_support import (
+    SlowSampler,
+    asks,
+    dense,
+    is_at_rest,
+    meta,
+    new_id,
+    new_write,
+    set_meta,
+    task_of,
+    turns,
+    write_to,
+)
+from model import BlocksError, Model, RefusedError, Rows
 from model import End as ModelEnd
 
 from tq_service.domain.catalog import Catalog
@@ -18,6 +31,7 @@ from tq_service.domain.partition import PartitionSettings
 from tq_service.domain.plan import RankPlan
 from tq_service.domain.states import DEAD_LETTERED, STATE_NAMES, UNCLAIMED
 from tq_service.domain.status import consumption_of
+from tq_service.domain.tables.cells import ColumnWrite
 from tq_service.domain.tables.meta import Condition, Order
 from tq_service.errors import (
     ClaimReleasedError,
@@ -37,10 +51,11 @@ from tq_service.samplers import (
     SeqlenBalancedSampler,
     SequentialSampler,
 )
-from tq_service.schema import EndCounts
+from tq_service.schema import EndCounts, FieldSpec, Layout
 
 NAME = "train"
 FOREVER = 1e6
+SIZES = [0, 2, 2, 3, 5]
 MOMENT = 5.0  # seconds; those of the model are multiples of 10, and a run is shorter than this
 
 
@@ -60,6 +75,19 @@ def sampler_of(asking):
         case _:
             sampler = SeqlenBalancedSampler(**options)
     return SlowSampler(sampler, turns=4, turns_before=4) if asking.slow else sampler
+
+
+def column_of(name, rows):
+    """Return rows of a field as a column of a put."""
+    shapes = np.array(rows.shapes, np.int64)
+    differs = (shapes != shapes[0]).any(axis=0)
+    if not differs.any():
+        if not rows.jagged:
+            return dense(name, *rows.shapes[0], dtype=rows.dtype)
+        differs[-1] = True
+    shape = tuple(np.where(differs, -1, shapes[0]).tolist())
+    spec = FieldSpec(name, dtype=rows.dtype, layout=Layout.JAGGED, row_shape=shape)
+    return ColumnWrite(spec=spec, extents=shapes[:, differs])
 
 
 class Call:
@@ -134,6 +162,7 @@ class Driver:
         self.is_declared = is_declared
         self.samples_per_round = samples_per_round
         self.catalog = Catalog(PlanRunner(timeout_seconds=FOREVER))
+        self.rng = random.Random(0)
         self.samplers = {}
         self.calls = []
         self.receivers = Counter()
@@ -220,8 +249,29 @@ class Driver:
 
     # Writing to both
 
-    def write(self, count, *, fields=(), meta_entries=None, **arguments):
+    def columns(self, fields, count, *, conforming):
+        """Return rows of some fields for a write: mostly such as the field takes, and always where asked for."""
+        return {name: self._rows(self.model.fields.get(name), count, conforming=conforming) for name in fields}
+
+    def _rows(self, known, count, *, conforming):
+        rng = self.rng
+        if known is not None and (conforming or rng.random() < 0.9):
+            dtype, fixed, dim_count = known.dtype, known.shape, len(known.shape)
+        else:
+            dtype, dim_count = rng.choice(["float32", "int64"]), rng.choice([1, 1, 2])
+            fixed = tuple(rng.choice(SIZES) for _ in range(dim_count))
+        if rng.random() < 0.6:  # as the rows before
+            shapes = [tuple(size if size >= 0 else rng.choice(SIZES) for size in fixed) for _ in range(count)]
+        else:
+            first, *others = (rng.choice(SIZES) for _ in range(dim_count))
+            shapes = [(first, *others)] * count
+            if rng.random() < 0.5:
+                shapes = [(*shape[:-1], rng.choice(SIZES)) for shape in shapes]
+        return Rows(dtype, shapes, rng.random() < 0.1)
+
+    def write(self, count, *, columns, meta_entries=None, **arguments):
         """Write to the partition; return whether it was accepted."""
+        fields = [column_of(name, rows) for name, rows in columns.items()]
         samples = new_write(count, fields, meta=meta_entries, **arguments)
         try:
             write_to(self.catalog, samples)
@@ -229,7 +279,8 @@ class Driver:
             return False
         return True
 
-    def insert(self, count, **arguments):
+    def insert(self, count, *, fields=(), **arguments):
+        arguments["columns"] = self.columns(fields, count, conforming=False)
         model_arguments = dict(arguments)
         model_arguments["meta"] = model_arguments.pop("meta_entries", None)
         try:
@@ -241,20 +292,18 @@ class Driver:
         arguments["groups"] = [group or "" for group in groups] if groups else None
         assert self.write(count, **arguments) == accepted
 
-    def update(self, indexes, *, by_key=False, **arguments):
+    def update(self, indexes, *, by_key=False, fields=(), conforming=False, **arguments):
         keys = [self.model.rows[index].key for index in indexes]
+        columns = self.columns(fields, len(indexes), conforming=conforming)
         try:
             self.model.update(
-                indexes,
-                state=arguments.get("state"),
-                fields=arguments.get("fields", ()),
-                meta=arguments.get("meta_entries"),
+                indexes, state=arguments.get("state"), columns=columns, meta=arguments.get("meta_entries")
             )
             accepted = True
         except RefusedError:
             accepted = False
         named = {"keys": keys, "key_mode": "existing"} if by_key and all(keys) else {"indexes": indexes}
-        assert self.write(len(indexes), **named, **arguments) == accepted
+        assert self.write(len(indexes), columns=columns, **named, **arguments) == accepted
 
     def set_meta(self, indexes, entries):
         self.model.update(indexes, meta=entries)
@@ -482,10 +531,16 @@ class Driver:
         assert partition.groups.names_of(positions) == [row.group for row in rows]
         states = Counter(row.state for row in rows)
         assert partition.state_counts == [states[name] for name in STATE_NAMES]
+        assert partition.cells.fields.keys() == model.fields.keys()
         for name, field in partition.cells.fields.items():
             produced = [name in row.fields for row in rows]
             assert (field.cell.data[positions] >= 0).tolist() == produced
             assert field.produced_count == sum(produced)
+            known, spec = model.fields[name], field.spec
+            layout = Layout.JAGGED if known.jagged else Layout.DENSE
+            assert (spec.dtype, spec.layout, spec.row_shape) == (known.dtype, layout, known.shape)
+            lengths = [known.length_of(row.cells[name]) if name in row.cells else -1 for row in rows]
+            assert field.lengths(positions).tolist() == lengths
         self._check_groups()
 
     def _check_groups(self):

@@ -19,8 +19,47 @@ class Row:
     state: str
     key: str | None = None
     group: str | None = None
-    fields: set = field(default_factory=set)
+    cells: dict = field(default_factory=dict)  # the shape of each by its field
     meta: dict = field(default_factory=dict)
+
+    @property
+    def fields(self):
+        return self.cells.keys()
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of one field that are put together: their dtype and shapes.
+
+    `jagged`: they come so also where they are alike, and may differ in the last dimension.
+    """
+
+    dtype: str
+    shapes: list
+    jagged: bool = False
+
+
+@dataclass
+class Field:
+    """What all cells of a field have in common, until the last one is gone."""
+
+    dtype: str
+    shape: tuple
+    jagged: bool = False
+
+    def takes(self, rows):
+        return self.dtype == rows.dtype and len(self.shape) == len(rows.shapes[0])
+
+    def widen(self, rows):
+        for shape in rows.shapes:
+            self.shape = tuple(a if a == b else -1 for a, b in zip(self.shape, shape, strict=True))
+        if rows.jagged and -1 not in self.shape:
+            self.shape = (*self.shape[:-1], -1)
+        self.jagged |= -1 in self.shape
+
+    def length_of(self, shape):
+        ragged = [dim for dim, size in enumerate(self.shape) if size < 0]
+        return shape[ragged[0] if ragged else 0]
 
 
 @dataclass
@@ -120,6 +159,7 @@ class Model:
         self.insert_size_gcd = 0
         self.expected = expected
         self.sealed = expected == 0
+        self.fields = {}
         self.groups = {}
         self.had_groups = False
         self.had_lengths = False
@@ -130,11 +170,12 @@ class Model:
 
     # Writing
 
-    def insert(self, count, *, state="live", keys=None, groups=None, group_size=0, fields=(), meta=None):
+    def insert(self, count, *, state="live", keys=None, groups=None, group_size=0, columns=None, meta=None):
         groups = groups or [None] * count
         if self.sealed and count:
             raise RefusedError("sealed")
         self._check_groups(groups, group_size)
+        self._check_columns([], columns or {})
         added = []
         for i in range(count):
             row = Row(self.inserted, state, keys[i] if keys else None, groups[i])
@@ -148,7 +189,7 @@ class Model:
                 group.declared = group_size or group.declared
         if count:
             self.insert_size_gcd = gcd(self.insert_size_gcd, count)
-        self._fill(added, fields, meta)
+        self._fill(added, columns or {}, meta, state)
         if self.expected is not None and self.inserted >= self.expected:
             self.sealed = True
         return [row.index for row in added]
@@ -162,27 +203,47 @@ class Model:
             if limit and len(group.members) + names.count(name) > limit:
                 raise RefusedError("group is full")
 
-    def update(self, indexes, *, state=None, fields=(), meta=None):
+    def update(self, indexes, *, state=None, columns=None, meta=None):
         rows = [self.rows[index] for index in indexes]
         if state not in (None, "failed") and any(row.state == "failed" for row in rows):
             raise RefusedError("failed is final")
+        self._check_columns(rows, columns or {})
         for row in rows:
             row.state = state or row.state
         if state == "failed":
             self._end_leases_of(set(indexes))
-        self._fill(rows, fields, meta)
+        self._fill(rows, columns or {}, meta, state)
 
-    def _fill(self, rows, fields, meta):
+    def is_replaced(self, rows, name):
+        """Whether a write to some rows leaves no cell of a field."""
+        kept = {row.index for row in self.rows.values()} - {row.index for row in rows}
+        return not any(name in self.rows[index].cells for index in kept)
+
+    def _check_columns(self, rows, columns):
+        for name, column in columns.items():
+            if name in self.fields and not self.is_replaced(rows, name) and not self.fields[name].takes(column):
+                raise RefusedError("another dtype, or number of dimensions")
+
+    def _fill(self, rows, columns, meta, state):
+        for name, column in columns.items() if state != "failed" else ():
+            if name not in self.fields or self.is_replaced(rows, name):
+                self.fields[name] = Field(column.dtype, column.shapes[0])
+            self.fields[name].widen(column)
         for position, row in enumerate(rows):
-            row.fields |= set(fields)
+            row.cells |= {name: column.shapes[position] for name, column in columns.items()}
             if row.state == "failed":
-                row.fields.clear()
+                row.cells.clear()
             if meta:
                 for name, value in meta[position].items():
                     row.meta.pop(name, None)
                     if type(value) is int:  # others claims do not see
                         row.meta[name] = value
                         self.had_lengths |= name == "total_lengths"
+        self._forget_fields()
+
+    def _forget_fields(self):
+        there = {name for row in self.rows.values() for name in row.cells}
+        self.fields = {name: known for name, known in self.fields.items() if name in there}
 
     def _end_leases_of(self, indexes):
         """What failed or was cleared while it was leased counts as done."""
@@ -209,6 +270,7 @@ class Model:
         for name in {row.group for row in gone if row.group}:
             if all(row.state == "cleared" for row in self.groups[name].members):
                 del self.groups[name]
+        self._forget_fields()
         return len(gone)
 
     def reset(self, name, *, keep_consumed):

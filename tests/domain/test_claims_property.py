@@ -96,6 +96,7 @@ class Interleaving:
         return ways
 
     async def step(self, name, seed):
+        self.driver.rng = random.Random(seed)
         await getattr(self, name)(random.Random(seed))
         await turns(3)
 
@@ -381,7 +382,7 @@ class Interleaving:
             driver.update(held, state="live")
         rows = [index for index, row in model.rows.items() if row.state == "live"]
         if rows:
-            driver.update(rows, fields=("x", "y"), meta_entries=[{"total_lengths": 1}] * len(rows))
+            driver.update(rows, fields=("x", "y"), conforming=True, meta_entries=[{"total_lengths": 1}] * len(rows))
         model.seal()
         seal(driver.catalog)
         for name, ways in driver.tasks.items():

@@ -17,6 +17,8 @@ D, J, OBJECT = Layout.DENSE, Layout.JAGGED, Layout.OBJECT
 def test_the_default_layout_holds_for_fields_nobody_declared():
     train = partition(default_layout=J, fields=(FieldSpec("d", layout=D),))
     insert(train, 2, [dense("x", 5), dense("d", 5)])
+    assert (train.cells.fields["x"].spec.layout, train.cells.fields["x"].spec.row_shape) == (J, (5,))
+    insert(train, 1, [dense("x", 6)])
     assert train.cells.fields["x"].spec.row_shape == (-1,)
     assert train.cells.fields["d"].spec.row_shape == (5,)
     text = ColumnWrite(spec=FieldSpec("text", layout=OBJECT, row_shape=()))
@@ -30,7 +32,7 @@ def test_a_refused_column_leaves_nothing():
     train = partition()
     insert(train, 2, [dense("x", 3)])
     with pytest.raises(FieldMismatchError):
-        insert(train, 2, [dense("new", 3), dense("x", 4)])
+        insert(train, 2, [dense("new", 3), dense("x", 4, 1)])
     assert list(train.cells.fields) == ["x"]
     assert train.inserted_count == 2
 
@@ -152,7 +154,7 @@ def test_clearing_frees_cells_and_whole_puts():
     assert (count, freed(cells)) == (2, [(1, ["x", "y"], [1]), (2, ["x"], [1])])
     assert freed(clear(train, np.array([0, 2]))[1]) == [(1, [], None), (2, [], None)]
     assert clear(train, np.array([0, 2])) == (0, [])
-    assert train.cells.fields["x"].produced_count == 0
+    assert not train.cells.fields
     assert train.cells.forget_all() == []
 
 
@@ -180,11 +182,11 @@ def test_slots_of_puts_that_are_gone_are_used_again():
         train.cells.puts.get(1 - (train.cells.fields["x"].cell.data[train.table.find(np.array([198]))][0] >> 32))
 
 
-# Lengths of jagged rows
+# Lengths of rows
 
 
 def lengths(train, name="x"):
-    return train.cells.fields[name].length.data[: train.table.count].tolist()
+    return train.cells.fields[name].lengths(slice(0, train.table.count)).tolist()
 
 
 def test_lengths_of_jagged_rows_follow_their_cells():
@@ -195,25 +197,93 @@ def test_lengths_of_jagged_rows_follow_their_cells():
     assert lengths(train) == [4, 7, 9, 8, 5]
     update(train, [0], state="failed")
     update(train, [0, 2], [jagged("x", [1, 2])])
-    assert lengths(train)[2] == 2
+    assert lengths(train) == [-1, 7, 2, 8, 5]
 
 
-def test_lengths_are_those_of_the_first_ragged_dimension():
-    """Also of rows that come dense, and where that dimension became ragged only with a later put."""
+def test_lengths_are_those_of_the_first_dimension_that_differs():
+    """Also of rows that were there before it did, for which it is written once."""
     train = partition()
-    shape = (3, -1)
-    second = ColumnWrite(spec=FieldSpec("x", dtype="int64", layout=J, row_shape=shape), extents=np.array([[5], [6]]))
-    insert(train, 2, [second])
+
+    def ragged(shape, *sizes):
+        spec = FieldSpec("x", dtype="int64", layout=J, row_shape=shape)
+        return ColumnWrite(spec=spec, extents=np.array(sizes))
+
+    insert(train, 2, [dense("x", 3, 5, dtype="int64")])
+    insert(train, 1, ["other"])
+    assert lengths(train) == [3, 3, -1]
     insert(train, 1, [dense("x", 3, 7, dtype="int64")])
-    assert lengths(train) == [5, 6, 7]
-    insert(
-        train,
-        2,
-        [ColumnWrite(spec=FieldSpec("x", dtype="int64", layout=J, row_shape=(-1, 4)), extents=np.array([[1], [2]]))],
-    )
-    insert(train, 2, [second])
+    assert lengths(train) == [5, 5, -1, 7]
+    insert(train, 2, [ragged((3, -1), [6], [8])])
+    insert(train, 1, [dense("x", 3, 9, dtype="int64")])
+    assert lengths(train) == [5, 5, -1, 7, 6, 8, 9]
+    insert(train, 2, [ragged((-1, 4), [1], [2])])
+    insert(train, 2, [ragged((3, -1), [5], [6])])
     assert train.cells.fields["x"].spec.row_shape == (-1, -1)
-    assert lengths(train)[3:] == [1, 2, 3, 3]
+    assert lengths(train) == [3, 3, -1, 3, 3, 3, 3, 1, 2, 3, 3]
+    update(train, [2, 0], [ragged((-1, 4), [2], [7])])
+    assert lengths(train)[:3] == [7, 3, 2]
+
+
+def test_rows_without_a_size_have_no_length():
+    train = partition(fields=(FieldSpec("declared", layout=J),))
+    insert(train, 2, [dense("x"), ColumnWrite(spec=FieldSpec("text", layout=OBJECT, row_shape=()))])
+    assert [lengths(train, name) for name in ("x", "text", "declared")] == [[-1, -1]] * 3
+    assert not any(field.has_lengths for field in train.cells.fields.values())
+
+
+# Fields that are forgotten
+
+
+def test_a_field_goes_with_its_last_cell():
+    train = partition(fields=(FieldSpec("declared", layout=J),))
+    insert(train, 3, [jagged("x", [1, 2, 3]), dense("declared", 4), dense("y")])
+    clear(train, np.array([0, 2]))
+    assert list(train.cells.fields) == ["declared", "x", "y"]
+    columns = set(train.table.columns)
+    update(train, [1], state="failed")
+    assert list(train.cells.fields) == ["declared"]
+    assert train.cells.fields["declared"].spec == FieldSpec("declared", layout=J)
+    assert columns - set(train.table.columns) == {"cell/x", "length/x", "cell/y"}
+    assert [train.cells.spec_of_none(name).row_shape for name in ("x", "declared", "y")] == [(-1,), (4,), ()]
+    assert train.cells.spec_of_none("unknown") is None
+    insert(train, 2, [dense("x", 7, dtype="int8"), dense("declared", 2, 2)])
+    assert lengths(train)[-2:] == [7, 7]
+    assert train.cells.fields["declared"].spec.row_shape == (2, 2)
+    assert list(train.cells.former_specs) == ["y"]
+
+
+def test_a_field_whose_cells_all_are_replaced_may_be_another():
+    train = partition()
+    insert(train, 3, [jagged("x", [1, 2, 3])])
+    update(train, [2, 0], [jagged("x", [5, 5])])
+    assert lengths(train) == [5, 2, 5]
+    with pytest.raises(FieldMismatchError):
+        update(train, [2, 0], [dense("x", 4, dtype="int8")])
+    update(train, [2, 0, 1], [dense("x", 4, dtype="int8")])
+    assert train.cells.fields["x"].spec == FieldSpec("x", dtype="int8", layout=D, row_shape=(4,))
+    assert "length/x" not in train.table.columns
+    assert lengths(train) == [4, 4, 4]
+    insert(train, 1, [dense("x", 6, dtype="int8")])
+    assert lengths(train) == [4, 4, 4, 6]
+
+
+def test_failed_rows_leave_no_field():
+    train = partition()
+    insert(train, 2, ["x"], state="failed")
+    update(train, [0], ["y"])
+    assert not train.cells.fields
+    assert train.cells.forget_all() == []
+
+
+def test_former_fields_are_bounded():
+    train = partition()
+    (row,) = insert(train, 1, ())
+    for number in range(1_100):
+        update(train, [row], [dense(f"x{number}")])
+        (row,), _ = insert(train, 1, ()), clear(train, np.array([row]))
+    assert len(train.cells.former_specs) == 1024
+    assert next(iter(train.cells.former_specs)) == "x76"
+    assert not [name for name in train.table.columns if "/" in name]
 
 
 def test_rows_of_one_size_fit_a_field_that_is_fixed_in_that_dimension():
@@ -223,7 +293,7 @@ def test_rows_of_one_size_fit_a_field_that_is_fixed_in_that_dimension():
     insert(train, 1, [first])
     insert(train, 1, [second])
     assert train.cells.fields["ids"].spec.row_shape == (3, -1)
-    assert train.cells.fields["ids"].length.data[:2].tolist() == [4, 7]
+    assert lengths(train, "ids") == [4, 7]
     other = ColumnWrite(spec=FieldSpec("ids", dtype="int64", layout=J, row_shape=(-1, 7)), extents=np.array([[2]]))
     insert(train, 1, [other])
     assert train.cells.fields["ids"].spec.row_shape == (-1, -1)

@@ -20,13 +20,14 @@ from tq_service.durable.record_file import RecordWriter, read_records
 from tq_service.testing import ServiceProcess
 
 PARTITION = "train@0"
-FIELDS = ["ids", "image", "text"]
+FIELDS = ["ids", "image", "text", "grid"]
 
 
 def put(client, first, count, **arguments):
     data = {
         "ids": [torch.arange(first + row, first + row + 1 + row % 5) for row in range(count)],
         "image": torch.arange(first * 4, (first + count) * 4, dtype=torch.bfloat16).reshape(count, 2, 2),
+        "grid": torch.full((count, 2, 3 if first < 24 else 4), first),  # dense at first, and then jagged
         "text": [{"answer": f"a{first + row}", "scores": np.arange(row % 3)} for row in range(count)],
     }
     return client.put(
@@ -79,7 +80,8 @@ def _description(description):
 def _plain(batch):
     ids = [row.tolist() for row in batch["ids"].unbind()]
     text = [(row["answer"], row["scores"].tolist()) for row in map(_object, list(batch["text"]))]
-    return ids, batch["image"].tolist(), text
+    grid = [row.tolist() for row in batch["grid"].unbind()]
+    return ids, batch["image"].tolist(), text, grid
 
 
 def _object(row):
@@ -98,6 +100,7 @@ def lived_in(client):
                keys=["k1", "k9", "k30"], key_mode="existing")  # fmt: skip
     client.put({"late": torch.arange(6)}, partition_id=PARTITION, keys=[f"k{row}" for row in range(20, 26)],
                key_mode="existing")  # fmt: skip
+    client.put({"forgotten": torch.arange(2)}, partition_id=PARTITION, keys=["k40", "k43"], key_mode="existing")
     client.clear_samples(partition_id=PARTITION, keys=["k40", "k41", "k42", "k43"])
 
 

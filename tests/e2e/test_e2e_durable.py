@@ -29,6 +29,7 @@ def rollouts(first, count, *, scale=1):
     return {
         "input_ids": [torch.randint(0, 50_000, (length,), generator=generator) for length in lengths],
         "image": torch.rand(count, 8, 8, generator=generator),
+        "grid": torch.full((count, 2, 3 if first < 16 else 4), first),  # dense at first, and then jagged
         "text": [f"answer {first + row}" for row in range(count)],
     }
 
@@ -84,6 +85,7 @@ def test_all_that_was_acknowledged_is_there_after_a_kill(server):
             partition_id="train@0", task_name="reward", data_fields=["text"], batch_size=8, min_batch_size=8
         )
         client.put({"reward": torch.arange(8.0)}, metadata=worker)
+        client.put({"forgotten": torch.arange(2)}, metadata=large_meta.select_samples([0, 3]))
         client.clear_samples(large_meta.select_samples([0, 1, 2, 3]))
         client.set_custom_meta(late.select_samples([1]), [{"any": tq.JSON_NULL}])
         tags = client.lookup_samples("train@0")[0].custom_meta
@@ -104,9 +106,7 @@ def test_all_that_was_acknowledged_is_there_after_a_kill(server):
                 assert claim(client, index, rank) == meta
         whole = {name: [*small[name], *large[name]] for name in small}
         left = [row for row in range(32) if not 16 <= row < 20]
-        found = client.get_data(
-            partition_id="train@0", keys=[f"u{row}" for row in left], data_fields=["input_ids", "image", "text"]
-        )
+        found = client.get_data(partition_id="train@0", keys=[f"u{row}" for row in left], data_fields=list(whole))
         for name, rows in whole.items():
             assert same([rows[row] for row in left], rows_of(found[name])), name
         rewards = client.get_data(worker, data_fields=["reward"])

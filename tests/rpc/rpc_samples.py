@@ -24,7 +24,8 @@ def new_id() -> bytes:
 
 
 def put_train(client: AnyClient, name: str = "train") -> tq.BatchMeta:
-    """Put four samples in two groups: a jagged field, a dense one, keys and lengths."""
+    """Put four samples in two groups: a jagged field, one declared dense, keys and lengths."""
+    client.create_partition(name, fields=[tq.FieldSpec("score", layout="dense")])
     rows = [torch.arange(length) + 10 * length for length in (5, 3, 8, 2)]
     meta: tq.BatchMeta = client.put(
         {"input_ids": rows, "score": torch.arange(12, dtype=torch.float32).reshape(4, 3)},

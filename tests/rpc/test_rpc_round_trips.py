@@ -11,15 +11,10 @@ import pytest
 import torch
 from live_server import AnyClient, LiveServer
 from padded_rows import LENGTHS, assert_pads_like, columns_of
+from rpc_rows import assert_same_rows, bits, every_way, rows_of, ways  # noqa: F401  (a fixture)
 
 import tq_service as tq
-from tq_service.dataplane._async import drivers as async_driver
-from tq_service.dataplane._async.drivers import AsyncGrpcDriver
-from tq_service.dataplane._sync import drivers as sync_driver
-from tq_service.dataplane._sync.drivers import GrpcDriver
 from tq_service.schema import DTYPE_SIZES
-from tq_service.server import storage_servicer
-from tq_service.storage.index import reading
 
 DTYPES = sorted(name for name in DTYPE_SIZES if hasattr(torch, name))
 
@@ -28,39 +23,6 @@ def random_rows(dtype: str, *shape: int) -> torch.Tensor:
     """Return a tensor of random bits, so of NaNs and denormals too."""
     raw = torch.randint(0, 2 if dtype == "bool" else 256, (*shape, DTYPE_SIZES[dtype]), dtype=torch.uint8)
     return raw.view(getattr(torch, dtype)).reshape(shape)
-
-
-def bits(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:
-    """Return what must be the same of two tensors."""
-    flat = tensor.detach().contiguous().reshape(-1)
-    return tensor.dtype, tuple(tensor.shape), bytes(flat.view(torch.uint8).numpy()) if flat.numel() else b""
-
-
-def rows_of(column: Any) -> list[torch.Tensor]:
-    return list(column.unbind()) if isinstance(column, torch.Tensor) else list(column)
-
-
-def assert_same_rows(got: Any, expected: Any) -> None:
-    assert [bits(row) for row in rows_of(got)] == [bits(row) for row in rows_of(expected)]
-
-
-@pytest.fixture(params=["one message", "stream", "shared memory", "shared memory, gets streamed"])
-def _every_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small puts and gets are one message, large ones streams or shared memory; here each is sent every way."""
-    for driver, kind in ((sync_driver, GrpcDriver), (async_driver, AsyncGrpcDriver)):
-        if request.param != "one message":
-            monkeypatch.setattr(driver, "INLINE_BYTES", -1)
-        if request.param.startswith("shared memory"):
-            monkeypatch.setattr(driver, "SHARED_FROM_BYTES", 1)
-        if request.param == "shared memory":  # so that gets are tried in one message
-            monkeypatch.setattr(kind, "_expected_bytes", lambda *_: -1)
-    if request.param.startswith("shared memory"):
-        monkeypatch.setattr(storage_servicer, "INLINE_BYTES", 0)
-        monkeypatch.setattr(reading, "_LEAST_COLUMN_BYTES", 1)
-        monkeypatch.setattr(reading, "_LEAST_MEAN_SLICE_BYTES", 0)
-
-
-every_way = pytest.mark.usefixtures("_every_way")
 
 
 @every_way
@@ -130,7 +92,7 @@ def test_jagged_columns_are_padded_to_their_longest_row(client: AnyClient, name:
     }  # fmt: skip
 
 
-JAGGED = {
+ROWS = {
     "lengths differ": [torch.arange(length) for length in (3, 1, 9, 2)],
     "lengths equal": [torch.randn(4) for _ in range(4)],
     "zero-length rows": [torch.randn(length) for length in (0, 3, 0, 0)],
@@ -144,14 +106,15 @@ JAGGED = {
 
 
 @every_way
-@pytest.mark.parametrize("name", JAGGED)
-def test_jagged_columns(client: AnyClient, name: str) -> None:
-    values = JAGGED[name]
-    meta = client.put({"x": values}, partition_id="jagged")
+@pytest.mark.parametrize("name", ROWS)
+def test_columns_of_rows(client: AnyClient, name: str) -> None:
+    values = ROWS[name]
+    meta = client.put({"x": values}, partition_id="rows")
     got = client.get_data(meta)["x"]
     assert_same_rows(got, values)
     assert isinstance(got, torch.Tensor) == (name != "two dims ragged")
-    assert not isinstance(got, torch.Tensor) or got.layout is torch.jagged
+    are_alike = name in ("lengths equal", "only zero-length rows")
+    assert not isinstance(got, torch.Tensor) or (got.layout is torch.jagged) != are_alike
     assert_same_rows(client.get_data(meta.select_samples([3, 1]))["x"], [rows_of(values)[3], rows_of(values)[1]])
 
 

@@ -14,8 +14,9 @@ from tq_service.client.locations import CellLocations
 from tq_service.client.namespace import NO_NAMESPACE, Namespace
 from tq_service.custom_meta import MetaColumn
 from tq_service.errors import InvalidArgumentError, StaleIncarnationError
-from tq_service.schema import EndCounts, FieldSpec, SampleConsumption
+from tq_service.schema import EndCounts, FieldSpec, Layout, SampleConsumption
 from tq_service.v1 import metadata_pb2 as pb
+from tq_service.wire.columns import merge_specs
 from tq_service.wire.durations import read_seconds
 from tq_service.wire.mapper import read_message
 from tq_service.wire.metadata import decode_meta_columns, decode_produced, decode_spec, meta_columns_to_rows
@@ -291,7 +292,8 @@ class BatchMeta:
         """Return one batch of the samples of several, one after the other.
 
         Parts of one claim are of that claim together; those of several claims are of none any more, and each is to be
-        acknowledged or released by itself.
+        acknowledged or released by itself. A field that is dense in one part and jagged in another, which was asked for
+        later, is jagged.
 
         Raises:
             InvalidArgumentError: no parts, parts of different incarnations, epochs or fields, one that is not a
@@ -416,7 +418,13 @@ def _fields_of(parts: Sequence[BatchMeta]) -> dict[str, Any]:
 
     Where it is known, these are the fields that one of the batches has, else those that all have.
     """
-    specs = {spec.name: spec for part in parts for spec in part.fields}
+    found: dict[str, list[FieldSpec]] = {}
+    for part in parts:
+        for spec in part.fields:
+            specs_of_field = found.setdefault(spec.name, [spec])
+            if specs_of_field[-1] is not spec:
+                specs_of_field.append(spec)
+    specs = {name: _spec_of_all(each) for name, each in found.items()}
     if any(len(part.produced_columns) < len(part.fields) for part in parts):
         common = set.intersection(*(set(part.data_fields) for part in parts))
         return {"fields": tuple(spec for name, spec in specs.items() if name in common), "produced_columns": ()}
@@ -425,8 +433,20 @@ def _fields_of(parts: Sequence[BatchMeta]) -> dict[str, Any]:
     return {"fields": tuple(specs.values()), "produced_columns": tuple(columns)}
 
 
+def _spec_of_all(specs: Sequence[FieldSpec]) -> FieldSpec:
+    """Return what a field is by the specs that several batches have of it.
+
+    It may have become jagged in between. Of one that was forgotten, and is another now, only the last batches count.
+    """
+
+    def kind(spec: FieldSpec) -> object:
+        return spec.dtype, spec.layout is Layout.OBJECT, len(spec.row_shape or ()), spec.row_shape is None
+
+    return merge_specs([spec for spec in specs if spec is specs[-1] or kind(spec) == kind(specs[-1])])
+
+
 def joined(parts: Sequence[BatchMeta]) -> BatchMeta:
-    """Return the samples of several pages, with their fields as the last page that has them says they are.
+    """Return the samples of several pages, with their fields as the pages that have them say they are.
 
     Raises:
         StaleIncarnationError: the partition was cleared and created again between two of them.
@@ -457,7 +477,7 @@ def _claim_of(parts: Sequence[BatchMeta]) -> dict[str, Any]:
 
 
 def _check_concat(first: BatchMeta, part: BatchMeta) -> None:
-    for name in ("full_partition_id", "incarnation", "epoch", "fields"):
+    for name in ("full_partition_id", "incarnation", "epoch", "data_fields"):
         if getattr(part, name) != getattr(first, name):
             raise InvalidArgumentError(
                 f"batches differ in {name}: {getattr(first, name)!r} and {getattr(part, name)!r}; concatenate batches "

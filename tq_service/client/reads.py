@@ -15,8 +15,8 @@ from tq_service.client.locations import CellLocations, StorageRef
 from tq_service.client.retry import Deadline
 from tq_service.dataplane.parties import Received
 from tq_service.dataplane.receive_buffers import RECEIVE_BUFFERS
-from tq_service.errors import DataLossError, DeadlineError, InternalError, UnavailableError
-from tq_service.schema import FieldSpec, Layout
+from tq_service.errors import DataLossError, DeadlineError, FieldMismatchError, InternalError, UnavailableError
+from tq_service.schema import FieldSpec, Layout, ReadLayout
 from tq_service.v1.storage_service_pb2 import GetRequest
 from tq_service.wire.columns import (
     ColumnShape,
@@ -26,6 +26,7 @@ from tq_service.wire.columns import (
     merge_specs,
     offsets_of,
     row_shapes,
+    with_ragged_dim,
 )
 from tq_service.wire.decoding import decode_columns, to_tensordict
 from tq_service.wire.dtypes import Bytes
@@ -118,7 +119,8 @@ def merge_answers(
     answers: Sequence[Sequence[Received]],
     data_fields: Sequence[str],
     specs: Mapping[str, FieldSpec],
-) -> list[Received]:
+    layout: ReadLayout | None = None,
+) -> Sequence[Received]:
     """Return one column for each field, its rows in the order of the batch.
 
     Args:
@@ -126,10 +128,11 @@ def merge_answers(
         answers: for each read its columns.
         data_fields: the fields, in the order wanted.
         specs: what is known of the fields: rows put dense into a field that is jagged come back jagged.
+        layout: that of the columns; None: as the fields are.
 
     Raises:
         InternalError: an answer lacks a field.
-        FieldMismatchError: storage services hold different kinds of one field.
+        FieldMismatchError: storage services hold different kinds of one field, or rows differ that are to be dense.
     """
     parts: dict[str, list[tuple[Indexes, ColumnShape, Bytes]]] = {name: [] for name in data_fields}
     for read, answer in zip(reads, answers, strict=True):
@@ -139,7 +142,7 @@ def merge_answers(
     missing = [name for name, pieces in parts.items() if not pieces]
     if missing:
         raise InternalError(f"no storage service sent field {missing[0]!r}")
-    return [_merge(pieces, specs.get(name)) for name, pieces in parts.items()]
+    return laid_out([_merge(pieces, specs.get(name)) for name, pieces in parts.items()], layout)
 
 
 def _merge(pieces: Sequence[tuple[Indexes, ColumnShape, Bytes]], declared: FieldSpec | None) -> Received:
@@ -147,7 +150,7 @@ def _merge(pieces: Sequence[tuple[Indexes, ColumnShape, Bytes]], declared: Field
     if declared is not None and declared.layout is Layout.JAGGED and declared.row_shape is not None:
         covered = [declared]
         pieces = [(positions, _narrow(column, declared), buffer) for positions, column, buffer in pieces]
-    spec = merge_specs([*(column.spec for _, column, _ in pieces), *covered])
+    spec = with_ragged_dim(merge_specs([*(column.spec for _, column, _ in pieces), *covered]))
     pieces = [(positions, _described_as(spec, column), buffer) for positions, column, buffer in pieces]
     return pieces[0][1:] if len(pieces) == 1 else _gather(pieces)
 
@@ -208,22 +211,66 @@ def _place(values: Bytes, targets: Indexes, positions: Indexes, column: ColumnSh
         values[target : target + end - start] = buffer[start:end]
 
 
-def empty_columns(specs: Sequence[FieldSpec]) -> list[Received]:
+def empty_columns(specs: Sequence[FieldSpec], layout: ReadLayout | None = None) -> Sequence[Received]:
     """Return columns without rows, typed by their specs; what no put has fixed yet is dense float32 scalars."""
     nothing = np.empty(0, np.uint8)
-    return [(_empty_column(spec), nothing) for spec in specs]
+    return laid_out([(_empty_column(spec), nothing) for spec in specs], layout)
 
 
 def _empty_column(spec: FieldSpec) -> ColumnShape:
-    layout = spec.layout or Layout.DENSE
+    layout = spec.layout if spec.layout in (Layout.JAGGED, Layout.OBJECT) else Layout.DENSE
     dtype, shape = spec.dtype or "float32", spec.row_shape or ()
     if layout is Layout.OBJECT:
         dtype, shape = "", ()
-    if layout is Layout.JAGGED and -1 not in shape:
-        shape = (-1, *shape[1:])
-    known = FieldSpec(spec.name, dtype=dtype, layout=layout, row_shape=shape)
+    if layout is Layout.JAGGED and not shape:
+        shape = (-1,)
+    known = with_ragged_dim(FieldSpec(spec.name, dtype=dtype, layout=layout, row_shape=shape))
     extents = None if layout is Layout.DENSE else np.empty((0, extent_count(known)), np.int64)
     return ColumnShape(spec=known, row_count=0, extents=extents, value_bytes=0)
+
+
+def laid_out(received: Sequence[Received], layout: ReadLayout | None) -> Sequence[Received]:
+    """Return columns in the layout that is asked for; see `get_data`.
+
+    Raises:
+        FieldMismatchError: rows of one are to be dense and differ.
+    """
+    if layout is None:
+        return received
+    return [(_laid_out(column, layout), buffer) for column, buffer in received]
+
+
+def _laid_out(column: ColumnShape, layout: ReadLayout) -> ColumnShape:
+    spec, shape = column.spec, column.spec.row_shape
+    if spec.layout is Layout.OBJECT or not shape:
+        return column
+    if not column.row_count:  # no rows say what the others are like
+        is_jagged = layout == "jagged" or (layout == "auto" and spec.layout is Layout.JAGGED)
+        sizes = list(shape) if is_jagged else [max(size, 0) for size in shape]
+    else:
+        shapes = row_shapes(spec, column.extents, column.row_count)
+        differs = (shapes != shapes[0]).any(axis=0)
+        if layout == "dense" and differs.any():
+            raise _not_alike(column, shapes)
+        is_jagged = layout == "jagged" or bool(differs.any())
+        sizes = np.where(differs, -1, shapes[0]).tolist()
+    if is_jagged and -1 not in sizes:
+        sizes[next(iter(spec.ragged_dims), 0)] = -1
+    return _described_as(
+        replace(spec, layout=Layout.JAGGED if is_jagged else Layout.DENSE, row_shape=tuple(sizes)), column
+    )
+
+
+def _not_alike(column: ColumnShape, shapes: Indexes) -> FieldMismatchError:
+    first = tuple(shapes[0].tolist())
+    at = int(np.flatnonzero((shapes != shapes[0]).any(axis=1))[0])
+    other = tuple(shapes[at].tolist())
+    return FieldMismatchError(
+        f"rows of field {column.spec.name!r} differ in shape: row 0 is {first}, row {at} is {other}; expected one "
+        f"shape for layout='dense': get them with layout='auto' or 'jagged', and pad them",
+        field="layout",
+        metadata={"field_name": column.spec.name, "got": str(other), "expected": str(first)},
+    )
 
 
 def to_batch(received: Sequence[Received], row_count: int) -> Any:

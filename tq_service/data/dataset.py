@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -18,7 +18,7 @@ from tq_service.data.replay_buffer import ReplayBuffer, ReplayStream
 from tq_service.data.replicas import ReplicaGroup, rank_and_size
 from tq_service.data.source import BatchRequest, BatchSource, ClientFactory, FetchBatch, InlineStream, fetch_batch
 from tq_service.errors import InvalidArgumentError, StaleEpochError, StaleIncarnationError
-from tq_service.schema import BatchUnit
+from tq_service.schema import BatchUnit, ReadLayout
 
 if TYPE_CHECKING:
     from tq_service.data.replicas import Ranks
@@ -50,7 +50,8 @@ class StreamingDataset(IterableDataset[Any]):
     end that skips some samples is logged once, as a warning with the counts and reasons.
 
     Every DP rank yields the same number of micro-batches, empty ones included: they have the same fields, dtypes and
-    layouts and 0 rows, so that each rank can take part in each collective.
+    layouts and 0 rows, so that each rank can take part in each collective. Fields that are not declared, and so dense
+    until a row differs, may become jagged between two fetches: declare them, or give `layout`.
 
     Args:
         address: where the service is, "host:port", or the host alone for port 50051; None: `TQ_ADDRESS`, then
@@ -79,6 +80,7 @@ class StreamingDataset(IterableDataset[Any]):
             process instead of `split_micro_batches`; what it returns, an iterable, is yielded item by item.
         pack: yield a `PackedMicroBatch` for each pack of the plan, one sequence of `pack.pack_max_length` tokens, as
             `split_packs` makes it; for the sampler `packed`.
+        layout: of the fields that are fetched, see `Client.get_data`; None: as the fields are.
         start_batch_index: the first batch, for a rank that is restarted in the middle.
         where: conditions on custom_meta, such as `("version", ">=", 3)`, all of which must hold.
         order_by: custom_meta columns that order ready samples.
@@ -114,6 +116,7 @@ class StreamingDataset(IterableDataset[Any]):
         fetch_batch_fn: FetchBatch | None = None,
         process_batch_fn: ProcessBatch | None = None,
         pack: PackOptions | None = None,
+        layout: ReadLayout | None = None,
         start_batch_index: int = 0,
         where: Sequence[tuple[str, str, Any]] = (),
         order_by: Sequence[Any] = (),
@@ -138,6 +141,7 @@ class StreamingDataset(IterableDataset[Any]):
         _require(0 <= dp_rank < dp_size, "dp_rank", dp_rank, f"0 to {dp_size - 1}, below dp_size")
         _require(start_batch_index >= 0, "start_batch_index", start_batch_index, "at least 0")
         _require(replay_buffer_bytes >= 0, "replay_buffer_bytes", replay_buffer_bytes, "at least 0")
+        _require(layout in (None, *get_args(ReadLayout)), "layout", repr(layout), "None, 'auto', 'dense' or 'jagged'")
         _require(max_wait > 0, "max_wait", max_wait, "more than 0 seconds")
         _require(timeout > 0, "timeout", timeout, "more than 0 seconds")
         _require(
@@ -165,6 +169,7 @@ class StreamingDataset(IterableDataset[Any]):
                 finite=should_check_consumption_status,
                 max_wait=max_wait,
                 timeout=timeout,
+                layout=layout,
             ),
             fetch_batch_fn=fetch_batch_fn or fetch_batch,
             client_factory=client_factory,

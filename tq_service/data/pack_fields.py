@@ -9,10 +9,20 @@ from typing import Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from tensordict import TensorDict
 
-from tq_service.data.columns import FieldKey, FlatBatch, FlatColumn, JaggedColumn, ObjectColumn
+from tq_service.data.columns import (
+    DenseColumn,
+    FieldKey,
+    FlatBatch,
+    FlatColumn,
+    JaggedColumn,
+    ObjectColumn,
+    flatten,
+)
 from tq_service.data.micro_batches import Positions, check_positions
 from tq_service.data.pack_options import PackOptions
+from tq_service.wire.row_pattern import RowPattern
 
 POSITIONS = "position_ids"
 _MADE = ("cu_seqlens", "padding_mask", "max_seqlen", "num_padding")
@@ -26,8 +36,71 @@ class FieldUse:
     token_dim: int = 0
 
 
+def flatten_tokens(data: TensorDict, options: PackOptions) -> FlatBatch:
+    """Return the columns of a batch, jagged where they have a value for each token, also if all rows are alike.
+
+    Raises:
+        ValueError: a field may be per token or per sample, or is named as per token and is not.
+    """
+    flat = flatten(data)
+    length, is_dense = _common_length(flat, options)
+    columns, sizes = dict(flat.columns), dict[int, int]()
+    for key, column in flat.columns.items():
+        if isinstance(column, DenseColumn) and column.values.ndim > 1:
+            dim = _token_dim(key, tuple(column.values.shape), length, options, is_dense=is_dense)
+            if dim is not None:
+                size = column.values.shape[dim + 1]
+                pattern = len(flat.patterns) + sizes.setdefault(size, len(sizes))
+                values = column.values.movedim(0, dim).flatten(dim, dim + 1)
+                columns[key] = JaggedColumn(values=values, pattern=pattern, ragged_dim=dim + 1)
+    made = (RowPattern.of_lengths(np.full(flat.row_count, size, np.int64)) for size in sizes)
+    return FlatBatch(row_count=flat.row_count, columns=columns, patterns=(*flat.patterns, *made))
+
+
+def _common_length(flat: FlatBatch, options: PackOptions) -> tuple[int | None, bool]:
+    """Return the tokens of every sample, None where they differ or there are none; and whether the field is dense."""
+    tokens = flat.columns.get(options.input_field)
+    if isinstance(tokens, DenseColumn):
+        return (tokens.values.shape[1] if tokens.values.ndim > 1 else None), True
+    if not isinstance(tokens, JaggedColumn) or not flat.row_count:
+        return None, False
+    pattern = flat.patterns[tokens.pattern]
+    return (pattern.max_length if pattern.min_length == pattern.max_length else None), False
+
+
+def _token_dim(
+    key: FieldKey, shape: tuple[int, ...], length: int | None, options: PackOptions, *, is_dense: bool
+) -> int | None:
+    """Return the dimension of the tokens in the rows of a dense field `(n, ...)`; None: it is per sample."""
+    row_count, *row = shape
+    if key in options.keep_fields or key in options.repeat_fields:
+        return None
+    if key == options.input_field:
+        return 0
+    is_named = key == POSITIONS or key in options.token_fields
+    dims = [dim for dim, size in enumerate(row) if size == length]
+    if len(dims) == 1 and (is_dense or is_named):
+        return dims[0]
+    if is_named and length is None and (len(row) == 1 or not row_count):
+        return len(row) - 1 if key == POSITIONS else 0  # `sample_lengths` compares the sizes, where there are samples
+    if is_named and not dims:
+        raise ValueError(
+            f"field {key!r} has a row of shape {tuple(row)} in every sample; expected one dimension with a value for "
+            f"each of the {'' if length is None else f'{length} '}tokens of {options.input_field!r}; name it in "
+            "keep_fields if it has none, or declare it with layout='jagged'"
+        )
+    if dims:
+        raise ValueError(
+            f"field {key!r} has a row of shape {tuple(row)} in every sample, and each sample of the batch has {length} "
+            f"tokens, so that it may have a value for each token{', in several dimensions' if dims[1:] else ''}; name "
+            "it in keep_fields if it has none, else in token_fields, or declare which dimension has the tokens, such "
+            "as FieldSpec(name, layout='jagged', row_shape=(3, -1))"
+        )
+    return None
+
+
 def field_uses(flat: FlatBatch, options: PackOptions) -> dict[FieldKey, FieldUse]:
-    """Return what becomes of each field, which its layout and the options decide.
+    """Return what becomes of each field of a batch of `flatten_tokens`.
 
     Raises:
         ValueError: a field holds objects, is of the wrong layout, or is missing.
@@ -104,16 +177,16 @@ def _use(key: FieldKey, column: FlatColumn, options: PackOptions) -> FieldUse:
         if key in options.repeat_fields:
             raise ValueError(f"field {key!r} of repeat_fields is jagged; expected a dense one, of one value a sample")
         return FieldUse(kind="sample" if key in options.keep_fields else "token", token_dim=column.ragged_dim - 1)
-    if key in (options.input_field, POSITIONS):
+    if key in (options.input_field, POSITIONS, *options.token_fields):
         raise ValueError(
-            f"field {key!r} is dense, with rows of shape {tuple(column.values.shape[1:])}; expected a jagged one, of "
-            'one value a token: put it as a list of tensors, or declare it with layout="jagged"'
+            f"field {key!r} has rows of shape {tuple(column.values.shape[1:])}; expected a value for each token, "
+            "in rows of one or more dimensions"
         )
     return FieldUse(kind="repeated" if key in options.repeat_fields else "sample")
 
 
 def _check_names(uses: Mapping[FieldKey, FieldUse], options: PackOptions) -> None:
-    for name in (options.input_field, *options.repeat_fields, *options.keep_fields):
+    for name in (options.input_field, *options.token_fields, *options.repeat_fields, *options.keep_fields):
         if name not in uses:
             raise ValueError(
                 f"the samples have no field {name!r}, only {', '.join(map(repr, uses))}; name it in data_fields"

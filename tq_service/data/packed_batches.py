@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 
 from tq_service.client.batch_meta import BatchMeta, Pack
-from tq_service.data.columns import FlatBatch, flatten
+from tq_service.data.columns import FlatBatch
 from tq_service.data.micro_batches import part_of, steps_of
-from tq_service.data.pack_fields import field_uses, sample_lengths
+from tq_service.data.pack_fields import field_uses, flatten_tokens, sample_lengths
 from tq_service.data.pack_options import PackOptions
 from tq_service.data.packs import PackedSequences, pack_rows
 
@@ -61,7 +61,7 @@ def split_packs(
         ValueError: the batch has another number of rows than the meta, or the plan was made for packs of another
             length; otherwise as `pack_sequences`.
     """
-    flat = flatten(data)
+    flat = flatten_tokens(data, options)
     if flat.row_count != meta.size:
         raise ValueError(
             f"the batch has {flat.row_count} rows and its meta {meta.size} samples; fetch_batch_fn returns both alike"

@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from tensordict import TensorDict
 
-from tq_service.data.columns import DenseColumn, FieldKey, FlatBatch, FlatColumn, JaggedColumn, build, flatten
+from tq_service.data.columns import DenseColumn, FieldKey, FlatBatch, FlatColumn, JaggedColumn, build
 from tq_service.data.micro_batches import Positions, select_rows
-from tq_service.data.pack_fields import POSITIONS, FieldUse, field_uses, sample_lengths
+from tq_service.data.pack_fields import POSITIONS, FieldUse, field_uses, flatten_tokens, sample_lengths
 from tq_service.data.pack_options import PackOptions
 from tq_service.data.padding import SequenceLayout, filled
 from tq_service.wire.row_pattern import RowPattern
@@ -88,11 +88,12 @@ def pack_sequences(
 ) -> PackedSequences:
     """Lay samples out as one sequence of exactly `options.pack_max_length` tokens.
 
-    Field by field, bit for bit: jagged fields are concatenated, sample after sample, and padded; dense fields are kept
-    per sample or repeated. `position_ids` restart at each sample and each padding sequence; where the data has a jagged
-    field of that name, such as the three rows of vision-language models, it is concatenated instead. Rows `(3, length)`
-    become `(3, pack_max_length)`, rows `(length, 3)` become `(pack_max_length, 3)`: the ragged dimension tells. All
-    tensors are copies.
+    Field by field, bit for bit: fields with a value for each token (see `PackOptions`) are concatenated, sample after
+    sample, and padded; others are kept per sample or repeated. `position_ids` restart at each sample and each padding
+    sequence; where the data has a field of that name, such as the three rows of vision-language models, it is
+    concatenated instead. Rows `(3, length)` become `(3, pack_max_length)`, rows `(length, 3)` become
+    `(pack_max_length, 3)`: the ragged dimension tells, or the one of the size of the samples where all are of one size.
+    All tensors are copies.
 
     Args:
         data: a batch as `get_data` and the loader give it.
@@ -103,18 +104,22 @@ def pack_sequences(
 
     Raises:
         ValueError: the samples do not fit into the pack, `lengths` are not those of the rows, a field has other row
-            lengths than the input field, a named field is missing or of the wrong layout, or holds objects.
+            lengths than the input field, or may have a value for each token or not, a named field is missing or of the
+            wrong layout, or holds objects.
         IndexError: a position is outside the batch.
     """
     return pack_rows(
-        flatten(data), None if lengths is None else np.asarray(lengths, dtype=np.int64), options, _rows(data, positions)
+        flatten_tokens(data, options),
+        None if lengths is None else np.asarray(lengths, dtype=np.int64),
+        options,
+        _rows(data, positions),
     )
 
 
 def pack_rows(
     flat: FlatBatch, lengths: NDArray[np.int64] | None, options: PackOptions, positions: Positions
 ) -> PackedSequences:
-    """Do what `pack_sequences` does, for a batch that was flattened once for all of its packs."""
+    """Do what `pack_sequences` does, for a batch of `flatten_tokens`, which is made once for all of its packs."""
     uses = field_uses(flat, options)
     taken = sample_lengths(flat, positions, lengths, options)
     padding_tokens = options.pack_max_length - int(taken.sum())
@@ -152,7 +157,7 @@ def pack_rows(
 def unpack_sequences(packed: PackedSequences) -> TensorDict:
     """Return the samples of a pack as they were before, one row each, without padding.
 
-    Jagged fields are jagged again, dense ones dense, bit for bit; truncated samples have the tokens that were left.
+    Per-token fields are jagged, others as they were, bit for bit; truncated samples have the tokens that were left.
     `position_ids` are returned only where the samples brought them.
 
     Raises:

@@ -11,7 +11,7 @@ from tensordict import TensorDict
 
 from tq_service.data.batch import FetchedBatch, StreamIdentity
 from tq_service.data.end import End
-from tq_service.schema import BatchUnit
+from tq_service.schema import BatchUnit, ReadLayout
 
 if TYPE_CHECKING:
     from tq_service.client import Client
@@ -51,6 +51,7 @@ class BatchRequest:
     finite: bool
     max_wait: float
     timeout: float
+    layout: ReadLayout | None = None
 
     def keywords(self) -> dict[str, Any]:
         """Return the keyword arguments of fetch_batch_fn that the request gives."""
@@ -71,11 +72,12 @@ class BatchRequest:
             "finite": self.finite,
             "max_wait": self.max_wait,
             "timeout": self.timeout,
+            **({} if self.layout is None else {"layout": self.layout}),
         }
 
 
 def fetch_batch(
-    *, client: Client, max_wait: float, timeout: float, **claim: Any
+    *, client: Client, max_wait: float, timeout: float, layout: ReadLayout | None = None, **claim: Any
 ) -> tuple[TensorDict | None, BatchMeta]:
     """Claim one batch and fetch its data: what `fetch_batch_fn` does unless another is given.
 
@@ -83,7 +85,7 @@ def fetch_batch(
     added: `client` (a sync client of the calling thread or worker), `batch_index`, `partition_id`, `task_name`,
     `data_fields`, `batch_size`, `micro_batch_size`, `dp_rank`, `dp_size`, `sampler`, `sampler_config`, `where`,
     `order_by`, `drop_last`, `batch_unit`, `finite`, `max_wait`, `timeout`, `incarnation`, `epoch` (b"" and None
-    until the first batch has come).
+    until the first batch has come), and `layout` where the dataset was given one.
 
     Returns:
         The data and its meta. The data is None where the meta is no batch: with status "not_yet" the function is
@@ -92,7 +94,7 @@ def fetch_batch(
     meta = client.get_meta(max_wait=max_wait, timeout=timeout, **claim)
     if meta.status != "batch":
         return None, meta
-    return client.get_data(meta, timeout=timeout), meta
+    return client.get_data(meta, layout=layout, timeout=timeout), meta
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,6 +41,8 @@ class PartitionSettings:
     """What CreatePartition fixes.
 
     Attributes:
+        default_layout: of tensor fields that have none in `fields`.
+        fields: fields that are declared.
         max_bytes: most bytes that its cells may take before new samples wait; None: no bound.
         staleness_limits: how far producers may be ahead of its tasks, in the order of these, so that the same ones
             compare equal.
@@ -48,12 +50,12 @@ class PartitionSettings:
         samples_per_round: of how many samples a round is that is whole without a seal; None: there are no rounds.
 
     Raises:
-        InvalidArgumentError: a number is out of its range, a field or a task comes twice, or a limit is of another
-            task than those.
+        InvalidArgumentError: a number is out of its range, a field or a task comes twice, a limit is of another task
+            than those, or the default layout is none of tensors.
     """
 
     expected_samples: int | None = None
-    default_layout: Layout | None = None
+    default_layout: Layout = Layout.AUTO
     fields: tuple[FieldSpec, ...] = ()
     max_bytes: int | None = None
     staleness_limits: tuple[StalenessLimit, ...] = ()
@@ -67,6 +69,12 @@ class PartitionSettings:
             check_range("samples_per_round", self.samples_per_round, 1, hint=", or leave it out")
         if self.max_bytes is not None:
             check_range("max_bytes", self.max_bytes, 1, hint=", or leave it out")
+        if self.default_layout is Layout.OBJECT:
+            raise InvalidArgumentError(
+                "default_layout is 'object', which holds for no tensor; give 'auto', 'dense' or 'jagged', and declare "
+                "object fields in fields",
+                field="default_layout",
+            )
         check_unique("fields", [spec.name for spec in self.fields])
         limits = sorted(self.staleness_limits, key=attrgetter("task_name"))
         for limit in limits:
@@ -117,6 +125,8 @@ class PartitionFacts:
         sample_count: number of samples, for callers that do not need the tables.
         has_groups: whether groups were ever named.
         meta_kinds: for each custom_meta column the kinds of its values, see `CustomMeta.kinds`.
+        fields: what they are now.
+        former_fields: what fields were that are as declared again, or not there; see `CellTable.former_specs`.
     """
 
     partition_id: str
@@ -129,6 +139,7 @@ class PartitionFacts:
     has_groups: bool = False
     meta_kinds: Mapping[str, str] = field(default_factory=dict)
     fields: tuple[FieldSpec, ...] = ()
+    former_fields: tuple[FieldSpec, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,7 +185,7 @@ class Partition:
         self.key = self.key_index.column
         self.groups = GroupTable(self.table)
         self.meta = CustomMeta(self.table)
-        self.cells = CellTable(self.table, settings.default_layout)
+        self.cells = CellTable(self.table, settings.fields, settings.default_layout)
         self.tasks: dict[str, TaskLedger] = {}
         self.state_counts = [0, 0, 0, 0]  # of rows in the table, by state code
         self.insert_size_gcd = 0  # greatest common divisor of the sizes of all puts of new rows
@@ -184,8 +195,6 @@ class Partition:
         self.on_consumed = Listeners()
         self.on_rows = Listeners()
         self.on_reset = Listeners()
-        for spec in settings.fields:
-            self.cells.declare(spec)
         for name in settings.tasks:
             self.open_task(name)
 
@@ -306,6 +315,7 @@ class Partition:
             has_groups=self.groups.in_use,
             meta_kinds=self.meta.kinds,
             fields=tuple(field.spec for field in self.cells.fields.values()),
+            former_fields=tuple(self.cells.former_specs.values()),
         )
 
     def snapshot(self) -> PartitionSnapshot:
@@ -330,6 +340,7 @@ class Partition:
         partition.meta.declare(facts.meta_kinds)
         for spec in facts.fields:
             partition.cells.declare(spec)
+        partition.cells.former_specs.update((spec.name, spec) for spec in facts.former_fields)
         for task in snapshot.tasks:
             if task.facts.name not in partition.tasks:
                 partition.open_task(task.facts.name)

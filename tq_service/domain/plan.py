@@ -24,7 +24,7 @@ class LengthSource:
 
     Attributes:
         key: custom_meta column that holds it.
-        field: jagged field whose row length stands in where the column has no value; None: no stand-in.
+        field: field whose row length stands in where the column has no value; None: no stand-in.
     """
 
     key: str = "total_lengths"
@@ -168,7 +168,10 @@ class View(Protocol):
         ...
 
     def field_lengths(self, field: str, rows: Indexes) -> Indexes:
-        """Return the size of the first ragged dimension `(n,)` of a jagged field; -1 where there is none."""
+        """Return the row lengths `(n,)` of a field; -1 where there is none, or rows are scalars or objects.
+
+        It is the size of a row in the first dimension in which rows differ, or in the first one where all are alike.
+        """
         ...
 
     def values(self, column: str, rows: Indexes) -> tuple[NDArray[np.generic], NDArray[np.bool_]]:

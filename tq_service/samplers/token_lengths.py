@@ -20,7 +20,7 @@ class LengthSampler(GroupSampler):
 
     Attributes:
         length_key: custom_meta column with the token count of a sample.
-        length_field: jagged field whose row length stands in where the column has no value.
+        length_field: field whose row length stands in where the column has no value.
     """
 
     length_key: str = "total_lengths"

@@ -27,7 +27,7 @@ from tq_service.domain.tables.meta import Condition
 from tq_service.domain.tables.names import Names
 from tq_service.errors import InvalidArgumentError
 from tq_service.samplers import Sampler
-from tq_service.schema import MOST_SAMPLES, EndCounts, Layout, check_range
+from tq_service.schema import MOST_SAMPLES, EndCounts, FieldSpec, Layout, check_range
 from tq_service.v1 import commit_pb2, metadata_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.wire.columns import ColumnShape, decode_headers
@@ -317,11 +317,15 @@ def located_meta(
     endpoints: Endpoints,
 ) -> metadata_pb2.BatchMeta:
     """Return samples at positions, their keys, and where those of their fields are that all of them have."""
-    known = [name for name in data_fields if name in partition.cells.fields]
+    cells = partition.cells
+    known = [name for name in data_fields if name in cells.fields]
+    specs: Iterable[FieldSpec | None] = (cells.fields[name].spec for name in known)
+    if not positions.size:
+        specs = map(cells.spec_of_none, data_fields)
     meta = _meta_of(
         partition,
         keys=_names(partition.key.data[positions].tolist()) if not partition.key.is_blank else (),
-        fields=[encode_spec(partition.cells.fields[name].spec) for name in known],
+        fields=[encode_spec(spec) for spec in specs if spec is not None],
     )
     set_indexes(meta, partition.table.index.data[positions])
     _add_locations(meta.locations, partition.cells.locate(known, positions), endpoints)

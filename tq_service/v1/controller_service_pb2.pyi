@@ -147,7 +147,9 @@ class CreatePartitionRequest(google.protobuf.message.Message):
     expected_samples: builtins.int
     """Number of samples at which the partition is sealed by itself, 0 or more. Unset: SealPartition alone seals it."""
     default_layout: tq_service.v1.metadata_pb2.Layout.ValueType
-    """Layout of tensor fields that are not declared. Unset: that of their first put."""
+    """Layout of tensor fields whose layout is not declared: AUTO, DENSE or JAGGED. Unset: AUTO. Under JAGGED, scalars are
+    dense all the same, since no dimension of theirs could be ragged.
+    """
     max_bytes: builtins.int
     """Most bytes that values of its samples may take; a put of new samples waits for capacity. Unset: the quotas of the
     storage services alone bound it.
@@ -159,7 +161,9 @@ class CreatePartitionRequest(google.protobuf.message.Message):
     """
     @property
     def fields(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[tq_service.v1.metadata_pb2.FieldSpec]:
-        """Fields known beforehand; what a spec leaves open is fixed by the first put. Empty: all fields are fixed so."""
+        """Fields known beforehand; what a spec leaves open is fixed by the first put, until the last cell is gone. Empty: all
+        fields are fixed so.
+        """
 
     @property
     def staleness_limits(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StalenessLimit]:
@@ -1541,7 +1545,9 @@ class FieldStatus(google.protobuf.message.Message):
     """Number of samples that have a cell of it."""
     @property
     def spec(self) -> tq_service.v1.metadata_pb2.FieldSpec:
-        """Name, dtype, layout and row shape of the field, as far as they are fixed."""
+        """Name, dtype, layout and row shape of the field, as far as they are fixed: while it has cells. A field that is not
+        declared is there while it has cells.
+        """
 
     def __init__(
         self,

@@ -27,25 +27,33 @@ class _Layout:
 class _LayoutEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Layout.ValueType], builtins.type):
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     LAYOUT_UNSPECIFIED: _Layout.ValueType  # 0
-    """Not given: the partition's default layout, or the layout of the data."""
+    """Not given: the default layout of the partition, which is AUTO unless it was created with another."""
     LAYOUT_DENSE: _Layout.ValueType  # 1
     """Every row has the same shape, `FieldSpec.row_shape`."""
     LAYOUT_JAGGED: _Layout.ValueType  # 2
-    """Rows differ in at least one dimension, which is -1 in `FieldSpec.row_shape`."""
+    """Rows may differ in some dimensions, which are -1 in `FieldSpec.row_shape`: in at least one of the columns of a put
+    or a get; in none of a field whose rows all were alike so far.
+    """
     LAYOUT_OBJECT: _Layout.ValueType  # 3
     """Rows are objects (text, JSON-like values, dicts of tensors), each so many bytes in an `Encoding`."""
+    LAYOUT_AUTO: _Layout.ValueType  # 4
+    """In declarations only: dense until a row differs in shape from the others, jagged from then on."""
 
 class Layout(_Layout, metaclass=_LayoutEnumTypeWrapper):
     """How the rows of a field are laid out."""
 
 LAYOUT_UNSPECIFIED: Layout.ValueType  # 0
-"""Not given: the partition's default layout, or the layout of the data."""
+"""Not given: the default layout of the partition, which is AUTO unless it was created with another."""
 LAYOUT_DENSE: Layout.ValueType  # 1
 """Every row has the same shape, `FieldSpec.row_shape`."""
 LAYOUT_JAGGED: Layout.ValueType  # 2
-"""Rows differ in at least one dimension, which is -1 in `FieldSpec.row_shape`."""
+"""Rows may differ in some dimensions, which are -1 in `FieldSpec.row_shape`: in at least one of the columns of a put
+or a get; in none of a field whose rows all were alike so far.
+"""
 LAYOUT_OBJECT: Layout.ValueType  # 3
 """Rows are objects (text, JSON-like values, dicts of tensors), each so many bytes in an `Encoding`."""
+LAYOUT_AUTO: Layout.ValueType  # 4
+"""In declarations only: dense until a row differs in shape from the others, jagged from then on."""
 global___Layout = Layout
 
 class _Encoding:
@@ -149,9 +157,9 @@ class FieldSpec(google.protobuf.message.Message):
     dtype: builtins.str
     """torch's name of the dtype, such as "float32" or "bfloat16"; empty for objects, or where not yet known."""
     layout: global___Layout.ValueType
-    """How its rows are laid out. Unset, in a declaration: fixed by the first put. A dense field takes rows of its own
-    shape only. A jagged one takes rows of any size, from dense puts too: a dimension in which they differ becomes
-    ragged.
+    """How its rows are laid out. Unset, in a declaration: by the default layout of the partition. A dense field takes
+    rows of its own shape only. An auto or a jagged one takes rows of any size, from dense puts too: a dimension in
+    which they differ becomes ragged.
     """
     row_shape_known: builtins.bool
     """Whether `row_shape` is known: true in every column of a put, objects included; false in a declaration that leaves

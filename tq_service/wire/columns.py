@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final
 
@@ -122,10 +122,11 @@ def _wrong_column(spec: FieldSpec, message: str) -> InvalidArgumentError:
 @lru_cache(maxsize=1024)
 def _validate_spec(spec: FieldSpec) -> None:
     shape = spec.row_shape
-    if spec.layout is None or shape is None:
+    if spec.layout in (None, Layout.AUTO) or shape is None:
         raise _wrong_column(
             spec,
-            f"field {spec.name!r} has no layout, or row_shape_known is not set; a column of a put or get says both",
+            f"field {spec.name!r} has no layout but auto, or row_shape_known is not set; a column of a put or get says "
+            "dense, jagged or object, and its row shape",
         )
     if spec.layout is Layout.OBJECT:
         if spec.dtype or shape:
@@ -264,6 +265,13 @@ def _merge_two(one: FieldSpec, other: FieldSpec) -> FieldSpec:
         row_shape=shape,
         encoding=one.encoding if one.encoding is other.encoding else None,
     )
+
+
+def with_ragged_dim(spec: FieldSpec) -> FieldSpec:
+    """Return the spec of a column of a field: of a jagged one without a ragged dimension the first one is ragged."""
+    if spec.layout is not Layout.JAGGED or spec.ragged_dims or not spec.row_shape:
+        return spec
+    return replace(spec, row_shape=(-1, *spec.row_shape[1:]))
 
 
 def row_shapes(spec: FieldSpec, extents: Extents | None, row_count: int) -> NDArray[np.int64]:

@@ -110,9 +110,9 @@ def _fields_of_tensordict(data: Any) -> list[tuple[Any, Any]]:
 
 def _encode_column(name: str, values: Any, declared: Layout | None) -> Column:
     if is_tensor(values):
-        return _encode_nested(name, values) if values.is_nested else _encode_dense(name, values, declared)
+        return _encode_nested(name, values) if values.is_nested else _encode_dense(name, values)
     if isinstance(values, np.ndarray) and values.dtype.kind not in _OBJECT_KINDS:
-        return _encode_dense(name, values, declared)
+        return _encode_dense(name, values)
     if isinstance(values, np.ndarray):
         return _encode_list(name, _rows_of_array(values), declared or Layout.OBJECT)
     if _is_tensordict(values):
@@ -156,22 +156,12 @@ def non_tensor_rows(name: str, values: Any) -> list[Any]:
     return _rows_of_array(items) if isinstance(items, np.ndarray) else list(items)
 
 
-def _encode_dense(name: str, values: Any, declared: Layout | None) -> Column:
+def _encode_dense(name: str, values: Any) -> Column:
     if not values.ndim:
         raise InvalidArgumentError(f"field {name!r} is a scalar; its first dimension must be the samples", field="data")
-    row_count, shape = int(values.shape[0]), tuple(map(int, values.shape[1:]))
     dtype, chunk = _bytes_of(name, values)
-    extents: Extents | None = None
-    layout = Layout.DENSE
-    if declared is Layout.JAGGED:
-        if not shape:
-            raise InvalidArgumentError(
-                f"field {name!r} is declared jagged, but its rows are scalars; put rows of one or more dimensions",
-                field="data",
-            )
-        layout, extents = Layout.JAGGED, np.full((row_count, 1), shape[0], np.int64)
-        shape = (-1, *shape[1:])
-    return _column(FieldSpec(name, dtype, layout, shape), row_count, extents, (chunk,))
+    spec = FieldSpec(name, dtype, Layout.DENSE, tuple(map(int, values.shape[1:])))
+    return _column(spec, int(values.shape[0]), None, (chunk,))
 
 
 def _bytes_of(name: str, values: Any) -> tuple[str, memoryview]:
@@ -209,7 +199,9 @@ def _encode_nested(name: str, values: Any) -> Column:
     torch = sys.modules["torch"]
     nested = values.detach()
     if nested.layout is not torch.jagged:
-        return _encode_rows(name, list(nested.unbind()))
+        rows = list(nested.unbind())
+        alike = all(row.shape == rows[0].shape for row in rows)
+        return _encode_rows(name, rows, (0,) if alike else ())
     ragged_dim = int(nested._ragged_idx) - 1  # torch has no public name for it
     if ragged_dim or nested.lengths() is not None:
         return _encode_rows(name, list(nested.unbind()), (ragged_dim,))
@@ -223,11 +215,11 @@ def _encode_nested(name: str, values: Any) -> Column:
 
 def _encode_list(name: str, values: Sequence[Any], declared: Layout | None) -> Column:
     if not values:
-        return _encode_dense(name, np.zeros(0, np.float32), None)  # refused for its 0 rows, with all others
+        return _encode_dense(name, np.zeros(0, np.float32))  # refused for its 0 rows, with all others
     if declared is not Layout.OBJECT:
         if _are_arrays(values):
             try:
-                return _encode_arrays(name, values, declared)
+                return _encode_arrays(name, values)
             except (AttributeError, RuntimeError):  # torch does not say of which field
                 for row in values:
                     _check_values(name, row)
@@ -236,7 +228,7 @@ def _encode_list(name: str, values: Sequence[Any], declared: Layout | None) -> C
         is_numpy = len(kinds) == 1 and issubclass(next(iter(kinds)), (np.number, np.bool_))
         numbers = np.array(values) if is_numpy else exact_numbers(values, kinds)
         if numbers is not None:
-            return _encode_dense(name, numbers, declared)
+            return _encode_dense(name, numbers)
     return _encode_objects(name, values)
 
 
@@ -248,7 +240,7 @@ def _are_arrays(values: Sequence[Any]) -> bool:
     return all(value.dtype.kind not in _OBJECT_KINDS for value in values if isinstance(value, np.ndarray))
 
 
-def _encode_arrays(name: str, values: Sequence[Any], declared: Layout | None) -> Column:
+def _encode_arrays(name: str, values: Sequence[Any]) -> Column:
     rows = list(values)
     if len({is_tensor_type(kind) for kind in set(map(type, rows))}) > 1:
         rows = [row if is_tensor(row) else _as_tensor(name, row) for row in rows]
@@ -262,7 +254,7 @@ def _encode_arrays(name: str, values: Sequence[Any], declared: Layout | None) ->
     if len(dtypes) > 1:
         got = " and ".join(sorted(map(str, dtypes)))
         raise InvalidArgumentError(f"field {name!r} has rows of {got}; convert them to one dtype", field="data")
-    return _encode_rows(name, rows) if dim_counts != {0} else _encode_dense(name, _concatenate(rows), declared)
+    return _encode_rows(name, rows) if dim_counts != {0} else _encode_dense(name, _concatenate(rows))
 
 
 def _as_tensor(name: str, array: NDArray[Any]) -> Any:
@@ -272,22 +264,23 @@ def _as_tensor(name: str, array: NDArray[Any]) -> Any:
 
 
 def _encode_rows(name: str, rows: list[Any], ragged_dims: Sequence[int] = ()) -> Column:
-    """Encode rows of one dtype and of one or more dimensions as a jagged column.
+    """Encode rows of one dtype and of one or more dimensions as a column.
 
     Args:
         name: the field.
         rows: tensors, or arrays.
-        ragged_dims: are ragged, besides those that differ; dimension 0 is where no other is.
+        ragged_dims: are ragged, besides those in which rows differ; where there are none the column is dense.
     """
     shapes = np.array([row.shape for row in rows], dtype=np.int64).reshape(len(rows), -1)
     is_ragged = (shapes != shapes[0]).any(axis=0)
     is_ragged[list(ragged_dims)] = True
-    is_ragged[0] |= not is_ragged.any()
     if sum(row.nbytes for row in rows) < _GATHER_BELOW_BYTES * len(rows):
         rows = [_concatenate(rows)]
     dtypes, chunks = zip(*(_bytes_of(name, row) for row in rows), strict=True)
-    spec = FieldSpec(name, dtypes[0], Layout.JAGGED, tuple(np.where(is_ragged, -1, shapes[0]).tolist()))
-    return _column(spec, len(shapes), np.ascontiguousarray(shapes[:, is_ragged]), chunks)
+    is_jagged = bool(is_ragged.any())
+    shape = tuple(np.where(is_ragged, -1, shapes[0]).tolist())
+    spec = FieldSpec(name, dtypes[0], Layout.JAGGED if is_jagged else Layout.DENSE, shape)
+    return _column(spec, len(shapes), np.ascontiguousarray(shapes[:, is_ragged]) if is_jagged else None, chunks)
 
 
 def _concatenate(rows: list[Any]) -> Any:

@@ -63,11 +63,11 @@ class AsyncSampleCalls(AsyncBase):
         overwritten, which does not touch what has been consumed.
 
         Args:
-            data: a TensorDict, or a dict of columns: a dense tensor or array `(n, ...)`; a jagged nested tensor or a
-                list of tensors of one or more dimensions (jagged); a list of numbers (dense); a list of strings, bytes,
-                None, JSON-like values or dicts with tensors (objects). Arrays of objects, `NonTensorStack` and
-                `NonTensorData` are objects whatever their rows are; `NonTensorData` of a list is one item a row, of
-                anything else one value for all rows. None: metadata or state only.
+            data: a TensorDict, or a dict of columns: a dense tensor or array `(n, ...)`; a jagged nested tensor; a list
+                of tensors of one or more dimensions (jagged where they differ in shape, else dense); a list of numbers
+                (dense); a list of strings, bytes, None, JSON-like values or dicts with tensors (objects). Arrays of
+                objects, `NonTensorStack` and `NonTensorData` are objects whatever their rows are; `NonTensorData` of a
+                list is one item a row, of anything else one value for all rows. None: metadata or state only.
             partition_id: the partition; made on first use.
             metadata: existing samples, instead of `partition_id`.
             keys: `n` unique names of the samples.
@@ -90,7 +90,7 @@ class AsyncSampleCalls(AsyncBase):
 
         Raises:
             InvalidArgumentError: row counts differ, keys come twice, an empty put; FieldMismatchError: a field has
-                another dtype, layout or row shape.
+                another dtype, another number of dimensions, or a declared layout that does not take these rows.
             UnsupportedObjectError: a Python object that only pickle could carry; nothing was sent.
             KeyNotFoundError, AlreadyExistsError: a key does not fit `key_mode`.
             PartitionSealedError: new samples for a sealed partition.

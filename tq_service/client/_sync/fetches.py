@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from tq_service.client._sync.calls import Base
 from tq_service.client.batch_meta import BatchMeta, check_is_batch, in_parts, joined
@@ -35,6 +35,7 @@ from tq_service.errors import (
     UnavailableError,
     nearest,
 )
+from tq_service.schema import ReadLayout
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.wire.metadata import decode_spec
 from tq_service.wire.runs import Indexes
@@ -53,6 +54,7 @@ class FetchCalls(Base):
         data_fields: Sequence[str] | None = None,
         missing: Literal["error", "skip"] = "error",
         missing_fields: Literal["error", "skip"] = "error",
+        layout: ReadLayout | None = None,
         timeout: float | None = None,
     ) -> Any:
         """Get the data of samples, in their order.
@@ -67,28 +69,37 @@ class FetchCalls(Base):
             missing_fields: "error", or "skip" to leave out fields that are unknown or that one of the samples lacks, so
                 that None for `data_fields` gets the fields that all of the samples have. No sample is left out for a
                 field, then.
+            layout: of fields of tensors with rows of one or more dimensions. None: as the field is, whatever rows these
+                are: of a dense field dense tensors, of one that was put or declared jagged, or of which rows of any put
+                differ in shape, nested ones. Else as these rows are: "auto": dense where all of them are alike, else
+                jagged; "dense": dense, an error where they differ; "jagged": nested tensors, also where all are alike.
             timeout: seconds until the call fails; None: the client's.
 
         Returns:
             A TensorDict of batch size `[n]`; a dict of numpy arrays where torch is not installed. Jagged fields are
-            nested tensors, with several ragged dimensions lists of tensors; objects are lists.
+            nested tensors, ragged in the dimension in which rows differ; lists of tensors where they differ in several.
+            Objects are lists.
 
         Raises:
             PartitionNotFoundError, FieldNotFoundError, KeyNotFoundError, SampleNotFoundError: nothing has this name.
             CellNotFoundError: a sample lacks one of the fields; `missing` or `missing_fields` may leave it out.
+            FieldMismatchError: rows differ in shape that are to be dense.
             StaleIncarnationError: the partition of `metadata` was created again.
             DataLossError: the storage service that held them came back empty; names the samples.
             UnavailableError: the controller, or the storage service that holds them, did not answer until the timeout.
         """
         deadline = self._deadline(timeout)
         fields = None if data_fields is None else listed("data_fields", data_fields)
-        _check_word("missing", missing)
-        _check_word("missing_fields", missing_fields)
+        _check_word("missing", missing, ("error", "skip"))
+        _check_word("missing_fields", missing_fields, ("error", "skip"))
+        _check_word("layout", layout, (None, *get_args(ReadLayout)))
         name, named = _names_of(metadata=metadata, keys=keys, global_indexes=global_indexes)
         wanted = fields if fields is not None else metadata.data_fields if metadata is not None else []
         partition = partition_of(self._namespace, partition_id, metadata)
         if not len(named):
-            return self._empty_batch(partition, metadata, wanted, missing_fields, deadline)
+            return self._empty_batch(
+                partition, metadata, wanted, deadline, missing_fields=missing_fields, layout=layout
+            )
         locate = partial(
             self._locate,
             deadline,
@@ -107,7 +118,7 @@ class FetchCalls(Base):
         stale = None
         while True:
             try:
-                return self._fetch(located, fields, missing_fields, deadline)
+                return self._fetch(located, fields, missing_fields, layout, deadline)
             except (PutNotFoundError, DataLossError):
                 # Overwritten since it was located: the cells are elsewhere now. Where they are not, they are lost.
                 if stale is not None and not _has_moved(stale, located):
@@ -123,18 +134,25 @@ class FetchCalls(Base):
             parts.append(BatchMeta.from_proto(answer.meta, self._namespace))
         return joined(parts)
 
-    def _fetch(self, located: BatchMeta, fields: Sequence[str] | None, missing_fields: str, deadline: Deadline) -> Any:
+    def _fetch(
+        self,
+        located: BatchMeta,
+        fields: Sequence[str] | None,
+        missing_fields: str,
+        layout: ReadLayout | None,
+        deadline: Deadline,
+    ) -> Any:
         specs = {spec.name: spec for spec in located.fields}
         wanted = list(specs) if fields is None else list(fields)
         if missing_fields == "skip":
             wanted = [name for name in wanted if name in specs]
         if not located.size or not wanted:
-            return to_batch(empty_columns([specs[name] for name in wanted if name in specs]), located.size)
+            return to_batch(empty_columns([specs[name] for name in wanted if name in specs], layout), located.size)
         if located.locations is None or not located.locations.covers(wanted):
             raise InternalError(f"the controller did not say where the fields {', '.join(wanted)} are")
         reads = plan_reads(located.locations, wanted)
         answers = gather([partial(self._read, located, read, read.size_bytes(specs), deadline) for read in reads])
-        return to_batch(merge_answers(reads, answers, wanted, specs), located.size)
+        return to_batch(merge_answers(reads, answers, wanted, specs, layout), located.size)
 
     def _read(
         self, located: BatchMeta, read: StorageRead, size_bytes: int | None, deadline: Deadline
@@ -184,8 +202,10 @@ class FetchCalls(Base):
         partition_id: str,
         metadata: BatchMeta | None,
         wanted: Sequence[str],
-        missing_fields: str,
         deadline: Deadline,
+        *,
+        missing_fields: str,
+        layout: ReadLayout | None,
     ) -> Any:
         """Return columns without rows; the partition is asked only for fields that the batch does not describe."""
         specs = {} if metadata is None else {spec.name: spec for spec in metadata.fields}
@@ -205,12 +225,12 @@ class FetchCalls(Base):
                         metadata={"partition_id": partition_id, "field_name": name},
                     )
                 )
-        return to_batch(empty_columns([specs[name] for name in wanted]), 0)
+        return to_batch(empty_columns([specs[name] for name in wanted], layout), 0)
 
 
-def _check_word(name: str, word: str) -> None:
-    if word not in ("error", "skip"):
-        raise InvalidArgumentError(f"{name} is {word!r}, expected 'error' or 'skip'", field=name)
+def _check_word(name: str, word: str | None, words: Sequence[str | None]) -> None:
+    if word not in words:
+        raise InvalidArgumentError(f"{name} is {word!r}, expected {' or '.join(map(repr, words))}", field=name)
 
 
 def _is_located(metadata: BatchMeta, wanted: Iterable[str]) -> bool:

@@ -38,7 +38,7 @@ class PartitionCalls(Base):
         partition_id: str,
         *,
         expected_samples: int | None = None,
-        default_layout: Layout | str | None = None,
+        default_layout: Layout | str = Layout.AUTO,
         fields: Iterable[FieldSpec] = (),
         max_bytes: int | None = None,
         staleness_limits: Iterable[StalenessLimit] = (),
@@ -52,7 +52,9 @@ class PartitionCalls(Base):
             partition_id: its name.
             expected_samples: number of samples that will be inserted: reaching it seals the partition. None: sealed
                 by `seal_partition`.
-            default_layout: "dense" or "jagged", for fields that are not declared; None: that of their first put.
+            default_layout: of tensor fields without a declared layout. "auto": dense until a row differs in shape from
+                the others, jagged from then on. "dense": rows that differ are refused. "jagged": jagged also while all
+                rows are alike; scalars are dense.
             fields: fields known beforehand; dtype, layout and row shape may be left to the first put.
             max_bytes: most bytes that its samples may take; puts of new samples wait for capacity. None: only the quota
                 of the service.

@@ -297,7 +297,7 @@ def check_write(partition: Partition, write: SampleWrite) -> CheckedWrite:
             f"existing; clear the partition to start over, or use another one",
             metadata={"partition_id": partition.partition_id},
         )
-    specs = partition.cells.merged_specs(write.columns)
+    specs = partition.cells.merged_specs(write.columns, positions)
     partition.meta.check(write.meta, write.row_count)
     if positions is not None and write.state is not None and write.state is not SampleState.FAILED:
         _check_not_failed(partition, positions[positions >= 0])

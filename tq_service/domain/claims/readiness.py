@@ -76,7 +76,7 @@ class Readiness:
         return lengths
 
     def field_lengths(self, name: str | None, rows: Rows) -> Indexes:
-        """Return the sizes of the first ragged dimension of a jagged field, -1 where there is none."""
+        """Return the row lengths of a field, see `Field.lengths`; -1 where there is none."""
         field = None if name is None else self._partition.cells.fields.get(name)
         return np.full(self.table.index.data[rows].size, -1) if field is None else field.lengths(rows)
 

@@ -279,7 +279,7 @@ class PartitionView:
         return self._at(rows, self._rows.lengths, -1)
 
     def field_lengths(self, field: str, rows: Indexes) -> Indexes:
-        """Return row lengths of a jagged field, see `View.field_lengths`."""
+        """Return row lengths of a field, see `View.field_lengths`."""
         return self._at(rows, partial(self._rows.field_lengths, field), -1)
 
     def values(self, column: str, rows: Indexes) -> tuple[NDArray[Any], NDArray[np.bool_]]:
@@ -380,13 +380,13 @@ class PartitionView:
         if source is None or self._partition.meta.has(source.key):
             return
         field = self._partition.cells.fields.get(source.field) if source.field else None
-        if field is not None and field.length is not None and not field.length.is_blank:
+        if field is not None and field.has_lengths:
             return
         rows = slice(0, self._count)
         if (self._rows.has_data(rows) & self._rows.allowed(rows)).any():
             raise MissingLengthError(
                 f"no sample has a value in the custom_meta column {source.key!r}, which the sampler needs: put the "
-                f"number of tokens there, or name a jagged field as length_field",
+                f"number of tokens there, or name a field of the tokens as length_field",
                 field="sampler_config",
                 metadata={"partition_id": self._partition.partition_id, "column": source.key},
             )

@@ -19,6 +19,8 @@ CELL_COLUMN = "cell/"  # what the names of the columns with the cells of a field
 _SLOT_SHIFT = 32  # a cell is (slot of its put << 32 | row in the put), so that neighbours in a put differ by 1
 _ROW_MASK = (1 << _SLOT_SHIFT) - 1
 _ROW_BYTES = 8
+_MOST_FORMER_SPECS = 1024
+_TENSORS = frozenset({Layout.DENSE, Layout.JAGGED})
 
 
 class Put(NamedTuple):
@@ -122,7 +124,8 @@ class Field:
     """A column of the partition: which put and which row of it holds each cell, as one number of both.
 
     Attributes:
-        length: size of each cell in the first ragged dimension; None where the layout is not jagged, or not known yet.
+        spec: what holds of all cells, and of a field without any what is declared.
+        length: size of each cell in the first dimension in which cells differ; None while they do not.
         produced_count: number of cells that there are.
     """
 
@@ -133,31 +136,78 @@ class Field:
         self.cell: Column = table.column(CELL_COLUMN + spec.name, np.int64, NOT_PRODUCED)
         self.length: Column | None = None
         self.produced_count = 0
+        self.spec = spec
         self.take(spec)
 
+    @property
+    def has_lengths(self) -> bool:
+        """Whether there are cells with a length: of tensors that are no scalars."""
+        return self.produced_count > 0 and bool(self.spec.row_shape)
+
     def lengths(self, rows: slice | Indexes) -> Indexes:
-        """Return the size of cells in the first ragged dimension; -1 where there is no cell, or it is not known."""
-        if self.length is None:
-            return np.full(self.cell.data[rows].size, -1, np.int64)
-        return np.where(self.cell.data[rows] >= 0, self.length.data[rows], -1)
+        """Return the sizes of cells in the first dimension in which they differ, or in the first where none does.
+
+        -1 where there is no cell, or cells are scalars or objects. Another thread may ask.
+        """
+        spec, length = self.spec, self.length  # in this order: `take` writes them in the other one
+        is_there = self.cell.data[rows] >= 0
+        if spec.ragged_dims:
+            return np.where(is_there, -1 if length is None else length.data[rows], -1)
+        return np.where(is_there, (spec.row_shape or (-1,))[0], -1)
 
     def take(self, spec: FieldSpec) -> None:
-        """Have another spec of the same name."""
+        """Have another spec of the same name, which holds of the cells that there are, too."""
+        known, first = self.spec, spec.ragged_dims[:1]
+        if first and self.length is None:
+            self.length = self._table.column(_length_column(spec.name), np.int64, -1)
+        if self.length is not None and self.produced_count and first != known.ragged_dims[:1]:
+            # No cell differs in this dimension so far, or it would have been the first one.
+            self.length.write(slice(0, self._table.count), (known.row_shape or ())[first[0]])
         self.spec = spec
-        if spec.layout is Layout.JAGGED and self.length is None:
-            self.length = self._table.column(f"length/{spec.name}", np.int64, -1)
+        if not first and self.length is not None:
+            self.length = None
+            self._table.drop_column(_length_column(spec.name))
+
+    def drop(self) -> None:
+        """Have no columns any more; for a field that is not used again, but by readers on another thread."""
+        self._table.drop_column(CELL_COLUMN + self.spec.name)
+        if self.length is not None:
+            self._table.drop_column(_length_column(self.spec.name))
+
+
+def _length_column(name: str) -> str:
+    return f"length/{name}"
 
 
 class CellTable:
-    """The fields of a partition and where their cells are."""
+    """The fields of a partition and where their cells are.
 
-    __slots__ = ("_table", "default_layout", "fields", "puts")
+    A field is there while it has cells, or is declared. With its last cell it forgets all that puts have made of it.
 
-    def __init__(self, table: RowTable, default_layout: Layout | None) -> None:
+    Args:
+        table: the rows.
+        declared: fields that are there from the start.
+        default_layout: of fields that are not declared, or without a layout.
+
+    Attributes:
+        fields: by name.
+        former_specs: what fields were that forgot it, the last ones of them. An empty batch of a claim is described by
+            them, which a rank may ask for once the samples of the others are cleared.
+    """
+
+    __slots__ = ("_declared", "_default_layout", "_table", "fields", "former_specs", "puts")
+
+    def __init__(
+        self, table: RowTable, declared: Iterable[FieldSpec] = (), default_layout: Layout = Layout.AUTO
+    ) -> None:
         self._table = table
+        self._declared = {spec.name: spec for spec in declared}
+        self._default_layout = default_layout
         self.puts = PutTable()
-        self.default_layout = default_layout
         self.fields: dict[str, Field] = {}
+        self.former_specs: dict[str, FieldSpec] = {}
+        for spec in self._declared.values():
+            self.declare(spec)
 
     @property
     def used_bytes(self) -> int:
@@ -176,12 +226,19 @@ class CellTable:
         for field in self.fields.values():
             field.produced_count = int(np.count_nonzero(field.cell.data >= 0))
 
-    def declare(self, spec: FieldSpec) -> None:
-        """Add a field before its first put, or have another spec of one that is there."""
-        if spec.name in self.fields:
-            self.fields[spec.name].take(spec)
-        else:
-            self.fields[spec.name] = Field(spec, self._table)
+    def declare(self, spec: FieldSpec) -> Field:
+        """Return the field of a spec, which is new or takes it."""
+        field = self.fields.get(spec.name)
+        if field is None:
+            field = self.fields[spec.name] = Field(spec, self._table)
+        elif field.spec is not spec:
+            field.take(spec)
+        return field
+
+    def spec_of_none(self, name: str) -> FieldSpec | None:
+        """Return what an empty batch says of a field: what it is, or was last; None where that is not known."""
+        field = self.fields.get(name)
+        return self.former_specs.get(name) or (None if field is None else field.spec)
 
     def produced(self, names: Sequence[str], rows: slice | Indexes) -> NDArray[np.bool_]:
         """Return which rows of a stretch, or at some positions, have cells of all these fields, known or not `(n,)`."""
@@ -204,21 +261,26 @@ class CellTable:
                 found[name] = mask
         return found
 
-    def merged_specs(self, columns: Sequence[ColumnWrite]) -> list[FieldSpec]:
-        """Return the specs that the fields have once `columns` are written, or refuse them."""
+    def merged_specs(self, columns: Sequence[ColumnWrite], positions: Indexes | None) -> list[FieldSpec]:
+        """Return the specs that the fields have once `columns` are written, or refuse them.
+
+        Args:
+            columns: what is to be written.
+            positions: the rows that it is written to, -1 for new ones; None: all are new.
+        """
         merged = []
         for column in columns:
-            field = self.fields.get(column.spec.name)
-            known = field.spec if field is not None else FieldSpec(column.spec.name)
-            if known.layout is None:
-                known = replace(known, layout=self._default_for(column.spec))
-            merged.append(merge_specs(known, column))
+            name, field = column.spec.name, self.fields.get(column.spec.name)
+            declared = self._declared.get(name) or FieldSpec(name)
+            layout = declared.layout or self._default_for(column.spec)
+            known = declared if field is None or _is_replaced(field, positions) else field.spec
+            merged.append(merge_specs(known, column, layout))
         return merged
 
-    def _default_for(self, spec: FieldSpec) -> Layout | None:
-        """Return the layout of a field that was not declared: objects have no other, nor have scalars a ragged side."""
+    def _default_for(self, spec: FieldSpec) -> Layout:
+        """Return the layout of a field that none is declared of; scalars have no dimension that could be ragged."""
         is_scalar = spec.layout is Layout.DENSE and not spec.row_shape
-        return None if spec.layout is Layout.OBJECT or is_scalar else self.default_layout
+        return Layout.AUTO if spec.layout is Layout.OBJECT or is_scalar else self._default_layout
 
     def write(self, put: Put, columns: Sequence[ColumnWrite], specs: Sequence[FieldSpec], positions: slice | Indexes,
               row_count: int) -> list[Freed]:  # fmt: skip
@@ -227,14 +289,15 @@ class CellTable:
         Return the cells that this replaced.
         """
         slot = self.puts.add(put, len(columns) * row_count, sum(column.value_bytes for column in columns))
-        replaced: list[Field] = []
-        for spec in specs:
-            self.declare(spec)
-            replaced.append(self.fields[spec.name])
-        freed = [] if isinstance(positions, slice) else self.forget(positions, replaced)
+        freed: list[Freed] = []
+        if not isinstance(positions, slice):
+            known = (self.fields.get(spec.name) for spec in specs)
+            freed = self._free(positions, [field for field in known if field is not None])
         cells = cells_of(slot, np.arange(row_count))
         where = as_slice(positions)
-        for column, field, spec in zip(columns, replaced, specs, strict=True):
+        for column, spec in zip(columns, specs, strict=True):
+            self.former_specs.pop(spec.name, None)
+            field = self.declare(spec)
             field.cell.write(where, cells)
             field.produced_count += row_count
             if field.length is not None:
@@ -242,7 +305,30 @@ class CellTable:
         return freed
 
     def forget(self, positions: Indexes, fields: Iterable[Field]) -> list[Freed]:
-        """Mark the cells of rows as not produced and return those that were."""
+        """Mark the cells of rows as not produced and return those that were; fields without cells are forgotten."""
+        looked_at = list(fields)
+        freed = self._free(positions, looked_at)
+        for field in looked_at:
+            if not field.produced_count:
+                self._forget_field(field)
+        return freed
+
+    def _forget_field(self, field: Field) -> None:
+        """Have a field that lost its last cell be as declared, or not there."""
+        name = field.spec.name
+        declared = self._declared.get(name)
+        if declared is not None and field.spec == declared:
+            return
+        self.former_specs[name] = field.spec
+        if len(self.former_specs) > _MOST_FORMER_SPECS:
+            del self.former_specs[next(iter(self.former_specs))]
+        if declared is None:
+            del self.fields[name]
+            field.drop()
+        else:
+            field.take(declared)
+
+    def _free(self, positions: Indexes, fields: Iterable[Field]) -> list[Freed]:
         forgotten: list[tuple[str, Indexes]] = []
         for field in fields:
             cells = field.cell.data[positions]
@@ -410,42 +496,57 @@ class PutTable(SlotTable):
         self.used_bytes = int(self._bytes.data.sum())
 
 
-def merge_specs(known: FieldSpec, column: ColumnWrite) -> FieldSpec:
-    """Return the spec of a field that holds the rows of a column too, or raise FieldMismatchError with both."""
+def _is_replaced(field: Field, positions: Indexes | None) -> bool:
+    """Whether a write to some rows leaves no cell of a field that there is now."""
+    count = field.produced_count
+    if positions is None or positions.size < count:
+        return count == 0
+    return count == np.count_nonzero(field.cell.data[positions[positions >= 0]] >= 0)
+
+
+def merge_specs(known: FieldSpec, column: ColumnWrite, layout: Layout) -> FieldSpec:
+    """Return the spec of a field that holds the rows of a column too, or raise FieldMismatchError with both.
+
+    Args:
+        known: what holds of the rows that it has, or what is declared of one without.
+        column: the rows to come.
+        layout: that of the field as it is declared. Fields that are declared jagged take rows of equal shape; ones of
+            "auto" are jagged from the first row on that differs, or that comes jagged.
+    """
     new = column.spec
-    layout = known.layout or new.layout
-    dtype = known.dtype or new.dtype
-    if dtype != new.dtype or not _takes(layout, new.layout) or new.row_shape is None:
-        raise _mismatch(known, new)
-    if layout is Layout.OBJECT:
+    if new.row_shape is None:
+        raise _mismatch(known, new, "say the row shape of every column")
+    is_of_tensors = bool(known.dtype) or not _TENSORS.isdisjoint((layout, known.layout))
+    if is_of_tensors if new.layout is Layout.OBJECT else Layout.OBJECT in (layout, known.layout):
+        raise _mismatch(known, new, "put either tensors or objects into a field")
+    if new.layout is Layout.OBJECT:
         if known.encoding in {Encoding.TEXT, Encoding.BYTES} and new.encoding is not known.encoding:
             hint = f"put {known.encoding} in every row, or declare the field without an encoding"
             raise _mismatch(known, new, hint)
-        return replace(new, encoding=known.encoding)
-    shape = known.row_shape if known.row_shape is not None else new.row_shape
-    if len(shape) != len(new.row_shape) or (layout is Layout.JAGGED and not shape):
-        raise _mismatch(known, new)
-    if layout is Layout.DENSE:
-        if shape != new.row_shape:
-            raise _mismatch(known, new)
-        return known if known.row_shape is not None and known.layout and known.dtype else replace(new, layout=layout)
+        return _unless_equal(known, replace(new, encoding=known.encoding))
+    if known.dtype and known.dtype != new.dtype:
+        raise _mismatch(known, new, "convert the rows to the dtype of the field, or put them into another one")
+    shape = new.row_shape if known.row_shape is None else known.row_shape
+    if len(shape) != len(new.row_shape):
+        hint = "put rows of as many dimensions in every put: scalars (n,) beside scalars, rows (n, 1) beside rows"
+        raise _mismatch(known, new, hint)
+    if layout is Layout.JAGGED and not shape:
+        raise _mismatch(known, new, "put rows of one or more dimensions, or declare the field dense for scalars")
     given = new.row_shape if known.row_shape is None else column.fitting_shape
     widened = tuple(a if a == b else -1 for a, b in zip(shape, given, strict=True))
-    if all(size >= 0 for size in widened):
-        widened = (-1, *widened[1:])
-    return replace(new, layout=layout, row_shape=widened)
+    if layout is Layout.DENSE and (new.layout is Layout.JAGGED or widened != given):
+        raise _mismatch(known, new, "put rows of one shape, or declare the field as auto or jagged")
+    is_jagged = -1 in widened or Layout.JAGGED in (layout, known.layout, new.layout)
+    if -1 not in widened and new.layout is Layout.JAGGED:
+        widened = new.row_shape  # nothing differs yet: where the rows say that they may
+    return _unless_equal(known, replace(new, layout=Layout.JAGGED if is_jagged else Layout.DENSE, row_shape=widened))
 
 
-def _takes(layout: Layout | None, given: Layout | None) -> bool:
-    """Whether a field of `layout` takes data that came as `given`: jagged fields take rows of equal shape."""
-    return layout is given or (layout is Layout.JAGGED and given is Layout.DENSE)
+def _unless_equal(known: FieldSpec, merged: FieldSpec) -> FieldSpec:
+    return known if merged == known else merged
 
 
-def _mismatch(known: FieldSpec, new: FieldSpec, hint: str = "") -> FieldMismatchError:
-    hint = hint or (
-        "put the same dtype, layout and row shape; where rows differ in shape, declare the field as jagged when the "
-        "partition is created, or put its first rows as jagged"
-    )
+def _mismatch(known: FieldSpec, new: FieldSpec, hint: str) -> FieldMismatchError:
     return FieldMismatchError(
         f"field {known.name!r} is {known.describe()}, got {new.describe()}; {hint}",
         field="columns",

@@ -277,6 +277,10 @@ class Table:
         column = self.columns[name] = Column(dtype, fill, self._capacity)
         return column
 
+    def drop_column(self, name: str) -> None:
+        """Have no column of this name any more; readers of it, or of a snapshot of it, go on."""
+        del self.columns[name]
+
     def snapshot(self) -> TableSnapshot:
         """Return all columns as they are now; it costs the same however many rows there are."""
         columns = {name: column.snapshot(self.count) for name, column in self.columns.items()}

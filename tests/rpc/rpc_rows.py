@@ -1,0 +1,48 @@
+"""Rows that come back: compared bit for bit, and sent in every way that there is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tq_service.dataplane._async import drivers as async_driver
+from tq_service.dataplane._async.drivers import AsyncGrpcDriver
+from tq_service.dataplane._sync import drivers as sync_driver
+from tq_service.dataplane._sync.drivers import GrpcDriver
+from tq_service.server import storage_servicer
+from tq_service.storage.index import reading
+
+
+def bits(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:
+    """Return what must be the same of two tensors."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    return tensor.dtype, tuple(tensor.shape), bytes(flat.view(torch.uint8).numpy()) if flat.numel() else b""
+
+
+def rows_of(column: Any) -> list[torch.Tensor]:
+    return list(column.unbind()) if isinstance(column, torch.Tensor) else list(column)
+
+
+def assert_same_rows(got: Any, expected: Any) -> None:
+    assert [bits(row) for row in rows_of(got)] == [bits(row) for row in rows_of(expected)]
+
+
+@pytest.fixture(params=["one message", "stream", "shared memory", "shared memory, gets streamed"])
+def ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small puts and gets are one message, large ones streams or shared memory; here each is sent every way."""
+    for driver, kind in ((sync_driver, GrpcDriver), (async_driver, AsyncGrpcDriver)):
+        if request.param != "one message":
+            monkeypatch.setattr(driver, "INLINE_BYTES", -1)
+        if request.param.startswith("shared memory"):
+            monkeypatch.setattr(driver, "SHARED_FROM_BYTES", 1)
+        if request.param == "shared memory":  # so that gets are tried in one message
+            monkeypatch.setattr(kind, "_expected_bytes", lambda *_: -1)
+    if request.param.startswith("shared memory"):
+        monkeypatch.setattr(storage_servicer, "INLINE_BYTES", 0)
+        monkeypatch.setattr(reading, "_LEAST_COLUMN_BYTES", 1)
+        monkeypatch.setattr(reading, "_LEAST_MEAN_SLICE_BYTES", 0)
+
+
+every_way = pytest.mark.usefixtures("ways")
