@@ -243,6 +243,7 @@ def _use_all_of(client: tq.Client) -> None:
     client.create_partition("train@2", tasks=["critic", "scorer"], samples_per_round=4)
     client.get_data(client.lookup_samples("train", ["k0", "k1"])[0])
     client.lookup_samples("train", global_indexes=[0, 3], where=[("version", ">=", 1)])
+    client.lookup_samples("train", where=[("version", ">=", 1)], min_count=2, max_wait=0.01)
     client.get_data(partition_id="train@1", keys=["a", "d"], data_fields=["y"])
     client.get_data(partition_id="train", keys=["k0", "k1"], missing_fields="skip")
     asked = {"partition_id": "train", "data_fields": ["score"], "max_wait": 0.0}

@@ -14,7 +14,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.protobuf.struct_pb2 import Struct
 
-from tq_service.client.batch_meta import BatchMeta
+from tq_service.client.batch_meta import NAMED_AT_ONCE, BatchMeta
 from tq_service.client.namespace import Namespace
 from tq_service.custom_meta import MetaColumn, MetaValue
 from tq_service.errors import InvalidArgumentError
@@ -223,6 +223,16 @@ def named_samples(**names: Iterable[Any] | None) -> tuple[str | None, list[Any]]
             f"samples are named by {' and by '.join(given)}; give one of {', '.join(names)}", field=given[0]
         )
     return (given[0], listed(given[0], names[given[0]])) if given else (None, [])
+
+
+def check_waits(wait_seconds: float, named: Sequence[Any]) -> None:
+    """Refuse to wait for more samples than one call names."""
+    if wait_seconds and len(named) > NAMED_AT_ONCE:
+        raise InvalidArgumentError(
+            f"max_wait is given for {len(named)} names, at most {NAMED_AT_ONCE} expected; wait for a condition on "
+            f"custom_meta instead",
+            field="max_wait",
+        )
 
 
 def partition_of(namespace: Namespace, partition_id: str | None, metadata: BatchMeta | None) -> str:

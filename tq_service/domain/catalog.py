@@ -28,7 +28,9 @@ from tq_service.domain.claims.planner import Planner, RunsPlans
 from tq_service.domain.claims.request import ClaimRequest
 from tq_service.domain.claims.wait_queue import Answer, LoopYielder, NotYet
 from tq_service.domain.idempotency import IdempotencyCache
+from tq_service.domain.lookup_wait import LookupWait
 from tq_service.domain.partition import Partition, PartitionSettings, PartitionSnapshot
+from tq_service.domain.selection import Selection
 from tq_service.domain.tables.cells import CellsSnapshot, Freed
 from tq_service.errors import (
     AlreadyExistsError,
@@ -60,11 +62,14 @@ class _Serving:
         self.planners: dict[str, Planner] = {}
         self.admission_queue = AdmissionQueue(partition) if partition.settings.is_bounded else None
         self.lease_timer = LeaseTimer(partition.tasks, expire)
+        self.lookups: set[LookupWait] = set()
 
     def end(self, error: Callable[[], TqError]) -> None:
         """End all waiting calls, and those to come, with an error; no lease expires any more."""
         for planner in self.planners.values():
             planner.end(error)
+        for lookup in self.lookups:
+            lookup.end(error)
         if self.admission_queue is not None:
             self.admission_queue.end(error)
         self.lease_timer.stop()
@@ -451,6 +456,33 @@ class Catalog:
         partition.check_incarnation(incarnation)
         answer = await self.planner(partition, request.task_name).claim(request, max(0.0, deadline - loop.time()))
         return Claimed(partition, answer)
+
+    async def wait_for_samples(
+        self, partition_id: str, selection: Selection, min_count: int, max_wait_seconds: float
+    ) -> bool:
+        """Wait for a partition, and until it has so many of some samples; return whether the time was over before.
+
+        It also ends where there never will be so many.
+
+        Raises:
+            PartitionClearedError: the partition was cleared meanwhile.
+            UnavailableError: the server is shutting down.
+            InvalidArgumentError: a condition does not fit its column.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + max_wait_seconds
+        while (partition := self._partitions.get(partition_id)) is None:
+            check_name("partition_id", partition_id)
+            if not await self._wait_for_arrival(partition_id, deadline - loop.time()):
+                return True
+        self._check_not_draining()
+        lookups = self._serving_of(partition).lookups
+        with LookupWait(partition, selection, min_count) as lookup:
+            lookups.add(lookup)
+            try:
+                return not await lookup.until_enough(deadline)
+            finally:
+                lookups.discard(lookup)
 
     async def _wait_for_arrival(self, partition_id: str, seconds: float) -> bool:
         self._check_not_draining()

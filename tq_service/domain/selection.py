@@ -76,9 +76,14 @@ class Selection:
         """Number of samples that are named, those included that are not there."""
         return self.indexes.size + len(self.keys)
 
+    @property
+    def is_named(self) -> bool:
+        """Whether samples are named one by one; it may be none of them."""
+        return not self.groups and not self.is_all
+
     def part(self, partition: Partition, place: int, size: int) -> Part:
         """Return the samples from a place on, of so many names, or so many rows where no condition is looked at."""
-        if not self.groups and not self.is_all:
+        if self.is_named:
             return self._named(partition, place, place + size)
         is_filtered = bool(self.groups or self.where)
         return self._scanned(partition, place, _MOST_SCANNED if is_filtered else size)
@@ -102,14 +107,17 @@ class Selection:
         table = partition.table
         positions = table.present_from(first_index, count + 1)
         next_place = int(table.index.data[positions[count]]) if positions.size > count else None
-        positions = positions[:count]
+        positions = self.among(partition, positions[:count])
+        return Part(positions=positions, places=table.index.data[positions], next_place=next_place)
+
+    def among(self, partition: Partition, positions: Indexes) -> Indexes:
+        """Return those of some samples that are meant, where none is named."""
         if self.groups:
             slots = partition.groups.slot_of.find(self.groups)
             wanted = np.zeros(partition.groups.slots.count + 1, np.bool_)  # the last one is of samples without a group
             wanted[slots[slots >= 0]] = True
             positions = positions[wanted[partition.groups.of_rows[as_slice(positions)]]]
-        positions = positions[self.holds(partition, positions)]
-        return Part(positions=positions, places=table.index.data[positions], next_place=next_place)
+        return positions[self.holds(partition, positions)]
 
     def holds(self, partition: Partition, positions: Indexes) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         """Return which samples satisfy all conditions `(n,)`."""

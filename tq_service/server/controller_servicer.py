@@ -158,6 +158,17 @@ class ControllerServicer(
 
     async def LookupSamples(self, request: pb.LookupSamplesRequest, context: Context) -> pb.LookupSamplesResponse:
         selection = converters.selection(request)
+        max_wait = read_seconds("max_wait", request.max_wait)
+        check_range("max_wait", max_wait, 0)
+        check_range("min_count", request.min_count, 0, hint="; 0 is one")
+        not_yet, missing_ok = False, request.missing_ok
+        if max_wait and not request.page_token:
+            cap = self.max_wait_cap_seconds
+            with self.waiting.one(context):
+                not_yet = await self.catalog.wait_for_samples(
+                    request.partition_id, selection, request.min_count or 1, min(max_wait, cap)
+                )
+            missing_ok |= not_yet and max_wait > cap  # it may still come while the caller waits
         if request.HasField("task_name"):
             check_name("task_name", request.task_name)
         page = find_page(
@@ -166,11 +177,11 @@ class ControllerServicer(
             selection,
             size=request.page_size,
             token=request.page_token,
-            missing_ok=request.missing_ok,
+            missing_ok=missing_ok,
         )
         if page is None:
-            return converters.nothing_found(request)
-        return converters.found_page(page, request, self.storages.endpoints)
+            return converters.nothing_found(request, not_yet=not_yet)
+        return converters.found_page(page, request, self.storages.endpoints, not_yet=not_yet)
 
     async def Locate(self, request: pb.LocateRequest, context: Context) -> pb.LocateResponse:
         partition = self.catalog.get(request.partition_id, request.incarnation)

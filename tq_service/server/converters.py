@@ -123,12 +123,7 @@ def placement(message: commit_pb2.PutPlacement) -> Put:
 
 def claim_spec(request: pb.GetMetaRequest) -> ClaimSpec:
     """Return what a GetMeta request has in common with those of other ranks and batches; read once for all of them."""
-    if request.ByteSize() > _MOST_CLAIM_BYTES:
-        raise InvalidArgumentError(
-            f"the request has {request.ByteSize()} bytes, at most {_MOST_CLAIM_BYTES} expected; name fewer fields, and "
-            f"tag samples with custom_meta by what they are asked for, instead of listing many values in where",
-            field="where",
-        )
+    _check_size(request, "name fewer fields")
     alike = pb.GetMetaRequest()
     alike.CopyFrom(request)
     for name in _FIELDS_OF_ONE_CALL:
@@ -136,6 +131,16 @@ def claim_spec(request: pb.GetMetaRequest) -> ClaimSpec:
     if alike.ByteSize() > _REMEMBERED_REQUEST_BYTES:
         return _read_claim_spec(alike)
     return _remembered_claim_spec(alike.SerializeToString(deterministic=True))
+
+
+def _check_size(request: Message, remedy: str) -> None:
+    """Refuse a request that is too large to be kept while its call waits."""
+    if request.ByteSize() > _MOST_CLAIM_BYTES:
+        raise InvalidArgumentError(
+            f"the request has {request.ByteSize()} bytes, at most {_MOST_CLAIM_BYTES} expected; {remedy}, and tag "
+            f"samples with custom_meta by what they are asked for, instead of listing many values in where",
+            field="where",
+        )
 
 
 @lru_cache(maxsize=1024)
@@ -185,6 +190,8 @@ def claim_request(request: pb.GetMetaRequest, spec: ClaimSpec, sampler: Sampler)
 
 def selection(request: pb.LookupSamplesRequest) -> Selection:
     """Return the samples that a look-up is about; `all_samples` stands for whatever is named besides."""
+    if request.HasField("max_wait"):
+        _check_size(request, "name fewer samples or groups")
     where = tuple(read_message(Condition, each) for each in request.where)
     if request.all_samples:
         return Selection(is_all=True, where=where)
@@ -267,7 +274,9 @@ def samples_meta(
     return meta
 
 
-def found_page(page: Page, request: pb.LookupSamplesRequest, endpoints: Endpoints) -> pb.LookupSamplesResponse:
+def found_page(
+    page: Page, request: pb.LookupSamplesRequest, endpoints: Endpoints, *, not_yet: bool
+) -> pb.LookupSamplesResponse:
     """Return what a look-up answers.
 
     Raises:
@@ -286,16 +295,18 @@ def found_page(page: Page, request: pb.LookupSamplesRequest, endpoints: Endpoint
         missing_groups=page.missing_groups,
         consumption=consumption,
         next_page_token=page.next_token,
+        not_yet=not_yet,
     )
 
 
-def nothing_found(request: pb.LookupSamplesRequest) -> pb.LookupSamplesResponse:
+def nothing_found(request: pb.LookupSamplesRequest, *, not_yet: bool) -> pb.LookupSamplesResponse:
     """Return what a look-up answers where the partition is not there."""
     meta = metadata_pb2.BatchMeta(status=metadata_pb2.BATCH_STATUS_BATCH, partition_id=request.partition_id)
     if request.all_samples:
-        return pb.LookupSamplesResponse(meta=meta)
+        return pb.LookupSamplesResponse(meta=meta, not_yet=not_yet)
     return pb.LookupSamplesResponse(
         meta=meta,
+        not_yet=not_yet,
         missing_keys=request.keys,
         missing_global_indexes=request.global_indexes,
         missing_groups=request.groups,

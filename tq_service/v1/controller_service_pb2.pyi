@@ -1112,6 +1112,8 @@ class LookupSamplesRequest(google.protobuf.message.Message):
     GROUPS_FIELD_NUMBER: builtins.int
     WHERE_FIELD_NUMBER: builtins.int
     TASK_NAME_FIELD_NUMBER: builtins.int
+    MIN_COUNT_FIELD_NUMBER: builtins.int
+    MAX_WAIT_FIELD_NUMBER: builtins.int
     partition_id: builtins.str
     """The partition; it must exist, unless `missing_ok`."""
     all_samples: builtins.bool
@@ -1128,6 +1130,8 @@ class LookupSamplesRequest(google.protobuf.message.Message):
     """
     task_name: builtins.str
     """The task of which the answer says what it has consumed. Unset: none."""
+    min_count: builtins.int
+    """With `max_wait`: number of samples to wait for, of those that are meant and satisfy the conditions. 0: one."""
     @property
     def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Keys of samples, at most 65,536; ignored with `all_samples`."""
@@ -1146,6 +1150,13 @@ class LookupSamplesRequest(google.protobuf.message.Message):
     def where(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Condition]:
         """Conditions on custom_meta that the samples satisfy, all of them; the others are left out, and are not missing."""
 
+    @property
+    def max_wait(self) -> google.protobuf.duration_pb2.Duration:
+        """For how long the call may wait for them; the service may shorten it (60 s). It also waits for the partition. It
+        ends early where there never will be so many: the partition is sealed, and has fewer samples than `min_count`. Not
+        looked at with a `page_token`. Unset: it answers at once.
+        """
+
     def __init__(
         self,
         *,
@@ -1159,9 +1170,11 @@ class LookupSamplesRequest(google.protobuf.message.Message):
         groups: collections.abc.Iterable[builtins.str] | None = ...,
         where: collections.abc.Iterable[global___Condition] | None = ...,
         task_name: builtins.str | None = ...,
+        min_count: builtins.int = ...,
+        max_wait: google.protobuf.duration_pb2.Duration | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_task_name", b"_task_name", "task_name", b"task_name"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_task_name", b"_task_name", "all_samples", b"all_samples", "global_indexes", b"global_indexes", "groups", b"groups", "keys", b"keys", "missing_ok", b"missing_ok", "page_size", b"page_size", "page_token", b"page_token", "partition_id", b"partition_id", "task_name", b"task_name", "where", b"where"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_task_name", b"_task_name", "max_wait", b"max_wait", "task_name", b"task_name"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_task_name", b"_task_name", "all_samples", b"all_samples", "global_indexes", b"global_indexes", "groups", b"groups", "keys", b"keys", "max_wait", b"max_wait", "min_count", b"min_count", "missing_ok", b"missing_ok", "page_size", b"page_size", "page_token", b"page_token", "partition_id", b"partition_id", "task_name", b"task_name", "where", b"where"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_task_name", b"_task_name"]) -> typing.Literal["task_name"] | None: ...
 
 global___LookupSamplesRequest = LookupSamplesRequest
@@ -1178,8 +1191,14 @@ class LookupSamplesResponse(google.protobuf.message.Message):
     MISSING_GLOBAL_INDEXES_FIELD_NUMBER: builtins.int
     MISSING_GROUPS_FIELD_NUMBER: builtins.int
     CONSUMPTION_FIELD_NUMBER: builtins.int
+    NOT_YET_FIELD_NUMBER: builtins.int
     next_page_token: builtins.str
     """Sent back as `page_token` for the next page. Empty: this is the last one."""
+    not_yet: builtins.bool
+    """On the first page, with `max_wait`: whether the wait was over before there were `min_count` samples, of which there
+    may be more later. The page has what there is; where the service has shortened the wait, a partition that does not
+    exist yet is no error.
+    """
     @property
     def meta(self) -> tq_service.v1.metadata_pb2.BatchMeta:
         """Samples that are named in the order asked; members of groups, and all, in the order of insertion. With keys,
@@ -1212,9 +1231,10 @@ class LookupSamplesResponse(google.protobuf.message.Message):
         missing_global_indexes: collections.abc.Iterable[builtins.int] | None = ...,
         missing_groups: collections.abc.Iterable[builtins.str] | None = ...,
         consumption: collections.abc.Iterable[global___SampleConsumption.ValueType] | None = ...,
+        not_yet: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["meta", b"meta"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["consumption", b"consumption", "meta", b"meta", "missing_global_indexes", b"missing_global_indexes", "missing_groups", b"missing_groups", "missing_keys", b"missing_keys", "next_page_token", b"next_page_token"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["consumption", b"consumption", "meta", b"meta", "missing_global_indexes", b"missing_global_indexes", "missing_groups", b"missing_groups", "missing_keys", b"missing_keys", "next_page_token", b"next_page_token", "not_yet", b"not_yet"]) -> None: ...
 
 global___LookupSamplesResponse = LookupSamplesResponse
 

@@ -284,9 +284,11 @@ class ControllerServiceServicer(object):
     def LookupSamples(self, request, context):
         """Finds samples by index, key or group, or lists all of a partition, page by page; under conditions, where some are
         given. A page is of one moment. Between two pages samples may be inserted, which are listed if their indexes are
-        still ahead, and be cleared, which are left out. Changes nothing, does not block. Errors: NOT_FOUND (partition or
-        task, unless `missing_ok`), FAILED_PRECONDITION (STALE_INCARNATION: the partition was cleared since the first
-        page), INVALID_ARGUMENT (conditions, or a page token that is not of this list).
+        still ahead, and be cleared, which are left out. Changes nothing. With `max_wait` the call for the first page
+        blocks until `min_count` samples are found. Errors: NOT_FOUND (partition or task, unless `missing_ok`),
+        FAILED_PRECONDITION (STALE_INCARNATION: the partition was cleared since the first page; PARTITION_CLEARED: while
+        the call waited), INVALID_ARGUMENT (conditions, or a page token that is not of this list), RESOURCE_EXHAUSTED (too
+        many calls wait).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

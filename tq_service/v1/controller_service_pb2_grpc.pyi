@@ -162,9 +162,11 @@ class ControllerServiceStub:
     ]
     """Finds samples by index, key or group, or lists all of a partition, page by page; under conditions, where some are
     given. A page is of one moment. Between two pages samples may be inserted, which are listed if their indexes are
-    still ahead, and be cleared, which are left out. Changes nothing, does not block. Errors: NOT_FOUND (partition or
-    task, unless `missing_ok`), FAILED_PRECONDITION (STALE_INCARNATION: the partition was cleared since the first
-    page), INVALID_ARGUMENT (conditions, or a page token that is not of this list).
+    still ahead, and be cleared, which are left out. Changes nothing. With `max_wait` the call for the first page
+    blocks until `min_count` samples are found. Errors: NOT_FOUND (partition or task, unless `missing_ok`),
+    FAILED_PRECONDITION (STALE_INCARNATION: the partition was cleared since the first page; PARTITION_CLEARED: while
+    the call waited), INVALID_ARGUMENT (conditions, or a page token that is not of this list), RESOURCE_EXHAUSTED (too
+    many calls wait).
     """
 
     Locate: grpc.UnaryUnaryMultiCallable[
@@ -404,9 +406,11 @@ class ControllerServiceAsyncStub:
     ]
     """Finds samples by index, key or group, or lists all of a partition, page by page; under conditions, where some are
     given. A page is of one moment. Between two pages samples may be inserted, which are listed if their indexes are
-    still ahead, and be cleared, which are left out. Changes nothing, does not block. Errors: NOT_FOUND (partition or
-    task, unless `missing_ok`), FAILED_PRECONDITION (STALE_INCARNATION: the partition was cleared since the first
-    page), INVALID_ARGUMENT (conditions, or a page token that is not of this list).
+    still ahead, and be cleared, which are left out. Changes nothing. With `max_wait` the call for the first page
+    blocks until `min_count` samples are found. Errors: NOT_FOUND (partition or task, unless `missing_ok`),
+    FAILED_PRECONDITION (STALE_INCARNATION: the partition was cleared since the first page; PARTITION_CLEARED: while
+    the call waited), INVALID_ARGUMENT (conditions, or a page token that is not of this list), RESOURCE_EXHAUSTED (too
+    many calls wait).
     """
 
     Locate: grpc.aio.UnaryUnaryMultiCallable[
@@ -674,9 +678,11 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[tq_service.v1.controller_service_pb2.LookupSamplesResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.LookupSamplesResponse]]:
         """Finds samples by index, key or group, or lists all of a partition, page by page; under conditions, where some are
         given. A page is of one moment. Between two pages samples may be inserted, which are listed if their indexes are
-        still ahead, and be cleared, which are left out. Changes nothing, does not block. Errors: NOT_FOUND (partition or
-        task, unless `missing_ok`), FAILED_PRECONDITION (STALE_INCARNATION: the partition was cleared since the first
-        page), INVALID_ARGUMENT (conditions, or a page token that is not of this list).
+        still ahead, and be cleared, which are left out. Changes nothing. With `max_wait` the call for the first page
+        blocks until `min_count` samples are found. Errors: NOT_FOUND (partition or task, unless `missing_ok`),
+        FAILED_PRECONDITION (STALE_INCARNATION: the partition was cleared since the first page; PARTITION_CLEARED: while
+        the call waited), INVALID_ARGUMENT (conditions, or a page token that is not of this list), RESOURCE_EXHAUSTED (too
+        many calls wait).
         """
 
     @abc.abstractmethod

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeVar
 
 import grpc
 from google.protobuf.message import Message
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from tq_service.client.channel import AsyncControllerStub
 
 DEFAULT_TIMEOUT_SECONDS = 60.0
+
+# A server that answers "not yet" sooner than this is not waiting on our behalf: pause before asking again.
+_SHORT_POLL_SECONDS: Final = 0.05
 
 
 class AsyncEndpoint:
@@ -173,6 +176,23 @@ class AsyncCalls:
                 pause = backoff.after(failure)
             await async_sleep(pause)
 
+    async def polled(
+        self,
+        attempt: Callable[[float], Awaitable[T]],
+        is_not_yet: Callable[[T], bool],
+        wait: Deadline,
+        deadline: Deadline,
+    ) -> T:
+        """Return what `attempt` returns, given the seconds to wait: again while it is "not yet" and some are left."""
+        backoff = Backoff(deadline)
+        while True:
+            asked = time.monotonic()
+            answer = await self.retried(lambda: attempt(wait.remaining()), deadline)
+            if not is_not_yet(answer) or not wait.remaining():
+                return answer
+            if time.monotonic() - asked < _SHORT_POLL_SECONDS:
+                await async_sleep(min(backoff.pause(), wait.remaining()))
+
     async def unary(
         self, pick: Picks[Request, Response], request: Request, deadline: Deadline, address: str = ""
     ) -> Response:
@@ -259,14 +279,18 @@ class AsyncBase:
         request = request_of(kind, **arguments)
         return await self._calls.unary(lambda to: pick(to.controller), request, self._deadline(timeout))
 
-    async def _pages(self, pick: Method[Any, Response], request: Any, deadline: Deadline) -> AsyncIterator[Response]:
-        """Make a call to the controller for each page of a list, and yield the answers."""
+    async def _pages(
+        self, pick: Method[Any, Response], request: Any, deadline: Deadline, first: Response | None = None
+    ) -> AsyncIterator[Response]:
+        """Make a call to the controller for each page of a list but one that is there, and yield the answers."""
+        answer: Any = first
         while True:
-            answer: Any = await self._calls.unary(lambda to: pick(to.controller), request, deadline)
+            if answer is None:
+                answer = await self._calls.unary(lambda to: pick(to.controller), request, deadline)
             yield answer
             if not answer.next_page_token:
                 return
-            request.page_token = answer.next_page_token
+            request.page_token, answer = answer.next_page_token, None
 
     async def aclose(self) -> None:
         """Make the calls that are due, such as releasing claims, and close the channels."""

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from tq_service.client._async.calls import AsyncBase
 from tq_service.client.batch_meta import BatchMeta
-from tq_service.client.concurrency import async_sleep
 from tq_service.client.requests import check_leased, get_meta_request, lease_duration, request_of, seconds
-from tq_service.client.retry import Backoff, Deadline
+from tq_service.client.retry import Deadline
 from tq_service.errors import CallCancelledError, DeadlineError, InternalError, TqError, UnavailableError
 from tq_service.results import ConsumptionStatus, ProductionStatus
 from tq_service.schema import BatchUnit
@@ -21,9 +19,6 @@ from tq_service.wire.mapper import read_message
 
 DEFAULT_MAX_WAIT_SECONDS: Final = 30.0
 RELEASE_SECONDS: Final = 5.0
-
-# A server that answers "not yet" sooner than this is not waiting on our behalf: pause before asking again.
-_SHORT_POLL_SECONDS: Final = 0.05
 
 # After these the server may have made a claim that never arrived.
 _UNKNOWN_OUTCOMES: Final = (CallCancelledError, DeadlineError, InternalError, UnavailableError)
@@ -142,19 +137,14 @@ class AsyncClaimCalls(AsyncBase):
 
     async def _poll(self, request: pb.GetMetaRequest, wait: Deadline, deadline: Deadline) -> pb.GetMetaResponse:
         """Ask until there is an answer or the wait is spent: the server may cap how long one call waits."""
-        backoff = Backoff(deadline)
 
-        async def attempt() -> pb.GetMetaResponse:
-            request.max_wait.CopyFrom(to_duration(wait.remaining()))
+        async def attempt(max_wait: float) -> pb.GetMetaResponse:
+            request.max_wait.CopyFrom(to_duration(max_wait))
             return await self._calls.unary_once(lambda to: to.controller.GetMeta, request, deadline)
 
-        while True:
-            asked = time.monotonic()
-            answer = await self._calls.retried(attempt, deadline)
-            if answer.meta.status != BATCH_STATUS_NOT_YET or not wait.remaining():
-                return answer
-            if time.monotonic() - asked < _SHORT_POLL_SECONDS:
-                await async_sleep(min(backoff.pause(), wait.remaining()))
+        return await self._calls.polled(
+            attempt, lambda answer: answer.meta.status == BATCH_STATUS_NOT_YET, wait, deadline
+        )
 
     async def _release(self, claim: pb.GetMetaRequest) -> None:
         if self._calls.closed:

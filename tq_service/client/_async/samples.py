@@ -11,12 +11,14 @@ from tq_service.client._async.calls import AsyncBase
 from tq_service.client.batch_meta import NAMED_AT_ONCE, BatchMeta, check_is_batch, in_parts, joined
 from tq_service.client.requests import (
     check_meta_count,
+    check_waits,
     condition_messages,
     named_samples,
     new_id,
     partition_of,
     request_of,
     sample_write,
+    seconds,
 )
 from tq_service.client.retry import Deadline
 from tq_service.client.writes import check_row_counts, declared_layouts, put_nothing, written_meta
@@ -31,6 +33,7 @@ from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1.metadata_pb2 import StorageEndpoint
 from tq_service.v1.storage_service_pb2 import PutHeader
 from tq_service.wire.columns import Column
+from tq_service.wire.durations import to_duration
 from tq_service.wire.encoding import encode_columns
 from tq_service.wire.metadata import encode_meta_columns, rows_to_meta_columns
 
@@ -270,6 +273,8 @@ class AsyncSampleCalls(AsyncBase):
         groups: Iterable[str] | None = None,
         where: Iterable[tuple[str, str, Any]] = (),
         task_name: str | None = None,
+        min_count: int | None = None,
+        max_wait: float = 0.0,
         missing_ok: bool = False,
         timeout: float | None = None,
     ) -> tuple[BatchMeta, list[Any]]:
@@ -291,9 +296,13 @@ class AsyncSampleCalls(AsyncBase):
                 hold for a sample to be in the answer.
             task_name: a consumer: the answer has in `consumed`, `leased` and `dead_lettered` what it has done with each
                 sample.
+            min_count: how many samples to wait for, of those that are meant and satisfy the conditions; None: one.
+            max_wait: seconds to wait for them, and for the partition; then the answer is what there is. It comes
+                earlier where there never will be so many: the partition is sealed, and has fewer samples. 0: it comes
+                at once, and `min_count` does not matter.
             missing_ok: whether a partition that is not there has no samples, and a task that has not asked yet has
                 consumed nothing.
-            timeout: seconds until the call fails; None: the client's.
+            timeout: seconds beyond `max_wait` until the call fails; None: the client's.
 
         Returns:
             The samples, and the keys, indexes or groups that no sample has. Samples that are named come in the order
@@ -303,11 +312,15 @@ class AsyncSampleCalls(AsyncBase):
             PartitionNotFoundError: there is no such partition, unless `missing_ok`.
             TaskNotFoundError: the task has not asked for anything yet, unless `missing_ok`; or the partition was
                 created for other tasks.
-            StaleIncarnationError: the partition was cleared between two pages.
-            InvalidArgumentError: samples are named in two ways, or a condition does not fit its column.
+            StaleIncarnationError: the partition was cleared between two pages; PartitionClearedError: while the call
+                waited.
+            InvalidArgumentError: samples are named in two ways, or too many to wait for (16,384), or a condition does
+                not fit its column.
         """
-        deadline = self._deadline(timeout)
+        wait = seconds("max_wait", max_wait)
+        deadline = self._deadline(timeout, wait)
         name, named = named_samples(keys=keys, global_indexes=global_indexes, groups=groups)
+        check_waits(wait, named)
         conditions = condition_messages(where)
         parts: list[BatchMeta] = []
         missing: list[Any] = []
@@ -318,10 +331,12 @@ class AsyncSampleCalls(AsyncBase):
                 all_samples=name is None,
                 where=conditions,
                 task_name=task_name,
+                min_count=min_count or 0,
                 missing_ok=missing_ok,
                 **({} if name is None else {name: some}),
             )
-            async for page in self._pages(lambda to: to.LookupSamples, request, deadline):
+            first = await self._first_page(request, Deadline.after(wait), deadline)
+            async for page in self._pages(lambda to: to.LookupSamples, request, deadline, first):
                 states = None if task_name is None else np.array(page.consumption, np.uint8)
                 parts.append(BatchMeta.from_proto(page.meta, self._namespace, consumption=states))
                 missing += () if name is None else getattr(page, f"missing_{name}")
@@ -329,6 +344,21 @@ class AsyncSampleCalls(AsyncBase):
         if groups is not None and len(named) > NAMED_AT_ONCE:
             found = found.select_samples(np.argsort(found.indexes))
         return found, missing
+
+    async def _first_page(
+        self, request: pb.LookupSamplesRequest, wait: Deadline, deadline: Deadline
+    ) -> pb.LookupSamplesResponse:
+        """Ask until there are enough samples or the wait is spent: the server may cap how long one call waits."""
+
+        async def attempt(max_wait: float) -> pb.LookupSamplesResponse:
+            request.ClearField("max_wait")
+            if max_wait:
+                request.max_wait.CopyFrom(to_duration(max_wait))
+            return await self._calls.unary_once(lambda to: to.controller.LookupSamples, request, deadline)
+
+        answer = await self._calls.polled(attempt, lambda page: page.not_yet, wait, deadline)
+        request.ClearField("max_wait")
+        return answer
 
     async def clear_samples(
         self,

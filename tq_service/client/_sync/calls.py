@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeVar
 
 import grpc
 from google.protobuf.message import Message
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from tq_service.client.channel import ControllerStub
 
 DEFAULT_TIMEOUT_SECONDS = 60.0
+
+# A server that answers "not yet" sooner than this is not waiting on our behalf: pause before asking again.
+_SHORT_POLL_SECONDS: Final = 0.05
 
 
 class Endpoint:
@@ -174,6 +177,23 @@ class Calls:
                 pause = backoff.after(failure)
             sleep(pause)
 
+    def polled(
+        self,
+        attempt: Callable[[float], T],
+        is_not_yet: Callable[[T], bool],
+        wait: Deadline,
+        deadline: Deadline,
+    ) -> T:
+        """Return what `attempt` returns, given the seconds to wait: again while it is "not yet" and some are left."""
+        backoff = Backoff(deadline)
+        while True:
+            asked = time.monotonic()
+            answer = self.retried(lambda: attempt(wait.remaining()), deadline)
+            if not is_not_yet(answer) or not wait.remaining():
+                return answer
+            if time.monotonic() - asked < _SHORT_POLL_SECONDS:
+                sleep(min(backoff.pause(), wait.remaining()))
+
     def unary(
         self, pick: Picks[Request, Response], request: Request, deadline: Deadline, address: str = ""
     ) -> Response:
@@ -260,14 +280,18 @@ class Base:
         request = request_of(kind, **arguments)
         return self._calls.unary(lambda to: pick(to.controller), request, self._deadline(timeout))
 
-    def _pages(self, pick: Method[Any, Response], request: Any, deadline: Deadline) -> Iterator[Response]:
-        """Make a call to the controller for each page of a list, and yield the answers."""
+    def _pages(
+        self, pick: Method[Any, Response], request: Any, deadline: Deadline, first: Response | None = None
+    ) -> Iterator[Response]:
+        """Make a call to the controller for each page of a list but one that is there, and yield the answers."""
+        answer: Any = first
         while True:
-            answer: Any = self._calls.unary(lambda to: pick(to.controller), request, deadline)
+            if answer is None:
+                answer = self._calls.unary(lambda to: pick(to.controller), request, deadline)
             yield answer
             if not answer.next_page_token:
                 return
-            request.page_token = answer.next_page_token
+            request.page_token, answer = answer.next_page_token, None
 
     def close(self) -> None:
         """Make the calls that are due, such as releasing claims, and close the channels."""

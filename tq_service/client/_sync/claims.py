@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from tq_service.client._sync.calls import Base
 from tq_service.client.batch_meta import BatchMeta
-from tq_service.client.concurrency import sleep
 from tq_service.client.requests import check_leased, get_meta_request, lease_duration, request_of, seconds
-from tq_service.client.retry import Backoff, Deadline
+from tq_service.client.retry import Deadline
 from tq_service.errors import CallCancelledError, DeadlineError, InternalError, TqError, UnavailableError
 from tq_service.results import ConsumptionStatus, ProductionStatus
 from tq_service.schema import BatchUnit
@@ -22,9 +20,6 @@ from tq_service.wire.mapper import read_message
 
 DEFAULT_MAX_WAIT_SECONDS: Final = 30.0
 RELEASE_SECONDS: Final = 5.0
-
-# A server that answers "not yet" sooner than this is not waiting on our behalf: pause before asking again.
-_SHORT_POLL_SECONDS: Final = 0.05
 
 # After these the server may have made a claim that never arrived.
 _UNKNOWN_OUTCOMES: Final = (CallCancelledError, DeadlineError, InternalError, UnavailableError)
@@ -143,19 +138,12 @@ class ClaimCalls(Base):
 
     def _poll(self, request: pb.GetMetaRequest, wait: Deadline, deadline: Deadline) -> pb.GetMetaResponse:
         """Ask until there is an answer or the wait is spent: the server may cap how long one call waits."""
-        backoff = Backoff(deadline)
 
-        def attempt() -> pb.GetMetaResponse:
-            request.max_wait.CopyFrom(to_duration(wait.remaining()))
+        def attempt(max_wait: float) -> pb.GetMetaResponse:
+            request.max_wait.CopyFrom(to_duration(max_wait))
             return self._calls.unary_once(lambda to: to.controller.GetMeta, request, deadline)
 
-        while True:
-            asked = time.monotonic()
-            answer = self._calls.retried(attempt, deadline)
-            if answer.meta.status != BATCH_STATUS_NOT_YET or not wait.remaining():
-                return answer
-            if time.monotonic() - asked < _SHORT_POLL_SECONDS:
-                sleep(min(backoff.pause(), wait.remaining()))
+        return self._calls.polled(attempt, lambda answer: answer.meta.status == BATCH_STATUS_NOT_YET, wait, deadline)
 
     def _release(self, claim: pb.GetMetaRequest) -> None:
         if self._calls.closed:

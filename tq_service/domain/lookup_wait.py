@@ -1,0 +1,121 @@
+"""Look-ups that wait until a number of samples satisfy their conditions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+
+from tq_service.domain.partition import Partition
+from tq_service.domain.plan import Indexes
+from tq_service.domain.selection import Selection
+from tq_service.errors import TqError
+
+_LOOKED_AT_ONCE: Final = 16_384  # rows
+
+
+class LookupWait:
+    """Waits for one look-up, in a `with`.
+
+    Nothing is polled: it takes note of rows as they are written, and looks at those once they are so many that, if all
+    of them were found, the number would be reached. So a partition that is filled row by row has a few looks at some
+    rows, not one look at all of them for each row. That rows were cleared is found out where the number seems reached.
+
+    Args:
+        partition: where the samples are.
+        selection: which they are.
+        min_count: how many are waited for.
+    """
+
+    def __init__(self, partition: Partition, selection: Selection, min_count: int) -> None:
+        self._partition = partition
+        self._selection = selection
+        self._min_count = min_count
+        self._found: set[int] = set()  # global indexes; some may have been cleared since
+        self._unseen: list[Indexes | range] = [partition.table.index.data[partition.table.present_positions()]]
+        self._unseen_count = self._partition.table.present_count
+        self._is_due = asyncio.Event()
+        self._end_error: Callable[[], TqError] | None = None
+
+    def __enter__(self) -> LookupWait:
+        self._partition.on_rows.append(self._note)
+        self._partition.on_change.append(self._wake)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for listeners, listener in ((self._partition.on_rows, self._note), (self._partition.on_change, self._wake)):
+            if listener in listeners:  # else the partition was cleared
+                listeners.remove(listener)
+
+    def end(self, error: Callable[[], TqError]) -> None:
+        """End the wait with an error."""
+        self._end_error = error
+        self._is_due.set()
+
+    async def until_enough(self, deadline: float) -> bool:
+        """Return True once there are enough samples, or there never will be; False at a time of the event loop.
+
+        Samples that are there are found however long that takes.
+
+        Raises:
+            TqError: the wait was ended.
+            InvalidArgumentError: a condition does not fit its column.
+        """
+        while True:
+            self._is_due.clear()
+            while self._unseen:
+                self._look()
+                await asyncio.sleep(0)
+            if self._end_error is not None:
+                raise self._end_error()
+            if self._has_enough() or self._is_in_vain:
+                return True
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await self._is_due.wait()
+            except TimeoutError:
+                return False
+
+    def _note(self, indexes: Indexes | range) -> None:
+        self._unseen.append(indexes)
+        self._unseen_count += len(indexes)
+
+    def _wake(self) -> None:
+        if self._unseen_count >= self._min_count - len(self._found) or self._is_in_vain:
+            self._is_due.set()
+
+    @property
+    def _is_in_vain(self) -> bool:
+        """Whether there are fewer samples than are waited for, and no others come."""
+        count = self._partition.table.present_count
+        if self._selection.is_named:
+            count = min(count, self._selection.named_count)
+        return self._partition.sealed and count < self._min_count
+
+    def _look(self) -> None:
+        """Look at some rows that were written."""
+        if self._selection.is_named:
+            self._unseen.clear()
+            self._unseen_count = 0
+            part = self._selection.part(self._partition, 0, self._selection.named_count)
+            self._found = set(self._partition.table.index.data[part.positions].tolist())
+            return
+        rows = self._unseen.pop()
+        if len(rows) > _LOOKED_AT_ONCE:
+            self._unseen.append(rows[_LOOKED_AT_ONCE:])
+            rows = rows[:_LOOKED_AT_ONCE]
+        self._unseen_count -= len(rows)
+        indexes = np.asarray(rows, np.int64)
+        positions = self._partition.table.find(indexes)
+        found = self._selection.among(self._partition, positions[positions >= 0])
+        self._found.difference_update(indexes.tolist())
+        self._found.update(self._partition.table.index.data[found].tolist())
+
+    def _has_enough(self) -> bool:
+        if len(self._found) < self._min_count:
+            return False
+        indexes = np.fromiter(self._found, np.int64, len(self._found))
+        self._found = set(indexes[self._partition.table.find(indexes) >= 0].tolist())
+        return len(self._found) >= self._min_count
