@@ -51,11 +51,9 @@ def test_msgpack_that_is_none_is_an_error_of_its_row_when_it_is_read(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = start_server().client()
-    encode_object = encoding.encode_object
+    encode_objects = encoding.encode_objects
     with monkeypatch.context() as patch:
-        patch.setattr(
-            encoding, "encode_object", lambda value, path: b"\xc1" if value == 2 else encode_object(value, path)
-        )
+        patch.setattr(encoding, "encode_objects", lambda values, name: [*encode_objects(values[:2], name), b"\xc1"])
         meta = client.put({"x": [None, 1, 2]}, partition_id="train")
     with pytest.raises(tq.InvalidArgumentError, match="row 2 of field 'x' cannot be read") as caught:
         client.get_data(meta)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from tq_service.errors import InvalidArgumentError, UnsupportedObjectError
-from tq_service.wire.objects import decode_object, encode_object
+from tq_service.wire.objects import decode_object, encode_object, encode_objects
 
 SCALARS = (
     st.none()
@@ -210,6 +210,17 @@ def test_the_place_of_what_is_refused_is_found_in_all_containers(value, place):
 def test_an_array_or_tensor_that_is_refused_is_told_from_those_that_are_taken(culprit, words):
     with pytest.raises(UnsupportedObjectError, match=words):
         encode_object([culprit])
+
+
+@given(st.lists(OBJECTS, max_size=5))
+def test_many_objects_are_encoded_as_each_of_them(values):
+    assert encode_objects(values, "x") == [encode_object(value) for value in values]
+
+
+def test_the_first_of_many_objects_that_is_refused_is_named():
+    with pytest.raises(UnsupportedObjectError) as caught:
+        encode_objects([1, (2, np.arange(2)), {"a": [object()]}, object()], "x")
+    assert caught.value.metadata["place"] == "x[2]['a'][0]"
 
 
 def test_cycles_and_deep_nests_are_refused():

@@ -21,7 +21,7 @@ from tq_service.wire.dtypes import (
     is_tensor_type,
     tensor_bytes,
 )
-from tq_service.wire.objects import encode_object
+from tq_service.wire.objects import encode_objects
 
 _GATHER_BELOW_BYTES: Final = 64 << 10
 """Lists of rows below this mean size are put together first; larger rows travel as views of their own."""
@@ -305,7 +305,7 @@ def _encode_objects(name: str, values: Sequence[Any]) -> Column:
         encoding, blobs = Encoding.BYTES, list(map(bytes, values))
     if encoding is Encoding.MSGPACK:
         with no_collection():
-            blobs = [encode_object(value, f"{name}[{position}]") for position, value in enumerate(values)]
+            blobs = encode_objects(values, name)
     extents = np.array(list(map(len, blobs)), np.int64).reshape(-1, 1)
     spec = FieldSpec(name, "", Layout.OBJECT, (), encoding)
     return _column(spec, len(blobs), extents, (memoryview(b"".join(blobs)),))
