@@ -36,6 +36,7 @@ class JsonNull(Enum):
 
 JSON_NULL: Final = JsonNull.JSON_NULL
 """Stores null as the value of a sample, which reads as None; None itself removes the value."""
+_NULL: Final = "null"
 
 MetaValue: TypeAlias = "JsonValue | JsonNull"
 
@@ -88,8 +89,9 @@ class MetaColumn:
         """Return the value of each sample as Python has it; whatever where it has none, see `has_value`."""
         values: list[Any] = self.values.tolist()
         if self.json is not None:
-            texts = self.json.tolist()
-            values = [value if text is None else json.loads(text) for value, text in zip(values, texts, strict=True)]
+            for position in np.flatnonzero(self.has_json).tolist():
+                text = self.json[position]
+                values[position] = None if text == _NULL else json.loads(text)
         return values
 
 
@@ -214,6 +216,8 @@ def to_json(name: str, position: int, value: Any, *, beside: str = "") -> str:
 
 
 def _dumped(value: Any) -> str:
+    if value is None:  # which many a tag is
+        return _NULL
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     text.encode()
     return text

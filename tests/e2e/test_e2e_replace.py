@@ -343,6 +343,53 @@ def test_storage_services_apart_give_the_old_bytes_back(start_server, tmp_path):
 # Metadata
 
 
+def test_a_checkpoint_of_a_namespace_is_that_of_its_run(server, client):
+    run, other = (server.client(client.kind, namespace=name) for name in ("run-7", "run-8"))
+    put(client, "train", 0, 3)
+    put(other, "train", 0, 4)
+    then, _ = fill(run)
+    untouched = {name: found for name, found in facts(client).items() if not name.startswith("run-7/")}
+    incarnations = {each.partition_id: each.incarnation for each in client.list_partitions()}
+    assert run.restore("one", replace=True).metadata == {"step": 12}
+    assert facts(run) == then
+    now = {each.partition_id: each.incarnation for each in client.list_partitions()}
+    assert {name: now[name] for name in untouched} == {name: incarnations[name] for name in untouched}
+    assert {name: found for name, found in facts(client).items() if not name.startswith("run-7/")} == untouched
+    put(other, "train", 4, 1)
+    assert run.put({"x": torch.zeros(1, dtype=torch.int64)}, partition_id="train", keys=["new"]).size == 1
+
+
+def test_a_checkpoint_comes_back_in_another_namespace_or_none(server, client):
+    run, other = (server.client(client.kind, namespace=name) for name in ("run-7", "run-8"))
+    then, _ = fill(run)
+    assert other.restore("one").partition_count == 2
+    assert facts(other) == then
+    with pytest.raises(tq.PreconditionError, match="has 2 partitions whose names begin with 'run-8/'"):
+        other.restore("one")
+    there = {each.partition_id: each.incarnation for each in client.list_partitions()}
+    assert len(set(there.values())) == len(there) == 4
+    other.clear_partition("train")
+    assert len(facts(run)["train"][1]) == 10
+    client.restore("one", replace=True)
+    assert facts(client) == then
+    with pytest.raises(tq.InvalidArgumentError, match="512 printable characters"):
+        server.client(client.kind, namespace="n" * 510).restore("one")
+    assert facts(client) == then
+
+
+def test_a_namespace_outlives_a_restart_beside_what_was_restored(durable, start_server, tmp_path):
+    run, other = (durable.client(namespace=name) for name in ("run-7", "run-8"))
+    put(other, "train", 0, 4)
+    then, _ = fill(run)
+    run.restore("one", replace=True)
+    put(other, "late", 0, 1)
+    beside = facts(other)
+    durable.stop()
+    again = start_server(checkpoint_dir=tmp_path / "checkpoints", data_dir=tmp_path / "data")
+    assert facts(again.client(namespace="run-7")) == then
+    assert facts(again.client(namespace="run-8")) == beside
+
+
 def test_metadata_comes_back_with_a_restore_and_in_lists(server, client):
     put(client, "train", 0, 4)
     metadata = {"step": 2**60, "loss": 0.25, "tags": ["a", None, True], "text": "ä\n", "nested": {"x": []}}

@@ -21,7 +21,7 @@ from live_server import LiveServer, LoopThread, StartServer
 from rpc_methods import CONTROLLER, DESCRIBED, SERVED, STORAGE, call
 
 import tq_service as tq
-from tq_service.domain.lookup import _name_token
+from tq_service.domain.lookup import name_token
 from tq_service.server.audit import LOGGER_NAME, AuditLine
 from tq_service.server.rpc.method_table import METHODS
 from tq_service.v1 import commit_pb2
@@ -275,7 +275,7 @@ def test_pages_say_nothing_of_the_partitions_of_others(guarded: Guarded) -> None
     assert found == [[name] for name in mine]
     assert {token.partition("-")[2] for token in tokens} <= {*mine, ""}
     for prefix, name in (("secret/", ""), ("", "n"), ("", "secret/"), ("m", "mine0")):
-        token = _name_token(f"partitions/{prefix}", name) if name else ""
+        token = name_token(f"partitions/{prefix}", name) if name else ""
         asked = pb.ListPartitionsRequest(prefix=prefix, page_token=token, page_size=1)
         answer = guarded.live.controller.ListPartitions(asked, metadata=metadata, timeout=20)
         assert answer.partitions == [] or answer.partitions[0].partition_id in mine

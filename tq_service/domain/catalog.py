@@ -101,7 +101,7 @@ class Catalog:
         self._under_way: set[asyncio.Task[None]] = set()
         self._retracted: list[tuple[Partition, str, bytes]] = []  # claims, while no change is made
         self._is_draining = False
-        self._is_closed = False
+        self._closed_prefix: str | None = None
 
     # Changes
 
@@ -211,7 +211,7 @@ class Catalog:
         self, partition_id: str, settings: PartitionSettings, made: Partition | None = None
     ) -> tuple[Change, Partition]:
         check_name("partition_id", partition_id)
-        if self._is_closed:
+        if self._closed_prefix is not None and partition_id.startswith(self._closed_prefix):
             raise UnavailableError("a checkpoint is being restored; new partitions can be made once it is")
         self.limits.check_create(partition_id, settings, len(self._partitions))
         incarnation = os.urandom(16) if made is None else made.incarnation
@@ -316,22 +316,24 @@ class Catalog:
         return [partition.snapshot() for partition in self._partitions.values()]
 
     @contextlib.contextmanager
-    def closed(self) -> Iterator[None]:
-        """Refuse new partitions until the end of the `with`, but those that are adopted.
+    def closed(self, prefix: str) -> Iterator[None]:
+        """Refuse new partitions whose names begin so until the end of the `with`, but those that are adopted.
 
         Raises:
-            PreconditionError: there are partitions.
+            PreconditionError: there are such partitions.
         """
-        if self._partitions or self._is_closed:
+        count = sum(name.startswith(prefix) for name in self._partitions)
+        if count or self._closed_prefix is not None:
+            which = f" whose names begin with {prefix!r}" if prefix else ""
             raise PreconditionError(
-                f"the service has {len(self._partitions)} partitions; a checkpoint is restored into one that has none: "
+                f"the service has {count} partitions{which}; a checkpoint is restored where there are none: "
                 f"clear them, start another service, or have it take their place (replace)"
             )
-        self._is_closed = True
+        self._closed_prefix = prefix
         try:
             yield
         finally:
-            self._is_closed = False
+            self._closed_prefix = None
 
     def adopt(self, restored: Sequence[Partition]) -> None:
         """Take over partitions, all in one step; no listener is called."""
@@ -341,15 +343,15 @@ class Catalog:
             self._appear(partition)
 
     def prepare_replacement(self, restored: Sequence[Partition]) -> None:
-        """Refuse changes until `end_replacement`: partitions are about to take the place of all that are there.
+        """Refuse changes until `end_replacement`: partitions are about to take the place of others that are there.
 
-        One that is there in the same incarnation gets another: samples put since then had global indexes that will be
-        those of others.
+        One whose incarnation is there gets another: samples put since then had global indexes that will be those of
+        others, and a partition of another name may be of the same checkpoint.
         """
         self.machine.refusal = _is_replaced
+        known = {partition.incarnation for partition in self._partitions.values()}
         for partition in restored:
-            known = self._partitions.get(partition.partition_id)
-            if known is not None and known.incarnation == partition.incarnation:
+            if partition.incarnation in known:
                 partition.incarnation = os.urandom(16)
 
     def end_replacement(self) -> None:
@@ -359,13 +361,13 @@ class Catalog:
         for each in retracted:
             self.retract(*each)
 
-    def replace(self, restored: Sequence[Partition]) -> None:
-        """Take over partitions in place of all there are, in one step; what waits on these ends with an error.
+    def replace(self, restored: Sequence[Partition], prefix: str) -> None:
+        """Take over partitions in place of those whose names begin so, in one step; what waits on these gets an error.
 
         It is not written down: the snapshot that has the new partitions is where the log goes on.
         """
         freed: list[Freed] = []
-        for partition in tuple(self._partitions.values()):
+        for partition in [each for name, each in self._partitions.items() if name.startswith(prefix)]:
             del self._partitions[partition.partition_id]
             freed += partition.cells.forget_all()
             self._disappear(partition)

@@ -8,7 +8,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -36,6 +36,7 @@ from tq_service.durable.snapshot import CheckpointFacts, ServiceSnapshot, Stored
 from tq_service.durable.state_store import StateStore
 from tq_service.errors import DataLossError, FieldNotFoundError, PreconditionError, PutNotFoundError, TqError
 from tq_service.log_message import LogMessage
+from tq_service.schema import check_name
 from tq_service.server.converters import pack
 from tq_service.server.storages import StorageRegistry
 from tq_service.v1 import controller_service_pb2 as pb
@@ -82,8 +83,10 @@ class Checkpoints:
 
     # Writing
 
-    async def write(self, name: str, metadata: str = "") -> pb.CheckpointResponse:
+    async def write(self, name: str, metadata: str = "", prefix: str = "") -> pb.CheckpointResponse:
         """Write a checkpoint of this moment under a name, with a JSON object of its caller.
+
+        It has the partitions whose names begin with a prefix, under what follows of their names.
 
         Raises:
             InvalidArgumentError: the name is none, or its directory cannot be used; or the metadata is no JSON object.
@@ -99,7 +102,7 @@ class Checkpoints:
             try:
                 async with _LoopWatch() as watch:
                     await _in_thread(writer.open)
-                    answer = await self._copy(writer, metadata or "{}")
+                    answer = await self._copy(writer, metadata or "{}", prefix)
             finally:
                 await _in_thread(writer.abort)
         _log.info(LogMessage("wrote a checkpoint", name=name, path=path))
@@ -107,13 +110,15 @@ class Checkpoints:
         answer.pause.CopyFrom(to_duration(watch.longest_seconds))
         return answer
 
-    async def _copy(self, writer: CheckpointWriter, metadata: str) -> pb.CheckpointResponse:
+    async def _copy(self, writer: CheckpointWriter, metadata: str, prefix: str) -> pb.CheckpointResponse:
         """Write the bytes of all samples of this moment, and then the state; return what was written."""
         with self._storages.holding_frees():
             partitions, answers = (
                 self._catalog.snapshot(),
                 self._catalog.answers.snapshot(),
             )  # in one step with the line above
+            if prefix:  # answers name partitions in full, and are for retries of calls about them
+                partitions, answers = _renamed(partitions, lambda name: name.removeprefix(prefix), prefix), iter(())
             copied: list[PartitionSnapshot] = []
             facts = CheckpointFacts(
                 written_at=time.time(),
@@ -188,11 +193,14 @@ class Checkpoints:
 
     # Restoring
 
-    async def restore(self, request_id: bytes, name: str, *, replace: bool = False) -> pb.RestoreResponse:
-        """Bring back what the checkpoint of a name holds, once for each request_id.
+    async def restore(
+        self, request_id: bytes, name: str, *, replace: bool = False, prefix: str = ""
+    ) -> pb.RestoreResponse:
+        """Bring back what the checkpoint of a name holds, once for each request_id; a prefix comes before its names.
 
-        With `replace` it takes the place of all partitions there are: they stay as they are until its bytes have their
-        places, are not changed while what is new is made durable, and go in the step in which that appears.
+        With `replace` it takes the place of all partitions there are whose names begin so: they stay as they are until
+        its bytes have their places, are not changed while what is new is made durable, and go in the step in which that
+        appears. Others stay, and are not changed meanwhile either.
 
         Raises:
             InvalidArgumentError: there is no checkpoint, or the request_id is that of another call.
@@ -207,7 +215,7 @@ class Checkpoints:
         if recorded is not None:
             return recorded
         path = await _in_thread(lambda: checkpoint_path(self._checkpoint_dir, name))
-        with self._alone("restored"), contextlib.nullcontext() if replace else self._catalog.closed():
+        with self._alone("restored"), contextlib.nullcontext() if replace else self._catalog.closed(prefix):
             checkpoint = await _in_thread(lambda: read_checkpoint(path))
             answer = pb.RestoreResponse(
                 partition_count=len(checkpoint.state.partitions),
@@ -217,37 +225,33 @@ class Checkpoints:
                 metadata=checkpoint.facts.metadata,
             )
             # What a newer version wrote is refused here, before anything is placed.
-            partitions = await _in_thread(lambda: [Partition.restore(each) for each in checkpoint.state.partitions])
+            named = _renamed(checkpoint.state.partitions, lambda name: prefix + name)
+            partitions = await _in_thread(lambda: [Partition.restore(each) for each in named])
             puts: list[Put] = []
             try:
                 for block in checkpoint.blocks:
-                    puts.append(await self._place(checkpoint, block))  # noqa: PERF401  (some are there when one fails)
+                    puts.append(await self._place(checkpoint, block, prefix))  # noqa: PERF401  (some are there when one fails)
                 await _in_thread(lambda: relocate(partitions, puts))
                 restored = _Restored(partitions=partitions, puts=puts, answers=checkpoint.state.answers)
-                await _to_the_end(self._appear(restored, request_id, answer, replace=replace))
+                await _to_the_end(self._appear(restored, request_id, answer, prefix))
             except BaseException:
                 self._storages.discard([put for put in puts if not self._storages.is_committed(put)])
                 raise
         return answer
 
-    async def _appear(
-        self, restored: _Restored, request_id: bytes, answer: pb.RestoreResponse, *, replace: bool
-    ) -> None:
-        """Make what is restored durable, and then visible, all in one step."""
+    async def _appear(self, restored: _Restored, request_id: bytes, answer: pb.RestoreResponse, prefix: str) -> None:
+        """Make what is restored durable, and then visible, all in one step, in place of what has its prefix."""
         catalog, partitions = self._catalog, restored.partitions
 
         def take() -> list[PartitionSnapshot]:
-            if replace:
-                catalog.prepare_replacement(partitions)
-            return [partition.snapshot() for partition in partitions]
+            catalog.prepare_replacement(partitions)
+            others = [each for each in catalog.snapshot() if not each.facts.partition_id.startswith(prefix)]
+            return [*others, *(partition.snapshot() for partition in partitions)]
 
         def appear() -> None:
             self._storages.adopt(restored.puts)
-            if replace:
-                catalog.replace(partitions)
-                catalog.end_replacement()
-            else:
-                catalog.adopt(partitions)
+            catalog.replace(partitions, prefix)
+            catalog.end_replacement()
             catalog.start_leases()
             catalog.answers.restore(restored.answers)
             catalog.run_once(request_id, lambda: answer, pb.RestoreResponse)
@@ -255,7 +259,7 @@ class Checkpoints:
         own = [Entry(request_id, catalog.machine.now_seconds(), pack(answer))]
         try:
             if self._store is None:
-                take()
+                catalog.prepare_replacement(partitions)
                 appear()
             else:
                 await self._store.snapshot_restored(
@@ -264,12 +268,12 @@ class Checkpoints:
         finally:
             catalog.end_replacement()
 
-    async def _place(self, checkpoint: Checkpoint, block: StoredBlock) -> Put:
+    async def _place(self, checkpoint: Checkpoint, block: StoredBlock, prefix: str) -> Put:
         place = self._storages.place(block.size_bytes).storages[0]
         driver = self._storages.driver(place.storage_id, place.boot_id)
         put = Put(place.storage_id, place.boot_id, os.urandom(16))
         columns = await _in_thread(lambda: _columns(checkpoint, block))
-        header = put_header(put.put_id, block.partition_id, columns)
+        header = put_header(put.put_id, prefix + block.partition_id, columns)
         header.controller_id = self._storages.controller_id
         with self._storages.placing(put):
             await driver.put(header, columns, Seconds(_CAPACITY_SECONDS + header.size_bytes / _BYTES_A_SECOND))
@@ -350,6 +354,24 @@ def _columns(checkpoint: Checkpoint, block: StoredBlock) -> list[Column]:
         )
         for column, end in zip(block.columns, ends, strict=True)
     ]
+
+
+def _renamed(
+    partitions: Sequence[PartitionSnapshot], rename: Callable[[str], str], prefix: str = ""
+) -> list[PartitionSnapshot]:
+    """Return the partitions whose names begin so, under other names.
+
+    Raises:
+        InvalidArgumentError: a name is too long.
+    """
+    renamed = [
+        replace(each, facts=replace(each.facts, partition_id=rename(each.facts.partition_id)))
+        for each in partitions
+        if each.facts.partition_id.startswith(prefix)
+    ]
+    for each in renamed:
+        check_name("prefix", each.facts.partition_id)
+    return renamed
 
 
 def _sample_count(partitions: Sequence[PartitionSnapshot]) -> int:

@@ -305,10 +305,12 @@ class ControllerServicer(
     # Checkpoints
 
     async def Checkpoint(self, request: pb.CheckpointRequest, context: Context) -> pb.CheckpointResponse:
-        return await self.checkpoints.write(request.name, request.metadata)
+        return await self.checkpoints.write(request.name, request.metadata, request.prefix)
 
     async def Restore(self, request: pb.RestoreRequest, context: Context) -> pb.RestoreResponse:
-        return await self.checkpoints.restore(request.request_id, request.name, replace=request.replace)
+        return await self.checkpoints.restore(
+            request.request_id, request.name, replace=request.replace, prefix=request.prefix
+        )
 
     async def ListCheckpoints(self, request: pb.ListCheckpointsRequest, context: Context) -> pb.ListCheckpointsResponse:
         return await self.checkpoints.page(prefix=request.prefix, size=request.page_size, token=request.page_token)

@@ -1912,6 +1912,7 @@ class CheckpointRequest(google.protobuf.message.Message):
 
     NAME_FIELD_NUMBER: builtins.int
     METADATA_FIELD_NUMBER: builtins.int
+    PREFIX_FIELD_NUMBER: builtins.int
     name: builtins.str
     """A place below the controller's directory for checkpoints, 1 to 200 characters: parts of ASCII letters, digits and
     "._=@+-" that begin with a letter or digit, with "/" between them. Made where it is not there.
@@ -1920,13 +1921,16 @@ class CheckpointRequest(google.protobuf.message.Message):
     """What the caller wants to find in it again, such as the step of its trainer: a JSON object (RFC 8259) of at most
     262,144 bytes. Empty: an object without members.
     """
+    prefix: builtins.str
+    """How the names of its partitions begin; the checkpoint has what follows for their names. Empty: all partitions."""
     def __init__(
         self,
         *,
         name: builtins.str = ...,
         metadata: builtins.str = ...,
+        prefix: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["metadata", b"metadata", "name", b"name"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["metadata", b"metadata", "name", b"name", "prefix", b"prefix"]) -> None: ...
 
 global___CheckpointRequest = CheckpointRequest
 
@@ -1980,6 +1984,7 @@ class RestoreRequest(google.protobuf.message.Message):
     REQUEST_ID_FIELD_NUMBER: builtins.int
     NAME_FIELD_NUMBER: builtins.int
     REPLACE_FIELD_NUMBER: builtins.int
+    PREFIX_FIELD_NUMBER: builtins.int
     request_id: builtins.bytes
     """16 random bytes that the client makes for this change and sends again with each retry. Of other lengths:
     INVALID_ARGUMENT.
@@ -1990,14 +1995,19 @@ class RestoreRequest(google.protobuf.message.Message):
     """Whether it takes the place of all partitions that there are; their claims end, and their incarnations are over,
     also where the checkpoint has partitions of the same names. Unset: FAILED_PRECONDITION where there are any.
     """
+    prefix: builtins.str
+    """What the names of its partitions are to begin with, before the names that the checkpoint has. Partitions whose
+    names begin otherwise stay as they are, whatever `replace` says. Empty: nothing, and it concerns all partitions.
+    """
     def __init__(
         self,
         *,
         request_id: builtins.bytes = ...,
         name: builtins.str = ...,
         replace: builtins.bool = ...,
+        prefix: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["name", b"name", "replace", b"replace", "request_id", b"request_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "prefix", b"prefix", "replace", b"replace", "request_id", b"request_id"]) -> None: ...
 
 global___RestoreRequest = RestoreRequest
 

@@ -233,9 +233,9 @@ class ControllerServiceStub:
         tq_service.v1.controller_service_pb2.CheckpointRequest,
         tq_service.v1.controller_service_pb2.CheckpointResponse,
     ]
-    """Writes a consistent copy of all partitions, with claims and bytes, under a name below the directory for
-    checkpoints of the controller, while other calls go on. Changes nothing in the service; the name has the new
-    checkpoint whole, or the one before it. Takes as long as the bytes need; one at a time. Errors:
+    """Writes a consistent copy of all partitions, or of those of a prefix, with claims and bytes, under a name below the
+    directory for checkpoints of the controller, while other calls go on. Changes nothing in the service; the name has
+    the new checkpoint whole, or the one before it. Takes as long as the bytes need; one at a time. Errors:
     FAILED_PRECONDITION (another one is running, or the service has no directory for checkpoints), INVALID_ARGUMENT
     (the name), RESOURCE_EXHAUSTED (DISK_FULL), DATA_LOSS (a storage service has lost bytes that are to be copied).
     """
@@ -244,14 +244,15 @@ class ControllerServiceStub:
         tq_service.v1.controller_service_pb2.RestoreRequest,
         tq_service.v1.controller_service_pb2.RestoreResponse,
     ]
-    """Restores a checkpoint into a service that has no partitions, or in place of all it has. The checkpoint is read and
-    checked whole before anything is changed; then its bytes go to the storage services that are registered now, beside
-    what they hold, and all its partitions appear in one step. With `replace` all others are cleared in that step, and
-    calls that wait on them end with FAILED_PRECONDITION (PARTITION_CLEARED); shortly before it, changes are answered
-    with UNAVAILABLE. A crash leaves either what was there or what was restored. Idempotent under `request_id`. Errors:
+    """Restores a checkpoint into a service that has no partitions, or in place of all it has; with a prefix, of those
+    whose names begin so. The checkpoint is read and checked whole before anything is changed; then
+    its bytes go to the storage services that are registered now, beside what they hold, and all its partitions appear
+    in one step. With `replace` all others (of the prefix) are cleared in that step, and calls that wait on them end
+    with FAILED_PRECONDITION (PARTITION_CLEARED). Shortly before the step, changes of all partitions are answered with
+    UNAVAILABLE. A crash leaves either what was there or what was restored. Idempotent under `request_id`. Errors:
     FAILED_PRECONDITION (there are partitions and `replace` is unset, or the service has no directory for checkpoints),
-    INVALID_ARGUMENT (the name, no checkpoint, or one of another format), DATA_LOSS (a file of it is damaged),
-    RESOURCE_EXHAUSTED (no capacity for its bytes).
+    INVALID_ARGUMENT (the name or the prefix, no checkpoint, or one of another format), DATA_LOSS (a file of it is
+    damaged), RESOURCE_EXHAUSTED (no capacity for its bytes).
     """
 
     ListCheckpoints: grpc.UnaryUnaryMultiCallable[
@@ -477,9 +478,9 @@ class ControllerServiceAsyncStub:
         tq_service.v1.controller_service_pb2.CheckpointRequest,
         tq_service.v1.controller_service_pb2.CheckpointResponse,
     ]
-    """Writes a consistent copy of all partitions, with claims and bytes, under a name below the directory for
-    checkpoints of the controller, while other calls go on. Changes nothing in the service; the name has the new
-    checkpoint whole, or the one before it. Takes as long as the bytes need; one at a time. Errors:
+    """Writes a consistent copy of all partitions, or of those of a prefix, with claims and bytes, under a name below the
+    directory for checkpoints of the controller, while other calls go on. Changes nothing in the service; the name has
+    the new checkpoint whole, or the one before it. Takes as long as the bytes need; one at a time. Errors:
     FAILED_PRECONDITION (another one is running, or the service has no directory for checkpoints), INVALID_ARGUMENT
     (the name), RESOURCE_EXHAUSTED (DISK_FULL), DATA_LOSS (a storage service has lost bytes that are to be copied).
     """
@@ -488,14 +489,15 @@ class ControllerServiceAsyncStub:
         tq_service.v1.controller_service_pb2.RestoreRequest,
         tq_service.v1.controller_service_pb2.RestoreResponse,
     ]
-    """Restores a checkpoint into a service that has no partitions, or in place of all it has. The checkpoint is read and
-    checked whole before anything is changed; then its bytes go to the storage services that are registered now, beside
-    what they hold, and all its partitions appear in one step. With `replace` all others are cleared in that step, and
-    calls that wait on them end with FAILED_PRECONDITION (PARTITION_CLEARED); shortly before it, changes are answered
-    with UNAVAILABLE. A crash leaves either what was there or what was restored. Idempotent under `request_id`. Errors:
+    """Restores a checkpoint into a service that has no partitions, or in place of all it has; with a prefix, of those
+    whose names begin so. The checkpoint is read and checked whole before anything is changed; then
+    its bytes go to the storage services that are registered now, beside what they hold, and all its partitions appear
+    in one step. With `replace` all others (of the prefix) are cleared in that step, and calls that wait on them end
+    with FAILED_PRECONDITION (PARTITION_CLEARED). Shortly before the step, changes of all partitions are answered with
+    UNAVAILABLE. A crash leaves either what was there or what was restored. Idempotent under `request_id`. Errors:
     FAILED_PRECONDITION (there are partitions and `replace` is unset, or the service has no directory for checkpoints),
-    INVALID_ARGUMENT (the name, no checkpoint, or one of another format), DATA_LOSS (a file of it is damaged),
-    RESOURCE_EXHAUSTED (no capacity for its bytes).
+    INVALID_ARGUMENT (the name or the prefix, no checkpoint, or one of another format), DATA_LOSS (a file of it is
+    damaged), RESOURCE_EXHAUSTED (no capacity for its bytes).
     """
 
     ListCheckpoints: grpc.aio.UnaryUnaryMultiCallable[
@@ -765,9 +767,9 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.controller_service_pb2.CheckpointRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.CheckpointResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.CheckpointResponse]]:
-        """Writes a consistent copy of all partitions, with claims and bytes, under a name below the directory for
-        checkpoints of the controller, while other calls go on. Changes nothing in the service; the name has the new
-        checkpoint whole, or the one before it. Takes as long as the bytes need; one at a time. Errors:
+        """Writes a consistent copy of all partitions, or of those of a prefix, with claims and bytes, under a name below the
+        directory for checkpoints of the controller, while other calls go on. Changes nothing in the service; the name has
+        the new checkpoint whole, or the one before it. Takes as long as the bytes need; one at a time. Errors:
         FAILED_PRECONDITION (another one is running, or the service has no directory for checkpoints), INVALID_ARGUMENT
         (the name), RESOURCE_EXHAUSTED (DISK_FULL), DATA_LOSS (a storage service has lost bytes that are to be copied).
         """
@@ -778,14 +780,15 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.controller_service_pb2.RestoreRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.RestoreResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.RestoreResponse]]:
-        """Restores a checkpoint into a service that has no partitions, or in place of all it has. The checkpoint is read and
-        checked whole before anything is changed; then its bytes go to the storage services that are registered now, beside
-        what they hold, and all its partitions appear in one step. With `replace` all others are cleared in that step, and
-        calls that wait on them end with FAILED_PRECONDITION (PARTITION_CLEARED); shortly before it, changes are answered
-        with UNAVAILABLE. A crash leaves either what was there or what was restored. Idempotent under `request_id`. Errors:
+        """Restores a checkpoint into a service that has no partitions, or in place of all it has; with a prefix, of those
+        whose names begin so. The checkpoint is read and checked whole before anything is changed; then
+        its bytes go to the storage services that are registered now, beside what they hold, and all its partitions appear
+        in one step. With `replace` all others (of the prefix) are cleared in that step, and calls that wait on them end
+        with FAILED_PRECONDITION (PARTITION_CLEARED). Shortly before the step, changes of all partitions are answered with
+        UNAVAILABLE. A crash leaves either what was there or what was restored. Idempotent under `request_id`. Errors:
         FAILED_PRECONDITION (there are partitions and `replace` is unset, or the service has no directory for checkpoints),
-        INVALID_ARGUMENT (the name, no checkpoint, or one of another format), DATA_LOSS (a file of it is damaged),
-        RESOURCE_EXHAUSTED (no capacity for its bytes).
+        INVALID_ARGUMENT (the name or the prefix, no checkpoint, or one of another format), DATA_LOSS (a file of it is
+        damaged), RESOURCE_EXHAUSTED (no capacity for its bytes).
         """
 
     @abc.abstractmethod

@@ -366,13 +366,12 @@ def _column(name: str, values: list[Any], present: NDArray[np.bool_]) -> MetaCol
 
 def meta_columns_to_rows(columns: Iterable[MetaColumn], row_count: int) -> list[dict[str, Any]]:
     """Return custom_meta as one dict a sample `(row_count,)`; a sample without a value lacks the key."""
+    known = [(column.name, column.objects(), column.has_value) for column in columns]
+    if known and all(has_value.all() for _, _, has_value in known):
+        names = [name for name, _, _ in known]
+        return [dict(zip(names, each, strict=True)) for each in zip(*(values for _, values, _ in known), strict=True)]
     rows: list[dict[str, Any]] = [{} for _ in range(row_count)]
-    for column in columns:
-        name, values, has_value = column.name, column.objects(), column.has_value
-        if has_value.all():
-            for row, value in zip(rows, values, strict=True):
-                row[name] = value
-        else:
-            for position in np.flatnonzero(has_value).tolist():
-                rows[position][name] = values[position]
+    for name, values, has_value in known:
+        for position in np.flatnonzero(has_value).tolist():
+            rows[position][name] = values[position]
     return rows

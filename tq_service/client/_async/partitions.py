@@ -195,7 +195,8 @@ class AsyncPartitionCalls(AsyncBase):
     ) -> CheckpointCopy:
         """Write a consistent copy of everything to the controller's disk, while all else goes on.
 
-        The name has the new checkpoint whole, or the one before it.
+        The name has the new checkpoint whole, or the one before it. A client with a namespace copies the partitions of
+        that, under the names that it has for them.
 
         Args:
             name: a place below the `checkpoint_dir` of the service, such as "nightly/2026-11-21"; parts of letters,
@@ -212,7 +213,14 @@ class AsyncPartitionCalls(AsyncBase):
         """
         seconds = _CHECKPOINT_SECONDS if timeout is None else timeout
         text = encode_object("metadata", metadata)
-        answer = await self._ask(lambda to: to.Checkpoint, pb.CheckpointRequest, seconds, name=name, metadata=text)
+        answer = await self._ask(
+            lambda to: to.Checkpoint,
+            pb.CheckpointRequest,
+            seconds,
+            name=name,
+            metadata=text,
+            prefix=self._namespace.prefix,
+        )
         return read_message(CheckpointCopy, answer)
 
     async def list_checkpoints(self, prefix: str = "", *, timeout: float | None = None) -> list[CheckpointSummary]:
@@ -233,7 +241,8 @@ class AsyncPartitionCalls(AsyncBase):
         """Bring back what a checkpoint holds: into a service that has no partitions, or in place of all it has.
 
         It is read and checked whole before anything is done. Its bytes go to the storage services there are now, and
-        all its partitions appear in one step, with their claims: trainers go on where they were.
+        all its partitions appear in one step, with their claims: trainers go on where they were. A client with a
+        namespace puts them there, whichever they were written in, and no partition of another one is touched.
 
         Args:
             name: the name that it was written under.
@@ -251,7 +260,14 @@ class AsyncPartitionCalls(AsyncBase):
             QuotaExceededError: the storage services have no capacity for its bytes.
         """
         seconds = _CHECKPOINT_SECONDS if timeout is None else timeout
-        answer = await self._ask(lambda to: to.Restore, pb.RestoreRequest, seconds, name=name, replace=replace)
+        answer = await self._ask(
+            lambda to: to.Restore,
+            pb.RestoreRequest,
+            seconds,
+            name=name,
+            replace=replace,
+            prefix=self._namespace.prefix,
+        )
         return read_message(RestoredCheckpoint, answer, metadata=decode_object(answer.metadata))
 
     async def storage_stat(self, address: str | None = None, *, timeout: float | None = None) -> StorageStat:
