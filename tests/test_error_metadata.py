@@ -40,6 +40,9 @@ MADE_BY_TABLE = {
     "UnavailableError", "InternalError", "InvalidArgumentError",
 }  # fmt: skip
 
+SERVICE_LAYERS = ("domain", "samplers", "server", "storage")
+OF_RESTORE = {"NEWER_VERSION", "SNAPSHOT_DAMAGED"}  # of checkpoints
+
 
 @dataclass(frozen=True, kw_only=True)
 class Documented:
@@ -75,6 +78,15 @@ def _names(cell: str) -> list[str]:
     names = [name.strip() for name in cell.split(",") if name.strip()]
     assert all(name[0] == name[-1] == "`" for name in names), cell
     return [name.strip("`") for name in names]
+
+
+def origins() -> dict[str, set[str]]:
+    """Return where each reason comes from, by the page."""
+    table = (
+        ERRORS_PAGE.read_text().partition("| class | also a | code | reason | from | when |")[2].partition("\n\n")[0]
+    )
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+    return {reason: set(origin.split(", ")) for name, _, _, reason, origin, _ in rows if name != "`TqError`"}
 
 
 def sites() -> Iterator[Site]:
@@ -130,6 +142,21 @@ def test_errors_are_made_with_the_keys_of_their_reason(kind: type[errors.TqError
     assert [site for site in here if not site.keys <= keys.always | keys.known] == []
 
 
+def test_each_reason_comes_from_where_the_page_says() -> None:
+    said = origins()
+    assert said.keys() == {kind.reason for kind in CLASSES.values()}
+    made = {reason: {site.path.split("/")[0] for site in SITES if site.kind.reason == reason} for reason in said}
+    by_table = {CLASSES[name].reason for name in MADE_BY_TABLE}
+    for reason, origin in said.items():
+        in_service = bool(made[reason] & {*SERVICE_LAYERS, "durable"} - ({"durable"} if "start" in origin else set()))
+        in_python = bool(made[reason] & {"client", "data"})
+        assert origin <= {"service", "Python", "start"}, reason
+        assert ("service" in origin) >= in_service, reason
+        assert "service" not in origin or in_service or reason in by_table | OF_RESTORE, reason
+        assert ("Python" in origin) >= in_python, reason
+        assert "start" not in origin or made[reason] & {"durable", "server", "config.py"}, reason
+
+
 def test_no_key_is_documented_that_nobody_sets() -> None:
     nodes = [node for path in PACKAGE.rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
     named = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
@@ -155,7 +182,6 @@ def test_few_places_pass_on_metadata_that_cannot_be_read_there() -> None:
     assert {(site.path, site.kind.__name__) for site in SITES if site.is_open} == PASSED_ON
 
 
-SERVICE_LAYERS = ("domain", "samplers", "server", "storage")
 # Names of the Python client's methods, and what is given to one by keyword.
 OF_PYTHON = re.compile(
     "|".join([rf"\b{name}\b" for name in dir(Client) if "_" in name.strip("_")] + [r"\b[a-z_]{3,}=(?![=a-z{])"])

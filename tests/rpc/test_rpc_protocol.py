@@ -267,3 +267,178 @@ def test_an_overwritten_cell_is_located_again(server: LiveServer) -> None:
     error = refused(lambda: get(server, before))
     assert (error.code(), reason_of(error)) == (CODE.NOT_FOUND, "PUT_NOT_FOUND")
     assert get(server, locate(server, global_indexes=made.global_indexes)).values == numbers(3, 2)
+
+
+def test_the_answer_of_a_get_describes_the_rows_that_were_asked_for(server: LiveServer) -> None:
+    one = column("x", numbers(1, 2, 3), shape=(-1, 3), extents=numbers(1))
+    made = put(server, one, row_count=1)
+    alike = put(server, column("x", numbers(*range(12)), shape=(2, 3)), row_count=2)
+    longer = put(server, column("x", numbers(*range(9)), shape=(3, 3)), row_count=1)
+    wider = put(server, column("x", numbers(*range(8)), shape=(2, 4)), row_count=1)
+
+    def read(*parts: meta_pb.BatchMeta) -> tuple[int, list[int], bytes]:
+        located = locate(server, global_indexes=[index for part in parts for index in part.global_indexes])
+        assert located.fields[0].layout == meta_pb.LAYOUT_JAGGED
+        assert list(located.fields[0].row_shape) == [-1, -1]
+        (header,) = get(server, located).header.columns
+        return header.spec.layout, list(header.spec.row_shape), header.extents
+
+    assert read(alike) == (meta_pb.LAYOUT_DENSE, [2, 3], b"")
+    assert read(made) == (meta_pb.LAYOUT_JAGGED, [-1, 3], numbers(1))
+    assert read(alike, longer) == (meta_pb.LAYOUT_JAGGED, [-1, 3], numbers(2, 2, 3))
+    assert read(alike, wider) == (meta_pb.LAYOUT_JAGGED, [2, -1], numbers(3, 3, 4))
+    assert read(made, wider) == (meta_pb.LAYOUT_JAGGED, [-1, -1], numbers(1, 3, 2, 4))
+
+
+def test_what_a_field_takes_is_what_it_was_declared_as(server: LiveServer) -> None:
+    spec = meta_pb.FieldSpec(name="dense", layout=meta_pb.LAYOUT_DENSE)
+    server.controller.CreatePartition(
+        pb.CreatePartitionRequest(request_id=new_id(), partition_id="p", fields=[spec]), timeout=20
+    )
+    for name in ("dense", "auto"):
+        put(server, column(name, numbers(1, 2), shape=(2,)), row_count=1)
+    others = {
+        "shape": {"values": numbers(1, 2, 3), "shape": (3,)},
+        "ragged": {"values": numbers(1), "shape": (-1,), "extents": numbers(1)},
+        "dimensions": {"values": numbers(1, 2), "shape": (1, 2)},
+        "dtype": {"values": numbers(1), "dtype": "int32", "shape": (2,)},
+        "objects": {"values": b"hi", "encoding": meta_pb.ENCODING_TEXT, "extents": numbers(2)},
+    }
+    for name, taken in (("dense", set()), ("auto", {"shape", "ragged"})):
+        for kind, arguments in others.items():
+            request = put_request([column(name, **arguments)], 1)  # type: ignore[arg-type]
+            if kind in taken:
+                server.storage.PutInline(request, timeout=20)
+            else:
+                error = refused(lambda request=request: server.storage.PutInline(request, timeout=20))
+                assert (reason_of(error), facts_of(error)["field_name"]) == ("FIELD_MISMATCH", name)
+    made = locate(server, global_indexes=[1, 2, 3], data_fields=["auto"])
+    assert (made.fields[0].layout, list(made.fields[0].row_shape)) == (meta_pb.LAYOUT_JAGGED, [-1])
+    (header,) = get(server, made).header.columns
+    assert header.extents == numbers(2, 3, 1)
+
+
+def test_encodings_of_objects_are_in_the_header_of_a_get(server: LiveServer) -> None:
+    text = column("o", b"hi", encoding=meta_pb.ENCODING_TEXT, extents=numbers(2))
+    packed = column("o", b"\xc0", encoding=meta_pb.ENCODING_MSGPACK, extents=numbers(1))
+    made = [put(server, each, row_count=1).global_indexes[0] for each in (text, packed)]
+    one, both = locate(server, global_indexes=made[:1]), locate(server, global_indexes=made)
+    assert one.fields[0].encoding == both.fields[0].encoding == meta_pb.ENCODING_UNSPECIFIED
+    (header,) = get(server, one).header.columns
+    assert (header.spec.encoding, header.extents) == (meta_pb.ENCODING_TEXT, numbers(2))
+    (header,) = get(server, both).header.columns
+    assert (header.spec.encoding, header.extents) == (meta_pb.ENCODING_UNSPECIFIED, numbers(2, 1, 1, 2))
+
+
+def test_a_known_request_id_is_answered_whatever_else_is_said(server: LiveServer) -> None:
+    first, second = put_request([column("x", numbers(1))], 1), put_request([column("x", numbers(5, 6))], 2)
+    second.header.commit.request_id = first.header.commit.request_id
+    answers = [server.storage.PutInline(request, timeout=20).put.commit for request in (first, second)]
+    assert answers[0] == answers[1]
+    assert server.client().describe_partition("p").summary.inserted_count == 1
+    seal = pb.SealPartitionRequest(request_id=first.header.commit.request_id, partition_id="p")
+    assert violations_of(refused(lambda: server.controller.SealPartition(seal, timeout=20))) == ["request_id"]
+
+
+def test_the_incarnation_of_new_samples_is_compared(server: LiveServer) -> None:
+    made = put(server, column("x", numbers(1)), row_count=1)
+    put(server, column("x", numbers(2)), row_count=1, incarnation=made.incarnation)
+    server.client().clear_partition("p")
+    request = put_request([column("x", numbers(3))], 1, incarnation=made.incarnation)
+    gone = refused(lambda: server.storage.PutInline(request, timeout=20))
+    assert reason_of(gone) == "PARTITION_NOT_FOUND"
+    server.client().create_partition("p")
+    assert reason_of(refused(lambda: server.storage.PutInline(request, timeout=20))) == "STALE_INCARNATION"
+
+
+# Claims
+
+
+def claim(server: LiveServer, *, request_id: bytes = b"", partition_id: str = "p", **arguments: Any) -> Any:
+    """Claim for task t and return the BatchMeta."""
+    asked = {"task_name": "t", "data_fields": ["x"], "batch_size": 2, **arguments}
+    request = pb.GetMetaRequest(request_id=request_id or new_id(), partition_id=partition_id, **asked)
+    return server.controller.GetMeta(request, timeout=20).meta
+
+
+def of_task(kind: Any, meta: meta_pb.BatchMeta | None = None, **arguments: Any) -> Any:
+    """Return a request about a claim of task t."""
+    if meta is not None:
+        arguments["claim_request_id"] = meta.claim_request_id
+    return kind(request_id=new_id(), partition_id="p", task_name="t", **arguments)
+
+
+LEASE = {"lease": {"seconds": 60}}
+
+
+def test_what_is_not_there_is_not_yet(server: LiveServer) -> None:
+    early = claim(server, partition_id="not there")
+    assert (early.status, early.incarnation) == (meta_pb.BATCH_STATUS_NOT_YET, b"")
+    put(server, column("x", numbers(1, 2)), row_count=2)
+    assert claim(server, data_fields=["y"]).status == meta_pb.BATCH_STATUS_NOT_YET
+
+
+def test_a_release_may_come_before_its_claim(server: LiveServer) -> None:
+    put(server, column("x", numbers(1, 2)), row_count=2)
+    early, late = new_id(), new_id()
+    release = of_task(pb.ReleaseClaimRequest, claim_request_id=early)
+    assert server.controller.ReleaseClaim(release, timeout=20).released_count == 0
+    assert reason_of(refused(lambda: claim(server, request_id=early))) == "CLAIM_RELEASED"
+    assert claim(server, request_id=late).claim_request_id == b""
+    release = of_task(pb.ReleaseClaimRequest, claim_request_id=late)
+    assert server.controller.ReleaseClaim(release, timeout=20).released_count == 2
+    assert reason_of(refused(lambda: claim(server, request_id=late))) == "CLAIM_RELEASED"
+
+
+def test_acknowledgements_that_are_not_of_the_claim(server: LiveServer) -> None:
+    put(server, column("x", numbers(*range(5))), row_count=5)
+    leased = claim(server, **LEASE)
+
+    def ack(*indexes: int, of: Any = leased) -> Any:
+        return server.controller.AckClaim(of_task(pb.AckClaimRequest, of, global_indexes=indexes), timeout=20)
+
+    foreign = refused(lambda: ack(4))
+    assert (foreign.code(), violations_of(foreign)) == (CODE.INVALID_ARGUMENT, ["global_indexes"])
+    never = meta_pb.BatchMeta(claim_request_id=new_id())
+    assert reason_of(refused(lambda: ack(0, of=never))) == "LEASE_EXPIRED"
+    back = claim(server, **LEASE)
+    release = of_task(pb.ReleaseClaimRequest, back, global_indexes=back.global_indexes[:1])
+    assert server.controller.ReleaseClaim(release, timeout=20).released_count == 1
+    lost = refused(lambda: ack(*back.global_indexes, of=back))
+    assert (reason_of(lost), facts_of(lost)["global_indexes"]) == ("LEASE_EXPIRED", str(back.global_indexes[0]))
+    assert [ack(0).acked_count, ack().acked_count, ack().acked_count] == [1, 1, 0]  # without indexes: all that are left
+    extend = of_task(pb.ExtendClaimRequest, leased, **LEASE)
+    assert reason_of(refused(lambda: server.controller.ExtendClaim(extend, timeout=20))) == "FAILED_PRECONDITION"
+
+
+def test_ranks_get_their_parts_by_batch_index(server: LiveServer) -> None:
+    put(server, column("x", numbers(1, 2, 3)), row_count=3)
+    server.client().seal_partition("p")
+    same_id = new_id()
+
+    def ask(rank: int, batch_index: int, request_id: bytes = b"", **changes: Any) -> Any:
+        numbers_of_rank = {"dp_rank": rank, "dp_size": 4, "batch_index": batch_index}
+        return claim(server, request_id=request_id, **{"batch_size": 1, **numbers_of_rank, **changes})
+
+    parts = [ask(rank, 0, same_id) for rank in range(4)]
+    assert [list(part.global_indexes) for part in parts] == [[0], [1], [2], []]
+    assert [part.HasField("locations") for part in parts] == [True, True, True, False]
+    assert [len(part.steps[0].packs) for part in parts] == [1, 1, 1, 1]
+    assert [ask(rank, 0) for rank in range(4)] == parts  # replicas, under other ids
+    assert reason_of(refused(lambda: ask(0, 0, batch_size=2))) == "RANKS_DISAGREE"
+    assert [ask(rank, 1).status for rank in range(4)] == [meta_pb.BATCH_STATUS_END] * 4
+
+
+def test_a_rank_goes_on_after_samples_that_were_cleared(server: LiveServer) -> None:
+    put(server, column("x", numbers(1, 2, 3, 4)), row_count=4)
+
+    def ask(rank: int, batch_index: int) -> Any:
+        return claim(server, batch_size=1, dp_rank=rank, dp_size=2, batch_index=batch_index)
+
+    assert ask(0, 2).status == meta_pb.BATCH_STATUS_NOT_YET  # it plans those before it, of the samples that are there
+    assert list(ask(0, 0).global_indexes) == [0]
+    server.client().clear_samples(partition_id="p", global_indexes=[1])
+    error = refused(lambda: ask(1, 0))
+    assert (reason_of(error), facts_of(error)["next_batch_index"]) == ("SAMPLES_CLEARED", "2")
+    assert list(ask(0, 0).global_indexes) == [0]
+    assert [list(ask(rank, 1).global_indexes) for rank in range(2)] == [[2], [3]]

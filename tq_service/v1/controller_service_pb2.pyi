@@ -490,8 +490,8 @@ class GetMetaRequest(google.protobuf.message.Message):
     dp_size: builtins.int
     """Number of ranks; the first claim of an epoch fixes it."""
     batch_index: builtins.int
-    """Which batch of the epoch, counted from 0: each rank raises it by one after each batch. One beyond the next that is
-    to be planned is NOT_YET, until the ranks have claimed those before it.
+    """Which batch of the epoch, counted from 0: each rank raises it by one after each batch. Those before it are planned
+    too, where they are not; it is NOT_YET where there are not samples for all of them.
     """
     drop_last: builtins.bool
     """Whether a last batch that is short is left out, and its samples counted as `left_over_count`. Unset: it is

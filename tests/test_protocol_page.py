@@ -1,0 +1,239 @@
+"""Clients in other languages are written from docs/protocol.md: its bytes, tables and numbers are those of the code."""
+
+from __future__ import annotations
+
+import re
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+from grpc_health.v1 import health_pb2
+
+from tq_service.config import load_settings
+from tq_service.errors import TqError
+from tq_service.schema import DTYPE_SIZES, Encoding
+from tq_service.server.rpc.method_table import METHODS
+from tq_service.v1 import commit_pb2, controller_service_pb2, metadata_pb2, storage_service_pb2
+from tq_service.wire.columns import Column, encode_header, extents_as, merge_specs
+from tq_service.wire.credentials import ROLES
+from tq_service.wire.encoding import encode_columns
+from tq_service.wire.error_table import ERROR_CLASSES
+from tq_service.wire.metadata import decode_meta_columns, meta_columns_to_rows
+from tq_service.wire.objects import decode_object, encode_object
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "protocol.md").read_text()
+HEX = r"(?:[0-9a-f]{2} )*[0-9a-f]{2}"
+FENCES: list[tuple[str, str]] = re.findall(r"^ *```(\w*)\n(.*?)^ *```$", PAGE, re.DOTALL | re.MULTILINE)
+BLOCKS = [block for language, block in FENCES if not language]
+
+
+def section(name: str) -> str:
+    """Return what stands below a heading."""
+    return PAGE.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
+
+
+def rows_of(table_head: str) -> list[list[str]]:
+    """Return the cells of a table of the page."""
+    table = PAGE.partition(table_head)[2].partition("\n\n")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+    assert rows
+    return rows
+
+
+# Bytes
+
+
+def block_of(values: bytes, extents: bytes = b"") -> str:
+    """Return a column as the page shows it."""
+    return f"values   {values.hex(' ')}\n" + (f"extents  {extents.hex(' ')}\n" if extents else "")
+
+
+def shown(column: Column) -> str:
+    return block_of(b"".join(column.chunks), encode_header(column).extents)
+
+
+def of_several(*columns: Column) -> str:
+    """Return what a get of the rows of several puts answers."""
+    merged = merge_specs([column.spec for column in columns])
+    extents = [extents_as(merged, column.spec, column.extents, column.row_count) for column in columns]
+    values = b"".join(chain.from_iterable(column.chunks for column in columns))
+    return block_of(values, np.concatenate(extents).astype("<i8").tobytes())  # type: ignore[arg-type]
+
+
+def column(rows: Any) -> Column:
+    (encoded,) = encode_columns({"x": rows})
+    return encoded
+
+
+COLUMNS = {
+    "dense": shown(column(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))),
+    "jagged": shown(column([torch.tensor([1, 2], dtype=torch.int32), torch.tensor([3], dtype=torch.int32)])),
+    "jagged in two dimensions": shown(column([np.array([[1, 2], [3, 4]], np.uint8), np.array([[5]], np.uint8)])),
+    "text": shown(column(["hi", "\N{LATIN SMALL LETTER E WITH ACUTE}"])),
+    "msgpack": shown(column([None, {"a": 1}])),
+    "two encodings": of_several(column(["hi"]), column([None])),
+}
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_columns_are_shown_as_they_travel(name: str) -> None:
+    assert COLUMNS[name] in BLOCKS
+
+
+EXTENSIONS = {
+    expression.strip(): bytes.fromhex(shown)
+    for expression, shown in re.findall(rf"^(\S.*?)  +({HEX})$", section("msgpack"), re.MULTILINE)
+}
+
+
+@pytest.mark.parametrize("expression", EXTENSIONS)
+def test_objects_are_shown_as_they_travel(expression: str) -> None:
+    value = eval(expression, {"np": np, "torch": torch})
+    assert encode_object(value) == EXTENSIONS[expression]
+    back = decode_object(EXTENSIONS[expression])
+    assert type(back) is type(value)
+    assert getattr(back, "dtype", None) == getattr(value, "dtype", None)
+    assert np.array_equal(back, value)
+
+
+def test_all_types_of_objects_but_codecs_are_shown() -> None:
+    first = {0xC7: 2, 0xC8: 3, 0xD4: 1, 0xD5: 1, 0xD6: 1, 0xD7: 1, 0xD8: 1}  # where the type stands
+    assert {data[first[data[0]]] for data in EXTENSIONS.values()} == set(range(1, 10))
+    listed = [row[0] for row in rows_of("| type | value | payload |")]
+    assert {int(each) for each in re.findall(r"\d+", " ".join(listed))} == set(range(1, 11))
+
+
+def test_small_blocks_are_right() -> None:
+    message = metadata_pb2.MetaColumn(name="c", kinds=bytes([1, 0, 2]), json_values=["null"])
+    message.int64_values.values.append(7)
+    assert meta_columns_to_rows(decode_meta_columns([message], 3), 3) == [{"c": 7}, {}, {"c": None}]
+    assert f"kinds    {message.kinds.hex(' ')}\n" in BLOCKS
+    produced = np.packbits([True, False, True], bitorder="little").tobytes()
+    assert f"produced {produced.hex(' ')}\n" in BLOCKS
+
+
+def test_no_block_of_bytes_is_unknown() -> None:
+    known = {*COLUMNS.values(), *(block for block in BLOCKS if block.startswith(("kinds ", "produced ")))}
+    others = [block for block in BLOCKS if block not in known and re.search(rf" {HEX}$", block, re.MULTILINE)]
+    assert len(others) == 1
+    assert len(others[0].splitlines()) == len(EXTENSIONS)
+
+
+# Tables
+
+
+def test_dtypes_are_complete() -> None:
+    listed = {
+        name: int(size)
+        for names, size in rows_of("| `FieldSpec.dtype` | bytes each |")
+        for name in re.findall(r"`(\w+)`", names)
+    }
+    assert listed == DTYPE_SIZES
+    encodings = [row[0].strip("`") for row in rows_of("| `encoding` | a row is | checked |")]
+    assert sorted(encodings) == sorted(f"ENCODING_{each.name}" for each in Encoding)
+
+
+def test_roles_are_those_of_the_methods() -> None:
+    listed = {role.strip("`"): sorted(re.findall(r"\w+", calls)) for role, calls in rows_of("| role | calls |")}
+    public = {name: method for name, method in METHODS.items() if name.startswith("/tq_service.v1.")}
+    everybody = frozenset(ROLES)
+    expected: dict[str, list[str]] = {role: [] for role in (*ROLES, "any")}
+    for method in public.values():
+        for role in {"any"} if method.roles == everybody else method.roles - {"service"}:
+            expected[role].append(method.short_name)
+    del expected["service"]
+    assert listed == {role: sorted(names) for role, names in expected.items()}
+
+
+def test_reasons_of_what_to_do_are_known_and_said_of_methods_that_are_there() -> None:
+    reasons = {kind.reason for kind in ERROR_CLASSES - {TqError}}
+    methods = {method.short_name for method in METHODS.values()}
+    for names, origin, advice in rows_of("| reason | from | what to do |"):
+        assert set(re.findall(r"[A-Z_]{4,}", names)) <= reasons
+        assert origin in {"all", "calls that wait"} or set(origin.split(", ")) <= methods
+        assert advice
+
+
+def test_all_names_of_messages_fields_and_values_are_those_of_the_protos() -> None:
+    """What looks like a name of the protos, in code marks, is one."""
+    files = (commit_pb2, controller_service_pb2, metadata_pb2, storage_service_pb2)
+    names: set[str] = set()
+    for file in files:
+        names |= _names_in(file.DESCRIPTOR)
+    written = set(re.findall(r"`([A-Za-z]\w*)(?:\.(\w+))?(?:\{[^`]*\})?`", PAGE))
+    messages = {name for name, _ in written if re.fullmatch(r"[A-Z][a-z]\w+", name)}
+    constants = {name for name, _ in written if re.fullmatch(r"[A-Z]+_[A-Z_]+", name)}
+    fields = {field for name, field in written if field and name in names and name[0].isupper()}
+    others = {"BadRequest", "ErrorInfo", "RetryInfo", "Check", "Watch"}
+    assert messages - names - others == set()
+    assert constants - names == set()
+    assert fields
+    assert fields - names == set()
+
+
+def _names_in(file: Any) -> set[str]:
+    found = {enum.name for enum in file.enum_types_by_name.values()}
+    found |= {value.name for enum in file.enum_types_by_name.values() for value in enum.values}
+    for message in file.message_types_by_name.values():
+        found |= {message.name, *(field.name for field in message.fields)}
+    for service in file.services_by_name.values():
+        found |= {service.name, *(method.name for method in service.methods)}
+    return found
+
+
+STANDARD: tuple[type[Message], ...] = (
+    health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse, status_pb2.Status, error_details_pb2.ErrorInfo,
+    error_details_pb2.BadRequest, error_details_pb2.BadRequest.FieldViolation, error_details_pb2.RetryInfo,
+)  # fmt: skip
+
+
+def test_the_standard_messages_are_as_they_are() -> None:
+    (text,) = [block for language, block in FENCES if language == "proto"]
+    assert set(re.findall(r"message (\w+)", text)) == {kind.DESCRIPTOR.name for kind in STANDARD}
+    assert re.findall(r"package ([\w.]+);", text) == ["grpc.health.v1", "google.rpc"]
+    numbers = {(field.name, field.number) for kind in STANDARD for field in kind.DESCRIPTOR.fields}
+    numbers |= set(health_pb2.HealthCheckResponse.ServingStatus.items())
+    shown = [(name, int(number)) for name, number in re.findall(r"(\w+) = (\d+);", text)]
+    assert len(shown) == 16
+    assert set(shown) <= numbers
+
+
+def test_limits_are_the_defaults() -> None:
+    limits = {what: limit for what, limit, _ in rows_of("| what | limit | beyond it |")}
+    settings = load_settings({}).settings
+
+    def default(name: str) -> int:
+        return int(getattr(settings, name))
+
+    def number(text: str) -> int:
+        digits, _, unit = text.replace(",", "").partition(" ")
+        return int(digits) * {"": 1, "KiB": 2**10, "MiB": 2**20}[unit]
+
+    assert number(limits["one message, either way"]) == default("max_message_bytes")
+    assert number(limits["metadata of a call"]) == default("max_metadata_bytes")
+    assert number(limits["custom_meta of one sample in one write"]) == default("max_sample_meta_bytes")
+    assert number(limits["calls of one connection at once"]) == default("max_streams")
+    assert number(limits["calls of one connection that wait"]) == default("max_waiting_calls_per_client")
+    of_partition = limits["fields, tasks, custom_meta columns of a partition"]
+    assert [number(each) for each in of_partition.split(", ")] == [
+        default(name) for name in ("max_fields", "max_tasks", "max_meta_columns")
+    ]
+    several = {
+        "partitions; samples in all of them": ("max_partitions", "max_samples"),
+        "puts of a storage service; of them, not committed": ("max_puts", "max_uncommitted_puts"),
+    }
+    for what, names in several.items():
+        assert [number(each) for each in limits[what].split("; ")] == [default(name) for name in names]
+    named = limits["names of fields, keys, groups, custom_meta columns"]
+    assert named == f"{default('max_name_length')} characters"
+    assert f"within `stall_seconds` ({default('stall_seconds')})" in PAGE
+    assert f"`max_wait` is shortened to {default('max_wait_cap_seconds')} s" in PAGE
+    assert f"for {default('request_record_seconds') // 60} minutes (less" in PAGE
+    assert f"{default('request_record_bytes') // 2**20} MiB of them)" in PAGE
+    assert f"not committed within {default('put_ttl_seconds') // 60} minutes" in PAGE
