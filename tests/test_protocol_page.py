@@ -156,7 +156,7 @@ def test_reasons_of_what_to_do_are_known_and_said_of_methods_that_are_there() ->
     methods = {method.short_name for method in METHODS.values()}
     for names, origin, advice in rows_of("| reason | from | what to do |"):
         assert set(re.findall(r"[A-Z_]{4,}", names)) <= reasons
-        assert origin in {"all", "calls that wait"} or set(origin.split(", ")) <= methods
+        assert origin in {"all", "calls that wait"} or set(re.findall(r"[A-Z]\w+", origin)) <= methods
         assert advice
 
 

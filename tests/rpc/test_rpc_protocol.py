@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -18,6 +21,7 @@ from tq_service.v1 import metadata_pb2 as meta_pb
 from tq_service.v1 import storage_service_pb2 as storage_pb
 
 CODE = grpc.StatusCode
+PAGE = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
 INT64 = 8
 
 
@@ -151,6 +155,18 @@ def test_a_put_names_the_controller_that_it_asked_or_none(server: LiveServer) ->
     assert server.client().describe_partition("p").summary.inserted_count == 2
 
 
+def test_a_restart_that_keeps_nothing_is_noticed_by_a_repeated_put(start_server: StartServer) -> None:
+    first = start_server()
+    request = put_request([column("x", numbers(1))], 1)
+    request.header.controller_id = first.controller.PlacePut(pb.PlacePutRequest(partition_id="p")).controller_id
+    assert first.storage.PutInline(request, timeout=20).put.HasField("commit")
+    second = start_server()
+    assert refused(lambda: second.storage.PutInline(request, timeout=20)).code() is CODE.UNAVAILABLE
+    now = second.controller.PlacePut(pb.PlacePutRequest(partition_id="p")).controller_id
+    assert now != request.header.controller_id
+    assert second.client().list_partitions() == []
+
+
 def test_the_commit_of_a_put_says_what_only_it_can(server: LiveServer) -> None:
     def wrong(change: Callable[[storage_pb.PutInlineRequest], object]) -> Any:
         request = put_request([column("x", numbers(1, 2))], 2)
@@ -229,6 +245,22 @@ def test_a_stream_that_stalls_says_by_which_limit(start_server: StartServer, sec
 def _never_ending(header: storage_pb.PutHeader) -> Any:
     yield storage_pb.PutRequest(header=header)
     threading.Event().wait(10)
+
+
+def test_a_stream_of_python_waits_for_its_initial_metadata(server: LiveServer) -> None:
+    """The program of the page, for a put, for one that is there already, and for one that is refused."""
+    program = textwrap.dedent(re.findall(r"^   ```py\n(.*?)^   ```$", PAGE, re.DOTALL | re.MULTILINE)[0])
+    names: dict[str, Any] = {"threading": threading, "PutRequest": storage_pb.PutRequest}
+    exec(program, names)
+    values = numbers(*range(100_000))
+    request = put_request([column("x", values)], 100_000)
+    frames = [values[start : start + (1 << 18)] for start in range(0, len(values), 1 << 18)]
+    answers = [names["put"](server.storage, request.header, frames, 20).commit for _ in range(2)]
+    assert answers[0] == answers[1]
+    assert server.client().get_data(partition_id="p", global_indexes=[99_999])["x"].tolist() == [99_999]
+    request.header.size_bytes += 1
+    request.header.put_id = request.header.commit.request_id = new_id()
+    assert violations_of(refused(lambda: names["put"](server.storage, request.header, frames, 20))) == ["size_bytes"]
 
 
 # What was written
