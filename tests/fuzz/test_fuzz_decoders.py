@@ -156,7 +156,17 @@ def test_columns_whose_header_or_bytes_are_changed(name: str) -> None:
 OBJECTS = st.one_of(
     st.binary(max_size=40).map(lambda data: encode_object(None)[:1] + data),
     st.sampled_from(
-        [encode_object(value) for value in (ROWS["object"], {1: (2, {3})}, "é" * 9, [[[[2**65]]]], 1j)]
+        [
+            encode_object(value)
+            for value in (
+                ROWS["object"],
+                {1: (2, {3})},
+                "é" * 9,
+                [[[[2**65]]]],
+                1j,
+                np.array([1, {"a": (2,)}], object),
+            )
+        ]
     ).flatmap(garbled),
     st.integers(1, 4000).map(lambda depth: encode_object(None)[:1] + b"\x91" * depth + b"\x00"),
 )

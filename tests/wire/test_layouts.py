@@ -302,6 +302,13 @@ def test_non_tensor_data_of_another_number_of_items_is_refused(items):
         encode_columns(TensorDict({"x": NonTensorData(items)}, batch_size=[3]))
 
 
+@pytest.mark.parametrize("value", ["abc", {"a": 1}, None, 5, np.array(3)])
+def test_one_value_for_all_rows_needs_a_number_of_rows(value):
+    with pytest.raises(InvalidArgumentError, match=r"'x' is NonTensorData of one .* for how many rows"):
+        encode_columns({"x": NonTensorData(value)})
+    assert send({"x": NonTensorData(value, batch_size=[2])})["x"] == [value] * 2
+
+
 def test_lazy_stacks_of_rows_of_different_length():
     stack = lazy_stack([TensorDict({"x": torch.ones(2), "s": "a"}), TensorDict({"x": torch.ones(3), "s": "b"})])
     back = send(stack)

@@ -141,10 +141,16 @@ def non_tensor_rows(name: str, values: Any) -> list[Any]:
     TensorDict wraps arrays of objects and texts so). Anything else, a text or a dict, is one value for all rows.
 
     Raises:
-        InvalidArgumentError: it holds another number of items than there are rows.
+        InvalidArgumentError: it holds another number of items than there are rows, or one value for no known number.
     """
     items = values.data if isinstance(values, sys.modules["tensordict"].NonTensorData) else None
     if not isinstance(items, (list, tuple)) and not (isinstance(items, np.ndarray) and items.ndim):
+        if not len(values.batch_size):
+            raise InvalidArgumentError(
+                f"field {name!r} is NonTensorData of one {type(items).__name__} that does not say for how many rows; "
+                "put it in a TensorDict, or give it a batch_size",
+                field="data",
+            )
         return list(values.tolist())
     row_count = int(values.batch_size[0]) if len(values.batch_size) else len(items)
     if len(items) != row_count:
