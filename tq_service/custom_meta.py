@@ -242,6 +242,7 @@ def _checked_text(name: str, text: str) -> str:
             f"custom_meta column {name!r} has the JSON text {text!r:.200}, which is none ({error}); send null, a "
             f"number that a double holds, a string in valid Unicode, true, false, a list or an object",
             field="custom_meta",
+            metadata={"column": name},
         ) from None
     if text.count("[") + text.count("{") > MOST_JSON_DEPTH and _depth(value) > MOST_JSON_DEPTH:
         raise _too_deep(f"custom_meta column {name!r}")

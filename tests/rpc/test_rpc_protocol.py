@@ -233,6 +233,19 @@ def test_a_column_that_is_wrong_is_named(server: LiveServer) -> None:
     assert server.client().describe_partition("p").summary.inserted_count == 1
 
 
+def test_a_column_of_custom_meta_that_is_wrong_is_named(server: LiveServer) -> None:
+    two = meta_pb.Int64Values(values=[1, 2])
+    cases = [
+        meta_pb.MetaColumn(name="version", int64_values=two),
+        meta_pb.MetaColumn(name="version"),
+        meta_pb.MetaColumn(name="version", json_values=["{"]),
+        meta_pb.MetaColumn(name="version", kinds=b"\x01\x01", int64_values=two),
+    ]
+    for wrong in cases:
+        error = refused(lambda wrong=wrong: put(server, column("x", numbers(1)), row_count=1, custom_meta=[wrong]))
+        assert (violations_of(error), facts_of(error)["column"]) == (["custom_meta"], "version")
+
+
 @pytest.mark.parametrize("seconds", [0.2])
 def test_a_stream_that_stalls_says_by_which_limit(start_server: StartServer, seconds: float) -> None:
     server = start_server(stall_seconds=seconds)

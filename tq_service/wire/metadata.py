@@ -207,7 +207,9 @@ def decode_meta_columns(messages: Iterable[pb.MetaColumn], row_count: int) -> li
             raise InvalidArgumentError("a custom_meta column has no name; name every column", field="custom_meta")
         if message.name in columns:
             raise InvalidArgumentError(
-                f"custom_meta column {message.name!r} comes twice; send each column once", field="custom_meta"
+                f"custom_meta column {message.name!r} comes twice; send each column once",
+                field="custom_meta",
+                metadata={"column": message.name},
             )
         columns[message.name] = _decode_meta_column(message, row_count)
     return list(columns.values())
@@ -226,6 +228,7 @@ def _decode_meta_column(message: pb.MetaColumn, row_count: int) -> MetaColumn:
                 f"custom_meta column {message.name!r} has {got} {what}, expected {expected}: one for each sample that "
                 f"has one, of {row_count} samples",
                 field="custom_meta",
+                metadata={"column": message.name},
             )
     column = _spread(message.name, values, present)
     if not message.json_values and not removed.any():
@@ -269,6 +272,7 @@ def _decode_kinds(message: pb.MetaColumn, row_count: int) -> NDArray[np.uint8]:
             f"custom_meta column {message.name!r} has {kinds.size} kinds up to {kinds.max()}, expected {row_count} "
             f"from 0 to {_REMOVED}, one for each sample, or none where all have values of one kind",
             field="custom_meta",
+            metadata={"column": message.name},
         )
     return kinds
 
@@ -281,6 +285,7 @@ def _decode_values(message: pb.MetaColumn) -> NDArray[Any]:
         raise InvalidArgumentError(
             f"custom_meta column {message.name!r} has no values; set {', '.join(_DTYPES)} or json_values",
             field="custom_meta",
+            metadata={"column": message.name},
         )
     values = getattr(message, field).values
     return decode_integers(values) if field == "int64_values" else np.array(values, _DTYPES[field])
