@@ -226,7 +226,9 @@ class _Batches(_Section):
     """Batches and samplers."""
 
     max_wait_cap_seconds: float = Field(
-        60.0, gt=0, description="Longest wait of one GetMeta call; clients repeat the call until their own timeout."
+        60.0,
+        gt=0,
+        description="Longest wait of one GetMeta or LookupSamples call; clients repeat it until their own timeout.",
     )
     sampler_timeout_seconds: float = Field(30.0, gt=0, description="Timeout of a sampler for one batch.")
     sampler_threads: int = Field(4, ge=1, description="Threads that run samplers, and nothing else.")

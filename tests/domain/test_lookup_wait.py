@@ -176,6 +176,23 @@ async def test_rows_are_looked_at_in_large_lots_and_large_ones_in_parts(catalog,
     await turns(3)
 
 
+async def test_what_it_remembers_is_bounded_by_what_is_stored(catalog, monkeypatch):
+    monkeypatch.setattr("tq_service.domain.lookup_wait._MOST_UNSEEN", 50)
+    put(catalog, [2, 2, 2])
+    partition = catalog.get("train")
+    with LookupWait(partition, NEW, 10**6) as lookup:
+        wait = asyncio.ensure_future(lookup.until_enough(FOREVER))
+        for number in range(600):
+            set_meta(catalog, np.array([0]), meta([{"version": number}]))  # the same one again and again
+            put(catalog, [5])
+            clear(catalog, [3 + number])
+            await asyncio.sleep(0)
+        await turns(5)
+        assert sum(map(len, lookup._unseen)) <= 50
+        assert len(lookup._found) <= 150
+        wait.cancel()
+
+
 @examples(60)
 @given(st.lists(st.tuples(st.sampled_from(["put", "set", "clear", "turn"]), st.integers(0, 5)), max_size=40),
        st.integers(1, 6))  # fmt: skip

@@ -64,8 +64,14 @@ def _facts(partition: PartitionDescription) -> Rows:
         partition.failed_count,
         partition.group_count,
         decimal(partition.used_bytes),
-        "sealed" if summary.sealed else "open",
+        _state(partition),
     )
+
+
+def _state(partition: PartitionDescription) -> str:
+    if partition.summary.sealed:
+        return "sealed"
+    return "open" if partition.samples_per_round is None else f"rounds of {partition.samples_per_round:,}"
 
 
 def _fields(partition: PartitionDescription) -> Rows:

@@ -14,6 +14,7 @@ from tq_service.domain.selection import Selection
 from tq_service.errors import TqError
 
 _LOOKED_AT_ONCE: Final = 16_384  # rows
+_MOST_UNSEEN: Final = 65_536  # rows, one written several times counted as often: memory is bounded by what is stored
 
 
 class LookupWait:
@@ -83,7 +84,7 @@ class LookupWait:
         self._unseen_count += len(indexes)
 
     def _wake(self) -> None:
-        if self._unseen_count >= self._min_count - len(self._found) or self._is_in_vain:
+        if self._unseen_count >= min(self._min_count - len(self._found), _MOST_UNSEEN) or self._is_in_vain:
             self._is_due.set()
 
     @property
@@ -102,20 +103,29 @@ class LookupWait:
             part = self._selection.part(self._partition, 0, self._selection.named_count)
             self._found = set(self._partition.table.index.data[part.positions].tolist())
             return
-        rows = self._unseen.pop()
-        if len(rows) > _LOOKED_AT_ONCE:
-            self._unseen.append(rows[_LOOKED_AT_ONCE:])
-            rows = rows[:_LOOKED_AT_ONCE]
-        self._unseen_count -= len(rows)
-        indexes = np.asarray(rows, np.int64)
+        taken: list[Indexes | range] = []
+        left = _LOOKED_AT_ONCE
+        while self._unseen and left:
+            rows = self._unseen.pop()
+            if len(rows) > left:
+                self._unseen.append(rows[left:])
+                rows = rows[:left]
+            taken.append(rows)
+            left -= len(rows)
+        indexes = np.concatenate([np.asarray(rows, np.int64) for rows in taken])
+        self._unseen_count -= indexes.size
         positions = self._partition.table.find(indexes)
         found = self._selection.among(self._partition, positions[positions >= 0])
         self._found.difference_update(indexes.tolist())
         self._found.update(self._partition.table.index.data[found].tolist())
+        if len(self._found) > self._partition.table.present_count + _MOST_UNSEEN:
+            self._forget_cleared()
 
     def _has_enough(self) -> bool:
-        if len(self._found) < self._min_count:
-            return False
+        if len(self._found) >= self._min_count:
+            self._forget_cleared()
+        return len(self._found) >= self._min_count
+
+    def _forget_cleared(self) -> None:
         indexes = np.fromiter(self._found, np.int64, len(self._found))
         self._found = set(indexes[self._partition.table.find(indexes) >= 0].tolist())
-        return len(self._found) >= self._min_count
