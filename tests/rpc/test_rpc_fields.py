@@ -193,6 +193,16 @@ def test_a_look_up_answers_with_the_fields_of_the_samples(
     assert client.get_data(found, data_fields=["prompt"])["prompt"].tolist() == [value("prompt", key) for key in "ad"]
 
 
+def test_look_ups_with_different_fields_make_one_batch_of_fields_that_both_have(client: AnyClient) -> None:
+    put_some(client)
+    one, other = (client.lookup_samples("train", [key])[0] for key in "db")
+    with pytest.raises(tq.InvalidArgumentError, match=r"batches differ in data_fields: .*select_fields"):
+        tq.BatchMeta.concat([one, other])
+    both = tq.BatchMeta.concat([one.select_fields(["prompt"]), other.select_fields(["prompt"])])
+    assert had(both) == {"prompt": "db"}
+    assert columns(client.get_data(both)) == expected(["prompt"], "db")
+
+
 def test_a_claim_has_all_that_it_asked_for(client: AnyClient) -> None:
     put_some(client)
     claim = client.get_meta(partition_id="train", task_name="t", data_fields=["response"], batch_size=2, max_wait=5)
