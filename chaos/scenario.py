@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 import tq_service as tq
-from chaos.actors import described, rank_request
+from chaos.actors import RANK_TASK, WORKER_TASK, described, rank_request
 from chaos.client_process import STOP_FILE
 from chaos.cluster import Cluster, Process, wait_until
 from chaos.content import FIELDS, REWARD, rewards_of, wrong_fields
@@ -104,7 +104,7 @@ class Scenario:
     def run(self, rounds: int, most_seconds: float, targets: Sequence[Target]) -> bool:
         """Inject `rounds` faults, then let everybody finish and check everything; return whether to go on."""
         try:
-            self._client.create_partition(self._name)
+            self._client.create_partition(self._name, tasks=[RANK_TASK, WORKER_TASK])
             for process in self._clients:
                 process.start()
             wait_until(self._is_busy, _END_SECONDS)
@@ -195,6 +195,7 @@ class Scenario:
     def _check_between(self) -> Iterator[str]:
         yield from self._check_samples(_READ_SAMPLES)
         yield from Samples.recorded(self._directory).held_violations(self._directory)
+        yield from self._check_consumed()
         claims = claims_of(self._directory)
         yield from self._replay(self._rng.sample(range(len(claims)), min(_REPLAYED_CLAIMS, len(claims))))
 
@@ -209,6 +210,12 @@ class Scenario:
             readable = self._rng.sample(readable, min(read_count, len(readable)))
         yield from self._read([key for key in readable if key in before.rewarded], [*FIELDS, REWARD])
         yield from self._read([key for key in readable if key not in before.rewarded], FIELDS)
+
+    def _check_consumed(self) -> Iterator[str]:
+        claimed = {index for claim in claims_of(self._directory) for index in claim.answer["indexes"]}
+        meta, _ = self._client.lookup_samples(self._name, task_name=RANK_TASK)
+        left = claimed.difference(meta.indexes[meta.consumed].tolist()).intersection(meta.global_indexes)
+        yield from (f"sample {index} was handed to a rank and is not consumed" for index in sorted(left))
 
     def _present(self) -> dict[str, int]:
         meta, _ = self._client.lookup_samples(self._name)
