@@ -80,5 +80,7 @@ class Clearing:
         positions = table.find(self._part)
         count = partition.cells.count_of_runs(positions, _PUTS_CLEARED_AT_ONCE)
         taken, positions, self._part = self._part[:count], positions[:count], self._part[count:]
-        taken, positions = taken[positions >= 0], positions[positions >= 0]
-        return taken[self._selection.holds(partition, positions)]
+        if not self._selection.where:
+            return taken
+        satisfying: Indexes = table.index.data[self._selection.satisfying(partition, positions[positions >= 0])]
+        return satisfying

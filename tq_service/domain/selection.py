@@ -92,7 +92,8 @@ class Selection:
         positions = self._positions(partition, start, stop)
         places = start + np.arange(positions.size)
         found = positions >= 0
-        found[found] = self.holds(partition, positions[found])
+        if self.where:
+            found[found] = self._holds(partition, positions[found])
         next_place = stop if stop < self.named_count else None
         return Part(positions=positions[found], places=places[found], next_place=next_place)
 
@@ -117,10 +118,13 @@ class Selection:
             wanted = np.zeros(partition.groups.slots.count + 1, np.bool_)  # the last one is of samples without a group
             wanted[slots[slots >= 0]] = True
             positions = positions[wanted[partition.groups.of_rows[as_slice(positions)]]]
-        return positions[self.holds(partition, positions)]
+        return self.satisfying(partition, positions)
 
-    def holds(self, partition: Partition, positions: Indexes) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-        """Return which samples satisfy all conditions `(n,)`."""
+    def satisfying(self, partition: Partition, positions: Indexes) -> Indexes:
+        """Return those of some samples that satisfy all conditions."""
+        return positions[self._holds(partition, positions)] if self.where else positions
+
+    def _holds(self, partition: Partition, positions: Indexes) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         mask = np.ones(positions.size, np.bool_)
         rows = as_slice(positions)
         for condition in self.where:
