@@ -36,6 +36,7 @@ ARROWS: dict[str, set[str]] = {
     "client": {"dataplane", "wire", "v1"},
     "data": {"client", "balancing", "wire"},
     "testing": set(),
+    "compat": {"balancing", "cli", "client", "data", "server", "testing"},
     "cli": {"server", "client", "balancing", "samplers", "config", "testing"},
 }
 WIRE_FORMATS = {"grpc", "grpc_status", "grpc_health", "grpc_reflection", "google"}

@@ -48,6 +48,7 @@ SAMPLERS = [
     "rank_aware",
     "seqlen_balanced",
     "token_budget",
+    "chosen",
     "packed",
     "os:system",
     "no",

@@ -5,6 +5,7 @@ from fake_view import FakeView, Row, parts, view_of_groups, view_of_samples
 
 from tq_service.errors import InvalidArgumentError
 from tq_service.samplers import (
+    ChosenSampler,
     GRPOGroupNSampler,
     LengthSource,
     PlanRequest,
@@ -243,3 +244,28 @@ def test_options_that_mean_nothing_are_refused(kind):
         kind(n_samples_per_prompt=0)
     with pytest.raises(ValueError, match="incomplete_groups: got 'drop'"):
         kind(n_samples_per_prompt=2, incomplete_groups="drop")
+
+
+def test_chosen_samples_come_in_the_order_in_which_they_are_named():
+    view = FakeView([Row(index, ready=index != 3) for index in range(6)])
+    chosen = ChosenSampler(rows=[4.0, 0, 5])
+    assert parts(chosen.plan(view, queue(3))) == [[4, 0, 5]]
+    assert ChosenSampler(rows=[4, 3]).plan(view, queue(2)) is None
+    assert ChosenSampler(rows=[4, 9]).plan(view, queue(2)) is None
+
+
+@pytest.mark.parametrize("rows", [[], 3, ["1"], [1.5], [True], [1, 1.0]])
+def test_what_is_no_choice(rows):
+    with pytest.raises(ValueError, match="rows: "):
+        ChosenSampler(rows=rows)
+
+
+def test_chosen_samples_are_for_queue_workers_that_ask_for_as_many():
+    chosen = ChosenSampler(rows=[1, 2])
+    for request, name in (
+        (ranked(2, 1), "trainer ranks"),
+        (queue(2, unit="group"), "groups"),
+        (queue(3), "2 rows"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=name):
+            chosen.check(request)

@@ -255,10 +255,10 @@ async def test_a_broken_entry_point_harms_only_its_own_name(entry_point):
 
 def test_descriptions_are_sorted_and_complete():
     infos = SamplerRegistry().describe()
-    names = ["grpo_group_n", "packed", "rank_aware", "seqlen_balanced", "sequential", "token_budget"]
+    names = ["chosen", "grpo_group_n", "packed", "rank_aware", "seqlen_balanced", "sequential", "token_budget"]
     assert [info.name for info in infos] == names
-    assert infos[0].options == ("n_samples_per_prompt", "incomplete_groups", "blocks")
-    assert infos[1].options[:3] == ("optimizer_steps", "pack_max_length", "n_samples_per_prompt")  # needed ones first
+    assert infos[1].options == ("n_samples_per_prompt", "incomplete_groups", "blocks")
+    assert infos[2].options[:3] == ("optimizer_steps", "pack_max_length", "n_samples_per_prompt")  # needed ones first
     assert all(info.summary.endswith(".") for info in infos)
 
 

@@ -11,6 +11,7 @@ from tq_service.domain.plan import (
     Sampler,
     View,
 )
+from tq_service.samplers.chosen import ChosenSampler
 from tq_service.samplers.grpo_group_n import GRPOGroupNSampler
 from tq_service.samplers.list_view import ListView
 from tq_service.samplers.options import SamplerInfo
@@ -23,6 +24,7 @@ from tq_service.samplers.sequential import SequentialSampler
 from tq_service.samplers.token_budget import TokenBudgetSampler
 
 __all__ = [
+    "ChosenSampler",
     "GRPOGroupNSampler",
     "Groups",
     "Indexes",

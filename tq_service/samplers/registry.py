@@ -16,6 +16,7 @@ from typing import Any
 
 from tq_service.domain.plan import Sampler
 from tq_service.errors import UnknownSamplerError, nearest
+from tq_service.samplers.chosen import ChosenSampler
 from tq_service.samplers.daemon_threads import run_in_daemon_thread
 from tq_service.samplers.grpo_group_n import GRPOGroupNSampler
 from tq_service.samplers.options import SamplerInfo, build_sampler, describe_sampler
@@ -33,6 +34,7 @@ BUILT_IN: tuple[type[Sampler], ...] = (
     SeqlenBalancedSampler,
     TokenBudgetSampler,
     PackedSampler,
+    ChosenSampler,
 )
 
 

@@ -1,0 +1,109 @@
+"""The dataset and its loader: batches in micro-batches, to the end or for ever, again, and the next partition."""
+
+import threading
+
+import pytest
+import torch
+import transfer_queue as tq
+from tensordict import TensorDict
+from transfer_queue.dataloader.streaming_dataloader import StreamingDataLoader
+from transfer_queue.dataloader.streaming_dataset import StreamingDataset, chunk_batch_fn
+
+
+@pytest.fixture
+def begun(conf):
+    conf["controller"]["sampler"] = "RankAwareSampler"
+    tq.init(conf)
+    yield conf
+    tq.close()
+
+
+def put(size, partition="p"):
+    lengths = torch.nested.as_nested_tensor([torch.arange(n % 3 + 1) for n in range(size)], layout=torch.jagged)
+    data = TensorDict({"x": torch.arange(size), "r": lengths}, batch_size=[size])
+    return tq.get_client().put(data, partition_id=partition)
+
+
+def dataset(conf, **more):
+    given = {
+        "batch_size": 4,
+        "micro_batch_size": 2,
+        "data_fields": ["x", "r"],
+        "partition_id": "p",
+        "task_name": "train",
+    }
+    return StreamingDataset(conf, **{**given, "dp_rank": 0, "should_check_consumption_status": True, **more})
+
+
+def seen(micro_batches):
+    return [(batch["x"].tolist(), meta.global_indexes) for batch, meta in micro_batches]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_all_micro_batches_to_the_end(begun, workers):
+    put(8)
+    loader = StreamingDataLoader(dataset(begun), num_workers=workers)
+    expected = [([n, n + 1], [n, n + 1]) for n in (0, 2, 4, 6)]
+    assert seen(loader) == expected
+    loader.reset()
+    assert seen(loader) == expected
+    assert [meta.size for _, meta in loader.get_buffer()] == [4, 4]
+    put(4, "q")
+    loader.step("q")
+    assert seen(loader) == expected[:2]
+    loader.close()
+
+
+def test_ranks_share_a_partition_and_replicas_a_rank(begun):
+    put(8)
+    first = [seen(dataset(begun, dp_rank=rank, batch_size=4)) for rank in (0,)]
+    assert [x for part in first for x, _ in part] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    replica = dataset(begun, dp_rank=0)
+    assert seen(replica) == first[0]
+    assert len(replica.buffer) == 2
+
+
+def test_a_stream_waits_for_more(begun):
+    put(4)
+    micro_batches = iter(dataset(begun, should_check_consumption_status=False))
+    assert next(micro_batches)[0]["x"].tolist() == [0, 1]
+    next(micro_batches)
+    producer = threading.Thread(target=put, args=(4,))
+    producer.start()
+    batch, meta = next(micro_batches)
+    producer.join()
+    assert (batch["x"].tolist(), meta.global_indexes) == ([0, 1], [4, 5])
+    assert batch["r"].is_nested
+
+
+def test_functions_of_users(begun):
+    put(4)
+    asked = []
+
+    def fetch(*, tq_client, sampling_config, batch_index, **named):
+        asked.append({**named, **sampling_config, "batch_index": batch_index})
+        config = {**sampling_config, "batch_index": batch_index, "partition_id": named["partition_id"]}
+        meta = tq_client.get_meta(**named, sampling_config=config)
+        return (tq_client.get_data(meta), meta) if meta.size else (None, meta)
+
+    def process(batch, meta, micro_batch_size):
+        yield batch["x"].sum().item() + micro_batch_size
+
+    assert list(dataset(begun, fetch_batch_fn=fetch, process_batch_fn=process)) == [8]
+    named = {"data_fields": ["x", "r"], "batch_size": 4, "partition_id": "p", "task_name": "train"}
+    assert asked[0] == {**named, "dp_rank": 0, "batch_index": 0}
+
+
+def test_a_collate_function_makes_what_comes(begun):
+    put(4)
+    loader = StreamingDataLoader(dataset(begun), prefetch_factor=1, collate_fn=lambda both: both[0]["x"].tolist())
+    assert list(loader) == [[0, 1], [2, 3]]
+
+
+def test_a_batch_in_parts():
+    data = TensorDict({"x": torch.arange(5)}, batch_size=[5])
+    meta = tq.BatchMeta(range(5), ["p"] * 5)
+    assert seen(chunk_batch_fn(data, meta, 2)) == [([0, 1], [0, 1]), ([2, 3], [2, 3]), ([4], [4])]
+    for wrong in (0, 6):
+        with pytest.raises(ValueError, match="expected 1 to 5"):
+            list(chunk_batch_fn(data, meta, wrong))

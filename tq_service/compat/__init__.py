@@ -1,0 +1,1 @@
+"""Places of other data planes, taken by packages of their names over the clients: TransferQueue's."""

@@ -1,0 +1,68 @@
+"""TransferQueue's package, over tq_service: the same calls, kept by one service instead of Ray actors.
+
+To be put first on PYTHONPATH, in the driver and in every worker; see docs/integrations/transferqueue.md.
+"""
+
+from transfer_queue.client import AsyncTransferQueueClient, TransferQueueClient
+from transfer_queue.dataloader import StreamingDataLoader, StreamingDataset
+from transfer_queue.interface import (
+    async_kv_batch_get,
+    async_kv_batch_get_by_meta,
+    async_kv_batch_put,
+    async_kv_clear,
+    async_kv_list,
+    async_kv_put,
+    get_metrics_endpoint,
+    kv_batch_get,
+    kv_batch_get_by_meta,
+    kv_batch_put,
+    kv_clear,
+    kv_list,
+    kv_put,
+    load_checkpoint,
+    save_checkpoint,
+)
+from transfer_queue.metadata import BatchMeta, KVBatchMeta
+from transfer_queue.sampler import (
+    BaseSampler,
+    GRPOGroupNSampler,
+    RankAwareSampler,
+    SeqlenBalancedSampler,
+    SequentialSampler,
+)
+from transfer_queue.session import close, get_client, init
+
+__version__ = "0.1.11"
+"""The version of TransferQueue whose calls these are, which callers compare with the least that they need."""
+
+__all__ = [
+    "AsyncTransferQueueClient",
+    "BaseSampler",
+    "BatchMeta",
+    "GRPOGroupNSampler",
+    "KVBatchMeta",
+    "RankAwareSampler",
+    "SeqlenBalancedSampler",
+    "SequentialSampler",
+    "StreamingDataLoader",
+    "StreamingDataset",
+    "TransferQueueClient",
+    "async_kv_batch_get",
+    "async_kv_batch_get_by_meta",
+    "async_kv_batch_put",
+    "async_kv_clear",
+    "async_kv_list",
+    "async_kv_put",
+    "close",
+    "get_client",
+    "get_metrics_endpoint",
+    "init",
+    "kv_batch_get",
+    "kv_batch_get_by_meta",
+    "kv_batch_put",
+    "kv_clear",
+    "kv_list",
+    "kv_put",
+    "load_checkpoint",
+    "save_checkpoint",
+]

@@ -1,0 +1,628 @@
+"""`TransferQueueClient`: TransferQueue's calls, each one of the service's or few. Sync, and as `async_...` for asyncio.
+
+What a call does is written once, as a coroutine of `Calls`: over an `AsyncClient` it is awaited; over a `Client`, whose
+calls never wait for a loop, `finished` runs it to its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from tensordict.tensorclass import NonTensorStack
+
+import tq_service as tq
+from transfer_queue.metadata import BatchMeta, KVBatchMeta, positions_of
+from transfer_queue.sampler import BaseSampler, claim_name, service_samples
+
+T = TypeVar("T")
+_PAUSE_SECONDS: Final = 0.05
+Row = dict[str, Any]
+
+
+def finished(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine that never waits, and return what it returns."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    coroutine.close()
+    raise RuntimeError("a call of the sync client has waited for an event loop")
+
+
+class Awaitables:
+    """The calls of a sync client, or of a module, as such that can be awaited: they are done when they return."""
+
+    def __init__(self, owner: Any) -> None:
+        self._owner = owner
+
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
+        call = getattr(self._owner, name)
+
+        async def made(*arguments: Any, **keywords: Any) -> Any:
+            return call(*arguments, **keywords)
+
+        return made
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asking:
+    """How `get_meta` asks for the batches of tasks.
+
+    Attributes:
+        sampler: chooses the samples of a batch.
+        sample: has a sampler of users choose, wherever it is; None: it cannot be reached from this process.
+        polling_mode: whether too few samples give an empty batch, and not an error.
+        wait_seconds: how long samples are waited for.
+    """
+
+    sampler: BaseSampler
+    sample: Callable[..., tuple[list[int], list[int]]] | None = None
+    polling_mode: bool = False
+    wait_seconds: float = 60.0
+
+
+class Calls:
+    """TransferQueue's calls over one client of the service.
+
+    Args:
+        client: what is awaited: an `AsyncClient`, or `Awaitables` of a `Client`.
+        namespace: that of the client.
+        asking: how batches are asked for.
+        sleep: waits for some seconds.
+    """
+
+    def __init__(
+        self, client: Any, *, namespace: str, asking: Asking, sleep: Callable[[float], Awaitable[None]]
+    ) -> None:
+        self._client = client
+        self._sleep = sleep
+        self._namespace = namespace
+        self._asking = asking
+
+    # Batches
+
+    async def get_meta(
+        self,
+        data_fields: Sequence[str],
+        batch_size: int,
+        partition_id: str,
+        mode: str = "fetch",
+        task_name: str | None = None,
+        sampling_config: Mapping[str, Any] | None = None,
+    ) -> BatchMeta:
+        """Return samples: a batch for a task ("fetch"), new ones ("insert"), or all there are ("force_fetch").
+
+        Raises:
+            RuntimeError: too few samples were ready in time, unless in polling mode: then the batch is empty.
+        """
+        if mode == "insert":
+            return _of_samples(await self._client.insert(partition_id, batch_size), data_fields)
+        if mode == "force_fetch":
+            return _of_samples(await self._lookup(partition_id), data_fields)
+        if mode != "fetch" or task_name is None:
+            raise ValueError(
+                f"got mode {mode!r} and task_name {task_name!r}; expected 'fetch' with a task, or 'insert' or "
+                "'force_fetch'"
+            )
+        claim = {"partition_id": partition_id, "task_name": task_name, "data_fields": list(data_fields)}
+        if service_samples(self._asking.sampler):
+            wanted = self._asking.sampler.claim(batch_size, sampling_config or {})
+            meta = await self._client.get_meta(**claim, **wanted, max_wait=self._asking.wait_seconds)
+            batch = _of_samples(meta, data_fields) if meta.status == "batch" else BatchMeta()
+        else:
+            batch = await self._chosen(claim, batch_size, sampling_config or {})
+        if not batch and not self._asking.polling_mode:
+            raise RuntimeError(
+                f"fewer than {batch_size} samples of partition {partition_id!r} were ready for task {task_name!r} "
+                f"within {self._asking.wait_seconds:g} s; put more, or set controller.polling_mode"
+            )
+        return batch
+
+    async def _chosen(self, claim: Row, batch_size: int, config: Mapping[str, Any]) -> BatchMeta:
+        """Return what a sampler of users chooses among the samples that are ready, as soon as it chooses some.
+
+        What it says is consumed is claimed; where another has been faster, the sampler is asked again.
+        """
+        partition_id, task_name, data_fields = claim["partition_id"], claim["task_name"], claim["data_fields"]
+        if self._asking.sample is None:
+            raise RuntimeError("a sampler of yours cannot be asked from this process; use num_workers=0")
+        waited = time.monotonic() + self._asking.wait_seconds
+        while True:
+            known = await self._lookup(partition_id, task_name=task_name)
+            produced, nothing = known.produced, np.zeros(known.size, np.bool_)
+            is_ready = np.logical_and.reduce([produced.get(name, nothing) for name in data_fields])
+            ready = known.indexes[is_ready & ~known.consumed].tolist() if known.size else []
+            tags = dict(zip(known.global_indexes, known.custom_meta, strict=True))
+            rows, consumed = self._asking.sample(ready, batch_size, partition_id, task_name, tags, config)
+            if rows and await self._are_claimed(claim, consumed, config):
+                place_of = {index: place for place, index in enumerate(known.global_indexes)}
+                return _of_samples(known, data_fields).select_samples([place_of[row] for row in rows])
+            if time.monotonic() >= waited:
+                return BatchMeta()
+            await self._sleep(_PAUSE_SECONDS)
+
+    async def _are_claimed(self, claim: Row, consumed: Sequence[int], config: Mapping[str, Any]) -> bool:
+        if not consumed:
+            return True
+        meta = await self._client.get_meta(
+            **claim,
+            batch_size=len(consumed),
+            sampler="chosen",
+            sampler_config={"rows": list(consumed)},
+            claim_name=None if config.get("dp_rank") is None else claim_name(config),
+            max_wait=0.0,
+        )
+        return bool(meta.status == "batch")
+
+    async def get_data(self, metadata: BatchMeta) -> TensorDict:
+        """Return the fields of a batch: rows of one dimension or more as nested tensors, objects as NonTensorStack."""
+        if not metadata or not metadata.field_names:
+            return TensorDict({}, batch_size=0)
+        parts = [
+            await self._client.get_data(samples, data_fields=metadata.field_names, layout="jagged")
+            for _, samples in self._samples(metadata)
+        ]
+        if len(parts) > 1:
+            places = np.argsort(np.concatenate([positions for positions, _ in self._samples(metadata)]))
+            parts = [_taken(parts, places.tolist())]
+        return _as_transfer_queue(parts[0])
+
+    async def put(
+        self,
+        data: TensorDict,
+        metadata: BatchMeta | None = None,
+        partition_id: str | None = None,
+        data_parser: Callable[[Row], Any] | None = None,
+    ) -> BatchMeta:
+        """Put fields of the samples of `metadata`, with its custom_meta, or of new samples of a partition.
+
+        Args:
+            data: the fields.
+            metadata: the samples; it has the fields afterwards.
+            partition_id: or the partition of new ones.
+            data_parser: changes a dict of the columns in place before they are put; here in the calling process.
+
+        Raises:
+            ValueError: neither samples nor a partition is given.
+        """
+        data = _parsed(data, data_parser)
+        if metadata is None:
+            if partition_id is None:
+                raise ValueError(
+                    "got neither metadata nor partition_id; give the samples, or the partition of new ones"
+                )
+            return _of_samples(await self._client.put(data, partition_id=partition_id, return_meta="all"))
+        if not metadata:
+            raise ValueError("metadata names no samples; give those that the rows of data are of")
+        for positions, samples in self._samples(metadata):
+            rows = data if len(positions) == len(metadata) else _taken([data], positions)
+            tags = [metadata.custom_meta[position] for position in positions]
+            await self._client.put(rows, metadata=samples, custom_meta=_stored(tags) if any(tags) else None)
+        return metadata.add_fields(data)
+
+    async def set_custom_meta(self, metadata: BatchMeta) -> None:
+        """Write the custom_meta of a batch."""
+        for positions, samples in self._samples(metadata):
+            tags = [metadata.custom_meta[position] for position in positions]
+            await self._client.set_custom_meta(samples, _stored(tags))
+
+    async def clear_samples(self, metadata: BatchMeta) -> None:
+        """Remove samples; those that are gone are ignored."""
+        for _, samples in self._samples(metadata):
+            await self._client.clear_samples(samples, missing_ok=True)
+
+    async def clear_partition(self, partition_id: str) -> None:
+        """Remove a partition, if it is there."""
+        await self._client.clear_partition(partition_id, missing_ok=True)
+
+    async def get_partition_list(self) -> list[str]:
+        """Return the names of the partitions."""
+        return [each.partition_id for each in await self._client.list_partitions()]
+
+    # Progress
+
+    async def get_consumption_status(
+        self, task_name: str, partition_id: str
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return the samples of a partition `(n,)` and which a task has consumed `(n,)`, 1 or 0; None without it."""
+        meta = await self._lookup(partition_id, task_name=task_name)
+        if not meta.incarnation:
+            return None, None
+        return torch.from_numpy(meta.indexes.copy()), torch.from_numpy(meta.consumed.astype(np.int8))
+
+    async def get_production_status(
+        self, data_fields: Sequence[str], partition_id: str
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return the samples of a partition `(n,)` and which fields they have `(n, f)`, 1 or 0; None without them."""
+        meta = await self._lookup(partition_id)
+        produced = meta.produced
+        if not data_fields or not all(name in produced for name in data_fields):
+            return None, None
+        has_field = np.stack([produced[name] for name in data_fields], axis=1)
+        return torch.from_numpy(meta.indexes.copy()), torch.from_numpy(has_field.astype(np.int8))
+
+    async def check_consumption_status(self, task_name: str, partition_id: str) -> bool:
+        """Return whether there are samples, and a task has consumed all of them."""
+        status = await self._client.check_consumption(partition_id, task_name, missing_ok=True)
+        return bool(0 < _expected(status.total_count) <= status.consumed_count)
+
+    async def check_production_status(self, data_fields: Sequence[str], partition_id: str) -> bool:
+        """Return whether there are samples, and all of them have these fields."""
+        status = await self._client.check_production(partition_id, data_fields, missing_ok=True)
+        return bool(0 < _expected(status.total_count) <= status.produced_count)
+
+    async def reset_consumption(self, partition_id: str, task_name: str | None = None) -> bool:
+        """Have a task, or all of them, consume a partition again."""
+        try:
+            tasks = [task_name] if task_name else await self._tasks(partition_id)
+            for name in tasks:
+                await self._client.reset_consumption(partition_id, name)
+        except tq.NotFoundError:  # nothing was consumed that could be again
+            pass
+        return True
+
+    async def _tasks(self, partition_id: str) -> list[str]:
+        return [task.task_name for task in (await self._client.describe_partition(partition_id)).tasks]
+
+    # Keys
+
+    async def kv_retrieve_meta(self, keys: Sequence[str] | str, partition_id: str, create: bool = False) -> BatchMeta:
+        """Return the samples of keys, with the fields that all have; unknown keys are left out, or made (`create`)."""
+        names = _listed("keys", keys, str)
+        if create:
+            return _of_samples(await self._client.put(partition_id=partition_id, keys=names, return_meta="all"))
+        return _of_samples(await self._lookup(partition_id, keys=names))
+
+    async def kv_retrieve_keys(self, global_indexes: Sequence[int] | int, partition_id: str) -> list[str | None]:
+        """Return the keys of samples, None for one without.
+
+        Raises:
+            RuntimeError: there is no such partition.
+        """
+        indexes = _listed("global_indexes", global_indexes, int)
+        meta = await self._lookup(partition_id, global_indexes=indexes)
+        if not meta.incarnation:
+            raise RuntimeError(f"there is no partition {partition_id!r}")
+        key_of = dict(zip(meta.global_indexes, meta.keys, strict=True))
+        return [key_of.get(index) for index in indexes]
+
+    async def kv_list(self, partition_id: str | None = None) -> dict[str, dict[str, Row]]:
+        """Return the keys of one partition, or of all, with their tags: by partition, then by key."""
+        names = [partition_id] if partition_id is not None else await self.get_partition_list()
+        metas = [await self._lookup(name) for name in names]
+        return {
+            name: {key: tags for key, tags in zip(meta.keys, meta.custom_meta, strict=True) if key is not None}
+            for name, meta in zip(names, metas, strict=True)
+            if meta.incarnation
+        }
+
+    async def kv_put(
+        self,
+        key: str,
+        partition_id: str,
+        fields: TensorDict | Row | None = None,
+        tag: Row | None = None,
+        data_parser: Callable[[Row], Any] | None = None,
+    ) -> KVBatchMeta:
+        """Put the fields of one sample, as a TensorDict of one row or a dict of values, and merge its tag.
+
+        Raises:
+            ValueError: neither fields nor a tag is given, or fields are of several rows.
+        """
+        if isinstance(fields, dict):
+            fields = TensorDict({name: _as_row(name, value) for name, value in fields.items()}, batch_size=[1])
+        elif fields is not None and not isinstance(fields, TensorDict):
+            raise ValueError(f"fields is a {type(fields).__name__}, expected a dict or a TensorDict")
+        return await self.kv_batch_put([key], partition_id, fields, None if tag is None else [tag], data_parser)
+
+    async def kv_batch_put(
+        self,
+        keys: Sequence[str],
+        partition_id: str,
+        fields: TensorDict | None = None,
+        tags: Sequence[Row] | None = None,
+        data_parser: Callable[[Row], Any] | None = None,
+    ) -> KVBatchMeta:
+        """Put fields of samples by key, and merge their tags; unknown keys make samples.
+
+        Returns:
+            The samples, with all their tags and the fields that all of them have by now.
+
+        Raises:
+            ValueError: neither fields nor tags are given, or they are for another number of keys.
+        """
+        names = _listed("keys", keys, str)
+        if fields is None and tags is None:
+            raise ValueError("got neither fields nor tags; give one of them")
+        for what, given in (("fields", fields), ("tags", tags)):
+            if given is not None and len(given) != len(names):
+                raise ValueError(
+                    f"{what} is for {len(given)} samples, expected {len(names)}, as many as there are keys"
+                )
+        meta = await self._client.put(
+            None if fields is None else _parsed(fields, data_parser),
+            partition_id=partition_id,
+            keys=names,
+            custom_meta=None if tags is None else _stored(tags),
+            return_meta="all",
+        )
+        return KVBatchMeta(
+            keys=names,
+            tags=meta.custom_meta,
+            partition_id=partition_id,
+            fields=sorted(name for name, column in meta.produced.items() if column.all()),
+        )
+
+    async def kv_batch_get(
+        self, keys: Sequence[str] | str, partition_id: str, select_fields: Sequence[str] | str | None = None
+    ) -> TensorDict:
+        """Return fields of samples by key, those that all of them have; unknown keys are left out.
+
+        Raises:
+            ValueError: none of the keys is known, or the samples have no field in common.
+        """
+        names = _listed("keys", keys, str)
+        if select_fields is not None and not select_fields:
+            return TensorDict({}, batch_size=0)
+        try:
+            data = await self._client.get_data(
+                partition_id=partition_id,
+                keys=names,
+                data_fields=None if select_fields is None else _listed("select_fields", select_fields, str),
+                missing="skip",
+                missing_fields="skip",
+                layout="jagged",
+            )
+        except tq.PartitionNotFoundError as error:
+            raise ValueError(f"keys or partition were not found: {error}") from error
+        if not data.batch_size[0]:
+            raise ValueError(f"keys or partition were not found: partition {partition_id!r} has none of these keys")
+        if data.is_empty():
+            if not _of_samples(await self._lookup(partition_id, keys=names)).field_names:
+                raise ValueError(f"the samples of partition {partition_id!r} have no field that all of them have")
+            return TensorDict({}, batch_size=0)
+        return _as_transfer_queue(data)
+
+    async def kv_batch_get_by_meta(
+        self, meta: KVBatchMeta, select_fields: Sequence[str] | str | None = None
+    ) -> TensorDict:
+        """Return fields of samples: those of `meta`, or some of them.
+
+        Raises:
+            ValueError: `meta` has no partition, or not all of these fields.
+        """
+        fields = meta.fields if select_fields is None else _listed("select_fields", select_fields, str)
+        if meta.partition_id is None:
+            raise ValueError("the meta names no partition; set its partition_id")
+        if unknown := set(fields or ()) - set(meta.fields or ()):
+            raise ValueError(f"the meta has no fields {sorted(unknown)}, it has {meta.fields}")
+        return await self.kv_batch_get(meta.keys, meta.partition_id, fields)
+
+    async def kv_clear(self, keys: Sequence[str] | str, partition_id: str) -> None:
+        """Remove samples by key; unknown keys and partitions are ignored."""
+        await self._client.clear_samples(partition_id=partition_id, keys=_listed("keys", keys, str), missing_ok=True)
+
+    # What the service's calls take
+
+    async def _lookup(self, partition_id: str, **which: Any) -> tq.BatchMeta:
+        meta, _ = await self._client.lookup_samples(partition_id, missing_ok=True, **which)
+        result: tq.BatchMeta = meta
+        return result
+
+    def _samples(self, metadata: BatchMeta) -> list[tuple[list[int], tq.BatchMeta]]:
+        """Return for each partition of a batch the positions of its samples, and these."""
+        indexes = np.asarray(metadata.global_indexes, np.int64)
+        return [
+            (
+                positions,
+                tq.BatchMeta(
+                    partition_id=name,
+                    namespace=self._namespace,
+                    incarnation=metadata.incarnations.get(name, b""),
+                    indexes=indexes[positions],
+                ),
+            )
+            for name, positions in positions_of(metadata.partition_ids).items()
+        ]
+
+
+def _of_samples(meta: tq.BatchMeta, data_fields: Sequence[str] | None = None) -> BatchMeta:
+    """Return samples with the fields asked for, or with those that all of them have."""
+    produced = meta.produced
+    has_all = [name for name, column in produced.items() if column.all()]
+    names = has_all if data_fields is None else data_fields
+    specs = {spec.name: spec for spec in meta.fields}
+    columns = [produced.get(name, np.zeros(meta.size, np.bool_)) for name in names]
+    return BatchMeta(
+        meta.global_indexes,
+        [meta.partition_id] * meta.size,
+        {name: _schema_of(specs.get(name)) for name in names},
+        np.logical_and.reduce(columns) if columns else None,
+        custom_meta=meta.custom_meta,
+        incarnations={meta.partition_id: meta.incarnation},
+    )
+
+
+def _schema_of(spec: tq.FieldSpec | None) -> Row:
+    if spec is None:
+        return {"dtype": None, "shape": None, "is_nested": False, "is_non_tensor": False}
+    return {
+        "dtype": getattr(torch, spec.dtype) if spec.dtype else None,
+        "shape": spec.row_shape,
+        "is_nested": spec.layout == "jagged",
+        "is_non_tensor": spec.layout == "object",
+    }
+
+
+def _expected(total_count: int) -> int:
+    """Return how many samples a partition is to have before it may be complete."""
+    return max(total_count, int(os.environ.get("TQ_PRE_ALLOC_SAMPLE_NUM", "1")))
+
+
+def _listed(what: str, values: Any, kind: type) -> list[Any]:
+    """Return a list of what may be a single value.
+
+    Raises:
+        ValueError: it is empty. TypeError: it has other values.
+    """
+    listed = [values] if isinstance(values, kind) else values
+    if not isinstance(listed, list | tuple) or not all(isinstance(value, kind) for value in listed):
+        raise TypeError(f"{what} is {values!r:.200}, expected a {kind.__name__} or a list of them")
+    if not listed:
+        raise ValueError(f"{what} is empty, expected at least one")
+    return list(listed)
+
+
+def _stored(tags: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """Return tags with null where they have None, which would remove a value."""
+    return [{name: tq.JSON_NULL if value is None else value for name, value in tag.items()} for tag in tags]
+
+
+def _as_row(name: str, value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return NonTensorStack(value)
+    if value.is_nested:
+        raise ValueError(f"field {name!r} is a nested tensor, of several rows; put it with kv_batch_put")
+    return value.unsqueeze(0)
+
+
+def _parsed(data: TensorDict, data_parser: Callable[[Row], Any] | None) -> TensorDict:
+    """Return data as a parser changes it: columns of tensors as they are, others and nested ones as lists.
+
+    Raises:
+        ValueError: it has other columns afterwards, or another number of rows.
+    """
+    if data_parser is None:
+        return data
+    columns: Row = {name: _rows_of(data.get(name)) for name in data.keys()}  # noqa: SIM118  (tensordict iterates rows)
+    counts = {name: len(column) for name, column in columns.items()}
+    data_parser(columns)
+    if {name: len(column) for name, column in columns.items()} != counts:
+        raise ValueError("data_parser has changed which columns there are, or the number of their rows")
+    return TensorDict({name: _column_of(column) for name, column in columns.items()}, batch_size=data.batch_size)
+
+
+def _rows_of(column: Any) -> Any:
+    if isinstance(column, torch.Tensor):
+        return list(column.unbind()) if column.is_nested else column
+    return column.tolist()
+
+
+def _column_of(rows: Any) -> Any:
+    """Return rows as a column of a TensorDict: tensors nested, as jagged as they can be, all else as objects."""
+    if isinstance(rows, torch.Tensor):
+        return rows
+    if not all(isinstance(row, torch.Tensor) for row in rows):
+        return NonTensorStack(*rows)
+    ragged = sum(len(set(sizes)) > 1 for sizes in zip(*(row.shape for row in rows), strict=True))
+    if ragged > 1 or not rows[0].dim():
+        return torch.stack(rows) if not rows[0].dim() else torch.nested.nested_tensor(rows)
+    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+
+def _taken(parts: Sequence[TensorDict], places: Sequence[int]) -> TensorDict:
+    """Return the rows at these places of the parts, counted from the first to the last."""
+    rows = {name: [row for part in parts for row in _unbound(part.get(name))] for name in parts[0].keys()}  # noqa: SIM118
+    columns = {name: _column_of([column[place] for place in places]) for name, column in rows.items()}
+    return TensorDict(columns, batch_size=[len(places)])
+
+
+def _unbound(column: Any) -> Any:
+    return column.unbind() if isinstance(column, torch.Tensor) else column.tolist()
+
+
+def _as_transfer_queue(data: TensorDict) -> TensorDict:
+    """Return data with columns as TransferQueue has them: rows of tensors nested, however many dimensions differ.
+
+    Where no dimension differs, the first is the ragged one.
+    """
+    for name in list(data.keys()):
+        column = data.get(name)
+        if isinstance(column, torch.Tensor):
+            is_other = column.is_nested and column.layout is torch.jagged and column._ragged_idx != 1
+            if is_other and len({row.shape for row in column.unbind()}) == 1:
+                data[name] = _column_of(column.unbind())
+        elif isinstance(column[0].data, torch.Tensor):
+            data[name] = _column_of(column.tolist())
+    return data
+
+
+class TransferQueueClient:
+    """TransferQueue's low-level calls; each is there as `name` and, to be awaited, as `async_name`.
+
+    Args:
+        address: where the service is.
+        namespace: of the run; empty: none.
+        token: for the service; None: as the environment says.
+        asking: how batches are asked for.
+    """
+
+    def __init__(self, address: str, *, namespace: str, token: str | None, asking: Asking) -> None:
+        self._arguments = {"address": address, "namespace": namespace, "token": token, "asking": asking}
+        reached: dict[str, Any] = {"address": address, "namespace": namespace or False}
+        if token is not None:
+            reached |= {"token": token, "insecure": True}
+        self.sync_client, self.async_client = tq.Client(**reached), tq.AsyncClient(**reached)
+        self.sync_calls = Calls(
+            Awaitables(self.sync_client), namespace=namespace, asking=asking, sleep=Awaitables(time).sleep
+        )
+        self.async_calls = Calls(self.async_client, namespace=namespace, asking=asking, sleep=asyncio.sleep)
+
+    if TYPE_CHECKING:  # the methods are made below
+
+        def __getattr__(self, name: str) -> Callable[..., Any]: ...
+
+    def waiting(self, wait_seconds: float) -> Callable[..., TransferQueueClient]:
+        """Return what makes a client for workers: it waits, and answers an empty batch where too few samples are ready.
+
+        It can be pickled where the service samples.
+        """
+        asking = replace(self._arguments["asking"], polling_mode=True, wait_seconds=wait_seconds)
+        if service_samples(asking.sampler):
+            asking = replace(asking, sample=None)
+        return partial(_client_of, {**self._arguments, "asking": asking})
+
+    def close(self) -> None:
+        """Close the channels."""
+        self.sync_client.close()
+
+
+def _client_of(arguments: Mapping[str, Any], _address: str | None = None) -> TransferQueueClient:
+    return TransferQueueClient(**arguments)
+
+
+def sync_form(name: str) -> Callable[..., Any]:
+    """Return the method of a client that makes a call of `Calls`."""
+
+    @wraps(getattr(Calls, name))
+    def call(client: TransferQueueClient, *arguments: Any, **keywords: Any) -> Any:
+        return finished(getattr(client.sync_calls, name)(*arguments, **keywords))
+
+    return call
+
+
+def async_form(name: str) -> Callable[..., Any]:
+    """Return the method of a client that makes a call of `Calls`, to be awaited."""
+
+    @wraps(getattr(Calls, name))
+    async def call(client: TransferQueueClient, *arguments: Any, **keywords: Any) -> Any:
+        return await getattr(client.async_calls, name)(*arguments, **keywords)
+
+    return call
+
+
+for _name in [name for name in vars(Calls) if not name.startswith("_")]:
+    setattr(TransferQueueClient, _name, sync_form(_name))
+    setattr(TransferQueueClient, f"async_{_name}", async_form(_name))
+
+AsyncTransferQueueClient = TransferQueueClient

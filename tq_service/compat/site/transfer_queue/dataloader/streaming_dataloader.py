@@ -1,0 +1,54 @@
+"""StreamingDataLoader: fetches the batches of a `StreamingDataset` ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from tq_service import data
+from transfer_queue.dataloader.streaming_dataset import StreamingDataset
+
+_PREFETCHED_BATCHES = 2
+
+
+class StreamingDataLoader(data.StreamingDataLoader):
+    """Iterates a dataset, whose batches a thread or worker processes fetch ahead, each batch once.
+
+    Args:
+        dataset: what is iterated.
+        num_workers: worker processes; 0: a thread.
+        collate_fn: called with each micro-batch and its meta, of which it makes what is yielded.
+        pin_memory: whether tensors come in page-locked memory.
+        worker_init_fn: not called: workers run nothing but fetching.
+        multiprocessing_context: how workers are started.
+        prefetch_factor: batches fetched ahead by each worker; None: 2.
+        persistent_workers: keep workers between iterators.
+        pin_memory_device: not looked at.
+    """
+
+    def __init__(
+        self,
+        dataset: StreamingDataset,
+        num_workers: int = 0,
+        collate_fn: Callable[[Any], Any] | None = None,
+        pin_memory: bool = False,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: Any = None,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        pin_memory_device: str = "",
+    ) -> None:
+        super().__init__(
+            dataset,
+            num_workers,
+            _PREFETCHED_BATCHES if prefetch_factor is None else prefetch_factor,
+            multiprocessing_context,
+            persistent_workers=persistent_workers,
+        )
+        self._collate, self._pin_memory = collate_fn, pin_memory
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield micro-batches with their meta."""
+        for batch, meta in super().__iter__():
+            pinned = (batch.pin_memory() if self._pin_memory else batch), meta
+            yield pinned if self._collate is None else self._collate(pinned)

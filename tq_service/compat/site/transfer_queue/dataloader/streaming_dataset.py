@@ -1,0 +1,129 @@
+"""StreamingDataset: the micro-batches of one rank."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, Final
+
+import numpy as np
+from tensordict import TensorDict
+
+from tq_service import data
+from tq_service.data.columns import build, flatten
+from tq_service.data.micro_batches import select_rows
+from transfer_queue.client import TransferQueueClient
+from transfer_queue.metadata import BatchMeta
+from transfer_queue.session import current
+
+_END: Final = SimpleNamespace(status="end")
+_WAIT_SECONDS: Final = 2.0
+
+
+class StreamingDataset(data.StreamingDataset):
+    """The micro-batches of one rank, and of its replicas, in the run that this process has joined.
+
+    Args:
+        config: not looked at: the run has one.
+        batch_size: samples of a batch.
+        micro_batch_size: samples of a micro-batch.
+        data_fields: fields that make a sample ready and that are fetched.
+        partition_id: the partition.
+        task_name: the consumer.
+        dp_rank: this rank; replicas of a rank give the same.
+        should_check_consumption_status: end when all samples are consumed; otherwise wait for more for ever.
+        fetch_batch_fn: fetches a batch instead of `default_fetch_batch_fn`, with its keywords.
+        process_batch_fn: makes micro-batches instead of `chunk_batch_fn`, with its keywords.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        batch_size: int,
+        micro_batch_size: int,
+        data_fields: Sequence[str],
+        partition_id: str,
+        task_name: str,
+        dp_rank: int,
+        should_check_consumption_status: bool = False,
+        fetch_batch_fn: Callable[..., Any] | None = None,
+        process_batch_fn: Callable[..., Any] | None = None,
+    ) -> None:
+        super().__init__(
+            batch_size=batch_size,
+            micro_batch_size=micro_batch_size,
+            data_fields=data_fields,
+            partition_id=partition_id,
+            task_name=task_name,
+            dp_rank=dp_rank,
+            dp_size=dp_rank + 1,  # that of the run, if it has one, is for the sampler to know
+            should_check_consumption_status=should_check_consumption_status,
+            fetch_batch_fn=FetchBatch(fetch_batch_fn or default_fetch_batch_fn),
+            process_batch_fn=process_batch_fn or chunk_batch_fn,
+            replay_buffer_bytes=sys.maxsize,
+            client_factory=current().client.waiting(_WAIT_SECONDS),
+        )
+
+    @property
+    def buffer(self) -> list[tuple[Any, Any]]:
+        """The batches fetched so far, which `reset` gives again."""
+        return self.get_buffer()
+
+
+@dataclass(frozen=True, slots=True)
+class FetchBatch:
+    """What the service's loader calls to fetch a batch: TransferQueue's function for it."""
+
+    fetch_batch_fn: Callable[..., Any]
+
+    def __call__(self, *, client: TransferQueueClient, batch_index: int, finite: bool, **asked: Any) -> Any:
+        """Return a batch and its meta; None for the batch where there is none yet, or there is the end."""
+        named = {name: asked[name] for name in ("data_fields", "batch_size", "partition_id", "task_name")}
+        batch, meta = self.fetch_batch_fn(
+            tq_client=client,
+            sampling_config={"dp_rank": asked["dp_rank"], "task_name": asked["task_name"]},
+            batch_index=batch_index,
+            **named,
+        )
+        if batch is not None:
+            return batch, meta
+        is_end = finite and client.check_consumption_status(asked["task_name"], asked["partition_id"])
+        return None, _END if is_end else None
+
+
+def default_fetch_batch_fn(
+    tq_client: TransferQueueClient,
+    data_fields: Sequence[str],
+    batch_size: int,
+    partition_id: str,
+    task_name: str,
+    sampling_config: Mapping[str, Any],
+    batch_index: int,
+) -> tuple[TensorDict | None, BatchMeta]:
+    """Return the next batch of a rank and its meta; None for the batch where too few samples are ready."""
+    meta = tq_client.get_meta(
+        data_fields=data_fields,
+        batch_size=batch_size,
+        partition_id=partition_id,
+        task_name=task_name,
+        sampling_config={**sampling_config, "batch_index": batch_index, "partition_id": partition_id},
+    )
+    return (tq_client.get_data(meta) if meta else None), meta
+
+
+def chunk_batch_fn(
+    td: TensorDict, batch_meta: BatchMeta, micro_batch_size: int = 1
+) -> Iterator[tuple[TensorDict, BatchMeta]]:
+    """Yield parts of `micro_batch_size` rows with their meta, the last one shorter where it does not divide.
+
+    Raises:
+        ValueError: the batch has fewer rows.
+    """
+    if not 1 <= micro_batch_size <= len(td):
+        raise ValueError(f"micro_batch_size is {micro_batch_size}, expected 1 to {len(td)}, the rows of the batch")
+    flat = flatten(td)
+    for start in range(0, len(td), micro_batch_size):
+        positions = np.arange(len(td))[start : start + micro_batch_size]
+        yield build(select_rows(flat, positions)), batch_meta.select_samples(positions)

@@ -1,0 +1,473 @@
+"""What names samples in TransferQueue's calls: `BatchMeta` by index, `KVBatchMeta` by key. Mutable and picklable."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tensordict import TensorDict
+
+_log = logging.getLogger(__name__)
+
+Part = TypeVar("Part", "BatchMeta", "KVBatchMeta")
+
+
+class BatchMeta:
+    """Samples by their indexes, and what is known of them.
+
+    Attributes:
+        global_indexes: the samples.
+        partition_ids: the partition of each.
+        field_schema: of each field its `dtype`, the `shape` of a row (-1 where rows differ), `is_nested`,
+            `is_non_tensor`.
+        production_status: `(n,)` int8, 1 where a sample has all of the fields.
+        extra_info: what is known of the batch as a whole.
+        custom_meta: one mapping for each sample.
+    """
+
+    # What the loader of tq_service asks of the meta of a batch.
+    status = "batch"
+    incarnation = b""
+    epoch = 0
+
+    def __init__(
+        self,
+        global_indexes: Iterable[int] = (),
+        partition_ids: Iterable[str] = (),
+        field_schema: Mapping[str, Mapping[str, Any]] | None = None,
+        production_status: Any = None,
+        extra_info: Mapping[str, Any] | None = None,
+        custom_meta: Sequence[Mapping[str, Any]] | None = None,
+        incarnations: Mapping[str, bytes] | None = None,
+    ) -> None:
+        self.global_indexes = list(global_indexes)
+        self.partition_ids = list(partition_ids)
+        self.field_schema = {name: dict(schema) for name, schema in (field_schema or {}).items()}
+        self.production_status: NDArray[np.int8] = (
+            np.zeros(self.size, np.int8) if production_status is None else np.array(production_status, np.int8)
+        )
+        self.extra_info = dict(extra_info or {})
+        self.custom_meta = [dict(each) for each in custom_meta or ({} for _ in self.global_indexes)]
+        # Of the partitions, as far as they are known, so that a later one of the same name is never taken for them.
+        self.incarnations = dict(incarnations or {})
+        for what in ("partition_ids", "production_status", "custom_meta"):
+            if len(getattr(self, what)) != self.size:
+                raise ValueError(f"{what} is for {len(getattr(self, what))} samples, expected {self.size}")
+
+    @classmethod
+    def empty(cls, extra_info: Mapping[str, Any] | None = None) -> BatchMeta:
+        """Return a batch without samples."""
+        return cls(extra_info=extra_info)
+
+    @property
+    def size(self) -> int:
+        """Number of samples."""
+        return len(self.global_indexes)
+
+    def __len__(self) -> int:
+        return self.size
+
+    @property
+    def field_names(self) -> list[str]:
+        """Names of the fields, sorted."""
+        return sorted(self.field_schema)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether there are samples, and all have all of the fields."""
+        return self.size > 0 and bool((self.production_status == 1).all())
+
+    @property
+    def samples(self) -> Sequence[SampleView]:
+        """A read-only view of each sample."""
+        return [SampleView(self, position) for position in range(self.size)]
+
+    def get_dtypes(self, field_name: str) -> list[Any]:
+        """Return the dtype of a field, once for each sample; KeyError for an unknown one."""
+        return [self._schema(field_name).get("dtype")] * self.size
+
+    def get_shapes(self, field_name: str) -> list[Any]:
+        """Return the shape of a field's rows, once for each sample; KeyError for an unknown field."""
+        return [self._schema(field_name).get("shape")] * self.size
+
+    def _schema(self, field_name: str) -> dict[str, Any]:
+        if field_name not in self.field_schema:
+            raise KeyError(f"the batch has no field {field_name!r}, it has {', '.join(self.field_names) or 'none'}")
+        return self.field_schema[field_name]
+
+    def get_extra_info(self, key: str, default: Any = None) -> Any:
+        """Return a value of `extra_info`."""
+        return self.extra_info.get(key, default)
+
+    def set_extra_info(self, key: str, value: Any) -> None:
+        """Set a value of `extra_info`."""
+        self.extra_info[key] = value
+
+    def update_extra_info(self, info_dict: Mapping[str, Any]) -> None:
+        """Set values of `extra_info`."""
+        self.extra_info.update(info_dict)
+
+    def remove_extra_info(self, key: str) -> Any:
+        """Take a value out of `extra_info`, None where there is none."""
+        return self.extra_info.pop(key, None)
+
+    def has_extra_info(self, key: str) -> bool:
+        """Return whether `extra_info` has a key."""
+        return key in self.extra_info
+
+    def get_all_extra_info(self) -> dict[str, Any]:
+        """Return a deep copy of `extra_info`."""
+        return copy.deepcopy(self.extra_info)
+
+    def clear_extra_info(self) -> None:
+        """Empty `extra_info`."""
+        self.extra_info.clear()
+
+    def get_all_custom_meta(self) -> list[dict[str, Any]]:
+        """Return a deep copy of `custom_meta`."""
+        return copy.deepcopy(self.custom_meta)
+
+    def update_custom_meta(self, custom_meta: Sequence[Mapping[str, Any]] | None) -> None:
+        """Merge a mapping for each sample into `custom_meta`; `set_custom_meta` and `put` of a client write it.
+
+        Raises:
+            ValueError: it is for another number of samples.
+        """
+        if custom_meta is None:
+            return
+        if len(custom_meta) != self.size:
+            raise ValueError(f"custom_meta is for {len(custom_meta)} samples, expected {self.size}")
+        for mine, given in zip(self.custom_meta, custom_meta, strict=True):
+            mine.update(given)
+
+    def clear_custom_meta(self) -> None:
+        """Empty `custom_meta`."""
+        self.custom_meta = [{} for _ in self.global_indexes]
+
+    def add_fields(self, tensor_dict: TensorDict, set_all_ready: bool = True) -> BatchMeta:
+        """Add the fields of a TensorDict of as many rows, in place.
+
+        Raises:
+            ValueError: it has another number of rows.
+        """
+        if tensor_dict.batch_size[0] != self.size:
+            raise ValueError(
+                f"the data has {tensor_dict.batch_size[0]} rows, expected {self.size}, one for each sample"
+            )
+        self.field_schema.update(schema_of(tensor_dict))
+        if set_all_ready:
+            self.production_status = np.ones(self.size, np.int8)
+        return self
+
+    def select_samples(self, sample_indices: Iterable[int]) -> BatchMeta:
+        """Return the samples at these positions of the batch, in this order.
+
+        Raises:
+            ValueError: a position is outside the batch.
+        """
+        positions = [int(position) for position in sample_indices]
+        if any(not 0 <= position < self.size for position in positions):
+            raise ValueError(f"positions are {positions}, expected 0 to {self.size - 1}")
+        return self._of(positions)
+
+    def select_fields(self, field_names: Iterable[str]) -> BatchMeta:
+        """Return the batch with those of its fields that are named."""
+        selected = self.copy()
+        selected.field_schema = {name: selected.field_schema[name] for name in field_names if name in self.field_schema}
+        return selected
+
+    def copy(self) -> BatchMeta:
+        """Return a deep copy."""
+        return self._of(range(self.size))
+
+    def _of(self, positions: Sequence[int]) -> BatchMeta:
+        return BatchMeta(
+            [self.global_indexes[position] for position in positions],
+            [self.partition_ids[position] for position in positions],
+            self.field_schema,
+            self.production_status[list(positions)],
+            copy.deepcopy(self.extra_info),
+            [copy.deepcopy(self.custom_meta[position]) for position in positions],
+            self.incarnations,
+        )
+
+    def reorder(self, indices: Sequence[int]) -> None:
+        """Put the samples into the order of these positions, in place.
+
+        Raises:
+            ValueError: they are not each position once.
+        """
+        _check_order(indices, self.size)
+        ordered = self.select_samples(indices)
+        for name in ("global_indexes", "partition_ids", "production_status", "custom_meta"):
+            setattr(self, name, getattr(ordered, name))
+
+    def __getitem__(self, item: Any) -> BatchMeta:
+        if isinstance(item, slice):
+            return self._of(range(self.size)[item])
+        if isinstance(item, int | np.integer):
+            return self._of([range(self.size)[item]])
+        raise TypeError(f"got an index of type {type(item).__name__}, expected an integer or a slice")
+
+    def chunk(self, chunks: int) -> list[BatchMeta]:
+        """Return `chunks` batches of neighbours, as equal as can be, the larger ones first."""
+        return [self._of(part) for part in _even_parts(self.size, chunks)]
+
+    def chunk_by_partition(self) -> list[BatchMeta]:
+        """Return a batch for each partition, in the order of their first samples."""
+        return [self._of(positions) for positions in positions_of(self.partition_ids).values()]
+
+    def union(self, other: BatchMeta) -> BatchMeta:
+        """Return the same samples with the fields of both; where both have one, as the other has it.
+
+        Raises:
+            ValueError: the other has other samples.
+        """
+        if not other or not self:
+            return (self or other).copy()
+        for what in ("global_indexes", "partition_ids"):
+            if getattr(self, what) != getattr(other, what):
+                raise ValueError(f"{what} differ: {getattr(self, what)} and {getattr(other, what)}")
+        united = self.copy()
+        united.field_schema |= copy.deepcopy(other.field_schema)
+        united.production_status = united.production_status & other.production_status
+        united.extra_info |= copy.deepcopy(other.extra_info)
+        united.update_custom_meta(copy.deepcopy(other.custom_meta))
+        return united
+
+    @classmethod
+    def concat(cls, data: Sequence[BatchMeta], validate: bool = True) -> BatchMeta:
+        """Return the samples of several batches one after the other; empty ones are left out.
+
+        Raises:
+            ValueError: they differ in fields or in dtypes of fields (with `validate`), or in values of `extra_info`.
+        """
+        parts = _not_empty(data)
+        if not parts:
+            return cls.empty()
+        first = parts[0]
+        for part in parts[1:] if validate else ():
+            if part.field_names != first.field_names:
+                raise ValueError(f"batches differ in fields: {first.field_names} and {part.field_names}")
+            for name, schema in first.field_schema.items():
+                if part.field_schema[name].get("dtype") != schema.get("dtype"):
+                    raise ValueError(
+                        f"batches differ in the dtype of field {name!r}: {schema.get('dtype')} and "
+                        f"{part.field_schema[name].get('dtype')}"
+                    )
+        return cls(
+            itertools.chain.from_iterable(part.global_indexes for part in parts),
+            itertools.chain.from_iterable(part.partition_ids for part in parts),
+            {name: _merged_schema([part.field_schema.get(name, {}) for part in parts]) for name in first.field_schema},
+            np.concatenate([part.production_status for part in parts]),
+            _merged_extra_info([part.extra_info for part in parts]),
+            [each for part in parts for each in part.custom_meta],
+            {name: known for part in parts for name, known in part.incarnations.items()},
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"BatchMeta(size={self.size}, field_names={self.field_names}, is_ready={self.is_ready}, "
+            f"global_indexes={self.global_indexes}, extra_info={self.extra_info})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SampleView:
+    """One sample of a batch, read-only."""
+
+    batch: BatchMeta
+    position: int
+
+    @property
+    def global_index(self) -> int:
+        """Its index."""
+        return self.batch.global_indexes[self.position]
+
+    @property
+    def partition_id(self) -> str:
+        """Its partition."""
+        return self.batch.partition_ids[self.position]
+
+    @property
+    def production_status(self) -> int:
+        """1 where it has all of the fields."""
+        return int(self.batch.production_status[self.position])
+
+    @property
+    def custom_meta(self) -> Mapping[str, Any]:
+        """What is known of it."""
+        return MappingProxyType(self.batch.custom_meta[self.position])
+
+    @property
+    def fields(self) -> Mapping[str, Mapping[str, Any]]:
+        """The schemas of its fields."""
+        return MappingProxyType({name: MappingProxyType(each) for name, each in self.batch.field_schema.items()})
+
+
+@dataclass
+class KVBatchMeta:
+    """Samples of one partition by their keys.
+
+    Attributes:
+        keys: of the samples, each once.
+        tags: one mapping for each.
+        partition_id: their partition, where it is known.
+        fields: names of the fields that all have; None where not known.
+        extra_info: what is known of the batch as a whole.
+    """
+
+    keys: list[str] = field(default_factory=list)
+    tags: list[dict[str, Any]] = field(default_factory=list)
+    partition_id: str | None = None
+    fields: list[str] | None = None
+    extra_info: dict[str, Any] | None = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if len(self.keys) != len(self.tags):
+            raise ValueError(f"got {len(self.keys)} keys and {len(self.tags)} tags, expected a tag for each key")
+        for what, names in (("keys", self.keys), ("fields", self.fields or ())):
+            if len(set(names)) != len(names):
+                raise ValueError(f"{what} has one twice; name each once")
+        # Parts of a batch are changed independently of it.
+        self.tags = copy.deepcopy(self.tags)
+        self.extra_info = copy.deepcopy(self.extra_info)
+
+    @property
+    def size(self) -> int:
+        """Number of samples."""
+        return len(self.keys)
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __str__(self) -> str:
+        return f"KVBatchMeta(size={self.size}, field_names={self.fields}, extra_info={self.extra_info})"
+
+    def _of(self, positions: Sequence[int]) -> KVBatchMeta:
+        keys, tags = [self.keys[at] for at in positions], [self.tags[at] for at in positions]
+        return replace(self, keys=keys, tags=tags)
+
+    def select_keys(self, keys_to_select: Sequence[str]) -> KVBatchMeta:
+        """Return the samples of these keys, in this order.
+
+        Raises:
+            ValueError: a key comes twice. RuntimeError: the batch has no such key.
+        """
+        if unknown := set(keys_to_select) - set(self.keys):
+            raise RuntimeError(f"the batch has no keys {sorted(unknown)}")
+        position_of = {key: position for position, key in enumerate(self.keys)}
+        return self._of([position_of[key] for key in keys_to_select])
+
+    def reorder(self, indexes: Sequence[int]) -> None:
+        """Put the samples into the order of these positions, in place.
+
+        Raises:
+            ValueError: they are not each position once.
+        """
+        _check_order(indexes, self.size)
+        self.keys = [self.keys[position] for position in indexes]
+        self.tags = [self.tags[position] for position in indexes]
+
+    def chunk(self, chunks: int) -> list[KVBatchMeta]:
+        """Return `chunks` batches of neighbours, as equal as can be, the larger ones first."""
+        return [self._of(part) for part in _even_parts(self.size, chunks)]
+
+    @classmethod
+    def concat(cls, data: Sequence[KVBatchMeta]) -> KVBatchMeta:
+        """Return the samples of several batches one after the other; empty ones are left out.
+
+        Raises:
+            ValueError: they differ in partition or fields, or in values of `extra_info`.
+        """
+        parts = _not_empty(data)
+        if not parts:
+            return cls()
+        first = parts[0]
+        for part in parts[1:]:
+            if part.partition_id != first.partition_id:
+                raise ValueError(f"batches differ in partition: {first.partition_id!r} and {part.partition_id!r}")
+            if part.fields is not None and set(part.fields) != set(first.fields or ()):
+                raise ValueError(f"batches differ in fields: {first.fields} and {part.fields}")
+        return cls(
+            keys=[key for part in parts for key in part.keys],
+            tags=[tag for part in parts for tag in part.tags],
+            partition_id=first.partition_id,
+            fields=first.fields,
+            extra_info=_merged_extra_info([part.extra_info or {} for part in parts]) or None,
+        )
+
+
+def schema_of(data: TensorDict) -> dict[str, dict[str, Any]]:
+    """Return the schema of each field of some data."""
+    return {str(name): _schema_of_column(data.get(name)) for name in data.keys()}  # noqa: SIM118  (it iterates rows)
+
+
+def _schema_of_column(column: Any) -> dict[str, Any]:
+    if not isinstance(column, torch.Tensor):
+        return {"dtype": None, "shape": None, "is_nested": False, "is_non_tensor": True}
+    shape = _row_shape(column) if column.is_nested else tuple(column.shape[1:])
+    return {"dtype": column.dtype, "shape": shape, "is_nested": column.is_nested, "is_non_tensor": False}
+
+
+def _row_shape(column: torch.Tensor) -> tuple[int, ...]:
+    sizes = zip(*(tuple(row.shape) for row in column.unbind()), strict=True)
+    return tuple(each[0] if len(set(each)) == 1 else -1 for each in sizes)
+
+
+def _merged_schema(schemas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    shapes = {tuple(shape) if (shape := schema.get("shape")) is not None else None for schema in schemas}
+    merged = dict(schemas[0])
+    merged["is_nested"] = len(shapes) > 1 or any(schema.get("is_nested") for schema in schemas)
+    if len(shapes) > 1 and len({shape and len(shape) for shape in shapes}) == 1:
+        merged["shape"] = tuple(sizes[0] if len(set(sizes)) == 1 else -1 for sizes in zip(*shapes, strict=True))
+    return merged
+
+
+def _merged_extra_info(infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    merged: dict[str, Any] = {}
+    for info in infos:
+        for key, value in info.items():
+            if key in merged and not _is_same(merged[key], value):
+                raise ValueError(f"batches differ in extra_info {key!r}: {merged[key]!r} and {value!r}")
+            merged[key] = value
+    return merged
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    return np.array_equal(one, other) if isinstance(one, np.ndarray) else bool(one == other)
+
+
+def _not_empty(data: Iterable[Part]) -> list[Part]:
+    return [part for part in data if part]
+
+
+def _even_parts(size: int, count: int) -> Iterator[list[int]]:
+    if size < count:
+        _log.warning("%d samples are cut into %d parts, some of which are empty", size, count)
+    return (part.tolist() for part in np.array_split(np.arange(size), count))
+
+
+def _check_order(positions: Sequence[int], size: int) -> None:
+    if sorted(positions) != list(range(size)):
+        raise ValueError(f"the order is {list(positions)}, expected each of the positions 0 to {size - 1} once")
+
+
+def positions_of(names: Sequence[str]) -> dict[str, list[int]]:
+    """Return the positions of each name, in the order in which they first come."""
+    positions: dict[str, list[int]] = {}
+    for position, name in enumerate(names):
+        positions.setdefault(name, []).append(position)
+    return positions

@@ -1,0 +1,230 @@
+"""This process's part in a run: `init` begins one or joins it, `close` leaves or ends it."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import secrets
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any, Final
+
+import tq_service as tq
+import transfer_queue.sampler
+from transfer_queue.client import Asking, TransferQueueClient
+from transfer_queue.controller import Run, TransferQueueController
+from transfer_queue.sampler import BaseSampler
+
+_log = logging.getLogger(__name__)
+
+ACTOR_NAME: Final = "TransferQueueController"
+ACTOR_NAMESPACE: Final = "transfer_queue"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """What a process has of a run.
+
+    Attributes:
+        run: what all its processes share.
+        client: to the service.
+        controller: of the run, where this process has begun it: a `TransferQueueController` or Ray's handle of one.
+        call: makes a call of the controller, given the name of its method and the arguments.
+        ray: the module, where the controller is an actor.
+        is_owner: whether this process has begun the run.
+    """
+
+    run: Run
+    client: TransferQueueClient
+    controller: Any
+    call: Callable[..., Any]
+    ray: Any
+    is_owner: bool
+
+
+_session: Session | None = None
+_changing = threading.RLock()
+
+
+def init(conf: Any = None) -> Any:
+    """Begin a run with a configuration, or join the one there is: in a Ray cluster that of the cluster.
+
+    Args:
+        conf: a dict or DictConfig, see config.yaml; not looked at where there is a run.
+
+    Returns:
+        The configuration of a run that was begun, with its defaults, address and namespace; else `conf`.
+
+    Raises:
+        ValueError: the configuration names no sampler.
+    """
+    global _session  # noqa: PLW0603  (TransferQueue's calls are functions of the module)
+    with _changing:
+        if _session is not None:
+            return conf
+        _session = _join() or _begin(conf)
+        return _filled(_session.run) if _session.is_owner else conf
+
+
+def current(*, joins: bool = True) -> Session:
+    """Return this process's part in the run; in a Ray cluster the process joins the run where it has not yet.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    global _session  # noqa: PLW0603
+    if _session is None and joins:
+        with _changing:
+            _session = _session or _join()
+    if _session is None:
+        raise RuntimeError("TransferQueue is not initialized in this process; call init() first")
+    return _session
+
+
+def close() -> None:
+    """Leave the run; the process that began it ends it: clears its namespace, and stops a service it has started."""
+    global _session
+    with _changing:
+        session, _session = _session, None
+        if session is None:
+            return
+        try:
+            if session.is_owner:
+                _end(session)
+        finally:
+            session.client.close()
+
+
+def get_client() -> TransferQueueClient:
+    """Return the client of this process.
+
+    Raises:
+        RuntimeError: it has not called `init`.
+    """
+    return current(joins=False).client
+
+
+def setting(conf: Any, *names: str, default: Any = None) -> Any:
+    """Return a setting of a dict or DictConfig of sections, or its default where it has none."""
+    for name in names:
+        conf = conf.get(name) if conf is not None else None
+    return default if conf is None else conf
+
+
+def _join() -> Session | None:
+    """Return a part in the run of the Ray cluster, None where there is no run or no Ray."""
+    ray = _ray()
+    try:
+        actor = ray and ray.get_actor(ACTOR_NAME, namespace=ACTOR_NAMESPACE)
+    except ValueError:
+        return None
+    return _session_of(actor, ray) if actor else None
+
+
+def _begin(conf: Any) -> Session:
+    run, ray = _run_of(conf, in_cluster=_ray() is not None), _ray()
+    if ray is None:
+        controller = TransferQueueController(run)
+        return _session_of(controller, None, is_owner=True)
+    host = ray.util.get_node_ip_address()
+    options = {"name": ACTOR_NAME, "namespace": ACTOR_NAMESPACE, "num_cpus": 0, "max_concurrency": 8}
+    try:
+        actor = ray.remote(TransferQueueController).options(**options).remote(run, host)
+    except ValueError:  # another process was first
+        return _session_of(ray.get_actor(ACTOR_NAME, namespace=ACTOR_NAMESPACE), ray)
+    return _session_of(actor, ray, is_owner=True)
+
+
+def _session_of(controller: Any, ray: Any, *, is_owner: bool = False) -> Session:
+    def call(name: str, *arguments: Any, **keywords: Any) -> Any:
+        method = getattr(controller, name)
+        return method(*arguments, **keywords) if ray is None else ray.get(method.remote(*arguments, **keywords))
+
+    run: Run = call("run")
+    is_polling = bool(setting(run.conf, "controller", "polling_mode", default=False))
+    wait_seconds = float(setting(run.conf, "controller", "wait_seconds", default=60.0))
+    asking = Asking(
+        sampler=run.sampler,
+        sample=lambda *arguments, **keywords: call("sample", *arguments, **keywords),
+        polling_mode=is_polling,
+        wait_seconds=0.0 if is_polling else wait_seconds,
+    )
+    client = TransferQueueClient(run.address, namespace=run.namespace, token=run.token, asking=asking)
+    if is_owner:
+        atexit.register(close)
+    return Session(run=run, client=client, controller=controller, call=call, ray=ray, is_owner=is_owner)
+
+
+def _end(session: Session) -> None:
+    run = session.run
+    is_cleared = setting(run.conf, "controller", "clear_on_close", default=True)
+    if run.namespace and is_cleared and not run.is_service_owned:
+        try:
+            for partition in session.client.get_partition_list():
+                session.client.clear_partition(partition)
+        except tq.TqError as error:
+            _log.warning("the partitions of namespace %r are left as they are: %s", run.namespace, error)
+    ray = session.ray
+    if ray is None or ray.is_initialized():  # else the actor has ended with its cluster
+        session.call("stop")
+    if ray is not None and ray.is_initialized():
+        ray.kill(session.controller)
+
+
+def _run_of(conf: Any, *, in_cluster: bool) -> Run:
+    conf = _with_defaults(conf)
+    generated = f"run-{secrets.token_hex(4)}" if in_cluster else ""
+    return Run(
+        conf=conf,
+        address=setting(conf, "controller", "address") or os.environ.get("TQ_ADDRESS") or "",
+        namespace=setting(conf, "controller", "namespace") or os.environ.get("TQ_NAMESPACE") or generated,
+        sampler=_sampler_of(setting(conf, "controller", "sampler", default="SequentialSampler")),
+        service=dict(setting(conf, "controller", "service", default={})),
+    )
+
+
+def _with_defaults(conf: Any) -> Any:
+    """Return a configuration with what config.yaml has besides, as a DictConfig where OmegaConf is installed."""
+    try:
+        from omegaconf import OmegaConf  # noqa: PLC0415  (programs without it give dicts)
+    except ImportError:
+        return {name: dict(part) if isinstance(part, Mapping) else part for name, part in (conf or {}).items()}
+    defaults = OmegaConf.load(str(resources.files("transfer_queue") / "config.yaml"))
+    return OmegaConf.merge(OmegaConf.create({}, flags={"allow_objects": True}), defaults, conf or {})
+
+
+def _filled(run: Run) -> Any:
+    """Return the configuration of a run with its address and namespace."""
+    if "controller" not in run.conf:
+        run.conf["controller"] = {}
+    run.conf["controller"].update({"address": run.address, "namespace": run.namespace})
+    return run.conf
+
+
+def _sampler_of(given: Any) -> BaseSampler:
+    """Return the sampler that is named or given.
+
+    Raises:
+        ValueError: it is none.
+    """
+    kind = getattr(transfer_queue.sampler, given, None) if isinstance(given, str) else given
+    if isinstance(kind, type) and issubclass(kind, BaseSampler):
+        return kind()
+    if isinstance(kind, BaseSampler):
+        return kind
+    raise ValueError(
+        f"controller.sampler is {given!r}; expected the name of a class of transfer_queue.sampler, a subclass of "
+        "BaseSampler, or an instance of one"
+    )
+
+
+def _ray() -> Any:
+    """Return Ray, connected to its cluster, where this program uses it."""
+    ray = sys.modules.get("ray")
+    if ray is not None and not ray.is_initialized():
+        ray.init()
+    return ray

@@ -1,0 +1,25 @@
+"""Where the package `transfer_queue` is that takes TransferQueue's place, to be put first on PYTHONPATH.
+
+python -m tq_service.compat.transfer_queue --path
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Final
+
+SITE: Final = Path(__file__).parent / "site"
+"""The directory that holds it, and nothing else."""
+
+
+def main() -> None:
+    """Print the directory."""
+    parser = argparse.ArgumentParser(prog="python -m tq_service.compat.transfer_queue", description=__doc__)
+    parser.add_argument("--path", action="store_true", required=True, help="print the directory for PYTHONPATH")
+    parser.parse_args()
+    print(SITE)
+
+
+if __name__ == "__main__":
+    main()
