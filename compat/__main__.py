@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from compat.differences import compared_count, differences, records
 from compat.environments import ROOT, TENSORDICT_VERSIONS, System, environment, service, transfer_queue
+from compat.trainer.recording import AGENT
 
 _SYSTEMS = ("transfer_queue", "service")
 _SHOWN_DIFFERENCES = 40
@@ -38,7 +40,13 @@ class Part:
     concurrent: frozenset[str] = frozenset()
 
 
-PARTS = {"calls": Part(module="compat.calls")}
+PARTS = {
+    "calls": Part(module="compat.calls"),
+    **{
+        kind: Part(module="compat.trainer.run", arguments=(kind,), concurrent=frozenset({AGENT}))
+        for kind in ("text", "multimodal")
+    },
+}
 
 
 def _run(part: Part, python: Path, system: System, record: Path) -> None:
@@ -60,25 +68,27 @@ def _run(part: Part, python: Path, system: System, record: Path) -> None:
         raise RuntimeError(f"{part.module} over {system.name} ended with exit code {code}; its output is in {log}")
 
 
-def _compare(name: str, part: Part, directory: Path) -> int:
-    """Print what differs between the two records of a part, and return how much."""
+def _compare(title: str, part: Part, directory: Path) -> int:
+    """Print what differs between the two records of a part, and return how much is not to."""
     left, right = (records(directory / system) for system in _SYSTEMS)
     found = list(differences(left, right, concurrent=part.concurrent))
-    print(
-        f"{directory.parent.name} {name}: {compared_count(left):,} calls compared, {len(found):,} differences",
-        flush=True,
-    )
-    if found:
-        print("(call, place, TransferQueue, service)")
-    for difference in found[:_SHOWN_DIFFERENCES]:
+    unwanted = [difference for difference in found if not difference.purpose]
+    print(f"{title}: {compared_count(left):,} calls compared, {len(unwanted):,} differences", flush=True)
+    for purpose, count in Counter(difference.purpose for difference in found if difference.purpose).items():
+        print(f"  {count} on purpose: {purpose}")
+    if unwanted:
+        print("  (call, place, TransferQueue, service)")
+    for difference in unwanted[:_SHOWN_DIFFERENCES]:
         print(f"  {difference}")
-    if len(found) > _SHOWN_DIFFERENCES:
-        print(f"  and {len(found) - _SHOWN_DIFFERENCES:,} more")
-    return len(found)
+    if len(unwanted) > _SHOWN_DIFFERENCES:
+        print(f"  and {len(unwanted) - _SHOWN_DIFFERENCES:,} more")
+    return len(unwanted)
 
 
 def _system(name: str, python: Path, directory: Path) -> AbstractContextManager[System]:
-    return nullcontext(transfer_queue()) if name == "transfer_queue" else service(python, directory)
+    if name == "transfer_queue":
+        return nullcontext(transfer_queue())
+    return service(python, directory, "--checkpoint-dir", str(directory / "checkpoints"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -100,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 with _system(system_name, python, directory) as system:
                     _run(PARTS[name], python, system, directory / system_name)
             if all((directory / system).exists() for system in _SYSTEMS):
-                difference_count += _compare(name, PARTS[name], directory)
+                difference_count += _compare(f"tensordict {version}, {name}", PARTS[name], directory)
     return 1 if difference_count else 0
 
 

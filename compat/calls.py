@@ -17,15 +17,27 @@ import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
+from compat.differences import SCENE
+from compat.plain_values import plain
 from compat.recorder import Recorder
 
 Scene = Callable[[Any, str], None]
-_SCENES: list[Scene] = []
+_SCENES: list[tuple[Scene, str]] = []
 
 
 def _scene(function: Scene) -> Scene:
-    _SCENES.append(function)
+    _SCENES.append((function, ""))
     return function
+
+
+def _differs(purpose: str) -> Callable[[Scene], Scene]:
+    """Mark a scene whose answers differ on purpose, and say why."""
+
+    def mark(function: Scene) -> Scene:
+        _SCENES.append((function, purpose))
+        return function
+
+    return mark
 
 
 def _try(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -54,14 +66,19 @@ def _one_key(tq: Any, partition: str) -> None:
     _try(tq.kv_put, "a", partition, tag={"m": None, "n": [1, {"k": 2}]})
     _try(tq.kv_put, "b", partition, tag={"status": "running"})
     _try(tq.kv_put, "b", partition, fields={"x": torch.arange(5)})
-    _try(tq.kv_put, "c", partition)
-    _try(tq.kv_put, "c", partition, fields={"x": _rows(2, 3)})
     _try(tq.kv_put, "d", partition, fields=_batch(1, x=torch.arange(4).unsqueeze(0)), tag={})
     _try(tq.kv_batch_get, "a", partition)
     _try(tq.kv_batch_get, ["a", "b"], partition, select_fields="x")
     _try(tq.kv_batch_get, ["b", "a"], partition)
     _try(tq.kv_list, partition)
     _try(tq.kv_clear, "a", partition)
+    _try(tq.kv_list, partition)
+
+
+@_differs("a put that fails makes no sample; TransferQueue has made an empty one by then")
+def _one_key_in_vain(tq: Any, partition: str) -> None:
+    _try(tq.kv_put, "c", partition)
+    _try(tq.kv_put, "c", partition, fields={"x": _rows(2, 3)})
     _try(tq.kv_list, partition)
 
 
@@ -121,12 +138,17 @@ def _rows_that_change(tq: Any, partition: str) -> None:
     _try(tq.kv_batch_get, ["a", "c"], partition)
     _try(tq.kv_batch_put, ["a"], partition, fields=_batch(1, x=torch.arange(7).reshape(1, 7)))
     _try(tq.kv_batch_get, ["d", "a", "b"], partition)
-    _try(tq.kv_batch_put, ["a"], partition, fields=_batch(1, x=torch.ones(1, 7)))
-    _try(tq.kv_batch_get, ["a"], partition)
-    _try(tq.kv_batch_get, ["a", "b"], partition)
     _try(tq.kv_clear, ["a", "b", "c", "d"], partition)
     _try(tq.kv_batch_put, ["a"], partition, fields=_batch(1, x=torch.ones(1, 2)))
     _try(tq.kv_batch_get, ["a"], partition)
+
+
+@_differs("a field has one dtype while it has rows; TransferQueue takes another, and fails when both are read")
+def _a_dtype_that_changes(tq: Any, partition: str) -> None:
+    _try(tq.kv_batch_put, ["a", "b"], partition, fields=_batch(2, x=torch.arange(6).reshape(2, 3)))
+    _try(tq.kv_batch_put, ["a"], partition, fields=_batch(1, x=torch.ones(1, 7)))
+    _try(tq.kv_batch_get, ["a"], partition)
+    _try(tq.kv_batch_get, ["a", "b"], partition)
 
 
 @_scene
@@ -148,7 +170,6 @@ def _objects(tq: Any, partition: str) -> None:
         "floats": NonTensorStack(0.5, 1, 2),
         "nothing": NonTensorStack(None, None, None),
         "lists": NonTensorStack([1, 2], [], [[3]]),
-        "tuples": NonTensorStack((1, 2), (), ("x",)),
         "flags": NonTensorStack(True, False, True),
         "big": NonTensorStack(2**70, -(2**63), 0),
         "bytes": NonTensorStack(b"\x00\xff", b"", b"x"),
@@ -157,8 +178,6 @@ def _objects(tq: Any, partition: str) -> None:
         "numpy_numbers": NonTensorStack(np.int64(1), np.float64(0.25), np.bool_(True)),
         "object_array": np.array(["x", {"y": 1}, None], dtype=object),
         "integer_keys": NonTensorStack({1: "a"}, {2: {"b": 3}}, {}),
-        "one_value": NonTensorData({"same": "for all"}, batch_size=[3]),
-        "one_text": NonTensorData("same", batch_size=[3]),
         "list": NonTensorData(["x", "y", "z"], batch_size=[3]),
     }
     for name, column in columns.items():
@@ -168,6 +187,19 @@ def _objects(tq: Any, partition: str) -> None:
     _try(tq.kv_batch_get, keys, partition)
     _try(tq.kv_put, "d", partition, fields={"texts": "four", "dicts": {"x": 1}})
     _try(tq.kv_batch_get, ["a", "d"], partition, select_fields=["texts", "dicts"])
+
+
+@_differs("tuples stay tuples; TransferQueue makes lists of them")
+def _tuples(tq: Any, partition: str) -> None:
+    _try(tq.kv_batch_put, ["a", "b"], partition, fields=_batch(2, x=NonTensorStack((1, 2), {"y": ()})))
+    _try(tq.kv_batch_get, ["a", "b"], partition)
+
+
+@_differs("NonTensorData is one object for all rows; TransferQueue refuses it")
+def _one_object_for_all(tq: Any, partition: str) -> None:
+    one = _batch(2, x=NonTensorData({"same": "for all"}, batch_size=[2]), y=NonTensorData("same", batch_size=[2]))
+    _try(tq.kv_batch_put, ["a", "b"], partition, fields=one)
+    _try(tq.kv_batch_get, ["a", "b"], partition)
 
 
 @_scene
@@ -197,13 +229,19 @@ def _tags(tq: Any, partition: str) -> None:
     _try(tq.kv_batch_put, keys, partition, tags=[{"n": "text now"}, {}])
     _try(tq.kv_batch_put, keys, partition, fields=_batch(2, x=torch.ones(2, 1)))
     _try(tq.kv_batch_put, keys, partition, tags=[{"deep": {"a": {"b": [1, {"c": None}]}}}, {"n": None, "flag": True}])
-    _try(tq.kv_batch_put, keys, partition, tags=[{"t": (1, 2)}, {"i": 2**70}])
-    _try(tq.kv_batch_put, keys, partition, tags=[{"np": np.int64(3)}, {"np": np.float32(0.5)}])
-    _try(tq.kv_batch_put, keys, partition, tags=[{1: "integer"}, {"": "empty name"}])
     _try(tq.kv_batch_put, keys, partition, tags=[{"only": "one"}])
     _try(tq.kv_batch_put, keys, partition)
     _try(tq.kv_list, partition)
     _try(tq.kv_batch_get, keys, partition)
+
+
+@_differs("tags are JSON with names that are text: tuples become lists, numbers of numpy numbers")
+def _tags_that_json_has_not(tq: Any, partition: str) -> None:
+    keys = ["a", "b"]
+    _try(tq.kv_batch_put, keys, partition, tags=[{"t": (1, 2)}, {"i": 2**70}])
+    _try(tq.kv_batch_put, keys, partition, tags=[{"np": np.int64(3)}, {"np": np.float32(0.5)}])
+    _try(tq.kv_batch_put, keys, partition, tags=[{1: "integer"}, {"": "empty name"}])
+    _try(tq.kv_list, partition)
 
 
 @_scene
@@ -237,7 +275,6 @@ def _what_is_not_there(tq: Any, partition: str) -> None:
     _try(tq.kv_batch_get, [1], partition)
     _try(tq.kv_clear, ["a"], partition)
     _try(tq.kv_list, partition)
-    _try(tq.kv_list)
 
 
 @_scene
@@ -320,7 +357,9 @@ def _the_client(tq: Any, partition: str) -> None:
     _try(tq.kv_list, partition)
 
 
-@_scene
+@_differs(
+    "a task gets samples in the order of their insertion, TransferQueue's in that of a set, each with its numbers"
+)
 def _tasks_of_the_client(tq: Any, partition: str) -> None:
     client = tq.get_client()
     fields = _batch(6, x=torch.arange(12).reshape(6, 2))
@@ -346,8 +385,6 @@ def _tasks_of_the_client(tq: Any, partition: str) -> None:
 @_scene
 def _checkpoints(tq: Any, partition: str) -> None:
     with tempfile.TemporaryDirectory() as directory:
-        for partition_id in tq.kv_list() or {}:
-            tq.get_client().clear_partition(partition_id)
         fields = _batch(2, x=_rows(2, 3), text=NonTensorStack("p", {"q": [None]}))
         _try(tq.kv_batch_put, ["a", "b"], partition, fields=fields, tags=[{"n": None}, {"m": [1]}])
         _try(tq.save_checkpoint, f"{directory}/one", metadata={"global_steps": 3})
@@ -377,15 +414,17 @@ def main() -> None:
 
     with two_nodes() as address:
         ray.init(address=address, log_to_driver=False, logging_level="error")
-        recorder = Recorder(given.record, lambda: "driver")
-        recorder.install(tq)
         tq.init()
-        for scene in _SCENES:
+        recorder, kv_list, clear = Recorder(given.record, lambda: "driver"), tq.kv_list, tq.get_client().clear_partition
+        recorder.install(tq)
+        for scene, purpose in _SCENES:
             name = scene.__name__.removeprefix("_")
             if given.scene in (None, name):
-                recorder.note(f"scene {name}", {})
+                recorder.note(f"{SCENE}{name}", plain({"purpose": purpose}))
                 scene(tq, name)
                 print(name, flush=True)
+                for partition_id in kv_list():
+                    clear(partition_id)
         tq.close()
 
 

@@ -14,18 +14,6 @@ from ray.cluster_utils import Cluster
 _CPUS_PER_NODE = 16
 _GPUS_PER_NODE = 1
 _OBJECT_STORE_BYTES = 100 << 20
-VARIABLES = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    # Has a misleading name: without clusters beyond this machine, Ray listens on loopback only.
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    # No workers before there is work: else each node starts as many as it has CPUs.
-    "RAY_prestart_worker_first_driver": "0",
-    "RAY_enable_worker_prestart": "0",
-    "RAY_DEDUP_LOGS": "0",
-    # verl keeps prompts in sets, whose order decides between equals.
-    "PYTHONHASHSEED": "0",
-    "OMP_NUM_THREADS": "1",
-}
 
 
 @contextmanager

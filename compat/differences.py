@@ -11,7 +11,7 @@ import itertools
 import struct
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,10 @@ from compat.plain_values import is_row
 from compat.recorder import entries
 
 Entry = dict[str, Any]
+
+SCENE = "scene "
+"""What the name of an entry begins with that is no call: says what the calls after it are about, and, as `purpose`, why
+they differ, where they are to."""
 
 _SHOWN_CHARACTERS = 160
 _POLLS = frozenset({"kv_list", "async_kv_list"})
@@ -37,6 +41,7 @@ class Difference:
         place: which part of its arguments or of its answer: sample, field.
         left: what is there in the first record, in short.
         right: the same of the second.
+        purpose: why it is as it is; empty where it is not to be.
     """
 
     role: str
@@ -44,6 +49,7 @@ class Difference:
     place: str
     left: str
     right: str
+    purpose: str = ""
 
     def __str__(self) -> str:
         return f"{self.role}: {self.call}\n    {self.place or 'whole'}\n      {self.left}\n      {self.right}"
@@ -64,8 +70,11 @@ def differences(
     for role in sorted(left.keys() | right.keys()):
         pairs = _by_given if role in concurrent else _by_order
         calls = [list(_without_polls(record.get(role, ()))) for record in (left, right)]
+        purpose = ""
         for number, (one, other) in enumerate(pairs(*calls), start=1):
-            yield from _of_call(role, number, one, other)
+            if one is not None and one["call"].startswith(SCENE):
+                purpose = one["given"]["items"]["purpose"]
+            yield from (replace(found, purpose=purpose) for found in _of_call(role, number, one, other))
 
 
 def compared_count(record: Mapping[str, Sequence[Entry]]) -> int:

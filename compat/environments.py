@@ -39,6 +39,20 @@ _REQUIREMENTS = (
     f"--editable={ROOT}",
 )
 _ALONE = ("verl==0.9.1", "TransferQueue==0.1.11")
+_VARIABLES = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Has a misleading name: without clusters beyond this machine, Ray listens on loopback only.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    # No workers before there is work: else each node starts as many as it has CPUs.
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_enable_worker_prestart": "0",
+    "RAY_DEDUP_LOGS": "0",
+    # verl keeps prompts in sets, whose order decides between equals.
+    "PYTHONHASHSEED": "0",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+}
 
 
 def environment(tensordict_version: str) -> PeerEnvironment:
@@ -87,8 +101,7 @@ def service(python: Path, directory: Path, *arguments: str) -> Iterator[System]:
 
 def _variables(*first: str) -> dict[str, str]:
     return {
+        **_VARIABLES,
         "PYTHONPATH": os.pathsep.join([*first, str(ROOT), str(STUBS)]),
         "TQ_LOGGING_LEVEL": "ERROR",
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
     }

@@ -102,6 +102,7 @@ class Recorder:
     def recorded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that writes the calls of another one, which may be a coroutine function."""
         signature = inspect.signature(function)
+        signature = signature.replace(parameters=[p for p in signature.parameters.values() if p.name != "self"])
 
         def begin(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             given = dict(signature.bind(*args, **kwargs).arguments)
@@ -109,7 +110,7 @@ class Recorder:
                 watcher(name, given)
             if "checkpoint_dir" in given:
                 given["checkpoint_dir"] = Path(given["checkpoint_dir"]).name
-            return {} if name in _OPAQUE else plain(given)
+            return {} if name in _OPAQUE else plain({**given, **_counted(given)})
 
         def end(given: Any, started: float, answer: Any) -> Any:
             seconds = time.perf_counter() - started
@@ -159,6 +160,11 @@ class _RecordedClient:
         value = getattr(self._client, name)
         known = name.removeprefix("async_") in CLIENT_CALLS
         return self._recorder.recorded(f"client.{name}", value) if known else value
+
+
+def _counted(given: dict[str, Any]) -> dict[str, Any]:
+    """Return how many indexes are given, where some are: each system numbers samples for itself."""
+    return {"global_indexes": len(given["global_indexes"])} if "global_indexes" in given else {}
 
 
 def builtin_name(error: BaseException) -> str:

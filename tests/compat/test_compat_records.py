@@ -8,7 +8,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from compat.differences import compared_count, differences, records
+from compat.differences import SCENE, compared_count, differences, records
+from compat.plain_values import plain
 from compat.recorder import CLIENT_CALLS, MODULE_CALLS, Recorder, builtin_name
 
 
@@ -152,6 +153,25 @@ def test_watchers_see_a_call_before_it_is_made(tmp_path: Path) -> None:
     with pytest.raises(StrangeError):
         module.kv_batch_get(["a"], "train")
     assert seen == [("kv_batch_get", ["a"])]
+
+
+def test_what_differs_on_purpose_says_so(tmp_path: Path) -> None:
+    for name, rows in (("left", ROWS), ("right", {**ROWS, "a": torch.tensor([0, 0])})):
+        recorder = Recorder(tmp_path / name, lambda: "driver")
+        module = module_with(rows)
+        recorder.install(module)
+        for purpose in ("better so", ""):
+            recorder.note(f"{SCENE}of tests", plain({"purpose": purpose}))
+            module.kv_batch_get(["a"], "train")
+    found = differences(records(tmp_path / "left"), records(tmp_path / "right"), concurrent=frozenset())
+    assert [difference.purpose for difference in found] == ["better so", ""]
+
+
+def test_indexes_are_counted(tmp_path: Path) -> None:
+    module = module_with({})
+    module.kv_batch_put = lambda global_indexes: None
+    recorded(tmp_path, module).kv_batch_put([3, 7])
+    assert records(tmp_path)["driver"][0]["given"]["items"] == {"global_indexes": 2}
 
 
 def test_errors_count_by_what_a_caller_can_catch() -> None:

@@ -1,0 +1,129 @@
+"""What verl imports in each of its processes (`VERL_USE_EXTERNAL_MODULES`): stand-ins, and the recorder.
+
+A run depends on four things that differ each time: names of prompts, which are random, and times, which are put with
+the samples, are made the same here; when what is finished, `compat.trainer.rounds` decides; and the order of `kv_list`,
+`compat.recorder` sorts.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+import transfer_queue
+from verl.plugin.platform import set_platform
+
+from compat.plain_values import plain
+from compat.trainer.platform import CpuPlatform
+
+set_platform(CpuPlatform())
+
+import verl.utils.tracking  # noqa: E402  (all of verl asks for the platform when it is imported)
+from verl.experimental.agent_loop import agent_loop as agent_loops  # noqa: E402
+from verl.trainer.ppo import padding_utils  # noqa: E402
+from verl.trainer.ppo.v1 import trainer_base  # noqa: E402
+from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ  # noqa: E402
+from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync  # noqa: E402
+from verl.utils.import_utils import load_class_from_fqn  # noqa: E402
+from verl.workers import engine_workers  # noqa: E402
+from verl.workers.rollout import base  # noqa: E402
+from verl.workers.rollout.replica import RolloutReplicaRegistry  # noqa: E402
+
+from compat.trainer import agent_loop, engine, images  # noqa: E402, F401  (the first two register what they have)
+from compat.trainer.recording import RUN_VARIABLE, recorder  # noqa: E402
+from compat.trainer.rounds import rounds  # noqa: E402
+
+_ENGINE = "compat"
+# What depends on the machine.
+_TIMED_METRICS = ("timing", "perf/", "throughput", "memory", "mfu")
+
+images.register()
+# By name: a server's process imports that module before verl.
+RolloutReplicaRegistry.register(_ENGINE, lambda: load_class_from_fqn("compat.trainer.rollout.Replica"))
+base._ROLLOUT_REGISTRY[_ENGINE, "async"] = "compat.trainer.rollout.Adapter"
+# One backend: verl names one for the CPU and one for its device, which is the CPU here.
+engine_workers.initialize_global_process_group_ray = functools.partial(
+    engine_workers.initialize_global_process_group_ray, backend="gloo"
+)
+
+
+class _Names:
+    """In place of the module `uuid`: names that count up, other ones in each run."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+
+    def uuid4(self) -> _Name:
+        return _Name(f"{os.environ[RUN_VARIABLE]}p{next(self._numbers):04}")
+
+
+class _Name(str):
+    __slots__ = ()
+
+    @property
+    def hex(self) -> str:
+        return str(self)
+
+
+@contextmanager
+def _timer(name: str, timing: dict[str, float]) -> Iterator[None]:
+    """In place of verl's timer of what goes into samples."""
+    yield
+    timing[name] = 0.125
+
+
+trainer_base.uuid = padding_utils.uuid = _Names()
+agent_loops.simple_timer = _timer
+
+
+def _before(owner: type, name: str, first: Callable[..., None]) -> None:
+    """Let a method of verl's do something first; its signature stays."""
+    method = getattr(owner, name)
+
+    @functools.wraps(method)
+    def both(self: Any, *args: Any, **kwargs: Any) -> Any:
+        first(self, *args, **kwargs)
+        return method(self, *args, **kwargs)
+
+    setattr(owner, name, both)
+
+
+def _announce(self: Any, prompts: Any) -> None:
+    if "validate" in prompts and prompts["validate"]:  # noqa: RUF019  (`get` gives the value in its wrapping)
+        return
+    fates = [str(extra["fate"]) for extra in prompts["extra_info"]]
+    uids = [str(uid) for uid in prompts["uid"]]
+    ray.get(rounds().submitted.remote(uids, fates, int(self.rollout_config.n)))
+
+
+def _begin(self: Any, global_steps: int, partition_id: str, batch_size: int) -> None:
+    if partition_id == "train":
+        ray.get(rounds().begin.remote(batch_size))
+
+
+def _note_metrics(self: Any, data: dict[str, Any], step: int, **_: Any) -> None:
+    kept = {name: value for name, value in data.items() if not any(part in name for part in _TIMED_METRICS)}
+    recorder().note("metrics", plain({"step": step}), answer=plain(kept))
+
+
+def _look_at_the_end(name: str, _given: dict[str, Any]) -> None:
+    """Ask for all that is left before it goes."""
+    if name == "close":
+        for partition_id, keys in transfer_queue.kv_list().items():
+            for key in keys:
+                try:
+                    transfer_queue.kv_batch_get(keys=[key], partition_id=partition_id)
+                except ValueError:  # nothing but tags
+                    continue
+
+
+_before(AgentLoopManagerTQ, "generate_sequences", _announce)
+_before(ReplayBufferAsync, "sample", _begin)
+_before(verl.utils.tracking.Tracking, "log", _note_metrics)
+recorder().watch(_look_at_the_end)
+recorder().install(transfer_queue)

@@ -1,0 +1,28 @@
+"""The recorder of this process: where it writes and what it calls itself."""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+
+from compat.recorder import Recorder
+
+DIRECTORY_VARIABLE = "TQ_COMPAT_RECORD"
+RUN_VARIABLE = "TQ_COMPAT_RUN"
+AGENT, TRAINER = "agent", "trainer"
+
+
+@functools.cache
+def recorder() -> Recorder:
+    """Return the recorder of this process."""
+    return Recorder(Path(os.environ[DIRECTORY_VARIABLE]), _role)
+
+
+def _role() -> str:
+    import ray
+
+    if "RANK" in os.environ:
+        return f"rank-{os.environ['RANK']}"
+    name = ray.get_runtime_context().get_actor_name() or ""
+    return AGENT if name.startswith("agent_loop_worker") else TRAINER
