@@ -62,8 +62,11 @@ def test_the_example_runs(server: ServiceProcess, name: str) -> None:
 
 
 def test_the_code_of_the_concepts_runs(server: ServiceProcess) -> None:
+    """Blocks marked `python` are parts of one program; those marked `py` have names of their readers."""
     page = (EXAMPLES.parent / "docs" / "concepts.md").read_text()
     programs = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    for part in re.findall(r"^```py\n(.*?)^```$", page, re.DOTALL | re.MULTILINE):
+        compile(part, "docs/concepts.md", "exec")
     with tq.Client(server.address) as client:
         client.put({"text": [f"answer {number}" for number in range(32)]}, partition_id="train@0")
         names = {"tq": tq, "client": client, "score": lambda batch: torch.tensor([len(text) for text in batch["text"]])}
