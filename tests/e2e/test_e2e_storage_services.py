@@ -63,6 +63,7 @@ def put_in_both(cluster: Cluster) -> dict[str, list[int]]:
             {
                 "x": torch.arange(start, start + 4).reshape(4, 1).expand(4, MIB // 4),
                 "j": [torch.arange(index) for index in range(start, start + 4)],
+                "dense": torch.stack([dense_row(index) for index in range(start, start + 4)]),
                 "o": [f"text {index}" for index in range(start, start + 4)],
             },
             partition_id="train",
@@ -77,12 +78,18 @@ def put_in_both(cluster: Cluster) -> dict[str, list[int]]:
     return held
 
 
+def dense_row(index: int) -> torch.Tensor:
+    """Return a row of a field that is dense in each put, and of another shape in the next one."""
+    return torch.full((2, 1 + index // 4), index)
+
+
 def check_rows(cluster: Cluster, indexes: list[int]) -> None:
     batch = cluster.client.get_data(partition_id="train", global_indexes=indexes)
     assert batch["x"][:, 0].tolist() == indexes
     assert_pads_like(batch["j"], [torch.arange(index) for index in indexes])
     assert bool((batch["x"] == batch["x"][:, :1]).all())
     assert [row.tolist() for row in batch["j"].unbind()] == [list(range(index)) for index in indexes]
+    assert_pads_like(batch["dense"], [dense_row(index) for index in indexes])
     assert list(batch["o"]) == [f"text {index}" for index in indexes]
 
 
@@ -117,6 +124,7 @@ def test_storage_services_share_the_puts_and_may_be_lost(cluster: Cluster) -> No
         {
             "x": torch.tensor(again).reshape(-1, 1).expand(-1, MIB // 4),
             "j": [torch.arange(index) for index in again],
+            "dense": [dense_row(index) for index in again],
             "o": [f"text {index}" for index in again],
         },
         partition_id="train",
