@@ -270,11 +270,16 @@ class CellTable:
         """
         merged = []
         for column in columns:
-            name, field = column.spec.name, self.fields.get(column.spec.name)
-            declared = self._declared.get(name) or FieldSpec(name)
-            layout = declared.layout or self._default_for(column.spec)
-            known = declared if field is None or _is_replaced(field, positions) else field.spec
-            merged.append(merge_specs(known, column, layout))
+            new = column.spec
+            field = self.fields.get(new.name)
+            if field is not None and field.spec == new:  # as most puts have it
+                merged.append(field.spec)
+                continue
+            declared = self._declared.get(new.name) or FieldSpec(new.name)
+            known = declared
+            if field is not None and (positions is None or not _is_replaced(field, positions)):
+                known = field.spec
+            merged.append(merge_specs(known, column, declared.layout or self._default_for(new)))
         return merged
 
     def _default_for(self, spec: FieldSpec) -> Layout:
@@ -496,12 +501,10 @@ class PutTable(SlotTable):
         self.used_bytes = int(self._bytes.data.sum())
 
 
-def _is_replaced(field: Field, positions: Indexes | None) -> bool:
+def _is_replaced(field: Field, positions: Indexes) -> bool:
     """Whether a write to some rows leaves no cell of a field that there is now."""
     count = field.produced_count
-    if positions is None or positions.size < count:
-        return count == 0
-    return count == np.count_nonzero(field.cell.data[positions[positions >= 0]] >= 0)
+    return count <= positions.size and count == np.count_nonzero(field.cell.data[positions[positions >= 0]] >= 0)
 
 
 def merge_specs(known: FieldSpec, column: ColumnWrite, layout: Layout) -> FieldSpec:
