@@ -35,6 +35,7 @@ ARROWS: dict[str, set[str]] = {
     "server": {"durable", "samplers", "storage", "dataplane", "wire", "domain", "v1", "internal", "config"},
     "client": {"dataplane", "wire", "v1"},
     "data": {"client", "balancing", "wire"},
+    "integrations": {"client"},
     "testing": set(),
     "compat": {"balancing", "cli", "client", "data", "server", "testing"},
     "cli": {"server", "client", "balancing", "samplers", "config", "testing"},

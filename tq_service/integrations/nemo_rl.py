@@ -1,0 +1,264 @@
+"""NeMo-RL's data plane over the service: its `DataPlaneClient`, to be selected in its configuration.
+
+`docs/integrations/nemo_rl.md` has the settings, and the patch of NeMo-RL's factory that selects a class by name.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
+from tensordict import TensorDict
+
+import tq_service as tq
+from tq_service.client.batch_meta import BatchMeta
+
+_LENGTH_TAG: Final = "input_lengths"  # of NeMo-RL, from which it balances its ranks
+_LEAST_WAIT_SECONDS: Final = 0.05
+_MARKER: Final = "tq_service.json"
+
+
+class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-RL is not there when types are checked
+    """The data plane of one process.
+
+    ::
+
+        register_partition ──> create_partition, its tasks declared, fields of `enums` declared as text
+        put_samples        ──> put: keys are sample_ids, custom_meta is tags
+        claim_meta         ──> get_meta as a queue worker: waits at the service, nothing is polled
+        get_samples        ──> get_data: rows of one shape come dense, others jagged
+        clear_samples      ──> clear_samples: named ones, or those that this process has put
+
+    Args:
+        cfg: NeMo-RL's section `data_plane`. `controller_address` is where the service is, "host:port"; without it
+            `TQ_ADDRESS`. `namespace` keeps the partitions of runs that share a service apart; without it `TQ_NAMESPACE`.
+            Sizes of TransferQueue's backends have no meaning here.
+        bootstrap: whether this is the driver, which finds out at once whether the service is there.
+
+    Raises:
+        UnavailableError: `bootstrap`, and the service does not answer.
+    """
+
+    def __init__(self, cfg: Mapping[str, Any], *, bootstrap: bool = True) -> None:
+        self._client = tq.Client(cfg.get("controller_address"), namespace=cfg.get("namespace"))
+        # What clear_samples(None) means: ids that this process has put, by partition.
+        self._put_ids: dict[str, dict[str, None]] = {}
+        if bootstrap:
+            self._client.list_partitions()
+
+    def register_partition(
+        self,
+        partition_id: str,
+        fields: list[str],
+        num_samples: int,
+        consumer_tasks: list[str],
+        grpo_group_size: int | None = None,
+        enums: dict[str, list[str]] | None = None,
+    ) -> None:
+        """Make a partition whose tasks are declared: another task is refused, and one of these has consumed nothing.
+
+        One that is there already and empty is made again where its settings differ, as a step that reuses it may ask.
+
+        Args:
+            partition_id: its name.
+            fields: its fields; others may be put too.
+            num_samples: not needed: the service grows with what it is given.
+            consumer_tasks: its tasks.
+            grpo_group_size: not needed: NeMo-RL balances groups in its driver.
+            enums: fields of text with few values. They are kept as text; anything else for them is refused.
+
+        Raises:
+            AlreadyExistsError: it is there with other settings, and holds samples.
+        """
+        del num_samples, grpo_group_size
+        texts = {name: tq.FieldSpec(name, layout="object", encoding="text") for name in enums or {}}
+        settings: dict[str, Any] = {
+            "tasks": consumer_tasks,
+            "fields": [texts.get(name) or tq.FieldSpec(name) for name in dict.fromkeys([*fields, *texts])],
+        }
+        try:
+            self._client.create_partition(partition_id, **settings)
+        except tq.AlreadyExistsError:
+            samples, _ = self._client.lookup_samples(partition_id, missing_ok=True)
+            if samples.size:
+                raise
+            self._client.clear_partition(partition_id, missing_ok=True)
+            self._client.create_partition(partition_id, **settings)
+
+    def claim_meta(
+        self,
+        partition_id: str,
+        task_name: str,
+        required_fields: list[str],
+        batch_size: int,
+        dp_rank: int | None = None,
+        blocking: bool = True,
+        timeout_s: float = 60.0,
+    ) -> KVBatchMeta:
+        """Claim samples for a task; no other claim of the task gets them.
+
+        Args:
+            partition_id: the partition.
+            task_name: the task.
+            required_fields: fields that make a sample ready.
+            batch_size: most samples.
+            dp_rank: not needed: NeMo-RL shards the batch itself.
+            blocking: whether to wait for a whole batch; otherwise what is ready now is claimed, which may be nothing.
+            timeout_s: how long to wait. Then what is ready is claimed.
+
+        Raises:
+            TimeoutError: nothing was ready in time.
+        """
+        del dp_rank
+        claim: dict[str, Any] = {
+            "partition_id": partition_id,
+            "task_name": task_name,
+            "data_fields": required_fields,
+            "batch_size": batch_size,
+        }
+        deadline = time.monotonic() + timeout_s
+        meta = self._client.get_meta(**claim, max_wait=timeout_s) if blocking else None
+        while blocking and _is_not_there_yet(meta) and time.monotonic() < deadline:
+            meta = self._client.get_meta(**claim, max_wait=max(deadline - time.monotonic(), 0.0))
+        if meta is None or meta.status != "batch":
+            meta = self._client.get_meta(**claim, min_batch_size=1, max_wait=_LEAST_WAIT_SECONDS)
+        if meta.status == "batch":
+            return _batch_of(meta, task_name, required_fields)
+        if blocking:
+            raise TimeoutError(
+                f"claim_meta: no sample of partition {partition_id!r} with fields {required_fields} was ready for task "
+                f"{task_name!r} within {timeout_s:g} s; batch_size is {batch_size}"
+            )
+        return KVBatchMeta(
+            partition_id=partition_id, task_name=task_name, sample_ids=[], fields=list(required_fields), tags=[]
+        )
+
+    def get_data(self, meta: KVBatchMeta, select_fields: list[str] | None = None) -> TensorDict:
+        """Return the data of a batch: of `select_fields`, else of `meta.fields`.
+
+        Raises:
+            ValueError: neither says which fields.
+        """
+        fields = meta.fields if select_fields is None else select_fields
+        if fields is None:
+            raise ValueError(
+                "get_data: got no select_fields, and meta.fields is None; name the fields, all are never fetched unasked"
+            )
+        return self.get_samples(meta.sample_ids, meta.partition_id, list(fields))
+
+    def check_consumption_status(self, partition_id: str, task_names: list[str]) -> bool:
+        """Return whether every task has consumed every sample that the partition has had."""
+        statuses = [self._client.check_consumption(partition_id, name, missing_ok=True) for name in task_names]
+        return all(status.consumed_count + status.skipped_count >= status.total_count for status in statuses)
+
+    def put_samples(
+        self,
+        sample_ids: list[str],
+        partition_id: str,
+        fields: TensorDict | None = None,
+        tags: list[dict[str, Any]] | None = None,
+    ) -> KVBatchMeta:
+        """Put fields and tags of samples, new or known, in one step.
+
+        Returns:
+            The samples, with the fields and tags of this put.
+        """
+        if sample_ids and (fields is not None or tags is not None):
+            data = None if fields is None else fields.detach()
+            self._client.put(data, partition_id=partition_id, keys=sample_ids, custom_meta=_stored(tags))
+            self._put_ids.setdefault(partition_id, {}).update(dict.fromkeys(sample_ids))
+        return KVBatchMeta(
+            partition_id=partition_id,
+            task_name=None,
+            sample_ids=list(sample_ids),
+            fields=None if fields is None else [str(name) for name in fields.keys()],  # noqa: SIM118  (no dict)
+            tags=None if tags is None else [dict(tag) for tag in tags],
+        )
+
+    def get_samples(self, sample_ids: list[str], partition_id: str, select_fields: list[str]) -> TensorDict:
+        """Return fields of samples, in their order; rows of one shape as a dense tensor, others as a nested one."""
+        if not sample_ids:
+            return TensorDict({}, batch_size=(0,))
+        return self._client.get_data(partition_id=partition_id, keys=sample_ids, data_fields=select_fields)
+
+    def clear_samples(self, sample_ids: list[str] | None, partition_id: str) -> None:
+        """Remove samples; ones that are not there are nothing to remove.
+
+        Args:
+            sample_ids: which. None: those that this process has put; where it has put none, all of the partition.
+            partition_id: the partition.
+        """
+        put_ids = self._put_ids.get(partition_id, {})
+        if sample_ids is None:
+            named = list(put_ids) or self._all_ids(partition_id)
+            if not named:
+                warnings.warn(
+                    f"clear_samples(None, {partition_id!r}) found nothing to clear: this process has put no samples there,"
+                    " and the partition has none; name the sample_ids where another process has cleared them",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+        else:
+            named = list(sample_ids)
+        if named:
+            self._client.clear_samples(partition_id=partition_id, keys=named, missing_ok=True)
+        for name in named:
+            put_ids.pop(name, None)
+
+    def _all_ids(self, partition_id: str) -> list[str]:
+        samples, _ = self._client.lookup_samples(partition_id, missing_ok=True)
+        return [key for key in samples.keys or () if key]
+
+    def save_checkpoint(self, checkpoint_dir: str | Path, *, metadata: dict[str, Any] | None = None) -> None:
+        """Write a checkpoint of the service, named after the directory, and into the directory which one it is.
+
+        The service needs `--checkpoint-dir`; the samples are written there, not into `checkpoint_dir`.
+        """
+        directory = Path(checkpoint_dir)
+        copy = self._client.checkpoint(f"{directory.name}-{time.time_ns()}", metadata=metadata or {})
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / _MARKER).write_text(json.dumps({"checkpoint": copy.name}))
+
+    def load_checkpoint(self, checkpoint_dir: str | Path) -> dict[str, Any]:
+        """Restore the checkpoint of a directory in the place of what the service holds, and return its metadata.
+
+        Raises:
+            FileNotFoundError: `save_checkpoint` has not written there.
+        """
+        marker = json.loads((Path(checkpoint_dir) / _MARKER).read_text())
+        restored = self._client.restore(marker["checkpoint"], replace=True)
+        self._put_ids.clear()
+        return dict(restored.metadata or {})
+
+    def close(self) -> None:
+        """Close the client. Idempotent; the service and what it holds stay."""
+        self._client.close()
+
+
+def _is_not_there_yet(meta: BatchMeta | None) -> bool:
+    return meta is not None and meta.status == "not_yet"
+
+
+def _stored(tags: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """Return tags as custom_meta, in which None is kept as a value instead of removing one."""
+    if tags is None:
+        return None
+    return [{name: tq.JSON_NULL if value is None else value for name, value in tag.items()} for tag in tags]
+
+
+def _batch_of(meta: BatchMeta, task_name: str, fields: Sequence[str]) -> KVBatchMeta:
+    tags = [dict(tag) for tag in meta.custom_meta]
+    lengths = [int(tag.get(_LENGTH_TAG) or 0) for tag in tags] if any(_LENGTH_TAG in tag for tag in tags) else None
+    return KVBatchMeta(
+        partition_id=meta.partition_id,
+        task_name=task_name,
+        sample_ids=[key or "" for key in meta.keys or ()],
+        fields=list(fields),
+        sequence_lengths=lengths,
+        tags=tags,
+    )
