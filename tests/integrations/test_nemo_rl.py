@@ -81,6 +81,8 @@ def test_a_step(plane: Any) -> None:
     assert batch.task_name == "train"
     data = plane.get_data(batch)
     assert [row.tolist() for row in data["input_ids"].unbind()] == [list(range(n)) for n in (3, 5, 2, 4)]
+    # Rows of one length come dense, as NeMo-RL's codec wants them.
+    assert plane.get_samples(["a"], "train", ["input_ids"])["input_ids"].tolist() == [[0, 1, 2]]
     assert plane.check_consumption_status("train", ["train"])
     assert not plane.check_consumption_status("train", ["train", "prev_lp"])
     plane.clear_samples(batch.sample_ids, "train")

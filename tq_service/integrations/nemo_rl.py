@@ -184,7 +184,9 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
         """Return fields of samples, in their order; rows of one shape as a dense tensor, others as a nested one."""
         if not sample_ids:
             return TensorDict({}, batch_size=(0,))
-        return self._client.get_data(partition_id=partition_id, keys=sample_ids, data_fields=select_fields)
+        return self._client.get_data(
+            partition_id=partition_id, keys=sample_ids, data_fields=select_fields, layout="auto"
+        )
 
     def clear_samples(self, sample_ids: list[str] | None, partition_id: str) -> None:
         """Remove samples; ones that are not there are nothing to remove.
