@@ -123,7 +123,7 @@ def test_a_claim_that_does_not_wait_takes_what_is_there(plane: Any) -> None:
     plane.put_samples(["a"], "train", rows([1]))
     assert plane.claim_meta("train", "train", FIELDS, 2, blocking=False).sample_ids == ["a"]
     with pytest.raises(
-        TimeoutError, match="fields \\['input_ids', 'reward'\\] was ready for task 'train' within 0.1 s"
+        TimeoutError, match=r"fields \['input_ids', 'reward'\] was ready for task 'train' within 0\.1 s"
     ):
         plane.claim_meta("train", "train", FIELDS, 2, timeout_s=0.1)
 

@@ -36,7 +36,8 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
 
     Args:
         cfg: NeMo-RL's section `data_plane`. `controller_address` is where the service is, "host:port"; without it
-            `TQ_ADDRESS`. `namespace` keeps the partitions of runs that share a service apart; without it `TQ_NAMESPACE`.
+            `TQ_ADDRESS`. `namespace` keeps the partitions of runs that share a service apart; without it
+            `TQ_NAMESPACE`.
             Sizes of TransferQueue's backends have no meaning here.
         bootstrap: whether this is the driver, which finds out at once whether the service is there.
 
@@ -147,7 +148,7 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
         fields = meta.fields if select_fields is None else select_fields
         if fields is None:
             raise ValueError(
-                "get_data: got no select_fields, and meta.fields is None; name the fields, all are never fetched unasked"
+                "get_data: got no select_fields, and meta.fields is None; name them, all are never fetched unasked"
             )
         return self.get_samples(meta.sample_ids, meta.partition_id, list(fields))
 
@@ -200,8 +201,8 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
             named = list(put_ids) or self._all_ids(partition_id)
             if not named:
                 warnings.warn(
-                    f"clear_samples(None, {partition_id!r}) found nothing to clear: this process has put no samples there,"
-                    " and the partition has none; name the sample_ids where another process has cleared them",
+                    f"clear_samples(None, {partition_id!r}) found nothing to clear: this process has put no samples "
+                    "there, and the partition has none; name the sample_ids where another process has cleared them",
                     RuntimeWarning,
                     stacklevel=2,
                 )
