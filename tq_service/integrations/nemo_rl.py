@@ -17,6 +17,7 @@ from tensordict import TensorDict
 
 import tq_service as tq
 from tq_service.client.batch_meta import BatchMeta
+from tq_service.schema import Encoding
 
 _LENGTH_TAG: Final = "input_lengths"  # of NeMo-RL, from which it balances its ranks
 _LEAST_WAIT_SECONDS: Final = 0.05
@@ -77,7 +78,7 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
             AlreadyExistsError: it is there with other settings, and holds samples.
         """
         del num_samples, grpo_group_size
-        texts = {name: tq.FieldSpec(name, layout="object", encoding="text") for name in enums or {}}
+        texts = {name: tq.FieldSpec(name, layout=tq.Layout.OBJECT, encoding=Encoding.TEXT) for name in enums or {}}
         settings: dict[str, Any] = {
             "tasks": consumer_tasks,
             "fields": [texts.get(name) or tq.FieldSpec(name) for name in dict.fromkeys([*fields, *texts])],
@@ -185,9 +186,10 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
         """Return fields of samples, in their order; rows of one shape as a dense tensor, others as a nested one."""
         if not sample_ids:
             return TensorDict({}, batch_size=(0,))
-        return self._client.get_data(
+        data: TensorDict = self._client.get_data(
             partition_id=partition_id, keys=sample_ids, data_fields=select_fields, layout="auto"
         )
+        return data
 
     def clear_samples(self, sample_ids: list[str] | None, partition_id: str) -> None:
         """Remove samples; ones that are not there are nothing to remove.
