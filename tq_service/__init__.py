@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from tq_service.errors import (
     AlreadyExistsError,
+    BatchForgottenError,
     CallCancelledError,
     CellNotFoundError,
     ClaimReleasedError,
@@ -73,6 +74,7 @@ __all__ = [
     "JSON_NULL",
     "AlreadyExistsError",
     "AsyncClient",
+    "BatchForgottenError",
     "BatchMeta",
     "CallCancelledError",
     "CellNotFoundError",

@@ -185,6 +185,12 @@ class SamplesClearedError(PreconditionError):
     reason = "SAMPLES_CLEARED"
 
 
+class BatchForgottenError(PreconditionError):
+    """The batch was planned without consuming its samples, and too many such batches were planned since."""
+
+    reason = "BATCH_FORGOTTEN"
+
+
 class NothingDeliveredError(PreconditionError):
     """A loader came to the end of a partition with samples, of which its task was given none; raised on all ranks."""
 

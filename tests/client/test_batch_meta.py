@@ -145,7 +145,6 @@ def test_joining_different_batches():
         ([], "at least one"),
         ([make(), make(partition_id="other", first=50)], "differ in full_partition_id"),
         ([make(), make(epoch=2, first=50)], "differ in epoch"),
-        ([make(), make()], "in two of the batches"),
         ([make(status=pb.BATCH_STATUS_END)], "status 'end'"),
         ([make(), make(first=50).select_fields(["a"])], "differ in data_fields"),
     ],

@@ -30,6 +30,7 @@ CLAIM: dict[str, Any] = {
     "lease": None,
     "max_deliveries": None,
     "claim_name": None,
+    "max_uses": None,
 }
 
 

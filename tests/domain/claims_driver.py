@@ -9,6 +9,7 @@ from dataclasses import asdict
 import numpy as np
 from digest import keys_of
 from domain_support import (
+    DrawingSampler,
     SlowSampler,
     asks,
     dense,
@@ -25,6 +26,7 @@ from model import BlocksError, Model, RefusedError, Rows
 from model import End as ModelEnd
 
 from tq_service.domain.catalog import Catalog
+from tq_service.domain.claims import ledger
 from tq_service.domain.claims.ledger import QueueClaim
 from tq_service.domain.claims.request import LeaseTerms
 from tq_service.domain.partition import PartitionSettings
@@ -34,6 +36,7 @@ from tq_service.domain.status import consumption_of
 from tq_service.domain.tables.cells import ColumnWrite
 from tq_service.domain.tables.meta import Condition, Order
 from tq_service.errors import (
+    BatchForgottenError,
     ClaimReleasedError,
     InvalidArgumentError,
     LeaseExpiredError,
@@ -68,6 +71,8 @@ def sampler_of(asking):
     match asking.sampler:
         case "sequential":
             sampler = SequentialSampler()
+        case "drawing":
+            sampler = DrawingSampler()
         case "rank_aware":
             sampler = RankAwareSampler(**options)
         case "grpo_group_n":
@@ -118,6 +123,7 @@ class Call:
             order_by=(Order("version", descending=True),) if asking.newest_first else (),
             data_fields=asking.fields,
             drop_last=asking.drop_last,
+            max_uses=asking.max_uses,
             finite=asking.finite,
             lease=None
             if asking.lease is None
@@ -188,6 +194,7 @@ class Driver:
     def open_life(self):
         self.life += 1
         self.model = Model(self.expected)
+        self.model.most_reusing = ledger._MOST_REUSING
         settings = PartitionSettings(
             expected_samples=self.expected,
             tasks=tuple(self.tasks) if self.is_declared else (),
@@ -229,7 +236,7 @@ class Driver:
 
         def released(claim, positions):
             if partition is self.partition:
-                rows = partition.table.index[positions]
+                rows = partition.table.index[positions].tolist()
                 self.model.release(self.model.task(name), claim.request_id, None if claim.lease is None else rows)
             nack(claim, positions)
 
@@ -319,11 +326,22 @@ class Driver:
         parts = [part.rows.tolist() for part in given]
         assert plan.rows.tolist() == [row for part in parts for row in part]
         self._check_packs(asking, given)
-        self._check_taken(task, asking, [row for part in parts for row in part])
+        rows = [row for part in parts for row in part]
+        self._check_taken(task, asking, rows)
         self._check_shares(asking, parts)
-        self.model.consume(task, [row for part in parts for row in part])
-        task.batches.append(parts)
+        self.model.batch(task, parts, self._consumed_by(task, asking, plan))
         task.dp_size = asking.dp_size
+
+    def _consumed_by(self, task, asking, plan):
+        """Return what a plan consumes, None where that is what it delivers; a sampler that draws decides itself."""
+        recorded = None if plan.consumed is None else set(plan.consumed.tolist())
+        wanted = None
+        if asking.sampler == "drawing":
+            wanted = set(plan.rows.tolist()) if recorded is None else recorded
+        consumed = self.model.consumed_by(task, asking, plan.rows.tolist(), wanted)
+        assert recorded == consumed
+        assert all(row in self.model.rows and row not in task.consumed for row in consumed or ())
+        return consumed
 
     def on_queue_claim(self, name, claim):
         task, request_id, lease = self.model.task(name), claim.request_id, claim.lease
@@ -334,7 +352,8 @@ class Driver:
         asking = self.asked_by[request_id]
         if len(self.tasks[name]) == 1:
             self._check_taken(task, asking, rows)
-        self.model.claim(task, asking, request_id, rows, self.now(), name=claim.name)
+        consumed = self._consumed_by(task, asking, claim.plan)
+        self.model.claim(task, asking, request_id, rows, self.now(), name=claim.name, consumed=consumed)
         if claim.name:
             self.named_answers[self.life, name, claim.name].append(rows)
         assert (lease is not None) == (asking.lease is not None)
@@ -363,6 +382,11 @@ class Driver:
 
     def _check_taken(self, task, asking, taken):
         rows = [self.model.rows[index] for index in taken]
+        if asking.sampler == "drawing" and not asking.slow:
+            assert all(self.model.is_ready(task, asking, row) for row in rows)
+            assert len(rows) == asking.total
+            assert not isinstance(self.model.answer(task, asking), ModelEnd | None)
+            return
         if asking.slow:
             # Planned a while ago: still to be had, and whole by what is known now.
             assert all(row.state == "live" and row.fields >= set(asking.fields) for row in rows)
@@ -498,6 +522,8 @@ class Driver:
             assert call.epoch != task.epoch
         elif isinstance(error, RankDisagreementError):
             assert call.may_disagree
+        elif isinstance(error, BatchForgottenError):
+            assert call.loss == "forgotten" or call.rank[2] <= task.forgotten or call.error_epoch != task.epoch
         elif isinstance(error, ClaimReleasedError):
             assert call.request_id in task.released or call.loss == "released"
         elif isinstance(error, LeaseExpiredError):
@@ -580,10 +606,17 @@ class Driver:
         kept = {
             index: parts
             for index, parts in enumerate(task.batches)
+            if index not in task.reused_batches
             if any(not part or any(row in self.model.rows for row in part) for part in parts)
         }
         with_rows = [parts for parts in kept.values() if any(row in self.model.rows for part in parts for row in part)]
-        assert set(real.batches) == set(kept)
+        assert set(real.batches) == set(kept) | {index for index in task.reusing if isinstance(index, int)}
+        assert list(real._reusing) == [
+            (real.batches if isinstance(each, int) else real.claims)[each].serial for each in task.reusing
+        ]
+        assert real.last_forgotten == task.forgotten
+        uses = real.uses.data[: table.count]
+        assert dict(zip(indexes[uses != 0].tolist(), uses[uses != 0].tolist(), strict=True)) == dict(+task.uses)
         assert {key: claim.rows.tolist() for key, claim in real.claims.items()} == {
             key: claim.rows for key, claim in task.claims.items()
         }

@@ -84,6 +84,7 @@ def _task(task):
         "by": {name: [record.serial for record in known.values()] for name, known in _found_by(task)},
         "leased": task.leased_count,
         "ended": list(task.ended.items()),
+        "reusing": list(task._reusing),
         "names": [list(task.names.claims.items()), list(task.names.past.items())],
     }
 
@@ -93,8 +94,9 @@ def _found_by(task):
     by_id = {request_id: claim for request_id, claim in task.claims.items() if request_id == claim.request_id}
     by_serial = {serial: record for serial, record in sorted(task._by_serial.items()) if serial == record.serial}
     without_rows = {index: task.batches[index] for index in task._without_rows}
-    assert list(without_rows) == [index for index, batch in by_index.items() if not batch.remaining]
-    assert len(by_serial) == len(by_index) + len(by_id)
+    going = {index: batch for index, batch in by_index.items() if not batch.plan.is_reusing}
+    assert list(without_rows) == [index for index, batch in going.items() if not batch.remaining]
+    assert len(by_serial) == len(going) + sum(claim.goes_with_rows for claim in by_id.values())
     return {"index": by_index, "request_id": by_id, "serial": by_serial}.items()
 
 

@@ -221,6 +221,24 @@ def asks(rank=None, *, task="t", sampler=None, least=None, request_id=None, epoc
     )
 
 
+class DrawingSampler(Sampler):
+    """Draws a whole batch with replacement; consumes one ready row or two, which it may not have drawn."""
+
+    name = "drawing"
+
+    def runs_inline(self, request):
+        return True
+
+    def plan(self, view, request):
+        ready = view.ready()
+        if ready.size < max(1, request.min_size):
+            return None
+        rng = np.random.default_rng(view.plan_count)
+        drawn = rng.choice(ready, request.total_size)
+        consumed = rng.choice(ready, min(ready.size, int(rng.integers(1, 3))), replace=False)
+        return Plan.of(np.array_split(drawn, request.rank_count), consumed)
+
+
 class SlowSampler(Sampler):
     """Plans as another sampler does, some turns of the event loop before its answer, or when it is let go."""
 

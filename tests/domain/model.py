@@ -97,6 +97,7 @@ class Asking:
     slow: bool = False
     lease: float | None = None
     max_deliveries: int | None = None
+    max_uses: int = 1
 
     @property
     def total(self):
@@ -124,6 +125,8 @@ class Claim:
     left: set = field(default_factory=set)
     deadline: float = 0.0
     runs: dict | None = None  # of each row, where they make up its groups
+    consumed: set | None = None  # what it consumes, where that is not what it delivers
+    returned: set = field(default_factory=set)  # acknowledged, and ready for their next use
 
 
 @dataclass
@@ -140,6 +143,10 @@ class TaskModel:
     expired: set = field(default_factory=set)
     deliveries: dict = field(default_factory=dict)
     acked: set = field(default_factory=set)
+    uses: Counter = field(default_factory=Counter)
+    reused_batches: set = field(default_factory=set)
+    reusing: list = field(default_factory=list)  # batch indexes and request ids, as many as are kept
+    forgotten: int = -1  # the last batch_index that was
     names: dict = field(default_factory=dict)  # claim_name -> request_id
     past_names: dict = field(default_factory=dict)  # claim_name -> End, or what became of samples of its claim
     dead_lettered: set = field(default_factory=set)
@@ -164,6 +171,7 @@ class Model:
         self.had_groups = False
         self.had_lengths = False
         self.tasks = {}
+        self.most_reusing = 1 << 10
 
     def task(self, name):
         return self.tasks.setdefault(name, TaskModel())
@@ -248,8 +256,11 @@ class Model:
     def _end_leases_of(self, indexes):
         """What failed or was cleared while it was leased counts as done."""
         for task in self.tasks.values():
-            for claim in task.claims.values():
+            for request_id, claim in list(task.claims.items()):
+                was_leased = bool(claim.left)
                 claim.left -= indexes
+                if was_leased:
+                    self._keep_if_reusing(task, request_id)
 
     def seal(self):
         self.sealed = True
@@ -263,6 +274,7 @@ class Model:
             row.state = "cleared"
             for task in self.tasks.values():
                 task.consumed.discard(row.index)
+                task.uses.pop(row.index, None)
                 task.dead_lettered.discard(row.index)
         self._end_leases_of({row.index for row in gone})
         for task in self.tasks.values():
@@ -280,10 +292,12 @@ class Model:
         task.consumed_count -= len(leased)
         if not keep_consumed:
             task.consumed, task.consumed_count, task.acked = set(), 0, set()
+            task.uses.clear()
         task.deliveries, task.dead_lettered, task.dead_lettered_count = {}, set(), 0
         task.epoch += 1
         task.dp_size, task.batches, task.end, task.claims = None, [], None, {}
         task.names, task.past_names = {}, {}
+        task.reusing, task.reused_batches, task.forgotten = [], set(), -1
 
     # What is ready
 
@@ -476,13 +490,52 @@ class Model:
         task.consumed |= set(indexes)
         task.consumed_count += len(indexes)
 
-    def claim(self, task, asking, request_id, rows, now, *, name=""):
+    def consumed_by(self, task, asking, rows, wanted):
+        """Return what a plan consumes: None where that is what it delivers, and nothing twice."""
+        counts = Counter(rows)
+        spent = {row for row in counts if asking.max_uses > 1 and task.uses[row] + counts[row] >= asking.max_uses}
+        if wanted is None:
+            wanted = set(rows) if asking.max_uses == 1 else set()
+        consumed = wanted | spent
+        return None if consumed == set(rows) and len(rows) == len(consumed) else consumed
+
+    def batch(self, task, parts, consumed):
+        """Hand out a batch to ranks."""
+        rows = [row for part in parts for row in part]
+        task.batches.append(parts)
+        self.consume(task, rows if consumed is None else consumed)
+        if consumed is not None:
+            task.uses.update(rows)
+            task.reused_batches.add(len(task.batches) - 1)
+            self._keep_reusing(task, len(task.batches) - 1)
+
+    def _keep_reusing(self, task, record):
+        task.reusing.append(record)
+        while len(task.reusing) > self.most_reusing:
+            oldest = task.reusing.pop(0)
+            if isinstance(oldest, int):
+                task.forgotten = oldest
+            else:
+                self._lose_name(task, oldest, "forgotten")
+                del task.claims[oldest]
+
+    def _keep_if_reusing(self, task, request_id):
+        """A claim whose rows others may have is kept as long as there are few, once it leases none."""
+        claim = task.claims.get(request_id)
+        if claim and claim.consumed is not None and not claim.left and request_id not in task.reusing:
+            self._keep_reusing(task, request_id)
+
+    def claim(self, task, asking, request_id, rows, now, *, name="", consumed=None):
         """Hand out rows to a queue worker."""
         if name:
             assert name not in task.names | task.past_names, "a name stands for two answers"
             task.names[name] = request_id
-        self.consume(task, rows)
-        claim = task.claims[request_id] = Claim(rows, asking, set(rows))
+        taken = set(rows) if consumed is None or asking.lease else set()
+        self.consume(task, taken | (consumed or set()))
+        claim = task.claims[request_id] = Claim(rows, asking, taken | (consumed or set()), consumed=consumed)
+        if consumed is not None and not asking.lease:
+            task.uses.update(rows)
+            self._keep_reusing(task, request_id)
         if self.takes_runs(asking):
             claim.runs = self.units_among(asking, [self.rows[row] for row in rows])
         task.rows_of_claims[request_id] = rows
@@ -491,16 +544,19 @@ class Model:
                 "handed out although it was done, or dead-lettered"
             )
             claim.left, claim.deadline = set(rows), now + asking.lease
-            for row in rows:
+            for row in set(rows):
                 task.deliveries[row] = task.deliveries.get(row, 0) + 1
 
     def release(self, task, request_id, rows=None):
         claim = task.claims[request_id]
         self._lose_name(task, request_id, "released")
         if not claim.asking.lease:
-            del task.claims[request_id]
-            task.consumed -= set(claim.rows)
-            task.consumed_count -= len(claim.rows)
+            self._drop(task, request_id)
+            taken = set(claim.rows) if claim.consumed is None else claim.consumed
+            task.consumed -= taken
+            task.consumed_count -= len(taken)
+            if claim.consumed is not None:
+                task.uses.subtract([row for row in claim.rows if row in self.rows])
             return
         back = claim.left if rows is None else claim.left & set(rows)
         for row in back:
@@ -513,13 +569,21 @@ class Model:
         claim.held -= back
         claim.left = claim.left - back
         self._drop_empty_claims(task)
+        for request_id in [key for key, known in task.claims.items() if known is claim]:
+            self._keep_if_reusing(task, request_id)
 
     def _drop_empty_claims(self, task):
-        """A record goes with the last of its rows."""
-        kept = {request_id: claim for request_id, claim in task.claims.items() if claim.held & self.rows.keys()}
-        for request_id in task.claims.keys() - kept.keys():
-            self._lose_name(task, request_id, "cleared")
-        task.claims = kept
+        """A record goes with the last of its rows, unless others may have them too."""
+        for request_id, claim in list(task.claims.items()):
+            goes_with_rows = claim.consumed is None or claim.asking.lease
+            if goes_with_rows and not claim.returned and not claim.held & self.rows.keys():
+                self._lose_name(task, request_id, "cleared")
+                self._drop(task, request_id)
+
+    def _drop(self, task, request_id):
+        del task.claims[request_id]
+        if request_id in task.reusing:
+            task.reusing.remove(request_id)
 
     def _lose_name(self, task, request_id, loss):
         for name in [name for name, known in task.names.items() if known == request_id]:
@@ -552,11 +616,21 @@ class Model:
             return "LeaseExpiredError" if there or request_id in task.expired else 0
         if not claim.asking.lease:
             return "PreconditionError"
-        if there - claim.held:
+        if there - claim.held - claim.returned:
             return "LeaseExpiredError"
         chosen = there & claim.left
         if self.parts_a_group(claim, chosen):
             return "InvalidArgumentError"
+        returned = chosen - claim.consumed if claim.consumed is not None else set()
+        task.acked |= chosen - returned
+        claim.returned |= returned
+        if claim.consumed is not None:
+            task.uses.update(row for row in claim.rows if row in chosen)
+        for row in returned:
+            task.deliveries[row] = 0
         claim.left = claim.left - chosen
-        task.acked |= chosen
+        if returned:
+            self._lose(task, claim, returned)
+        elif chosen:
+            self._keep_if_reusing(task, request_id)
         return len(chosen)

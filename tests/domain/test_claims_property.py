@@ -6,6 +6,7 @@ are made, everything else when the loop has come to rest.
 
 import asyncio
 import random
+from dataclasses import replace
 from unittest import mock
 
 import numpy as np
@@ -18,6 +19,7 @@ from model import Asking
 from property_settings import examples
 
 from tq_service.custom_meta import JSON_NULL
+from tq_service.domain.claims import ledger
 from tq_service.domain.claims.ledger import QueueClaim
 from tq_service.domain.plan import RankPlan
 from tq_service.domain.tables import table as table_module
@@ -69,7 +71,19 @@ def asking_for(rng, *, ranked):
         slow=rng.random() < 0.3,
         lease=None if ranked or rng.random() < 0.4 else rng.choice([50.0, 200.0, 500.0]),
         max_deliveries=rng.choice([None, 1, 2, 3]),
+        max_uses=rng.choice([1, 1, 1, 1, 2, 3]),
     )
+
+
+def reusing(rng, asking):
+    """Return a way of asking of which samples are delivered more than once."""
+    if rng.random() < 0.5:
+        return replace(asking, max_uses=rng.choice([2, 3]))
+    singly = {"unit": "sample", "grouped": False, "block_size": None, "anywhere": False, "take": False}
+    batch_size = rng.choice([1, 2, 4])
+    min_size = batch_size if asking.dp_size else rng.randint(1, batch_size)
+    singly |= {"batch_size": batch_size, "min_size": min_size, "needs_length": False}
+    return replace(asking, sampler="drawing", **singly)
 
 
 class Interleaving:
@@ -271,9 +285,11 @@ class Interleaving:
             await turns(3)
             if call.error is None:
                 assert call.answer.rows.tolist() == rows
+                assert set(rows) <= self.driver.model.rows.keys()
         elif waiting:
             call = rng.choice(waiting)
-            self.driver.ask(name, call.asking, request_id=call.request_id, claim_name=call.name)
+            again = self.driver.ask(name, call.asking, request_id=call.request_id, claim_name=call.name)
+            again.may_disagree = call.may_disagree
 
     async def leave(self, rng):
         waiting = [call for call in self.driver.calls if not call.future.done()]
@@ -309,8 +325,9 @@ class Interleaving:
             if model.parts_a_group(claim, expected):
                 expected = None
         else:
-            expected = set(claim.rows) & model.rows.keys()
-            if rows is not None and not expected <= set(rows.tolist()):
+            delivered = set(claim.rows) & model.rows.keys()
+            expected = delivered if claim.consumed is None else claim.consumed & model.rows.keys()
+            if rows is not None and not delivered <= set(rows.tolist()):
                 expected = None
         if expected is None:
             with pytest.raises(InvalidArgumentError):
@@ -393,7 +410,7 @@ class Interleaving:
 
     async def _consume_to_the_end(self, name, asking):
         driver, task = self.driver, self.driver.model.task(name)
-        for _ in range(len(driver.model.rows) + 2):
+        for _ in range(3 * len(driver.model.rows) + 2):
             index = len(task.batches)
             ranks = [(dp_rank, asking.dp_size, index) for dp_rank in range(asking.dp_size)] or [None]
             calls = [driver.ask(name, asking, rank) for rank in ranks]
@@ -409,7 +426,7 @@ class Interleaving:
 
     def _acknowledge(self, name):
         task, partition = self.driver.model.task(name), self.driver.partition
-        for request_id, claim in task.claims.items():
+        for request_id, claim in list(task.claims.items()):
             if claim.left:
                 left = len(claim.left)
                 assert self.driver.model.ack(task, request_id, claim.rows) == left
@@ -427,9 +444,11 @@ class Interleaving:
         assert partition.state_counts == [0, 0, 0, 0]
         assert partition.groups.members.data.sum() == 0
         for task in partition.tasks.values():
-            assert not task.claims
-            assert all(0 in batch.plan.sizes and not batch.remaining for batch in task.batches.values())
-            assert len(task._by_serial) == len(task.batches)
+            kept = {record.serial for record in task._reusing.values()}
+            assert all(claim.serial in kept for claim in task.claims.values())
+            left = [batch for batch in task.batches.values() if batch.serial not in kept]
+            assert all(0 in batch.plan.sizes and not batch.remaining for batch in left)
+            assert task._by_serial.keys() - kept == {batch.serial for batch in left}
             assert task.backlog == 0
             assert not task.leased_count
         for planner in self.driver.catalog._serving[partition].planners.values():
@@ -473,6 +492,13 @@ class Leasing(Interleaving):
                 for way, (span, most) in zip(ways, leases, strict=True)
             ]
         }
+
+
+class Reusing(Interleaving):
+    """All tasks are delivered samples more than once."""
+
+    def ways(self, rng):
+        return {name: [reusing(rng, way) for way in ways] for name, ways in super().ways(rng).items()}
 
 
 class Crowded(Interleaving):
@@ -532,6 +558,14 @@ def test_leases_are_what_the_model_says(seed, steps):
     driver = asyncio.run(interleave(rng.getrandbits(32), steps, Leasing))
     assert not driver.model.rows
     assert driver.partition.table.present_count == 0
+
+
+@examples(100, derandomize=True)
+@given(SEEDS, sequences(80))
+def test_claims_that_reuse_samples_are_what_the_model_says(seed, steps):
+    with mock.patch.object(ledger, "_MOST_REUSING", 3):
+        driver = asyncio.run(interleave(seed, steps, Reusing))
+    assert not driver.model.rows
 
 
 @examples(80, derandomize=True)

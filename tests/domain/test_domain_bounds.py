@@ -4,10 +4,24 @@ import asyncio
 import gc
 import time
 import weakref
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from domain_support import asks, clear, insert, new_id, new_write, seal, task_of, turns, update, write_to
+from domain_support import (
+    asks,
+    batch_spec,
+    clear,
+    insert,
+    new_id,
+    new_write,
+    plan_of,
+    seal,
+    task_of,
+    turns,
+    update,
+    write_to,
+)
 
 from tq_service.domain.admission.bounds import BacklogBound, demand_of
 from tq_service.domain.admission.queue import AdmissionQueue
@@ -319,6 +333,21 @@ def test_limits_that_bound_nothing_or_make_no_sense_are_refused(arguments):
     with pytest.raises(InvalidArgumentError) as caught:
         StalenessLimit(task_name="t", **arguments)
     assert caught.value.field == "staleness_limits"
+
+
+def test_records_of_plans_that_do_not_consume_what_they_deliver_are_bounded_in_rows(monkeypatch):
+    monkeypatch.setattr("tq_service.domain.claims.ledger._MOST_REUSING_ROWS", 10)
+    train = bounded(max_bytes=1)
+    task = task_of(train, "t")
+    insert(train, 4)
+    for size in (4, 4, 4, 12, 4):
+        plan = replace(plan_of(np.arange(size) % 4), consumed=np.zeros(0, np.int64))
+        task.claim_batch(batch_spec(), plan, np.arange(4))
+    assert (list(task.batches), task.last_forgotten) == ([4], 3)
+    assert task.uses[:4].tolist() == [7, 7, 7, 7]
+    for _ in range(2):
+        task.claim_batch(batch_spec(), plan, np.arange(4))
+    assert list(task.batches) == [5, 6]
 
 
 def test_names_of_claims_that_are_gone_are_bounded_in_number(monkeypatch):

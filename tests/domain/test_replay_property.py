@@ -1,13 +1,16 @@
 """Whatever happens to a catalog, its changes written down and made again give the same catalog."""
 
 import asyncio
+from unittest import mock
 
+import pytest
 from digest import digest
 from hypothesis import given
 from property_settings import examples
-from test_claims_property import SEEDS, Interleaving, sequences
+from test_claims_property import SEEDS, Interleaving, Reusing, sequences
 
 from tq_service.domain.catalog import Catalog
+from tq_service.domain.claims import ledger
 from tq_service.durable.codec import decode_group, encode_group, encode_named
 from tq_service.samplers import PlanRunner
 
@@ -35,9 +38,9 @@ def replayed(journal):
     return catalog
 
 
-async def drive(seed, steps):
+async def drive(seed, steps, kind):
     """Return a catalog after some steps, and its journal."""
-    interleaving = Interleaving(seed)
+    interleaving = kind(seed)
     driver, journal = interleaving.driver, Journal()
     created = driver.partition
     driver.catalog.remove(created.partition_id, b"")  # it was made before there was a journal
@@ -54,11 +57,13 @@ async def drive(seed, steps):
     return driver.catalog, journal
 
 
+@pytest.mark.parametrize("kind", [Interleaving, Reusing])
 @examples(50, derandomize=True)
 @given(SEEDS, sequences(60))
-def test_changes_made_again_give_the_same_state(seed, steps):
-    catalog, journal = asyncio.run(drive(seed, steps))
-    again = replayed(journal)
+def test_changes_made_again_give_the_same_state(kind, seed, steps):
+    with mock.patch.object(ledger, "_MOST_REUSING", 3):
+        catalog, journal = asyncio.run(drive(seed, steps, kind))
+        again = replayed(journal)
     assert sorted(again.names()) == sorted(catalog.names())
     for name in catalog.names():
         assert digest(again.get(name)) == digest(catalog.get(name))

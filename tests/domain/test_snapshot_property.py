@@ -4,15 +4,17 @@ import asyncio
 import random
 from unittest import mock
 
+import pytest
 from claims_driver import NAME
 from digest import digest, record_of
 from domain_support import turns
 from hypothesis import given
 from hypothesis import strategies as st
 from property_settings import examples
-from test_claims_property import ROWS_ARE_MOVED, SEEDS, Interleaving, sequences
+from test_claims_property import ROWS_ARE_MOVED, SEEDS, Interleaving, Reusing, sequences
 
 from tq_service.domain.catalog import Catalog
+from tq_service.domain.claims import ledger
 from tq_service.domain.claims.ledger import QueueClaim
 from tq_service.domain.partition import Partition
 from tq_service.domain.tables import table as table_module
@@ -58,8 +60,8 @@ async def settled(driver):
     await driver.settle()
 
 
-async def check_is_read_back_as_it_was(seed, steps, later, path):
-    interleaving = Interleaving(seed)
+async def check_is_read_back_as_it_was(kind, seed, steps, later, path):
+    interleaving = kind(seed)
     driver = interleaving.driver
     for name, step_seed in steps:
         await interleaving.step(name, step_seed)
@@ -95,12 +97,14 @@ async def answer_alike(seed, driver, calls, one, other):
                 await turns(5)
 
 
+@pytest.mark.parametrize("kind", [Interleaving, Reusing])
 @examples(40, derandomize=True)
 @given(SEEDS, sequences(50), sequences(10) | st.just([]))
-def test_a_snapshot_is_the_catalog_as_it_was(tmp_path_factory, seed, steps, later):
+def test_a_snapshot_is_the_catalog_as_it_was(tmp_path_factory, kind, seed, steps, later):
     path = tmp_path_factory.getbasetemp() / "property.tqs"
-    with mock.patch("os.fsync"):  # hundreds of which take minutes on a busy disk
-        asyncio.run(check_is_read_back_as_it_was(seed, steps, later, path))
+    # fsync: hundreds of which take minutes on a busy disk
+    with mock.patch("os.fsync"), mock.patch.object(ledger, "_MOST_REUSING", 3):
+        asyncio.run(check_is_read_back_as_it_was(kind, seed, steps, later, path))
 
 
 @examples(20, derandomize=True)
@@ -108,4 +112,4 @@ def test_a_snapshot_is_the_catalog_as_it_was(tmp_path_factory, seed, steps, late
 def test_a_snapshot_is_the_catalog_as_it_was_while_rows_are_moved(tmp_path_factory, seed, steps, later):
     path = tmp_path_factory.getbasetemp() / "property.tqs"
     with mock.patch("os.fsync"), mock.patch.multiple(table_module, **ROWS_ARE_MOVED):
-        asyncio.run(check_is_read_back_as_it_was(seed, steps, later, path))
+        asyncio.run(check_is_read_back_as_it_was(Interleaving, seed, steps, later, path))

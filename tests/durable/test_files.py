@@ -57,7 +57,8 @@ def check_catalog(catalog: Catalog) -> None:
     (name,) = catalog.names()
     partition = catalog.get(name)
     assert without_times(digest(partition)) == without_times(digest(expected.get("train")))
-    assert sorted(partition.tasks["other"].batches) == [0]
+    assert sorted(partition.tasks["other"].batches) == [0, 1]
+    assert partition.tasks["other"].batches[1].plan.consumed.tolist() == [8]
     assert list(partition.tasks["other"].claims) == [b"3" * 16, b"4" * 16]
     assert partition.tasks["other"].names.claims == {"a": b"4" * 16}
     assert list(partition.tasks["other"].names.past) == ["b"]

@@ -9,6 +9,7 @@ from tq_service.samplers import (
     GRPOGroupNSampler,
     ListView,
     PackedSampler,
+    Plan,
     PlanRequest,
     RankAwareSampler,
     SeqlenBalancedSampler,
@@ -72,6 +73,17 @@ def test_what_is_left_is_produced_or_not():
     assert view.ready().tolist() == [3]
     view.produce(view.rows()[2:])
     assert view.ready().tolist() == [2, 3]
+
+
+def test_a_plan_that_is_recorded_is_consumed():
+    view = ListView([1, 1, 1, 1])
+    view.record(Plan.of([[0]]))
+    assert (view.ready().tolist(), view.plan_count) == ([1, 2, 3], 1)
+    view.record(Plan.of([[1, 1], [2]], consumed=[3]))
+    assert (view.ready().tolist(), view.plan_count) == ([1, 2], 2)
+    assert view.use_counts(view.rows()).tolist() == [1, 2, 1, 0]
+    view.record(Plan.of([[1, 2]]), max_uses=3)
+    assert view.ready().tolist() == [2]
 
 
 def test_meta_and_names():

@@ -27,7 +27,7 @@ def request(batch_size, *, min_size=None):
 def test_the_code_runs():
     blocks = re.findall(r"(<!-- not run -->\n)?```python\n(.*?)```", DOCUMENT, re.DOTALL)
     code = [block for not_run, block in blocks if not not_run]
-    assert len(code) == 4
+    assert len(code) == 5
     exec(compile("\n".join(code), "docs/samplers.md", "exec"), {"__name__": "samplers_document"})
 
 

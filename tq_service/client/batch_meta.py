@@ -293,11 +293,11 @@ class BatchMeta:
 
         Parts of one claim are of that claim together; those of several claims are of none any more, and each is to be
         acknowledged or released by itself. A field that is dense in one part and jagged in another, which was asked for
-        later, is jagged.
+        later, is jagged. A sample may come several times, as in batches that are drawn with replacement.
 
         Raises:
-            InvalidArgumentError: no parts, parts of different incarnations, epochs or fields, one that is not a
-                batch, or a sample that comes twice.
+            InvalidArgumentError: no parts, parts of different incarnations, epochs or fields, or one that is not a
+                batch.
         """
         if not parts:
             raise InvalidArgumentError("no batches to concatenate; give at least one", field="parts")
@@ -305,8 +305,6 @@ class BatchMeta:
         for part in parts:
             _check_concat(first, part)
         samples = _samples_of(parts)
-        if np.unique(samples["indexes"]).size != samples["indexes"].size:
-            raise InvalidArgumentError("a sample is in two of the batches; concatenate distinct ones", field="parts")
         starts = np.cumsum([0, *(part.size for part in parts[:-1])]).tolist()
         return replace(
             first,

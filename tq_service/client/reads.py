@@ -211,6 +211,34 @@ def _place(values: Bytes, targets: Indexes, positions: Indexes, column: ColumnSh
         values[target : target + end - start] = buffer[start:end]
 
 
+def each_once(metadata: BatchMeta) -> tuple[BatchMeta, Indexes | None]:
+    """Return a batch with each of its samples once, and which of these stands at each position of it `(n,)`.
+
+    None where no sample comes twice: the batch is returned as it is.
+    """
+    indexes = metadata.indexes
+    if (indexes[1:] > indexes[:-1]).all():
+        return metadata, None
+    distinct, first, order = np.unique(indexes, return_index=True, return_inverse=True)
+    if distinct.size == indexes.size:
+        return metadata, None
+    return metadata.select_samples(first), order
+
+
+def take_rows(received: Received, order: Indexes) -> Received:
+    """Return the rows of a column at some positions `(n,)`, of which one may come twice."""
+    column, buffer = received
+    row_bytes = fixed_row_bytes(column.spec)
+    if row_bytes is not None:
+        values = buffer.reshape(column.row_count, row_bytes)[order].reshape(-1)
+    else:
+        bounds = column.row_offsets()
+        ends = zip(bounds[order].tolist(), bounds[order + 1].tolist(), strict=True)
+        values = np.concatenate([buffer[start:end] for start, end in ends])
+    extents = None if column.extents is None else column.extents[order]
+    return replace(column, row_count=order.size, extents=extents, value_bytes=values.size), values
+
+
 def empty_columns(specs: Sequence[FieldSpec], layout: ReadLayout | None = None) -> Sequence[Received]:
     """Return columns without rows, typed by their specs; what no put has fixed yet is dense float32 scalars."""
     nothing = np.empty(0, np.uint8)

@@ -262,6 +262,7 @@ def get_meta_request(
     lease: float | None,
     max_deliveries: int | None,
     claim_name: str | None,
+    max_uses: int | None,
     **others: Any,
 ) -> pb.GetMetaRequest:
     """Return the request for a batch, of which `others` are fields; `max_wait` is set at each poll."""
@@ -275,6 +276,7 @@ def get_meta_request(
         order_by=[_order(position, column) for position, column in enumerate(listed("order_by", order_by))],
         lease=None if lease is None else lease_duration(lease),
         max_deliveries=_not_zero("max_deliveries", max_deliveries, "at least 1") or 0,
+        max_uses=_not_zero("max_uses", max_uses, "at least 1") or 0,
         claim_name=_not_empty("claim_name", claim_name) or "",
         **others,
     )

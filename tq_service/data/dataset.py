@@ -81,6 +81,7 @@ class StreamingDataset(IterableDataset[Any]):
         pack: yield a `PackedMicroBatch` for each pack of the plan, one sequence of `pack.pack_max_length` tokens, as
             `split_packs` makes it; for the sampler `packed`.
         layout: of the fields that are fetched, see `Client.get_data`; None: as the fields are.
+        max_uses: how often a sample is delivered before it counts as consumed, see `Client.get_meta`; None: once.
         start_batch_index: the first batch, for a rank that is restarted in the middle.
         where: conditions on custom_meta, such as `("version", ">=", 3)`, all of which must hold.
         order_by: custom_meta columns that order ready samples.
@@ -117,6 +118,7 @@ class StreamingDataset(IterableDataset[Any]):
         process_batch_fn: ProcessBatch | None = None,
         pack: PackOptions | None = None,
         layout: ReadLayout | None = None,
+        max_uses: int | None = None,
         start_batch_index: int = 0,
         where: Sequence[tuple[str, str, Any]] = (),
         order_by: Sequence[Any] = (),
@@ -141,6 +143,7 @@ class StreamingDataset(IterableDataset[Any]):
         _require(0 <= dp_rank < dp_size, "dp_rank", dp_rank, f"0 to {dp_size - 1}, below dp_size")
         _require(start_batch_index >= 0, "start_batch_index", start_batch_index, "at least 0")
         _require(replay_buffer_bytes >= 0, "replay_buffer_bytes", replay_buffer_bytes, "at least 0")
+        _require(max_uses is None or max_uses >= 1, "max_uses", max_uses, "at least 1")
         _require(layout in (None, *get_args(ReadLayout)), "layout", repr(layout), "None, 'auto', 'dense' or 'jagged'")
         _require(max_wait > 0, "max_wait", max_wait, "more than 0 seconds")
         _require(timeout > 0, "timeout", timeout, "more than 0 seconds")
@@ -170,6 +173,7 @@ class StreamingDataset(IterableDataset[Any]):
                 max_wait=max_wait,
                 timeout=timeout,
                 layout=layout,
+                max_uses=max_uses,
             ),
             fetch_batch_fn=fetch_batch_fn or fetch_batch,
             client_factory=client_factory,

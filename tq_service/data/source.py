@@ -52,6 +52,7 @@ class BatchRequest:
     max_wait: float
     timeout: float
     layout: ReadLayout | None = None
+    max_uses: int | None = None
 
     def keywords(self) -> dict[str, Any]:
         """Return the keyword arguments of fetch_batch_fn that the request gives."""
@@ -73,6 +74,7 @@ class BatchRequest:
             "max_wait": self.max_wait,
             "timeout": self.timeout,
             **({} if self.layout is None else {"layout": self.layout}),
+            **({} if self.max_uses is None else {"max_uses": self.max_uses}),
         }
 
 
@@ -85,7 +87,7 @@ def fetch_batch(
     added: `client` (a sync client of the calling thread or worker), `batch_index`, `partition_id`, `task_name`,
     `data_fields`, `batch_size`, `micro_batch_size`, `dp_rank`, `dp_size`, `sampler`, `sampler_config`, `where`,
     `order_by`, `drop_last`, `batch_unit`, `finite`, `max_wait`, `timeout`, `incarnation`, `epoch` (b"" and None
-    until the first batch has come), and `layout` where the dataset was given one.
+    until the first batch has come), and `layout` and `max_uses` where the dataset was given them.
 
     Returns:
         The data and its meta. The data is None where the meta is no batch: with status "not_yet" the function is

@@ -106,14 +106,25 @@ class RankPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What a sampler decides for one batch: one part for each rank."""
+    """What a sampler decides for one batch: one part for each rank.
+
+    Attributes:
+        ranks: what each rank gets.
+        consumed: the rows that the batch consumes, each once. None: all that it delivers, each of which it delivers
+            once. Where given, a row may be delivered more than once, delivered rows that are not consumed stay ready
+            for later batches (sampling with replacement), and rows that are not delivered are dropped.
+    """
 
     ranks: tuple[RankPlan, ...]
+    consumed: Indexes | None = None
 
     @classmethod
-    def of(cls, parts: Sequence[Indexes]) -> Plan:
+    def of(cls, parts: Sequence[Indexes], consumed: Indexes | None = None) -> Plan:
         """Return the plan that gives `parts[rank]` to each rank, as plain micro-batches."""
-        return cls(ranks=tuple(RankPlan(rows=np.asarray(part, dtype=np.int64)) for part in parts))
+        return cls(
+            ranks=tuple(RankPlan(rows=np.asarray(part, dtype=np.int64)) for part in parts),
+            consumed=None if consumed is None else np.asarray(consumed, dtype=np.int64),
+        )
 
 
 class View(Protocol):
@@ -122,7 +133,16 @@ class View(Protocol):
     Rows are global indexes throughout. Ready means: live, all data fields produced, not consumed by the task, passing
     the request's `where`, having the length the sampler declares. A view may be read from the sampler's thread while
     the partition goes on changing; a plan whose rows are gone by then is planned again.
+
+    Attributes:
+        plan_count: how many plans of the task were recorded before, in all epochs: the seed of what is drawn at random,
+            since for two batches all else may be the same.
     """
+
+    @property
+    def plan_count(self) -> int:
+        """See the class."""
+        ...
 
     def ready(self, limit: int | None = None) -> Indexes:
         """Return up to `limit` ready rows in index order, or in the request's `order_by`."""
@@ -180,6 +200,10 @@ class View(Protocol):
 
     def group_names(self, rows: Indexes) -> list[str | None]:
         """Return the explicit group of each row."""
+        ...
+
+    def use_counts(self, rows: Indexes) -> Indexes:
+        """Return how often the task was delivered each row and did not consume it `(n,)`; see `get_meta(max_uses=)`."""
         ...
 
     def states(self, rows: Indexes) -> list[str]:

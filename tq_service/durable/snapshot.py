@@ -3,7 +3,7 @@
 A file is of records (`record_file`), each of which but the bytes of blocks is (kind, value):
 
     header, [checkpoint], [block, bytes ...] ..., state
-    state: [partition, column ..., [task, (batches | claims | names | past_names | ended) ...] ...] ...,
+    state: [partition, column ..., [task, (batches | claims | names | past_names | reusing | ended) ...] ...] ...,
         answers ..., puts ...
 
 Values are in the encoding of `codec`, columns in that of `column_codec`. Columns are found by name: one that the file
@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, repeat
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
@@ -151,6 +151,7 @@ class Batches:
         rows: of the plans of all of them, one after the other.
         sizes: of each plan.
         steps: of each plan.
+        consumed: of each plan; empty: of none of them.
     """
 
     batch_spec: BatchSpec
@@ -159,6 +160,7 @@ class Batches:
     rows: Indexes
     sizes: list[tuple[int, ...]]
     steps: list[tuple[Steps, ...]]
+    consumed: list[Indexes | None] = field(default_factory=list)
 
     @classmethod
     def of(cls, batch_spec: BatchSpec, batches: Sequence[Batch]) -> Batches:
@@ -170,17 +172,22 @@ class Batches:
             rows=np.concatenate([batch.plan.rows for batch in batches]),
             sizes=[batch.plan.sizes for batch in batches],
             steps=[batch.plan.steps for batch in batches],
+            consumed=[batch.plan.consumed for batch in batches]
+            if any(batch.plan.is_reusing for batch in batches)
+            else [],
         )
 
     def all(self) -> Iterator[Batch]:
         """Yield the batches."""
         spec, end = self.batch_spec, 0
-        for serial, batch_index, sizes, steps in zip(
-            self.serials, self.batch_indexes, self.sizes, self.steps, strict=True
+        for serial, batch_index, sizes, steps, consumed in zip(
+            self.serials, self.batch_indexes, self.sizes, self.steps, self.consumed or repeat(None), strict=False
         ):
             start, end = end, end + sum(sizes)
             rows = self.rows[start:end].copy()  # lest one batch keep the rows of all
-            plan = RecordedPlan(rows=rows, sizes=sizes, steps=steps, micro_batch_size=spec.micro_batch_size)
+            plan = RecordedPlan(
+                rows=rows, sizes=sizes, steps=steps, micro_batch_size=spec.micro_batch_size, consumed=consumed
+            )
             yield Batch(serial=serial, batch_spec=spec, plan=plan, batch_index=batch_index)
 
 
@@ -195,6 +202,7 @@ _KINDS: Final[dict[str, Any]] = {
     "claims": list[QueueClaim],
     "names": list[tuple[str, bytes]],  # see `ClaimNames`
     "past_names": list[tuple[str, PastName]],
+    "reusing": list[int],  # serials, see `TaskSnapshot`
     "ended": list[tuple[bytes, tuple[float, bool]]],  # see `EndedClaims`
     "answers": list[Entry],
     "puts": list[bytes],  # as they are in the log
@@ -318,6 +326,7 @@ def _partition_records(partition: PartitionSnapshot) -> Iterator[tuple[str, Any]
         yield from (("claims", claims) for claims in gathered(task.claims, _CLAIMS_A_RECORD))
         yield from (("names", names) for names in gathered(task.names, _IDS_A_RECORD))
         yield from (("past_names", names) for names in gathered(task.past_names, _IDS_A_RECORD))
+        yield from (("reusing", serials) for serials in gathered(task.reusing, _IDS_A_RECORD))
         yield from (("ended", ended) for ended in gathered(task.ended, _IDS_A_RECORD))
 
 
@@ -343,6 +352,8 @@ class _Partition:
                 self._tasks[-1].names.extend(value)
             case "past_names":
                 self._tasks[-1].past_names.extend(value)
+            case "reusing":
+                self._tasks[-1].reusing.extend(value)
             case "ended":
                 self._tasks[-1].ended.extend(value)
             case _:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tq_service.domain.claims.runs import groups_in_runs
-from tq_service.domain.plan import Groups, Indexes
+from tq_service.domain.plan import Groups, Indexes, Plan
 from tq_service.schema import BatchUnit, Blocks
 
 
@@ -39,6 +39,8 @@ class ListView:
         self._produced = np.ones(self._lengths.size, np.bool_)
         self._produced[np.asarray(unproduced, np.int64)] = False
         self._left = np.ones(self._lengths.size, np.bool_)
+        self._uses = np.zeros(self._lengths.size, np.int64)
+        self._plan_count = 0
         self._group_size = group_size
         self._meta = {name: np.asarray(column) for name, column in (meta or {}).items()}
         if group_size is not None and group_size < 1:
@@ -53,6 +55,25 @@ class ListView:
     def consume(self, rows: Indexes) -> None:
         """Let these rows be left no longer, as if they had been delivered and acknowledged."""
         self._left[rows] = False
+
+    def record(self, plan: Plan, *, max_uses: int = 1) -> None:
+        """Consume what a plan consumes, and count what it delivers, as the service does with `get_meta(max_uses=)`."""
+        rows = np.concatenate([part.rows for part in plan.ranks])
+        np.add.at(self._uses, rows, 1)
+        self._plan_count += 1
+        if plan.consumed is not None:
+            self.consume(plan.consumed)
+        if plan.consumed is None or max_uses > 1:
+            self.consume(rows[self._uses[rows] >= max_uses])
+
+    @property
+    def plan_count(self) -> int:
+        """Number of plans that were recorded."""
+        return self._plan_count
+
+    def use_counts(self, rows: Indexes) -> Indexes:
+        """Return how often each row was delivered by plans that were recorded `(n,)`."""
+        return self._uses[rows]
 
     def produce(self, rows: Indexes) -> None:
         """Let these rows have all their fields."""

@@ -10,9 +10,20 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from tq_service.domain.plan import LengthSource, MustBeAwaited, Pack, Plan, PlanRequest, RankPlan, Sampler, View
+from tq_service.domain.plan import (
+    Indexes,
+    LengthSource,
+    MustBeAwaited,
+    Pack,
+    Plan,
+    PlanRequest,
+    RankPlan,
+    Sampler,
+    View,
+)
 from tq_service.errors import SamplerError, SamplerTimeoutError, TqError
 from tq_service.samplers.daemon_threads import start_daemon_thread
+from tq_service.schema import MOST_SAMPLES
 
 T = TypeVar("T")
 _LARGEST_INT64 = 2**63 - 1
@@ -208,9 +219,9 @@ def check_plan(sampler: str, plan: object, request: PlanRequest) -> Plan | None:
     A plan that passes can be written down and sent: that must not fail once its rows are consumed.
 
     Raises:
-        SamplerError: it is no plan, has not one part for each rank, has no rows or a row twice, positions outside a
-            rank's rows or twice, numbers of steps or packs that differ between ranks, or anything that is not of the
-            type `tq_service.domain.plan` says.
+        SamplerError: it is no plan, has not one part for each rank, has no rows, a row twice although it does not say
+            which it consumes, positions outside a rank's rows or twice, numbers of steps or packs that differ between
+            ranks, or anything that is not of the type `tq_service.domain.plan` says.
     """
     if plan is None:
         return None
@@ -225,16 +236,26 @@ def check_plan(sampler: str, plan: object, request: PlanRequest) -> Plan | None:
     rows = np.concatenate([part.rows for part in plan.ranks])
     if not rows.size:
         raise _fault(sampler, "a plan without rows", "at least one row, or None where not enough is ready")
-    rows.sort()
-    is_repeated = rows[1:] == rows[:-1]
-    if is_repeated.any():
-        raise _fault(
-            sampler, f"row {rows[is_repeated.argmax()]} more than once", "every row at most once over all ranks"
-        )
+    if plan.consumed is None:
+        remedy = "every row at most once over all ranks, or `consumed` beside them"
+        _check_unique(sampler, "row", rows, remedy)
+    else:
+        _check_array(sampler, "consumed", plan.consumed)
+        _check_unique(sampler, "consumed row", plan.consumed.copy(), "every row at most once")
+        if rows.size > MOST_SAMPLES:  # of which each may come as often as a sampler likes
+            raise _fault(sampler, f"{rows.size} rows", f"at most {MOST_SAMPLES} over all ranks")
     _check_shape_of_steps(sampler, plan)
     for rank, part in enumerate(plan.ranks):
         _check_packs(sampler, rank, part)
     return plan
+
+
+def _check_unique(sampler: str, what: str, rows: Indexes, remedy: str) -> None:
+    """Refuse rows of which one comes twice; sorts them."""
+    rows.sort()
+    is_repeated = rows[1:] == rows[:-1]
+    if is_repeated.any():
+        raise _fault(sampler, f"{what} {rows[is_repeated.argmax()]} more than once", remedy)
 
 
 def _check_shape_of_steps(sampler: str, plan: Plan) -> None:

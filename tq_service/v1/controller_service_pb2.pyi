@@ -465,6 +465,7 @@ class GetMetaRequest(google.protobuf.message.Message):
     LEASE_FIELD_NUMBER: builtins.int
     MAX_DELIVERIES_FIELD_NUMBER: builtins.int
     CLAIM_NAME_FIELD_NUMBER: builtins.int
+    MAX_USES_FIELD_NUMBER: builtins.int
     request_id: builtins.bytes
     """16 random bytes that the client makes for this change and sends again with each retry. Of other lengths:
     INVALID_ARGUMENT.
@@ -518,6 +519,10 @@ class GetMetaRequest(google.protobuf.message.Message):
     request_id, and have to ask for the same (RANKS_DISAGREE). Once samples of the claim were released, lost with their
     lease or cleared, they get CLAIM_RELEASED, LEASE_EXPIRED or SAMPLES_CLEARED. A named claim is not released where
     its caller disconnects. Empty: the claim has no name.
+    """
+    max_uses: builtins.int
+    """How often a sample is delivered to the task before it counts as consumed; until then it stays ready for later
+    batches. Under a lease one worker has it at a time, and a delivery counts once it is acknowledged. 0: once.
     """
     @property
     def data_fields(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
@@ -573,9 +578,10 @@ class GetMetaRequest(google.protobuf.message.Message):
         lease: google.protobuf.duration_pb2.Duration | None = ...,
         max_deliveries: builtins.int = ...,
         claim_name: builtins.str = ...,
+        max_uses: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_batch_index", b"_batch_index", "_dp_rank", b"_dp_rank", "_dp_size", b"_dp_size", "_epoch", b"_epoch", "batch_index", b"batch_index", "dp_rank", b"dp_rank", "dp_size", b"dp_size", "epoch", b"epoch", "lease", b"lease", "max_wait", b"max_wait", "sampler_config", b"sampler_config"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_batch_index", b"_batch_index", "_dp_rank", b"_dp_rank", "_dp_size", b"_dp_size", "_epoch", b"_epoch", "batch_index", b"batch_index", "batch_size", b"batch_size", "batch_unit", b"batch_unit", "claim_name", b"claim_name", "data_fields", b"data_fields", "dp_rank", b"dp_rank", "dp_size", b"dp_size", "drop_last", b"drop_last", "epoch", b"epoch", "finite", b"finite", "incarnation", b"incarnation", "lease", b"lease", "max_deliveries", b"max_deliveries", "max_wait", b"max_wait", "micro_batch_size", b"micro_batch_size", "min_batch_size", b"min_batch_size", "order_by", b"order_by", "partition_id", b"partition_id", "request_id", b"request_id", "sampler", b"sampler", "sampler_config", b"sampler_config", "task_name", b"task_name", "where", b"where"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_batch_index", b"_batch_index", "_dp_rank", b"_dp_rank", "_dp_size", b"_dp_size", "_epoch", b"_epoch", "batch_index", b"batch_index", "batch_size", b"batch_size", "batch_unit", b"batch_unit", "claim_name", b"claim_name", "data_fields", b"data_fields", "dp_rank", b"dp_rank", "dp_size", b"dp_size", "drop_last", b"drop_last", "epoch", b"epoch", "finite", b"finite", "incarnation", b"incarnation", "lease", b"lease", "max_deliveries", b"max_deliveries", "max_uses", b"max_uses", "max_wait", b"max_wait", "micro_batch_size", b"micro_batch_size", "min_batch_size", b"min_batch_size", "order_by", b"order_by", "partition_id", b"partition_id", "request_id", b"request_id", "sampler", b"sampler", "sampler_config", b"sampler_config", "task_name", b"task_name", "where", b"where"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_batch_index", b"_batch_index"]) -> typing.Literal["batch_index"] | None: ...
     @typing.overload

@@ -79,11 +79,10 @@ class ControllerServiceStub:
     batch_index plans that batch for all ranks and marks its samples consumed by the task; a claim of a queue worker
     marks its own. A rank that asks again gets the same answer, and so does a queue worker under the same
     `request_id`, or under the same `claim_name`. A claim without a name of a queue worker that disconnects before the
-    answer is sent is released. Errors:
-    FAILED_PRECONDITION (RANKS_DISAGREE, STALE_INCARNATION, STALE_EPOCH, PARTITION_CLEARED, SAMPLES_CLEARED,
-    CLAIM_RELEASED, LEASE_EXPIRED), NOT_FOUND (a task that is not one of those the partition was created with),
-    INVALID_ARGUMENT (arguments, unknown sampler or option), INTERNAL and DEADLINE_EXCEEDED (the sampler failed or
-    hung), RESOURCE_EXHAUSTED (too many calls wait).
+    answer is sent is released. Errors: FAILED_PRECONDITION (RANKS_DISAGREE, STALE_INCARNATION, STALE_EPOCH,
+    PARTITION_CLEARED, SAMPLES_CLEARED, BATCH_FORGOTTEN, CLAIM_RELEASED, LEASE_EXPIRED), NOT_FOUND (a task that is not
+    one of those the partition was created with), INVALID_ARGUMENT (arguments, unknown sampler or option), INTERNAL and
+    DEADLINE_EXCEEDED (the sampler failed or hung), RESOURCE_EXHAUSTED (too many calls wait).
     """
 
     ReleaseClaim: grpc.UnaryUnaryMultiCallable[
@@ -324,11 +323,10 @@ class ControllerServiceAsyncStub:
     batch_index plans that batch for all ranks and marks its samples consumed by the task; a claim of a queue worker
     marks its own. A rank that asks again gets the same answer, and so does a queue worker under the same
     `request_id`, or under the same `claim_name`. A claim without a name of a queue worker that disconnects before the
-    answer is sent is released. Errors:
-    FAILED_PRECONDITION (RANKS_DISAGREE, STALE_INCARNATION, STALE_EPOCH, PARTITION_CLEARED, SAMPLES_CLEARED,
-    CLAIM_RELEASED, LEASE_EXPIRED), NOT_FOUND (a task that is not one of those the partition was created with),
-    INVALID_ARGUMENT (arguments, unknown sampler or option), INTERNAL and DEADLINE_EXCEEDED (the sampler failed or
-    hung), RESOURCE_EXHAUSTED (too many calls wait).
+    answer is sent is released. Errors: FAILED_PRECONDITION (RANKS_DISAGREE, STALE_INCARNATION, STALE_EPOCH,
+    PARTITION_CLEARED, SAMPLES_CLEARED, BATCH_FORGOTTEN, CLAIM_RELEASED, LEASE_EXPIRED), NOT_FOUND (a task that is not
+    one of those the partition was created with), INVALID_ARGUMENT (arguments, unknown sampler or option), INTERNAL and
+    DEADLINE_EXCEEDED (the sampler failed or hung), RESOURCE_EXHAUSTED (too many calls wait).
     """
 
     ReleaseClaim: grpc.aio.UnaryUnaryMultiCallable[
@@ -579,11 +577,10 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         batch_index plans that batch for all ranks and marks its samples consumed by the task; a claim of a queue worker
         marks its own. A rank that asks again gets the same answer, and so does a queue worker under the same
         `request_id`, or under the same `claim_name`. A claim without a name of a queue worker that disconnects before the
-        answer is sent is released. Errors:
-        FAILED_PRECONDITION (RANKS_DISAGREE, STALE_INCARNATION, STALE_EPOCH, PARTITION_CLEARED, SAMPLES_CLEARED,
-        CLAIM_RELEASED, LEASE_EXPIRED), NOT_FOUND (a task that is not one of those the partition was created with),
-        INVALID_ARGUMENT (arguments, unknown sampler or option), INTERNAL and DEADLINE_EXCEEDED (the sampler failed or
-        hung), RESOURCE_EXHAUSTED (too many calls wait).
+        answer is sent is released. Errors: FAILED_PRECONDITION (RANKS_DISAGREE, STALE_INCARNATION, STALE_EPOCH,
+        PARTITION_CLEARED, SAMPLES_CLEARED, BATCH_FORGOTTEN, CLAIM_RELEASED, LEASE_EXPIRED), NOT_FOUND (a task that is not
+        one of those the partition was created with), INVALID_ARGUMENT (arguments, unknown sampler or option), INTERNAL and
+        DEADLINE_EXCEEDED (the sampler failed or hung), RESOURCE_EXHAUSTED (too many calls wait).
         """
 
     @abc.abstractmethod

@@ -598,7 +598,9 @@ class BatchMeta(google.protobuf.message.Message):
     """
     @property
     def global_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Indexes of the samples, in the order of the batch. Empty where `index_ranges` has them, and for no samples."""
+        """Indexes of the samples, in the order of the batch; one comes several times where a sampler drew it so. Empty where
+        `index_ranges` has them, and for no samples.
+        """
 
     @property
     def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:

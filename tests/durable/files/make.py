@@ -10,6 +10,7 @@ import asyncio
 import shutil
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +39,13 @@ from tq_service.storage.engine import StorageEngine
 
 HERE = Path(__file__).parent
 LEASED_LATER = {"plan": plan_of(range(4, 6)), "lease": LeaseTerms(seconds=60.0, max_deliveries=3)}
+REUSING = replace(plan_of([7, 8], [7]), consumed=np.array([8]))
 OTHER_TASK = {"partition_id": "train", "task_name": "other"}
 CHANGES = [
     *(change for change in STORY if not isinstance(change, PartitionCleared)),
     TaskSeen(**OTHER_TASK),
     BatchPlanned(batch_spec=batch_spec(), plan=plan_of([1, 2], [3]), **OTHER_TASK),
+    BatchPlanned(batch_spec=batch_spec(max_uses=2), plan=REUSING, **OTHER_TASK),
     QueueClaimed(request_id=b"3" * 16, **LEASED_LATER, **OTHER_TASK),
     QueueClaimed(request_id=b"4" * 16, plan=plan_of([7]), claim_name="a", batch_spec=batch_spec(), **OTHER_TASK),
     NamedEndReached(claim_name="b", end=EndCounts(consumed_count=4), **OTHER_TASK),

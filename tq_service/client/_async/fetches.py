@@ -13,10 +13,12 @@ from tq_service.client.concurrency import async_gather
 from tq_service.client.locations import StorageRef
 from tq_service.client.reads import (
     StorageRead,
+    each_once,
     empty_columns,
     lost_samples,
     merge_answers,
     plan_reads,
+    take_rows,
     to_batch,
     unread_samples,
 )
@@ -56,7 +58,7 @@ class AsyncFetchCalls(AsyncBase):
         layout: ReadLayout | None = None,
         timeout: float | None = None,
     ) -> Any:
-        """Get the data of samples, in their order.
+        """Get the data of samples, in their order; one that is named several times is fetched once.
 
         Args:
             metadata: the samples; an empty batch gives empty columns without a call.
@@ -143,19 +145,24 @@ class AsyncFetchCalls(AsyncBase):
         layout: ReadLayout | None,
         deadline: Deadline,
     ) -> Any:
+        located, order = each_once(located)
         specs = {spec.name: spec for spec in located.fields}
         wanted = list(specs) if fields is None else list(fields)
         if missing_fields == "skip":
             wanted = [name for name in wanted if name in specs]
         if not located.size or not wanted:
-            return to_batch(empty_columns([specs[name] for name in wanted if name in specs], layout), located.size)
+            columns = empty_columns([specs[name] for name in wanted if name in specs], layout)
+            return to_batch(columns, located.size if order is None else order.size)
         if located.locations is None or not located.locations.covers(wanted):
             raise InternalError(f"the controller did not say where the fields {', '.join(wanted)} are")
         reads = plan_reads(located.locations, wanted)
         answers = await async_gather(
             [partial(self._read, located, read, read.size_bytes(specs), deadline) for read in reads]
         )
-        return to_batch(merge_answers(reads, answers, wanted, specs, layout), located.size)
+        received = merge_answers(reads, answers, wanted, specs, layout)
+        if order is None:
+            return to_batch(received, located.size)
+        return to_batch([take_rows(one, order) for one in received], order.size)
 
     async def _read(
         self, located: BatchMeta, read: StorageRead, size_bytes: int | None, deadline: Deadline

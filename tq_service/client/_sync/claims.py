@@ -52,6 +52,7 @@ class ClaimCalls(Base):
         lease: float | None = None,
         max_deliveries: int | None = None,
         claim_name: str | None = None,
+        max_uses: int | None = None,
         max_wait: float = DEFAULT_MAX_WAIT_SECONDS,
         timeout: float | None = None,
     ) -> BatchMeta:
@@ -87,6 +88,9 @@ class ClaimCalls(Base):
             claim_name: queue workers: a name for the claim, such as "rank0/batch3". The first call under it takes what
                 is next; all calls under it get the same answer, from whichever process, until the epoch of the task
                 ends. They have to ask alike.
+            max_uses: how often a sample is delivered to the task before it counts as consumed; until then it stays
+                ready for later batches. With a lease a delivery counts once it is acknowledged. None: once, or as the
+                sampler says.
             max_wait: seconds to wait for a batch; then the answer is "not_yet".
             timeout: seconds beyond `max_wait` until the call fails; None: the client's.
 
@@ -99,6 +103,7 @@ class ClaimCalls(Base):
                 incarnation or epoch is stale.
             LeaseExpiredError: a retry, or a call under the same `claim_name`, came after the lease of the first answer
                 had run out; ClaimReleasedError, SamplesClearedError: after its samples were released or cleared.
+            BatchForgottenError: of batches that do not consume their samples only the last are kept on record.
             TaskNotFoundError: the partition was created for other tasks.
             SamplerError: the sampler failed; SamplerTimeoutError: it hung.
         """
@@ -124,6 +129,7 @@ class ClaimCalls(Base):
             lease=lease,
             max_deliveries=max_deliveries,
             claim_name=claim_name,
+            max_uses=max_uses,
         )
         is_queue = dp_rank is None and dp_size is None and batch_index is None
         wait = seconds("max_wait", max_wait)

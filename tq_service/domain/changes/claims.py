@@ -84,10 +84,10 @@ class BatchPlanned(TaskChange):
     def prepare(self, state: State) -> TaskRows:
         """Find the positions of all rows of the plan; raises TqError where one is gone."""
         partition, task = self.find(state)
-        return partition, task, partition.positions_of(self.plan.rows)
+        return partition, task, partition.positions_of(self.plan.named)
 
     def apply(self, state: State, prepared: TaskRows, step: Step) -> None:
-        """Record the plan, which consumes its rows."""
+        """Record the plan, and what it consumes."""
         partition, task, positions = prepared
         task.claim_batch(self.batch_spec, self.plan, positions)
         step.consumed[partition] = None
@@ -127,7 +127,7 @@ class QueueClaimed(TaskChange):
     def prepare(self, state: State) -> TaskRows:
         """Find the positions of the samples; raises TqError where one is gone."""
         partition, task = self.find(state)
-        return partition, task, partition.positions_of(self.plan.rows)
+        return partition, task, partition.positions_of(self.plan.named)
 
     def apply(self, state: State, prepared: TaskRows, step: Step) -> QueueClaim:
         """Record the claim and return it."""
@@ -202,7 +202,7 @@ class ClaimReleased(ClaimChange):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimAcked(ClaimChange):
-    """Samples of a leased claim are done for good; None: all that are left of it.
+    """Samples of a leased claim are done, for good or for this time; None: all that are left of it.
 
     Samples that are done, have failed or were cleared may be named: no other worker will process them.
     """
@@ -230,9 +230,9 @@ class ClaimAcked(ClaimChange):
         return (partition, task, claim, positions) if positions.size else None
 
     def apply(self, state: State, prepared: ClaimRows, step: Step) -> int:
-        """Consume the samples for good; return how many they are."""
+        """Consume the samples for good, or return them for their next use; return how many they are."""
         partition, task, claim, positions = prepared
-        task.ack(claim, positions)
+        _reopened(partition, task.ack(claim, positions), step)
         step.changed[partition] = None  # the end may have come with the last that was leased
         return int(positions.size)
 
@@ -344,17 +344,18 @@ def _left(partition: Partition, task: TaskLedger, claim: QueueClaim, rows: Index
     positions = task.left(claim)
     if rows is None:
         return positions
-    left = partition.table.index.data[positions]
-    is_named = np.isin(left, rows)
     if claim.lease is not None:
+        is_named = np.isin(partition.table.index.data[positions], rows)
         _check_whole_groups(partition, task, claim, positions, is_named)
-    elif not is_named.all():
+        return positions[is_named]
+    delivered = claim.rows[partition.table.find(claim.rows) >= 0]
+    if not np.isin(delivered, rows).all():
         raise InvalidArgumentError(
-            f"got {rows.size} of the {left.size} samples of a claim without a lease, which is released whole; ask "
+            f"got {rows.size} of the {delivered.size} samples of a claim without a lease, which is released whole; ask "
             "with a lease to release some",
             field="global_indexes",
         )
-    return positions[is_named]
+    return positions
 
 
 def _lease_of(task: TaskLedger, claim: QueueClaim) -> LeaseTerms:
@@ -387,6 +388,8 @@ def _check_held(partition: Partition, task: TaskLedger, claim: QueueClaim, rows:
     positions = partition.table.find(rows)
     is_there = positions >= 0
     lost = rows[is_there][np.abs(task.claim.data[positions[is_there]]) != claim.serial]
+    if claim.returned is not None:
+        lost = lost[~np.isin(lost, claim.returned)]
     if lost.size:
         raise _is_over(task, lost)
 
@@ -400,7 +403,7 @@ def _check_whole_groups(
     if lease is None or block_size is None or is_named.all() or not is_named.any():
         return
     if lease.blocks == "anywhere":  # found among what was claimed, of which some may be acknowledged or gone
-        claimed = np.sort(claim.rows)
+        claimed = np.unique(claim.rows)
         ids = groups_in_runs(claimed, block_size)[np.searchsorted(claimed, partition.table.index.data[positions])]
     else:
         ids = Grouping(partition, task, block_size or None).ids(positions)

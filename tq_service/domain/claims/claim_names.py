@@ -11,7 +11,7 @@ from tq_service.schema import EndCounts
 MOST_PAST_NAMES: Final = 65_536
 """Most names of a task that stand for no claim any more and are remembered; the oldest ones are forgotten."""
 
-Loss: TypeAlias = Literal["cleared", "released", "expired"]
+Loss: TypeAlias = Literal["cleared", "released", "expired", "forgotten"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,10 @@ One column, `claim`, says of each row what became of it, and only the ledger wri
                                       -n --nack, expire------> 0    (expire of one delivered too often: -1)
     any --reset--> 0, or 1 what was consumed and is kept so
 
+A plan may consume other samples than it delivers (`RecordedPlan.consumed`). What it only delivers stays at 0, or under
+a lease returns to 0 with its acknowledgement, and counts in another column, `uses`. No row says then which records it
+is in, so these are not dropped with their rows: the last of them are kept.
+
 What changes the ledger checks nothing and reads no clock: it is given what was looked up and checked before, and does
 the same whether a claim is made now or is made again from the log. When a lease expires is decided by the timer of the
 instance that serves the partition, and comes back to the ledger as a change.
@@ -26,7 +30,8 @@ import math
 from bisect import insort
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from copy import copy
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import TypeAlias
 
@@ -39,6 +44,7 @@ from tq_service.domain.plan import Indexes, Pack, Plan, RankPlan
 from tq_service.domain.states import CONSUMED_EARLIER, DEAD_LETTERED, UNCLAIMED, is_open
 from tq_service.domain.tables.table import Column, RowTable, count_values
 from tq_service.errors import (
+    BatchForgottenError,
     ClaimReleasedError,
     InvalidArgumentError,
     LeaseExpiredError,
@@ -56,6 +62,7 @@ _LEAST_STALE_DEADLINES = 64
 _DERIVED = {"is_encoded": False}  # rebuilt from the columns, or of this instance of the service alone
 _MOST_REMEMBERED_ROWS, _MOST_REMEMBERED_PACKS = 1 << 13, 512  # of a rank; 256 steps of so many take some 40 MB
 _MOST_BATCHES_WITHOUT_ROWS = 16  # short batches come at the end of an epoch, so there is rarely more than one
+_MOST_REUSING, _MOST_REUSING_ROWS = 1 << 10, 1 << 22  # records of plans that deliver what they do not consume
 
 Steps: TypeAlias = tuple[tuple[Pack, ...], ...]
 
@@ -69,12 +76,14 @@ class RecordedPlan:
         sizes: number of rows of each rank.
         steps: of each rank, see `RankPlan`; empty where the sampler made none.
         micro_batch_size: samples a micro-batch, or None; for a plan without steps.
+        consumed: global indexes of what is consumed, see `Plan`; None: of all rows, none of which comes twice.
     """
 
     rows: Indexes
     sizes: tuple[int, ...]
     steps: tuple[Steps, ...] = ()
     micro_batch_size: int | None = None
+    consumed: Indexes | None = None
 
     @classmethod
     def of(cls, plan: Plan, micro_batch_size: int | None = None) -> RecordedPlan:
@@ -85,7 +94,28 @@ class RecordedPlan:
             sizes=tuple(part.rows.size for part in plan.ranks),
             steps=steps if any(steps) else (),
             micro_batch_size=micro_batch_size,
+            consumed=plan.consumed,
         )
+
+    @property
+    def is_reusing(self) -> bool:
+        """Whether it may deliver what it does not consume."""
+        return self.consumed is not None
+
+    @property
+    def named(self) -> Indexes:
+        """The samples that it delivers or consumes, each once."""
+        return self.rows if self.consumed is None else np.union1d(self.rows, self.consumed)
+
+    def consumes(self, rows: Indexes) -> NDArray[np.bool_]:
+        """Return which samples it consumes."""
+        return np.ones(rows.size, np.bool_) if self.consumed is None else np.isin(rows, self.consumed)
+
+    def consuming(self, spent: Indexes) -> RecordedPlan:
+        """Return the plan that consumes these rows, and beside them only what its sampler said."""
+        consumed = np.unique(spent) if self.consumed is None else np.union1d(spent, self.consumed)
+        is_all = np.array_equal(np.sort(self.rows), consumed)
+        return replace(self, consumed=None if is_all else consumed)
 
     def part(self, dp_rank: int = 0) -> RankPlan:
         """Return the part of a rank; without steps it has micro-batches, as many on every rank, empty ones included."""
@@ -115,7 +145,7 @@ class Batch:
     """A recorded plan for all ranks.
 
     Attributes:
-        remaining: its samples that are not cleared.
+        remaining: its samples that are not cleared; 0 for one that does not go with its samples.
     """
 
     serial: int
@@ -136,6 +166,7 @@ class QueueClaim:
         batch_spec: what all calls under its name have to ask for alike; None where it was made without a name.
         lease: the terms, also once nothing is leased any more; None: its samples were done when they were delivered.
         delivery_counts: for each sample of a claim with a lease how often it was delivered, this time included.
+        returned: samples of a claim with a lease that it acknowledged and did not consume; None: there are none.
         remaining: its samples that are neither cleared nor released.
         leased_count: its samples that are leased: neither acknowledged, failed, cleared nor released.
         deadline: when these expire, by the clock of the event loop; set by the lease timer, which no replay has.
@@ -150,6 +181,7 @@ class QueueClaim:
     batch_spec: BatchSpec | None = None
     lease: LeaseTerms | None = None
     delivery_counts: NDArray[np.int32] | None = None
+    returned: Indexes | None = None
     remaining: int = field(default=0, metadata=_DERIVED)
     leased_count: int = field(default=0, metadata=_DERIVED)
     deadline: float = field(default=math.inf, metadata=_DERIVED)
@@ -159,6 +191,11 @@ class QueueClaim:
     def rows(self) -> Indexes:
         """Global indexes of its samples."""
         return self.plan.rows
+
+    @property
+    def goes_with_rows(self) -> bool:
+        """Whether its rows say that they are its own, so that it goes with the last of them."""
+        return self.lease is not None or not self.plan.is_reusing
 
     @property
     def mark(self) -> int:
@@ -197,6 +234,7 @@ class TaskFacts:
         consumed_count: rows consumed in this epoch, leased and cleared ones included.
         backlog: rows that are live or held, and neither consumed nor dead-lettered.
         dead_lettered_count: rows dead-lettered in this epoch, cleared ones included.
+        last_forgotten: the last batch_index whose record was dropped although its rows are there; -1: none was.
         serial: the last one given to a claim.
     """
 
@@ -208,6 +246,7 @@ class TaskFacts:
     consumed_count: int = 0
     backlog: int = 0
     dead_lettered_count: int = 0
+    last_forgotten: int = -1
     serial: int = CONSUMED_EARLIER
 
 
@@ -220,6 +259,7 @@ class TaskSnapshot:
     claims: list[QueueClaim] = field(default_factory=list)
     names: list[tuple[str, bytes]] = field(default_factory=list)
     past_names: list[tuple[str, PastName]] = field(default_factory=list)
+    reusing: list[int] = field(default_factory=list)  # serials of records, the oldest first
     ended: list[tuple[bytes, tuple[float, bool]]] = field(default_factory=list)
 
 
@@ -227,11 +267,13 @@ class TaskLedger(TaskFacts):
     """What one named consumer has consumed of a partition: its claims, leases, epoch and end.
 
     Records of claims are dropped with the last of their rows, so what a task keeps is bounded by what is stored. A
-    short batch in which some ranks have no rows outlives those of the others, since these ranks may come late.
+    short batch in which some ranks have no rows outlives those of the others, since these ranks may come late. Of
+    records whose rows others may get too, the last are kept, whether or not the rows are there.
 
     Attributes, and those of `TaskFacts`, are read by everybody and changed here only:
         claim: what became of each row, see the module.
-        deliveries: how often each row was delivered under a lease in this epoch.
+        deliveries: how often each row was delivered under a lease in this epoch, and not acknowledged.
+        uses: how often each row was delivered, under a lease also acknowledged, and not consumed.
         leased_count: rows that are leased.
         batches: recorded batches by batch_index, in the order of these; also the few kept without rows.
         claims: claims of queue workers by their request_id.
@@ -244,11 +286,14 @@ class TaskLedger(TaskFacts):
         self.leased_count = 0
         self.claim = table.column(f"claim/{name}", np.int64, UNCLAIMED)
         self.deliveries = table.column(f"deliveries/{name}", np.int32, 0)
+        self.uses = table.column(f"uses/{name}", np.int32, 0)
         self.batches: dict[int, Batch] = {}
         self.claims: dict[bytes, QueueClaim] = {}
         self.names = ClaimNames()
         self.ended = EndedClaims()
         self._without_rows: list[int] = []  # batch indexes, the lowest first
+        self._reusing: OrderedDict[int, Batch | QueueClaim] = OrderedDict()  # those that lease nothing, by serial
+        self._reusing_row_count = 0
         self._table = table
         self._state = state
         self._by_serial: dict[int, Batch | QueueClaim] = {}
@@ -268,9 +313,10 @@ class TaskLedger(TaskFacts):
         return TaskSnapshot(
             facts=self.facts,
             batches=list(self.batches.values()),
-            claims=list(self.claims.values()),
+            claims=[copy(claim) if claim.plan.is_reusing else claim for claim in self.claims.values()],
             names=list(self.names.claims.items()),
             past_names=list(self.names.past.items()),
+            reusing=list(self._reusing),
             ended=list(self.ended.items()),
         )
 
@@ -284,16 +330,30 @@ class TaskLedger(TaskFacts):
         specs: dict[BatchSpec | None, BatchSpec | None] = {}  # thousands of claims share a few
         serials, counts = count_values(self.claim[: self._table.count])
         rows_of = dict(zip(serials.tolist(), counts.tolist(), strict=True))
+        reusing: dict[int, Batch | QueueClaim] = {}
         for batch in snapshot.batches:
+            self.batches[batch.batch_index] = batch
+            if batch.plan.is_reusing:
+                reusing[batch.serial] = batch
+                continue
             batch.remaining = rows_of.get(batch.serial, 0)
-            self.batches[batch.batch_index] = self._by_serial[batch.serial] = batch
-        self._without_rows = [index for index, batch in self.batches.items() if not batch.remaining]
+            self._by_serial[batch.serial] = batch
+            if not batch.remaining:
+                self._without_rows.append(batch.batch_index)
         for claim in snapshot.claims:
             claim.batch_spec = specs.setdefault(claim.batch_spec, claim.batch_spec)
             claim.leased_count = rows_of.get(-claim.serial, 0)
             claim.remaining = rows_of.get(claim.serial, 0) + claim.leased_count
-            self.claims[claim.request_id] = self._by_serial[claim.serial] = claim
+            self.claims[claim.request_id] = claim
             self.leased_count += claim.leased_count
+            if claim.goes_with_rows:
+                self._by_serial[claim.serial] = claim
+            if claim.plan.consumed is not None:
+                reusing[claim.serial] = claim
+                claim.remaining = claim.remaining if claim.goes_with_rows else claim.plan.consumed.size
+        for serial in snapshot.reusing:
+            self._reusing[serial] = reusing[serial]
+            self._reusing_row_count += reusing[serial].plan.rows.size
 
     # Recorded answers
 
@@ -317,7 +377,7 @@ class TaskLedger(TaskFacts):
             return self.end
         batch = self.batches.get(rank.batch_index)
         if batch is None:
-            raise self._cleared()
+            raise self._forgotten() if rank.batch_index <= self.last_forgotten else self._cleared()
         differs = request.batch_spec.disagreement(batch.batch_spec)
         if differs is not None:
             raise _disagreement(*differs, f"batch_index {rank.batch_index} of task {self.name!r}")
@@ -352,7 +412,15 @@ class TaskLedger(TaskFacts):
         past = self.names.past.get(name)
         if past is None or past.loss is None:
             return None if past is None else past.end
-        raise {"cleared": self._cleared, "released": self._released, "expired": self._expired}[past.loss]()
+        match past.loss:
+            case "cleared":
+                raise self._cleared()
+            case "released":
+                raise self._released()
+            case "expired":
+                raise self._expired()
+            case "forgotten":
+                raise self._forgotten()
 
     def _released(self) -> ClaimReleasedError:
         return ClaimReleasedError(
@@ -369,7 +437,7 @@ class TaskLedger(TaskFacts):
 
     def _with_rows(self, claim: QueueClaim) -> QueueClaim:
         """Return a claim whose samples are all there."""
-        if claim.remaining < claim.rows.size:
+        if claim.plan.is_reusing or claim.remaining < claim.rows.size:
             self.check_present(claim.rows)
         return claim
 
@@ -386,21 +454,37 @@ class TaskLedger(TaskFacts):
             metadata={"task_name": self.name, "next_batch_index": str(self.next_batch_index)},
         )
 
+    def _forgotten(self) -> BatchForgottenError:
+        return BatchForgottenError(
+            f"what task {self.name!r} was to get here was planned, and is not on record any more: of plans that "
+            f"deliver samples without consuming them the last {_MOST_REUSING} are kept; go on with a later batch_index "
+            f"(the next to be planned is {self.next_batch_index}), a queue worker under another claim_name",
+            metadata={"task_name": self.name, "next_batch_index": str(self.next_batch_index)},
+        )
+
     # Claims
 
     def claim_batch(self, batch_spec: BatchSpec, plan: RecordedPlan, positions: Indexes) -> None:
-        """Record the plan of the next batch_index and mark its rows at `positions` consumed."""
+        """Record the plan of the next batch_index, and what it consumes.
+
+        Args:
+            batch_spec: what the ranks ask for.
+            plan: the plan.
+            positions: those of `plan.named`.
+        """
         self.serial += 1
         batch = self.batches[self.next_batch_index] = Batch(
-            serial=self.serial,
-            batch_spec=batch_spec,
-            plan=plan,
-            batch_index=self.next_batch_index,
-            remaining=positions.size,
+            serial=self.serial, batch_spec=batch_spec, plan=plan, batch_index=self.next_batch_index
         )
         self.next_batch_index += 1
         self.dp_size = len(plan.sizes)
-        self._consume(batch, positions, batch.serial)
+        if plan.is_reusing:
+            self._use(plan, positions, batch.serial)
+            self._keep_reusing(batch)
+            return
+        batch.remaining = positions.size
+        self._by_serial[batch.serial] = batch
+        self._consume(positions, batch.serial)
 
     def reach_end(self, dp_size: int, end: EndCounts) -> None:
         """Record that no batch follows, for all ranks and batch indexes from the next on."""
@@ -417,7 +501,10 @@ class TaskLedger(TaskFacts):
         name: str = "",
         batch_spec: BatchSpec | None = None,
     ) -> QueueClaim:
-        """Record what a queue worker gets, leased where terms are given; a named claim with what was asked for."""
+        """Record what a queue worker gets, leased where terms are given; a named claim with what was asked for.
+
+        `positions` are those of `plan.named`.
+        """
         self.serial += 1
         claim = self.claims[request_id] = QueueClaim(
             request_id=request_id,
@@ -430,43 +517,102 @@ class TaskLedger(TaskFacts):
         )
         if name:
             self.names.claims[name] = request_id
+        if claim.goes_with_rows:
+            self._by_serial[claim.serial] = claim
         if lease is not None:
-            claim.delivery_counts = self.deliveries.data[positions] + np.int32(1)
-            self.deliveries.write(positions, claim.delivery_counts)
-            self._count_leased(claim, positions.size)
-        self._consume(claim, positions, claim.mark)
+            self._lease(claim, positions)
+        elif plan.is_reusing:
+            claim.remaining = self._use(plan, positions, claim.serial)
+            self._keep_reusing(claim)
+        else:
+            self._consume(positions, claim.serial)
         return claim
+
+    def _lease(self, claim: QueueClaim, positions: Indexes) -> None:
+        """Lease what a claim delivers; what it consumes without delivering it is done."""
+        delivered = positions
+        if claim.plan.is_reusing:
+            is_delivered = np.isin(claim.plan.named, claim.rows)
+            self._consume(positions[~is_delivered], claim.serial)
+            delivered = positions[is_delivered]
+        claim.delivery_counts = self.deliveries.data[delivered] + np.int32(1)
+        self.deliveries.write(delivered, claim.delivery_counts)
+        if claim.plan.is_reusing:  # in which a sample may come twice
+            claim.delivery_counts = self.deliveries.data[self._table.find(claim.rows)]
+        self._count_leased(claim, delivered.size)
+        self._consume(delivered, claim.mark)
+
+    def _use(self, plan: RecordedPlan, positions: Indexes, serial: int) -> int:
+        """Consume what a plan consumes, and count what it delivers; return how many are consumed."""
+        consumed = positions[plan.consumes(plan.named)]
+        self._consume(consumed, serial)
+        self._count_uses(plan.rows, 1)
+        return consumed.size
+
+    def _count_uses(self, rows: Indexes, by: int) -> None:
+        """Count deliveries of rows, as often as they are given and as far as they are there."""
+        positions = self._table.find(rows)
+        self.uses.add(positions[positions >= 0], by)
 
     def reach_named_end(self, name: str, end: EndCounts) -> None:
         """Record that the call under a name was answered with the end."""
         self.names.reach_end(name, end)
 
-    def _consume(self, record: Batch | QueueClaim, positions: Indexes, mark: int) -> None:
-        self._by_serial[record.serial] = record
+    def _consume(self, positions: Indexes, mark: int) -> None:
         self.claim.write(positions, mark)
         self.consumed_count += positions.size
         self.backlog -= positions.size
+
+    def _keep_reusing(self, record: Batch | QueueClaim) -> None:
+        """Keep a record whose rows others may get too, and drop the oldest of those where they are many."""
+        self._reusing[record.serial] = record
+        self._reusing_row_count += record.plan.rows.size
+        while len(self._reusing) > 1 and (
+            len(self._reusing) > _MOST_REUSING or self._reusing_row_count > _MOST_REUSING_ROWS
+        ):
+            oldest = next(iter(self._reusing.values()))
+            if isinstance(oldest, Batch):
+                self.last_forgotten = oldest.batch_index
+                self._drop(oldest)
+                del self.batches[oldest.batch_index]
+            else:
+                self._drop_claim(oldest, "forgotten")
 
     # What becomes of a claim
 
     def left(self, claim: QueueClaim) -> Indexes:
         """Return the positions of the samples that a claim holds: leased ones, without a lease those not cleared."""
-        positions = self._table.find(claim.rows)
+        positions = self._table.find(claim.plan.named)
         positions = positions[positions >= 0]
         held: Indexes = positions[self.claim.data[positions] == claim.mark]
         return held
 
-    def ack(self, claim: QueueClaim, positions: Indexes) -> None:
-        """Have leased rows consumed for good."""
-        self.claim.write(positions, claim.serial)
-        self._count_leased(claim, -positions.size)
+    def ack(self, claim: QueueClaim, positions: Indexes) -> Indexes:
+        """Have leased rows consumed for good, or used once more; return the positions that can be claimed again."""
+        plan, consumed, returned = claim.plan, positions, positions[:0]
+        if plan.is_reusing:
+            rows = self._table.index.data[positions]
+            is_consumed = plan.consumes(rows)
+            consumed, returned = positions[is_consumed], positions[~is_consumed]
+            self._count_uses(plan.rows[np.isin(plan.rows, rows)], 1)
+        self.claim.write(consumed, claim.serial)
+        self._count_leased(claim, -consumed.size)
+        if returned.size:
+            self.deliveries.write(returned, 0)
+            before = returned[:0] if claim.returned is None else claim.returned
+            claim.returned = np.concatenate([before, self._table.index.data[returned]])
+            self._reopen(returned)
+        self._lose(claim, returned.size)
+        return returned
 
     def nack(self, claim: QueueClaim, positions: Indexes) -> None:
         """Release rows of a claim as if they had not been delivered; all that are left where it has no lease."""
         count = positions.size
         self._lose_name(claim, "released")
         if claim.lease is None:  # those cleared meanwhile are counted as cleared before the task took them
-            count = claim.remaining = claim.rows.size
+            count = claim.remaining = claim.rows.size if claim.plan.consumed is None else claim.plan.consumed.size
+            if claim.plan.is_reusing:
+                self._count_uses(claim.rows, -1)
         else:
             self.deliveries.write(positions, self.deliveries.data[positions] - np.int32(1))
         self._reopen(positions)
@@ -505,12 +651,24 @@ class TaskLedger(TaskFacts):
             self._count_leased(claim, -count)
         self.consumed_count -= count
         claim.remaining -= count
-        if claim.remaining == 0:
-            self._drop_claim(claim)
+        self._on_fewer_rows(claim)
 
-    def _drop_claim(self, claim: QueueClaim) -> None:
-        self._lose_name(claim, "cleared")
-        del self._by_serial[claim.serial], self.claims[claim.request_id]
+    def _on_fewer_rows(self, claim: QueueClaim) -> None:
+        """Drop a claim that has no rows left; one that returned some is kept with those whose rows others may get."""
+        if claim.remaining == 0 and claim.returned is None:
+            self._drop_claim(claim, "cleared")
+        elif claim.plan.is_reusing and not claim.leased_count and claim.serial not in self._reusing:
+            self._keep_reusing(claim)
+
+    def _drop_claim(self, claim: QueueClaim, loss: Loss) -> None:
+        self._lose_name(claim, loss)
+        self._drop(claim)
+        del self.claims[claim.request_id]
+
+    def _drop(self, record: Batch | QueueClaim) -> None:
+        self._by_serial.pop(record.serial, None)
+        if self._reusing.pop(record.serial, None) is not None:
+            self._reusing_row_count -= record.plan.rows.size
 
     def _lose_name(self, claim: QueueClaim, loss: Loss) -> None:
         """Have the name of a claim, if it has one, stand for it no more."""
@@ -539,7 +697,12 @@ class TaskLedger(TaskFacts):
             reopened = np.flatnonzero(self.claim.data[: self._table.count] < UNCLAIMED)
             self._reopen(reopened)
             self.deliveries.write(slice(0, self._table.count), 0)
+        if not keep_consumed and not self.uses.is_blank:
+            self.uses.write(slice(0, self._table.count), 0)
         self.leased_count = self.dead_lettered_count = 0
+        self.last_forgotten = -1
+        self._reusing.clear()
+        self._reusing_row_count = 0
         self.batches.clear()
         self._without_rows.clear()
         self.claims.clear()
@@ -574,6 +737,7 @@ class TaskLedger(TaskFacts):
         for serial, count in zip(serials.tolist(), counts.tolist(), strict=True):
             if isinstance(claim := self._by_serial[serial], QueueClaim):  # as all are that have leased rows
                 self._count_leased(claim, -count)
+                self._on_fewer_rows(claim)
 
     def on_rows_cleared(self, positions: Indexes) -> None:
         """Drop the records whose last rows are being cleared."""
@@ -583,11 +747,10 @@ class TaskLedger(TaskFacts):
             if record is None:
                 continue
             record.remaining -= count
-            if record.remaining == 0:
-                if isinstance(record, Batch):
-                    self._drop_batch(record)
-                else:
-                    self._drop_claim(record)
+            if isinstance(record, QueueClaim):
+                self._on_fewer_rows(record)
+            elif record.remaining == 0:
+                self._drop_batch(record)
 
     def _drop_batch(self, batch: Batch) -> None:
         """Drop a batch whose rows are gone, but for the last few in which a rank had none: it still gets its answer."""
@@ -596,7 +759,8 @@ class TaskLedger(TaskFacts):
             if len(self._without_rows) <= _MOST_BATCHES_WITHOUT_ROWS:
                 return
             batch = self.batches[self._without_rows.pop(0)]
-        del self._by_serial[batch.serial], self.batches[batch.batch_index]
+        self._drop(batch)
+        del self.batches[batch.batch_index]
 
 
 class LeaseTimer:

@@ -21,6 +21,8 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
 
+import numpy as np
+
 from tq_service.domain.changes.claims import BatchPlanned, ClaimReleased, EndReached, NamedEndReached, QueueClaimed
 from tq_service.domain.changes.state_machine import Change
 from tq_service.domain.claims.grouping import Grouping
@@ -48,7 +50,14 @@ from tq_service.domain.plan import (
     Sampler,
     View,
 )
-from tq_service.errors import InternalError, LeaseExpiredError, SamplerError, SamplesClearedError, TqError
+from tq_service.errors import (
+    InternalError,
+    InvalidArgumentError,
+    LeaseExpiredError,
+    SamplerError,
+    SamplesClearedError,
+    TqError,
+)
 from tq_service.log_message import LogMessage
 from tq_service.schema import EndCounts
 
@@ -59,6 +68,7 @@ _MOST_PLANS = 4  # off the loop at a time, those that are long under way apart
 _LONG_PLAN_SECONDS = 1.0
 _LEAST_HEAD_START_SECONDS = 0.01
 _MOST_REPLANS = 8
+_MOST_BATCHES_AHEAD = 1 << 10  # where plans do not consume what they deliver, so that any batch_index could be planned
 
 
 class RunsPlans(Protocol):
@@ -88,7 +98,7 @@ class Planned:
 
     Attributes:
         plan: as it is recorded.
-        positions: of all its rows, in the table of this moment.
+        positions: of `plan.named`, in the table of this moment.
         grouping: what its groups are; None where its sampler took no whole ones.
     """
 
@@ -413,10 +423,23 @@ class Planner:
         else:
             batch = BatchPlanned(**self._names, batch_spec=spec.batch_spec, plan=found.plan)
             self._commit(batch, (self._partition, self._task, found.positions))
+            if found.plan.is_reusing:
+                self._refuse_far_ahead(batch_index + 1)
         self._count_serve()
         for line in self._queue.ranked_lines:
             disagrees = line.spec.dp_size != spec.dp_size
             self._review(each for each in line.waiters if each.batch_index == batch_index or is_end or disagrees)
+
+    def _refuse_far_ahead(self, next_index: int) -> None:
+        """End the calls of ranks that wait for so late a batch that those before it would be planned without end."""
+        most = next_index + _MOST_BATCHES_AHEAD
+        for waiter in (each for line in self._queue.ranked_lines for each in line.waiters if each.batch_index > most):
+            error = InvalidArgumentError(
+                f"batch_index is {waiter.batch_index}, and the next to be planned for task {self._task.name!r} is "
+                f"{next_index}; give at most {most} where samples are delivered without being consumed",
+                field="batch_index",
+            )
+            self._review([waiter], error)
 
     def _record_for_worker(self, request: ClaimRequest, found: Planned | EndFound) -> QueueClaim | EndCounts:
         """Record what a queue worker gets; an end is of this one only, or of all that ask under its name."""
@@ -638,11 +661,23 @@ class PlanSearch:
 
     def _checked(self, request: ClaimRequest, view: PartitionView, plan: Plan) -> Planned | None:
         """Return the plan with its positions, None where its rows have been changed while it was made."""
-        recorded = RecordedPlan.of(plan, request.batch_spec.micro_batch_size)
-        positions = view.still_ready(recorded.rows)
+        batch_spec = request.batch_spec
+        recorded = RecordedPlan.of(plan, batch_spec.micro_batch_size)
+        positions = view.still_ready(recorded.named)
         if positions is None:
             return None
+        if batch_spec.max_uses > 1 or recorded.is_reusing:
+            recorded = recorded.consuming(self._spent(recorded.rows, batch_spec.max_uses))
+            positions = self._partition.table.find(recorded.named)
         return Planned(recorded, positions, view.grouping)
+
+    def _spent(self, rows: Indexes, max_uses: int) -> Indexes:
+        """Return the rows of a plan that were used often enough once it is recorded; of no number none."""
+        if max_uses == 1:
+            return rows[:0]
+        rows, counts = np.unique(rows, return_counts=True)
+        spent: Indexes = rows[self._task.uses.data[self._partition.table.find(rows)] + counts >= max_uses]
+        return spent
 
     async def _run_inline(self, sampler: Sampler, view: PartitionView, wanted: PlanRequest) -> Plan | None:
         if view.is_heavy:

@@ -20,8 +20,11 @@ _MOST_RANKS: Final = 65_536
 class BatchSpec:
     """What the first plan of a batch_index fixes for all ranks.
 
+    Attributes, besides those that GetMeta says more about:
+        max_uses: how often a sample is delivered before it counts as consumed.
+
     Raises:
-        InvalidArgumentError: the micro-batches have no size.
+        InvalidArgumentError: the micro-batches have no size, or samples are never used.
     """
 
     batch_size: int
@@ -34,8 +37,10 @@ class BatchSpec:
     data_fields: tuple[str, ...]
     drop_last: bool
     finite: bool
+    max_uses: int = 1
 
     def __post_init__(self) -> None:
+        check_range("max_uses", self.max_uses, 1, hint=", or 0 for once")
         if self.micro_batch_size is not None:
             hint = ": a positive number, or 0 for the whole batch"
             check_range("micro_batch_size", self.micro_batch_size, 0, hint=hint)

@@ -17,7 +17,7 @@ from tq_service.domain.claims.readiness import Readiness, ScanKey
 from tq_service.domain.claims.request import BatchSpec
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Groups, Indexes, LengthSource, MustBeAwaited
-from tq_service.domain.states import CLEARED, FAILED, STATE_NAMES, UNCLAIMED, is_open
+from tq_service.domain.states import CLEARED, CONSUMED_EARLIER, FAILED, STATE_NAMES, UNCLAIMED, is_open
 from tq_service.domain.tables.meta import Order
 from tq_service.errors import MissingLengthError
 from tq_service.schema import BatchUnit, Blocks, EndCounts
@@ -114,6 +114,7 @@ class PartitionView:
         no_more: whether no new rows come: groups that declared no size are complete then.
         seen_count: ready rows seen by the largest scan.
         exhausted: whether a scan went over all rows.
+        plan_count: see `View`.
         grouping: the groups that were asked for last; None: none were.
     """
 
@@ -143,6 +144,7 @@ class PartitionView:
         self.exhausted = False
         self.grouping: Grouping | None = None
         self._has_read_left = False
+        self.plan_count = task.serial - CONSUMED_EARLIER
 
     @property
     def is_heavy(self) -> bool:
@@ -293,6 +295,10 @@ class PartitionView:
         positions = self._rows.table.find(np.asarray(rows, np.int64))
         names = self._partition.groups.names_of(positions)
         return [name if position >= 0 else None for name, position in zip(names, positions.tolist(), strict=True)]
+
+    def use_counts(self, rows: Indexes) -> Indexes:
+        """Return how often rows were delivered and not consumed, see `View.use_counts`."""
+        return self._at(rows, self._task.uses.data.__getitem__, 0)
 
     def states(self, rows: Indexes) -> list[str]:
         """Return the state of each row, see `View.states`."""
