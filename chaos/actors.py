@@ -1,4 +1,4 @@
-"""Users of the service: producers, trainer ranks and queue workers; each goes on from its log."""
+"""Users of the service: producers, trainer ranks, callers by name and queue workers; each goes on from its log."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from chaos.events import EventLog, read_events
 
 RANK_COUNT: Final = 8
 RANK_TASK: Final = "update_actor"
+NAMED_TASK: Final = "replay"
 WORKER_TASK: Final = "reward"
+USES: Final = 2
 LEASE_SECONDS: Final = 3.0
 
 _ALL_FIELDS: Final = [*FIELDS, REWARD]
@@ -108,7 +110,7 @@ class Rank(Actor):
         claimed = {event["batch_index"]: event["claim"] for event in self.past if event["what"] == "claim"}
         batch_index = sum(event["what"] == "read" for event in self.past)
         while True:
-            meta = await self.client.get_meta(**rank_request(self.partition_id, self.number, batch_index))
+            meta = await self.client.get_meta(**REQUESTS[self.kind](self.partition_id, self.number, batch_index))
             if meta.status == "not_yet":
                 continue
             claim = described(meta)
@@ -121,6 +123,12 @@ class Rank(Actor):
             wrong = await read(self.client, meta)
             self.log.write("read", batch_index=batch_index, wrong=wrong)
             batch_index += 1
+
+
+class Named(Rank):
+    """Claims batch after batch by name, of samples that are used twice, and reads them."""
+
+    kind = "named"
 
 
 class Worker(Actor):
@@ -170,7 +178,7 @@ class Worker(Actor):
             self.log.write("ack_done", indexes=indexes)
 
 
-ACTORS: Final[dict[str, type[Actor]]] = {one.kind: one for one in (Producer, Rank, Worker)}
+ACTORS: Final[dict[str, type[Actor]]] = {one.kind: one for one in (Producer, Rank, Named, Worker)}
 
 
 def rank_request(partition_id: str, rank: int, batch_index: int, max_wait: float = _MAX_WAIT_SECONDS) -> dict[str, Any]:
@@ -186,6 +194,25 @@ def rank_request(partition_id: str, rank: int, batch_index: int, max_wait: float
         "batch_index": batch_index,
         "max_wait": max_wait,
     }
+
+
+def named_request(
+    partition_id: str, number: int, batch_index: int, max_wait: float = _MAX_WAIT_SECONDS
+) -> dict[str, Any]:
+    """Return the arguments with which a caller asks for a claim by name."""
+    return {
+        "partition_id": partition_id,
+        "task_name": NAMED_TASK,
+        "data_fields": _ALL_FIELDS,
+        "batch_size": 4,
+        "micro_batch_size": 2,
+        "claim_name": f"{number}/{batch_index}",
+        "max_uses": USES,
+        "max_wait": max_wait,
+    }
+
+
+REQUESTS: Final[dict[str, Callable[..., dict[str, Any]]]] = {"rank": rank_request, "named": named_request}
 
 
 def described(meta: tq.BatchMeta) -> dict[str, Any]:

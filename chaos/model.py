@@ -81,7 +81,7 @@ class Samples:
     def held_violations(self, directory: Path) -> Iterator[str]:
         """Yield the samples that were handed out while they were held: before any of them was made live."""
         names = {index: key for key, index in self.acknowledged.items()}
-        for kind, what in (("rank", "claim"), ("worker", "leased")):
+        for kind, what in (("rank", "claim"), ("named", "claim"), ("worker", "leased")):
             for name, events in all_events(directory, kind):
                 for event in events:
                     if event["what"] == what:
@@ -91,43 +91,52 @@ class Samples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """The answer that a rank was given to a batch_index."""
+    """The answer that a rank, or another caller by name, was given to a batch_index."""
 
     rank: int
     batch_index: int
     answer: dict[str, Any]
 
 
-def claims_of(directory: Path) -> list[Claim]:
-    """Return all claims that ranks have logged."""
+def claims_of(directory: Path, kind: str = "rank") -> list[Claim]:
+    """Return all claims that ranks, or callers by name, have logged."""
     return [
         Claim(rank=int(name.rpartition("-")[2]), batch_index=event["batch_index"], answer=event["claim"])
-        for name, events in all_events(directory, "rank")
+        for name, events in all_events(directory, kind)
         for event in events
         if event["what"] == "claim"
     ]
 
 
-def rank_violations(directory: Path, live: set[int] | None) -> Iterator[str]:
-    """Yield what is wrong with what the ranks got; with `live`, the samples that all of them together must have got."""
-    claims = claims_of(directory)
+def rank_violations(directory: Path, live: set[int] | None, *, kind: str = "rank", uses: int = 1) -> Iterator[str]:
+    """Yield what is wrong with what the ranks, or callers by name, got.
+
+    Args:
+        directory: has their logs.
+        live: the samples that all of them together must have got; None: not known yet.
+        kind: which actors.
+        uses: how often each sample was to be delivered.
+    """
+    claims = claims_of(directory, kind)
     times = Counter(index for claim in claims for index in claim.answer["indexes"])
-    yield from (f"sample {index} was handed to {count} batches" for index, count in times.items() if count > 1)
-    yield from wrong_reads(directory, "rank")
+    yield from (f"sample {index} was handed to {count} batches" for index, count in times.items() if count > uses)
+    yield from wrong_reads(directory, kind)
     for claim in claims:
         for key, version in zip(claim.answer["keys"], claim.answer["versions"], strict=True):
             if version != version_of(key):
-                yield f"sample {key} was handed to rank {claim.rank} with version {version}"
-    for name, events in all_events(directory, "rank"):
+                yield f"sample {key} was handed to {kind} {claim.rank} with version {version}"
+    for name, events in all_events(directory, kind):
         for event in events:
             if event["what"] == "changed":
                 yield f"{name}: batch {event['batch_index']} changed from {event['before']} to {event['after']}"
     if live is None:
         return
-    yield from (f"sample {index} was handed to no rank" for index in sorted(live - times.keys()))
+    yield from (f"sample {index} was handed to no {kind}" for index in sorted(live - times.keys()))
+    few = [(index, count) for index, count in sorted(times.items()) if index in live and count < uses]
+    yield from (f"sample {index} was handed to {count} batches only" for index, count in few)
     yield from (f"sample {index} was handed out but is not there" for index in sorted(times.keys() - live))
     ends = Counter(claim.batch_index for claim in claims if claim.answer["status"] == "end")
-    if len(ends) != 1:
+    if kind == "rank" and len(ends) != 1:
         yield f"the ranks saw the end at batches {dict(ends)}"
 
 

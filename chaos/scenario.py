@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 import tq_service as tq
-from chaos.actors import RANK_TASK, WORKER_TASK, described, rank_request
+from chaos.actors import NAMED_TASK, RANK_TASK, REQUESTS, USES, WORKER_TASK, described
 from chaos.client_process import STOP_FILE
 from chaos.cluster import Cluster, Process, wait_until
 from chaos.content import FIELDS, REWARD, rewards_of, wrong_fields
@@ -27,6 +27,7 @@ _CLIENTS: Final = (
     ("producer", (4, 5, 6, 7)),
     ("rank", (0, 1, 2, 3)),
     ("rank", (4, 5, 6, 7)),
+    ("named", (0, 1, 2, 3)),
     ("worker", (0, 1, 2, 3)),
 )
 _REPLAYED_CLAIMS: Final = 24
@@ -104,7 +105,7 @@ class Scenario:
     def run(self, rounds: int, most_seconds: float, targets: Sequence[Target]) -> bool:
         """Inject `rounds` faults, then let everybody finish and check everything; return whether to go on."""
         try:
-            self._client.create_partition(self._name, tasks=[RANK_TASK, WORKER_TASK])
+            self._client.create_partition(self._name, tasks=[RANK_TASK, NAMED_TASK, WORKER_TASK])
             for process in self._clients:
                 process.start()
             wait_until(self._is_busy, _END_SECONDS)
@@ -196,8 +197,9 @@ class Scenario:
         yield from self._check_samples(_READ_SAMPLES)
         yield from Samples.recorded(self._directory).held_violations(self._directory)
         yield from self._check_consumed()
-        claims = claims_of(self._directory)
-        yield from self._replay(self._rng.sample(range(len(claims)), min(_REPLAYED_CLAIMS, len(claims))))
+        for kind in REQUESTS:
+            count = len(claims_of(self._directory, kind))
+            yield from self._replay(kind, self._rng.sample(range(count), min(_REPLAYED_CLAIMS, count)))
 
     def _check_samples(self, read_count: int | None) -> Iterator[str]:
         """Compare what is there with what was acknowledged, and the bytes of so many samples; None: of all."""
@@ -234,19 +236,21 @@ class Scenario:
             self._report.read_count += len(some)
             yield from (f"wrong bytes: {wrong}" for wrong in wrong_fields(some, batch))
 
-    def _replay(self, chosen: Sequence[int] | None = None) -> Iterator[str]:
-        """Ask for claims again, those `chosen` of all that ranks have logged."""
-        claims = claims_of(self._directory)
+    def _replay(self, kind: str, chosen: Sequence[int] | None = None) -> Iterator[str]:
+        """Ask for claims again, those `chosen` of all that actors of a kind have logged."""
+        claims = claims_of(self._directory, kind)
         for claim in claims if chosen is None else [claims[number] for number in chosen]:
-            asked = rank_request(self._name, claim.rank, claim.batch_index, max_wait=0.0)
+            asked = REQUESTS[kind](self._name, claim.rank, claim.batch_index, max_wait=0.0)
             try:
                 answer = described(self._client.get_meta(**asked))
+            except tq.BatchForgottenError:  # of claims whose samples are used again the last are kept
+                continue
             except tq.TqError as error:
-                yield f"rank {claim.rank}, batch {claim.batch_index}: asked again, {error!r}"
+                yield f"{kind} {claim.rank}, batch {claim.batch_index}: asked again, {error!r}"
                 continue
             self._report.replayed_count += 1
             if answer != claim.answer:
-                yield f"rank {claim.rank}, batch {claim.batch_index} was {claim.answer} and is {answer}"
+                yield f"{kind} {claim.rank}, batch {claim.batch_index} was {claim.answer} and is {answer}"
 
     # The end of the scenario
 
@@ -258,12 +262,14 @@ class Scenario:
         yield from self._complete_rewards(samples)
         self._let_go(samples)
         self._client.seal_partition(self._name)
-        yield from self._join("rank", "worker")
+        yield from self._join("rank", "named", "worker")
         yield from self._check_samples(None)
         live = set(self._present().values())
         yield from rank_violations(self._directory, live)
+        yield from rank_violations(self._directory, live, kind="named", uses=USES)
         yield from worker_violations(self._directory, live)
-        yield from self._replay()
+        for kind in REQUESTS:
+            yield from self._replay(kind)
         self._report.acknowledged_count += len(samples.acknowledged)
         self._report.claim_count += len(claims_of(self._directory))
         self._client.clear_partition(self._name)

@@ -102,6 +102,19 @@ def test_ranks(tmp_path: Path) -> None:
     ]
 
 
+def test_callers_by_name_get_each_sample_twice(tmp_path: Path) -> None:
+    def found(live: set[int] | None) -> list[str]:
+        return list(rank_violations(tmp_path, live, kind="named", uses=2))
+
+    recorded(tmp_path, "named-0", claim(0, 1, 2), claim(1, 1), claim(2, status="end"))
+    recorded(tmp_path, "named-1", claim(0, 2), claim(1, status="end"))
+    assert found({1, 2}) == []
+    assert found({1, 2, 3}) == ["sample 3 was handed to no named"]
+    recorded(tmp_path, "named-2", claim(0, 2), claim(1, 3))
+    assert found(None) == ["sample 2 was handed to 3 batches"]
+    assert found({1, 2, 3})[1:] == ["sample 3 was handed to 1 batches only"]
+
+
 def test_custom_meta_of_a_claim_is_what_was_put(tmp_path: Path) -> None:
     recorded(tmp_path, "rank-3", claim(0, 1, version=7))
     assert list(rank_violations(tmp_path, None)) == ["sample p0-0-1 was handed to rank 3 with version 7"]
