@@ -152,7 +152,7 @@ def sync(request):
 
 
 def test_a_fault_within_a_change_ends_the_service_and_its_step_is_not_written_down(tmp_path, monkeypatch, caplog, sync):
-    def half_done(self, *_arguments):
+    def half_done(self, *_arguments, **_keywords):
         self.consumed_count += 1
         raise ZeroDivisionError("a fault of the service")
 
