@@ -167,7 +167,7 @@ def test_a_partition_with_samples_is_not_made_again(plane: Any) -> None:
 def test_fields_must_be_named(adapter: Any, plane: Any) -> None:
     from nemo_rl.data_plane.interfaces import KVBatchMeta
 
-    with pytest.raises(ValueError, match="name the fields"):
+    with pytest.raises(ValueError, match="name them"):
         plane.get_data(KVBatchMeta("train", None, ["a"]))
     assert plane.get_samples([], "train", ["reward"]).batch_size == (0,)
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -225,7 +226,7 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
         The service needs `--checkpoint-dir`; the samples are written there, not into `checkpoint_dir`.
         """
         directory = Path(checkpoint_dir)
-        copy = self._client.checkpoint(f"{directory.name}-{time.time_ns()}", metadata=metadata or {})
+        copy = self._client.checkpoint(f"{directory.name}-{secrets.token_hex(8)}", metadata=metadata or {})
         directory.mkdir(parents=True, exist_ok=True)
         (directory / _MARKER).write_text(json.dumps({"checkpoint": copy.name}))
 
