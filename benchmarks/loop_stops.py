@@ -1,9 +1,11 @@
-"""How long does the service keep all others waiting while millions of samples are inserted and cleared?
+"""How long does the service keep all others waiting while millions of samples come and go, and its status is read?
 
 The service runs in this process, and so does what watches its event loop: a short sleep, again and again. The client is
 another process, lest its own work is measured. A stop is how long the loop did something else, by the clock and by the
 processor that its thread took, which other processes of the machine do not add to. With keys the partition is filled by
-writes of 8,192 keyed samples, over which all tables and the index of keys grow.
+writes of 8,192 keyed samples, over which all tables and the index of keys grow. The status is read of 200 partitions
+with 20 tasks, while a claim waits for each of them and for 200 that are not there, and of a partition in which half of
+the samples are dead-lettered.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import asyncio
 import secrets
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,14 +22,17 @@ from multiprocessing import get_context
 from typing import Any, Final
 
 import grpc
+import numpy as np
 
 from benchmarks.harness import Options, main, median, run_async
 from benchmarks.report import Aim, Report
+from tq_service.client import AsyncClient, Client
 from tq_service.config import load_settings
 from tq_service.server.app import running
 from tq_service.v1 import commit_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1.controller_service_pb2_grpc import ControllerServiceStub
+from tq_service.wire.texts import encode_texts
 
 _STEP: Final = 1 << 16
 _KEYED_STEP: Final = 1 << 13
@@ -35,6 +40,8 @@ _ROWS, _QUICK_ROWS = 1 << 24, 1 << 18
 _FEWER_ROWS: Final = 1_000_000
 _WRITES_BESIDE: Final = 8
 _AIM_MS: Final = 50.0
+_STATUS_AIM_MS: Final = 5.0
+_PARTITIONS, _QUICK_PARTITIONS, _TASKS = 200, 20, 20
 _TICK_SECONDS: Final = 0.001
 _AFTERWARDS_SECONDS: Final = 0.05
 _PARTITION = "train"
@@ -43,7 +50,8 @@ _PARTITION = "train"
 def _insert(address: str, row_count: int, keys_from: int | None = None) -> None:
     write = commit_pb2.SampleWrite(partition_id=_PARTITION, row_count=row_count)
     if keys_from is not None:
-        write.keys.extend(f"prompt-{row}-{row % 8}" for row in range(keys_from, keys_from + row_count))
+        keys = [f"prompt-{row}-{row % 8}" for row in range(keys_from, keys_from + row_count)]
+        write.keys.MergeFrom(encode_texts(keys, "keys"))
     _call(address, "Insert", pb.InsertRequest(request_id=secrets.token_bytes(16), write=write))
 
 
@@ -61,6 +69,45 @@ def _clear_partition(address: str) -> None:
 
 def _describe(address: str) -> None:
     _call(address, "DescribePartition", pb.DescribePartitionRequest(partition_id=_PARTITION))
+
+
+def _make_partitions(address: str, count: int) -> None:
+    for number in range(count):
+        name = f"many@{number}"
+        write = commit_pb2.SampleWrite(partition_id=name, row_count=64)
+        _call(address, "Insert", pb.InsertRequest(request_id=secrets.token_bytes(16), write=write))
+        with grpc.insecure_channel(address) as channel:
+            for task in range(_TASKS):
+                ControllerServiceStub(channel).GetMeta(_claim(name, f"task-{task}"), timeout=300)
+
+
+def _claim(partition_id: str, task_name: str, **more: Any) -> pb.GetMetaRequest:
+    request = {"partition_id": partition_id, "task_name": task_name, "data_fields": ["x"], "batch_size": 8, **more}
+    return pb.GetMetaRequest(request_id=secrets.token_bytes(16), **request)
+
+
+async def _have_claims_wait(client: AsyncClient, names: Sequence[str]) -> list[asyncio.Task[Any]]:
+    asked: dict[str, Any] = {"task_name": "task-0", "data_fields": ["x"], "batch_size": 8, "max_wait": 300.0}
+    claims = [asyncio.create_task(client.get_meta(partition_id=name, **asked)) for name in names]
+    while len((await client.status(explain=False)).waits) < len(names):
+        pass
+    return claims
+
+
+def _get_status(address: str, *, explain: bool) -> None:
+    with Client(address, timeout=300.0) as client:
+        client.status(explain=explain)
+
+
+def _lose_leases(address: str, rows: int) -> None:
+    with Client(address, timeout=300.0) as client:
+        for _ in range(0, rows, _STEP):
+            client.put({"x": np.zeros(_STEP, np.int8)}, partition_id=_PARTITION)
+        asked: dict[str, Any] = {"task_name": "task", "data_fields": ["x"], "batch_size": _STEP}
+        for _ in range(0, rows // 2, _STEP):
+            client.get_meta(partition_id=_PARTITION, **asked, lease=0.001, max_deliveries=1)
+        while client.check_consumption(_PARTITION, "task").leased_count:
+            time.sleep(0.1)
 
 
 def _call(address: str, method: str, request: Any) -> None:
@@ -128,6 +175,24 @@ async def _with_keys(watch: _Watch, rows: int) -> None:
     await watch.call(f"clear_partition of {rows:,} with keys", _clear_partition)
 
 
+async def _status(watch: _Watch, options: Options) -> None:
+    loop, count = asyncio.get_running_loop(), _QUICK_PARTITIONS if options.quick else _PARTITIONS
+    rows = _QUICK_ROWS if options.quick else _FEWER_ROWS
+    await loop.run_in_executor(watch.clients, _make_partitions, watch.address, count)
+    async with AsyncClient(watch.address, timeout=300.0) as client:
+        names = [*(f"many@{number}" for number in range(count)), *(f"none@{number}" for number in range(count))]
+        claims = await _have_claims_wait(client, names)
+        for _ in range(options.repeats):
+            for how, explain in (("without", False), ("with", True)):
+                what = f"status of {count} partitions of {_TASKS} tasks, {how} reasons"
+                await watch.call(what, partial(_get_status, explain=explain))
+        for claim in claims:
+            claim.cancel()
+    await loop.run_in_executor(watch.clients, _lose_leases, watch.address, rows)
+    for _ in range(options.repeats):
+        await watch.call(f"status of {rows:,} samples, half of them dead-lettered", partial(_get_status, explain=True))
+
+
 async def _measure(options: Options) -> Report:
     rows = _QUICK_ROWS if options.quick else _ROWS
     settings = load_settings({"port": 0, "storage_id": "loop-stops"}).settings
@@ -138,6 +203,7 @@ async def _measure(options: Options) -> Report:
             for _ in range(options.repeats):
                 await _without_keys(watch, rows)
             await _with_keys(watch, rows)
+            await _status(watch, options)
     return _report(watch, rows)
 
 
@@ -155,15 +221,25 @@ def _report(watch: _Watch, rows: int) -> Report:
         ],
         aims=[
             Aim(
-                what=f"longest stop {of_which} keys, ms of the processor",
-                measured=max(ms for what, ms in busy.items() if ("keys" in what) is has_keys),
-                wanted=_AIM_MS,
+                what=f"longest stop {of_which}, ms of the processor",
+                measured=max(ms for what, ms in busy.items() if _kind_of(what) == of_which),
+                wanted=wanted,
                 at_least=False,
             )
-            for of_which, has_keys in (("without", False), ("with", True))
+            for of_which, wanted in (
+                ("without keys", _AIM_MS),
+                ("with keys", _AIM_MS),
+                ("of the status", _STATUS_AIM_MS),
+            )
         ],
         plots=[],
     )
+
+
+def _kind_of(what: str) -> str:
+    if what.startswith("status"):
+        return "of the status"
+    return "with keys" if "keys" in what else "without keys"
 
 
 def run(options: Options) -> Report:

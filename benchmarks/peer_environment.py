@@ -72,7 +72,7 @@ _RAY_VARIABLES = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLU
 
 TRANSFER_QUEUE = PeerEnvironment(
     name="TransferQueue",
-    requirements=("TransferQueue==0.1.11", _RAY),
+    requirements=("TransferQueue==0.1.11", _RAY, f"--editable={_ROOT}"),
     needs_torch=True,
     variables={
         **_RAY_VARIABLES,

@@ -7,9 +7,6 @@ PYTHONPATH and TQ_ADDRESS. Both runs are recorded, and the records compared; exi
 from __future__ import annotations
 
 import argparse
-import os
-import shutil
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -18,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from compat.differences import compared_count, differences, records
-from compat.environments import ROOT, TENSORDICT_VERSIONS, System, environment, service, transfer_queue
+from compat.environments import ROOT, TENSORDICT_VERSIONS, System, environment, run_program, service, transfer_queue
 from compat.trainer.recording import AGENT
 
 _SYSTEMS = ("transfer_queue", "service")
@@ -47,25 +44,6 @@ PARTS = {
         for kind in ("text", "multimodal")
     },
 }
-
-
-def _run(part: Part, python: Path, system: System, record: Path) -> None:
-    """Run a program over a system, its output in a file beside the record."""
-    shutil.rmtree(record, ignore_errors=True)
-    record.mkdir(parents=True)
-    log = record.with_suffix(".log")
-    with log.open("w") as output:
-        command = [str(python), "-m", part.module, str(record), *part.arguments]
-        code = subprocess.run(
-            command,
-            cwd=ROOT,
-            env={**os.environ, **system.variables},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            check=False,
-        ).returncode
-    if code:
-        raise RuntimeError(f"{part.module} over {system.name} ended with exit code {code}; its output is in {log}")
 
 
 def _compare(title: str, part: Part, directory: Path) -> int:
@@ -108,7 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             directory = given.output / f"tensordict-{version}" / name
             for system_name in given.systems:
                 with _system(system_name, python, directory) as system:
-                    _run(PARTS[name], python, system, directory / system_name)
+                    part, record = PARTS[name], directory / system_name
+                    run_program(part.module, *part.arguments, python=python, system=system, record=record)
             if all((directory / system).exists() for system in _SYSTEMS):
                 difference_count += _compare(f"tensordict {version}, {name}", PARTS[name], directory)
     return 1 if difference_count else 0

@@ -40,6 +40,9 @@ def _differs(purpose: str) -> Callable[[Scene], Scene]:
     return mark
 
 
+_IN_VAIN = "a put that fails makes no samples; TransferQueue has made empty ones by then"
+
+
 def _try(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Return what a call answers, or None where it raises: the recorder has both."""
     try:
@@ -75,10 +78,11 @@ def _one_key(tq: Any, partition: str) -> None:
     _try(tq.kv_list, partition)
 
 
-@_differs("a put that fails makes no sample; TransferQueue has made an empty one by then")
+@_differs(_IN_VAIN)
 def _one_key_in_vain(tq: Any, partition: str) -> None:
     _try(tq.kv_put, "c", partition)
     _try(tq.kv_put, "c", partition, fields={"x": _rows(2, 3)})
+    _try(tq.kv_put, "d", partition, fields=[1, 2])
     _try(tq.kv_list, partition)
 
 
@@ -143,7 +147,7 @@ def _rows_that_change(tq: Any, partition: str) -> None:
     _try(tq.kv_batch_get, ["a"], partition)
 
 
-@_differs("a field has one dtype while it has rows; TransferQueue takes another, and fails when both are read")
+@_differs("a field has one dtype while it has rows; TransferQueue takes another, and reads all rows as the first is")
 def _a_dtype_that_changes(tq: Any, partition: str) -> None:
     _try(tq.kv_batch_put, ["a", "b"], partition, fields=_batch(2, x=torch.arange(6).reshape(2, 3)))
     _try(tq.kv_batch_put, ["a"], partition, fields=_batch(1, x=torch.ones(1, 7)))
@@ -189,7 +193,7 @@ def _objects(tq: Any, partition: str) -> None:
     _try(tq.kv_batch_get, ["a", "d"], partition, select_fields=["texts", "dicts"])
 
 
-@_differs("tuples stay tuples; TransferQueue makes lists of them")
+@_scene
 def _tuples(tq: Any, partition: str) -> None:
     _try(tq.kv_batch_put, ["a", "b"], partition, fields=_batch(2, x=NonTensorStack((1, 2), {"y": ()})))
     _try(tq.kv_batch_get, ["a", "b"], partition)
@@ -224,7 +228,7 @@ def _images(tq: Any, partition: str) -> None:
 @_scene
 def _tags(tq: Any, partition: str) -> None:
     keys = ["a", "b"]
-    _try(tq.kv_batch_put, keys, partition, tags=[{"n": 1, "s": "x"}, {"n": 2.5, "list": [1, None]}])
+    _try(tq.kv_batch_put, keys, partition, tags=[{"n": 1, "s": "x"}, {"n": 2, "list": [1, None], "f": 2.5}])
     _try(tq.kv_list, partition)
     _try(tq.kv_batch_put, keys, partition, tags=[{"n": "text now"}, {}])
     _try(tq.kv_batch_put, keys, partition, fields=_batch(2, x=torch.ones(2, 1)))
@@ -233,6 +237,13 @@ def _tags(tq: Any, partition: str) -> None:
     _try(tq.kv_batch_put, keys, partition)
     _try(tq.kv_list, partition)
     _try(tq.kv_batch_get, keys, partition)
+
+
+@_differs("numbers of a tag have one type: whole ones among fractions become floats of the same value")
+def _tags_of_whole_numbers_and_fractions(tq: Any, partition: str) -> None:
+    _try(tq.kv_batch_put, ["a", "b"], partition, tags=[{"n": 1}, {"n": 2.5}])
+    _try(tq.kv_put, "a", partition, tag={"n": 3})
+    _try(tq.kv_list, partition)
 
 
 @_differs("tags are JSON with names that are text: tuples become lists, numbers of numpy numbers")
@@ -275,15 +286,37 @@ def _what_is_not_there(tq: Any, partition: str) -> None:
     _try(tq.kv_batch_get, [1], partition)
     _try(tq.kv_clear, ["a"], partition)
     _try(tq.kv_list, partition)
+    _try(tq.kv_put, "a", partition, tag={})
 
 
-@_scene
+@_differs("clear_partition removes a partition without samples; TransferQueue leaves it")
+def _a_partition_without_samples(tq: Any, partition: str) -> None:
+    _try(tq.kv_put, "a", partition, tag={})
+    _try(tq.kv_clear, "a", partition)
+    _try(tq.get_client().clear_partition, partition)
+    _try(tq.kv_list)
+    _try(tq.kv_put, "a", partition, tag={})
+
+
+@_differs(_IN_VAIN)
 def _puts_that_do_not_fit(tq: Any, partition: str) -> None:
     _try(tq.kv_batch_put, ["a", "b"], partition, fields=_batch(3, x=torch.ones(3, 1)))
+    _try(tq.kv_batch_put, ["a", "b"], partition, tags=[{"n": 1}, {"n": 2}, {"n": 3}])
+    _try(tq.kv_list, partition)
+
+
+@_differs("a key that comes twice is refused before anything is written; TransferQueue has written it by then")
+def _a_key_that_comes_twice(tq: Any, partition: str) -> None:
     _try(tq.kv_batch_put, ["a", "a"], partition, fields=_batch(2, x=torch.ones(2, 1)))
     _try(tq.kv_batch_put, ["a", "a"], partition, tags=[{"n": 1}, {"n": 2}])
+    _try(tq.kv_list, partition)
+    _try(tq.kv_batch_get, "a", partition)
+
+
+@_differs("a text for keys is one key; TransferQueue's kv_batch_put answers with the text in place of a list of keys")
+def _one_text_for_keys(tq: Any, partition: str) -> None:
     _try(tq.kv_batch_put, "a", partition, tags=[{"n": 1}])
-    _try(tq.kv_put, "a", partition, fields=[1, 2])
+    _try(tq.kv_batch_put, "ab", partition, tags=[{"n": 1}])
     _try(tq.kv_list, partition)
 
 
@@ -344,7 +377,6 @@ def _the_client(tq: Any, partition: str) -> None:
         _try(client.kv_retrieve_keys, global_indexes=written.global_indexes, partition_id=partition)
         _try(client.get_data, written)
     _try(client.kv_retrieve_meta, keys=["b", "nobody"], partition_id=partition, create=False)
-    _try(client.kv_retrieve_meta, keys=["nobody"], partition_id=partition, create=False)
     _try(client.kv_retrieve_meta, keys=["new"], partition_id=partition, create=True)
     _try(client.kv_retrieve_meta, keys=["a"], partition_id=f"{partition} of nobody", create=False)
     _try(tq.kv_list, partition)
@@ -355,6 +387,26 @@ def _the_client(tq: Any, partition: str) -> None:
     _try(tq.kv_list, partition)
     _try(client.clear_partition, partition)
     _try(tq.kv_list, partition)
+
+
+@_scene
+def _samples_that_were_cleared(tq: Any, partition: str) -> None:
+    client = tq.get_client()
+    meta = _try(client.put, data=_batch(3, x=torch.arange(6).reshape(3, 2)), partition_id=partition)
+    if meta is None:
+        return
+    _try(client.clear_samples, meta.select_samples([0]))
+    _try(client.get_data, meta)
+    _try(client.get_data, meta.select_samples([1]))
+    _try(client.clear_samples, meta)
+    _try(client.get_data, meta)
+    _try(tq.kv_put, "a", partition, tag={})  # else TransferQueue would not clear the partition
+
+
+@_differs("a BatchMeta without samples names no fields; TransferQueue's has all that the partition has")
+def _metadata_of_unknown_keys(tq: Any, partition: str) -> None:
+    _try(tq.kv_put, "a", partition, fields={"x": torch.ones(1)})
+    _try(tq.get_client().kv_retrieve_meta, keys=["nobody"], partition_id=partition, create=False)
 
 
 @_differs(

@@ -26,6 +26,9 @@ SCENE = "scene "
 """What the name of an entry begins with that is no call: says what the calls after it are about, and, as `purpose`, why
 they differ, where they are to."""
 
+TUPLES = "tuples stay tuples; TransferQueue makes lists of them"
+"""Why a list in the first record may be a tuple in the second, wherever it is."""
+
 _SHOWN_CHARACTERS = 160
 _POLLS = frozenset({"kv_list", "async_kv_list"})
 _NOTHING = {"kind": "nothing"}
@@ -74,7 +77,8 @@ def differences(
         for number, (one, other) in enumerate(pairs(*calls), start=1):
             if one is not None and one["call"].startswith(SCENE):
                 purpose = one["given"]["items"]["purpose"]
-            yield from (replace(found, purpose=purpose) for found in _of_call(role, number, one, other))
+            for found in _of_call(role, number, one, other):
+                yield replace(found, purpose=purpose) if purpose else found
 
 
 def compared_count(record: Mapping[str, Sequence[Entry]]) -> int:
@@ -124,7 +128,8 @@ def _of_call(role: str, number: int, left: Entry | None, right: Entry | None) ->
     keys = _keys(named["given"])
     for part in ("given", "answer", "error"):
         for place, one, other in _unequal(left.get(part, _NOTHING), right.get(part, _NOTHING), part, keys):
-            yield Difference(role=role, call=call, place=place, left=_short(one), right=_short(other))
+            purpose = TUPLES if _is_tuple_of(other, one) else ""
+            yield Difference(role=role, call=call, place=place, left=_short(one), right=_short(other), purpose=purpose)
 
 
 def _called(entry: Entry | None) -> str:
@@ -158,6 +163,19 @@ def _unequal(left: Any, right: Any, place: str, keys: list[Any]) -> Iterator[tup
             yield place, left, right
     elif type(left) is not type(right) or left != right:
         yield place, left, right
+
+
+def _is_tuple_of(value: Any, items: Any) -> bool:
+    """Return whether a value is a tuple, of which `items` has the same as lists, those within it too."""
+    return isinstance(items, list) and isinstance(value, dict) and _with_lists(value) == items
+
+
+def _with_lists(value: Any) -> Any:
+    if isinstance(value, dict):
+        if value.get("kind") == "tuple":
+            return _with_lists(value["items"])
+        return {name: _with_lists(item) for name, item in value.items()}
+    return [_with_lists(item) for item in value] if isinstance(value, list) else value
 
 
 def _short_arguments(given: Any) -> str:

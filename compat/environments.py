@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -35,6 +36,7 @@ _REQUIREMENTS = (
     "codetiming",
     "dill",
     "cachetools",
+    "orjson",
     "tqdm",
     f"--editable={ROOT}",
 )
@@ -52,6 +54,7 @@ _VARIABLES = {
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
+    "PYTHONFAULTHANDLER": "1",
 }
 
 
@@ -92,11 +95,53 @@ def service(python: Path, directory: Path, *arguments: str) -> Iterator[System]:
         directory: for its log; checkpoints go anywhere.
         arguments: more for `tq-service serve`.
     """
-    command = [str(python), "-m", "tq_service.compat.transfer_queue", "--path"]
-    site = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
     directory.mkdir(parents=True, exist_ok=True)
     with ServiceProcess(*arguments, log=directory / "service.log") as running:
-        yield System(name="service", variables={**_variables(site), "TQ_ADDRESS": running.address})
+        yield system_at(running.address, python)
+
+
+def system_at(address: str, python: Path) -> System:
+    """Return a service that runs, under TransferQueue's name; `python` as for `service`."""
+    command = [str(python), "-m", "tq_service.compat.transfer_queue", "--path"]
+    site = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    return System(name="service", variables={**_variables(site), "TQ_ADDRESS": address})
+
+
+def run_program(
+    module: str,
+    *arguments: str,
+    python: Path,
+    system: System,
+    record: Path,
+    variables: Mapping[str, str] | None = None,
+) -> None:
+    """Run a program over a system, its output in a file beside the record.
+
+    Args:
+        module: of the program.
+        *arguments: after the first, which is the directory of the record.
+        python: of its environment.
+        system: what it runs over.
+        record: directory of the record; emptied first.
+        variables: more environment variables for it.
+
+    Raises:
+        RuntimeError: it ended with another exit code than 0.
+    """
+    shutil.rmtree(record, ignore_errors=True)
+    record.mkdir(parents=True)
+    log = record.with_suffix(".log")
+    with log.open("w") as output:
+        code = subprocess.run(
+            [str(python), "-m", module, str(record), *arguments],
+            cwd=ROOT,
+            env={**os.environ, **system.variables, **(variables or {})},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            check=False,
+        ).returncode
+    if code:
+        raise RuntimeError(f"{module} over {system.name} ended with exit code {code}; its output is in {log}")
 
 
 def _variables(*first: str) -> dict[str, str]:

@@ -106,11 +106,12 @@ class Recorder:
 
         def begin(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             given = dict(signature.bind(*args, **kwargs).arguments)
-            for watcher in self._watchers:
-                watcher(name, given)
             if "checkpoint_dir" in given:
                 given["checkpoint_dir"] = Path(given["checkpoint_dir"]).name
-            return {} if name in _OPAQUE else plain({**given, **_counted(given)})
+            written = {} if name in _OPAQUE else plain({**given, **_counted(given)})
+            for watcher in self._watchers:
+                watcher(name, given)
+            return written
 
         def end(given: Any, started: float, answer: Any) -> Any:
             seconds = time.perf_counter() - started

@@ -27,7 +27,7 @@ _GRADIENT_NORM = 1.0
 _FILE_NAME = "weights.pt"
 
 
-class _Engine(BaseEngine):
+class Engine(BaseEngine):
     """What policy and critic share; `output_size` is what the model gives for each token."""
 
     output_size = 0
@@ -141,7 +141,7 @@ def _brightness(inputs: Any) -> float:
 
 
 @EngineRegistry.register(model_type="language_model", backend="fsdp", device="cpu")
-class PolicyEngine(_Engine):
+class PolicyEngine(Engine):
     """Gives log probabilities and entropies of the next tokens."""
 
     output_size = VOCABULARY_SIZE
@@ -155,7 +155,7 @@ class PolicyEngine(_Engine):
 
 
 @EngineRegistry.register(model_type="value_model", backend="fsdp", device="cpu")
-class ValueEngine(_Engine):
+class ValueEngine(Engine):
     """Gives values of tokens."""
 
     output_size = 1

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -34,13 +35,14 @@ from verl.workers import engine_workers  # noqa: E402
 from verl.workers.rollout import base  # noqa: E402
 from verl.workers.rollout.replica import RolloutReplicaRegistry  # noqa: E402
 
-from compat.trainer import agent_loop, engine, images  # noqa: E402, F401  (the first two register what they have)
+from compat.trainer import agent_loop, engine, faults, images  # noqa: E402, F401  (the first two register themselves)
 from compat.trainer.recording import RUN_VARIABLE, recorder  # noqa: E402
 from compat.trainer.rounds import rounds  # noqa: E402
 
 _ENGINE = "compat"
 # What depends on the machine.
 _TIMED_METRICS = ("timing", "perf/", "throughput", "memory", "mfu")
+_MOST_ANSWER_SECONDS, _PAUSE_SECONDS = 60.0, 0.05
 
 images.register()
 # By name: a server's process imports that module before verl.
@@ -111,6 +113,21 @@ def _note_metrics(self: Any, data: dict[str, Any], step: int, **_: Any) -> None:
     recorder().note("metrics", plain({"step": step}), answer=plain(kept))
 
 
+def _before_a_look(name: str, _given: dict[str, Any]) -> None:
+    """Have prompts answered whose turn it is, and wait until all that is put of them is there."""
+    if name != "kv_list":
+        return
+    waiting, end = set(ray.get(rounds().admit.remote())), time.monotonic() + _MOST_ANSWER_SECONDS
+    while waiting and time.monotonic() < end:  # a worker that was killed never answers
+        time.sleep(_PAUSE_SECONDS)
+        known = _kv_list("train").get("train", {})
+        waiting = {uid for uid in waiting if known.get(uid, {}).get("status") in ("pending", "running")}
+
+
+def _about_to_compute(_self: Any, _data: Any, _loss_function: Any, forward_only: bool = False) -> None:
+    faults.reached("forward" if forward_only else "train")
+
+
 def _look_at_the_end(name: str, _given: dict[str, Any]) -> None:
     """Ask for all that is left before it goes."""
     if name == "close":
@@ -125,5 +142,9 @@ def _look_at_the_end(name: str, _given: dict[str, Any]) -> None:
 _before(AgentLoopManagerTQ, "generate_sequences", _announce)
 _before(ReplayBufferAsync, "sample", _begin)
 _before(verl.utils.tracking.Tracking, "log", _note_metrics)
+_before(engine.Engine, "forward_backward_batch", _about_to_compute)
+_kv_list = transfer_queue.kv_list  # not recorded
+recorder().watch(_before_a_look)
 recorder().watch(_look_at_the_end)
+recorder().watch(lambda name, _given: faults.reached(name))
 recorder().install(transfer_queue)

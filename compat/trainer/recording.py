@@ -16,10 +16,11 @@ AGENT, TRAINER = "agent", "trainer"
 @functools.cache
 def recorder() -> Recorder:
     """Return the recorder of this process."""
-    return Recorder(Path(os.environ[DIRECTORY_VARIABLE]), _role)
+    return Recorder(Path(os.environ[DIRECTORY_VARIABLE]), role)
 
 
-def _role() -> str:
+def role() -> str:
+    """Return what this process does: AGENT, TRAINER, or "rank-" and its number."""
     import ray
 
     if "RANK" in os.environ:

@@ -5,6 +5,9 @@ by then, and how far the others are, depends on the speed of machines. Here, the
 round, from the start of a sampling to the interruption, the oldest prompts are answered, as many as the trainer asked
 for, and no others. None is before all sessions of all prompts have asked, so that each of them is interrupted, and each
 at the same place. A prompt that the trainer is going to evict goes alone, and the next one when its refill has asked.
+
+The trainer looks every few seconds which prompts have finished. They are answered when it is about to look (`admit`),
+and it looks when all of them have finished: what it sees is none of them or all.
 """
 
 from __future__ import annotations
@@ -44,13 +47,11 @@ class Rounds:
         for uid, fate in zip(uids, fates, strict=True):
             self._prompts[uid] = _Prompt(fate=fate, session_count=session_count, submitted_in=self._round)
         self._refill_count = max(0, self._refill_count - len(uids))
-        self._advance()
 
     async def begin(self, batch_size: int) -> None:
         """Start a round, in which the trainer wants so many prompts."""
         self._round += 1
         self._wanted_count = batch_size
-        self._advance()
 
     async def may_generate(self, server: str, request_id: str) -> str:
         """Wait until a session is to be answered or interrupted, and return which; all others are answered."""
@@ -60,7 +61,6 @@ class Rounds:
             return GENERATE
         answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         prompt.waiting[session] = (server, answer)
-        self._advance()
         return await answer
 
     async def abort(self, server: str) -> None:
@@ -72,40 +72,39 @@ class Rounds:
                     answer.set_result(ABORT)
                     del prompt.waiting[session]
 
-    def _advance(self) -> None:
-        while self._wanted_count and not self._refill_count and self._all_wait():
-            good: list[_Prompt] = []
-            for prompt in self._open():
-                if self._is_early(prompt):
-                    continue
-                if prompt.fate in self._evicted_fates:
-                    self._refill_count = 1
-                    self._admit(prompt)
-                    return
-                good.append(prompt)
-                if len(good) == self._wanted_count:
-                    break
-            if len(good) < self._wanted_count:
-                return
-            self._wanted_count = 0
-            for prompt in good:
-                self._admit(prompt)
+    async def admit(self) -> list[str]:
+        """Have prompts answered where it is their turn; return them."""
+        uids = self._next() if self._wanted_count and not self._refill_count and self._all_wait() else []
+        for prompt in map(self._prompts.__getitem__, uids):
+            prompt.admitted = True
+            for _, answer in prompt.waiting.values():
+                answer.set_result(GENERATE)
+            prompt.waiting.clear()
+        return uids
 
-    def _open(self) -> list[_Prompt]:
-        return [prompt for prompt in self._prompts.values() if not prompt.admitted]
+    def _next(self) -> list[str]:
+        good: list[str] = []
+        for uid, prompt in self._open().items():
+            if self._is_early(prompt):
+                continue
+            if prompt.fate in self._evicted_fates:
+                self._refill_count = 1
+                return [uid]
+            good.append(uid)
+            if len(good) == self._wanted_count:
+                self._wanted_count = 0
+                return good
+        return []
+
+    def _open(self) -> dict[str, _Prompt]:
+        return {uid: prompt for uid, prompt in self._prompts.items() if not prompt.admitted}
 
     def _all_wait(self) -> bool:
-        return all(len(prompt.waiting) == prompt.session_count for prompt in self._open())
+        return all(len(prompt.waiting) == prompt.session_count for prompt in self._open().values())
 
     def _is_early(self, prompt: _Prompt) -> bool:
         """Return whether a prompt that is to come late would come in time: it is submitted for the round after."""
         return prompt.fate == "late" and self._round <= prompt.submitted_in + _LATE_ROUNDS
-
-    def _admit(self, prompt: _Prompt) -> None:
-        prompt.admitted = True
-        for _, answer in prompt.waiting.values():
-            answer.set_result(GENERATE)
-        prompt.waiting.clear()
 
 
 @functools.cache

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from compat.differences import SCENE, compared_count, differences, records
+from compat.differences import SCENE, TUPLES, compared_count, differences, records
 from compat.plain_values import plain
 from compat.recorder import CLIENT_CALLS, MODULE_CALLS, Recorder, builtin_name
 
@@ -165,6 +165,15 @@ def test_what_differs_on_purpose_says_so(tmp_path: Path) -> None:
             module.kv_batch_get(["a"], "train")
     found = differences(records(tmp_path / "left"), records(tmp_path / "right"), concurrent=frozenset())
     assert [difference.purpose for difference in found] == ["better so", ""]
+
+
+def test_tuples_in_place_of_lists_are_on_purpose(tmp_path: Path) -> None:
+    for name, rows in (("left", [[1, {"b": [2]}], [3]]), ("right", [(1, {"b": (2,)}), (4,)])):
+        module = module_with({})
+        module.kv_batch_get = lambda keys, rows=rows: rows
+        recorded(tmp_path / name, module).kv_batch_get(["a", "b"])
+    found = differences(records(tmp_path / "left"), records(tmp_path / "right"), concurrent=frozenset())
+    assert [difference.purpose for difference in found] == [TUPLES, ""]
 
 
 def test_indexes_are_counted(tmp_path: Path) -> None:

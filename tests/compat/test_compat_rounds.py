@@ -44,27 +44,37 @@ async def with_prompts(fates: dict[str, str], *, evicted: str = "fails late") ->
     return rounds
 
 
+async def begin(rounds: Rounds, batch_size: int) -> list[str]:
+    """Begin a round, in which the trainer looks once."""
+    await rounds.begin(batch_size)
+    return await rounds.admit()
+
+
 async def test_the_oldest_are_answered_when_all_have_asked_and_the_trainer_samples() -> None:
     rounds = await with_prompts(dict.fromkeys("abc", "good"))
     first = await ask(rounds, "ac")
-    await rounds.begin(2)
+    await begin(rounds, 2)
     assert await first.got() == {}  # b has not asked
     last = await ask(rounds, "b")
+    assert await last.got() == {}  # the trainer has not looked
+    assert await rounds.admit() == ["a", "b"]
     assert await first.uids(GENERATE) + await last.uids(GENERATE) == "ab"
 
 
 async def test_nothing_is_answered_before_the_trainer_samples() -> None:
     rounds = await with_prompts(dict.fromkeys("ab", "good"))
     asked = await ask(rounds, "ab")
+    assert await rounds.admit() == []
     assert await asked.got() == {}
-    await rounds.begin(1)
+    assert await begin(rounds, 1) == ["a"]
     assert await asked.uids(GENERATE) == "a"
+    assert await rounds.admit() == []
 
 
 async def test_an_abort_interrupts_the_sessions_of_its_server_and_ends_the_round() -> None:
     rounds = await with_prompts(dict.fromkeys("abc", "good"))
     here, there = await ask(rounds, "ab"), await ask(rounds, "c", "server 1")
-    await rounds.begin(1)
+    await begin(rounds, 1)
     await rounds.abort("server 0")
     assert await here.uids(GENERATE) == "a"
     assert await here.uids(ABORT) == "b"
@@ -76,11 +86,13 @@ async def test_an_abort_interrupts_the_sessions_of_its_server_and_ends_the_round
 async def test_one_that_is_evicted_goes_alone_and_the_others_wait_for_its_refill() -> None:
     rounds = await with_prompts({"a": "good", "b": "fails", "c": "good"})
     asked = await ask(rounds, "abc")
-    await rounds.begin(2)
+    assert await begin(rounds, 2) == ["b"]
     assert await asked.uids(GENERATE) == "b"
+    assert await rounds.admit() == []
     await rounds.submitted(["d"], ["good"], SESSIONS)
-    assert await asked.uids(GENERATE) == "b"
+    assert await rounds.admit() == []
     refill = await ask(rounds, "d")
+    assert await rounds.admit() == ["a", "c"]
     assert await asked.uids(GENERATE) == "abc"
     assert await refill.got() == {}
 
@@ -88,7 +100,7 @@ async def test_one_that_is_evicted_goes_alone_and_the_others_wait_for_its_refill
 async def test_one_behind_those_that_are_enough_is_not_evicted_yet() -> None:
     rounds = await with_prompts({"a": "good", "b": "fails"})
     asked = await ask(rounds, "ab")
-    await rounds.begin(1)
+    await begin(rounds, 1)
     assert await asked.uids(GENERATE) == "a"
 
 
@@ -96,7 +108,7 @@ async def test_a_late_one_comes_two_rounds_after_it_could_have() -> None:
     rounds = await with_prompts({"a": "late", **dict.fromkeys("bcd", "good")})
     for uids, expected in (("abcd", "b"), ("acd", "c"), ("ad", "a")):
         asked = await ask(rounds, uids)
-        await rounds.begin(1)
+        await begin(rounds, 1)
         assert await asked.uids(GENERATE) == expected
         await rounds.abort("server 0")
 

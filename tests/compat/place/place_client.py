@@ -102,6 +102,24 @@ def test_progress_of_each_sample(client):
     assert client.reset_consumption("p", "nobody")
 
 
+def test_samples_that_were_cleared_need_not_be_consumed(client):
+    # NeMo-RL makes its fields known by a sample that it clears at once.
+    tq.kv_put("schema", "p", fields={"x": torch.zeros(1)}, tag={})
+    tq.kv_clear(["schema"], "p")
+    assert not client.check_consumption_status("train", "p")
+    client.put(batch(2, x=torch.arange(2)), partition_id="p")
+    fetch(client, size=1)
+    assert not client.check_consumption_status("train", "p")
+    fetch(client, size=1)
+    assert client.check_consumption_status("train", "p")
+
+
+def test_a_row_of_a_one_dimensional_field_is_a_scalar(client):
+    # What NeMo-RL's adapter mends in TransferQueue's own schema, and does not look for here.
+    assert tq.metadata._nrl_scalar_schema_patched
+    assert client.put(batch(2, x=torch.arange(2)), partition_id="p").field_schema["x"]["shape"] == ()
+
+
 def test_samples_that_are_expected_are_not_yet_produced(client, monkeypatch):
     monkeypatch.setenv("TQ_PRE_ALLOC_SAMPLE_NUM", "4")
     client.put(batch(2, x=torch.arange(2)), partition_id="p")
@@ -130,14 +148,19 @@ def test_partitions(client):
     client.put(batch(1, x=torch.arange(1)), partition_id="q")
     assert client.get_partition_list() == ["p", "q"]
     client.clear_samples(written.select_samples([0]))
+    with pytest.raises(tq.StorageKeyNotFoundError, match="has no sample 0"):
+        client.get_data(written)
+    assert client.get_data(written[1])["x"].tolist() == [1]
     client.clear_samples(written)
     client.clear_partition("p")
     client.clear_partition("p")
     client.clear_samples(written)
     assert client.get_partition_list() == ["q"]
     client.put(batch(2, x=torch.arange(2)), partition_id="p")
-    with pytest.raises(RuntimeError, match="incarnation"):
+    with pytest.raises(tq.StorageKeyNotFoundError, match="incarnation"):
         client.get_data(written)
+    with pytest.raises(RuntimeError, match="incarnation"):
+        client.put(batch(2, x=torch.arange(2)), written)
 
 
 def test_too_few_samples_are_an_error_unless_polled(service):

@@ -15,6 +15,7 @@ from transfer_queue.controller import TransferQueueController
 from transfer_queue.storage.simple_storage import SimpleStorageUnit
 
 import tq_service
+from tq_service.testing import ServiceProcess
 
 
 @pytest.fixture(autouse=True)
@@ -131,6 +132,18 @@ def test_an_address_and_a_namespace_are_given(service, monkeypatch, how):
     assert partitions(service) == []
 
 
+def test_a_call_tries_to_reach_the_service_for_timeout_seconds(tmp_path):
+    with ServiceProcess(data_dir=tmp_path) as service:
+        tq.init({"controller": {"address": service.address, "timeout_seconds": 4}})
+        assert tq.get_client().sync_client.timeout == tq.get_client().async_client.timeout == 4
+        tq.kv_put("a", "train", tag={"n": 1})
+        service.kill()
+        with pytest.raises(tq_service.UnavailableError, match="4 s"):
+            tq.kv_put("b", "train", tag={})
+        service.start()
+        assert tq.kv_list("train") == {"train": {"a": {"n": 1}}}
+
+
 def test_a_shared_service_without_a_namespace_is_not_cleared(service):
     tq.init({"controller": {"address": service}})
     tq.kv_put("a", "shared", tag={})
@@ -225,5 +238,6 @@ def test_names_that_callers_configure(ray):
 
 
 def test_where_metrics_are(service):
+    assert tq.get_metrics_endpoint() is None
     tq.init({"controller": {"address": service}, "metrics": {"endpoint": "host:9090"}})
     assert tq.get_metrics_endpoint() == "host:9090"

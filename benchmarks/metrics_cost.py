@@ -1,0 +1,192 @@
+"""What do metrics cost: claims with and without them, and a scrape of many partitions and tasks?
+
+The same load goes to a service with metrics that is scraped, to one without, and to another one without, which says how
+much two services alike differ. The scrape is of a service in this process, whose event loop is watched meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import time
+import urllib.request
+from contextlib import AsyncExitStack, ExitStack
+
+import numpy as np
+import psutil
+
+import tq_service as tq
+from benchmarks.durability_cost import Load
+from benchmarks.harness import Options, interleave_async, main, median, median_ratio, run_async
+from benchmarks.report import Aim, Cell, Report
+from tq_service.config import load_settings
+from tq_service.server.app import App, running
+from tq_service.testing import ServiceProcess
+
+PARTITION_COUNT = 200
+TASK_COUNT = 20
+_METRICS_PORT = 19464
+_SCRAPES_A_REPEAT = 4
+_SCRAPE_PERIOD_SECONDS = 1.0
+_TIMEOUT_SECONDS = 120.0
+_MODES = ("off", "off again", "on")
+
+
+def _fetch(port: int) -> bytes:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=_TIMEOUT_SECONDS) as answer:
+        body: bytes = answer.read()
+        return body
+
+
+async def _scrape_often(port: int) -> None:
+    """Scrape as a Prometheus would, though fifteen times as often."""
+    while True:
+        await asyncio.to_thread(_fetch, port)
+        await asyncio.sleep(_SCRAPE_PERIOD_SECONDS)
+
+
+class _Case:
+    """Claims of one service: how many a second, and what each takes of the service's processor."""
+
+    def __init__(self, load: Load, pid: int) -> None:
+        self._load = load
+        self._process = psutil.Process(pid)
+
+    async def measure(self) -> tuple[float, float]:
+        before, began_at = sum(self._process.cpu_times()[:2]), time.perf_counter()
+        rate = await self._load.ranked_claims()
+        count = rate * (time.perf_counter() - began_at)
+        return rate, (sum(self._process.cpu_times()[:2]) - before) / count
+
+
+async def _claims(options: Options) -> list[list[Cell]]:
+    with ExitStack() as processes:
+        metrics = ("--metrics-port", str(_METRICS_PORT))
+        services = {
+            mode: processes.enter_context(ServiceProcess(*(metrics if mode == "on" else ()))) for mode in _MODES
+        }
+        async with AsyncExitStack() as stack:
+            cases = {}
+            for mode, service in services.items():
+                client = await stack.enter_async_context(tq.AsyncClient(service.address, timeout=_TIMEOUT_SECONDS))
+                load = Load(client, 8 if options.quick else 1)
+                await load.start()
+                cases[mode] = _Case(load, service.pid).measure
+            scraping = asyncio.create_task(_scrape_often(_METRICS_PORT))
+            try:
+                found = await interleave_async(cases, options.repeats)
+            finally:
+                scraping.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await scraping
+    rates = {mode: [rate for rate, _ in results] for mode, results in found.items()}
+    costs = {mode: [1e6 * cost for _, cost in results] for mode, results in found.items()}
+    return [
+        [
+            what,
+            *(median(figures[mode]) for mode in _MODES),
+            median_ratio(figures["off again"], figures["off"]),
+            median_ratio(figures["on"], figures["off"]),
+        ]
+        for what, figures in (("claims/s of 8 ranks", rates), ("processor of the service, µs a claim", costs))
+    ]
+
+
+async def _scrapes(options: Options) -> dict[str, float]:
+    settings = load_settings({"port": 0, "metrics_port": 0}).settings
+    async with running(settings) as app:
+        async with tq.AsyncClient(f"127.0.0.1:{app.port}", timeout=_TIMEOUT_SECONDS) as client:
+            tasks = [f"task-{number}" for number in range(TASK_COUNT)]
+            for number in range(PARTITION_COUNT // (8 if options.quick else 1)):
+                await client.create_partition(f"group-{number}@0", tasks=tasks)
+                versions = [{"version": version} for version in range(16)]
+                await client.put({"x": np.arange(16)}, partition_id=f"group-{number}@0", custom_meta=versions)
+                await client.get_meta(
+                    partition_id=f"group-{number}@0", task_name=tasks[0], data_fields=["x"], batch_size=4
+                )
+        return await _watch_scrapes(app, options.repeats * _SCRAPES_A_REPEAT)
+
+
+async def _watch_scrapes(app: App, count: int) -> dict[str, float]:
+    """Scrape, once for the time it takes and once to see for how long nothing else has its turn meanwhile."""
+    assert app.metrics is not None
+    seconds, cpu_seconds, held, busy, quiet, lines = [], [], [], [], [], 0
+    for _ in range(count):
+        began_at, cpu_began_at = time.perf_counter(), time.process_time()
+        body = await asyncio.to_thread(_fetch, app.metrics.port)
+        seconds.append(time.perf_counter() - began_at)
+        cpu_seconds.append(time.process_time() - cpu_began_at)
+        watching = asyncio.create_task(_longest_gap())  # which takes half of the interpreter
+        await asyncio.to_thread(_fetch, app.metrics.port)
+        watching.cancel()
+        for figures, longest in zip((held, busy), await watching, strict=True):
+            figures.append(longest)
+        lines = body.count(b"\n")
+        watching = asyncio.create_task(_longest_gap())
+        await asyncio.sleep(seconds[-1])
+        watching.cancel()
+        quiet.append((await watching)[0])
+        await asyncio.sleep(0.1)
+    return {
+        "lines": lines,
+        "p50_ms": 1e3 * median(seconds),
+        "longest_ms": 1e3 * max(seconds),
+        "cpu_ms": 1e3 * median(cpu_seconds),
+        "held_ms": 1e3 * median(held),
+        "busy_ms": 1e3 * median(busy),
+        "quiet_ms": 1e3 * median(quiet),
+    }
+
+
+async def _longest_gap() -> tuple[float, float]:
+    """Return the longest time between two turns of the event loop, once this is cancelled, and the longest work.
+
+    The time is also that of other programs and threads; the work is what the thread of the loop used of a processor.
+    """
+    longest, last = 0.0, time.perf_counter()
+    longest_work, last_work = 0.0, time.thread_time()
+    with contextlib.suppress(asyncio.CancelledError):
+        while True:
+            await asyncio.sleep(0)
+            now, work = time.perf_counter(), time.thread_time()
+            longest, last = max(longest, now - last), now
+            longest_work, last_work = max(longest_work, work - last_work), work
+    return longest, longest_work
+
+
+def run(options: Options) -> Report:
+    """Measure both."""
+    scrapes = run_async(_scrapes(options))
+    rows = run_async(_claims(options))
+    claims_ratio = rows[0][5]
+    return Report(
+        name="metrics_cost",
+        question="What do metrics cost: claims with and without them, and a scrape of many partitions and tasks?",
+        columns=["what", *_MODES, "off again / off", "on / off"],
+        rows=rows,
+        notes=[
+            f"scraped every {_SCRAPE_PERIOD_SECONDS:g} s while claims are measured",
+            f"{PARTITION_COUNT} partitions of as many groups, {TASK_COUNT} tasks each: a scrape has "
+            f"{scrapes['lines']:.0f} lines and takes {scrapes['p50_ms']:.1f} ms (p50; the longest took "
+            f"{scrapes['longest_ms']:.1f} ms), and {scrapes['cpu_ms']:.1f} ms of a processor; its client included",
+            f"longest time between two turns of the event loop during a scrape: {scrapes['held_ms']:.2f} ms (median), "
+            f"as long without one: {scrapes['quiet_ms']:.2f} ms, other programs included",
+            f"of a processor the loop used {scrapes['busy_ms']:.2f} ms between two turns at most (median over scrapes)",
+        ],
+        aims=[
+            Aim(
+                what="claims/s, on / off",
+                measured=claims_ratio if isinstance(claims_ratio, float) else None,
+                wanted=0.98,
+            ),
+            Aim(what="lines of a scrape", measured=scrapes["lines"], wanted=3_000, at_least=False),
+            Aim(what="ms a scrape", measured=scrapes["p50_ms"], wanted=100, at_least=False),
+            Aim(what="ms of work that hold the loop", measured=scrapes["busy_ms"], wanted=5, at_least=False),
+        ],
+        plots=[],
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(run))

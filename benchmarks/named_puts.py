@@ -1,0 +1,102 @@
+"""How much more does a put of 65,536 samples cost with keys, groups and custom_meta, as columns and as lists?
+
+One client process and one service; each case puts one field of all samples into a partition of its own: an int64 each,
+or 128 of them, as the tokens of a short response, since the ratio depends on the payload.
+"""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import time
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+
+import tq_service as tq
+from benchmarks.harness import Options, interleave_async, main, median, median_ratio, run_async
+from benchmarks.report import Aim, Cell, Report
+from tq_service.testing import ServiceProcess
+
+_SAMPLE_COUNT: Final = 65_536
+_GROUP_SIZE: Final = 8
+_REPEATS_OF_ONE: Final = 4  # a put takes a few milliseconds
+_BARE = "bare"
+_COLUMNS = "keys, groups and two columns of numbers, as arrays"
+_TOKEN_COUNT: Final = 128
+_TOKENS: Final = f"{_TOKEN_COUNT} tokens a sample, "
+_WANTED: Final = 2.0
+
+
+def _cases() -> dict[str, dict[str, Any]]:
+    """Return what is put with the samples, by case."""
+    numbers = range(_SAMPLE_COUNT)
+    keys = [f"prompt-{number // _GROUP_SIZE:05d}/{number % _GROUP_SIZE}" for number in numbers]
+    groups = [f"prompt-{number // _GROUP_SIZE:05d}" for number in numbers]
+    columns = {"total_lengths": np.arange(_SAMPLE_COUNT), "reward": np.linspace(0, 1, _SAMPLE_COUNT)}
+    lists: dict[str, list[Any]] = {name: values.tolist() for name, values in columns.items()}
+    rows = [dict(zip(lists, each, strict=True)) for each in zip(*lists.values(), strict=True)]
+    key_array, group_array = {"keys": np.array(keys)}, {"groups": np.array(groups), "group_size": _GROUP_SIZE}
+    return {
+        _BARE: {},
+        "keys, as an array": key_array,
+        "groups, as an array": group_array,
+        "two columns of numbers, as arrays": {"custom_meta": columns},
+        _COLUMNS: {**key_array, **group_array, "custom_meta": columns},
+        "a column of text, as an array": {"custom_meta": {"prompt": np.array(groups)}},
+        "keys, groups and dicts, as lists": {
+            "keys": keys, "groups": groups, "group_size": _GROUP_SIZE, "custom_meta": rows,
+        },
+    }  # fmt: skip
+
+
+async def _seconds(client: tq.AsyncClient, data: Mapping[str, Any], named: Mapping[str, Any]) -> float:
+    """Return the seconds of a put into a partition of its own."""
+    partition_id = secrets.token_hex(8)
+    await client.create_partition(partition_id)
+    started = time.perf_counter()
+    await client.put(data, partition_id=partition_id, **named)
+    seconds = time.perf_counter() - started
+    await client.clear_partition(partition_id)
+    return seconds
+
+
+async def _measure(options: Options, address: str) -> dict[str, list[float]]:
+    one, tokens = {"x": np.arange(_SAMPLE_COUNT)}, {"x": np.ones((_SAMPLE_COUNT, _TOKEN_COUNT), np.int64)}
+    async with tq.AsyncClient(address) as client:
+        named_cases = _cases()
+        cases = {name: partial(_seconds, client, one, named) for name, named in named_cases.items()}
+        for name in (_BARE, _COLUMNS):
+            cases[_TOKENS + name] = partial(_seconds, client, tokens, named_cases[name])
+        return await interleave_async(cases, options.repeats if options.quick else _REPEATS_OF_ONE * options.repeats)
+
+
+def run(options: Options) -> Report:
+    """Measure."""
+    with ServiceProcess() as server:
+        seconds = run_async(_measure(options, server.address))
+    ratios = {
+        name: median_ratio(each, seconds[_TOKENS + _BARE if name.startswith(_TOKENS) else _BARE])
+        for name, each in seconds.items()
+    }
+    rows: list[list[Cell]] = [[name, 1e3 * median(each), ratios[name]] for name, each in seconds.items()]
+    return Report(
+        name="named_puts",
+        question="How much more does a put of 65,536 samples cost with keys, groups and custom_meta?",
+        columns=["with", "ms", "of a bare put"],
+        rows=rows,
+        notes=[
+            f"one int64 a sample ({_TOKEN_COUNT} where tokens are named), {_SAMPLE_COUNT // _GROUP_SIZE:,} groups of "
+            f"{_GROUP_SIZE}; each put into a partition of its own, beside a bare one of the same payload"
+        ],
+        aims=[
+            Aim(what=f"{name}, of a bare put", measured=ratios[name], wanted=_WANTED, at_least=False)
+            for name in (_COLUMNS, _TOKENS + _COLUMNS)
+        ],
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(run))
