@@ -1,0 +1,98 @@
+"""States of a service, as its clients read them, for tests of the live page."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tq_service.client import PartitionUpdate, Revision, WatchUpdate
+from tq_service.results import (
+    FieldStatus,
+    PartitionDescription,
+    PartitionSummary,
+    PartitionWait,
+    RecentBatch,
+    ServiceInfo,
+    ServiceStatus,
+    StorageStatus,
+    TaskStatus,
+    WaitReason,
+)
+from tq_service.schema import FieldSpec
+
+
+def service(instance: bytes = b"a" * 16, **values: Any) -> ServiceInfo:
+    given = {
+        "version": "0.1.0", "role": "all", "uptime_seconds": 61.0, "durability": "process", "data_dir": "",
+        "tls": False, "client_certificates": False, "auth": False, "shared_memory": True, **values,
+    }  # fmt: skip
+    return ServiceInfo(instance_id=instance, **given)
+
+
+def storage(storage_id: str = "s0", **values: Any) -> StorageStatus:
+    given = {
+        "address": "", "used_bytes": 100, "max_bytes": 1000, "put_count": 3, "version": "0.1.0",
+        "heard_ago_seconds": None, "is_silent": False, **values,
+    }  # fmt: skip
+    return StorageStatus(storage_id=storage_id, **given)
+
+
+def task(name: str = "update", **values: Any) -> TaskStatus:
+    given = {
+        "epoch": 0, "consumed_count": 0, "skipped_count": 0, "planned_batch_count": 0, "dp_size": 0, "waiting_count": 0,
+        "complete": False, **values,
+    }  # fmt: skip
+    return TaskStatus(task_name=name, **given)
+
+
+def partition(
+    name: str = "train@0",
+    inserted: int = 8,
+    *,
+    present: int | None = None,
+    incarnation: bytes = b"i" * 16,
+    sealed: bool = False,
+    **values: Any,
+) -> PartitionDescription:
+    present = inserted if present is None else present
+    summary = PartitionSummary(
+        partition_id=name, incarnation=incarnation, inserted_count=inserted, present_count=present, sealed=sealed
+    )
+    given = {
+        "expected_samples": None, "live_count": present, "held_count": 0, "failed_count": 0, "group_count": 0,
+        "fields": (FieldStatus(spec=FieldSpec("x", dtype="int64", layout="jagged"), produced_count=present),),
+        "tasks": (), "custom_meta_columns": (), "used_bytes": 64, "max_bytes": None, "staleness_limits": (),
+        "waiting_put_count": 0, "declared_tasks": (), "samples_per_round": None, **values,
+    }  # fmt: skip
+    return PartitionDescription(summary=summary, **given)
+
+
+def wait(partition_id: str = "train@0", task_name: str = "update", **values: Any) -> PartitionWait:
+    given = {"code": "TOO_FEW_READY", "text": "0 samples are ready", "waiting_count": 1, **values}
+    return PartitionWait(partition_id=partition_id, reason=WaitReason(task_name=task_name, **given))
+
+
+def batch(index: int, *tokens: int, imbalance: float = 0.0) -> RecentBatch:
+    return RecentBatch(batch_index=index, tokens_per_rank=tokens, imbalance=imbalance)
+
+
+def status(*partitions: PartitionDescription, **values: Any) -> ServiceStatus:
+    revision = Revision(instance_id=b"r" * 16, number=1)
+    given = {"service": service(), "storages": (storage(),), "waits": (), "revision": revision, **values}
+    return ServiceStatus(partitions=partitions, **given)
+
+
+def update(
+    *partitions: PartitionDescription, is_reset: bool = False, is_whole: bool = True, cleared: bool = False
+) -> WatchUpdate:
+    """Return an update of a watch that says how partitions are now, or that they are gone."""
+    changes = [
+        PartitionUpdate(
+            partition_id=each.summary.partition_id,
+            incarnation=each.summary.incarnation,
+            cleared=cleared,
+            summary=None if cleared else each.summary,
+        )
+        for each in partitions
+    ]
+    revision = Revision(instance_id=b"r" * 16, number=1) if is_whole else None
+    return WatchUpdate(partitions=tuple(changes), revision=revision, is_reset=is_reset)

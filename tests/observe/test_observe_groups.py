@@ -1,0 +1,207 @@
+"""Partitions by group: counts that never fall, also where partitions go while they are collected."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "domain"))
+from domain_support import ack, asks, claim_rows, clear, expire, new_write, reset, task_of
+
+from tq_service.domain.catalog import Catalog
+from tq_service.domain.claims.ledger import TaskTotals
+from tq_service.domain.claims.request import LeaseTerms
+from tq_service.domain.partition import Partition, PartitionSettings
+from tq_service.observe.backlogs import Backlogs
+from tq_service.observe.groups import PartitionGroups, group_of
+from tq_service.observe.slices import Slices
+from tq_service.samplers import PlanRunner
+
+LEASE = LeaseTerms(seconds=1e4, max_deliveries=2)
+
+
+@pytest.fixture
+async def catalog():
+    return Catalog(PlanRunner())
+
+
+@pytest.fixture
+async def groups(catalog):
+    return PartitionGroups(catalog)
+
+
+def put(catalog, name, count, **arguments):
+    catalog.write(name, b"", new_write(count, ("x",), **arguments))
+
+
+async def collected(groups):
+    return await groups.collect(Slices())
+
+
+@pytest.mark.parametrize(
+    ("name", "group"), [("train@3", "train"), ("train", "train"), ("run-7/train@a@b", "run-7/train"), ("@1", "")]
+)
+def test_a_group_is_a_name_up_to_its_first_at(name, group):
+    assert group_of(name) == group
+
+
+async def test_counts_outlive_partitions(catalog, groups):
+    put(catalog, "train@0", 3)
+    put(catalog, "train@1", 4, state="held")
+    put(catalog, "train@1", 2, state="failed")
+    numbers = (await collected(groups))["train"]
+    assert (numbers.inserted, numbers.cleared, numbers.partitions) == (9, 0, 2)
+    assert (numbers.live, numbers.held, numbers.failed) == (3, 4, 2)
+    catalog.remove("train@0", b"")
+    numbers = (await collected(groups))["train"]
+    assert (numbers.inserted, numbers.cleared, numbers.partitions, numbers.live) == (9, 3, 1, 0)
+    put(catalog, "train@0", 1)
+    catalog.remove("train@0", b"")
+    catalog.remove("train@1", b"")
+    numbers = (await collected(groups))["train"]
+    assert (numbers.inserted, numbers.cleared, numbers.partitions) == (10, 10, 0)
+
+
+async def test_what_becomes_of_samples_is_counted_over_all_epochs(catalog, groups):
+    put(catalog, "train", 4)
+    task = task_of(catalog, "reward")
+    first = claim_rows(catalog, task, [0, 1], lease=LEASE)
+    expire(catalog, task, first.request_id)
+    second = claim_rows(catalog, task, [0, 1], lease=LEASE)
+    ack(catalog, task, second.request_id, np.array([0]))
+    expire(catalog, task, second.request_id)
+    expected = TaskTotals(delivered=4, redelivered=2, expired=3, dead_lettered=1)
+    assert (await collected(groups))["train"].tasks["reward"].totals == expected
+    reset(catalog, task, keep_consumed=False)
+    claim_rows(catalog, task, [2])
+    catalog.remove("train", b"")
+    expected.delivered = 5
+    assert (await collected(groups))["train"].tasks["reward"].totals == expected
+
+
+async def test_what_was_there_at_the_start_is_not_counted(catalog):
+    put(catalog, "train", 4)
+    task = task_of(catalog, "reward")
+    claim_rows(catalog, task, [0])
+    clear(catalog, np.array([3]))
+    groups = PartitionGroups(catalog)
+    numbers = (await collected(groups))["train"]
+    assert (numbers.inserted, numbers.cleared, numbers.live) == (0, 0, 3)
+    assert numbers.tasks["reward"].totals == TaskTotals()
+    put(catalog, "train", 2)
+    claim_rows(catalog, task, [1, 2])
+    catalog.remove("train", b"")
+    numbers = (await collected(groups))["train"]
+    assert (numbers.inserted, numbers.cleared, numbers.tasks["reward"].totals.delivered) == (2, 5, 2)
+
+
+async def test_what_is_restored_is_not_counted(catalog, groups):
+    put(catalog, "train", 4)
+    restored = Partition.restore(catalog.get("train").snapshot())
+    catalog.replace([restored], "train")
+    numbers = (await collected(groups))["train"]
+    assert (numbers.inserted, numbers.cleared, numbers.live) == (4, 4, 4)
+
+
+class Interrupted(Slices):
+    """Has something done at one of the moments at which others have their turn."""
+
+    def __init__(self, at_turn, act, *arguments):
+        super().__init__()
+        self.turns_left = at_turn
+        self.act = lambda: act(*arguments)
+
+    async def turn(self):
+        if self.turns_left == 0:
+            self.act()
+        self.turns_left -= 1
+
+
+async def test_a_partition_that_goes_while_they_are_collected_is_counted_once(catalog, groups):
+    """At each of the moments at which others have their turn."""
+    for number in range(4):
+        put(catalog, f"train@{number}", 10)
+    names = [f"train@{number}" for number in range(4)]
+    for at_turn in range(8):
+        victim = names[at_turn % 4]
+        before = (await collected(groups))["train"].inserted
+        assert (await groups.collect(Interrupted(at_turn, lambda name: catalog.remove(name, b""), victim)))[
+            "train"
+        ].inserted == before
+        assert (await collected(groups))["train"].inserted == before
+        if catalog.find(victim, missing_ok=True) is None:
+            put(catalog, victim, 10)
+        assert (await collected(groups))["train"].inserted in {before, before + 10}
+
+
+async def test_of_groups_that_are_gone_the_last_are_kept(catalog, groups):
+    for number in range(1_030):
+        put(catalog, f"of{number}", 1)
+        catalog.remove(f"of{number}", b"")
+    found = await collected(groups)
+    assert len(found) == 1_024
+    assert ("of0" in found, "of1029" in found) == (False, True)
+
+
+# Backlogs
+
+
+async def with_backlogs(catalog, groups, shown):
+    backlogs = Backlogs(catalog, PlanRunner())
+    numbers = await collected(groups)
+    await groups.add_backlogs(numbers, shown, backlogs, Slices())
+    await backlogs.close()
+    return numbers
+
+
+async def test_ready_samples_and_their_age(catalog, groups):
+    put(catalog, "train@0", 3, meta=[{"version": version} for version in (5, 2, 9)])
+    put(catalog, "train@1", 2, meta=[{"version": 7}, {}], state="held")
+    planner = catalog.planner(catalog.get("train@0"), "update")
+    await planner.claim(asks((0, 1, 0), batch_size=1), 0)
+    catalog.task(catalog.get("train@1"), "update")
+    task = (await with_backlogs(catalog, groups, {"train": ["update"]}))["train"].tasks["update"]
+    assert (task.pending, task.ready, task.oldest_version, task.staleness) == (4, 2, 2.0, 7.0)
+
+
+async def test_a_task_without_claims_or_samples_has_nothing_ready(catalog, groups):
+    put(catalog, "train", 2)
+    catalog.task(catalog.get("train"), "a")
+    catalog.create("eval", PartitionSettings(tasks=("b",)))
+    numbers = await with_backlogs(catalog, groups, {"train": ["a"], "eval": ["b"]})
+    task = numbers["train"].tasks["a"]
+    assert (task.pending, task.ready, task.oldest_version) == (2, 0, None)
+    assert numbers["eval"].tasks["b"].ready == 0
+
+
+async def test_versions_that_are_no_numbers_have_no_age(catalog, groups):
+    put(catalog, "train", 2, meta=[{"version": "a"}, {"version": "b"}])
+    catalog.task(catalog.get("train"), "a")
+    assert (await with_backlogs(catalog, groups, {"train": ["a"]}))["train"].tasks["a"].staleness is None
+
+
+async def test_a_backlog_is_looked_at_again_only_where_it_has_changed(catalog, groups):
+    put(catalog, "train", 4)
+    partition = catalog.get("train")
+    task = catalog.task(partition, "a")
+    backlogs = Backlogs(catalog, PlanRunner())
+    await backlogs.refresh([(partition, task)])
+    seen = backlogs.of(task)
+    await backlogs.refresh([(partition, task)])
+    assert backlogs.of(task) is seen
+    await backlogs.refresh([])
+    assert backlogs.of(task) is None
+    await backlogs.close()
+
+
+async def test_a_look_ends_with_the_service(catalog, groups):
+    put(catalog, "train", 100_000)
+    partition = catalog.get("train")
+    backlogs = Backlogs(catalog, PlanRunner())
+    looking = asyncio.ensure_future(backlogs.refresh([(partition, catalog.task(partition, "a"))]))
+    await asyncio.sleep(0)
+    await backlogs.close()
+    await looking
+    assert partition.table.pin_count == 0

@@ -1,0 +1,259 @@
+"""The live page in a real browser: a headless Chromium looks at it while a service works, dies and comes back."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from live_server import LoopThread
+from page_server import running_page
+
+import tq_service as tq
+from tq_service.testing import ServiceProcess
+
+webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+from selenium.webdriver.common.by import By  # noqa: E402
+from selenium.webdriver.common.keys import Keys  # noqa: E402
+from selenium.webdriver.support.ui import WebDriverWait  # noqa: E402
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+DRIVER = shutil.which("chromedriver")
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None or DRIVER is None, reason="needs chromium and chromedriver (Debian: chromium, chromium-driver)"
+)
+
+FLAGS = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync", "--window-size=1400,1000",
+)  # fmt: skip
+HOSTILE = "train/<img src=x onerror=document.title='owned'>"
+LONG = "train/" + "a-name-without-a-place-to-break-" * 4
+
+
+class Page:
+    """What a person sees and does."""
+
+    def __init__(self, browser: Any) -> None:
+        self.browser = browser
+
+    def one(self, selector: str) -> Any:
+        return self.browser.find_element(By.CSS_SELECTOR, selector)
+
+    def texts(self, selector: str) -> list[str]:
+        script = "return [...document.querySelectorAll(arguments[0])].map((node) => node.textContent)"
+        found: list[str] = self.browser.execute_script(script, selector)
+        return found
+
+    def text(self, selector: str) -> str:
+        return " ".join(self.texts(selector))
+
+    def wait(self, condition: Callable[[], Any], what: str) -> Any:
+        return WebDriverWait(self.browser, 20, poll_frequency=0.05).until(lambda _: condition(), what)
+
+    def script(self, text: str) -> Any:
+        return self.browser.execute_script(text)
+
+    def row(self, name: str) -> str:
+        """Return the numbers of the row of a partition or task."""
+        rows = [text for text in self.texts(".row") if name in text]
+        return rows[0] if rows else ""
+
+    def resize(self, width: int, height: int, scheme: str = "light") -> None:
+        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+        media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+        self.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+
+
+@asynccontextmanager
+async def page_of(address: str) -> Any:
+    async with (
+        tq.AsyncClient(address, token=False, tls=False, namespace=False) as client,
+        running_page(client, interval_seconds=0.2) as url,
+    ):
+        yield url
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
+    with ServiceProcess(data_dir=tmp_path_factory.mktemp("data")) as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def url(service: ServiceProcess, loop_thread: LoopThread) -> Iterator[str]:
+    page = page_of(service.address)
+    yield loop_thread.run(page.__aenter__())
+    loop_thread.run(page.__aexit__(None, None, None))
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    options = webdriver.ChromeOptions()
+    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('chromium')}"):
+        options.add_argument(flag)
+    options.binary_location = CHROMIUM
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    chromium = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    try:
+        yield chromium
+    finally:
+        chromium.quit()
+
+
+@pytest.fixture
+def page(browser: Any, url: str) -> Iterator[Page]:
+    browser.get("about:blank")
+    page = Page(browser)
+    page.resize(1400, 1000)
+    browser.get(f"{url}/")
+    page.wait(lambda: page.text("#state-text") == "serving", "the first frame")
+    yield page
+    assert browser.get_log("browser") == []
+
+
+@pytest.fixture
+def client(service: ServiceProcess) -> Iterator[tq.Client]:
+    with tq.Client(service.address) as client:
+        yield client
+        for summary in client.list_partitions():
+            client.clear_partition(summary.partition_id)
+
+
+@contextmanager
+def waiting(service: ServiceProcess, **asked: Any) -> Iterator[None]:
+    """Have a claim wait until the end of the block."""
+    with ExitStack() as stack:
+        threads = stack.enter_context(ThreadPoolExecutor(1))
+        other = tq.Client(service.address)
+        claim = threads.submit(other.get_meta, **{"batch_size": 8, "max_wait": 60.0, **asked})
+        yield
+        other.close()
+        assert claim.exception() is not None
+
+
+def test_an_empty_service_says_what_to_do_and_a_load_is_followed(
+    page: Page, client: tq.Client, service: ServiceProcess
+) -> None:
+    assert page.one("#empty").is_displayed()
+    assert f'tq.Client("{service.address}")' in page.text("#empty-code")
+    client.create_partition("train@10", expected_samples=8)
+    client.put({"x": np.zeros(4)}, partition_id="train@10")
+    page.wait(lambda: "4 / 8" in page.row("train@10"), "4 of 8 samples")
+    assert not page.one("#empty").is_displayed()
+    client.put({"x": np.zeros(4), "y": np.ones(4)}, partition_id="train@10")
+    page.wait(lambda: "8 / 8" in page.row("train@10") and "sealed" in page.row("train@10"), "sealed")
+    client.get_meta(partition_id="train@10", task_name="reward", data_fields=["x"], batch_size=6, lease=60.0)
+    page.wait(lambda: "6 / 8" in page.row("reward"), "6 delivered")
+    page.wait(lambda: page.text("#tiles article:last-child .number") == "6", "6 leased")
+    client.create_partition("train@9")
+    page.wait(lambda: len(page.texts(".partition")) == 2, "two partitions")
+    assert [re.sub("(open|sealed).*", "", name) for name in page.texts(".whole .name")] == ["train@10 ", "train@9 "]
+    client.clear_partition("train@10")
+    page.wait(lambda: len(page.texts(".partition")) == 1, "one partition")
+    assert page.script("return document.querySelectorAll('.spark path[d^=M]').length") > 0
+
+
+def test_waits_are_said_in_words_and_names_are_only_text(
+    page: Page, client: tq.Client, service: ServiceProcess
+) -> None:
+    client.put({"reward": np.zeros(3)}, partition_id=HOSTILE)
+    claim = {"partition_id": HOSTILE, "task_name": "<b>judge</b>", "data_fields": ["rewrd"]}
+    with waiting(service, **claim), waiting(service, **claim, min_batch_size=2):
+        page.wait(lambda: len(page.texts("#waits li")) == 2, "a line for each way of waiting")
+        page.wait(lambda: "has field 'rewrd'" in page.text("#waits"), "the reason")
+        page.wait(lambda: "field rewrd, which was never put" in page.row("<b>judge</b>"), "the reason in short")
+        page.one(".more").click()
+        page.wait(lambda: "has field 'rewrd'" in page.text(".details .waits"), "the reason in the details")
+    assert page.one(".more").text == HOSTILE
+    assert page.script("return document.querySelectorAll('img, b b').length") == 0
+    assert "owned" not in page.browser.title
+
+
+def test_it_is_worked_by_keyboard_and_what_has_focus_keeps_it(page: Page, client: tq.Client) -> None:
+    for number in range(3):
+        client.put({"x": np.zeros(1)}, partition_id=f"train@{number}")
+    page.wait(lambda: len(page.texts(".partition")) == 3, "three partitions")
+    body = page.one("body")
+    body.send_keys("/")
+    assert page.script("return document.activeElement.id") == "filter"
+    page.one("#filter").send_keys("@1")
+    page.wait(lambda: len(page.texts(".partition")) == 1, "one partition")
+    page.one("#filter").send_keys(Keys.ESCAPE)
+    page.wait(lambda: len(page.texts(".partition")) == 3, "three again")
+    page.one("#filter").send_keys(Keys.TAB)
+    focused = page.browser.switch_to.active_element
+    assert (focused.text, focused.get_attribute("aria-expanded")) == ("train@2", "false")
+    focused.send_keys(Keys.ENTER)
+    page.wait(lambda: focused.get_attribute("aria-expanded") == "true", "the details")
+    client.put({"x": np.zeros(4)}, partition_id="train@2")
+    client.put({"x": np.zeros(4)}, partition_id="train@10")  # stands before it
+    page.wait(lambda: len(page.texts(".partition")) == 4 and page.text(".fields").endswith("5 / 5"), "the next frame")
+    assert page.browser.switch_to.active_element == focused
+    assert page.script("return getComputedStyle(document.activeElement).outlineStyle") != "none"
+    focused.send_keys(Keys.SPACE)
+    page.wait(lambda: not page.texts(".details"), "no details")
+    controls = "[...document.querySelectorAll('button, input, a')]"
+    assert page.script(f"return {controls}.filter((each) => !each.textContent && !each.labels?.length).length") == 0
+
+
+def test_light_and_dark_follow_the_system_until_a_theme_is_chosen(page: Page) -> None:
+    def background() -> str:
+        color: str = page.script("return getComputedStyle(document.body).backgroundColor")
+        return color
+
+    light = background()
+    page.resize(1400, 1000, "dark")
+    dark = background()
+    assert light != dark
+    button = page.one("#theme")
+    button.click()
+    assert (page.text("#theme-name"), background()) == ("light", light)
+    page.browser.refresh()
+    page.wait(lambda: page.text("#state-text") == "serving", "the first frame")
+    assert (page.text("#theme-name"), background()) == ("light", light)
+    page.resize(1400, 1000, "light")
+    page.one("#theme").click()
+    assert (page.text("#theme-name"), background()) == ("dark", dark)
+    page.one("#theme").click()
+    assert (page.text("#theme-name"), background()) == ("system", light)
+
+
+def test_a_narrow_screen_shows_all_of_it_without_scrolling_sideways(page: Page, client: tq.Client) -> None:
+    client.put({"x": np.zeros(3)}, partition_id=LONG)
+    client.get_meta(partition_id=LONG, task_name="reward-" * 12, data_fields=["x"], batch_size=1)
+    page.wait(lambda: "1 / 3" in page.row("reward-"), "the task")
+    for width in (320, 400, 800, 1000, 1400, 2200):
+        page.resize(width, 800)
+        page.script("document.querySelectorAll('.more[aria-expanded=false]').forEach((node) => node.click())")
+        assert page.script("return document.documentElement.scrollWidth - innerWidth") <= 0, width
+        wide = "return [...document.querySelectorAll('.row .name, .row .right, .value, .facts')].filter((node) => "
+        assert page.script(wide + "node.scrollWidth > node.clientWidth + 1).length") == 0, width
+
+
+def test_a_restart_of_the_service_is_survived_and_told_apart_from_an_outage(
+    page: Page, client: tq.Client, service: ServiceProcess
+) -> None:
+    client.put({"x": np.zeros(5)}, partition_id="train@0")
+    page.wait(lambda: "5" in page.row("train@0"), "5 samples")
+    assert not page.one("#banner").is_displayed()
+    service.kill()
+    page.wait(lambda: "is away" in page.text("#banner-title"), "the banner")
+    banner = page.one("#banner").text
+    assert service.address in banner and re.search(r"since \d\d:\d\d:\d\d", banner)
+    assert page.one("#banner").get_attribute("role") == "alert"
+    assert "5" in page.row("train@0")  # the last state stays
+    assert page.browser.title.startswith("away")
+    service.start()
+    page.wait(lambda: page.text("#state-text") == "serving" and not page.one("#banner").is_displayed(), "it is back")
+    assert "5" in page.row("train@0")
+    events = page.text("#events")
+    assert "is away" in events and "is back after" in events and "was restarted; it has 1 partition" in events
+    client.put({"x": np.zeros(2)}, partition_id="train@0")
+    page.wait(lambda: "7" in page.row("train@0"), "it follows on")

@@ -1,0 +1,150 @@
+"""The feed: one status for all readers, what it says while the service is away, and what it notes as an event."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from page_statuses import partition, status, update, wait
+
+from tq_service.client import WatchUpdate
+from tq_service.errors import DeadlineError, UnauthenticatedError, UnavailableError
+from tq_service.observe.page.feed import Feed
+from tq_service.observe.page.frame import MOST_PARTITIONS
+
+
+class FakeWatch:
+    """Yields updates, and then nothing more."""
+
+    def __init__(self, updates: list[WatchUpdate]) -> None:
+        self._updates = updates
+
+    async def __aenter__(self) -> AsyncIterator[WatchUpdate]:
+        return self._yielded()
+
+    async def __aexit__(self, *exception: object) -> None:
+        return None
+
+    async def _yielded(self) -> AsyncIterator[WatchUpdate]:
+        while self._updates:
+            yield self._updates.pop(0)
+        await asyncio.Event().wait()
+
+
+class FakeClient:
+    """Answers `status` with what it is given, one after the other; the last one stays."""
+
+    address = "tq.example:50051"
+    namespace = ""
+
+    def __init__(self, *answers: Any) -> None:
+        self.answers = list(answers)
+        self.call_count = 0
+        self.updates: list[WatchUpdate] = []
+        self.watch_count = 0
+
+    def watch(self, prefix: str, *, samples: bool, tasks: bool) -> FakeWatch:
+        assert not samples and not tasks
+        self.watch_count += 1
+        return FakeWatch(self.updates)
+
+    async def status(self, *, prefix: str = "", explain: bool = False, timeout: float | None = None) -> Any:
+        assert explain
+        self.call_count += 1
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+async def frames_of(*answers: Any) -> list[dict[str, Any]]:
+    """Return the frame after each answer."""
+    feed = Feed(FakeClient(*answers), interval_seconds=0.0)  # type: ignore[arg-type]
+    frames = []
+    for _ in answers:
+        await feed.look()
+        frames.append(json.loads(await anext(feed.frames())))
+    return frames
+
+
+async def test_a_frame_has_all_that_the_page_shows() -> None:
+    one = partition("train@0", 8, expected_samples=16)
+    (frame,) = await frames_of(status(one, waits=(wait(), wait("trian@0"))))
+    assert (frame["state"], frame["address"], frame["away_seconds"]) == ("serving", "tq.example:50051", None)
+    (shown,) = frame["status"]["partitions"]
+    assert (shown["name"], shown["inserted_count"], shown["expected_count"]) == ("train@0", 8, 16)
+    assert [each["partition"] for each in frame["status"]["waits"]] == ["train@0", "trian@0"]
+    assert frame["status"]["totals"]["max_bytes"] == 1000
+    assert frame["status"]["storages"][0]["id"] == "s0"
+
+
+async def test_a_service_that_is_away_leaves_its_last_state_and_is_noted_once() -> None:
+    gone = UnavailableError("cannot reach tq.example:50051: connection refused")
+    before, away, still, back = await frames_of(status(partition()), gone, gone, status(partition()))
+    assert before["events"] == []
+    assert (away["state"], away["problem"]) == ("away", gone.message)
+    assert away["status"]["partitions"][0]["name"] == "train@0"
+    assert still["away_seconds"] >= away["away_seconds"] >= 0
+    assert [event["kind"] for event in still["events"]] == ["away"]
+    assert [event["kind"] for event in back["events"]] == ["away", "back"]
+    assert (back["state"], back["away_seconds"]) == ("serving", None)
+    assert back["status"]["totals"]["curves"]["present"] == [8, None, None, 8]
+
+
+async def test_a_service_that_was_never_there_is_away_too() -> None:
+    away, slow, back = await frames_of(UnavailableError("refused"), DeadlineError("late"), status())
+    assert (away["state"], away["status"], away["seen_seconds"]) == ("away", None, None)
+    assert slow["problem"].startswith("no answer within")
+    assert back["status"]["partitions"] == []
+
+
+async def test_a_token_that_is_refused_is_said_as_such() -> None:
+    (frame,) = await frames_of(UnauthenticatedError("this service asks for a bearer token"))
+    assert (frame["state"], frame["events"][0]["kind"]) == ("refused", "refused")
+
+
+async def test_partitions_that_moved_last_are_shown_where_there_are_too_many() -> None:
+    many = [partition(f"p{number}", 1) for number in range(MOST_PARTITIONS + 5)]
+    moved = [partition("p3", 2) if number == 3 else one for number, one in enumerate(many)]
+    _, frame = await frames_of(status(*many), status(*moved))
+    assert len(frame["status"]["partitions"]) == MOST_PARTITIONS
+    assert frame["status"]["partitions"][0]["name"] == "p3"
+    assert frame["status"]["hidden_partition_count"] == 5
+    assert frame["status"]["totals"]["partition_count"] == MOST_PARTITIONS + 5
+
+
+async def test_readers_share_one_status_and_a_slow_one_gets_the_newest_frame() -> None:
+    client = FakeClient(status(partition()))
+    feed = Feed(client, interval_seconds=0.0)  # type: ignore[arg-type]
+    slow, quick = feed.frames(), feed.frames()
+    await feed.look()
+    first = await anext(slow)
+    assert await anext(quick) is first
+    await feed.look()
+    await feed.look()
+    newest = await anext(slow)
+    assert await anext(quick) is newest
+    assert client.call_count == 3
+    pending = asyncio.ensure_future(anext(slow))
+    await asyncio.sleep(0)
+    assert not pending.done()
+    await feed.close()
+    with pytest.raises(StopAsyncIteration):
+        await pending
+
+
+async def test_what_happens_between_two_statuses_is_in_the_next_frame() -> None:
+    client = FakeClient(status())
+    client.updates = [update(is_reset=True), update(partition("train@0")), update(partition("train@0"), cleared=True)]
+    feed = Feed(client, interval_seconds=0.0)  # type: ignore[arg-type]
+    running = asyncio.create_task(feed.run())
+    async for frame in feed.frames():
+        events = json.loads(frame)["events"]
+        if len(events) == 2:
+            break
+    assert [(event["kind"], event["name"]) for event in events] == [("made", "train@0"), ("cleared", "train@0")]
+    assert client.watch_count == 1
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running

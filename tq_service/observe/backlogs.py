@@ -1,0 +1,178 @@
+"""What tasks have left: how much of it is ready, and how old it is. It takes a pass over the rows of a partition."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from tq_service.domain.admission.lowest_version import version_range
+from tq_service.domain.catalog import Catalog
+from tq_service.domain.claims.ledger import TaskLedger
+from tq_service.domain.claims.planner import RunsPlans
+from tq_service.domain.claims.readiness import Readiness
+from tq_service.domain.partition import Partition
+from tq_service.domain.states import LIVE, UNCLAIMED, is_open
+from tq_service.errors import TqError
+from tq_service.observe.slices import Slices
+
+_SLICE_ROWS: Final = 16_384
+_SHARE_OF_TIME: Final = 0.02
+_WAIT_SECONDS: Final = 0.03
+_DEFAULT_COLUMN: Final = "version"
+
+Marks: TypeAlias = tuple[object, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backlog:
+    """What a task had left when that was last looked at.
+
+    Attributes:
+        ready_count: samples that claims like the last one could get; None: no claim was seen.
+        oldest_version: the lowest version of a sample that is left; None: none has one.
+        newest_version: the highest version of a sample that is there; None: none has one.
+    """
+
+    ready_count: int | None
+    oldest_version: float | None
+    newest_version: float | None
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Known:
+    """What is known of a task, as of which marks, and from when on it may be looked at again."""
+
+    backlog: Backlog
+    marks: Marks
+    next_at: float
+
+
+class Backlogs:
+    """Keeps what was last seen of the backlogs of tasks, and looks again where something has changed.
+
+    A look at a large partition takes long, so a scrape waits for 30 ms at most, and looks go on after it. Each backlog
+    is looked at again once fifty times as long has passed as the look took.
+
+    Args:
+        catalog: has the partitions.
+        runner: knows what a sampler needs of each sample.
+    """
+
+    def __init__(self, catalog: Catalog, runner: RunsPlans) -> None:
+        self._catalog = catalog
+        self._runner = runner
+        self._known: WeakKeyDictionary[TaskLedger, _Known] = WeakKeyDictionary()  # partitions go when they are cleared
+        self._looking: asyncio.Task[None] | None = None
+
+    def of(self, task: TaskLedger) -> Backlog | None:
+        """Return what was last seen of a task, None where it was not looked at yet."""
+        known = self._known.get(task)
+        return None if known is None else known.backlog
+
+    async def refresh(self, wanted: Iterable[tuple[Partition, TaskLedger]]) -> None:
+        """Look again at backlogs, and forget all others; it may go on after this returns."""
+        if self._looking is None:
+            self._looking = asyncio.get_running_loop().create_task(self._look_at_all(list(wanted)))
+        await asyncio.wait((self._looking,), timeout=_WAIT_SECONDS)
+
+    async def close(self) -> None:
+        """Look no more."""
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.wait((self._looking,))
+
+    async def _look_at_all(self, wanted: list[tuple[Partition, TaskLedger]]) -> None:
+        try:
+            slices, loop = Slices(), asyncio.get_running_loop()
+            for task in set(self._known) - {task for _, task in wanted}:
+                del self._known[task]
+            wanted.sort(key=lambda each: 0.0 if (known := self._known.get(each[1])) is None else known.next_at)
+            for partition, task in wanted:
+                known, marks, began_at = self._known.get(task), self._marks(partition, task), loop.time()
+                if known is not None and (known.marks == marks or known.next_at > began_at):
+                    continue
+                backlog, work_seconds = await self._look(partition, task, slices)
+                next_at = loop.time() + work_seconds / _SHARE_OF_TIME
+                self._known[task] = _Known(backlog=backlog, marks=marks, next_at=next_at)
+                await slices.turn()
+        finally:
+            self._looking = None
+
+    def _marks(self, partition: Partition, task: TaskLedger) -> Marks:
+        """Return what is equal at two moments where the backlog is the same."""
+        request = self._catalog.last_request(partition, task.name)
+        kind = None if request is None else request.spec
+        removed_count = partition.table.removed_count
+        return *partition.version, task.serial, task.leased_count, task.epoch, removed_count, kind
+
+    async def _look(self, partition: Partition, task: TaskLedger, slices: Slices) -> tuple[Backlog, float]:
+        """Return a backlog, and for how long the loop was used."""
+        look, table, used_seconds = _Look(partition, task, self._readiness(partition, task)), partition.table, 0.0
+        loop = asyncio.get_running_loop()
+        table.pin_count += 1  # the positions of rows stay as they are
+        try:
+            for start in range(0, table.count, _SLICE_ROWS):
+                began_at = loop.time()
+                look.look(slice(start, min(start + _SLICE_ROWS, table.count)))
+                used_seconds += loop.time() - began_at
+                await slices.turn()
+        finally:
+            table.pin_count -= 1
+        return look.backlog(), used_seconds
+
+    def _readiness(self, partition: Partition, task: TaskLedger) -> Readiness | None:
+        request = self._catalog.last_request(partition, task.name)
+        if request is None:
+            return None
+        try:
+            return Readiness(partition, task, request.batch_spec, self._runner.length(request.sampler))
+        except TqError:
+            return None
+
+
+class _Look:
+    """One pass over the rows of a partition."""
+
+    def __init__(self, partition: Partition, task: TaskLedger, readiness: Readiness | None) -> None:
+        self._partition = partition
+        self._task = task
+        self._readiness = readiness
+        self._ready_count = 0
+        self._oldest, self._newest = math.inf, -math.inf
+        limits = {limit.task_name: limit.version_column for limit in partition.settings.staleness_limits}
+        self._column = limits.get(task.name, _DEFAULT_COLUMN)
+
+    def look(self, rows: slice) -> None:
+        """Look at a stretch of rows."""
+        if self._readiness is not None:
+            try:
+                self._ready_count += int(np.count_nonzero(self._readiness.ready(rows)))
+            except TqError:  # a condition does not fit its column, say: claims of this kind get the error
+                self._readiness = None
+        arrays = self._partition.meta.arrays(self._column)
+        if arrays is None or arrays[0].dtype.kind not in "if":
+            return
+        values, present = arrays[0][rows], arrays[1][rows]
+        states = self._partition.state.data[rows]
+        is_there = present & (states >= LIVE)
+        is_left = present & is_open(states) & (self._task.claim.data[rows] == UNCLAIMED)
+        self._newest = max(self._newest, version_range(values[is_there])[1])
+        self._oldest = min(self._oldest, version_range(values[is_left])[0])
+
+    def backlog(self) -> Backlog:
+        """Return what was seen."""
+        return Backlog(
+            ready_count=None if self._readiness is None else self._ready_count,
+            oldest_version=_finite(self._oldest),
+            newest_version=_finite(self._newest),
+        )
+
+
+def _finite(version: float) -> float | None:
+    return float(version) if math.isfinite(version) else None

@@ -1,0 +1,89 @@
+"""What the clients and loaders of a process say of themselves to Prometheus: `tq.instrument`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from tq_service.client_probes import probes
+from tq_service.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+_FETCH_SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+_CLAIM_SECONDS: Final = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0)
+
+
+def instrument(registry: CollectorRegistry | None = None) -> None:
+    """Measure the clients and loaders of this process: fetches, puts, claims, and how long loaders are waited for.
+
+    The names are in docs/operations.md. Each process has its own: those of a loader's workers are not measured by its
+    parent, which measures how long it waits for them. A second call with the same registry does nothing.
+
+    Args:
+        registry: of prometheus-client, which shows them; None: its default one.
+
+    Raises:
+        InvalidArgumentError: prometheus-client is not installed.
+    """
+    try:
+        from prometheus_client import REGISTRY  # noqa: PLC0415  (an optional dependency)
+    except ModuleNotFoundError:
+        raise InvalidArgumentError(
+            "tq.instrument needs prometheus-client, which is missing; install tq-service[metrics]"
+        ) from None
+    registry = REGISTRY if registry is None else registry
+    if not any(isinstance(probe, PrometheusProbe) and probe.registry is registry for probe in probes):
+        probes.append(PrometheusProbe(registry))
+
+
+class PrometheusProbe:
+    """Counts into a registry of prometheus-client; see `Probe`.
+
+    Args:
+        registry: shows what is counted.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        from prometheus_client import Counter, Histogram  # noqa: PLC0415  (an optional dependency)
+
+        def histogram(name: str, text: str, bounds: tuple[float, ...], labels: tuple[str, ...] = ()) -> Histogram:
+            return Histogram(f"tq_service_{name}", text, labels, buckets=bounds, registry=registry)
+
+        def counter(name: str, text: str) -> Counter:
+            return Counter(f"tq_service_{name}", text, registry=registry)
+
+        self.registry = registry
+        self._fetches = histogram("client_fetch_seconds", "How long get_data took.", _FETCH_SECONDS)
+        self._fetched = counter("client_fetched_bytes", "Bytes that storage services sent.")
+        self._puts = histogram("client_put_seconds", "How long puts of columns took.", _FETCH_SECONDS)
+        self._put = counter("client_put_bytes", "Bytes of columns that were put.")
+        self._claims = histogram(
+            "client_claim_seconds", "How long get_meta took, its wait included.", _CLAIM_SECONDS, ("status",)
+        )
+        self._waited = counter("loader_wait_seconds", "For how long loaders were waited for.")
+        self._worked = counter("loader_work_seconds", "How long it took until the next micro-batch was asked for.")
+        self._loaded = counter("loader_micro_batches", "Micro-batches that loaders delivered.")
+
+    def fetched(self, seconds: float) -> None:
+        """See `Probe`."""
+        self._fetches.observe(seconds)
+
+    def received(self, size_bytes: int) -> None:
+        """See `Probe`."""
+        self._fetched.inc(size_bytes)
+
+    def put(self, seconds: float, size_bytes: int) -> None:
+        """See `Probe`."""
+        self._puts.observe(seconds)
+        self._put.inc(size_bytes)
+
+    def claimed(self, seconds: float, status: str) -> None:
+        """See `Probe`."""
+        self._claims.labels(status).observe(seconds)
+
+    def loaded(self, wait_seconds: float, work_seconds: float) -> None:
+        """See `Probe`."""
+        self._waited.inc(wait_seconds)
+        self._worked.inc(work_seconds)
+        self._loaded.inc()

@@ -1,0 +1,250 @@
+"""The port that Prometheus scrapes: HTTP on threads of its own, so that no peer of it holds the event loop.
+
+It answers GET and HEAD of /metrics, in Prometheus's text format or in OpenMetrics as the Accept header asks. What is
+shown is collected on the event loop; it becomes text on the thread of the request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import re
+import socket
+import ssl
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, Final
+
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+
+from tq_service.log_message import LogMessage
+
+_log = logging.getLogger(__name__)
+_PATH: Final = "/metrics"
+_IDLE_SECONDS: Final = 10.0
+_SCRAPE_SECONDS: Final = 30.0
+_MOST_CONNECTIONS: Final = 16
+_ESTABLISHED: Final = "01"
+
+Collect = Callable[[], Awaitable[Iterable[Metric]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """What secures the port.
+
+    Attributes:
+        context: returns what the next connection is accepted with over TLS; None: it is not encrypted.
+        refusal: returns why a request is refused, by its Authorization header ("" without one) and the address it came
+            from; None: it is not. Called on threads.
+    """
+
+    context: Callable[[], ssl.SSLContext] | None = None
+    refusal: Callable[[str, str], str | None] = lambda _authorization, _peer: None
+
+
+class Endpoint:
+    """The port, open from the start until `close`.
+
+    Args:
+        host: address to listen on.
+        port: port; 0: the system chooses one.
+        collect: returns what is shown; runs on the loop.
+        loop: the event loop of the service.
+        access: what secures it.
+        service_port: the port whose connections are counted.
+
+    Attributes:
+        port: where it listens.
+
+    Raises:
+        OSError: the address is taken or cannot be listened on.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        collect: Collect,
+        loop: asyncio.AbstractEventLoop,
+        access: Access,
+        service_port: int,
+    ) -> None:
+        self._collect = collect
+        self._loop = loop
+        self.access = access
+        self._service_port = service_port
+        self._process = ProcessCollector(registry=None)
+        self._places = threading.BoundedSemaphore(_MOST_CONNECTIONS)
+        try:
+            self._server = _Server(host.strip("[]"), port, self)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise OSError(f"cannot listen on {host}:{port} for metrics; is the port in use?") from error
+            raise OSError(f"cannot listen on {host}:{port} for metrics: {error}") from error
+        self.port: int = self._server.server_address[1]
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, name="tq-metrics", daemon=True
+        )
+        self._thread.start()
+
+    async def close(self) -> None:
+        """Close the port; requests that are under way end by themselves."""
+        await asyncio.to_thread(self._server.shutdown)
+        self._server.server_close()
+
+    @contextlib.contextmanager
+    def place(self) -> Iterator[bool]:
+        """Say whether one more connection may be served, and count it for the time of a `with`."""
+        is_free = self._places.acquire(blocking=False)
+        try:
+            yield is_free
+        finally:
+            if is_free:
+                self._places.release()
+
+    def scrape(self, accept: str) -> tuple[bytes, str]:
+        """Return all metrics as text and what kind of text that is; runs on any thread but the loop's.
+
+        Raises:
+            TimeoutError: the event loop did not get to it.
+        """
+        collecting = asyncio.run_coroutine_threadsafe(_awaited(self._collect), self._loop)
+        try:
+            metrics = [*collecting.result(_SCRAPE_SECONDS)]
+        except BaseException:
+            collecting.cancel()
+            raise
+        metrics += self._process.collect()
+        connections = count_connections(self._service_port)
+        if connections is not None:
+            metrics.append(GaugeMetricFamily("tq_service_connections", "Open connections of clients.", connections))
+        encode, content_type = choose_encoder(accept)
+        return encode(_Collected(metrics)), content_type
+
+
+async def _awaited(collect: Collect) -> Iterable[Metric]:
+    return await collect()
+
+
+class _Collected(CollectorRegistry):
+    """A registry of what was collected already."""
+
+    def __init__(self, metrics: Sequence[Metric]) -> None:
+        super().__init__()
+        self._metrics = metrics
+
+    def collect(self) -> Iterable[Metric]:
+        """Return it."""
+        return self._metrics
+
+
+class _Server(ThreadingHTTPServer):
+    """Serves each connection on a thread, as many at a time as there are places."""
+
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 64
+
+    def __init__(self, host: str, port: int, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        super().__init__((host, port), _Handler)
+
+    def server_bind(self) -> None:
+        """Bind, without the look-up of a name that http.server would make."""
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.socket.bind(self.server_address)
+        self.server_address = self.socket.getsockname()
+        self.server_name, self.server_port = "", self.server_address[1]
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        """Answer the requests of a connection; runs on its thread."""
+        with self.endpoint.place() as is_free:
+            if not is_free:
+                return
+            request.settimeout(_IDLE_SECONDS)
+            access = self.endpoint.access
+            if access.context is not None:
+                request = access.context().wrap_socket(request, server_side=True)
+            try:
+                super().finish_request(request, client_address)
+            finally:
+                if isinstance(request, ssl.SSLSocket):
+                    with contextlib.suppress(OSError):
+                        request.close()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Log what went wrong: not by a traceback where the peer did it."""
+        error = sys.exc_info()[1]
+        if isinstance(error, OSError):
+            _log.info(LogMessage("a connection to the metrics port failed", peer=client_address[0], error=error))
+        else:
+            _log.error(LogMessage("a scrape failed", peer=client_address[0]), exc_info=error)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers one request."""
+
+    server: _Server
+    protocol_version = "HTTP/1.1"
+    server_version = "tq-service"
+    sys_version = ""
+    timeout = _IDLE_SECONDS
+
+    def do_GET(self) -> None:
+        """Answer a scrape."""
+        self._answer(has_body=True)
+
+    def do_HEAD(self) -> None:
+        """Answer without the body."""
+        self._answer(has_body=False)
+
+    def _answer(self, *, has_body: bool) -> None:
+        status, kind, body = self._scrape()
+        self.send_response(status)
+        if status is HTTPStatus.UNAUTHORIZED:
+            self.send_header("WWW-Authenticate", 'Bearer realm="tq-service metrics"')
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if has_body:
+            self.wfile.write(body)
+
+    def _scrape(self) -> tuple[HTTPStatus, str, bytes]:
+        endpoint, plain = self.server.endpoint, "text/plain; charset=utf-8"
+        if self.path.partition("?")[0] != _PATH:
+            return HTTPStatus.NOT_FOUND, plain, f"metrics are at {_PATH}\n".encode()
+        peer = f"{self.client_address[0]}:{self.client_address[1]}"
+        refusal = endpoint.access.refusal(self.headers.get("Authorization", ""), peer)
+        if refusal is not None:
+            return HTTPStatus.UNAUTHORIZED, plain, f"{refusal}\n".encode()
+        try:
+            body, kind = endpoint.scrape(self.headers.get("Accept", ""))
+        except TimeoutError:
+            return HTTPStatus.SERVICE_UNAVAILABLE, plain, b"the service is too busy to be scraped; try again\n"
+        return HTTPStatus.OK, kind, body
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002  (as in the base class)
+        """Log requests at debug level: one comes every few seconds."""
+        _log.debug(LogMessage("a request to the metrics port", peer=self.client_address[0], request=format % args))
+
+
+def count_connections(port: int) -> int | None:
+    """Return the number of open TCP connections to a port of this host, None where the system does not say."""
+    line = re.compile(rf"^ *\d+: [0-9A-F]+:{port:04X} [0-9A-F]+:[0-9A-F]{{4}} {_ESTABLISHED} ", re.MULTILINE)
+    tables = [Path("/proc/net/tcp"), Path("/proc/net/tcp6")]
+    try:
+        return sum(len(line.findall(table.read_text())) for table in tables if table.exists() or table == tables[0])
+    except OSError:
+        return None

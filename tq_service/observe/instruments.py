@@ -1,0 +1,109 @@
+"""Counts that cost the code which counts next to nothing. Confined to one thread; a scrape reads them there."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Sequence
+from typing import Final
+
+HANDLING_SECONDS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+WAIT_SECONDS: Final = (0.001, 0.01, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+PLAN_SECONDS: Final = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 30.0)
+SHARES: Final = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0)
+LAG_SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
+_MOST_NAMES: Final = 8
+OTHERS: Final = "others"
+
+
+class Histogram:
+    """Counts values by the first bound that is not below them.
+
+    Attributes:
+        sum: of all values.
+    """
+
+    __slots__ = ("_bounds", "_counts", "sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count a value."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self.sum += value
+
+    @property
+    def count(self) -> int:
+        """Number of values."""
+        return sum(self._counts)
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Return the bounds, as text, each with the number of values that are not above it."""
+        total, buckets = 0, []
+        for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
+            total += count
+            buckets.append(("+Inf" if bound == float("inf") else repr(float(bound)), float(total)))
+        return buckets
+
+
+class HistogramByName:
+    """Histograms of the first few names that come; all others share one."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self.by_name: dict[str, Histogram] = {}
+
+    def of(self, name: str) -> Histogram:
+        """Return the histogram of a name."""
+        histogram = self.by_name.get(name)
+        if histogram is None:
+            name = name if len(self.by_name) < _MOST_NAMES else OTHERS
+            histogram = self.by_name.setdefault(name, Histogram(self._bounds))
+        return histogram
+
+
+class MethodCounts:
+    """What is counted of the calls of one method.
+
+    Attributes:
+        service: its service, such as "tq_service.v1.ControllerService".
+        method: its name there.
+        shape: "unary", "client_stream", "server_stream" or "bidi_stream".
+        started: number of calls that came.
+        handled: number of calls that are over, by the code of their status, such as "OK".
+        handling: how long they took, without the time for which they waited.
+        waits: for how long they waited; None: its calls do not wait.
+    """
+
+    __slots__ = ("handled", "handling", "method", "service", "shape", "started", "waits")
+
+    def __init__(self, service: str, method: str, shape: str, *, may_wait: bool) -> None:
+        self.service = service
+        self.method = method
+        self.shape = shape
+        self.started = 0
+        self.handled: Counter[str] = Counter()
+        self.handling = Histogram(HANDLING_SECONDS)
+        self.waits = Histogram(WAIT_SECONDS) if may_wait else None
+
+
+class Instruments:
+    """What is counted while things happen; all else a scrape reads from where it is.
+
+    Attributes:
+        calls: of each method that was called.
+        plan_seconds: how long the plans of each sampler took.
+        imbalance: by how much the heaviest rank of each batch had more tokens than the mean, by sampler.
+        padding: the share of padding of each batch, by sampler.
+        loop_lag: how much later than it was due the event loop got to something.
+    """
+
+    def __init__(self) -> None:
+        self.calls: dict[str, MethodCounts] = {}
+        self.plan_seconds = HistogramByName(PLAN_SECONDS)
+        self.imbalance = HistogramByName(SHARES)
+        self.padding = HistogramByName(SHARES)
+        self.loop_lag = Histogram(LAG_SECONDS)

@@ -1,0 +1,239 @@
+"""The page's web server: three assets and a stream of frames, for browsers that are let in by the host they name."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import ipaddress
+import socket
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import nullcontext
+from importlib import resources
+from typing import Any, Final
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, RedirectResponse, Response, StreamingResponse
+from starlette.routing import BaseRoute, Mount, Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tq_service.errors import InvalidArgumentError
+from tq_service.observe.page.feed import Feed
+
+_ASSETS: Final = {
+    "index.html": "text/html; charset=utf-8",
+    "page.css": "text/css; charset=utf-8",
+    "page.js": "text/javascript; charset=utf-8",
+    "theme.js": "text/javascript; charset=utf-8",
+    "icon.svg": "image/svg+xml",
+}
+_MOST_STREAMS: Final = 100
+_GRACE_SECONDS: Final = 2
+
+# Scripts and styles come from the page's own files alone, which write names as text and never as markup: what a
+# partition is called cannot run.
+_HEADERS: Final = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+}
+
+
+def make_app(feed: Feed, *, root_path: str = "", allowed_hosts: Iterable[str] = ()) -> ASGIApp:
+    """Return the page as an ASGI application.
+
+    Args:
+        feed: what it shows.
+        root_path: the path below which a proxy has it, such as "/tq"; the proxy may take it away from its requests.
+        allowed_hosts: names of hosts that it may be reached by, besides localhost and all IP addresses.
+
+    Raises:
+        InvalidArgumentError: the path is none.
+    """
+    root_path = _checked_path(root_path)
+    stream_count = 0
+
+    async def stream(request: Request) -> Response:
+        nonlocal stream_count
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # no proxy is to gather frames first
+        if request.method == "HEAD":
+            return Response(media_type="text/event-stream", headers=headers)
+        if stream_count >= _MOST_STREAMS:
+            text = f"{_MOST_STREAMS} browsers look already; close one\n"
+            return PlainTextResponse(text, 503, headers={"Retry-After": "10", "Cache-Control": "no-store"})
+
+        async def events() -> AsyncIterator[bytes]:
+            nonlocal stream_count
+            stream_count += 1
+            try:
+                yield b"retry: 2000\n\n"
+                async for frame in feed.frames():
+                    yield b"event: frame\ndata: " + frame + b"\n\n"
+            finally:
+                stream_count -= 1
+
+        return StreamingResponse(events(), media_type="text/event-stream", headers=headers)
+
+    routes: list[BaseRoute] = [
+        Route("/", _asset("index.html")),
+        Route("/events", stream),
+        *(Route(f"/assets/{name}", _asset(name)) for name in _ASSETS if name != "index.html"),
+    ]
+    if root_path:
+
+        async def with_slash(request: Request) -> Response:
+            return RedirectResponse(f"{root_path}/", 308)
+
+        routes = [Route(root_path, with_slash), Mount(root_path, routes=routes), *routes]
+    app = Starlette(routes=routes)
+    app.router.redirect_slashes = False  # that would name the host that the request did
+    return _Guarded(app, allowed_hosts)
+
+
+def _asset(name: str) -> Callable[[Request], Any]:
+    content = resources.files(__package__).joinpath("assets", name).read_bytes()
+    headers = {"ETag": f'"{hashlib.sha256(content).hexdigest()[:16]}"', "Cache-Control": "no-cache"}
+
+    async def answer(request: Request) -> Response:
+        if request.headers.get("if-none-match") == headers["ETag"]:
+            return Response(status_code=304, headers=headers)
+        return Response(content, media_type=_ASSETS[name], headers=headers)
+
+    return answer
+
+
+def _checked_path(path: str) -> str:
+    trimmed = path.rstrip("/")
+    if trimmed and (not trimmed.startswith("/") or "//" in trimmed or any(each in trimmed for each in "{}?#\\ ")):
+        raise InvalidArgumentError(f"root_path: got {path!r}, expected a path such as '/tq'", field="root_path")
+    return trimmed
+
+
+class _Guarded:
+    """Refuses requests that name a foreign host, and adds the headers that bound what the page may do.
+
+    A page of another site whose name was made to lead here (DNS rebinding) would be of one origin with ours, and could
+    read it. Its name stands in the Host header; an IP address there has no name that could be led elsewhere.
+    """
+
+    def __init__(self, app: ASGIApp, allowed_hosts: Iterable[str]) -> None:
+        self._app = app
+        self._allowed = {"localhost", *(host.lower().rstrip(".") for host in allowed_hosts)}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                own = [(name.lower().encode(), value.encode()) for name, value in _HEADERS.items()]
+                message = {**message, "headers": [*message.get("headers", ()), *own]}
+            await send(message)
+
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+        if len(hosts) == 1 and self._is_allowed(hosts[0]):
+            await self._app(scope, receive, send_with_headers)
+            return
+        text = "this page is not served under that name of a host; start tq-service ui with --allowed-host NAME\n"
+        await PlainTextResponse(text, 421)(scope, receive, send_with_headers)
+
+    def _is_allowed(self, host: str) -> bool:
+        name = _without_port(host).lower().rstrip(".")
+        return name in self._allowed or name.endswith(".localhost") or _is_ip_address(name)
+
+
+def _without_port(host: str) -> str:
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0]
+
+
+def _is_ip_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+class _Server(uvicorn.Server):
+    """Ends the streams of frames before it waits for its connections, and leaves signals to its caller."""
+
+    def __init__(self, config: uvicorn.Config, feed: Feed, on_started: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._feed = feed
+        self._on_started = on_started
+
+    def capture_signals(self) -> Any:
+        return nullcontext()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_started()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await self._feed.close()
+        await super().shutdown(sockets)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that is bound to an address of this machine; port 0: one that is free.
+
+    Raises:
+        InvalidArgumentError: it cannot be bound.
+    """
+    bound = None
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, number, _, address = found[0]
+        bound = socket.socket(family, kind, number)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except (OSError, OverflowError) as error:
+        if bound is not None:
+            bound.close()
+        reason = getattr(error, "strerror", None) or str(error)
+        raise InvalidArgumentError(
+            f"cannot listen on {host}:{port}: {reason}; give another --host or --port", field="port"
+        ) from None
+    return bound
+
+
+async def serve_page(
+    feed: Feed, app: ASGIApp, bound: socket.socket, *, stop: asyncio.Event, on_started: Callable[[], None]
+) -> None:
+    """Serve the page, and read the service for it, until `stop` is set.
+
+    Args:
+        feed: what the page shows.
+        app: the page, of `make_app`.
+        bound: the socket that it listens on, of `listen`; it is closed at the end.
+        stop: ends it.
+        on_started: called once it can be reached.
+    """
+    config = uvicorn.Config(
+        app, lifespan="off", ws="none", access_log=False, log_config=None, server_header=False, proxy_headers=False,
+        timeout_graceful_shutdown=_GRACE_SECONDS,
+    )  # fmt: skip
+    server = _Server(config, feed, on_started)
+    reading = asyncio.create_task(feed.run())
+    serving = asyncio.create_task(server.serve(sockets=[bound]))
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait([reading, serving, stopping], return_when=asyncio.FIRST_COMPLETED)
+    finally:  # streams end before what they wait for is gone, also where reading has failed
+        server.should_exit = True
+        await asyncio.wait([serving])
+        reading.cancel()
+        stopping.cancel()
+        await asyncio.wait([reading, stopping])
+    for task in (reading, serving):
+        if not task.cancelled():
+            task.result()

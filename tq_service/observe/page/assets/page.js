@@ -1,0 +1,778 @@
+// The live page: takes frames from the stream "events", each the whole state, and changes what differs on the screen.
+// Names of partitions, tasks and fields are users' data: they are written as text, never as markup.
+"use strict";
+
+const LONG_WAIT_SECONDS = 10;
+const LASTING_INTERVALS = 2.4; // of frames: a wait of so many is shown apart
+const MOST_BARS = 96;
+const CURVE_POINTS = 90; // of the totals, three minutes
+const ROW_POINTS = 30; // of partitions and tasks, one minute
+
+// ---- Numbers as people read them ----
+
+const whole = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
+const short = new Intl.NumberFormat("en-US", { notation: "compact", maximumSignificantDigits: 3 });
+
+const count = (value) => whole.format(value);
+const counted = (value, one, many) => `${count(value)} ${value === 1 ? one : many}`;
+const compact = (value) => (Math.abs(value) < 1e6 ? count(value) : short.format(value));
+
+function scaled(value, step, units) {
+  let power = 0;
+  while (Math.abs(value) >= step * 0.9995 && power < units.length - 1) {
+    value /= step;
+    power += 1;
+  }
+  const digits = power === 0 || Math.abs(value) >= 100 ? 0 : 1;
+  return [value.toFixed(digits), units[power]];
+}
+
+const bytes = (value) => scaled(value, 1000, ["bytes", "kB", "MB", "GB", "TB", "PB"]).join(" ");
+
+function perSecond(value) {
+  if (value === null) return "–";
+  if (value < 0.05) return "0";
+  return value < 10 ? value.toFixed(1) : compact(value);
+}
+
+function percent(share) {
+  const value = share * 100;
+  return `${value.toFixed(value < 10 ? 2 : 1)} %`;
+}
+
+function span(seconds) {
+  if (seconds < 60) return `${Math.round(seconds)} s`;
+  const minutes = Math.floor(seconds / 60);
+  if (minutes < 60) return `${minutes} min ${Math.floor(seconds % 60)} s`;
+  const hours = Math.floor(minutes / 60);
+  return hours < 48 ? `${hours} h ${minutes % 60} min` : `${Math.floor(hours / 24)} d ${hours % 24} h`;
+}
+
+const clock = (at) => new Date(at).toLocaleTimeString("en-GB");
+
+// ---- The screen ----
+
+const SVG = "http://www.w3.org/2000/svg";
+const byId = (id) => document.getElementById(id);
+
+function make(tag, className = "", ...children) {
+  const node = document.createElement(tag);
+  if (className) node.className = className;
+  node.append(...children);
+  return node;
+}
+
+function draw(tag, attributes = {}) {
+  const node = document.createElementNS(SVG, tag);
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+  return node;
+}
+
+function write(node, text) {
+  if (node.textContent !== text) node.textContent = text;
+}
+
+function mark(node, name, value) {
+  if (value === null) node.removeAttribute(name);
+  else if (node.getAttribute(name) !== value) node.setAttribute(name, value);
+}
+
+const show = (node, isShown) => {
+  if (node.hidden === isShown) node.hidden = !isShown;
+};
+
+const shownOf = new WeakMap();
+
+// Makes the children of a node those of the items, by key: what stays is neither made again nor moved, so that focus,
+// selection and scrolling stay. Items of one key differ by their order.
+function list(parent, items, keyOf, create, update) {
+  if (!shownOf.has(parent)) shownOf.set(parent, new Map());
+  const known = shownOf.get(parent);
+  const times = new Map();
+  const keys = items.map((item) => {
+    const key = keyOf(item);
+    const time = times.get(key) ?? 0;
+    times.set(key, time + 1);
+    return JSON.stringify([key, time]);
+  });
+  const wanted = new Set(keys);
+  for (const [key, node] of known) {
+    if (!wanted.has(key)) {
+      node.remove();
+      known.delete(key);
+    }
+  }
+  let place = parent.firstElementChild;
+  items.forEach((item, position) => {
+    let node = known.get(keys[position]);
+    if (!node) {
+      node = create(item);
+      known.set(keys[position], node);
+    }
+    if (node === place) place = place.nextElementSibling;
+    else parent.insertBefore(node, place);
+    update(node, item, position);
+  });
+}
+
+// ---- Curves and bars ----
+
+function makeSpark(width = CURVE_POINTS) {
+  const svg = draw("svg", { class: "spark", viewBox: `0 0 ${width - 1} 20`, preserveAspectRatio: "none", "aria-hidden": "true" });
+  svg.append(draw("path", { class: "area" }), draw("path"));
+  return svg;
+}
+
+// The newest point is at the right. A curve has a gap where the service was away; one of zeros alone is not drawn.
+function updateSpark(svg, allPoints, width = CURVE_POINTS) {
+  const points = allPoints.slice(-width);
+  const most = Math.max(...points, 0);
+  if (most === 0) points.fill(null);
+  const first = width - points.length;
+  let line = "";
+  let area = "";
+  let began = null;
+  points.forEach((point, index) => {
+    if (point === null) {
+      if (began !== null) area += `L${first + index - 1} 20Z`;
+      began = null;
+      return;
+    }
+    const place = `${first + index} ${(19 - (18 * point) / most).toFixed(2)}`;
+    line += `${began === null ? "M" : "L"}${place}`;
+    area += began === null ? `M${first + index} 20L${place}` : `L${place}`;
+    began ??= index;
+  });
+  if (began !== null) area += `L${width - 1} 20Z`;
+  mark(svg.firstChild, "d", area);
+  mark(svg.lastChild, "d", line);
+}
+
+function makeBar(kinds, className = "bar") {
+  const bar = make("div", className, ...kinds.map((kind) => make("span", kind)));
+  bar.setAttribute("aria-hidden", "true");
+  return bar;
+}
+
+function updateBar(bar, amounts, total) {
+  amounts.forEach((amount, index) => {
+    const width = total > 0 ? `${((100 * amount) / total).toFixed(2)}%` : "0%";
+    if (bar.children[index].style.width !== width) bar.children[index].style.width = width;
+  });
+}
+
+const fill = (share) => (share >= 0.97 ? "full" : share >= 0.85 ? "much" : "used");
+
+function makeTokens() {
+  return draw("svg", { class: "chart", viewBox: "0 0 100 40", preserveAspectRatio: "none", role: "img" });
+}
+
+// One group of bars a batch, one bar a rank; as many of the last batches as there is space for.
+function updateTokens(svg, batches) {
+  const known = batches.filter((batch) => batch.tokens.length > 0);
+  const ranks = known.length ? known[known.length - 1].tokens.length : 1;
+  const last = known.slice(-Math.max(1, Math.min(16, Math.floor(MOST_BARS / ranks))));
+  const most = Math.max(1, ...last.flatMap((batch) => batch.tokens));
+  const slots = Math.max(last.length, Math.min(16, Math.floor(MOST_BARS / ranks)));
+  const step = 100 / slots;
+  const bars = last.flatMap((batch, group) =>
+    batch.tokens.map((tokens, rank) => {
+      const width = (step * 0.82) / batch.tokens.length;
+      return {
+        key: `${group}/${rank}`,
+        x: (step * (group + slots - last.length) + step * 0.09 + width * rank).toFixed(3),
+        y: (39 - (38 * tokens) / most).toFixed(2),
+        width: (width * (batch.tokens.length > 24 ? 1 : 0.86)).toFixed(3),
+        height: ((38 * tokens) / most).toFixed(2),
+        isOld: group < last.length - 1,
+      };
+    }),
+  );
+  if (!svg.firstChild) svg.append(draw("g"), draw("line", { x1: 0, x2: 100, y1: 39.5, y2: 39.5 }));
+  list(
+    svg.firstChild,
+    bars,
+    (bar) => bar.key,
+    () => draw("rect"),
+    (rect, bar) => {
+      for (const name of ["x", "y", "width", "height"]) mark(rect, name, bar[name]);
+      mark(rect, "class", bar.isOld ? "old" : "new");
+    },
+  );
+  mark(svg, "aria-label", `Tokens of each rank in the last ${counted(last.length, "batch", "batches")}`);
+}
+
+// ---- Header and banner ----
+
+const view = { frame: null, receivedAt: 0, isLost: false, lostAt: 0, opened: new Set(), filter: "", run: "", eventAt: new Map() };
+
+const STATES = { serving: "serving", away: "away", refused: "refused", connecting: "connecting", lost: "page server away" };
+
+function renderFacts(frame) {
+  const service = frame.status?.service;
+  const facts = [["service", frame.address]];
+  if (frame.namespace) facts.push(["namespace", frame.namespace]);
+  if (frame.prefix) facts.push(["prefix", frame.prefix]);
+  if (service) {
+    if (service.version) facts.push(["version", service.version]);
+    facts.push(["up", span(service.uptime_seconds)]);
+    if (service.instance) facts.push(["instance", service.instance]);
+    facts.push(["durability", service.durability]);
+    facts.push(["TLS", service.tls ? (service.client_certificates ? "mutual" : "on") : "off"]);
+    facts.push(["tokens", service.auth ? "required" : "off"]);
+    facts.push(["shared memory", service.shared_memory ? "on" : "off"]);
+  }
+  list(
+    byId("facts"),
+    facts,
+    ([name]) => name,
+    ([name]) => make("div", "", make("dt", "", name), make("dd")),
+    (node, [, value]) => write(node.lastChild, value),
+  );
+}
+
+function renderBanner() {
+  const { frame, isLost, lostAt, receivedAt } = view;
+  const now = Date.now();
+  let state = frame ? frame.state : "connecting";
+  let title = "";
+  let text = "";
+  if (isLost) {
+    state = "lost";
+    title = "The page's own server does not answer";
+    text = `since ${clock(lostAt)}. Is tq-service ui still running? The page connects again by itself.`;
+  } else if (frame && frame.away_seconds !== null) {
+    const since = receivedAt - frame.away_seconds * 1000;
+    const seen = frame.seen_seconds === null ? "It has not answered yet." : "Below is the last state it was seen in.";
+    title = frame.state === "refused" ? `The service at ${frame.address} refuses this page` : `The service at ${frame.address} is away`;
+    text = `since ${clock(since)}, for ${span(Math.max(0, (now - since) / 1000))}: ${frame.problem}. ${seen}`;
+  }
+  mark(document.body, "data-state", state);
+  write(byId("state-text"), STATES[state] ?? state);
+  write(byId("banner-title"), title);
+  write(byId("banner-text"), text);
+  show(byId("banner"), title !== "");
+  document.getElementById("main").classList.toggle("stale", title !== "");
+  const name = frame ? frame.address : "";
+  const heading = state === "serving" ? `${name} · tq-service` : `${STATES[state] ?? state} · ${name} · tq-service`;
+  if (document.title !== heading) document.title = heading;
+  write(byId("updated"), frame ? `last update ${clock(receivedAt)}, one every ${frame.interval_seconds} s` : "waiting for the first state");
+}
+
+// ---- Totals ----
+
+function tiles(status) {
+  const totals = status.totals;
+  const used = totals.max_bytes ? totals.used_bytes / totals.max_bytes : null;
+  const [amount, unit] = scaled(totals.used_bytes, 1000, ["bytes", "kB", "MB", "GB", "TB", "PB"]);
+  const longest = Math.max(0, ...status.waits.map((wait) => wait.seconds));
+  const open = totals.open_count;
+  return [
+    { key: "inserted", title: "Inserted", value: perSecond(totals.inserted_per_second), unit: "samples/s", note: counted(totals.partition_count, "partition", "partitions") + `, ${count(open)} open`, curve: totals.curves.inserted },
+    { key: "delivered", title: "Delivered", value: perSecond(totals.delivered_per_second), unit: "samples/s", note: "to all tasks", curve: totals.curves.delivered },
+    { key: "present", title: "Samples", value: compact(totals.present_count), unit: "", note: `${count(totals.held_count)} held, ${count(totals.failed_count)} failed`, tone: "", curve: totals.curves.present },
+    { key: "storage", title: "Storage", value: amount, unit: totals.max_bytes ? `${unit} of ${bytes(totals.max_bytes)}` : unit, note: used === null ? "no quota" : `${percent(used)} of the quota`, tone: used >= 0.97 ? "is-bad" : used >= 0.85 ? "is-warn" : "", curve: totals.curves.used },
+    { key: "waiting", title: "Waiting", value: compact(totals.waiting_claim_count), unit: totals.waiting_claim_count === 1 ? "claim" : "claims", note: longest >= 1 ? `longest seen for ${span(longest)}` : "none for long", tone: longest >= LONG_WAIT_SECONDS ? "is-warn" : "", foot: counted(totals.waiting_put_count, "put waits", "puts wait") + " for capacity" },
+    { key: "leased", title: "Leased", value: compact(totals.leased_count), unit: totals.leased_count === 1 ? "sample" : "samples", note: `${count(totals.redelivered_count)} redelivered`, foot: `${count(totals.dead_lettered_count)} dead-lettered`, footTone: totals.dead_lettered_count ? "is-bad" : "" },
+  ];
+}
+
+function makeTile(tile) {
+  const value = make("p", "value", make("span", "number"), make("span", "unit"));
+  const foot = make("div", "foot");
+  foot.append(tile.curve ? makeSpark() : make("span", "note"));
+  return make("article", "tile", make("h2", "", tile.title), value, make("p", "note"), foot);
+}
+
+function updateTile(node, tile) {
+  const [, value, note, foot] = node.children;
+  write(value.children[0], tile.value);
+  write(value.children[1], tile.unit);
+  value.className = `value ${tile.tone ?? ""}`;
+  write(note, tile.note);
+  if (tile.curve) updateSpark(foot.firstChild, tile.curve);
+  else {
+    write(foot.firstChild, tile.foot);
+    foot.firstChild.className = `note ${tile.footTone ?? ""}`;
+  }
+}
+
+// ---- What waits ----
+
+const WAIT_WORDS = {
+  PARTITION_NOT_FOUND: "no such partition",
+  NO_SAMPLES: "no samples",
+  FIELD_NEVER_PUT: "field never put",
+  ALL_CONSUMED: "all consumed",
+  TOO_FEW_READY: "too few ready",
+  GROUPS_INCOMPLETE: "groups incomplete",
+  SAMPLER_WAITS: "sampler waits",
+};
+
+const waitKey = (wait) => JSON.stringify([wait.partition, wait.task, wait.code, wait.fields]);
+
+function renderWaits(status, interval) {
+  // A wait that is soon over is how a queue works; here it would only move what stands below.
+  const lasting = status.waits.filter((wait) => wait.seconds >= interval * LASTING_INTERVALS);
+  list(
+    byId("waits"),
+    lasting,
+    waitKey,
+    () => {
+      const where = make("p", "where", make("span"), " ", make("span", "chip"), " ", make("span", "chip"));
+      return make("li", "", make("span", "since"), where, make("p", "text"));
+    },
+    (node, wait) => {
+      const isLong = wait.seconds >= LONG_WAIT_SECONDS;
+      node.className = isLong ? "long" : "";
+      write(node.children[0], span(wait.seconds));
+      const [, where, text] = node.children;
+      write(where.children[0], wait.task ? `${wait.task} of ${wait.partition}` : wait.partition);
+      write(where.children[1], WAIT_WORDS[wait.code] ?? wait.code);
+      where.children[1].className = `chip ${isLong ? (wait.code === "FIELD_NEVER_PUT" ? "bad" : "warn") : ""}`;
+      write(where.children[2], counted(wait.waiting_count, "call", "calls"));
+      const put = wait.put_waits_for ? `; a put waits: ${wait.put_waits_for}` : "";
+      write(text, wait.text + put);
+    },
+  );
+  show(byId("waits-none"), lasting.length === 0);
+  const hidden = status.hidden_wait_count;
+  write(byId("waits-count"), lasting.length ? `${count(lasting.length)}${hidden ? ` and ${count(hidden)} more` : ""}` : "");
+}
+
+// ---- Partitions and their tasks ----
+
+const byName = new Intl.Collator("en", { numeric: true });
+
+// By name; of the partitions that have all but their step in common, the newest first.
+function inOrder(one, other) {
+  const [group, otherGroup] = [one.name.split("@", 1)[0], other.name.split("@", 1)[0]];
+  return byName.compare(group, otherGroup) || byName.compare(other.name, one.name) || (one.name < other.name ? 1 : -1);
+}
+
+function cell(className, label) {
+  const node = make("span", className);
+  node.setAttribute("role", "cell");
+  if (label) node.dataset.label = label;
+  return node;
+}
+
+function setNumber(node, text) {
+  write(node, text ?? "–");
+  node.classList.toggle("nothing", text === null);
+}
+
+function makeRow(className, kinds) {
+  const row = make("div", `row ${className}`);
+  row.setAttribute("role", "row");
+  const name = make("span", "name");
+  name.setAttribute("role", "rowheader");
+  const progress = cell("progress");
+  progress.append(makeBar(kinds));
+  const trend = cell("trend");
+  trend.append(makeSpark(ROW_POINTS));
+  const rest = [cell("right", "samples"), cell("right", className === "task" ? "delivered" : "inserted")];
+  row.append(name, progress, ...rest, trend, cell("right", className === "task" ? "left" : "present"), cell("right", "leased"), cell("reason"));
+  return row;
+}
+
+function makePartition(partition) {
+  const row = makeRow("whole", ["cleared", "live", "held", "failed"]);
+  const more = make("button", "more", make("span"));
+  more.type = "button";
+  more.addEventListener("click", () => {
+    if (!view.opened.delete(partition.name)) view.opened.add(partition.name);
+    render();
+  });
+  row.firstChild.append(more, " ", make("span", "chip"));
+  const tasks = make("div", "tasks");
+  tasks.setAttribute("role", "presentation");
+  const group = make("div", "partition", row, tasks);
+  group.setAttribute("role", "rowgroup");
+  return group;
+}
+
+const totalOf = (partition) => Math.max(partition.expected_count ?? 0, partition.inserted_count);
+
+function stateOf(partition) {
+  if (partition.sealed) return "sealed";
+  return partition.samples_per_round === null ? "open" : `rounds of ${count(partition.samples_per_round)}`;
+}
+
+function notesOf(partition) {
+  const complete = partition.fields.filter((field) => field.produced_count >= partition.live_count + partition.held_count && partition.present_count > 0).length;
+  const notes = [bytes(partition.used_bytes)];
+  if (partition.field_count) notes.push(`${complete} of ${counted(partition.field_count, "field", "fields")} complete`);
+  if (partition.waiting_put_count) notes.push(counted(partition.waiting_put_count, "put waits", "puts wait"));
+  return notes.join(" · ");
+}
+
+function updatePartition(node, partition, waits) {
+  const [row, tasks] = node.children;
+  const [name, progress, samples, rate, trend, left, leased, notes] = row.children;
+  const isOpen = view.opened.has(partition.name);
+  const [more, chip] = name.children;
+  write(more.firstChild, partition.name);
+  mark(more, "aria-expanded", String(isOpen));
+  write(chip, stateOf(partition));
+  chip.className = partition.sealed ? "chip" : "chip open";
+  const total = totalOf(partition);
+  updateBar(progress.firstChild, [partition.inserted_count - partition.present_count, partition.live_count, partition.held_count, partition.failed_count], total);
+  write(samples, partition.expected_count === null ? compact(partition.inserted_count) : `${compact(partition.inserted_count)} / ${compact(partition.expected_count)}`);
+  const speed = partition.inserted_per_second;
+  setNumber(rate, speed ? `${perSecond(speed)}/s` : null);
+  updateSpark(trend.firstChild, partition.curve, ROW_POINTS);
+  setNumber(left, compact(partition.present_count));
+  setNumber(leased, null);
+  write(notes, notesOf(partition));
+  notes.classList.toggle("long", partition.waiting_put_count > 0);
+  list(
+    tasks,
+    partition.tasks,
+    (task) => task.name,
+    () => makeTask(),
+    (taskNode, task) => updateTask(taskNode, task, total, waits.filter((wait) => wait.task === task.name)),
+  );
+  if (isOpen && node.children.length === 2) node.append(makeDetails());
+  if (!isOpen && node.children.length === 3) node.lastChild.remove();
+  if (isOpen) updateDetails(node.lastChild, partition, waits);
+}
+
+function makeTask() {
+  const row = makeRow("task", ["delivered", "leased", "skipped"]);
+  row.firstChild.append(make("b"));
+  return row;
+}
+
+function updateTask(row, task, total, waits) {
+  const [name, progress, samples, rate, trend, left, leased, reason] = row.children;
+  write(name.firstChild, task.name);
+  updateBar(progress.firstChild, [task.consumed_count - task.leased_count, task.leased_count, task.skipped_count], total);
+  write(samples, `${compact(task.consumed_count)} / ${compact(total)}`);
+  setNumber(rate, task.delivered_per_second >= 0.05 ? `${perSecond(task.delivered_per_second)}/s` : null);
+  updateSpark(trend.firstChild, task.curve, ROW_POINTS);
+  setNumber(left, compact(task.pending_count));
+  setNumber(leased, task.leased_count ? compact(task.leased_count) : null);
+  const isLong = waits.some((wait) => wait.seconds >= LONG_WAIT_SECONDS);
+  write(reason, waits.length ? waits.map(inShort).join("; ") : doing(task));
+  mark(reason, "title", waits.length ? waits.map((wait) => wait.text).join("\n") : null);
+  reason.classList.toggle("long", isLong);
+  row.classList.toggle("complete", task.complete);
+}
+
+// What a task waits for in the few words that a row has space for; the sentence is in "Waiting" and in the details.
+function inShort(wait) {
+  if (wait.code === "FIELD_NEVER_PUT") return wait.fields.length === 1 ? `field ${wait.fields[0]}, which was never put` : "a field that was never put";
+  if (wait.code === "NO_SAMPLES") return "the first samples";
+  if (wait.code === "ALL_CONSUMED") return "new samples: all are consumed";
+  const unit = wait.counts_groups ? " groups" : "";
+  const lacks = wait.not_ready.map(({ kind, name, count: samples }) => {
+    if (kind === "field") return `${count(samples)} lack ${name}`;
+    if (kind === "where") return `${count(samples)} not where ${name}`;
+    if (kind === "length") return `${count(samples)} without length`;
+    return kind === "group" ? `${count(samples)} in groups not whole` : `${count(samples)} ${kind}`;
+  });
+  if (wait.code === "SAMPLER_WAITS") return `its sampler, ${count(wait.ready_count)}${unit} ready`;
+  return [`${count(wait.ready_count)} of ${count(wait.needed_count)}${unit} ready`, ...lacks].join(", ");
+}
+
+function doing(task) {
+  const facts = [];
+  if (task.complete) facts.push("complete");
+  if (task.rank_count) facts.push(`${counted(task.batch_count, "batch", "batches")} to ${counted(task.rank_count, "rank", "ranks")}`);
+  if (task.epoch) facts.push(`epoch ${count(task.epoch)}`);
+  if (task.skipped_count) facts.push(`${count(task.skipped_count)} skipped`);
+  if (task.redelivered_count) facts.push(`${count(task.redelivered_count)} redelivered`);
+  if (task.dead_lettered_count) facts.push(`${count(task.dead_lettered_count)} dead-lettered`);
+  return facts.join(" · ");
+}
+
+function makeDetails() {
+  const table = make("table", "fields");
+  const head = make("tr", "", ...["field", "dtype", "layout", "row shape", "produced", ""].map((name) => make("th", name === "produced" ? "right" : "", name)));
+  for (const th of head.children) th.scope = "col";
+  table.append(make("thead", "", head), make("tbody"));
+  const inner = make("div", "details", make("dl"), table, make("ul", "waits"));
+  inner.setAttribute("role", "cell");
+  inner.setAttribute("aria-colspan", "8");
+  const row = make("div", "", inner);
+  row.setAttribute("role", "row");
+  return row;
+}
+
+function updateDetails(node, partition, waits) {
+  const [facts, table, reasons] = node.firstChild.children;
+  const shown = [
+    ["live", count(partition.live_count)],
+    ["held", count(partition.held_count)],
+    ["failed", count(partition.failed_count)],
+    ["cleared", count(partition.inserted_count - partition.present_count)],
+    ["groups", count(partition.group_count)],
+    ["bytes", partition.max_bytes === null ? bytes(partition.used_bytes) : `${bytes(partition.used_bytes)} of at most ${bytes(partition.max_bytes)}`],
+    ["incarnation", partition.incarnation],
+    ["custom_meta", partition.columns.join(", ") || "none"],
+    ...partition.tasks.map((task) => [`task ${task.name}`, doing(task) || "active"]),
+  ];
+  list(
+    facts,
+    shown,
+    ([name]) => name,
+    ([name]) => make("div", "", make("dt", "", name), make("dd")),
+    (each, [, value]) => write(each.lastChild, value),
+  );
+  list(
+    table.tBodies[0],
+    partition.fields,
+    (field) => field.name,
+    () => {
+      const last = make("td", "", makeBar(["delivered"], "bar thin"));
+      return make("tr", "", make("td"), make("td"), make("td"), make("td"), make("td", "right"), last);
+    },
+    (row, field) => {
+      const shape = field.row_shape === null ? "" : field.row_shape.length ? field.row_shape.map((size) => (size < 0 ? "any" : size)).join(" × ") : "scalar";
+      const texts = [field.name, field.dtype, field.layout, field.layout === "object" ? "" : shape, `${count(field.produced_count)} / ${count(partition.present_count)}`];
+      texts.forEach((text, index) => write(row.children[index], text));
+      updateBar(row.lastChild.firstChild, [field.produced_count], partition.present_count);
+    },
+  );
+  show(table, partition.fields.length > 0);
+  list(
+    reasons,
+    waits,
+    waitKey,
+    () => make("li", "", make("span", "since"), make("span", "text")),
+    (each, wait) => {
+      write(each.firstChild, span(wait.seconds));
+      write(each.lastChild, `${wait.task || "a look-up"} waits: ${wait.text}`);
+    },
+  );
+  show(reasons, waits.length > 0);
+}
+
+function renderPartitions(status) {
+  const wanted = view.filter.trim().toLowerCase();
+  const sorted = [...status.partitions].sort(inOrder);
+  const shown = sorted.filter((partition) => !wanted || partition.name.toLowerCase().includes(wanted));
+  const waitsOf = new Map();
+  for (const wait of status.waits) waitsOf.set(wait.partition, [...(waitsOf.get(wait.partition) ?? []), wait]);
+  list(
+    byId("partition-list"),
+    shown,
+    (partition) => partition.name,
+    makePartition,
+    (node, partition) => updatePartition(node, partition, waitsOf.get(partition.name) ?? []),
+  );
+  const total = status.totals.partition_count;
+  write(byId("partitions-count"), shown.length === total ? count(total) : `${count(shown.length)} of ${count(total)}`);
+  show(byId("partitions-none"), shown.length === 0 && total > 0);
+  const hidden = status.hidden_partition_count;
+  write(byId("partitions-more"), hidden ? `${counted(hidden, "partition that has", "partitions that have")} not changed lately ${hidden === 1 ? "is" : "are"} left out; --prefix shows fewer.` : "");
+  show(byId("partitions-more"), hidden > 0);
+}
+
+// ---- The narrow column ----
+
+function renderBalances(status) {
+  const balances = status.balances.filter((balance) => balance.batches.length > 0);
+  list(
+    byId("balances"),
+    balances,
+    (balance) => JSON.stringify([balance.group, balance.task]),
+    () => make("article", "balance", make("h3"), makeTokens(), make("p", "numbers"), make("p", "soft")),
+    (node, balance) => {
+      const [title, chart, numbers, last] = node.children;
+      const batches = balance.batches;
+      const newest = batches[batches.length - 1];
+      const mean = batches.reduce((sum, batch) => sum + batch.imbalance, 0) / batches.length;
+      const padding = batches.reduce((sum, batch) => sum + batch.padding_share, 0) / batches.length;
+      write(title, `${balance.task} of ${balance.group}`);
+      updateTokens(chart, batches);
+      mark(chart, "hidden", batches.some((batch) => batch.tokens.length) ? null : "");
+      write(numbers, `imbalance ${percent(newest.imbalance)}, mean of ${batches.length}: ${percent(mean)}. Padding ${percent(padding)}, none in jagged fields`);
+      const tokens = newest.tokens;
+      const range = tokens.length ? `, ${count(Math.min(...tokens))} to ${count(Math.max(...tokens))} tokens on ${counted(tokens.length, "rank", "ranks")}` : "";
+      write(last, `last: batch ${count(newest.index)} of ${newest.partition}${range}`);
+    },
+  );
+  show(byId("balances-none"), balances.length === 0);
+}
+
+function renderLimits(status) {
+  const open = [...status.partitions].filter((partition) => !partition.sealed).sort(inOrder); // the others get no samples
+  const limits = open.flatMap((partition) =>
+    partition.limits.map((limit) => {
+      const task = partition.tasks.find((each) => each.name === limit.task); // none yet: it has all of them left
+      const left = task ? task.pending_count : partition.live_count + partition.held_count;
+      return { partition, limit, left };
+    }),
+  );
+  list(
+    byId("limits"),
+    limits,
+    ({ partition, limit }) => JSON.stringify([partition.name, limit.task, limit.version_column]),
+    () => make("li", "", make("p", "pair", make("span"), make("span")), makeBar(["used"], "bar thin"), make("p", "soft")),
+    (node, { partition, limit, left }) => {
+      const [pair, bar, note] = node.children;
+      write(pair.children[0], `${limit.task} of ${partition.name}`);
+      write(pair.children[1], limit.max_samples === null ? "" : `${count(left)} of ${count(limit.max_samples)} left`);
+      updateBar(bar, [Math.min(left, limit.max_samples ?? 0)], limit.max_samples ?? 0);
+      mark(bar.firstChild, "class", limit.max_samples !== null && left >= limit.max_samples ? "much" : "used");
+      show(bar, limit.max_samples !== null);
+      const notes = [];
+      if (limit.max_versions !== null) notes.push(`at most ${counted(limit.max_versions, "version", "versions")} ahead (${limit.version_column})`);
+      notes.push(partition.waiting_put_count ? counted(partition.waiting_put_count, "put waits", "puts wait") : "no put waits");
+      write(note, notes.join(", "));
+    },
+  );
+  show(byId("staleness-panel"), limits.length > 0);
+}
+
+function renderStorages(status) {
+  list(
+    byId("storages"),
+    status.storages,
+    (storage) => storage.id,
+    () => make("li", "", make("p", "pair", make("span"), make("span")), makeBar(["used"], "bar thin"), make("p", "soft")),
+    (node, storage) => {
+      const [pair, bar, note] = node.children;
+      const share = storage.max_bytes ? storage.used_bytes / storage.max_bytes : 0;
+      write(pair.children[0], storage.id);
+      write(pair.children[1], storage.max_bytes ? `${bytes(storage.used_bytes)} of ${bytes(storage.max_bytes)}` : bytes(storage.used_bytes));
+      updateBar(bar, [share], 1);
+      mark(bar.firstChild, "class", fill(share));
+      const notes = [counted(storage.put_count, "put", "puts"), storage.address || "in the controller"];
+      if (storage.heard_ago_seconds !== null) notes.push(`heard ${span(storage.heard_ago_seconds)} ago`);
+      if (storage.is_silent) notes.push("silent");
+      write(note, notes.join(" · "));
+      note.className = storage.is_silent ? "is-bad" : "soft";
+    },
+  );
+  show(byId("storages-none"), status.storages.length === 0);
+}
+
+function renderEvents(frame) {
+  if (view.run !== frame.run) {
+    view.run = frame.run;
+    view.eventAt.clear();
+  }
+  for (const event of frame.events) {
+    if (!view.eventAt.has(event.number)) view.eventAt.set(event.number, view.receivedAt - event.seconds * 1000);
+  }
+  list(
+    byId("events"),
+    [...frame.events].reverse(),
+    (event) => `${frame.run}/${event.number}`,
+    (event) => {
+      const time = make("time", "", clock(view.eventAt.get(event.number)));
+      time.dateTime = new Date(view.eventAt.get(event.number)).toISOString();
+      const name = event.name ? [make("b", "", event.name), " "] : [];
+      return make("li", event.kind, time, make("span", "what", ...name, event.text));
+    },
+    () => {},
+  );
+  show(byId("events-none"), frame.events.length === 0);
+}
+
+function renderEmpty(frame) {
+  const isEmpty = frame.status !== null && frame.status.totals.partition_count === 0;
+  show(byId("empty"), isEmpty);
+  show(byId("partitions"), !isEmpty && frame.status !== null);
+  if (!isEmpty) return;
+  write(byId("empty-title"), frame.prefix ? `No partition begins with “${frame.prefix}”` : "No partitions yet");
+  const name = JSON.stringify(`${frame.prefix || "train"}${frame.prefix ? "0" : "@0"}`);
+  write(
+    byId("empty-code"),
+    `import numpy as np\nimport tq_service as tq\n\nwith tq.Client(${JSON.stringify(frame.address)}) as client:\n    client.put({"reward": np.zeros(8)}, partition_id=${name})`,
+  );
+  write(byId("empty-demo"), `python -m examples.demo --address ${frame.address}`);
+}
+
+// ---- From frame to screen ----
+
+function render() {
+  const frame = view.frame;
+  renderBanner();
+  if (!frame) return;
+  renderFacts(frame);
+  renderEvents(frame);
+  renderEmpty(frame);
+  const status = frame.status;
+  show(byId("waits-panel"), status !== null);
+  if (!status) return;
+  list(byId("tiles"), tiles(status), (tile) => tile.key, makeTile, updateTile);
+  renderWaits(status, frame.interval_seconds);
+  renderPartitions(status);
+  renderBalances(status);
+  renderLimits(status);
+  renderStorages(status);
+}
+
+let stream = null;
+
+// Only while the page is looked at: a browser opens six connections to a server, and would not load a seventh tab. What was
+// missed meanwhile is in the next frame.
+function connect() {
+  stream?.close();
+  stream = null;
+  if (document.hidden) return;
+  const opened = new EventSource("events");
+  stream = opened;
+  opened.addEventListener("frame", (event) => {
+    view.frame = JSON.parse(event.data);
+    view.receivedAt = Date.now();
+    view.isLost = false;
+    render();
+  });
+  opened.addEventListener("error", () => {
+    if (stream !== opened) return;
+    if (!view.isLost) view.lostAt = Date.now();
+    view.isLost = true;
+    renderBanner();
+    // The browser tries again by itself, but not where the answer was an error.
+    if (opened.readyState === EventSource.CLOSED) setTimeout(connect, 3000);
+  });
+}
+
+// ---- What people do ----
+
+const THEMES = ["system", "light", "dark"];
+
+function setTheme(theme) {
+  if (theme === "system") delete document.documentElement.dataset.theme;
+  else document.documentElement.dataset.theme = theme;
+  write(byId("theme-name"), theme);
+}
+
+byId("theme").addEventListener("click", () => {
+  const now = document.documentElement.dataset.theme ?? "system";
+  const next = THEMES[(THEMES.indexOf(now) + 1) % THEMES.length];
+  setTheme(next);
+  try {
+    localStorage.setItem("tq-theme", next);
+  } catch {
+    // No storage here: the choice lasts as long as the page.
+  }
+});
+
+byId("filter").addEventListener("input", (event) => {
+  view.filter = event.target.value;
+  render();
+});
+
+document.addEventListener("keydown", (event) => {
+  const isTyping = event.target instanceof HTMLInputElement;
+  if (event.key === "/" && !isTyping && !event.ctrlKey && !event.metaKey && !event.altKey) {
+    event.preventDefault();
+    byId("filter").focus();
+  } else if (event.key === "Escape" && event.target === byId("filter")) {
+    byId("filter").value = "";
+    view.filter = "";
+    render();
+  }
+});
+
+document.addEventListener("visibilitychange", connect);
+
+setInterval(renderBanner, 1000);
+setTheme(document.documentElement.dataset.theme ?? "system");
+connect();

@@ -1,0 +1,143 @@
+"""Reads the service for all browsers: one status every 2 s, however many look, and one frame for each."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator
+from typing import Any, Final
+
+from tq_service.client import AsyncClient
+from tq_service.errors import DeadlineError, PermissionDeniedError, TqError, UnauthenticatedError
+from tq_service.observe.page.events import EventLog
+from tq_service.observe.page.frame import status_of
+from tq_service.observe.page.trends import Trends
+from tq_service.results import ServiceStatus
+
+INTERVAL_SECONDS: Final = 2.0
+_ANSWER_SECONDS: Final = 2.0
+
+
+class Feed:
+    """Follows a service for as long as `run` runs, and gives each browser its newest state.
+
+        run: status, frame, status, frame, ...      frames: one iterator a browser, each with the newest frame only
+
+    For one event loop.
+
+    Args:
+        client: of the service.
+        prefix: how the names of the partitions begin that are shown.
+        interval_seconds: time from one status to the next.
+    """
+
+    def __init__(self, client: AsyncClient, *, prefix: str = "", interval_seconds: float = INTERVAL_SECONDS) -> None:
+        self._client = client
+        self._prefix = prefix
+        self._interval_seconds = interval_seconds
+        self._run_id = secrets.token_hex(4)  # for browsers to see that events are counted from 1 again
+        self._trends = Trends()
+        self._status: ServiceStatus | None = None
+        self._seen_at = 0.0
+        self._away_since: float | None = None
+        self._problem: tuple[str, str] = ("connecting", "")
+        self._events = EventLog()
+        self._frame = b""
+        self._frame_number = 0
+        self._changed = asyncio.Condition()
+        self._closed = False
+
+    async def run(self) -> None:
+        """Read and watch the service until cancelled, whether it answers or not."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._follow())
+            while True:
+                began = time.monotonic()
+                await self.look()
+                await asyncio.sleep(max(0.0, began + self._interval_seconds - time.monotonic()))
+
+    async def look(self) -> None:
+        """Read the service once, and make a frame of it."""
+        began = time.monotonic()
+        try:
+            status = await self._client.status(prefix=self._prefix, explain=True, timeout=_ANSWER_SECONDS)
+        except TqError as error:
+            self._miss(error, began)
+        else:
+            self._see(status, time.monotonic())
+        await self._publish()
+
+    async def _follow(self) -> None:
+        """Note what happens to partitions between two statuses, too."""
+        while True:
+            with contextlib.suppress(TqError):  # the status says what is wrong
+                async with self._client.watch(self._prefix, samples=False, tasks=False) as updates:
+                    async for update in updates:
+                        self._events.follow(update, time.monotonic())
+            await asyncio.sleep(self._interval_seconds)
+
+    async def frames(self) -> AsyncIterator[bytes]:
+        """Yield the newest frame, JSON of one line, and each one after it; a slow reader gets fewer."""
+        number = 0
+        while not self._closed:
+            async with self._changed:
+                while self._frame_number == number and not self._closed:
+                    await self._changed.wait()
+            if self._frame_number > number:
+                number = self._frame_number
+                yield self._frame
+
+    async def close(self) -> None:
+        """End all iterators of frames."""
+        self._closed = True
+        async with self._changed:
+            self._changed.notify_all()
+
+    def _see(self, status: ServiceStatus, now: float) -> None:
+        before, self._status = self._status, status
+        self._trends.see(status, now)
+        away_since, self._away_since, self._seen_at, self._problem = self._away_since, None, now, ("", "")
+        if away_since is not None:
+            self._events.note(now, "back", f"the service is back after {_span(now - away_since)}")
+        if before is not None:
+            self._events.compare(before, status, now)
+
+    def _miss(self, error: TqError, began: float) -> None:
+        self._trends.miss()
+        is_refused = isinstance(error, UnauthenticatedError | PermissionDeniedError)
+        kind = "refused" if is_refused else "away"
+        first = error.__cause__ if isinstance(error.__cause__, TqError) else error  # without how often it was tried
+        text = f"no answer within {_ANSWER_SECONDS:g} s" if isinstance(error, DeadlineError) else first.message
+        if self._away_since is None:
+            self._away_since = began
+            self._events.note(began, kind, f"the service {'refuses this page' if is_refused else 'is away'}: {text}")
+        self._problem = (kind, text)
+
+    async def _publish(self) -> None:
+        now = time.monotonic()
+        state, text = self._problem
+        document: dict[str, Any] = {
+            "run": self._run_id,
+            "address": self._client.address,
+            "namespace": self._client.namespace,
+            "prefix": self._prefix,
+            "interval_seconds": self._interval_seconds,
+            "state": state or "serving",
+            "problem": text,
+            "away_seconds": None if self._away_since is None else round(now - self._away_since, 1),
+            "seen_seconds": None if self._status is None else round(now - self._seen_at, 1),
+            "status": None if self._status is None else status_of(self._status, self._trends, self._seen_at),
+            "events": self._events.shown(now),
+        }
+        self._frame = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
+        self._frame_number += 1
+        async with self._changed:
+            self._changed.notify_all()
+
+
+def _span(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
