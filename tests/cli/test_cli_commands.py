@@ -1,10 +1,15 @@
-"""`status`, `samplers` and `bench` against a service that runs as a process of its own."""
+"""Commands that look into a running service, and mend it, against one that runs as a process of its own."""
+
+from __future__ import annotations
 
 import contextlib
 import json
 import os
+import re
 import subprocess
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +18,24 @@ import pytest
 from typer.testing import CliRunner
 
 import tq_service as tq
-from tq_service.cli import app
-from tq_service.cli.status_view import render
-from tq_service.errors import PartitionNotFoundError
+from tq_service.cli import _hint, app
+from tq_service.cli.addresses import _complete_partition, _complete_task
+from tq_service.cli.status_view import blocks_of, fitting
+from tq_service.errors import PartitionNotFoundError, TaskNotFoundError
 from tq_service.testing import COMMAND, ServiceProcess
+from tq_service.version import VERSION
 
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
     with ServiceProcess() as service:
         yield service.address
+
+
+@pytest.fixture(autouse=True)
+def environment(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TQ_ADDRESS", address)
+    monkeypatch.setenv("COLUMNS", "80")
 
 
 @pytest.fixture
@@ -33,12 +46,26 @@ def client(address: str) -> Iterator[tq.Client]:
             client.clear_partition(summary.partition_id)
 
 
+@contextlib.contextmanager
+def waiting(client: tq.Client, partition_id: str) -> Iterator[None]:
+    """Have a claim wait for as long as the `with` lasts."""
+    asked: dict[str, Any] = {"task_name": "update", "data_fields": ["x"], "batch_size": 4, "max_wait": 30.0}
+    with ThreadPoolExecutor(1) as threads, tq.Client(client.address) as other:
+        claimed = threads.submit(other.get_meta, partition_id=partition_id, **asked)
+        while not client.explain(partition_id):
+            assert not claimed.done()
+        yield
+        client.put({"x": np.zeros(4)}, partition_id=partition_id)
+        assert claimed.result().status == "batch"
+
+
 @pytest.fixture
 def filled(client: tq.Client) -> tq.Client:
     """Hold two partitions: one with 6 samples of which a task has taken 4, and one that is empty."""
     client.put(
-        {"reward": np.zeros(6, np.float32), "text": [f"t{row}" for row in range(6)]},
+        {"reward": np.arange(6, dtype=np.float32), "text": [f"t{row}" for row in range(6)]},
         partition_id="train@0",
+        keys=[f"k{row}" for row in range(6)],
         groups=["a", "a", "b", "b", "c", "c"],
         group_size=2,
         custom_meta=[{"total_lengths": row, "tag": [row]} for row in range(6)],
@@ -60,95 +87,228 @@ def filled(client: tq.Client) -> tq.Client:
 
 def invoke(*arguments: str) -> str:
     result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == 0, (result.output, result.exception)
     return result.stdout
 
 
-def test_status_as_json(filled: tq.Client, address: str) -> None:
-    first, second = json.loads(invoke("status", address, "--json"))["partitions"]
+def document(*arguments: str) -> Any:
+    return json.loads(invoke(*arguments, "--json"))
+
+
+def lines_of(*arguments: str) -> list[list[str]]:
+    return [line.split() for line in invoke(*arguments).splitlines()]
+
+
+def test_explain_says_why_claims_wait(client: tq.Client, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TQ_ADDRESS")
+    assert invoke("explain", "train", "-a", address) == "no claim waits for partition 'train'\n"
+    with waiting(client, "train"):
+        shown = invoke("task", "explain", "train", "--address", address)
+        assert shown == (
+            "task update: 1 call waits: there is no partition 'train'; none is known yet (PARTITION_NOT_FOUND)\n"
+        )
+    client.clear_partition("train")
+    client.put({"x": np.zeros(3)}, partition_id="train", state="held")
+    with waiting(client, "train"):
+        assert invoke("explain", "train", "rewards", "-a", address) == "no claim waits for partition 'train'\n"
+        shown = invoke("explain", "train", "update", "-a", address)
+        assert shown.startswith("task update: 1 call waits: 0 samples are ready for task 'update'")
+        (reason,) = document("explain", "train", "update", "-a", address)
+        assert (reason["code"], reason["left_count"], reason["needed_count"]) == ("TOO_FEW_READY", 3, 4)
+        assert [(each["kind"], each["sample_count"]) for each in reason["not_ready"]] == [("held", 3)]
+
+
+def test_status_as_json(filled: tq.Client) -> None:
+    shown = document("status")
+    assert (shown["service"]["version"], shown["service"]["durability"], shown["waits"]) == (VERSION, "memory", [])
+    assert [storage["put_count"] for storage in shown["storages"]] == [1]
+    first, second = shown["partitions"]
     assert first["partition_id"] == "train@0"
     assert len(bytes.fromhex(first["incarnation"])) == 16
     counts = {name: first[f"{name}_count"] for name in ("inserted", "present", "live", "held", "failed", "group")}
     assert counts == {"inserted": 6, "present": 6, "live": 6, "held": 0, "failed": 0, "group": 3}
-    assert (first["sealed"], first["expected_samples"]) == (True, None)
-    assert first["custom_meta_columns"] == [
-        {"name": "total_lengths", "kind": "int64", "has_json": False}, {"name": "tag", "kind": "", "has_json": True},
-    ]  # fmt: skip
-    reward, text = first["fields"]
-    spec = {"name": "reward", "dtype": "float32", "layout": "dense", "row_shape": [], "encoding": None}
-    assert reward == {"spec": spec, "produced_count": 6}
-    assert (text["spec"]["name"], text["spec"]["layout"], text["produced_count"]) == ("text", "object", 6)
     (task,) = first["tasks"]
-    names = ("task_name", "consumed_count", "dp_size", "planned_batch_count", "dead_lettered_indexes")
-    assert tuple(task[name] for name in names) == ("update", 4, 2, 1, [])
-    assert (task["epoch"], task["skipped_count"], task["waiting_count"], task["complete"]) == (0, 0, 0, False)
+    names = ("task_name", "consumed_count", "pending_count", "dp_size", "planned_batch_count", "dead_lettered_indexes")
+    assert tuple(task[name] for name in names) == ("update", 4, 2, 2, 1, [])
     assert (second["partition_id"], second["expected_samples"], second["tasks"]) == ("train@1", 10, [])
+    assert [each["partition_id"] for each in document("status", "train@1")["partitions"]] == ["train@1"]
+    assert [each["partition_id"] for each in document("status", "--prefix", "train@0")["partitions"]] == ["train@0"]
 
 
-def test_status_as_tables(filled: tq.Client, address: str) -> None:
-    lines = [line.split() for line in invoke("status", address).splitlines()]
-    assert ["train@0", "6", "-", "6", "6", "0", "0", "3", "36", "bytes", "sealed"] in lines
-    assert ["train@1", "0", "10", "0", "0", "0", "0", "0", "0", "bytes", "open"] in lines
-    assert ["train@0", "reward", "float32", "dense", "scalar", "6", "6"] in lines
-    assert ["train@0", "text", "-", "object", "-", "6", "6"] in lines
-    assert ["train@0", "total_lengths", "int64"] in lines
-    assert ["train@0", "tag", "json"] in lines
-    assert ["train@0", "update", "0", "2", "1", "4", "6", "0", "0", "0", "0", "active"] in lines
+def test_status_for_people(filled: tq.Client, address: str) -> None:
+    shown = invoke("status")
+    assert re.match(rf"tq-service {VERSION}  {address}  up \d+\w*  instance [0-9a-f]{{8}}\n", shown)
+    assert "durability memory  tls off, tokens off\n" in shown
+    assert " in 1 storage service\n" in shown
+    lines = [line.split() for line in shown.splitlines()]
+    assert ["train@0", "sealed", "6", "samples", "3", "groups", "36", "bytes"] in lines
+    assert ["train@1", "open", "0", "of", "10", "samples", "0", "bytes"] in lines
+    (task,) = [line for line in lines if line[:1] == ["update"]]
+    assert task[1] == "4/6"
+    assert task[2].endswith("/s")
+    assert max(map(len, shown.splitlines())) <= 80
 
 
-def test_status_of_one_partition(filled: tq.Client, address: str) -> None:
-    documents = json.loads(invoke("status", address, "--partition", "train@1", "--json"))["partitions"]
-    assert [document["partition_id"] for document in documents] == ["train@1"]
-    result = CliRunner().invoke(app, ["status", address, "--partition", "train@9"])
+def test_status_shows_what_waits_for_partitions_that_do_not_exist(client: tq.Client) -> None:
+    long = "x" * 90
+    client.put({"x": np.zeros(3)}, partition_id=long)
+    assert invoke("status").splitlines()[6] == long
+    with waiting(client, "trian"):
+        lines = lines_of("status")
+        place = lines.index(["trian", "does", "not", "exist"])
+        assert lines[place + 1][:7] == ["update", "-", "-", "1", "call:", "the", "partition;"]
+        assert [wait["partition_id"] for wait in document("status", "trian")["waits"]] == ["trian"]
+    client.clear_partition("trian")
+
+
+def test_on_a_small_screen_whole_partitions_are_shown_those_with_waits_first(client: tq.Client) -> None:
+    for number in range(30):
+        client.insert(f"p{number:02}", 1)
+    with waiting(client, "p25"):
+        heading, blocks = blocks_of(client.status())
+    lines = fitting(["header"], heading, blocks, 12)
+    assert len(lines) <= 12
+    place = next(number for number, line in enumerate(lines) if line.startswith("p25"))
+    assert lines[place + 1].split()[0] == "update"
+    assert lines[1:3] == ["", "PARTITION"]
+    assert lines[-1] == f"and {len(blocks) - 5} more partitions with less to do: tq-service partition ls"
+
+
+def test_an_address_where_a_partition_belongs_is_noticed(filled: tq.Client, address: str) -> None:
+    result = CliRunner().invoke(app, ["status", "train@9"])
     assert isinstance(result.exception, PartitionNotFoundError)
     assert "train@1" in str(result.exception)
+    assert _hint(result.exception) == ""
+    result = CliRunner().invoke(app, ["status", address])
+    assert isinstance(result.exception, PartitionNotFoundError)
+    assert _hint(result.exception) == f"an address is given with --address: tq-service status --address {address}"
 
 
-def test_status_of_an_empty_service(client: tq.Client, address: str) -> None:
-    assert invoke("status", address) == "no partitions\n"
-    assert json.loads(invoke("status", address, "--json")) == {"partitions": []}
+def test_status_of_an_empty_service(client: tq.Client) -> None:
+    assert invoke("status").endswith("\nno partitions\n")
+    assert document("status")["partitions"] == []
 
 
-def test_names_are_no_markup(client: tq.Client, address: str) -> None:
+def test_names_are_no_markup(client: tq.Client) -> None:
     client.create_partition("[red]x[/red]")
-    assert "[red]x[/red]" in invoke("status", address)
-    assert render([]) is not None
+    assert "[red]x[/red]" in invoke("status")
+    assert "[red]x[/red]" in invoke("partition", "ls")
 
 
-def test_watching_prints_again(filled: tq.Client, address: str) -> None:
-    command = [*COMMAND, "status", address, "--json", "--watch", "0.1"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        seen = [json.loads(process.stdout.readline()) for _ in range(2)]
-        process.kill()
-    assert seen[0] == seen[1]
-    assert len(seen[0]["partitions"]) == 2
+def test_watching_goes_on_over_a_restart() -> None:
+    with ServiceProcess() as service:
+        command = [*COMMAND, "status", "--address", service.address, "--json", "--watch", "0.1", "--timeout", "1"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            first = json.loads(process.stdout.readline())
+            service.kill()
+            assert process.stderr.readline().startswith(f"error: cannot reach {service.address}: connection refused")
+            service.restart()
+            again = json.loads(process.stdout.readline())
+            while again["service"]["instance_id"] == first["service"]["instance_id"]:
+                again = json.loads(process.stdout.readline())
+            process.kill()
 
 
-def test_samplers(client: tq.Client, address: str) -> None:
-    samplers = {one["name"]: one for one in json.loads(invoke("samplers", address, "--json"))}
+def test_partitions_are_listed_shown_sealed_and_cleared(filled: tq.Client) -> None:
+    assert lines_of("partition", "ls", "train@")[1:] == [["train@0", "sealed", "6", "6"], ["train@1", "open", "0", "0"]]
+    assert [each["partition_id"] for each in document("partition", "ls")] == ["train@0", "train@1"]
+    lines = lines_of("partition", "show", "train@0")
+    assert ["reward", "float32", "dense", "scalar", "6", "6"] in lines
+    assert ["text", "-", "object", "-", "6", "6"] in lines
+    assert ["tag", "json"] in lines
+    assert ["update", "0", "2", "1", "4", "2", "0", "0"] in lines
+    assert document("partition", "show", "train@0")["partitions"][0]["sealed"] is True
+    assert invoke("partition", "seal", "train@1") == "sealed train@1 with 0 samples\n"
+    refused = CliRunner().invoke(app, ["partition", "clear", "train@0"])
+    assert isinstance(refused.exception, tq.InvalidArgumentError)
+    assert "give --yes" in str(refused.exception)
+    missing = CliRunner().invoke(app, ["partition", "clear", "train@0", "none", "--yes"])
+    assert isinstance(missing.exception, PartitionNotFoundError)
+    assert len(filled.list_partitions()) == 2
+    cleared = document("partition", "clear", "train@0", "train@1", "--yes")
+    assert [each["cleared_count"] for each in cleared] == [6, 0]
+    assert filled.list_partitions() == []
+
+
+def test_samples_can_be_peeked_at(filled: tq.Client) -> None:
+    shown = document("partition", "peek", "train@0", "--limit", "2")
+    assert shown[1] == {
+        "global_index": 1, "key": "k1", "group": "a", "custom_meta": {"total_lengths": 1, "tag": [1]},
+        "fields": {"reward": 1.0, "text": "t1"},
+    }  # fmt: skip
+    assert len(shown) == 2
+    text = invoke("partition", "peek", "train@0", "--limit", "1", "--field", "reward")
+    assert text.splitlines() == [
+        "sample 0  key k0  group a", "  total_lengths  0", "  tag            [0]", "  reward         0 (float32)",
+    ]  # fmt: skip
+    assert invoke("partition", "peek", "train@1") == "partition 'train@1' has no samples\n"
+
+
+def test_tasks_are_shown_and_start_over(filled: tq.Client) -> None:
+    lines = lines_of("task", "show", "train@0", "update")
+    assert lines[0] == ["task", "update", "of", "partition", "train@0"]
+    for facts in (["delivered", "4", "of", "6", "samples"], ["pending", "2"], ["state", "active"]):
+        assert facts in lines
+    assert [each["pending_count"] for each in document("task", "show", "train@0")["tasks"]] == [2]
+    unknown = CliRunner().invoke(app, ["task", "show", "train@0", "updat"])
+    assert isinstance(unknown.exception, TaskNotFoundError)
+    assert "'update'" in str(unknown.exception)
+    assert document("task", "reset", "train@0", "update", "--yes")["epoch"] == 1
+    assert filled.check_consumption("train@0", "update").consumed_count == 0
+
+
+def test_dead_lettered_samples_are_listed_and_delivered_again(client: tq.Client) -> None:
+    assert invoke("deadletter", "ls") == "no samples are dead-lettered\n"
+    client.put({"x": np.arange(3)}, partition_id="p")
+    asked: dict[str, Any] = {"partition_id": "p", "task_name": "t", "data_fields": ["x"], "batch_size": 3}
+    client.get_meta(**asked, lease=0.01, max_deliveries=1)
+    while client.check_consumption("p", "t").dead_lettered_count < 3:
+        time.sleep(0.01)
+    assert lines_of("deadletter", "ls")[1:] == [["p", "t", "3", "0", "1", "2"]]
+    assert document("deadletter", "ls", "p")[0]["dead_lettered_indexes"] == [0, 1, 2]
+    assert document("deadletter", "requeue", "p", "t", "1", "7")["requeued_count"] == 1
+    assert "2 samples of partition p can be claimed by task t again" in invoke("deadletter", "requeue", "p", "t")
+    assert client.get_meta(**asked).size == 3
+
+
+def test_storages_samplers_and_versions(client: tq.Client, address: str) -> None:
+    (storage,) = document("storage", "ls")
+    assert (storage["put_count"], storage["is_silent"], storage["version"]) == (0, False, VERSION)
+    assert lines_of("storage", "ls")[1][1] == address
+    samplers = {one["name"]: one for one in document("sampler", "ls")}
     assert {"sequential", "grpo_group_n", "rank_aware", "seqlen_balanced"} <= set(samplers)
-    assert "n_samples_per_prompt" in samplers["grpo_group_n"]["options"]
-    table = invoke("samplers", address)
-    assert all(name in table for name in samplers)
+    assert samplers["grpo_group_n"]["options"][0]["name"] == "n_samples_per_prompt"
+    assert all(name in invoke("sampler", "ls") for name in samplers)
+    assert lines_of("version") == [["client", VERSION, *lines_of("version", "--client")[0][2:]],
+                                   ["service", VERSION, "(all", "at", f"{address})"]]  # fmt: skip
+    assert document("version")["services"] == [{"address": address, "role": "all", "version": VERSION}]
+
+
+def test_shells_complete_names_of_the_service(filled: tq.Client, address: str) -> None:
+    class Context:
+        def __init__(self, **params: Any) -> None:
+            self.params = params
+
+    shell: Any = Context(address=address)
+    assert _complete_partition(shell, "train@") == ["train@0", "train@1"]
+    shell = Context(address=address, partition="train@0")
+    assert _complete_task(shell, "up") == ["update"]
+    assert _complete_task(shell, "x") == []
+    shell = Context(address="127.0.0.1:1")
+    assert _complete_partition(shell, "") == []
 
 
 def test_bench_of_a_running_service_leaves_nothing_behind(client: tq.Client, address: str) -> None:
-    arguments = ["bench", address, "--seconds", "0.5", "--ranks", "2", "--size", "1MiB"]
-    figures = json.loads(invoke(*arguments, "--json"))
+    arguments = ["bench", "--address", address, "--seconds", "0.5", "--ranks", "2", "--size", "1MiB"]
+    figures = document(*arguments)
     assert [figure["unit"] for figure in figures] == ["calls/s", "samples/s", "claims/s", "MB/s", "MB/s"]
     for figure in figures:
         assert figure["count"] > 0
         assert figure["rate"] > 0
         assert 0 < figure["p50_ms"] <= figure["p99_ms"]
     assert client.list_partitions() == []
-
-
-def test_bench_starts_a_service_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TQ_ADDRESS", raising=False)
-    table = invoke("bench", "--seconds", "0.5", "--ranks", "2", "--size", "64KiB")
-    assert "put 0.0625 MiB" in table
-    assert "claims/s" in table
 
 
 @pytest.mark.parametrize("size", ["0", "none", "much"])
@@ -161,26 +321,33 @@ def test_bench_refuses_sizes(size: str) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("status", "127.0.0.1:1", "--timeout", "600"),
-        ("samplers", "127.0.0.1:1", "--timeout", "600"),
-        ("checkpoint", "/nowhere", "127.0.0.1:1"),
-        ("restore", "/nowhere", "127.0.0.1:1"),
-        ("bench", "127.0.0.1:1"),
+        ("status", "--timeout", "600"),
+        ("partition", "peek", "p"),
+        ("checkpoint", "write", "nowhere"),
+        ("bench",),
     ],
     ids=lambda arguments: arguments[0],
 )
-def test_nobody_there_is_one_line_and_exit_code_1_long_before_the_timeout(arguments: tuple[str, ...]) -> None:
-    result = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=60, check=False)
+def test_a_service_that_is_not_there_is_an_error_and_a_hint_long_before_the_timeout(arguments: tuple[str, ...]) -> None:
+    command = [*COMMAND, *arguments, "--address", "127.0.0.1:1"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 1
-    assert result.stderr == "error: cannot reach 127.0.0.1:1: connection refused; is the service running there?\n"
+    assert result.stderr == (
+        "error: cannot reach 127.0.0.1:1: connection refused\n"
+        'hint: start one with "tq-service serve", or name another with --address or TQ_ADDRESS\n'
+    )
 
 
-def test_bench_shows_its_own_service_nothing_that_is_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_starts_a_service_of_its_own_and_shows_it_nothing_that_is_for_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name in ("TQ_TLS_CA", "TQ_AUTH_TOKENS_FILE", "TQ_TOKEN_FILE"):
         monkeypatch.setenv(name, "/there/is/no/such")
     monkeypatch.setenv("TQ_HOST", "0.0.0.0")
     monkeypatch.delenv("TQ_ADDRESS", raising=False)
-    assert "claims/s" in invoke("bench", "--seconds", "0.5", "--ranks", "2", "--size", "64KiB")
+    shown = invoke("bench", "--seconds", "0.5", "--ranks", "2", "--size", "64KiB")
+    assert "put 0.0625 MiB" in shown
+    assert "claims/s" in shown
 
 
 @pytest.mark.parametrize(
@@ -203,12 +370,12 @@ def test_files_of_token_and_tls_go_to_the_client_and_the_environment_stays(
     before, seen = dict(os.environ), []
 
     @contextlib.contextmanager
-    def open_client(*_: object, **credentials: object) -> Iterator[None]:
-        seen.append(credentials)
+    def open_client(**given: object) -> Iterator[None]:
+        seen.append((given["token"], given["tls"]))
         raise tq.UnavailableError("seen")
         yield
 
     monkeypatch.setattr("tq_service.cli.status.open_client", open_client)
     CliRunner().invoke(app, ["status", *arguments])
-    assert seen == [{"token": token, "tls": tls}]
+    assert seen == [(token, tls)]
     assert dict(os.environ) == before

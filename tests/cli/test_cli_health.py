@@ -28,14 +28,14 @@ def probed() -> Iterator[tuple[health.HealthServicer, int]]:
 def test_serving_is_exit_code_0(probed: tuple[health.HealthServicer, int]) -> None:
     servicer, port = probed
     servicer.set("", SERVING)
-    result = CliRunner().invoke(app, ["health", f"127.0.0.1:{port}"])
+    result = CliRunner().invoke(app, ["health", "--address", f"127.0.0.1:{port}"])
     assert (result.exit_code, result.stdout) == (0, "SERVING\n")
 
 
 def test_draining_is_exit_code_1(probed: tuple[health.HealthServicer, int]) -> None:
     servicer, port = probed
     servicer.set("", NOT_SERVING)
-    result = CliRunner().invoke(app, ["health", f"127.0.0.1:{port}"])
+    result = CliRunner().invoke(app, ["health", "--address", f"127.0.0.1:{port}"])
     assert (result.exit_code, result.stdout) == (1, "NOT_SERVING\n")
 
 
@@ -44,8 +44,11 @@ def test_one_service_may_be_asked_for(probed: tuple[health.HealthServicer, int])
     servicer.set("", NOT_SERVING)
     servicer.set("tq_service.v1.StorageService", SERVING)
     address = f"127.0.0.1:{port}"
-    assert CliRunner().invoke(app, ["health", address, "--service", "tq_service.v1.StorageService"]).exit_code == 0
-    unknown = CliRunner().invoke(app, ["health", address, "--service", "other"])
+    assert (
+        CliRunner().invoke(app, ["health", "--address", address, "--service", "tq_service.v1.StorageService"]).exit_code
+        == 0
+    )
+    unknown = CliRunner().invoke(app, ["health", "--address", address, "--service", "other"])
     assert unknown.exit_code == 1
     assert "NOT_FOUND" in unknown.stderr
 
@@ -63,9 +66,9 @@ def test_the_address_comes_from_the_environment(
 
 
 def test_an_address_may_lack_its_port_and_be_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    result = CliRunner().invoke(app, ["health", "no-such-host.invalid", "--timeout", "60"])
+    result = CliRunner().invoke(app, ["health", "--address", "no-such-host.invalid", "--timeout", "60"])
     assert result.stderr == "error: cannot reach no-such-host.invalid:50051: name not found\n"
-    result = CliRunner().invoke(app, ["health", "http://localhost"])
+    result = CliRunner().invoke(app, ["health", "--address", "http://localhost"])
     assert "address: got 'http://localhost', expected 'host:port'" in str(result.exception)
     monkeypatch.delenv("TQ_ADDRESS", raising=False)
     monkeypatch.setenv("TQ_PORT", "tcp://10.0.0.1:50051")
@@ -74,7 +77,7 @@ def test_an_address_may_lack_its_port_and_be_nothing_else(monkeypatch: pytest.Mo
 
 
 def test_nobody_there_is_one_line_and_exit_code_1() -> None:
-    result = CliRunner().invoke(app, ["health", "127.0.0.1:1", "--timeout", "2"])
+    result = CliRunner().invoke(app, ["health", "--address", "127.0.0.1:1", "--timeout", "2"])
     assert result.exit_code == 1
     assert result.stdout == ""
     assert result.stderr == "error: cannot reach 127.0.0.1:1: connection refused\n"

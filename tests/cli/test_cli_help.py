@@ -3,8 +3,11 @@
 import importlib
 import subprocess
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from tq_service.cli import _COMMANDS, app
@@ -16,10 +19,27 @@ def test_each_command_has_help_with_examples(name: str) -> None:
     result = CliRunner().invoke(app, [name, "--help"])
     assert result.exit_code == 0, result.output
     module = importlib.import_module(f"tq_service.cli.{name}")
-    assert (module.command.__doc__ or "").splitlines()[0] in " ".join(result.stdout.split())
+    summary = _COMMANDS[name] if hasattr(module, "group") else (module.command.__doc__ or "").splitlines()[0]
+    assert summary in " ".join(result.stdout.split())
     for line in module.EXAMPLES.strip().splitlines():
         assert line in result.stdout
         assert f"tq-service {name}" in line
+
+
+def verbs() -> Iterator[tuple[str, str]]:
+    for name in _COMMANDS:
+        group = getattr(importlib.import_module(f"tq_service.cli.{name}"), "group", None)
+        made: Any = None if group is None else typer.main.get_command(group)
+        for verb in [] if made is None else made.commands:
+            yield name, verb
+
+
+@pytest.mark.parametrize(("noun", "verb"), list(verbs()))
+def test_each_verb_has_help_and_json_and_where_it_calls_the_service_an_address(noun: str, verb: str) -> None:
+    shown = CliRunner().invoke(app, [noun, verb, "--help"]).stdout
+    assert "  --json  " in shown
+    assert ("-a, --address" in shown) is (noun != "token")
+    assert f"tq-service {noun} {verb}" in importlib.import_module(f"tq_service.cli.{noun}").EXAMPLES
 
 
 def test_the_overview_names_every_command_without_importing_them() -> None:
@@ -51,13 +71,15 @@ def test_unknown_commands_and_flags_are_usage_errors() -> None:
         (["status", "--nonsense"], 2, "error: No such option: --nonsense"),
         (["bench", "--ranks", "0"], 2, "error: Invalid value for '--ranks'"),
         (["serve", "--port", "99999"], 1, "error: --port: got 99999"),
-        (["status", "http://localhost"], 1, "error: address: got 'http://localhost'"),
+        (["status", "-a", "http://localhost"], 1, "error: address: got 'http://localhost'"),
     ],
 )
-def test_errors_end_with_one_line_of_one_form(arguments: list[str], exit_code: int, error: str) -> None:
+def test_errors_are_one_line_of_one_form_and_a_hint(arguments: list[str], exit_code: int, error: str) -> None:
     result = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == exit_code
-    assert result.stderr.splitlines()[-1].startswith(error)
+    lines = result.stderr.splitlines()
+    assert lines[0].startswith(error)
+    assert [line for line in lines[1:] if not line.startswith("hint: ")] == []
 
 
 def test_the_version_is_told() -> None:

@@ -41,7 +41,7 @@ def test_a_probe_imports_neither_the_client_nor_numpy(port, tls, tmp_path):
     if tls:  # that the authorities are none is seen at the handshake, when all is imported
         (tmp_path / "ca.pem").write_text("none")
         environment["TQ_TLS_CA"] = str(tmp_path / "ca.pem")
-    command = [sys.executable, "-c", _PROGRAM, "health", f"127.0.0.1:{port}", "--timeout", "5"]
+    command = [sys.executable, "-c", _PROGRAM, "health", "-a", f"127.0.0.1:{port}", "--timeout", "5"]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
     *printed, last = ended.stdout.splitlines()
     found = json.loads(last)

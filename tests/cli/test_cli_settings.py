@@ -206,11 +206,11 @@ def test_show_config_tells_value_and_source(config: Path, monkeypatch: pytest.Mo
 
 
 def test_every_setting_has_a_flag_with_its_description() -> None:
-    shown = " ".join(CliRunner().invoke(app, ["serve", "--help"]).stdout.split())
+    shown = "".join(CliRunner().invoke(app, ["serve", "--help"]).stdout.split())  # lines break at hyphens, too
     for name, field in ServeSettings.model_fields.items():
         assert f"--{name.replace('_', '-')}" in shown
         assert field.description
-        assert field.description in shown
+        assert field.description.replace(" ", "") in shown
 
 
 @pytest.mark.parametrize(

@@ -34,10 +34,10 @@ def test_tokens_are_added_to_a_file_and_listed(tmp_path: Path) -> None:
     run("new", "--name", "old", "--role", "read", "--expires", "2020-01-01", "--file", path)
     assert told == f"added to {path}: a\n"
     assert secret.strip() not in path.read_text()
-    (first, second) = json.loads(run("list", "--file", path, "--json")[0])
+    (first, second) = json.loads(run("ls", "--file", path, "--json")[0])
     assert first == {"name": "a", "roles": ["admin"], "prefixes": [""], "expires": None, "is_expired": False}
     assert (second["expires"], second["is_expired"]) == ("2020-01-01T00:00:00+00:00", True)
-    table = run("list", "--file", path)[0]
+    table = run("ls", "--file", path)[0]
     assert "(all)" in table
     assert "(over)" in table
 
@@ -103,4 +103,23 @@ def test_a_file_that_cannot_be_written_is_named(option: str, tmp_path: Path) -> 
 def test_a_list_takes_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TQ_AUTH_TOKENS_FILE", raising=False)
     with pytest.raises(tq.InvalidArgumentError, match="no file given"):
-        run("list")
+        run("ls")
+
+
+def test_a_revoked_token_goes_and_all_else_stays(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.toml"
+    for name in ("a", "b", "c"):
+        run("new", "--name", name, "--role", "read", "--file", path)
+    path.write_text(f"# ours\n{path.read_text()}")
+    path.chmod(0o640)
+    before = read_tokens(path)
+    assert run("revoke", "b", "--file", path)[0] == f"removed from {path}: b\n"
+    assert path.read_text().startswith("# ours\n")
+    assert path.stat().st_mode & 0o777 == 0o640
+    after = read_tokens(path)
+    assert [token.name for token in after.values()] == ["a", "c"]
+    assert after.items() <= before.items()
+    with pytest.raises(tq.InvalidArgumentError, match="has no token 'b'; known: 'a', 'c'"):
+        run("revoke", "b", "--file", path)
+    assert json.loads(run("revoke", "c", "--file", path, "--json")[0]) == {"name": "c", "file": str(path)}
+    assert list(read_tokens(path).values()) == [next(iter(before.values()))]

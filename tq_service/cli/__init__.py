@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import io
 import sys
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperGroup
 
 from tq_service.errors import TqError
 
@@ -16,30 +15,21 @@ from tq_service.errors import TqError
 # a `group` of commands.
 _COMMANDS = {
     "serve": "Run the service until SIGTERM or SIGINT.",
+    "status": "Show a service, its partitions and tasks, and what they wait for.",
+    "explain": "Say why claims of a partition wait.",
+    "ui": "Serve a live page of a service for browsers.",
+    "partition": "List, show, seal and clear partitions, and peek at their samples.",
+    "task": "Show and explain tasks, and start them over.",
+    "deadletter": "List samples that were delivered too often, and deliver them once more.",
+    "storage": "List the storage services.",
+    "sampler": "List the samplers of a service, with their options.",
+    "checkpoint": "Write, list and restore checkpoints.",
+    "token": "Make, list and revoke bearer tokens.",
     "health": "Print the health of a service; exit code 0 when it is SERVING.",
-    "status": "Show partitions, fields and tasks of a service.",
-    "samplers": "List the samplers of a service, with their options.",
-    "checkpoint": "Write a checkpoint of a running service.",
-    "checkpoints": "List the checkpoints of a service.",
-    "restore": "Bring back a checkpoint, into a service that is empty, or in place of what it has.",
-    "token": "Make bearer tokens, and list those of a file.",
+    "version": "Print the versions of this program and of the service.",
     "plan": "Show what each sampler would do with the samples of a file of lengths.",
     "bench": "Measure claims, puts and gets against a service for a few seconds.",
 }
-
-
-class _GroupedOptions(TyperCommand):
-    """Shows options under the titles of their `rich_help_panel`, as plain text; the others under Options."""
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        groups: dict[str, list[tuple[str, str]]] = {}
-        for param in self.get_params(ctx):
-            if (record := param.get_help_record(ctx)) is not None:
-                kind = "Arguments" if param.param_type_name == "argument" else "Options"
-                groups.setdefault(getattr(param, "rich_help_panel", None) or kind, []).append(record)
-        for title, records in groups.items():
-            with formatter.section(title):
-                formatter.write_dl(records)
 
 
 class _CommandsOnDemand(TyperGroup):
@@ -54,11 +44,13 @@ class _CommandsOnDemand(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in _COMMANDS:
             return super().get_command(ctx, cmd_name)
+        from tq_service.cli.options import GroupedOptions  # noqa: PLC0415  (the overview does without)
+
         module = importlib.import_module(f"tq_service.cli.{cmd_name}")
         holder = getattr(module, "group", None)  # of a command with commands of its own
         if holder is None:
             holder = typer.Typer(add_completion=False, rich_markup_mode=None)
-            holder.command(cmd_name, cls=_GroupedOptions, epilog=f"\b\nExamples:\n{module.EXAMPLES}")(module.command)
+            holder.command(cmd_name, cls=GroupedOptions, epilog=f"\b\nExamples:\n{module.EXAMPLES}")(module.command)
         command = typer.main.get_command(holder)
         command.name = cmd_name
         return command
@@ -71,21 +63,18 @@ class _CommandsOnDemand(TyperGroup):
 app = typer.Typer(
     cls=_CommandsOnDemand,
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,  # boxes cut long option names; plain text wraps
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Exit codes: 0 done, 1 an error, 2 wrong usage, 70 the service has failed, 130 interrupted.",
 )
 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from importlib import metadata  # noqa: PLC0415  (needed by this flag only)
+        from tq_service.version import VERSION  # noqa: PLC0415  (needed by this flag only)
 
-        try:
-            typer.echo(f"tq-service {metadata.version('tq-service')}")
-        except metadata.PackageNotFoundError:
-            typer.echo("tq-service, run from its sources without being installed")
+        typer.echo(f"tq-service {VERSION}")
         raise typer.Exit
 
 
@@ -95,24 +84,50 @@ def _root(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Run, inspect and benchmark the data service between rollout workers and trainer ranks."""
+    """Run, inspect, mend and measure the data service between rollout workers and trainer ranks."""
 
 
 def main() -> None:
-    """Run the command line; an error becomes one line on stderr and exit code 1, one of usage exit code 2."""
+    """Run the command line; an error becomes one line on stderr, and a hint where there is one."""
     try:
         sys.exit(app(standalone_mode=False))
     except (TqError, ConnectionError, TimeoutError) as error:
-        sys.exit(f"error: {error}")
+        _fail(str(error), _hint(error), 1)
     except ModuleNotFoundError as error:
-        sys.exit(f"error: this needs the module {error.name}, which is not installed; see the extras in the README")
+        extra = {"matplotlib": "plots", "torch": "data", "tensordict": "data"}.get(error.name or "")
+        hint = f"pip install 'tq-service[{extra}]'" if extra else f"pip install {error.name}"
+        _fail(f"this needs the module {error.name}, which is not installed", hint, 1)
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
         usage_error: Any = error  # of click, or of typer's copy of it
         if not hasattr(usage_error, "format_message"):
+            if type(error).__name__ == "Abort":  # of a question
+                sys.exit(130)
             raise
-        shown = io.StringIO()
-        usage_error.show(file=shown)
-        sys.stderr.write(shown.getvalue().replace("\nError: ", "\nerror: ", 1))
-        sys.exit(usage_error.exit_code)
+        context = getattr(usage_error, "ctx", None)
+        if type(error).__name__ == "NoArgsIsHelpError":
+            sys.stderr.write(f"{usage_error.format_message()}\n")
+            sys.exit(usage_error.exit_code)
+        hint = "" if context is None else f"{context.command_path} --help"
+        _fail(usage_error.format_message().replace("\n", " "), hint, usage_error.exit_code)
+
+
+def _fail(message: str, hint: str, exit_code: int) -> None:
+    sys.stderr.write(f"error: {message}\n" + (f"hint: {hint}\n" if hint else ""))
+    sys.exit(exit_code)
+
+
+def _hint(error: BaseException) -> str:
+    """Return what may help against an error of a call, besides what its message says."""
+    reason, metadata = getattr(error, "reason", ""), getattr(error, "metadata", {})
+    if reason == "UNAVAILABLE" and "address" in metadata:
+        return 'start one with "tq-service serve", or name another with --address or TQ_ADDRESS'
+    if reason == "PARTITION_NOT_FOUND" and _looks_like_address(name := metadata.get("partition_id", "")):
+        return f"an address is given with --address: tq-service status --address {name}"
+    return ""
+
+
+def _looks_like_address(name: str) -> bool:
+    host, colon, port = name.rpartition(":")
+    return name == "localhost" or bool(colon and host and port.isdecimal())

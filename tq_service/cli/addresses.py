@@ -1,7 +1,8 @@
-"""Where commands find the service, and how long they wait for it."""
+"""Where commands find the service, how long they wait for it, and names that shells complete from it."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Iterator
@@ -16,24 +17,13 @@ from tq_service.errors import DeadlineError, InvalidArgumentError, TqError, Unav
 if TYPE_CHECKING:
     from tq_service.client import Client
 
-Address = Annotated[
-    str | None,
-    typer.Argument(
-        envvar="TQ_ADDRESS",
-        help="The service, as host:port, or the host alone for port 50051. Default: localhost:50051.",
-        show_default=False,
-    ),
-]
-
-Timeout = Annotated[
-    float,
-    typer.Option(
-        min=0.1, help="Seconds to wait for an answer; a service that cannot be reached is tried for one second."
-    ),
-]
+ADDRESS_HELP: Final = "The service, as host:port, or the host alone for port 50051. Default: localhost:50051."
 
 _START_SECONDS: Final = 1.0
 _ASK_AGAIN_SECONDS: Final = 0.1
+_ANSWER_SECONDS: Final = 5.0
+_COMPLETION_SECONDS: Final = 1.0
+_MOST_COMPLETIONS: Final = 100
 
 
 @contextmanager
@@ -42,7 +32,7 @@ def open_client(address: str | None, timeout: float, **credentials: Any) -> Iter
 
     Args:
         address: the one given, None for the default.
-        timeout: seconds that the first answer may take.
+        timeout: seconds that a call may take.
         **credentials: of the client.
 
     Raises:
@@ -52,16 +42,16 @@ def open_client(address: str | None, timeout: float, **credentials: Any) -> Iter
     """
     from tq_service.client import Client  # noqa: PLC0415  (--help does without grpc)
 
-    with Client(address, **credentials) as client:
+    with Client(address, timeout, **credentials) as client:
         given_up_at = time.monotonic() + min(timeout, _START_SECONDS)
         while True:
             try:
-                client.health(timeout=timeout)
+                client.health(timeout=min(timeout, _ANSWER_SECONDS))
             except DeadlineError:
                 raise
-            except UnavailableError as error:
+            except UnavailableError:
                 if time.monotonic() >= given_up_at:
-                    raise UnavailableError(f"{error}; is the service running there?", metadata=error.metadata) from None
+                    raise
             except TqError:  # something answers, and what is wrong is better said by the call that is to be made
                 break
             else:
@@ -85,3 +75,39 @@ def probed_address(address: str | None) -> str:
             "another name, or enableServiceLinks: false)"
         )
     return f"localhost:{port}"
+
+
+def _complete_partition(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Return the partitions whose names begin so; none where the service does not answer at once."""
+    with contextlib.suppress(Exception):  # a shell that completes shows no errors
+        from tq_service.cli.options import given_credentials  # noqa: PLC0415  (as in open_client)
+        from tq_service.client import Client  # noqa: PLC0415  (as in open_client)
+
+        with Client(ctx.params.get("address"), _COMPLETION_SECONDS, **given_credentials(ctx.params)) as client:
+            client.health()
+            return [each.partition_id for each in client.list_partitions(incomplete)[:_MOST_COMPLETIONS]]
+    return []
+
+
+def _complete_task(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Return the tasks of the partition whose names begin so; none where the service does not answer at once."""
+    with contextlib.suppress(Exception):  # as above
+        from tq_service.cli.options import given_credentials  # noqa: PLC0415  (as in open_client)
+        from tq_service.client import Client  # noqa: PLC0415  (as in open_client)
+
+        with Client(ctx.params.get("address"), _COMPLETION_SECONDS, **given_credentials(ctx.params)) as client:
+            client.health()
+            tasks = client.describe_partition(ctx.params["partition"]).tasks
+            return [each.task_name for each in tasks if each.task_name.startswith(incomplete)]
+    return []
+
+
+Partition = Annotated[str, typer.Argument(help="Name of the partition.", autocompletion=_complete_partition)]
+Partitions = Annotated[
+    list[str] | None,
+    typer.Argument(help="Names of partitions.", show_default=False, autocompletion=_complete_partition),
+]
+Task = Annotated[str, typer.Argument(help="Name of the task.", autocompletion=_complete_task)]
+TaskOrAll = Annotated[
+    str | None, typer.Argument(help="Only this task.", show_default=False, autocompletion=_complete_task)
+]

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from tq_service.cli.addresses import open_client
-from tq_service.cli.options import with_client_options
+from tq_service.cli.options import with_address
 from tq_service.cli.output import AsJson, print_json, print_table
 from tq_service.config import parse_size
 from tq_service.errors import InvalidArgumentError
@@ -17,26 +17,22 @@ _ANSWER_SECONDS = 5.0
 
 EXAMPLES = """\
   tq-service bench
-  tq-service bench controller:50051 --seconds 5
+  tq-service bench --address controller:50051 --seconds 5
   tq-service bench --size 256MiB --json"""
 
 
-@with_client_options
-def command(
-    address: Annotated[
-        str | None,
-        typer.Argument(
-            envvar="TQ_ADDRESS",
-            help="The service, as host:port, or the host alone for port 50051. Default: a service of its own, started "
-            "for this and stopped after it.",
-            show_default=False,
-        ),
-    ] = None,
+_ADDRESS_HELP = (
+    "The service, as host:port, or the host alone for port 50051. Default: a service of its own, started for this and "
+    "stopped after it."
+)
+
+
+def _command(
     seconds: Annotated[float, typer.Option(min=0.5, max=600, help="How long to measure, about.")] = 10.0,
     ranks: Annotated[int, typer.Option(min=1, max=512, help="Trainer ranks that claim at once.")] = 16,
     size: Annotated[str, typer.Option(metavar="SIZE", help="Size of a bulk put, such as 64MiB.")] = "64MiB",
     as_json: AsJson = False,
-    **credentials: Any,
+    **given: Any,
 ) -> None:
     """Measure claims, puts and gets of one client process against a service.
 
@@ -51,10 +47,10 @@ def command(
         async with AsyncClient(target, **credentials) as client:
             return await measure(client, seconds=seconds, ranks=ranks, size_bytes=size_bytes)
 
-    if address:
-        with open_client(address, _ANSWER_SECONDS, **credentials):  # else a wrong address would be tried for a minute
+    if given["address"]:
+        with open_client(timeout=_ANSWER_SECONDS, **given):  # else a wrong address would be tried for a minute
             pass
-        figures = asyncio.run(run(address, **credentials))
+        figures = asyncio.run(run(given.pop("address"), **given))
     else:
         with ServiceProcess() as service:
             figures = asyncio.run(run(service.address, token=False, tls=False))
@@ -66,6 +62,9 @@ def command(
         for figure in figures
     ]
     print_table("measured, >rate, unit, >p50 ms, >p99 ms, >calls", rows)
+
+
+command = with_address(_command, _ADDRESS_HELP)
 
 
 def _positive_bytes(size: str) -> int:

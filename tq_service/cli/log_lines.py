@@ -70,6 +70,8 @@ def configure_logging(level: str, style: str, audit_file: Path | None = None) ->
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
+    for name in ("grpc", "asyncio"):  # say what concerns their own authors
+        logging.getLogger(name).setLevel(logging.WARNING)
     try:
         audit_handler: logging.Handler = (
             logging.StreamHandler() if audit_file is None else logging.handlers.WatchedFileHandler(audit_file)

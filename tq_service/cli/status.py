@@ -1,60 +1,124 @@
-"""`tq-service status`: partitions, fields and tasks of a running service."""
+"""`tq-service status`: a running service, its partitions and tasks, and what they wait for."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tq_service.cli.addresses import Address, Timeout, open_client
-from tq_service.cli.options import with_client_options
-from tq_service.cli.output import console, print_json
+from tq_service.cli.addresses import Partitions, open_client
+from tq_service.cli.options import with_service
+from tq_service.cli.output import print_json
+from tq_service.errors import DeadlineError, PartitionNotFoundError, UnavailableError, nearest
+
+if TYPE_CHECKING:
+    from tq_service.client import Client
+    from tq_service.results import ServiceStatus
+
+_ANSWER_SECONDS = 5.0
 
 EXAMPLES = """\
   tq-service status
-  tq-service status controller:50051 --partition train@3
-  tq-service status --watch 2
+  tq-service status train@3 --address controller:50051
+  tq-service status --prefix train@ --watch 2
   tq-service status --json | jq '.partitions[].tasks'"""
 
 
-@with_client_options
+@with_service
 def command(
-    address: Address = None,
-    partition: Annotated[str | None, typer.Option(help="Show this partition only.", show_default=False)] = None,
+    partitions: Partitions = None,
+    prefix: Annotated[str, typer.Option(help="Show partitions whose names begin so.", show_default=False)] = "",
     watch: Annotated[
         float | None,
-        typer.Option(metavar="SECONDS", min=0.1, help="Show it again every so many seconds.", show_default=False),
+        typer.Option(
+            "--watch", "-w", metavar="SECONDS", min=0.1, help="Show it again every so many seconds.", show_default=False
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; with --watch one line each time.")] = False,
-    timeout: Timeout = 5.0,
-    **credentials: Any,
+    **service: Any,
 ) -> None:
-    """Show partitions, their fields, and how far each task has come."""
-    from tq_service.cli.status_view import as_document, read_partitions, render  # noqa: PLC0415  (--help does without)
+    """Show a service, its partitions and tasks, and what they wait for."""
+    from tq_service.cli.status_view import as_document, blocks_of, header_of, print_blocks  # noqa: PLC0415  (as --help)
 
-    with open_client(address, timeout, **credentials) as client:
-        states = (read_partitions(client, partition, timeout) for _ in _moments(watch))
-        if as_json:
-            for state in states:
-                print_json(as_document(state), indent=2 if watch is None else None)
+    with open_client(**service) as client:
+        if watch is not None and not as_json:
+            _watch(client, partitions or (), prefix, watch)
             return
-        screen = console()
-        if watch is None or not screen.is_terminal:
-            for state in states:
-                screen.print(render(state))
+        for status in _repeated(client, partitions or (), prefix, watch):
+            if as_json:
+                print_json(as_document(status), indent=2 if watch is None else None)
+            else:
+                print_blocks(header_of(status, client.address), *blocks_of(status))
+
+
+def read(client: Client, names: list[str] | tuple[str, ...], prefix: str) -> ServiceStatus:
+    """Return the status of all partitions whose names begin so, or of those that are named.
+
+    Raises:
+        PartitionNotFoundError: one that is named is not there, and nothing waits for it.
+    """
+    from dataclasses import replace  # noqa: PLC0415  (as --help)
+
+    if not names:
+        return client.status(prefix)
+    shown = [client.status(name) for name in dict.fromkeys(names)]
+    partitions, waits = [], []
+    for name, status in zip(dict.fromkeys(names), shown, strict=True):
+        there = [each for each in status.partitions if each.summary.partition_id == name]
+        waiting = [each for each in status.waits if each.partition_id == name]
+        if not there and not waiting:
+            known = [each.partition_id for each in client.list_partitions()]
+            raise PartitionNotFoundError(
+                f"no partition {name!r}; {nearest(name, known)}", metadata={"partition_id": name}
+            )
+        partitions += there
+        waits += waiting
+    return replace(shown[0], partitions=tuple(partitions), waits=tuple(waits))
+
+
+def _repeated(client: Client, names: Any, prefix: str, seconds: float | None) -> Iterator[ServiceStatus]:
+    """Yield the status now, and every so many seconds; while the service is away, say so on stderr."""
+    while True:
+        try:
+            yield read(client, names, prefix)
+        except (UnavailableError, DeadlineError) as error:
+            if seconds is None:
+                raise
+            typer.echo(f"error: {error.message}; trying again", err=True)
+        if seconds is None:
             return
-        from rich.live import Live  # noqa: PLC0415  (only for people)
-
-        with Live(console=screen, auto_refresh=False) as live:
-            for state in states:
-                live.update(render(state), refresh=True)
+        time.sleep(seconds)
 
 
-def _moments(watch: float | None) -> Iterator[None]:
-    """Yield at once, and every `watch` seconds after it."""
-    yield
-    while watch is not None:
-        time.sleep(watch)
-        yield
+def _watch(client: Client, names: Any, prefix: str, seconds: float) -> None:
+    """Show the status again and again; a service that is away is waited for, and what it last said stays."""
+    from rich.live import Live  # noqa: PLC0415  (only for people)
+    from rich.text import Text  # noqa: PLC0415  (only for people)
+
+    from tq_service.cli.output import console  # noqa: PLC0415  (only for people)
+    from tq_service.cli.status_view import blocks_of, fitting, header_of  # noqa: PLC0415  (as --help)
+
+    logging.getLogger("tq_service").propagate = False  # what the client logs would be written over the screen
+    screen = console()
+    header, heading, blocks, away_since = ["waiting for the first answer"], "", list[Any](), None
+    with Live(console=screen, auto_refresh=False, vertical_overflow="crop") as live:
+        while True:
+            note = ""
+            try:
+                client.health(timeout=_ANSWER_SECONDS)  # one try, so that a service that is away is seen at once
+                status = read(client, names, prefix)
+                header, away_since = header_of(status, client.address), None
+                heading, blocks = blocks_of(status, screen.width)
+            except (UnavailableError, DeadlineError) as error:
+                away_since = away_since or time.monotonic()
+                away = time.monotonic() - away_since
+                note = f"reconnecting for {away:.0f} s, below is what it said before: {error.message.partition(';')[0]}"
+            except PartitionNotFoundError as error:
+                blocks, note = [], error.message
+            height = screen.height if screen.is_terminal else 1 << 30
+            lines = fitting([*header, *([note] if note else [])], heading, blocks, height)
+            live.update(Text("\n".join(lines), no_wrap=True, overflow="fold"), refresh=True)
+            time.sleep(seconds)

@@ -1,139 +1,274 @@
-"""What `status` shows: the state of partitions as JSON for programs, and as tables for people."""
+"""What `status` shows: JSON for programs; for people a header, and below it each partition with its tasks.
+
+A line is at most as wide as the terminal, and no name is cut: what does not fit goes on in the next line.
+"""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from dataclasses import asdict
-from typing import Any
+import shutil
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final
 
-from rich.console import Group, RenderableType
 from rich.filesize import decimal
-from rich.text import Text
 
-from tq_service.cli.output import table
-from tq_service.client import Client, PartitionDescription
-from tq_service.errors import PartitionNotFoundError
-
-
-def read_partitions(client: Client, partition: str | None, timeout: float) -> list[PartitionDescription]:
-    """Return descriptions of all partitions, or of the one named.
-
-    Raises:
-        PartitionNotFoundError: the one named is unknown.
-    """
-    if partition is not None:
-        return [client.describe_partition(partition, timeout=timeout)]
-    descriptions = []
-    for summary in client.list_partitions(timeout=timeout):
-        with contextlib.suppress(PartitionNotFoundError):  # cleared since it was listed
-            descriptions.append(client.describe_partition(summary.partition_id, timeout=timeout))
-    return descriptions
-
-
-def as_document(descriptions: list[PartitionDescription]) -> dict[str, Any]:
-    """Return partitions for JSON: the fields of `tq.PartitionDescription`, those of its summary first."""
-    documents = [asdict(one) for one in descriptions]
-    return {"partitions": [{**document.pop("summary"), **document} for document in documents]}
-
-
-def render(partitions: list[PartitionDescription]) -> RenderableType:
-    """Return partitions in one table, and below it fields, tasks and bounds of each."""
-    if not partitions:
-        return Text("no partitions")
-    parts: list[RenderableType] = []
-    for headings, rows_of in _TABLES:
-        rows = [row for partition in partitions for row in rows_of(partition)]
-        if rows:
-            parts += [Text(), table(headings, rows, no_wrap=True)]
-    return Group(*parts[1:])
-
-
-Rows = Iterator[tuple[object, ...]]
-
-
-def _facts(partition: PartitionDescription) -> Rows:
-    summary = partition.summary
-    yield (
-        summary.partition_id,
-        summary.inserted_count,
-        partition.expected_samples,
-        summary.present_count,
-        partition.live_count,
-        partition.held_count,
-        partition.failed_count,
-        partition.group_count,
-        decimal(partition.used_bytes),
-        _state(partition),
-    )
-
-
-def _state(partition: PartitionDescription) -> str:
-    if partition.summary.sealed:
-        return "sealed"
-    return "open" if partition.samples_per_round is None else f"rounds of {partition.samples_per_round:,}"
-
-
-def _fields(partition: PartitionDescription) -> Rows:
-    for field in partition.fields:
-        spec = field.spec
-        shape = None if spec.row_shape is None else "x".join(map(str, spec.row_shape)) or "scalar"
-        yield (
-            partition.summary.partition_id,
-            spec.name,
-            spec.dtype or None,
-            spec.layout,
-            None if spec.layout == "object" else shape,
-            field.produced_count,
-            partition.summary.present_count,
-        )
-
-
-def _meta_columns(partition: PartitionDescription) -> Rows:
-    for column in partition.custom_meta_columns:
-        types = " and ".join(filter(None, (column.kind, "json" if column.has_json else "")))
-        yield partition.summary.partition_id, column.name, types
-
-
-def _tasks(partition: PartitionDescription) -> Rows:
-    for task in partition.tasks:
-        yield (
-            partition.summary.partition_id,
-            task.task_name,
-            task.epoch,
-            task.dp_size or None,
-            task.planned_batch_count,
-            task.consumed_count,
-            partition.summary.inserted_count,
-            task.leased_count,
-            task.skipped_count,
-            task.dead_lettered_count,
-            task.waiting_count,
-            "complete" if task.complete else "active",
-        )
-
-
-def _bounds(partition: PartitionDescription) -> Rows:
-    bounds = [("capacity", partition.max_bytes, "bytes")]
-    for limit in partition.staleness_limits:
-        task = f"task {limit.task_name}"
-        bounds += [
-            (task, limit.max_samples, "samples left"),
-            (task, limit.max_versions, f"{limit.version_column} ahead"),
-        ]
-    for awaited, most, what in bounds:
-        if most is not None:
-            yield partition.summary.partition_id, awaited, most, what, partition.waiting_put_count
-
-
-_TABLES = (
-    ("partition, >inserted, >expected, >present, >live, >held, >failed, >groups, >bytes, state", _facts),
-    ("partition, field, dtype, layout, row shape, >produced, >of", _fields),
-    ("partition, custom_meta, type", _meta_columns),
-    (
-        "partition, task, >epoch, >ranks, >batches, >consumed, >of, >leased, >skipped, >dead-lettered, >waiting calls, "
-        "state",
-        _tasks,
-    ),
-    ("partition, puts wait for, >at most, of, >puts that wait", _bounds),
+from tq_service.results import (
+    NotReady,
+    PartitionDescription,
+    ServiceStatus,
+    TaskStatus,
+    WaitCode,
+    WaitReason,
 )
+
+_LEAST_WIDTH: Final = 60
+_MOST_NAME: Final = 24  # longer names of tasks have a line of their own
+_PIPED_WIDTH: Final = 80
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """A partition in lines.
+
+    Attributes:
+        lines: what is shown of it.
+        urgency: what is shown first where not all fits: 0: calls wait; 1: samples are delivered; 2: it is not complete;
+            3: nothing is left to do.
+    """
+
+    lines: tuple[str, ...]
+    urgency: int
+
+
+def as_document(status: ServiceStatus) -> dict[str, Any]:
+    """Return the status for JSON: fields of `tq_service.results`; those of a partition's summary are its own."""
+    document = asdict(status)
+    document["partitions"] = [{**each.pop("summary"), **each} for each in document["partitions"]]
+    return document
+
+
+def header_of(status: ServiceStatus, address: str) -> list[str]:
+    """Return what the service is, in lines."""
+    service, storages = status.service, status.storages
+    used = sum(each.used_bytes for each in storages)
+    quotas = [each.max_bytes for each in storages]
+    quota = "no quota" if None in quotas else decimal(sum(each or 0 for each in quotas))
+    silent = sum(each.is_silent for each in storages)
+    where = f" in {service.data_dir}" if service.data_dir else ""
+    security = f"tls {_on(service.tls)}, tokens {_on(service.auth)}"
+    lines = [
+        f"tq-service {service.version}  {address}  up {span(service.uptime_seconds)}  "
+        f"instance {service.instance_id.hex()[:8]}",
+        f"durability {service.durability}{where}  {security}",
+        f"storage {decimal(used)} of {quota} in {len(storages)} storage service{'s' * (len(storages) != 1)}"
+        + (f", {silent} silent" if silent else ""),
+    ]
+    return [part for line in lines for part in _wrapped(line, terminal_width())]
+
+
+def _on(flag: bool) -> str:
+    return "on" if flag else "off"
+
+
+def span(seconds: float) -> str:
+    """Return a time span in its two largest units."""
+    days, rest = divmod(int(seconds), 86_400)
+    hours, rest = divmod(rest, 3_600)
+    minutes, left = divmod(rest, 60)
+    parts = [(days, "d"), (hours, "h"), (minutes, "m"), (left, "s")]
+    shown = [f"{count}{unit}" for count, unit in parts if count][:2]
+    return "".join(shown) or "0s"
+
+
+def terminal_width() -> int:
+    """Return how wide lines may be."""
+    return max(_LEAST_WIDTH, shutil.get_terminal_size((_PIPED_WIDTH, 24)).columns)
+
+
+def blocks_of(status: ServiceStatus, width: int | None = None) -> tuple[str, list[Block]]:
+    """Return the titles of the columns, and each partition with its tasks in name order.
+
+    Partitions that do not exist and are waited for are among them.
+    """
+    width = max(_LEAST_WIDTH, width or terminal_width())
+    waits: dict[str, list[WaitReason]] = {}
+    for wait in status.waits:
+        waits.setdefault(wait.partition_id, []).append(wait.reason)
+    known = {each.summary.partition_id: each for each in status.partitions}
+    names = [reason.task_name for reasons in waits.values() for reason in reasons]
+    delivered, rates = ["DELIVERED"], ["RATE"]
+    for partition in known.values():
+        for task in partition.tasks:
+            names.append(task.task_name)
+            delivered.append(_delivered(partition, task))
+            rates.append(_rate(task))
+    layout = _Layout(
+        width=width,
+        name=min(_MOST_NAME, max(map(len, names), default=4)),
+        delivered=max(map(len, delivered)),
+        rate=max(map(len, rates)),
+    )
+    blocks = [_block(name, known.get(name), waits.get(name, []), layout) for name in sorted({*known, *waits})]
+    return "\n".join(layout.row("TASK", "DELIVERED", "RATE", "WAITING FOR")), blocks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layout:
+    """Widths of the columns of tasks."""
+
+    width: int
+    name: int
+    delivered: int
+    rate: int
+
+    @property
+    def rest(self) -> int:
+        """Where the last column begins."""
+        return 2 + self.name + 2 + self.delivered + 2 + self.rate + 2
+
+    def row(self, name: str, delivered: str, rate: str, rest: str) -> Iterator[str]:
+        """Yield the lines of a task."""
+        first = f"  {name:<{self.name}}"
+        if len(name) > self.name:
+            yield first
+            first = " " * (2 + self.name)
+        first += f"  {delivered:>{self.delivered}}  {rate:>{self.rate}}  "
+        lines = _wrapped(rest, self.width - self.rest) or [""]
+        yield (first + lines[0]).rstrip()
+        yield from (" " * self.rest + line for line in lines[1:])
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    return textwrap.wrap(text, max(10, width), break_long_words=False, break_on_hyphens=False)
+
+
+def _block(name: str, partition: PartitionDescription | None, waits: list[WaitReason], layout: _Layout) -> Block:
+    facts = "does not exist" if partition is None else _facts(partition)
+    lines = [name, f"  {facts}"] if len(name) + 2 + len(facts) > layout.width else [f"{name}  {facts}"]
+    tasks = () if partition is None else partition.tasks
+    of_task: dict[str, list[WaitReason]] = {task.task_name: [] for task in tasks}
+    for reason in waits:
+        of_task.setdefault(reason.task_name, []).append(reason)
+    known = {task.task_name: task for task in tasks}
+    for task_name, reasons in of_task.items():
+        task = known.get(task_name)
+        waiting = "; ".join(map(short, reasons))
+        if task is None or partition is None:
+            lines += layout.row(task_name or "(look-up)", "-", "-", waiting)
+        else:
+            notes = "; ".join(filter(None, [waiting, *_notes(task)])) or "-"
+            lines += layout.row(task_name, _delivered(partition, task), _rate(task), notes)
+    return Block(lines=tuple(lines), urgency=_urgency(tasks, waits))
+
+
+def _urgency(tasks: Sequence[TaskStatus], waits: list[WaitReason]) -> int:
+    if waits:
+        return 0
+    if any(task.delivered_per_second >= 0.05 for task in tasks):
+        return 1
+    return 3 if tasks and all(task.complete for task in tasks) else 2
+
+
+def _facts(partition: PartitionDescription) -> str:
+    summary, expected = partition.summary, partition.expected_samples
+    state = "sealed" if summary.sealed else "open"
+    if partition.samples_per_round is not None and not summary.sealed:
+        state = f"rounds of {partition.samples_per_round:,}"
+    of = "" if expected is None else f" of {expected:,}"
+    parts = [state, f"{summary.inserted_count:,}{of} samples"]
+    cleared = summary.inserted_count - summary.present_count
+    counts = ((cleared, "cleared"), (partition.held_count, "held"), (partition.failed_count, "failed"))
+    parts += [f"{count:,} {what}" for count, what in counts if count]
+    if partition.group_count:
+        parts.append(f"{partition.group_count:,} groups")
+    parts.append(decimal(partition.used_bytes))
+    if partition.waiting_put_count:
+        parts.append(f"{partition.waiting_put_count:,} puts wait")
+    return "  ".join(parts)
+
+
+def _delivered(partition: PartitionDescription, task: TaskStatus) -> str:
+    return f"{task.consumed_count:,}/{partition.summary.inserted_count:,}"
+
+
+def _rate(task: TaskStatus) -> str:
+    rate = task.delivered_per_second
+    return "-" if rate < 0.05 else f"{rate:,.0f}/s" if rate >= 10 else f"{rate:.1f}/s"
+
+
+def _notes(task: TaskStatus) -> Iterator[str]:
+    if task.complete:
+        yield "complete"
+    counts = (
+        (task.leased_count, "unacknowledged"),
+        (task.redelivered_count, "redelivered"),
+        (task.dead_lettered_count, "dead-lettered"),
+        (task.skipped_count - task.dead_lettered_count, "skipped"),
+    )
+    yield from (f"{count:,} {what}" for count, what in counts if count > 0)
+
+
+def short(reason: WaitReason) -> str:
+    """Return what is waited for, without the names that stand beside it."""
+    calls = "1 call" if reason.waiting_count == 1 else f"{reason.waiting_count:,} calls"
+    return f"{calls}: {_what(reason)}"
+
+
+def _what(reason: WaitReason) -> str:
+    known = reason.text.partition("; ")[2]
+    match reason.code:
+        case WaitCode.PARTITION_NOT_FOUND:
+            return f"the partition; {known}"
+        case WaitCode.NO_SAMPLES:
+            return "samples: none was put yet"
+        case WaitCode.FIELD_NEVER_PUT:
+            return f"field {reason.text.partition(' has field ')[2] or known}"
+        case WaitCode.ALL_CONSUMED:
+            return "leases to end" if reason.sealed else "more samples or a seal: all are consumed"
+    unit = "groups" if reason.counts_groups else "samples"
+    parts = [f"{reason.ready_count:,} of {reason.needed_count:,} {unit} ready", *map(_lack, reason.not_ready)]
+    if reason.code == WaitCode.SAMPLER_WAITS:
+        parts.append("the sampler makes no batch of them")
+    if reason.waiting_put_count:
+        parts.append(f"{reason.waiting_put_count:,} puts wait")
+    return ", ".join(parts)
+
+
+def _lack(lack: NotReady) -> str:
+    count = f"{lack.sample_count:,}"
+    match lack.kind:
+        case "field":
+            return f"{count} lack {lack.name!r}"
+        case "where":
+            return f"{count} fail where {lack.name!r}"
+        case "length":
+            return f"{count} have no length"
+        case "leased":
+            return f"{count} leased for {lack.ends_in_seconds or 0:.0f} s"
+        case "group":
+            return f"{count} in groups that are not whole"
+    return f"{count} {lack.kind}"
+
+
+def fitting(header: Sequence[str], heading: str, blocks: Sequence[Block], height: int) -> list[str]:
+    """Return the lines that fit on a screen: whole partitions with all their tasks, the most urgent ones first."""
+    left = height - len(header) - 5
+    shown: set[int] = set()
+    for place in sorted(range(len(blocks)), key=lambda each: (blocks[each].urgency, each)):
+        if len(blocks[place].lines) <= left or not shown:
+            shown.add(place)
+            left -= len(blocks[place].lines)
+    lines = [*header, ""]
+    if not blocks:
+        return [*lines, "no partitions"]
+    lines += ["PARTITION", heading]
+    lines += [line for place in sorted(shown) for line in blocks[place].lines]
+    if hidden := len(blocks) - len(shown):
+        lines.append(f"and {hidden:,} more partitions with less to do: tq-service partition ls")
+    return lines
+
+
+def print_blocks(header: Sequence[str], heading: str, blocks: Sequence[Block]) -> None:
+    """Print all of them."""
+    print("\n".join(fitting(header, heading, blocks, 1 << 30)))

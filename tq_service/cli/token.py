@@ -1,4 +1,4 @@
-"""`tq-service token`: makes bearer tokens and lists those of a file."""
+"""`tq-service token`: makes bearer tokens, lists those of a file, and revokes them."""
 
 from __future__ import annotations
 
@@ -11,29 +11,26 @@ from typing import Annotated, Any
 
 import typer
 
+from tq_service.cli.options import GroupedOptions, make_group
 from tq_service.cli.output import AsJson, print_json, print_table
 from tq_service.errors import AlreadyExistsError, InvalidArgumentError
 
 EXAMPLES = """\
   tq-service token new --name rollouts --role produce --prefix train@ --file tokens.toml > rollouts.token
   tq-service token new --name trainer --role consume --expires 90d --file tokens.toml --output trainer.token
-  tq-service token list --file tokens.toml"""
+  tq-service token ls --file tokens.toml
+  tq-service token revoke trainer --file tokens.toml"""
 
 _SPAN = re.compile(r"(\d+)([hd])")
 
-group = typer.Typer(add_completion=False, rich_markup_mode=None, no_args_is_help=True)
+group = make_group("Make, list and revoke bearer tokens.", EXAMPLES)
 File = Annotated[
     Path | None,
     typer.Option(envvar="TQ_AUTH_TOKENS_FILE", help="The service's file of tokens (TOML).", show_default=False),
 ]
 
 
-@group.callback(epilog=f"\b\nExamples:\n{EXAMPLES}")
-def command() -> None:
-    """Make bearer tokens, and list those of a file."""
-
-
-@group.command()
+@group.command(cls=GroupedOptions)
 def new(
     *,
     name: Annotated[str, typer.Option(help="Whose it is, for logs and for taking it back.")],
@@ -51,6 +48,7 @@ def new(
         Path | None,
         typer.Option(help="New file for the token, for this user alone. Default: stdout.", show_default=False),
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Make a token. It is shown this once; its entry, which holds a digest of it, is added to --file, or printed.
 
@@ -77,12 +75,33 @@ def new(
         if output is not None:
             output.unlink()
         raise
+    if as_json:
+        print_json(
+            {"name": name, "token": secret if output is None else None, "file": None if file is None else str(file)}
+        )
+        return
     if output is None:
         typer.echo(secret)
     typer.echo(f"added to {file}: {name}" if file is not None else f"\n{format_entry(token)}".rstrip(), err=True)
 
 
-@group.command("list")
+@group.command(cls=GroupedOptions)
+def revoke(
+    name: Annotated[str, typer.Argument(help="Name of the token.")], file: File = None, as_json: AsJson = False
+) -> None:
+    """Remove a token from a file: a running service rejects it within a second."""
+    from tq_service.server.tokens import remove_token  # noqa: PLC0415  (--help does without)
+
+    path = _given_file(file)
+    with _writes("file", path):
+        remove_token(path, name)
+    if as_json:
+        print_json({"name": name, "file": str(path)})
+        return
+    typer.echo(f"removed from {path}: {name}")
+
+
+@group.command("ls", cls=GroupedOptions)
 def list_tokens(
     file: File = None,
     as_json: AsJson = False,
@@ -90,8 +109,6 @@ def list_tokens(
     """List the tokens of a file: names, roles, prefixes and ends."""
     from tq_service.server.tokens import read_tokens  # noqa: PLC0415  (--help does without)
 
-    if file is None:
-        raise InvalidArgumentError("no file given; name it with --file or TQ_AUTH_TOKENS_FILE", field="file")
     shown: list[dict[str, Any]] = [
         {
             "name": token.name,
@@ -100,7 +117,7 @@ def list_tokens(
             "expires": None if token.expires is None else token.expires.isoformat(),
             "is_expired": token.is_expired(),
         }
-        for token in read_tokens(file).values()
+        for token in read_tokens(_given_file(file)).values()
     ]
     if as_json:
         print_json(shown)
@@ -115,6 +132,12 @@ def list_tokens(
         for token in shown
     ]
     print_table("token, roles, prefixes, expires", rows)
+
+
+def _given_file(file: Path | None) -> Path:
+    if file is None:
+        raise InvalidArgumentError("no file given; name it with --file or TQ_AUTH_TOKENS_FILE", field="file")
+    return file
 
 
 def _moment(text: str) -> datetime:

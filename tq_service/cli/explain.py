@@ -1,0 +1,33 @@
+"""`tq-service explain` and `tq-service task explain`: why claims of a partition wait."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+
+from tq_service.cli.addresses import Partition, TaskOrAll, open_client
+from tq_service.cli.options import with_service
+from tq_service.cli.output import AsJson, print_json
+
+EXAMPLES = """\
+  tq-service explain train
+  tq-service explain train update_actor -a controller:50051 --json"""
+
+
+def explain(partition: Partition, task: TaskOrAll = None, as_json: AsJson = False, **service: Any) -> None:
+    """Say why claims of a partition wait: what is ready, and what the other samples lack."""
+    with open_client(**service) as client:
+        reasons = client.explain(partition, task)
+    if as_json:
+        print_json(reasons)
+        return
+    if not reasons:
+        typer.echo(f"no claim waits for partition {partition!r}")
+    for reason in reasons:
+        consumer = f"task {reason.task_name}: " if reason.task_name else ""
+        calls = "1 call waits" if reason.waiting_count == 1 else f"{reason.waiting_count} calls wait"
+        typer.echo(f"{consumer}{calls}: {reason.text} ({reason.code})")
+
+
+command = with_service(explain)

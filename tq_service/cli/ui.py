@@ -1,0 +1,95 @@
+"""`tq-service ui`: the live page of a running service."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import signal
+from typing import Annotated, Any, Final
+
+import typer
+
+from tq_service.cli.log_lines import configure_logging
+from tq_service.cli.options import with_address
+from tq_service.errors import DeadlineError, UnavailableError
+
+_FIRST_ANSWER_SECONDS: Final = 2.0
+
+EXAMPLES = """\
+  tq-service ui
+  tq-service ui --address controller:50051 --port 8080
+  tq-service ui --host 0.0.0.0 --allowed-host tq.example
+  tq-service ui --root-path /tq --prefix train@"""
+
+
+@with_address
+def command(
+    *,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; 0.0.0.0 or :: for other machines, which need no token.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: one that is free.")] = 8080,
+    prefix: Annotated[str, typer.Option(help="Show partitions whose names begin with this.", show_default=False)] = "",
+    root_path: Annotated[
+        str, typer.Option(metavar="PATH", help="Path below which a proxy has the page.", show_default=False)
+    ] = "",
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Name by which browsers reach the page, besides localhost and IP addresses; may be repeated.",
+            show_default=False,
+        ),
+    ] = None,
+    **service: Any,
+) -> None:
+    """Serve a live page of the service for browsers, until SIGTERM or SIGINT.
+
+    It is a client like any other, and only reads: a token of role read is enough. It may be started before the service
+    is, and goes on when that is restarted.
+    """
+    from tq_service.client import AsyncClient  # noqa: PLC0415  (--help does without grpc)
+    from tq_service.observe.page.app import listen, make_app, serve_page  # noqa: PLC0415  (as above)
+    from tq_service.observe.page.feed import Feed  # noqa: PLC0415  (as above)
+
+    async def run() -> None:
+        stop = asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        async with AsyncClient(**service) as client:
+            with contextlib.suppress(
+                UnavailableError, DeadlineError
+            ):  # what is wrong with the credentials ends it here
+                await client.health(timeout=_FIRST_ANSWER_SECONDS)
+
+            feed = Feed(client, prefix=prefix)
+            app = make_app(feed, root_path=root_path, allowed_hosts=allowed_host or ())
+            bound = listen(host, port)
+            configure_logging("warning", "text")
+            logging.getLogger("tq_service.client").setLevel(logging.ERROR)  # outages are on the page
+            where = _shown(bound.getsockname())
+            page = f"http://{where}{root_path.rstrip('/')}/"
+            line = f"listening on {where} (open {page}), for the service at {client.address}"
+            await serve_page(feed, app, bound, stop=stop, on_started=lambda: _announce(line))
+
+    if not _is_loopback(host):
+        typer.echo(f"warning: every machine that reaches {host} can see the page, which asks for no token", err=True)
+    asyncio.run(run())
+
+
+def _shown(name: tuple[Any, ...]) -> str:
+    return f"[{name[0]}]:{name[1]}" if ":" in name[0] else f"{name[0]}:{name[1]}"
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _announce(line: str) -> None:
+    with contextlib.suppress(OSError):  # the reader of our output may have ended
+        print(line, flush=True)
