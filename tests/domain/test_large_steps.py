@@ -4,6 +4,7 @@ Counted, not timed: the lines that are run, and whether columns stay where they 
 """
 
 import sys
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -17,12 +18,14 @@ from tq_service.custom_meta import MetaColumn
 from tq_service.domain.changes.samples import SampleWrite
 from tq_service.domain.partition import Partition, PartitionSettings
 from tq_service.domain.tables import column_memory
+from tq_service.domain.tables import names as domain_names
 from tq_service.domain.tables.cells import ColumnWrite, Put
 from tq_service.domain.tables.column_memory import RESERVED_FROM
-from tq_service.domain.tables.names import look_through
+from tq_service.domain.tables.names import look_through, looking_through
 from tq_service.domain.tables.table import Column
 from tq_service.errors import TqError
 from tq_service.schema import FieldSpec, Layout
+from tq_service.texts import Texts
 
 LARGE = 2 * RESERVED_FROM
 needs_reserved_memory = pytest.mark.skipif(
@@ -107,17 +110,9 @@ def test_samples_are_cleared_without_a_line_for_each(kind, which):
 
 def lines_to_write(kind, count):
     columns = kind(count)
-    known = result_of(look_through(columns.get("keys", ()), columns.get("groups", ())))
+    known = look_through(Texts.of(columns.get("keys", ())), Texts.of(columns.get("groups", ())))
     partition = Partition("train", PartitionSettings())
     return lines_run(lambda: write_to(partition, SampleWrite(row_count=count, names=known, **columns)))
-
-
-def result_of(steps):
-    while True:
-        try:
-            next(steps)
-        except StopIteration as done:
-            return done.value
 
 
 @kinds
@@ -125,14 +120,26 @@ def test_samples_are_written_without_a_line_for_each(kind):
     assert lines_to_write(kind, 65_536) <= 2 * lines_to_write(kind, 8192)
 
 
-def test_names_are_looked_through_a_few_thousand_at_a_time():
+def test_names_are_looked_through_without_a_line_for_each():
     count = 1 << 17
-    steps = look_through(names(count)["keys"], groups(count)["groups"])
-    most = max(lines_run(lambda: next(steps)) for _ in range(2 * count // (1 << 14)))
-    assert most < 3 * (1 << 14)
-    known = result_of(steps)
-    assert known.keys == names(count)["keys"]
-    assert list(map(known.group_names.names.__getitem__, known.group_names.codes.tolist())) == groups(count)["groups"]
+    keys, named_groups = Texts.of(names(count)["keys"]), Texts.of_shared(groups(count)["groups"])
+    assert lines_run(lambda: look_through(keys, named_groups)) < count / 100
+
+
+async def test_many_names_are_looked_through_in_a_thread(monkeypatch):
+    threads = []
+
+    def look(keys, groups):
+        threads.append(threading.current_thread())
+        return look_through(keys, groups)
+
+    monkeypatch.setattr(domain_names, "look_through", look)
+    for count in (100, 1 << 14):
+        known = await looking_through(Texts.of(names(count)["keys"]), Texts.of(groups(count)["groups"]))
+        assert known.keys.tolist() == names(count)["keys"]
+        assert known.are_keys_unique
+        assert known.group_names.at(np.arange(count)) == groups(count)["groups"]
+    assert [thread is threading.main_thread() for thread in threads] == [True, False]
 
 
 NAMES = st.lists(st.tuples(st.sampled_from("abcdefgh"), st.sampled_from(["", "x", "y", "z"])), min_size=1, max_size=6)
@@ -150,7 +157,7 @@ def test_a_write_whose_names_were_looked_through_does_what_it_would_do_anyhow(wr
             groups=[group for _, group in named] if has_groups else None,
             group_size=size if has_groups else 0,
         )
-        known = result_of(look_through(write.keys or (), write.groups or ()))
+        known = look_through(Texts.of(write.keys or ()), Texts.of_shared(write.groups or ()))
         results = []
         for partition, each in ((plain, write), (looked, replace(write, names=known))):
             try:

@@ -7,13 +7,13 @@ from domain_support import asks, batch_spec, new_write
 
 from tq_service.domain.claims.request import ClaimSpec, LeaseTerms, Rank
 from tq_service.domain.partition import PartitionSettings
-from tq_service.domain.tables.meta import Condition
+from tq_service.domain.tables.meta import Condition, Order
 from tq_service.errors import InvalidArgumentError
 from tq_service.schema import FieldSpec, StalenessLimit
 
 
 def claim_spec(**arguments):
-    fixed = {name: arguments.pop(name) for name in ("batch_size", "micro_batch_size") if name in arguments}
+    fixed = {name: arguments.pop(name) for name in ("batch_size", "micro_batch_size", "order_by") if name in arguments}
     return ClaimSpec(**{"batch_spec": batch_spec(**fixed), "data_fields": ("x",), **arguments})
 
 
@@ -33,6 +33,8 @@ def claim_spec(**arguments):
         ),
         (lambda: PartitionSettings(max_bytes=0), "max_bytes", "is 0; give 1 or more, or leave it out"),
         (lambda: PartitionSettings(fields=(FieldSpec("x"), FieldSpec("x"))), "fields", "has one twice"),
+        (lambda: PartitionSettings(fields=(FieldSpec("x", "bool", "object"),)), "dtype", "declared with objects"),
+        (lambda: PartitionSettings(fields=(FieldSpec("x", "", "object", (2,)),)), "row_shape", "declared with objects"),
         (
             lambda: PartitionSettings(staleness_limits=(StalenessLimit(task_name="", max_samples=1),)),
             "task_name",
@@ -50,6 +52,8 @@ def claim_spec(**arguments):
         (lambda: claim_spec(batch_size=0), "batch_size", "give a positive number"),
         (lambda: claim_spec(batch_size=2**23, dp_size=3), "batch_size", "for 3 ranks"),
         (lambda: claim_spec(micro_batch_size=-1), "micro_batch_size", "0 for the whole batch"),
+        (lambda: claim_spec(order_by=(Order("a"), Order(""))), "order_by", "empty column, at position 1"),
+        (lambda: claim_spec(order_by=(Order("a"), Order("a", descending=True))), "order_by", "has one twice"),
         (lambda: claim_spec(batch_size=4, min_batch_size=5), "min_batch_size", "give 1 to 4, the batch_size"),
         (lambda: claim_spec(batch_size=4, min_batch_size=2, dp_size=1), "min_batch_size", "is for queue workers"),
         (lambda: Rank(dp_rank=0, dp_size=0, batch_index=0), "dp_size", "give 1 to 65536"),
@@ -58,7 +62,7 @@ def claim_spec(**arguments):
         (lambda: Rank.of(dp_rank=0, dp_size=None, batch_index=1), "dp_size", "got dp_rank and batch_index without"),
         (lambda: LeaseTerms(seconds=math.nan), "lease", "is nan; give a positive number"),
         (lambda: LeaseTerms(seconds=86_401), "lease", r"at most 86400 \(a day\)"),
-        (lambda: LeaseTerms(seconds=0, max_deliveries=2), "max_deliveries", "without a lease"),
+        (lambda: LeaseTerms(seconds=0, max_deliveries=2), "lease", "is 0; give a positive number"),
         (lambda: LeaseTerms(seconds=1, max_deliveries=-1), "max_deliveries", "0 for no bound"),
         (lambda: asks((0, 2, 0), lease=LeaseTerms(seconds=1)), "lease", "are not leased"),
         (lambda: asks(request_id=b"short"), "request_id", "has 5 bytes"),

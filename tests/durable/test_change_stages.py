@@ -20,6 +20,7 @@ from tq_service.domain.changes.claims import (
     ClaimExtended,
     ClaimReleased,
     ConsumptionReset,
+    DeadLettersRequeued,
     EndReached,
     LeaseExpired,
     NamedEndReached,
@@ -69,6 +70,7 @@ STORY = [
     ClaimAcked(request_id=FIRST, global_indexes=np.array([2]), **TASK),
     ClaimReleased(request_id=FIRST, global_indexes=np.array([3]), **TASK),
     LeaseExpired(request_id=FIRST, **TASK),
+    DeadLettersRequeued(**TASK),
     QueueClaimed(
         request_id=SECOND, plan=plan_of(range(6, 8)), claim_name="rank0/batch0", batch_spec=batch_spec(), **TASK
     ),

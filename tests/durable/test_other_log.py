@@ -55,6 +55,10 @@ class OtherLog:
     def has_unflushed(self) -> bool:
         return bool(self._taken) or self._abandoned is not None
 
+    @property
+    def unflushed_count(self) -> int:
+        return len(self._taken)
+
     def read(self, number: int) -> Iterator[Record]:
         if number < self._cluster.first and number:
             raise PreconditionError("truncated")

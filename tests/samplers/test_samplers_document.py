@@ -34,7 +34,7 @@ def test_the_code_runs():
 @pytest.mark.parametrize("info", SamplerRegistry().describe(), ids=lambda info: info.name)
 def test_every_sampler_has_its_section_and_options(info):
     section = DOCUMENT.split(f"## `{info.name}`\n")[1].split("\n## ")[0]
-    assert re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) == list(info.options)
+    assert re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) == [option.name for option in info.options]
 
 
 def test_the_worked_examples():

@@ -13,7 +13,7 @@ from tq_service.errors import (
     InvalidArgumentError,
     PutNotFoundError,
 )
-from tq_service.schema import FieldSpec, Layout
+from tq_service.schema import CONTROLLER_NAME_BYTES, FieldSpec, Layout
 from tq_service.storage.cells import PutCells
 from tq_service.storage.engine import StorageEngine
 from tq_service.storage.index.put import StoredPut
@@ -296,6 +296,18 @@ async def test_of_owners_that_are_no_controller_all_goes_in_time_and_of_others_n
     assert sum(engine.drop_owner(b"a")) == 2
     assert engine.absent_owners([b"b"]) == []
     assert (engine.stat().put_count, engine.stat().uncommitted_put_count) == (2, 1)
+
+
+async def test_what_an_earlier_start_of_a_controller_put_goes_at_once():
+    engine = StorageEngine(max_bytes=None, put_ttl_seconds=10, clock=Clock())
+    starts = ((b"n", b"1"), (b"n", b"2"), (b"o", b"1"))
+    before, now, other = (name * CONTROLLER_NAME_BYTES + start for name, start in starts)
+    for number, owner in enumerate([before, now, other]):
+        await put(engine, number, SMALL, owner=owner)
+    assert engine.absent_owners([now]) == [before]
+    assert sum(engine.drop_owner(before)) == 1
+    assert engine.absent_owners([now]) == []
+    assert engine.stat().put_count == 2
 
 
 async def test_a_put_that_comes_while_those_of_its_owner_are_dropped_goes_the_next_time():

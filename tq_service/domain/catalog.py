@@ -27,9 +27,10 @@ from tq_service.domain.claims.ledger import LeaseTimer, QueueClaim, TaskLedger
 from tq_service.domain.claims.planner import Planner, RunsPlans
 from tq_service.domain.claims.request import ClaimRequest
 from tq_service.domain.claims.wait_queue import Answer, LoopYielder, NotYet
+from tq_service.domain.history import MOST_UNREAD, ChangeHistory
 from tq_service.domain.idempotency import IdempotencyCache
 from tq_service.domain.lookup_wait import LookupWait
-from tq_service.domain.partition import Partition, PartitionSettings, PartitionSnapshot
+from tq_service.domain.partition import Listeners, Partition, PartitionSettings, PartitionSnapshot
 from tq_service.domain.selection import Selection
 from tq_service.domain.tables.cells import CellsSnapshot, Freed
 from tq_service.errors import (
@@ -40,11 +41,14 @@ from tq_service.errors import (
     TqError,
     UnavailableError,
 )
+from tq_service.results import RecentBatch
 from tq_service.schema import check_name, check_passed_on
+from tq_service.wait_clock import Waiting
 
 Made = TypeVar("Made")
 _FREED_AT_ONCE: Final = 1 << 16  # samples
 _KEYS_A_LOOK: Final = 1024  # of new samples the first ones tell
+_RATE_SECONDS: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,30 @@ class Claimed:
     answer: Answer
 
 
+class DeliveryRate:
+    """A sum of deliveries to a task, each of which counts for less as it gets older, by a factor e every 10 seconds.
+
+    It takes the same memory and time however many there were. Times are in seconds on one clock, and never go back.
+    """
+
+    __slots__ = ("_at_seconds", "_count")
+
+    def __init__(self) -> None:
+        self._count = self._at_seconds = 0.0
+
+    def add(self, count: int, at_seconds: float) -> None:
+        """Count samples that were delivered."""
+        self._count = self._left(at_seconds) + count
+        self._at_seconds = at_seconds
+
+    def per_second(self, at_seconds: float) -> float:
+        """Return how many are delivered a second, lately."""
+        return self._left(at_seconds) / _RATE_SECONDS
+
+    def _left(self, at_seconds: float) -> float:
+        return self._count * math.exp((self._at_seconds - at_seconds) / _RATE_SECONDS) if self._count else 0.0
+
+
 class _Serving:
     """What serves the calls of one partition, made on first use; unlike its state it does not outlive the process."""
 
@@ -63,6 +91,14 @@ class _Serving:
         self.admission_queue = AdmissionQueue(partition) if partition.settings.is_bounded else None
         self.lease_timer = LeaseTimer(partition.tasks, expire)
         self.lookups: set[LookupWait] = set()
+        self.delivery_rates: dict[str, DeliveryRate] = {}  # by task
+
+    def count_delivered(self, task_name: str, count: int, at_seconds: float) -> None:
+        """Count samples that a task was delivered."""
+        rate = self.delivery_rates.get(task_name)
+        if rate is None:
+            rate = self.delivery_rates[task_name] = DeliveryRate()
+        rate.add(count, at_seconds)
 
     def end(self, error: Callable[[], TqError]) -> None:
         """End all waiting calls, and those to come, with an error; no lease expires any more."""
@@ -81,7 +117,10 @@ class Catalog:
     Attributes:
         machine: what makes all changes.
         answers: of mutating requests, for retries.
+        history: what has changed since when.
         on_freed: called with cells that no sample has any more, once that was appended to the log.
+        on_batch: called with the name of the sampler and each batch that was recorded for ranks.
+        on_partition: called with a partition and whether it was "created", "restored", or "removed".
     """
 
     def __init__(
@@ -91,13 +130,17 @@ class Catalog:
         self.machine = StateMachine(State(answers))
         self.machine.listener = self._follow
         self.on_freed: Callable[[Sequence[Freed]], None] = lambda freed: None
+        self.on_batch = Listeners()
+        self.on_partition = Listeners()
         self._state = self.machine.state
         self._partitions = self._state.partitions
+        self.history = ChangeHistory(self._state)
         self.answers = self._state.answers
         self._runner = runner
         self._serving: dict[Partition, _Serving] = {}  # that are there
         self._most_samples = math.inf  # there are no more than that
-        self._arrivals: dict[str, dict[asyncio.Future[bool], None]] = {}  # in order of their calls
+        # What waits for partitions that are not there, in order of the calls: claims, and look-ups as None.
+        self._arrivals: dict[str, dict[asyncio.Future[bool], ClaimRequest | None]] = {}
         self._under_way: set[asyncio.Task[None]] = set()
         self._retracted: list[tuple[Partition, str, bytes]] = []  # claims, while no change is made
         self._is_draining = False
@@ -132,14 +175,23 @@ class Catalog:
         """Do what follows from changes that were made."""
         for partition in step.created:
             self._appear(partition)
+            self.on_partition(partition, "created")
         for partition in step.cleared:
             self._disappear(partition)
         for partition, task_name, claim in step.leases:
             self._start_lease(partition, task_name, claim)
+        for partition, task_name, plan in step.delivered:
+            if (serving := self._serving.get(partition)) is not None:  # else it was cleared since
+                serving.count_delivered(task_name, plan.rows.size, step.at_seconds)
         for partition in step.changed:
             partition.on_change()
         for partition in step.consumed:
             partition.on_consumed()
+        history = self.history
+        if history.is_awaited or step.removed or step.cleared or len(history.unread) >= MOST_UNREAD:
+            history.note(step)
+        else:
+            history.unread.append((step.created, step.written, step.tasks))
         if step.freed:
             self.on_freed(step.freed)
 
@@ -153,6 +205,7 @@ class Catalog:
         task.add_done_callback(self._under_way.discard)
 
     def _disappear(self, partition: Partition) -> None:
+        self.on_partition(partition, "removed")
         if (serving := self._serving.pop(partition, None)) is not None:
             serving.end(_was_cleared(partition.partition_id))
         partition.forget_listeners()
@@ -172,6 +225,10 @@ class Catalog:
     def names(self) -> KeysView[str]:
         """Return the names of all partitions."""
         return self._partitions.keys()
+
+    def partitions(self) -> list[Partition]:
+        """Return all partitions of this moment."""
+        return list(self._partitions.values())
 
     def sample_count(self) -> int:
         """Return the number of samples in all partitions."""
@@ -341,6 +398,7 @@ class Catalog:
         for partition in restored:
             self._partitions[partition.partition_id] = partition
             self._appear(partition)
+            self.on_partition(partition, "restored")
 
     def prepare_replacement(self, restored: Sequence[Partition]) -> None:
         """Refuse changes until `end_replacement`: partitions are about to take the place of others that are there.
@@ -367,11 +425,13 @@ class Catalog:
         It is not written down: the snapshot that has the new partitions is where the log goes on.
         """
         freed: list[Freed] = []
-        for partition in [each for name, each in self._partitions.items() if name.startswith(prefix)]:
+        replaced = [each for name, each in self._partitions.items() if name.startswith(prefix)]
+        for partition in replaced:
             del self._partitions[partition.partition_id]
             freed += partition.cells.forget_all()
             self._disappear(partition)
         self.adopt(restored)
+        self.history.note_replaced(replaced, restored)
         self.on_freed(freed)
 
     # Claims
@@ -381,7 +441,8 @@ class Catalog:
         planners = self._serving_of(partition).planners
         if task_name not in planners:
             task = self.task(partition, task_name)
-            planners[task_name] = Planner(partition, task, self._runner, partial(self._commit_in, partition))
+            commit = partial(self._commit_in, partition)
+            planners[task_name] = Planner(partition, task, self._runner, commit, self.on_batch)
         return planners[task_name]
 
     def task(self, partition: Partition, task_name: str) -> TaskLedger:
@@ -432,10 +493,40 @@ class Catalog:
 
     # Waiting
 
+    def waiting_claims(self, partition: Partition, task_name: str) -> list[tuple[ClaimRequest, int]]:
+        """Return one of the waiting claims that ask alike, and their number; empty `task_name`: of all tasks."""
+        planners = self._serving_of(partition).planners
+        names = [task_name] if task_name else list(planners)
+        return [each for name in names if name in planners for each in planners[name].waiting_claims()]
+
+    def awaited_names(self) -> KeysView[str]:
+        """Return the names of partitions that are not there and are waited for."""
+        return self._arrivals.keys()
+
+    def awaiting(self, partition_id: str) -> list[ClaimRequest | None]:
+        """Return the calls that wait for a partition which is not there, in order: claims, and look-ups as None."""
+        return list(self._arrivals.get(partition_id, {}).values())
+
     def waiting_count(self, partition: Partition, task_name: str) -> int:
         """Return the number of calls that wait for a task."""
         planner = self._known_planner(partition, task_name)
         return 0 if planner is None else planner.waiting_count
+
+    def delivered_per_second(self, partition: Partition, task_name: str) -> float:
+        """Return the rate at which samples are delivered to a task, see `DeliveryRate`."""
+        serving = self._serving.get(partition)
+        rate = None if serving is None else serving.delivery_rates.get(task_name)
+        return 0.0 if rate is None else rate.per_second(self.machine.now_seconds())
+
+    def last_request(self, partition: Partition, task_name: str) -> ClaimRequest | None:
+        """Return the last claim of a task that this process has seen, None where there was none."""
+        planner = self._known_planner(partition, task_name)
+        return None if planner is None else planner.last_request
+
+    def recent_batches(self, partition: Partition, task_name: str) -> tuple[RecentBatch, ...]:
+        """Return the last batches that this process planned for the ranks of a task in its epoch."""
+        planner = self._known_planner(partition, task_name)
+        return () if planner is None else planner.recent_batches
 
     async def claim(
         self, partition_id: str, incarnation: bytes, request: ClaimRequest, max_wait_seconds: float
@@ -452,9 +543,9 @@ class Catalog:
                     f"hold of it",
                     metadata={"partition_id": partition_id, "got": incarnation.hex()},
                 )
-            if not await self._wait_for_arrival(partition_id, deadline - loop.time()):
+            if not await self._wait_for_arrival(partition_id, deadline - loop.time(), request):
                 return Claimed(None, NotYet())
-        self._check_not_draining()
+        self.check_not_draining()
         partition.check_incarnation(incarnation)
         answer = await self.planner(partition, request.task_name).claim(request, max(0.0, deadline - loop.time()))
         return Claimed(partition, answer)
@@ -475,9 +566,9 @@ class Catalog:
         deadline = loop.time() + max_wait_seconds
         while (partition := self._partitions.get(partition_id)) is None:
             check_name("partition_id", partition_id)
-            if not await self._wait_for_arrival(partition_id, deadline - loop.time()):
+            if not await self._wait_for_arrival(partition_id, deadline - loop.time(), None):
                 return True
-        self._check_not_draining()
+        self.check_not_draining()
         lookups = self._serving_of(partition).lookups
         with LookupWait(partition, selection, min_count) as lookup:
             lookups.add(lookup)
@@ -486,13 +577,14 @@ class Catalog:
             finally:
                 lookups.discard(lookup)
 
-    async def _wait_for_arrival(self, partition_id: str, seconds: float) -> bool:
-        self._check_not_draining()
+    async def _wait_for_arrival(self, partition_id: str, seconds: float, claim: ClaimRequest | None) -> bool:
+        self.check_not_draining()
         arrival: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         waiting = self._arrivals.setdefault(partition_id, {})
-        waiting[arrival] = None
+        waiting[arrival] = claim
         try:
-            await asyncio.wait((arrival,), timeout=seconds)
+            with Waiting():
+                await asyncio.wait((arrival,), timeout=seconds)
             return arrival.done() and arrival.result()
         finally:
             waiting.pop(arrival, None)
@@ -509,7 +601,8 @@ class Catalog:
                 if not arrival.done():
                     arrival.set_exception(_is_draining())
 
-    def _check_not_draining(self) -> None:
+    def check_not_draining(self) -> None:
+        """Refuse a call that would wait, while the server ends."""
         if self._is_draining:
             raise _is_draining()
 

@@ -95,7 +95,7 @@ def find_page(
     if partition is None:
         return None
     part = selection.part(partition, place, size).first(size)
-    part = part.first(_fitting(partition, part.positions))
+    part = part.first(fitting_count(partition, part.positions))
     return Page(
         partition=partition,
         positions=part.positions,
@@ -117,7 +117,7 @@ def first_known(
     if partition is None:
         return None
     positions = partition.table.find(rows[:_MOST_OF_A_PAGE])
-    return None if (positions < 0).any() else (partition, rows[: _fitting(partition, positions)])
+    return None if (positions < 0).any() else (partition, rows[: fitting_count(partition, positions)])
 
 
 def find_names(names: Iterable[str], *, of: str, size: int, token: str) -> tuple[list[str], str]:
@@ -135,7 +135,7 @@ def find_names(names: Iterable[str], *, of: str, size: int, token: str) -> tuple
     size = _page_size(size, _MOST_NAMES_OF_A_PAGE)
     first = token.partition("-")[2]
     if token and token != name_token(of, first):
-        raise _no_page_token(token)
+        raise no_page_token(token)
     page = heapq.nsmallest(size + 1, (name for name in names if name >= first))
     return page[:size], "".join(name_token(of, name) for name in page[size:])
 
@@ -154,8 +154,9 @@ def _check_named(name: str, count: int) -> None:
     """Refuse a request that names more than one answer is about."""
     if count > MOST_NAMED:
         raise InvalidArgumentError(
-            f"{name} names {count} samples, at most {MOST_NAMED} expected; ask for them in several calls",
+            f"{name} has {count} of them, at most {MOST_NAMED} expected; ask for them in several calls",
             field=name,
+            metadata={"got": str(count), "limit": str(MOST_NAMED)},
         )
 
 
@@ -169,10 +170,11 @@ def _read_token(token: str) -> tuple[bytes, int]:
             return bytes.fromhex(incarnation), int(place)
         except ValueError:
             pass
-    raise _no_page_token(token)
+    raise no_page_token(token)
 
 
-def _no_page_token(token: str) -> InvalidArgumentError:
+def no_page_token(token: str) -> InvalidArgumentError:
+    """Return the error of a token that is none of a list."""
     return InvalidArgumentError(
         f"page_token is {token[:64]!r}, which is none of this list; send the next_page_token of the page before with "
         "the other fields as they were, or none for the first page",
@@ -180,8 +182,8 @@ def _no_page_token(token: str) -> InvalidArgumentError:
     )
 
 
-def _fitting(partition: Partition, positions: Indexes) -> int:
-    """Return how many of the first samples fit on a page, at least one."""
+def fitting_count(partition: Partition, positions: Indexes) -> int:
+    """Return how many of the first of some samples fit into one answer with what is known of them, at least one."""
     columns = [column for name in partition.meta.names() if (column := partition.meta.read(name, positions))]
     number_count = sum(column.values.dtype.kind != "O" for column in columns)
     count = min(positions.size, _MOST_NUMBERS // max(1, number_count))
@@ -266,7 +268,7 @@ def _rows_of_keys(partition: Partition, keys: Sequence[str], *, skip_missing: bo
         key = keys[int(np.argmax(positions < 0))]
         raise KeyNotFoundError(
             f"partition {partition.partition_id!r} has no key {key!r}; {nearest(key, partition.key_index)}; "
-            f"leave it out with skip_missing (in Python missing='skip')",
+            f"leave it out with skip_missing",
             metadata={"partition_id": partition.partition_id, "key": key},
         )
     rows: Indexes = partition.table.index.data[positions[positions >= 0]]
@@ -284,7 +286,7 @@ def _missing_cell(partition: Partition, names: Sequence[str], rows: Indexes) -> 
     return CellNotFoundError(
         f"sample {int(rows[0])}{'' if key is None else f' (key {key!r})'} of partition {partition.partition_id!r} has "
         f"no {', '.join(map(repr, lacking))}{why}; leave it out with skip_missing, or its fields with "
-        f"skip_missing_fields (in Python missing='skip' or missing_fields='skip')",
+        f"skip_missing_fields",
         metadata={
             "partition_id": partition.partition_id,
             "global_index": str(rows[0]),

@@ -12,6 +12,7 @@ from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Indexes
 from tq_service.domain.selection import Selection
 from tq_service.errors import TqError
+from tq_service.wait_clock import Waiting
 
 _LOOKED_AT_ONCE: Final = 16_384  # rows
 _MOST_UNSEEN: Final = 65_536  # rows, one written several times counted as often: memory is bounded by what is stored
@@ -74,8 +75,9 @@ class LookupWait:
             if self._has_enough() or self._is_in_vain:
                 return True
             try:
-                async with asyncio.timeout_at(deadline):
-                    await self._is_due.wait()
+                with Waiting():
+                    async with asyncio.timeout_at(deadline):
+                        await self._is_due.wait()
             except TimeoutError:
                 return False
 

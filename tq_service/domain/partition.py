@@ -76,6 +76,14 @@ class PartitionSettings:
                 field="default_layout",
             )
         check_unique("fields", [spec.name for spec in self.fields])
+        for spec in self.fields:
+            if spec.layout is Layout.OBJECT and (spec.dtype or spec.row_shape):
+                raise InvalidArgumentError(
+                    f"field {spec.name!r} is declared with objects, which have neither dtype nor row shape; leave them "
+                    f"out",
+                    field="dtype" if spec.dtype else "row_shape",
+                    metadata={"field_name": spec.name},
+                )
         limits = sorted(self.staleness_limits, key=attrgetter("task_name"))
         for limit in limits:
             check_name("task_name", limit.task_name)

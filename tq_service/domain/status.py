@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -13,7 +15,7 @@ from tq_service.domain.claims.ledger import TaskLedger
 from tq_service.domain.lookup import check_fields
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Indexes
-from tq_service.domain.states import DEAD_LETTERED, FAILED, HELD, LIVE, UNCLAIMED
+from tq_service.domain.states import CLEARED, DEAD_LETTERED, FAILED, HELD, LIVE, UNCLAIMED
 from tq_service.errors import InvalidArgumentError
 from tq_service.results import (
     ConsumptionStatus,
@@ -26,6 +28,7 @@ from tq_service.results import (
 from tq_service.schema import SampleConsumption
 
 _MOST_DEAD_LETTERED: Final = 100  # named in a status
+_SLICE_ROWS: Final = 1 << 17
 
 
 NOTHING_CONSUMED: Final = ConsumptionStatus(
@@ -140,8 +143,51 @@ def summary_of(partition: Partition) -> PartitionSummary:
     )
 
 
-def description_of(catalog: Catalog, partition: Partition) -> PartitionDescription:
-    """Return a partition with its fields and tasks."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Redelivery:
+    """What became of samples of a task whose leases ran out.
+
+    Attributes:
+        redelivered_count: samples that were delivered more than once.
+        dead_lettered_indexes: the first of those that were delivered too often.
+    """
+
+    redelivered_count: int = 0
+    dead_lettered_indexes: tuple[int, ...] = ()
+
+
+async def description_of(catalog: Catalog, partition: Partition) -> PartitionDescription:
+    """Return a partition with its fields and tasks.
+
+    It is of one moment, but for the samples that were redelivered and dead-lettered: these are looked for before, with
+    turns for others.
+    """
+    redelivery = {task.name: await _redelivery_of(partition, task) for task in list(partition.tasks.values())}
+    return _description_of(catalog, partition, redelivery)
+
+
+async def _redelivery_of(partition: Partition, task: TaskLedger) -> Redelivery:
+    if task.deliveries.is_blank:
+        return Redelivery()
+    table, count, dead_lettered = partition.table, 0, list[int]()
+    table.pin_count += 1  # the positions of rows stay as they are
+    try:
+        for start in range(0, table.count, _SLICE_ROWS):
+            rows = slice(start, min(start + _SLICE_ROWS, table.count))
+            is_there = table.state.data[rows] != CLEARED
+            count += int(np.count_nonzero(is_there & (task.deliveries.data[rows] > 1)))
+            if task.dead_lettered_count and len(dead_lettered) < _MOST_DEAD_LETTERED:
+                found = np.flatnonzero(is_there & (task.claim.data[rows] == DEAD_LETTERED))
+                dead_lettered += table.index.data[rows][found].tolist()
+            await asyncio.sleep(0)
+    finally:
+        table.pin_count -= 1
+    return Redelivery(redelivered_count=count, dead_lettered_indexes=tuple(dead_lettered[:_MOST_DEAD_LETTERED]))
+
+
+def _description_of(
+    catalog: Catalog, partition: Partition, redelivery: Mapping[str, Redelivery]
+) -> PartitionDescription:
     return PartitionDescription(
         summary=summary_of(partition),
         expected_samples=partition.settings.expected_samples,
@@ -153,7 +199,10 @@ def description_of(catalog: Catalog, partition: Partition) -> PartitionDescripti
             FieldStatus(spec=field.spec, produced_count=field.produced_count)
             for field in partition.cells.fields.values()
         ),
-        tasks=tuple(_status_of(catalog, partition, task) for task in partition.tasks.values()),
+        tasks=tuple(
+            status_of(catalog, partition, task, redelivery.get(task.name, Redelivery()))
+            for task in partition.tasks.values()
+        ),
         custom_meta_columns=partition.meta.statuses,
         used_bytes=partition.cells.used_bytes,
         max_bytes=partition.settings.max_bytes,
@@ -161,11 +210,25 @@ def description_of(catalog: Catalog, partition: Partition) -> PartitionDescripti
         waiting_put_count=catalog.waiting_put_count(partition.partition_id),
         declared_tasks=partition.settings.tasks,
         samples_per_round=partition.settings.samples_per_round,
+        revision=catalog.history.revision(),
     )
 
 
-def _status_of(catalog: Catalog, partition: Partition, task: TaskLedger) -> TaskStatus:
-    dead_lettered = partition.table.index.data[task.dead_lettered()[:_MOST_DEAD_LETTERED]]
+def status_of(
+    catalog: Catalog, partition: Partition, task: TaskLedger, redelivery: Redelivery | None = None
+) -> TaskStatus:
+    """Return a task of a partition.
+
+    Args:
+        catalog: has the partition.
+        partition: has the task.
+        task: its ledger.
+        redelivery: what was looked for in its rows; None: its first dead-lettered samples are looked for now, and
+            redelivered ones are not counted.
+    """
+    if redelivery is None:
+        dead_lettered = partition.table.index.data[task.dead_lettered()[:_MOST_DEAD_LETTERED]]
+        redelivery = Redelivery(dead_lettered_indexes=tuple(dead_lettered.tolist()))
     return TaskStatus(
         task_name=task.name,
         epoch=task.epoch,
@@ -177,5 +240,9 @@ def _status_of(catalog: Catalog, partition: Partition, task: TaskLedger) -> Task
         complete=_is_complete(partition, task),
         leased_count=task.leased_count,
         dead_lettered_count=task.dead_lettered_count,
-        dead_lettered_indexes=tuple(dead_lettered.tolist()),
+        dead_lettered_indexes=redelivery.dead_lettered_indexes,
+        pending_count=task.backlog,
+        redelivered_count=redelivery.redelivered_count,
+        delivered_per_second=catalog.delivered_per_second(partition, task.name),
+        recent_batches=catalog.recent_batches(partition, task.name),
     )

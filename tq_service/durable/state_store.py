@@ -106,6 +106,25 @@ class StartCost:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogLag:
+    """How far what is on disk is behind.
+
+    Attributes:
+        unflushed_count: records that were appended and are not durable yet.
+        replay_seconds: for how long a start would apply the log again, beside the last snapshot.
+        snapshot_age_seconds: time since the last snapshot, or since the start where this process wrote none.
+        is_failing: whether nothing could be written when it was last tried.
+        is_disk_low: whether the disk has hardly any space left.
+    """
+
+    unflushed_count: int
+    replay_seconds: float
+    snapshot_age_seconds: float
+    is_failing: bool
+    is_disk_low: bool
+
+
 class StateStore:
     """Keeps a controller, a storage engine, or both: what they write down changes to.
 
@@ -130,6 +149,7 @@ class StateStore:
         self._snapshot: asyncio.Task[None] | None = None
         self._retry_at, self._retry_seconds = 0.0, _FIRST_RETRY_SECONDS
         self._abandoned: TqError | None = None
+        self._snapshot_at = time.monotonic()
         self.is_failing = False
         self.fatal: Callable[[str, BaseException], None] = self._abandon_alone
 
@@ -323,6 +343,16 @@ class StateStore:
         """Whether the disk has hardly any space left."""
         return self._log.is_disk_low
 
+    def lag(self) -> LogLag:
+        """Return how far what is on disk is behind."""
+        return LogLag(
+            unflushed_count=self._log.unflushed_count,
+            replay_seconds=self._cost.log_seconds,
+            snapshot_age_seconds=time.monotonic() - self._snapshot_at,
+            is_failing=self.is_failing,
+            is_disk_low=self._log.is_disk_low,
+        )
+
     async def wait_durable(self) -> None:
         """Return once all that was appended so far is durable.
 
@@ -430,6 +460,7 @@ class StateStore:
                 raise
             await asyncio.to_thread(self._remove_unneeded, number)
             self._cost.restore_seconds, self._cost.snapshot_seconds = restore_seconds, snapshot_seconds
+            self._snapshot_at = time.monotonic()
         finally:
             self._snapshot = None
 

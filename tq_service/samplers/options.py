@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
 from tq_service.domain.plan import Sampler
 from tq_service.errors import InvalidArgumentError, UnknownSamplerError, nearest
+from tq_service.results import SamplerOption
 
 _FIELD = "sampler_config"
 
@@ -22,12 +24,12 @@ class SamplerInfo:
     Attributes:
         name: what `get_meta(sampler=...)` takes.
         summary: the first sentence of its docstring.
-        options: names of its options, those that must be given first.
+        options: its options, those that must be given first.
     """
 
     name: str
     summary: str
-    options: tuple[str, ...] = ()
+    options: tuple[SamplerOption, ...] = ()
 
 
 def describe_sampler(name: str, kind: type[Sampler]) -> SamplerInfo:
@@ -35,8 +37,28 @@ def describe_sampler(name: str, kind: type[Sampler]) -> SamplerInfo:
     first_paragraph = " ".join((inspect.getdoc(kind) or "").split("\n\n")[0].split())
     sentence, stop, _ = first_paragraph.partition(". ")
     parameters, _ = _parameters(kind)
-    options = sorted(parameters, key=lambda option: not _is_required(parameters[option]))
+    hints, texts = _type_hints(kind), _documented(kind)
+    options = [
+        SamplerOption(
+            name=option,
+            type=_words(hints.get(option, Any)).removeprefix("a "),
+            default_json=None if _is_required(parameter) else json.dumps(parameter.default, default=repr),
+            summary=texts.get(option, ""),
+        )
+        for option, parameter in sorted(parameters.items(), key=lambda each: not _is_required(each[1]))
+    ]
     return SamplerInfo(name=name, summary=sentence + stop.strip(), options=tuple(options))
+
+
+def _documented(kind: type[Sampler]) -> dict[str, str]:
+    """Return what docstrings say of options, those of a class before those of its bases."""
+    texts: dict[str, str] = {}
+    for doc in (inspect.getdoc(part) for base in kind.__mro__[:-1] for part in (base, vars(base).get("__init__"))):
+        section = re.search(r"^(?:Attributes|Args):\n((?:\s+.*\n?|\n)+)", doc or "", re.MULTILINE)
+        entries = re.split(r"^ {4}(?=\w)", section[1], flags=re.MULTILINE)[1:] if section else []
+        for name, _, text in (entry.partition(": ") for entry in entries):
+            texts.setdefault(name, " ".join(text.split()))
+    return texts
 
 
 def build_sampler(name: str, kind: type[Sampler], config: Mapping[str, object]) -> Sampler:
@@ -60,15 +82,18 @@ def build_sampler(name: str, kind: type[Sampler], config: Mapping[str, object]) 
             f"sampler_config: sampler {name!r} needs {', '.join(map(repr, missing))}, got "
             f"{', '.join(map(repr, config)) or 'no options'}",
             field=_FIELD,
+            metadata={"option": missing[0]},
         )
     hints = _type_hints(kind)
     options = {option: _converted(name, option, value, hints.get(option, Any)) for option, value in config.items()}
     try:
         sampler = kind(**options)
     except (TypeError, ValueError) as error:
-        raise InvalidArgumentError(
-            f"sampler_config: sampler {name!r} refuses {json.dumps(options, default=repr)}: {error}", field=_FIELD
-        ) from error
+        message = f"sampler_config: sampler {name!r} refuses {json.dumps(options, default=repr)}: {error}"
+        option = str(error).partition(":")[0]
+        if option not in parameters:
+            raise InvalidArgumentError(message, field=_FIELD) from error
+        raise InvalidArgumentError(message, field=_FIELD, metadata={"option": option}) from error
     if not callable(getattr(sampler, "plan", None)):
         raise InvalidArgumentError(
             f"sampler: {name!r} makes a {type(sampler).__name__} without plan()", field="sampler"
@@ -105,12 +130,29 @@ def _converted(sampler: str, option: str, value: object, hint: Any) -> object:
     matches, converted = _match(value, hint)
     if matches:
         return converted
-    expected = hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
+    got = json.dumps(value, default=repr)
     raise InvalidArgumentError(
-        f"sampler_config: sampler {sampler!r}, option {option!r}: got {value!r} ({type(value).__name__}), "
-        f"expected {expected}",
+        f"sampler_config: sampler {sampler!r}, option {option!r}: got {got:.200}, expected {_words(hint)}",
         field=_FIELD,
+        metadata={"option": option, "got": got, "expected": _words(hint)},
     )
+
+
+_WORDS: Final[Mapping[Any, str]] = {
+    int: "a whole number", float: "a number", bool: "a truth value", str: "text", type(None): "null", None: "null",
+}  # fmt: skip
+_LISTS: Final = (list, tuple, Sequence)
+
+
+def _words(hint: Any) -> str:
+    """Return what a hint takes as clients in every language say it, "" for one that only its constructor checks."""
+    if get_origin(hint) in (Union, types.UnionType):
+        return " or ".join(filter(None, map(_words, get_args(hint))))
+    if get_origin(hint) is Literal:
+        return f"one of {', '.join(map(str, get_args(hint)))}"
+    if get_origin(hint) in _LISTS:
+        return f"a list of {_words(get_args(hint)[0]).removeprefix('a ')}s"
+    return _WORDS.get(hint, "")
 
 
 def _match(value: object, hint: Any) -> tuple[bool, object]:
@@ -120,6 +162,9 @@ def _match(value: object, hint: Any) -> tuple[bool, object]:
         return next(
             ((True, known) for known in get_args(hint) if _match(value, type(known)) == (True, known)), (False, value)
         )
+    if get_origin(hint) in _LISTS:
+        parts = [_match(each, get_args(hint)[0]) for each in value] if isinstance(value, list | tuple) else None
+        return parts is not None and all(matches for matches, _ in parts), [each for _, each in parts or ()]
     if hint in (type(None), None):
         return value is None, value
     if hint is int:

@@ -33,11 +33,11 @@ class PackedSampler(LengthSampler):
     Attributes:
         optimizer_steps: optimizer steps of a batch, always exactly so many.
         pack_max_length: tokens of a pack; its samples have at most so many, `Pack.padding_tokens` fill it up.
-        overlong: what to do with a sample of more tokens than a pack holds: "error" refuses the batch, "truncate" plans
-            for its first `pack_max_length` tokens (`Pack.lengths` says so), "drop" consumes it with the batch without
+        overlong: what to do with a sample of more tokens than a pack holds: error refuses the batch, truncate plans
+            for its first `pack_max_length` tokens (`Pack.lengths` says so), drop consumes it with the batch without
             putting it into any pack.
-        cost: what is balanced over the ranks: "tokens", or their cost with "attention".
-        even_steps: whether the steps of a rank get as equal numbers of tokens as can be; False: the fewest packs, whose
+        cost: what is balanced over the ranks: tokens, or what they cost with attention.
+        even_steps: whether the steps of a rank get as equal numbers of tokens as can be; else the fewest packs, whose
             numbers differ by at most one between steps.
     """
 

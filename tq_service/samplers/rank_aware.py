@@ -18,7 +18,8 @@ class RankAwareSampler(GroupSampler):
     spread evenly. For trainer ranks only.
 
     Attributes:
-        n_samples_per_prompt: keep groups of so many samples whole; None assigns single samples.
+        n_samples_per_prompt: keep groups of so many samples whole; without it single samples are assigned,
+            or explicit groups with batch_unit group.
     """
 
     name: ClassVar[str] = "rank_aware"

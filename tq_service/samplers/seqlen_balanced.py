@@ -26,7 +26,7 @@ class SeqlenBalancedSampler(LengthSampler):
     divide; so with groups of one size each rank gets `batch_size` samples. Within a rank, groups keep their order.
 
     Attributes:
-        cost: what is balanced: "tokens", or their cost with "attention", 24576 L + L**2 for a sample of L tokens.
+        cost: what is balanced: tokens, or what they cost with attention, 24576 L + L**2 for a sample of L tokens.
     """
 
     name: ClassVar[str] = "seqlen_balanced"

@@ -32,7 +32,7 @@ class TokenBudgetSampler(LengthSampler):
     Attributes:
         tokens_per_rank: the most tokens that a rank gets.
         tokens_per_micro_batch: split each rank's part into micro-batches of at most so many tokens, as many for every
-            rank, and spread it evenly over them; None: no limit.
+            rank, and spread it evenly over them; without it: by micro_batch_size.
     """
 
     name: ClassVar[str] = "token_budget"

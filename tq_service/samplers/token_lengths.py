@@ -20,7 +20,8 @@ class LengthSampler(GroupSampler):
 
     Attributes:
         length_key: custom_meta column with the token count of a sample.
-        length_field: field whose row length stands in where the column has no value.
+        length_field: field whose row length stands in where the column has no value; without it a sample
+            needs the column.
     """
 
     length_key: str = "total_lengths"

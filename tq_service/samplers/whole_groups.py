@@ -26,10 +26,10 @@ class GroupSampler(Sampler):
 
     Attributes:
         n_samples_per_prompt: members of a group that declared no size, and without explicit groups the length of the
-            blocks of consecutive indexes; None: explicit groups, or else single samples.
-        incomplete_groups: what to do with a group of which members failed or were cleared: "skip" it, or "take" the
+            blocks of consecutive indexes; without it: explicit groups, or else single samples.
+        incomplete_groups: what to do with a group of which members failed or were cleared: skip it, or take the
             rest.
-        blocks: where blocks of consecutive indexes begin: "aligned" to multiples of their length, or "anywhere": any so
+        blocks: where blocks of consecutive indexes begin: aligned to multiples of their length, or anywhere: any so
             many ready samples whose indexes follow each other are a group.
     """
 

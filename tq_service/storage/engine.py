@@ -42,6 +42,8 @@ class EngineStat:
         put_count: complete puts held.
         uncommitted_put_count: those of them that are not confirmed yet.
         damaged_put_count: those whose bytes are lost, as far as that is known.
+        written_bytes: bytes of all puts that were completed since the start.
+        read_bytes: bytes of all reads that were begun since the start.
     """
 
     max_bytes: int | None
@@ -50,6 +52,8 @@ class EngineStat:
     put_count: int
     uncommitted_put_count: int
     damaged_put_count: int = 0
+    written_bytes: int = 0
+    read_bytes: int = 0
 
 
 class StorageEngine:
@@ -110,6 +114,7 @@ class StorageEngine:
         self._pending: dict[bytes, PendingPut] = {}
         self._holed: dict[bytes, None] = {}  # puts with dead cells that still take memory
         self._trimmed_at = clock()
+        self._written_bytes = self._read_bytes = 0
         self._reconciliations: dict[bytes, Reconciliation] = {}  # by owner
 
     async def reserve(
@@ -286,6 +291,10 @@ class StorageEngine:
         """Return the partition that a complete put is for, None where it is not here."""
         put = self._puts.get(put_id)
         return None if put is None else put.partition_id
+
+    def columns_of(self, put_id: bytes) -> list[ColumnShape]:
+        """Return the columns of a complete put of which nothing was freed."""
+        return self._puts[put_id].shapes()
 
     def discard(self, put_id: bytes) -> None:
         """Drop a complete put whose commit was refused; one that is confirmed, or not here, stays as it is."""
@@ -475,7 +484,9 @@ class StorageEngine:
             DataLossError: the bytes of a put are damaged.
         """
         check_sound(put_ids, self.damaged, self.storage_id)
-        return open_reading(self._puts, runs, put_ids)
+        reading = open_reading(self._puts, runs, put_ids)
+        self._read_bytes += sum(column.value_bytes for column in reading.headers)
+        return reading
 
     @property
     def shared_memory_count(self) -> int:
@@ -491,6 +502,8 @@ class StorageEngine:
             put_count=len(self._puts),
             uncommitted_put_count=self._puts.waiting_count,
             damaged_put_count=len(self.damaged),
+            written_bytes=self._written_bytes,
+            read_bytes=self._read_bytes,
         )
 
     # Outliving the process
@@ -545,6 +558,7 @@ class StorageEngine:
         if self._journal is not None:
             self._journal.record(pending.put_id, stored, pending.checksum)
         self._puts.add(pending.put_id, stored)
+        self._written_bytes += stored.values.charge
 
     def _abort(self, pending: PendingPut, stored: StoredPut | None) -> None:
         if self._pending.get(pending.put_id) is pending:

@@ -93,14 +93,15 @@ class Limits:
     def _check_new(self, what: str, partition_id: str, known: Collection[str], names: Iterable[str]) -> None:
         """Refuse names that are new to a partition where they are too long, or too many beside those it knows."""
         if new := [name for name in names if name not in known]:
-            self._check_longest(what, _longest(new))
+            self._check_longest("name" if what == "fields" else what, _longest(new))
             limit_name, plural, remedy = _NAMED[what]
             self._check_count(limit_name, f"{plural} in partition {partition_id!r}", len(known) + len(new), remedy)
 
     def _check_longest(self, what: str, longest: int) -> None:
         if longest > self.max_name_length:
             raise InvalidArgumentError(
-                f"{what} has a name of {longest} characters, at most {self.max_name_length} expected (max_name_length)",
+                f"{'a field' if what == 'name' else what} has a name of {longest} characters, at most "
+                f"{self.max_name_length} expected (max_name_length)",
                 field=what,
                 metadata=self._metadata("max_name_length", longest),
             )

@@ -13,6 +13,7 @@ from tq_service.domain.admission.bounds import RETRY_AFTER_SECONDS, Demand, boun
 from tq_service.domain.changes.samples import SampleWrite
 from tq_service.domain.partition import Partition
 from tq_service.errors import CallCancelledError, ResourceExhaustedError, TqError
+from tq_service.wait_clock import Waiting
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -59,6 +60,12 @@ class AdmissionQueue:
         """Number of writes that wait."""
         return len(self._waiting)
 
+    def first_waits_for(self) -> str:
+        """Return why the first write that waits has no capacity; empty where none waits."""
+        first = next(iter(self._waiting.values()), None)
+        refusal = None if first is None or first.demand is None else self._refusal(first.demand)
+        return "" if refusal is None else str(refusal)
+
     async def enter(self, request_id: bytes, write: SampleWrite, value_bytes: int, deadline: float | None) -> Admission:
         """Return capacity for a write, as soon as all that came before have theirs; at once where it takes none.
 
@@ -94,7 +101,8 @@ class AdmissionQueue:
         try:
             if not entering.admitted.done():
                 timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
-                await asyncio.wait((entering.admitted,), timeout=timeout)
+                with Waiting():
+                    await asyncio.wait((entering.admitted,), timeout=timeout)
             if not entering.admitted.done():
                 raise self._too_late(entering)
             entering.admitted.result()

@@ -68,6 +68,7 @@ class TaskSeen(TaskChange):
 
     def apply(self, state: State, prepared: Partition, step: Step) -> TaskLedger:
         """Open the task's ledger."""
+        step.tasks.append((prepared, self.task_name))
         return prepared.open_task(self.task_name)
 
 
@@ -91,6 +92,8 @@ class BatchPlanned(TaskChange):
         partition, task, positions = prepared
         task.claim_batch(self.batch_spec, self.plan, positions)
         step.consumed[partition] = None
+        step.tasks.append((partition, task.name))
+        step.delivered.append((partition, task.name, self.plan))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,13 +103,15 @@ class EndReached(TaskChange):
     dp_size: int
     end: EndCounts
 
-    def prepare(self, state: State) -> TaskLedger:
+    def prepare(self, state: State) -> tuple[Partition, TaskLedger]:
         """Find the task."""
-        return self.find(state)[1]
+        return self.find(state)
 
-    def apply(self, state: State, prepared: TaskLedger, step: Step) -> None:
+    def apply(self, state: State, prepared: tuple[Partition, TaskLedger], step: Step) -> None:
         """Record the end."""
-        prepared.reach_end(self.dp_size, self.end)
+        partition, task = prepared
+        task.reach_end(self.dp_size, self.end)
+        step.tasks.append((partition, task.name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +143,8 @@ class QueueClaimed(TaskChange):
         if self.lease is not None:
             step.leases.append((partition, task.name, claim))
         step.consumed[partition] = None
+        step.tasks.append((partition, task.name))
+        step.delivered.append((partition, task.name, self.plan))
         return claim
 
 
@@ -196,6 +203,7 @@ class ClaimReleased(ClaimChange):
         if claim is None:
             return 0
         task.nack(claim, positions)
+        step.tasks.append((partition, task.name))
         _reopened(partition, positions, step)
         return int(np.count_nonzero(partition.state.data[positions] == LIVE))
 
@@ -233,6 +241,7 @@ class ClaimAcked(ClaimChange):
         """Consume the samples for good, or return them for their next use; return how many they are."""
         partition, task, claim, positions = prepared
         _reopened(partition, task.ack(claim, positions), step)
+        step.tasks.append((partition, task.name))
         step.changed[partition] = None  # the end may have come with the last that was leased
         return int(positions.size)
 
@@ -286,6 +295,7 @@ class LeaseExpired(ClaimChange):
         partition, task, claim, positions = prepared
         step.note_change(partition)  # what is dead-lettered may bring the end, or let the rest of its group go
         _reopened(partition, task.expire(claim, positions, step.at_seconds), step)
+        step.tasks.append((partition, task.name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -319,7 +329,47 @@ class ConsumptionReset(TaskChange):
         else:
             partition.on_reset(task.name)
         step.note_change(partition)
+        step.tasks.append((partition, task.name))
         return task.epoch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeadLettersRequeued(TaskChange):
+    """Dead-lettered samples of a task can be claimed again, as if they had never been delivered.
+
+    Attributes:
+        global_indexes: samples, of which those that are not dead-lettered are ignored; None: all that are.
+    """
+
+    global_indexes: Indexes | None = None
+
+    def prepare(self, state: State) -> TaskRows | None:
+        """Find the samples; None where none of them is dead-lettered.
+
+        Raises:
+            PreconditionError: the ranks of the task have come to their end, so that nothing is delivered any more.
+        """
+        partition, task = self.find(state)
+        positions = task.dead_lettered()
+        if self.global_indexes is not None:
+            positions = positions[np.isin(partition.table.index.data[positions], self.global_indexes)]
+        if not positions.size:
+            return None
+        if task.end is not None:
+            raise PreconditionError(
+                f"task {task.name!r} of partition {self.partition_id!r} is at its end, so its ranks ask for nothing "
+                "more; reset its consumption with keep_consumed, which delivers dead-lettered samples again",
+                metadata={"task_name": task.name},
+            )
+        return partition, task, positions
+
+    def apply(self, state: State, prepared: TaskRows, step: Step) -> int:
+        """Have them claimable; return how many they are."""
+        partition, task, positions = prepared
+        task.requeue(positions)
+        step.tasks.append((partition, task.name))
+        _reopened(partition, positions, step)
+        return int(positions.size)
 
 
 # Consequences

@@ -48,6 +48,7 @@ class PartitionSealed(Change):
         """Seal it."""
         prepared.sealed = True
         step.note_change(prepared)
+        step.tasks.append((prepared, None))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -142,7 +142,11 @@ class SamplesWritten(Change):
         if expected is not None and partition.inserted_count >= expected and not partition.sealed:
             partition.sealed = True
             step.note_change(partition)
+            step.tasks.append((partition, None))
+        elif write.state is SampleState.FAILED:
+            step.tasks.append((partition, None))
         partition.touched(indexes)
+        step.written.append((partition, indexes))
         step.changed[partition] = None
         table.close_gaps(write.row_count)
         return Written(partition=partition, global_indexes=indexes, specs=prepared.specs)
@@ -170,6 +174,7 @@ class MetaSet(Change):
         partition, positions = prepared
         partition.meta.write(self.columns, positions)
         partition.touched(self.global_indexes)
+        step.written.append((partition, self.global_indexes))
         step.note_change(partition)
 
 
@@ -210,6 +215,8 @@ class SamplesCleared(Change):
         """Remove them from all that knows of them; return how many they were."""
         partition, positions = prepared
         step.freed += partition.cells.forget(positions, partition.cells.fields.values())
+        keys = None if partition.key.is_blank else partition.key.data[positions]
+        step.removed.append((partition, partition.table.index.data[positions], keys))
         states = partition.state.data[positions]
         still_open = positions[is_open(states)]
         for task in partition.tasks.values():
@@ -312,11 +319,13 @@ def _check_groups(
     names = (write.names and write.names.group_names) or GroupNames.of(groups)
     if positions is not None:
         old = np.flatnonzero(positions >= 0)
-        for where, known in zip(old.tolist(), partition.groups.names_of(positions[old]), strict=True):
-            if groups[where] and groups[where] != known:
+        for position, group, known in zip(
+            positions[old].tolist(), names.at(old), partition.groups.names_of(positions[old]), strict=True
+        ):
+            if group and group != known:
                 raise InvalidArgumentError(
-                    f"sample {int(partition.table.index.data[positions[where]])} is in group {known!r}, got "
-                    f"{groups[where]!r}; groups are given when a sample is inserted and stay",
+                    f"sample {int(partition.table.index.data[position])} is in group {known!r}, got {group!r}; groups "
+                    f"are given when a sample is inserted and stay",
                     field="groups",
                 )
         names = names.of_samples(positions < 0)

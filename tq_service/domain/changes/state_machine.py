@@ -22,16 +22,22 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeAlias
 
-from tq_service.domain.claims.ledger import QueueClaim
+from numpy.typing import NDArray
+
+from tq_service.domain.claims.ledger import QueueClaim, RecordedPlan
 from tq_service.domain.idempotency import IdempotencyCache
 from tq_service.domain.partition import Partition
+from tq_service.domain.plan import Indexes
 from tq_service.domain.tables.cells import Freed
 from tq_service.errors import PartitionNotFoundError, TqError, nearest
 from tq_service.log_message import LogMessage
 
 _log = logging.getLogger(__name__)
+
+WrittenRows: TypeAlias = tuple[Partition, Indexes | range]
+ChangedTask: TypeAlias = tuple[Partition, str | None]
 
 
 class State:
@@ -68,19 +74,27 @@ class Step:
         at_seconds: when, in seconds (see `StateMachine.now_seconds`); the same when the change is applied again.
         freed: cells that no sample has any more.
         leases: claims of which the lease began, or got more time, with the partition and the name of their task.
+        delivered: plans that were recorded, with the partition and the name of the task that they were made for.
         changed: partitions in which waiting claims may find more samples.
         consumed: partitions of which a task has fewer samples left, so that writes may have capacity.
         created: partitions that are there from now on.
         cleared: partitions that are not there any more.
+        written: partition and global indexes of rows that were added or written to.
+        removed: partition and global indexes of rows that were removed, and their keys, None where none had one.
+        tasks: partition and name of tasks that went on; None for the name: all of the partition.
     """
 
     at_seconds: float
     freed: list[Freed] = field(default_factory=list)
     leases: list[tuple[Partition, str, QueueClaim]] = field(default_factory=list)
+    delivered: list[tuple[Partition, str, RecordedPlan]] = field(default_factory=list)
     changed: dict[Partition, None] = field(default_factory=dict)
     consumed: dict[Partition, None] = field(default_factory=dict)
     created: list[Partition] = field(default_factory=list)
     cleared: list[Partition] = field(default_factory=list)
+    written: list[WrittenRows] = field(default_factory=list)
+    removed: list[tuple[Partition, Indexes, NDArray[Any] | None]] = field(default_factory=list)
+    tasks: list[ChangedTask] = field(default_factory=list)
 
     def note_change(self, partition: Partition) -> None:
         """Have all waiting claims of a partition look again, whichever rows have changed."""

@@ -11,6 +11,7 @@ One column, `claim`, says of each row what became of it, and only the ledger wri
     0 --claim_batch, claim_samples---------------------------> n    (nack of a claim without a lease: back to 0)
     0 --claim_samples with a lease--> -n --ack, row is gone--> n
                                       -n --nack, expire------> 0    (expire of one delivered too often: -1)
+    -1 --requeue--> 0
     any --reset--> 0, or 1 what was consumed and is kept so
 
 A plan may consume other samples than it delivers (`RecordedPlan.consumed`). What it only delivers stays at 0, or under
@@ -39,7 +40,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tq_service.domain.claims.claim_names import ClaimNames, Loss, PastName
-from tq_service.domain.claims.request import BatchSpec, ClaimRequest, LeaseTerms
+from tq_service.domain.claims.request import BatchSpec, ClaimRequest, LeaseTerms, shown
 from tq_service.domain.plan import Indexes, Pack, Plan, RankPlan
 from tq_service.domain.states import CONSUMED_EARLIER, DEAD_LETTERED, UNCLAIMED, is_open
 from tq_service.domain.tables.table import Column, RowTable, count_values
@@ -225,6 +226,25 @@ class EndedClaims(OrderedDict[bytes, tuple[float, bool]]):
         return request_id in self and self[request_id][1]
 
 
+@dataclass(slots=True, kw_only=True)
+class TaskTotals:
+    """What has become of the samples of a task, over all epochs, as far as this process has applied it.
+
+    None of it ever falls, and none of it is in a snapshot.
+
+    Attributes:
+        delivered: samples delivered, each as often as it was.
+        redelivered: those of them that were delivered under a lease before, which ran out.
+        expired: samples whose leases ran out.
+        dead_lettered: those of them that are not delivered again.
+    """
+
+    delivered: int = 0
+    redelivered: int = 0
+    expired: int = 0
+    dead_lettered: int = 0
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class TaskFacts:
     """What is known of a task besides its columns and records, in plain values: part of a snapshot as it stands here.
@@ -279,6 +299,7 @@ class TaskLedger(TaskFacts):
         claims: claims of queue workers by their request_id.
         names: what the names stand for that callers gave to queue claims.
         ended: ids of claims that were released or have expired.
+        totals: counts that are not of the epoch, but of this process.
     """
 
     def __init__(self, name: str, table: RowTable, state: Column, *, backlog: int) -> None:
@@ -291,6 +312,7 @@ class TaskLedger(TaskFacts):
         self.claims: dict[bytes, QueueClaim] = {}
         self.names = ClaimNames()
         self.ended = EndedClaims()
+        self.totals = TaskTotals()
         self._without_rows: list[int] = []  # batch indexes, the lowest first
         self._reusing: OrderedDict[int, Batch | QueueClaim] = OrderedDict()  # those that lease nothing, by serial
         self._reusing_row_count = 0
@@ -477,6 +499,7 @@ class TaskLedger(TaskFacts):
             serial=self.serial, batch_spec=batch_spec, plan=plan, batch_index=self.next_batch_index
         )
         self.next_batch_index += 1
+        self.totals.delivered += plan.rows.size
         self.dp_size = len(plan.sizes)
         if plan.is_reusing:
             self._use(plan, positions, batch.serial)
@@ -515,6 +538,7 @@ class TaskLedger(TaskFacts):
             lease=lease,
             remaining=positions.size,
         )
+        self.totals.delivered += plan.rows.size
         if name:
             self.names.claims[name] = request_id
         if claim.goes_with_rows:
@@ -536,6 +560,7 @@ class TaskLedger(TaskFacts):
             self._consume(positions[~is_delivered], claim.serial)
             delivered = positions[is_delivered]
         claim.delivery_counts = self.deliveries.data[delivered] + np.int32(1)
+        self.totals.redelivered += int(np.count_nonzero(claim.delivery_counts > 1))
         self.deliveries.write(delivered, claim.delivery_counts)
         if claim.plan.is_reusing:  # in which a sample may come twice
             claim.delivery_counts = self.deliveries.data[self._table.find(claim.rows)]
@@ -631,6 +656,8 @@ class TaskLedger(TaskFacts):
         self._reopen(reopened)
         self.claim.write(spent, DEAD_LETTERED)
         self.dead_lettered_count += spent.size
+        self.totals.expired += positions.size
+        self.totals.dead_lettered += spent.size
         self._lose(claim, positions.size)
         self.ended.add(claim.request_id, at_seconds, is_expired=True)
         return reopened
@@ -680,6 +707,12 @@ class TaskLedger(TaskFacts):
         if self.dead_lettered_count == 0:
             return np.zeros(0, np.int64)
         return np.flatnonzero(self.claim.data[: self._table.count] == DEAD_LETTERED)
+
+    def requeue(self, positions: Indexes) -> None:
+        """Have dead-lettered rows claimable, as if they had never been delivered."""
+        self.deliveries.write(positions, 0)
+        self.dead_lettered_count -= positions.size
+        self._reopen(positions)
 
     def reset(self, *, keep_consumed: bool, open_count: int) -> Indexes:
         """Start the next epoch; return the positions of rows that were leased or dead-lettered.
@@ -830,6 +863,6 @@ class LeaseTimer:
 
 def _disagreement(name: str, got: object, expected: object, what: str) -> PreconditionError:
     return RankDisagreementError(
-        f"{name} of {what} is {expected!r}, got {got!r}; all that ask for it must ask with the same arguments",
-        metadata={"field": name, "got": repr(got)[:512], "expected": repr(expected)[:512]},
+        f"{name} of {what} is {shown(expected)}, got {shown(got)}; all must ask with the same arguments",
+        metadata={"field": name, "got": shown(got)[:512], "expected": shown(expected)[:512]},
     )

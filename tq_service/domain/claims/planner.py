@@ -27,7 +27,8 @@ from tq_service.domain.changes.claims import BatchPlanned, ClaimReleased, EndRea
 from tq_service.domain.changes.state_machine import Change
 from tq_service.domain.claims.grouping import Grouping
 from tq_service.domain.claims.ledger import QueueClaim, RecordedPlan, TaskLedger
-from tq_service.domain.claims.request import ClaimRequest, ClaimSpec
+from tq_service.domain.claims.readiness import Readiness
+from tq_service.domain.claims.request import BatchSpec, ClaimRequest, ClaimSpec
 from tq_service.domain.claims.view import PartitionView, ReadyIndex
 from tq_service.domain.claims.wait_queue import (
     NOT_LOOKED,
@@ -50,6 +51,7 @@ from tq_service.domain.plan import (
     Sampler,
     View,
 )
+from tq_service.domain.recent_batches import RecentBatches, describe_batch
 from tq_service.errors import (
     InternalError,
     InvalidArgumentError,
@@ -59,7 +61,9 @@ from tq_service.errors import (
     TqError,
 )
 from tq_service.log_message import LogMessage
+from tq_service.results import RecentBatch
 from tq_service.schema import EndCounts
+from tq_service.wait_clock import Waiting
 
 _log = logging.getLogger(__name__)
 
@@ -100,11 +104,13 @@ class Planned:
         plan: as it is recorded.
         positions: of `plan.named`, in the table of this moment.
         grouping: what its groups are; None where its sampler took no whole ones.
+        length: what its sampler needs of each sample.
     """
 
     plan: RecordedPlan
     positions: Indexes
     grouping: Grouping | None
+    length: LengthSource | None
 
 
 Found: TypeAlias = Planned | NoPlan
@@ -115,7 +121,12 @@ class Planner:
     """Serves the claims of one task."""
 
     def __init__(
-        self, partition: Partition, task: TaskLedger, runner: RunsPlans, commit: Callable[[Change, Any], Any]
+        self,
+        partition: Partition,
+        task: TaskLedger,
+        runner: RunsPlans,
+        commit: Callable[[Change, Any], Any],
+        on_batch: Callable[[str, RecentBatch], None],
     ) -> None:
         """Serve a task from now on.
 
@@ -125,10 +136,14 @@ class Planner:
             runner: runs samplers.
             commit: makes a change of the partition, given what its `prepare` would return, or None; without effect
                 once the partition was cleared.
+            on_batch: called with the name of the sampler and each batch that was recorded for ranks.
         """
         self._partition = partition
         self._task = task
         self._commit = commit
+        self._on_batch = on_batch
+        self._recent = RecentBatches()
+        self._last_request: ClaimRequest | None = None
         self._names: dict[str, Any] = {"partition_id": partition.partition_id, "task_name": task.name}
         self._search = PlanSearch(partition, task, runner)
         self._queue = WaitQueue()
@@ -145,8 +160,24 @@ class Planner:
         """Number of calls that wait."""
         return len(self._queue)
 
+    @property
+    def last_request(self) -> ClaimRequest | None:
+        """The claim that was made last, None where this process has seen none."""
+        return self._last_request
+
+    @property
+    def recent_batches(self) -> tuple[RecentBatch, ...]:
+        """The last batches that were recorded for ranks in this epoch, by this process."""
+        return self._recent.of_epoch(self._task.epoch)
+
+    def waiting_claims(self) -> list[tuple[ClaimRequest, int]]:
+        """Return the first of the claims of each line, and how many wait in it, in order of arrival of the first."""
+        lines = sorted(self._queue.lines, key=lambda line: line.order)
+        return [(first.request, len(line)) for line in lines if (first := line.first()) is not None]
+
     async def claim(self, request: ClaimRequest, max_wait_seconds: float) -> Answer:
         """Return the recorded answer, or wait for one; `NotYet` when the time is over."""
+        self._last_request = request
         recorded = self._recorded(request)
         if recorded is not None:
             return recorded
@@ -191,7 +222,8 @@ class Planner:
                 self._listen()
                 if not waiter.is_poll:
                     timer = loop.call_later(max_wait_seconds, waiter.expire)
-            answer = await waiter.answer
+            with Waiting():
+                answer = await waiter.answer
             if isinstance(answer, RankPlan | QueueClaim) and self._partition.table.removed_count != removed_count:
                 self._task.check_present(answer.rows)
             if isinstance(answer, QueueClaim) and answer.lease is not None:
@@ -419,16 +451,27 @@ class Planner:
         batch_index, is_end = self._task.next_batch_index, isinstance(found, EndFound)
         if isinstance(found, EndFound):
             end = EndReached(**self._names, dp_size=spec.plan_request.rank_count, end=found.end)
-            self._commit(end, self._task)
+            self._commit(end, (self._partition, self._task))
         else:
             batch = BatchPlanned(**self._names, batch_spec=spec.batch_spec, plan=found.plan)
             self._commit(batch, (self._partition, self._task, found.positions))
+            self._note_batch(batch_index, spec.batch_spec, found)
             if found.plan.is_reusing:
                 self._refuse_far_ahead(batch_index + 1)
         self._count_serve()
         for line in self._queue.ranked_lines:
             disagrees = line.spec.dp_size != spec.dp_size
             self._review(each for each in line.waiters if each.batch_index == batch_index or is_end or disagrees)
+
+    def _note_batch(self, batch_index: int, batch_spec: BatchSpec, found: Planned) -> None:
+        """Keep in numbers a batch that was just recorded, unless its partition was cleared before."""
+        if self._task.next_batch_index == batch_index:
+            return
+        positions = self._partition.table.find(found.plan.rows) if found.plan.is_reusing else found.positions
+        readiness = Readiness(self._partition, self._task, batch_spec, found.length)
+        batch = describe_batch(batch_index, found.plan, readiness.known_lengths(positions))
+        self._recent.add(self._task.epoch, batch)
+        self._on_batch(batch_spec.sampler, batch)
 
     def _refuse_far_ahead(self, next_index: int) -> None:
         """End the calls of ranks that wait for so late a batch that those before it would be planned without end."""
@@ -669,7 +712,7 @@ class PlanSearch:
         if batch_spec.max_uses > 1 or recorded.is_reusing:
             recorded = recorded.consuming(self._spent(recorded.rows, batch_spec.max_uses))
             positions = self._partition.table.find(recorded.named)
-        return Planned(recorded, positions, view.grouping)
+        return Planned(recorded, positions, view.grouping, self._runner.length(request.sampler))
 
     def _spent(self, rows: Indexes, max_uses: int) -> Indexes:
         """Return the rows of a plan that were used often enough once it is recorded; of no number none."""

@@ -75,6 +75,21 @@ class Readiness:
         lengths[present] = _token_counts(source.key, values[present])
         return lengths
 
+    def known_lengths(self, rows: Indexes) -> Indexes | None:
+        """Return token counts, None where one of them is not known or is no token count."""
+        source = self.key[2] or LengthSource()
+        arrays = self._partition.meta.arrays(source.key)
+        if arrays is None and source.field is None:
+            return None
+        if arrays is not None and arrays[0].dtype.kind == "i" and arrays[1][rows].all():  # as mostly
+            values: Indexes = arrays[0][rows]
+            return values if values.min(initial=0) >= 0 else None
+        try:
+            lengths = self.lengths(rows)
+        except InvalidArgumentError:
+            return None
+        return lengths if bool((lengths >= 0).all()) else None
+
     def field_lengths(self, name: str | None, rows: Rows) -> Indexes:
         """Return the row lengths of a field, see `Field.lengths`; -1 where there is none."""
         field = None if name is None else self._partition.cells.fields.get(name)

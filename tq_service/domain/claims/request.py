@@ -24,7 +24,8 @@ class BatchSpec:
         max_uses: how often a sample is delivered before it counts as consumed.
 
     Raises:
-        InvalidArgumentError: the micro-batches have no size, or samples are never used.
+        InvalidArgumentError: the micro-batches have no size, samples are never used, or `order_by` does not name its
+            columns each once.
     """
 
     batch_size: int
@@ -44,6 +45,12 @@ class BatchSpec:
         if self.micro_batch_size is not None:
             hint = ": a positive number, or 0 for the whole batch"
             check_range("micro_batch_size", self.micro_batch_size, 0, hint=hint)
+        columns = [order.column for order in self.order_by]
+        if "" in columns:
+            raise InvalidArgumentError(
+                f"order_by has an empty column, at position {columns.index('')}; name each column", field="order_by"
+            )
+        check_unique("order_by", columns)
 
     def disagreement(self, other: BatchSpec) -> tuple[str, object, object] | None:
         """Return the first argument that differs, with both values."""
@@ -51,6 +58,22 @@ class BatchSpec:
             return None
         names = (each.name for each in fields(self))
         return next((n, getattr(self, n), getattr(other, n)) for n in names if getattr(self, n) != getattr(other, n))
+
+
+def shown(value: object) -> str:
+    """Return an argument of a claim as errors have it, for clients in every language."""
+    match value:
+        case None:
+            return "unset"
+        case bool():
+            return str(value).lower()
+        case Condition():
+            return f"{value.column} {value.operator} {shown(value.values)}"
+        case Order():
+            return f"{value.column} descending" if value.descending else value.column
+        case tuple():
+            return ", ".join(map(shown, value)) or "none"
+    return str(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,11 +133,6 @@ class LeaseTerms:
     blocks: Blocks = "aligned"
 
     def __post_init__(self) -> None:
-        if self.seconds == 0 and self.max_deliveries:
-            raise InvalidArgumentError(
-                f"max_deliveries is {self.max_deliveries} without a lease; give a lease too",
-                field="max_deliveries",
-            )
         if not 0 < self.seconds <= MAX_LEASE_SECONDS:  # which NaN fails too
             raise InvalidArgumentError(
                 f"lease is {self.seconds}; give a positive number of seconds, at most {MAX_LEASE_SECONDS:g} (a day), "
@@ -152,6 +170,7 @@ class ClaimSpec:
                 f"batch_size is {batch_size} for {rank_count} ranks; give a positive number, at most {MOST_SAMPLES} "
                 f"over all ranks",
                 field="batch_size",
+                metadata={"got": str(batch_size * rank_count), "expected": f"1 to {MOST_SAMPLES}"},
             )
         if self.dp_size is not None and self.min_batch_size:
             raise InvalidArgumentError(

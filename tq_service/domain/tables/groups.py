@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from tq_service.domain.plan import Indexes
 from tq_service.domain.tables.names import GroupNames
-from tq_service.domain.tables.table import Column, NameIndex, RowTable, SlotTable, distinct
+from tq_service.domain.tables.table import Column, NameIndex, RowTable, SlotTable, as_array, as_slice, distinct
 from tq_service.errors import GroupNotFoundError, InvalidArgumentError, PreconditionError, nearest
 
 NO_GROUP = -1
@@ -47,8 +47,8 @@ class GroupTable:
     )  # fmt: skip
 
     def __init__(self, table: RowTable) -> None:
-        self.slot_of = NameIndex()
         self.slots = SlotTable("name")
+        self.slot_of = NameIndex(self.slots.occupants)
         self.in_use = False  # from the first named group on, also when all have been cleared
         self._members: Column = table.column("group", np.int64, NO_GROUP)
         self._names = self.slots.occupants
@@ -110,9 +110,12 @@ class GroupTable:
         groups, counts, slots = checked.names, checked.counts, checked.slots
         new = np.flatnonzero((slots < 0) & (counts > 0))
         if new.size:
-            names = list(map(groups.names.__getitem__, new.tolist()))
-            slots[new] = taken = self.slots.take(new.size)
-            self._names.write(slots[new], names)
+            names = groups.names
+            if new.size < len(names):
+                names = list(map(names.__getitem__, new.tolist()))
+            taken = self.slots.take(new.size)
+            slots[new] = as_array(taken)
+            self._names.write(as_slice(slots[new]), names)
             self.slot_of.add(names, taken)
             self.in_use = True
         of_rows = slots[groups.codes] if slots.size else np.full(groups.codes.size, NO_GROUP, np.int64)

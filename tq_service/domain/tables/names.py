@@ -1,4 +1,4 @@
-"""Keys and groups of a write, looked through a few thousand at a time before the one step that makes the write.
+"""Keys and groups of a write, looked through before the one step that makes the write.
 
 What is found out here holds whatever the state of the partition: whether keys are unique, and which group each sample
 names.
@@ -7,7 +7,7 @@ names.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -15,9 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tq_service.domain.plan import Indexes
+from tq_service.texts import Texts
 
 LARGE: Final = 1 << 15  # names from which on a write is worth looking through beforehand
-_STEP: Final = 1 << 14
+_LEAST_IN_THREAD: Final = 1 << 14  # names that take the loop a millisecond
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,19 +30,27 @@ class GroupNames:
         codes: for each sample `(n,)` the position of its group in `names`, -1 for none.
     """
 
-    names: list[str]
+    names: Sequence[str]
     codes: Indexes
 
     @classmethod
     def of(cls, groups: Sequence[str]) -> GroupNames:
-        """Return the groups of a few samples, "" for none."""
+        """Return the groups of some samples, "" for none."""
+        if isinstance(groups, Texts) and groups.order.are_distinct and groups.sizes.all():
+            return cls(names=Texts(groups.utf8, groups.sizes), codes=groups.codes)  # neighbours only are alike
         code_of = {"": -1}
-        codes = [code_of.setdefault(name, len(code_of) - 1) for name in groups]
-        return cls(names=list(code_of)[1:], codes=np.array(codes, np.int64))
+        distinct = groups.distinct() if isinstance(groups, Texts) else groups
+        codes = np.array([code_of.setdefault(name, len(code_of) - 1) for name in distinct], np.int64)
+        return cls(names=list(code_of)[1:], codes=codes[groups.codes] if isinstance(groups, Texts) else codes)
 
     def counts(self) -> Indexes:
         """Return how many samples name each group `(groups,)`."""
         return np.bincount(self.codes + 1, minlength=len(self.names) + 1)[1:]
+
+    def at(self, positions: Indexes) -> list[str]:
+        """Return the groups of samples at some positions, "" for none."""
+        names = [*self.names, ""]
+        return [names[code] for code in self.codes[positions].tolist()]
 
     def of_samples(self, which: slice | NDArray[np.bool_]) -> GroupNames:
         """Return the groups of some of the samples; groups that none of them names stay."""
@@ -61,59 +70,39 @@ class Names:
         longest_group: characters of it.
     """
 
-    keys: list[str] | None
+    keys: Texts | None
     are_keys_unique: bool
-    groups: list[str] | None
+    groups: Texts | None
     group_names: GroupNames | None
     longest_key: int
     longest_group: int
 
 
-def look_through(keys: Sequence[str], groups: Sequence[str]) -> Generator[None, None, Names]:
-    """Look names through; yields after every few thousand, so that others have their turn."""
-    all_keys: list[str] = []
-    unique_keys: set[str] = set()
-    longest_key = 0
-    for start in range(0, len(keys), _STEP):
-        some = list(keys[start : start + _STEP])
-        all_keys += some
-        unique_keys.update(some)
-        longest_key = max(longest_key, *map(len, some))
-        yield
-    all_groups: list[str] = []
-    code_of = {"": -1}
-    codes = np.empty(len(groups), np.int64)
-    for start in range(0, len(groups), _STEP):
-        some = list(groups[start : start + _STEP])
-        all_groups += some
-        codes[start : start + len(some)] = _codes(some, code_of)
-        yield
-    group_names = GroupNames(names=list(code_of)[1:], codes=codes)
+def look_through(keys: Sequence[str], groups: Sequence[str]) -> Names:
+    """Look names through."""
+    keys, groups = (each if isinstance(each, Texts) else Texts.of(each) for each in (keys, groups))
     return Names(
-        keys=all_keys or None,
-        are_keys_unique=len(unique_keys) == len(all_keys) and "" not in unique_keys,
-        groups=all_groups or None,
-        group_names=group_names if all_groups else None,
-        longest_key=longest_key,
-        longest_group=max(map(len, group_names.names), default=0),
+        keys=keys if len(keys) else None,
+        are_keys_unique=_are_unique(keys),
+        groups=groups if len(groups) else None,
+        group_names=GroupNames.of(groups) if len(groups) else None,
+        longest_key=keys.longest,
+        longest_group=groups.longest,
     )
 
 
-async def look_through_in_turns(keys: Sequence[str], groups: Sequence[str]) -> Names:
-    """Look names through, while others have their turns."""
-    looking = look_through(keys, groups)
-    while True:
-        try:
-            next(looking)
-        except StopIteration as done:
-            names: Names = done.value
-            return names
-        await asyncio.sleep(0)
+def looking_through(keys: Sequence[str], groups: Sequence[str]) -> asyncio.Future[Names]:
+    """Return what `look_through` will find out: of many names in a thread, while the bytes of the samples come."""
+    loop = asyncio.get_running_loop()
+    if max(len(keys), len(groups)) >= _LEAST_IN_THREAD:
+        return loop.run_in_executor(None, look_through, keys, groups)
+    found: asyncio.Future[Names] = loop.create_future()
+    found.set_result(look_through(keys, groups))
+    return found
 
 
-def _codes(names: list[str], code_of: dict[str, int]) -> Indexes:
-    """Return the code of each name; neighbours are mostly alike."""
-    values = np.array(names, object)
-    heads = np.flatnonzero(np.r_[True, values[1:] != values[:-1]])
-    codes = [code_of.setdefault(name, len(code_of) - 1) for name in values[heads].tolist()]
-    return np.repeat(np.array(codes, np.int64), np.diff(heads, append=values.size))
+def _are_unique(keys: Texts) -> bool:
+    """Return whether each key is there once and none is empty."""
+    if not keys.sizes.all() or len(keys) != keys.sizes.size:
+        return False
+    return keys.order.are_distinct or len(set(keys)) == len(keys)

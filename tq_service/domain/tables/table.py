@@ -42,19 +42,22 @@ from numpy.typing import DTypeLike, NDArray
 from tq_service.domain.plan import Indexes
 from tq_service.domain.states import CLEARED, LIVE
 from tq_service.domain.tables.column_memory import (
+    BLOCK_ROWS,
+    BLOCK_SHIFT,
     RESERVED_FROM,
     ObjectChunks,
     Where,
+    blocks_of,
     give_back,
     reserved_memory,
     zeros,
 )
+from tq_service.domain.tables.hashed_names import HashedNames
 from tq_service.errors import NewerVersionError
+from tq_service.texts import Texts, hash_of
 
 _GROWTH: Final = 1 << 14  # values by which a long column grows at least
 _CAPACITY_STEP: Final = 1 << 16  # rows for which capacity is reserved in a step
-_BLOCK_SHIFT = 12
-_BLOCK_ROWS = 1 << _BLOCK_SHIFT
 _FIRST_CAPACITY = 64
 _LEAST_GAPS = 1024
 _FEW = 64
@@ -68,6 +71,9 @@ _HASH_MASK: Final = (1 << 16) - 1
 # Parts by the last bits of a hash: the last part has twice as many names as the first, and those between grow evenly,
 # so that each is full at another time.
 _PART_OF: Final = 1 + (_PART_COUNT * np.log2(1 + np.arange(_HASH_MASK + 1) / (_HASH_MASK + 1))).astype(np.int64)
+_LEAST_HASHED: Final = 1 << 10  # names that come together, from which on only their hashes are kept
+_MOST_HASHED: Final = 1 << 20  # names up to which hashes are quicker than dicts: they are in several runs
+_FEW_NAMES: Final = 8
 _GAPS_FROM_BYTES: Final = 1 << 12
 _MOST_BYTES_A_NAME: Final = 1 << 8  # of a dict; one that has just grown has up to 90
 
@@ -81,7 +87,7 @@ class ColumnSnapshot:
 
     __slots__ = ("__weakref__", "_array", "_kept", "_next_block", "size")
 
-    def __init__(self, array: NDArray[Any], size: int) -> None:
+    def __init__(self, array: NDArray[Any] | ObjectChunks, size: int) -> None:
         self.size = size
         self._array = array
         self._kept: dict[int, NDArray[Any]] = {}
@@ -94,7 +100,7 @@ class ColumnSnapshot:
 
     def blocks(self) -> Iterator[NDArray[Any]]:
         """Yield the values, a few thousand at a time."""
-        for number in range(-(-self.size // _BLOCK_ROWS)):
+        for number in range(-(-self.size // BLOCK_ROWS)):
             block = self._block(number)
             self._next_block = number + 1
             yield self._kept.pop(number, block)
@@ -111,20 +117,15 @@ class ColumnSnapshot:
 
     def keep(self, where: Where) -> None:
         """Keep what is about to change, as far as it is still to be read; called by the column."""
-        for number in self._touched(where):
+        for number in blocks_of(where, self.size):
             if number >= self._next_block and number not in self._kept:
                 self._kept[number] = self._block(number)
 
-    def _touched(self, where: Where) -> Iterable[int]:
-        if isinstance(where, int):
-            return (where >> _BLOCK_SHIFT,) if where < self.size else ()
-        if not isinstance(where, slice):
-            return set((where[where < self.size] >> _BLOCK_SHIFT).tolist())
-        start, stop, _ = where.indices(self.size)
-        return range(start >> _BLOCK_SHIFT, -(-stop // _BLOCK_ROWS)) if start < stop else ()
-
     def _block(self, number: int) -> NDArray[Any]:
-        return self._array[number << _BLOCK_SHIFT : min((number + 1) << _BLOCK_SHIFT, self.size)].copy()
+        start, stop = number << BLOCK_SHIFT, min((number + 1) << BLOCK_SHIFT, self.size)
+        if isinstance(self._array, ObjectChunks):
+            return self._array.block(number, stop)
+        return self._array[start:stop].copy()
 
 
 class Column:
@@ -154,7 +155,7 @@ class Column:
         if isinstance(self._memory, ObjectChunks):
             self._memory.assign(where, values)
         else:
-            self._array[where] = values
+            self._array[where] = values.tolist() if isinstance(values, Texts) else values
         self.is_blank = False
 
     def clear(self, where: Where) -> None:
@@ -510,28 +511,80 @@ class NameIndex(Collection[str]):
     """Numbers by name, found as in a dict; no step takes long, however many names there are.
 
     A dict that is full moves all that it has to other memory at once. So only the first names are in one dict, which is
-    the quickest way; those that come once it is large are in many others, by their hashes.
+    the quickest way; those that come once it is large are in many others, by their hashes. Names that come by the
+    thousands as `Texts` are in no dict, up to a million: only their hashes are kept, and compared with the column.
+
+    Attributes:
+        column: the names by number.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, column: Column) -> None:
+        self.column = column
         self._dicts: list[dict[str, int]] = [{}]  # the first one, and then the others
         self._looked_at = 0  # the one that was last looked at for gaps
+        self._hashed = HashedNames()  # of names that are in no dict
 
     def __len__(self) -> int:
-        return sum(map(len, self._dicts))
+        return sum(map(len, self._dicts)) + self._hashed.count
 
     def __contains__(self, name: object) -> bool:
-        return any(map(operator.contains, self._dicts, itertools.repeat(name)))
+        if any(map(operator.contains, self._dicts, itertools.repeat(name))):
+            return True
+        return isinstance(name, str) and self._hashed.count > 0 and bool(self.find([name])[0] >= 0)
 
     def __iter__(self) -> Iterator[str]:
-        return itertools.chain(*self._dicts)
+        return itertools.chain(*self._dicts, self._names_of(self._hashed.numbers()))
 
     def find(self, names: Sequence[str]) -> Indexes:
         """Return the number of each name `(n,)`, -1 where there is none."""
-        return self._ask(dict.get, names)
+        if not isinstance(names, Texts) or names.counts is not None:
+            listed = list(names)
+            numbers = self._ask(dict.get, listed)
+            left = np.flatnonzero(numbers < 0) if self._hashed.count else numbers[:0]
+            if left.size <= _FEW_NAMES:
+                for at in left.tolist():
+                    numbers[at] = self._find_one(listed[at])
+            else:
+                texts = Texts.of(listed if left.size == numbers.size else [listed[at] for at in left.tolist()])
+                numbers[left] = self._checked(texts, self._hashed.find(texts.hashes()))
+            return numbers
+        numbers = np.full(len(names), -1, np.int64)
+        if self._hashed.count:
+            numbers[names.order.positions] = self._hashed.find(names.order.hashes)
+            numbers = self._checked(names, numbers)
+        if any(self._dicts):
+            left = np.flatnonzero(numbers < 0)
+            numbers[left] = self._ask(dict.get, names.at(left))
+        return numbers
 
-    def add(self, names: Sequence[str], numbers: Iterable[int]) -> None:
+    def _find_one(self, name: str) -> int:
+        """Return the number of a name that is in no dict, -1 where there is none."""
+        number = self._hashed.find_one(hash_of(name))
+        return number if number >= 0 and self._names_of(np.array([number])) == [name] else -1
+
+    def _checked(self, names: Texts, numbers: Indexes) -> Indexes:
+        """Return the numbers that hashes of names have, -1 where the name is another."""
+        found = np.flatnonzero(numbers >= 0)
+        pairs = zip(names.at(found), self._names_of(numbers[found]), strict=True)
+        is_other = np.fromiter((one != other for one, other in pairs), np.bool_, found.size)
+        numbers[found[is_other]] = -1
+        return numbers
+
+    def _names_of(self, numbers: Indexes) -> list[str]:
+        """Return the names that have numbers."""
+        names: list[str] = self.column.data[numbers].tolist()
+        return names
+
+    def add(self, names: Sequence[str], numbers: Sequence[int]) -> None:
         """Enter names that are not there."""
+        if isinstance(names, Texts):
+            order = names.order
+            are_many = len(names) >= _LEAST_HASHED and self._hashed.count + len(names) <= _MOST_HASHED
+            are_distinct = order.are_distinct and names.counts is None
+            if are_many and are_distinct and not bool((self._hashed.find(order.hashes) >= 0).any()):
+                self._hashed.add(order.hashes, as_array(numbers)[order.positions])
+                return
+            names = names.tolist()  # or two have one hash by chance
         if len(self._dicts[0]) + len(names) <= _FIRST_NAMES:
             self._dicts[0].update(zip(names, numbers, strict=True))
             return
@@ -547,7 +600,9 @@ class NameIndex(Collection[str]):
 
     def remove(self, names: Sequence[str]) -> None:
         """Forget names."""
-        self._ask(dict.pop, names)
+        is_left = self._ask(dict.pop, names) < 0
+        if self._hashed.count and is_left.any():
+            self._hashed.remove(Texts.of(list(itertools.compress(names, is_left.tolist()))).hashes())
         if not self:
             self._dicts = [{}]
         self._looked_at = number = (self._looked_at + 1) % len(self._dicts)
@@ -558,6 +613,7 @@ class NameIndex(Collection[str]):
 
     def free(self) -> Iterator[None]:
         """Forget all names in steps."""
+        self._hashed = HashedNames()
         for some in self._dicts:
             some.clear()
             yield
@@ -590,9 +646,11 @@ class KeyIndex(NameIndex):
     """
 
     def __init__(self, table: RowTable) -> None:
-        super().__init__()
-        self.column = table.column("key", np.object_, None)
+        super().__init__(table.column("key", np.object_, None))
         self._table = table
+
+    def _names_of(self, numbers: Indexes) -> list[str]:
+        return super()._names_of(self._table.find(numbers))
 
     def positions_of(self, keys: Sequence[str]) -> Indexes:
         """Return the positions of the rows that have keys `(n,)`, -1 where there is none."""
@@ -631,15 +689,15 @@ class SlotTable(Table):
         self.occupants = self.column(occupants, np.object_, None)
         self._free: list[int] = []
 
-    def take(self, count: int) -> list[int]:
+    def take(self, count: int) -> Sequence[int]:
         """Return so many slots that are not in use, at least one."""
         slots = self._free[-count:]
         del self._free[-count:]
         first, self.count = self.count, self.count + count - len(slots)
         if self.count > self._capacity:
             self._resize(grown(self._capacity, self.count))
-        slots += range(first, self.count)
-        return slots
+        new = range(first, self.count)
+        return [*slots, *new] if slots else new
 
     def give_up(self, slots: Indexes) -> None:
         """Give slots up, each named once, and what the columns have of them."""
@@ -677,6 +735,11 @@ def count_values(values: Indexes) -> tuple[Indexes, Indexes]:
     ordered = values[heads[order]]
     firsts = np.r_[0, np.flatnonzero(np.diff(ordered)) + 1]
     return ordered[firsts], np.add.reduceat(lengths[order], firsts)
+
+
+def as_array(numbers: Sequence[int]) -> Indexes:
+    """Return numbers as an array, those of a range without an object for each."""
+    return np.arange(numbers.start, numbers.stop) if isinstance(numbers, range) else np.asarray(numbers, np.int64)
 
 
 def as_slice(positions: slice | Indexes) -> slice | Indexes:

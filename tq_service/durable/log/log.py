@@ -49,6 +49,11 @@ class Log(Protocol):
         ...
 
     @property
+    def unflushed_count(self) -> int:
+        """Number of records that were appended and are not durable yet."""
+        ...
+
+    @property
     def is_disk_low(self) -> bool:
         """Whether there is hardly any space left to write to: what adds to the state had better be refused."""
         ...

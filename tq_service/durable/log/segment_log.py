@@ -139,6 +139,11 @@ class SegmentLog:
         """Whether something was appended that is not durable yet, or never will be."""
         return self._durable != self._appended or self._abandoned is not None
 
+    @property
+    def unflushed_count(self) -> int:
+        """Number of records that were appended and are not durable yet."""
+        return self._appended - self._durable
+
     def append(self, stream: Stream, *parts: bytes | bytearray) -> int:
         """Add a record, which becomes durable together with all that is added in the same step of the loop.
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from tq_service.errors import QuotaExceededError, UnavailableError
 from tq_service.storage.blobs.base import RETRY_AFTER_SECONDS
+from tq_service.wait_clock import Waiting
 
 
 class Admission:
@@ -115,8 +116,9 @@ class Admission:
 
     async def _wait(self, waiter: _Waiter, deadline: float | None) -> None:
         try:
-            async with asyncio.timeout(None if deadline is None else deadline - self._clock()):
-                await waiter.granted
+            with Waiting():
+                async with asyncio.timeout(None if deadline is None else deadline - self._clock()):
+                    await waiter.granted
         except BaseException as error:
             # Capacity may have been granted in the very turn in which the wait was given up.
             if waiter.is_granted:

@@ -281,6 +281,19 @@ class StoredPut:
         """
         return self.values.view() if self._tables is None else self._tables
 
+    def shapes(self) -> list[ColumnShape]:
+        """Return its columns as they were put, as far as nothing of them was freed."""
+        return [
+            ColumnShape(
+                spec=column.spec,
+                row_count=column.row_set.stored_count,
+                extents=None if fixed_row_bytes(column.spec) is not None else column.extents(self.tables()),
+                value_bytes=column.value_bytes,
+            )
+            for column in self.columns.values()
+            if column is not None
+        ]
+
     def column(self, name: str, put_id: bytes) -> StoredColumn:
         """Return a column.
 

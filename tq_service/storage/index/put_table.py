@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from itertools import chain, islice, takewhile
 from typing import Final, NamedTuple
 
+from tq_service.schema import CONTROLLER_NAME_BYTES
 from tq_service.storage.blobs.base import Blob
 from tq_service.storage.index.put import StoredPut
 
@@ -219,11 +220,19 @@ class PutTable(Mapping[bytes, StoredPut]):
         return list(islice(overdue, most))
 
     def absent_owners(self, controllers: Collection[bytes]) -> list[bytes]:
-        """Return the owners that have been none of the controllers there are for the time that a put waits."""
+        """Return the owners that have been none of the controllers there are for the time that a put waits.
+
+        And at once those that are an earlier start of one of them, which kept nothing.
+        """
         now = self._clock()
+        names = {controller[:CONTROLLER_NAME_BYTES] for controller in controllers}
         absent = (owner for owner in self._confirmations if owner not in controllers)
         self._absent_since = {owner: self._absent_since.get(owner, now) for owner in absent}
-        return [owner for owner, since in self._absent_since.items() if since + self._ttl_seconds <= now]
+        return [
+            owner
+            for owner, since in self._absent_since.items()
+            if since + self._ttl_seconds <= now or owner[:CONTROLLER_NAME_BYTES] in names
+        ]
 
     def forget_owner(self, owner: bytes) -> None:
         """Forget an owner, unless puts of it wait: they came while the others were dropped, and go the next time."""
