@@ -42,7 +42,7 @@ def shape_of(described: MethodDescriptor) -> str:
 
 
 def call(channel: grpc.Channel, name: str, request: Message, metadata: Any = None) -> Any:
-    """Make a call and return its answer, or the list of them."""
+    """Make a call and return its answer, or the list of them: of a watch, which has no end, the first."""
     described = DESCRIBED[name]
     make = getattr(channel, shape_of(described))(
         name,
@@ -50,4 +50,8 @@ def call(channel: grpc.Channel, name: str, request: Message, metadata: Any = Non
         response_deserializer=described.output_type._concrete_class.FromString,
     )
     answer = make(iter([request]) if described.client_streaming else request, timeout=20, metadata=metadata)
+    if name.endswith("/Watch"):
+        first = next(answer)
+        answer.cancel()
+        return [first]
     return list(answer) if described.server_streaming else answer

@@ -30,6 +30,7 @@ from tq_service.v1 import storage_service_pb2 as storage_pb
 from tq_service.wire.columns import encode_header
 from tq_service.wire.credentials import ROLES
 from tq_service.wire.encoding import encode_columns
+from tq_service.wire.texts import encode_texts
 
 _FOR_ANY_TOKEN = [name for name in SERVED if METHODS[name].roles == frozenset(ROLES)]
 _GUARDED = [name for name in SERVED if name not in _FOR_ANY_TOKEN]
@@ -90,6 +91,8 @@ class Guarded:
             )
             for summary in listed.partitions
         ]
+        for task in (task for each in described for task in each.tasks):
+            task.ClearField("delivered_per_second")  # which falls with time
         stat = self.live.storage.Stat(storage_pb.StatRequest(), metadata=metadata)
         return [message.SerializeToString(deterministic=True) for message in (listed, *described, stat)]
 
@@ -292,6 +295,19 @@ def test_errors_name_no_partitions_of_others(guarded: Guarded) -> None:
         assert (_SECRET in str(caught.value)) is is_named
 
 
+def test_reasons_of_waits_name_no_partitions_of_others(guarded: Guarded) -> None:
+    boss = guarded.live.client(token=guarded.admin)
+    boss.create_partition("secretly")
+    for prefixes, is_named in ((("secret/",), False), (("",), True)):
+        client = guarded.live.client(token=guarded.token(CONTROLLER + "GetMeta", prefixes))
+        meta = client.get_meta(
+            partition_id="secret/trai", task_name="t", data_fields=["x"], batch_size=1, max_wait=0.0, explain=True
+        )
+        assert _SECRET in meta.reason
+        assert ("secretly" in meta.reason) is is_named
+    boss.clear_partition("secretly")
+
+
 @pytest.mark.parametrize("name", ["Put", "PutInline"])
 @pytest.mark.parametrize(("prefix", "is_named"), [("secret/", False), ("", True)])
 def test_errors_of_puts_name_no_partitions_of_others(guarded: Guarded, name: str, prefix: str, is_named: bool) -> None:
@@ -300,7 +316,10 @@ def test_errors_of_puts_name_no_partitions_of_others(guarded: Guarded, name: str
         put_id=request_id(), row_count=1, partition_id="secret/trai", columns=[encode_header(column)], size_bytes=8
     )
     write = commit_pb2.SampleWrite(
-        partition_id="secret/trai", row_count=1, keys=["k0"], key_mode=commit_pb2.KEY_MODE_EXISTING
+        partition_id="secret/trai",
+        row_count=1,
+        keys=encode_texts(["k0"], "keys"),
+        key_mode=commit_pb2.KEY_MODE_EXISTING,
     )
     header.commit.CopyFrom(commit_pb2.CommitRequest(request_id=request_id(), write=write))
     small = storage_pb.PutInlineRequest(header=header, values=bytes(8))

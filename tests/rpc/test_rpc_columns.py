@@ -82,10 +82,10 @@ def test_a_field_that_is_declared_keeps_its_meaning(client: AnyClient) -> None:
     assert {name: batch[name].is_nested for name in "djax"} == {"d": False, "j": True, "a": False, "x": False}
     for name in "dx":
         with pytest.raises(
-            tq.FieldMismatchError, match=r"is int64 dense \(3,\), got int64 dense \(4,\).*as auto or jagged"
+            tq.FieldMismatchError, match=r"is int64 dense \[3\], got int64 dense \[4\].*as auto or jagged"
         ) as got:
             client.put({name: torch.zeros(2, 4, dtype=torch.int64)}, partition_id="train")
-        assert got.value.metadata["expected"] == "int64 dense (3,)"
+        assert got.value.metadata["expected"] == "int64 dense [3]"
     client.put({name: torch.zeros(2, 4, dtype=torch.int64) for name in "ja"}, partition_id="train")
     assert spec_of(client, "train", "a") == ("int64", "jagged", (-1,))
 
@@ -93,8 +93,8 @@ def test_a_field_that_is_declared_keeps_its_meaning(client: AnyClient) -> None:
 def test_rows_of_another_number_of_dimensions_are_refused(client: AnyClient) -> None:
     client.put({"x": torch.zeros(2), "y": torch.zeros(2, 1)}, partition_id="train")
     for data, got in (
-        ({"x": torch.zeros(2, 1)}, r"float32 dense \(1,\)"),
-        ({"y": torch.zeros(2)}, r"float32 dense \(\)"),
+        ({"x": torch.zeros(2, 1)}, r"float32 dense \[1\]"),
+        ({"y": torch.zeros(2)}, r"float32 dense \[\]"),
     ):
         with pytest.raises(tq.FieldMismatchError, match=rf"got {got}; put rows of as many dimensions in every put"):
             client.put(data, partition_id="train")

@@ -133,13 +133,13 @@ UNKNOWN_NAMES = [
     not_found("field, production", lambda c, m: c.check_production("train", ["scores"]), tq.FieldNotFoundError,
               "'scores'", "'score'"),
     not_found("key, get", lambda c, m: c.get_data(partition_id="train", keys=["k1", "k9"]), tq.KeyNotFoundError,
-              "'k9'", "'k3'", "skip_missing"),
+              "'k9'", "'k3'", "skip_missing (in Python: missing='skip')"),
     not_found("key, put", put({"score": torch.zeros(1, 3)}, keys=["k9"], key_mode="existing"), tq.KeyNotFoundError,
               "'k9'", "'k3'", "key_mode upsert"),
     not_found("sample, get", lambda c, m: c.get_data(partition_id="train", global_indexes=[1, 99]),
               tq.SampleNotFoundError, "99", "4 of 4"),
     not_found("cell", lambda c, m: c.get_data(partition_id="train", keys=["k1", "k2"], data_fields=["reward"]),
-              tq.CellNotFoundError, "'reward'", "'k2'", "skip_missing",
+              tq.CellNotFoundError, "'reward'", "'k2'", "(in Python: missing='skip', missing_fields='skip')",
               prepare=lambda c, m: c.put({"reward": torch.zeros(1)}, metadata=m.select_samples([1]))),
     not_found("task, consumption", lambda c, m: c.check_consumption("train", "update_acto"), tq.TaskNotFoundError,
               "'update_acto'", "'update_actor'", prepare=consume_a_batch),
@@ -190,20 +190,20 @@ WRONG_CLAIMS = [
     invalid("sampler option", get_meta(sampler="seqlen_balanced", sampler_config={"n_sample_per_prompt": 2}),
             "sampler_config", "'n_sample_per_prompt'", "'n_samples_per_prompt'", error=tq.UnknownSamplerError),
     invalid("sampler option's type", get_meta(sampler="grpo_group_n", sampler_config={"n_samples_per_prompt": "2"}),
-            "sampler_config", "'2'", "int"),
+            "sampler_config", '"2"', "a whole number"),
     invalid("sampler option missing", get_meta(sampler="grpo_group_n"), "sampler_config", "'n_samples_per_prompt'"),
 ]  # fmt: skip
 
 WRONG_PUTS = [
-    invalid("dtype", put({"score": torch.zeros(2, 3, dtype=torch.float64)}), "columns", "float32 dense (3,)",
-            "float64 dense (3,)", "convert", error=tq.FieldMismatchError),
-    invalid("row shape", put({"score": torch.zeros(2, 4)}), "columns", "(3,)", "(4,)", "as auto or jagged",
+    invalid("dtype", put({"score": torch.zeros(2, 3, dtype=torch.float64)}), "columns", "float32 dense [3]",
+            "float64 dense [3]", "convert", error=tq.FieldMismatchError),
+    invalid("row shape", put({"score": torch.zeros(2, 4)}), "columns", "[3]", "[4]", "as auto or jagged",
             error=tq.FieldMismatchError),
-    invalid("number of dims", put({"score": torch.zeros(2)}), "columns", "(3,)", "()", error=tq.FieldMismatchError),
+    invalid("number of dims", put({"score": torch.zeros(2)}), "columns", "[3]", "[]", error=tq.FieldMismatchError),
     invalid("layout", put({"score": [torch.zeros(3), torch.zeros(2)]}), "columns", "dense", "jagged",
             "as auto or jagged", error=tq.FieldMismatchError),
     invalid("layout, objects", put({"score": ["a", "b"]}), "columns", "dense", "object", error=tq.FieldMismatchError),
-    invalid("jagged dims", put({"input_ids": [torch.zeros(2, 2, dtype=torch.int64)]}), "columns", "(-1,)", "(2, 2)",
+    invalid("jagged dims", put({"input_ids": [torch.zeros(2, 2, dtype=torch.int64)]}), "columns", "[-1]", "[2, 2]",
             error=tq.FieldMismatchError),
     invalid("dtype of a column", lambda c, m: c.put({"score": torch.zeros(2, 3).half()}, metadata=m.chunk(2)[0]),
             "columns", "float16", "float32", error=tq.FieldMismatchError),
@@ -295,7 +295,7 @@ DISAGREEING = [
     disagreeing("where", "where", "version", where=[("version", ">=", 3)]),
     disagreeing("order_by", "order_by", "version", order_by=["version"]),
     disagreeing("data_fields", "data_fields", "score", "input_ids", data_fields=["score"]),
-    disagreeing("drop_last", "drop_last", "True", "False", drop_last=True),
+    disagreeing("drop_last", "drop_last", "true", "false", drop_last=True),
 ]
 
 ROWS = [*UNKNOWN_NAMES, *WRONG_CLAIMS, *WRONG_PUTS, *STALE, *DISAGREEING]
@@ -554,5 +554,8 @@ def wait_until_waiting(client: AnyClient, partition_id: str, count: int) -> None
 
 def wait_for_storage(controller: LiveServer, old_boot_id: bytes) -> None:
     """Wait until the new life of the storage service has announced itself."""
-    while controller.controller.PlacePut(PlacePutRequest(size_bytes=1)).storages[0].boot_id == old_boot_id:
+    while (
+        controller.controller.PlacePut(PlacePutRequest(partition_id="p", size_bytes=1)).storages[0].boot_id
+        == old_boot_id
+    ):
         pass

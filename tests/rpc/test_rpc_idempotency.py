@@ -21,9 +21,12 @@ from tq_service.v1 import commit_pb2, metadata_pb2, storage_service_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.wire.columns import encode_header
 from tq_service.wire.encoding import encode_columns
+from tq_service.wire.texts import encode_texts
 
 CLAIM: dict[str, Any] = {"partition_id": "train", "task_name": "t", "data_fields": ["score"]}
-WRITE = commit_pb2.SampleWrite(partition_id="train", row_count=2, keys=["a", "b"], key_mode=commit_pb2.KEY_MODE_NEW)
+WRITE = commit_pb2.SampleWrite(
+    partition_id="train", row_count=2, keys=encode_texts(["a", "b"], "keys"), key_mode=commit_pb2.KEY_MODE_NEW
+)
 
 
 def ids(request_id: bytes, **more: Any) -> dict[str, Any]:
@@ -44,6 +47,7 @@ def mutating_requests(meta: tq.BatchMeta, request_id: bytes) -> dict[str, Messag
             **ids(request_id, task_name="leased", claim_request_id=bytes(16), lease={"seconds": 90})
         ),
         "ResetConsumption": pb.ResetConsumptionRequest(**ids(request_id, task_name="held", epoch=0)),
+        "RequeueDeadLettered": pb.RequeueDeadLetteredRequest(**ids(request_id, task_name="held")),
         "SetCustomMeta": pb.SetCustomMetaRequest(**ids(request_id, global_indexes=[0, 2], custom_meta=[column])),
         "CloseGroups": pb.CloseGroupsRequest(**ids(request_id, groups=["g0"])),
         "ClearSamples": pb.ClearSamplesRequest(**ids(request_id, keys=["k0", "k3"])),
@@ -51,7 +55,8 @@ def mutating_requests(meta: tq.BatchMeta, request_id: bytes) -> dict[str, Messag
     }
 
 
-CHANGED_NOTHING_SEEN = {"SetCustomMeta", "CloseGroups", "AckClaim", "ExtendClaim"}  # by what DescribePartition tells
+# By what DescribePartition tells; and nothing is dead-lettered.
+CHANGED_NOTHING_SEEN = {"SetCustomMeta", "CloseGroups", "AckClaim", "ExtendClaim", "RequeueDeadLettered"}
 
 
 def test_every_request_with_an_id_is_here() -> None:
@@ -123,7 +128,9 @@ def test_an_id_of_another_call_is_refused_and_nothing_changes(server: LiveServer
 def test_a_refused_request_is_not_recorded(server: LiveServer) -> None:
     client = server.client()
     put_train(client)
-    write = commit_pb2.SampleWrite(partition_id="train", row_count=1, keys=["k1"], key_mode=commit_pb2.KEY_MODE_NEW)
+    write = commit_pb2.SampleWrite(
+        partition_id="train", row_count=1, keys=encode_texts(["k1"], "keys"), key_mode=commit_pb2.KEY_MODE_NEW
+    )
     request = pb.InsertRequest(request_id=new_id(), write=write)
     with pytest.raises(grpc.RpcError):
         server.controller.Insert(request)
@@ -295,7 +302,7 @@ def test_a_refused_commit_leaves_a_put_that_was_there_before(server: LiveServer,
     after = snapshot(client)
     refused = commit_of_four(new_id())
     refused.write.key_mode = commit_pb2.KEY_MODE_EXISTING
-    refused.write.keys.extend("abcd")
+    refused.write.keys.CopyFrom(encode_texts([*"abcd"], "keys"))
     with pytest.raises(grpc.RpcError):
         send_put(server, put_stream(commit=refused, put_id=messages[0].header.put_id))
     assert snapshot(client) == after
@@ -446,7 +453,7 @@ def test_placing_and_announcing_change_nothing_that_is_stored(server: LiveServer
     client = server.client()
     put_train(client)
     before = snapshot(client)
-    placed = server.controller.PlacePut(pb.PlacePutRequest(size_bytes=100))
+    placed = server.controller.PlacePut(pb.PlacePutRequest(partition_id="p", size_bytes=100))
     assert placed.max_granted_put_bytes > 1 << 60  # there is no other
     assert placed.embedded
     assert placed.storages[0].boot_id == client.storage_stat().boot_id
@@ -455,7 +462,7 @@ def test_placing_and_announcing_change_nothing_that_is_stored(server: LiveServer
     answers = [server.registry.RegisterStorage(announced, metadata=server.as_service) for _ in range(2)]
     assert answers[0] == answers[1]
     assert answers[0].heartbeat_interval.ToNanoseconds() > 0
-    placed = server.controller.PlacePut(pb.PlacePutRequest(size_bytes=100))
+    placed = server.controller.PlacePut(pb.PlacePutRequest(partition_id="p", size_bytes=100))
     assert list(placed.storages) == [endpoint]  # it has more capacity
     assert not placed.embedded
     assert placed.max_granted_put_bytes == 1 << 20

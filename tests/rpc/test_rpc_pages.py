@@ -19,6 +19,7 @@ from tq_service.domain.changes.state_machine import Change
 from tq_service.domain.partition import PartitionSettings
 from tq_service.v1 import commit_pb2
 from tq_service.v1 import controller_service_pb2 as pb
+from tq_service.wire.runs import read_indexes
 
 COUNT = 33_000
 MOST_ON_A_PAGE = 16_384
@@ -256,6 +257,26 @@ def test_what_is_no_page_is_refused(server: LiveServer, request_: pb.LookupSampl
     with pytest.raises(grpc.RpcError) as caught:
         call(request_, timeout=20)
     assert status_of(caught.value) is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_a_token_goes_with_the_samples_that_were_asked_for(server: LiveServer) -> None:
+    put_many(server.client())
+    asked = pb.LookupSamplesRequest(partition_id="train", all_samples=True, page_size=2)
+    token = server.controller.LookupSamples(asked).next_page_token
+    others = [
+        {"all_samples": False, "global_indexes": [0, 1, 2]},
+        {"all_samples": False, "keys": ["k"]},
+        {"where": [pb.Condition(column="x", operator=pb.OPERATOR_EQ, values=[pb.MetaValue(int64_value=1)])]},
+    ]
+    for other in others:
+        wrong = pb.LookupSamplesRequest(**{"partition_id": "train", "all_samples": True, "page_token": token, **other})
+        with pytest.raises(grpc.RpcError) as caught:
+            server.controller.LookupSamples(wrong)
+        assert violations_of(caught.value) == ["page_token"]
+    more = pb.LookupSamplesRequest(
+        partition_id="train", all_samples=True, page_token=token, page_size=1, missing_ok=True
+    )
+    assert len(read_indexes(server.controller.LookupSamples(more).meta)) == 1
 
 
 def test_the_answer_to_a_large_write_is_small(server: LiveServer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import textwrap
 import threading
@@ -19,6 +20,7 @@ from tq_service.v1 import commit_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import metadata_pb2 as meta_pb
 from tq_service.v1 import storage_service_pb2 as storage_pb
+from tq_service.wire.texts import encode_texts
 
 CODE = grpc.StatusCode
 PAGE = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
@@ -160,7 +162,8 @@ def test_a_restart_that_keeps_nothing_is_noticed_by_a_repeated_put(start_server:
     request = put_request([column("x", numbers(1))], 1)
     request.header.controller_id = first.controller.PlacePut(pb.PlacePutRequest(partition_id="p")).controller_id
     assert first.storage.PutInline(request, timeout=20).put.HasField("commit")
-    second = start_server()
+    first.stop()
+    second = start_server(port=first.app.port)
     assert refused(lambda: second.storage.PutInline(request, timeout=20)).code() is CODE.UNAVAILABLE
     now = second.controller.PlacePut(pb.PlacePutRequest(partition_id="p")).controller_id
     assert now != request.header.controller_id
@@ -216,12 +219,52 @@ def test_an_embedded_storage_service_takes_a_commit_of_its_own(server: LiveServe
     assert get(server, locate(server, global_indexes=made.global_indexes)).values == numbers(7)
 
 
+@pytest.mark.parametrize("is_embedded", [True, False])
+def test_a_commit_has_the_columns_of_its_put(start_server: StartServer, is_embedded: bool) -> None:
+    """Else tasks would be given samples that nobody can read."""
+    server = storage = start_server(role="all" if is_embedded else "controller")
+    if not is_embedded:
+        storage = start_server(role="storage", controller=server.address, shared_memory="off")
+        server.client().put({"x": [1]}, partition_id="other")  # waits until it has registered
+    request = put_request([column("x", numbers(7)), column("y", numbers(1, 2), shape=(-1,), extents=numbers(2))], 1)
+    request.header.controller_id = server.controller.PlacePut(pb.PlacePutRequest(partition_id="p")).controller_id
+    commit = commit_pb2.CommitRequest()
+    commit.CopyFrom(request.header.commit)
+    request.header.ClearField("commit")
+    answer = storage.storage.PutInline(request, timeout=20).put
+    again = storage_pb.PutInlineRequest()
+    again.CopyFrom(request)
+    again.header.columns[0].spec.name = "z"  # what a repeat says is not compared
+    assert storage.storage.PutInline(again, timeout=20).put.storage == answer.storage
+    commit.placement.storage.CopyFrom(answer.storage)
+    commit.placement.put_id = request.header.put_id
+    commit.placement.receipt = answer.receipt
+    x, y = request.header.columns
+    wrong = [
+        column("z", numbers(7))[0],
+        column("x", numbers(7), dtype="uint64")[0],
+        column("x", numbers(7), shape=(1,))[0],
+        column("x", numbers(7), shape=(-1,), extents=numbers(1))[0],
+        column("x", numbers(7), encoding=meta_pb.ENCODING_TEXT, extents=numbers(8))[0],
+    ]
+    for columns in (*([each, y] for each in wrong), [x], [y, x], [x, y, column("z", numbers(7))[0]]):
+        del commit.columns[:]
+        commit.columns.extend(columns)
+        error = refused(lambda: server.controller.Commit(commit, timeout=20))
+        assert (error.code(), violations_of(error)) == (CODE.INVALID_ARGUMENT, ["columns"])
+    del commit.columns[:]
+    commit.columns.extend([x, y])
+    meta = server.controller.Commit(commit, timeout=20).meta
+    assert [spec.name for spec in meta.fields] == ["x", "y"]
+    assert get(storage, locate(server, global_indexes=meta.global_indexes)).values == numbers(7, 1, 2)
+
+
 def test_a_column_that_is_wrong_is_named(server: LiveServer) -> None:
     put(server, column("x", numbers(1)), row_count=1)
     plain = meta_pb.ENCODING_UNSPECIFIED
     cases = [
         ("columns", "FIELD_MISMATCH", column("x", numbers(1, 2), shape=(2,))),
-        ("columns", "INVALID_ARGUMENT", column("x", b"short")),
+        ("value_bytes", "INVALID_ARGUMENT", column("x", b"short")),
         ("dtype", "INVALID_ARGUMENT", column("x", numbers(1), dtype="int65")),
         ("encoding", "INVALID_ARGUMENT", column("x", b"ab", encoding=plain, extents=numbers(2))),
         ("encoding", "INVALID_ARGUMENT", column("x", b"ab", encoding=plain, extents=numbers(2, 1))),
@@ -280,16 +323,17 @@ def test_a_stream_of_python_waits_for_its_initial_metadata(server: LiveServer) -
 
 
 def test_values_for_a_failed_sample_are_dropped_and_its_state_stays(server: LiveServer) -> None:
-    made = put(server, column("x", numbers(1, 2)), row_count=2, keys=["a", "b"])
-    put(server, column("x", numbers(1)), row_count=1, keys=["a"], state=meta_pb.SAMPLE_STATE_FAILED)
-    again = put(server, column("v", numbers(5, 6)), row_count=2, keys=["a", "b"])
+    one, both = encode_texts(["a"], "keys"), encode_texts(["a", "b"], "keys")
+    made = put(server, column("x", numbers(1, 2)), row_count=2, keys=both)
+    put(server, column("x", numbers(1)), row_count=1, keys=one, state=meta_pb.SAMPLE_STATE_FAILED)
+    again = put(server, column("v", numbers(5, 6)), row_count=2, keys=both)
     assert again.global_indexes == made.global_indexes
     error = refused(lambda: locate(server, keys=["b", "a"], data_fields=["v"]))
     assert (error.code(), reason_of(error)) == (CODE.NOT_FOUND, "CELL_NOT_FOUND")
     assert "sample 0 (key 'a') of partition 'p' has no 'v', and gets none: it has failed" in error.details()
     found = locate(server, keys=["b", "a"], data_fields=["v"], skip_missing=True)
     assert (found.global_indexes, get(server, found).values) == ([1], numbers(6))
-    revived = put_request([column("v", numbers(5))], 1, keys=["a"], state=meta_pb.SAMPLE_STATE_LIVE)
+    revived = put_request([column("v", numbers(5))], 1, keys=one, state=meta_pb.SAMPLE_STATE_LIVE)
     assert reason_of(refused(lambda: server.storage.PutInline(revived, timeout=20))) == "SAMPLE_FAILED"
 
 
@@ -298,7 +342,7 @@ def test_values_for_a_failed_sample_are_dropped_and_its_state_stays(server: Live
 def test_samples_may_be_located_and_read_twice(
     server: LiveServer, client: AnyClient, named: dict[str, Any], skip_missing: bool
 ) -> None:
-    put(server, column("x", numbers(1, 2)), row_count=2, keys=["a", "b"])
+    put(server, column("x", numbers(1, 2)), row_count=2, keys=encode_texts(["a", "b"], "keys"))
     found = locate(server, **named, skip_missing=skip_missing)
     assert (found.global_indexes, found.keys) == ([1, 0, 1], ["b", "a", "b"])
     assert get(server, found).values == numbers(2, 1, 2)
@@ -487,3 +531,192 @@ def test_a_rank_goes_on_after_samples_that_were_cleared(server: LiveServer) -> N
     assert (reason_of(error), facts_of(error)["next_batch_index"]) == ("SAMPLES_CLEARED", "2")
     assert list(ask(0, 0).global_indexes) == [0]
     assert [list(ask(rank, 1).global_indexes) for rank in range(2)] == [[2], [3]]
+
+
+# What a refused commit leaves
+
+
+def stored_alone(server: LiveServer, **write: Any) -> commit_pb2.CommitRequest:
+    """Store a put of one column x of one row without a commit, and return the commit of it."""
+    request = put_request([column("x", numbers(7))], 1, **write)
+    commit = commit_pb2.CommitRequest()
+    commit.CopyFrom(request.header.commit)
+    request.header.ClearField("commit")
+    answer = server.storage.PutInline(request, timeout=20).put
+    commit.columns.extend(request.header.columns)
+    commit.placement.storage.CopyFrom(answer.storage)
+    commit.placement.put_id = request.header.put_id
+    return commit
+
+
+DROPPING: dict[str, dict[str, Any]] = {
+    "KEY_NOT_FOUND": {"keys": encode_texts(["no"], "keys"), "key_mode": commit_pb2.KEY_MODE_EXISTING},
+    "SAMPLE_NOT_FOUND": {"global_indexes": [99]},
+    "STALE_INCARNATION": {"incarnation": b"another than this"[:16]},
+    "FAILED_PRECONDITION": {"groups": encode_texts(["full"], "groups"), "group_size": 1},
+    "INVALID_ARGUMENT": {"custom_meta": [meta_pb.MetaColumn(name="c", json_values=["{"])]},
+}
+
+
+@pytest.mark.parametrize("reason", DROPPING)
+def test_a_commit_that_is_refused_for_what_it_writes_drops_its_put(server: LiveServer, reason: str) -> None:
+    made = put(server, column("x", numbers(1)), row_count=1, groups=encode_texts(["full"], "groups"), group_size=1)
+    used_bytes = server.client().storage_stat().used_bytes
+    commit = stored_alone(server, **{"incarnation": made.incarnation, **DROPPING[reason]})
+    assert server.client().storage_stat().used_bytes > used_bytes
+    assert reason_of(refused(lambda: server.controller.Commit(commit, timeout=20))) == reason
+    assert server.client().storage_stat().used_bytes == used_bytes
+    commit.write.CopyFrom(commit_pb2.SampleWrite(partition_id="p", row_count=1))
+    assert reason_of(refused(lambda: server.controller.Commit(commit, timeout=20))) == "PUT_NOT_FOUND"
+
+
+def test_a_commit_that_is_refused_for_what_it_names_leaves_its_put(server: LiveServer) -> None:
+    commit = stored_alone(server)
+
+    def wrong(change: Callable[[commit_pb2.CommitRequest], object]) -> Any:
+        changed = commit_pb2.CommitRequest()
+        changed.CopyFrom(commit)
+        change(changed)
+        return refused(lambda: server.controller.Commit(changed, timeout=20))
+
+    def without_boot(each: commit_pb2.CommitRequest) -> None:
+        each.placement.storage.boot_id = new_id()
+
+    assert reason_of(wrong(without_boot)) == "DATA_LOSS"
+    for change in (
+        lambda each: each.placement.ClearField("put_id"),
+        lambda each: setattr(each.placement, "receipt", b"made up"),
+        lambda each: each.ClearField("columns"),
+        lambda each: setattr(each.write, "row_count", 2),
+        lambda each: setattr(each, "request_id", b"short"),
+        lambda each: setattr(each.write, "partition_id", "another"),
+    ):
+        assert wrong(change).code() is CODE.INVALID_ARGUMENT
+    made = server.controller.Commit(commit, timeout=20).meta
+    assert get(server, locate(server, global_indexes=made.global_indexes)).values == numbers(7)
+
+
+# custom_meta and claims
+
+
+def tag(server: LiveServer, **values: Any) -> None:
+    """Insert a sample with a value of custom_meta column c, typed or JSON."""
+    put(server, column("x", numbers(1)), row_count=1, custom_meta=[meta_pb.MetaColumn(name="c", **values)])
+
+
+def integer(value: int) -> dict[str, Any]:
+    return {"int64_values": meta_pb.Int64Values(values=[value])}
+
+
+def double(value: float) -> dict[str, Any]:
+    return {"double_values": meta_pb.DoubleValues(values=[value])}
+
+
+def kept(server: LiveServer) -> list[object]:
+    """Return the values of column c as they are kept: JSON as its text."""
+    found = server.controller.LookupSamples(pb.LookupSamplesRequest(partition_id="p", all_samples=True), timeout=20)
+    (read,) = found.meta.custom_meta
+    which = read.WhichOneof("values")
+    typed, texts = iter(getattr(read, which).values if which else []), iter(read.json_values)
+    return [next(texts) if kind == 2 else next(typed) for kind in read.kinds or b"\1" * len(found.meta.global_indexes)]
+
+
+def test_int64_and_double_mix_as_the_page_says(server: LiveServer) -> None:
+    for values in (integer(1), double(2.5), integer(3), integer(2**60 + 1), {"json_values": ["1e300"]}):
+        tag(server, **values)
+    described = server.client().describe_partition("p").custom_meta_columns
+    assert [(each.kind, each.has_json) for each in described] == [("double", True)]
+    assert kept(server) == [1.0, 2.5, 3.0, str(2**60 + 1), 1e300]
+
+
+def test_a_column_with_a_large_integer_stays_int64(server: LiveServer) -> None:
+    for values in (integer(2**60 + 1), double(2.5), {"json_values": ['"a"']}):
+        tag(server, **values)
+    assert kept(server) == [2**60 + 1, "2.5", '"a"']
+
+
+def test_values_compare_as_the_page_says(server: LiveServer) -> None:
+    for value in (1.0, math.nan, 2.0, -math.inf):
+        tag(server, **double(value))
+    tag(server, json_values=['"text"'])
+
+    def ask(operator: Any = pb.OPERATOR_EQ, order_by: Any = (), **value: Any) -> list[int]:
+        where = [pb.Condition(column="c", operator=operator, values=[pb.MetaValue(**value)])] if value else []
+        answer = claim(server, task_name=new_id().hex(), batch_size=5, min_batch_size=1, where=where, order_by=order_by)
+        return list(answer.global_indexes)
+
+    assert ask(double_value=1.0) == ask(int64_value=1) == ask(bool_value=True) == [0]
+    assert ask(double_value=math.nan) == []
+    assert ask(pb.OPERATOR_NE, double_value=math.nan) == [0, 1, 2, 3]
+    assert ask(order_by=[pb.Order(column="c")]) == [3, 0, 2, 1, 4]
+    assert ask(order_by=[pb.Order(column="c", descending=True)]) == [1, 2, 0, 3, 4]
+    assert violations_of(refused(lambda: ask(string_value="text"))) == ["where"]
+
+
+def test_an_end_is_of_what_a_queue_worker_asked_for(server: LiveServer) -> None:
+    tag(server, **integer(1))
+    server.client().seal_partition("p")
+    other = [pb.Condition(column="c", operator=pb.OPERATOR_EQ, values=[pb.MetaValue(int64_value=2)])]
+    ended = claim(server, batch_size=1, where=other)
+    assert (ended.status, ended.end.excluded_count) == (meta_pb.BATCH_STATUS_END, 1)
+    assert list(claim(server, batch_size=1).global_indexes) == [0]
+
+
+def test_a_partition_is_sealed_by_the_write_that_reaches_its_number(server: LiveServer) -> None:
+    asked = pb.CreatePartitionRequest(request_id=new_id(), partition_id="p", expected_samples=2)
+    server.controller.CreatePartition(asked, timeout=20)
+    made = put(server, column("x", numbers(1, 2, 3)), row_count=3)
+    assert len(made.global_indexes) == 3
+    assert server.client().describe_partition("p").summary.sealed
+
+
+def test_samples_without_a_group_are_groups_of_one(server: LiveServer) -> None:
+    groups = encode_texts(["a", "", "a", ""], "groups")
+    put(server, column("x", numbers(1, 2, 3, 4)), row_count=4, groups=groups, group_size=2)
+    found = claim(server, batch_size=2, batch_unit=pb.BATCH_UNIT_GROUP)
+    assert sorted(found.global_indexes) == [0, 1, 2]
+    with_another = put_request([column("x", numbers(5))], 1, groups=encode_texts(["a"], "groups"))
+    error = refused(lambda: server.storage.PutInline(with_another, timeout=20))
+    assert (reason_of(error), facts_of(error)["group"]) == ("FAILED_PRECONDITION", "a")
+
+
+def test_claims_without_a_lease_are_released_as_a_whole(server: LiveServer) -> None:
+    made = put(server, column("x", numbers(1, 2)), row_count=2)
+    names = {"partition_id": "p", "task_name": "t", "claim_request_id": new_id()}
+    claim(server, batch_size=2, request_id=names["claim_request_id"])
+    ack = pb.AckClaimRequest(request_id=new_id(), incarnation=made.incarnation, **names)
+    assert reason_of(refused(lambda: server.controller.AckClaim(ack, timeout=20))) == "FAILED_PRECONDITION"
+    part = pb.ReleaseClaimRequest(request_id=new_id(), global_indexes=[0], **names)
+    assert reason_of(refused(lambda: server.controller.ReleaseClaim(part, timeout=20))) == "INVALID_ARGUMENT"
+    whole = pb.ReleaseClaimRequest(request_id=new_id(), **names)
+    assert server.controller.ReleaseClaim(whole, timeout=20).released_count == 2
+
+
+def test_a_lease_that_is_none_is_named(server: LiveServer) -> None:
+    put(server, column("x", numbers(1)), row_count=1)
+    leased = claim(server, batch_size=1, max_deliveries=2, **LEASE)
+    extend = pb.ExtendClaimRequest(
+        request_id=new_id(), partition_id="p", task_name="t", claim_request_id=leased.claim_request_id
+    )
+    assert violations_of(refused(lambda: server.controller.ExtendClaim(extend, timeout=20))) == ["lease"]
+    assert violations_of(refused(lambda: claim(server, batch_size=1, max_deliveries=2))) == ["max_deliveries"]
+    assert violations_of(refused(lambda: claim(server, batch_size=1, order_by=[pb.Order()]))) == ["order_by"]
+
+
+def test_what_is_wrong_in_a_request_is_named_by_its_own_field(server: LiveServer) -> None:
+    def create(**settings: Any) -> Any:
+        asked = pb.CreatePartitionRequest(request_id=new_id(), partition_id="q", **settings)
+        return refused(lambda: server.controller.CreatePartition(asked, timeout=20))
+
+    unknown: Any = 9
+    spec = meta_pb.FieldSpec(name="f", row_shape=[2])
+    assert violations_of(create(default_layout=unknown)) == ["default_layout"]
+    assert violations_of(create(fields=[spec])) == ["row_shape_known"]
+    assert violations_of(create(fields=[meta_pb.FieldSpec(name="n" * 513)])) == ["name"]
+    names = [f"{number}-{'z' * 400}" for number in range(700)]
+    too_large = refused(lambda: claim(server, batch_size=1, data_fields=names))
+    assert violations_of(too_large) == ["data_fields"]
+    assert facts_of(too_large)["limit"] == "262144"
+    assert violations_of(refused(lambda: server.controller.PlacePut(pb.PlacePutRequest(), timeout=20))) == [
+        "partition_id"
+    ]

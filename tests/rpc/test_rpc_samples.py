@@ -255,5 +255,9 @@ def test_partitions(client: AnyClient) -> None:
 def test_samplers_are_listed(client: AnyClient) -> None:
     listed = {one.name: one for one in client.list_samplers()}
     assert {"sequential", "grpo_group_n", "rank_aware", "seqlen_balanced"} <= set(listed)
-    assert "n_samples_per_prompt" in listed["seqlen_balanced"].options
+    options = {option.name: option for option in listed["packed"].options}
+    assert list(options)[:2] == ["optimizer_steps", "pack_max_length"]
+    assert options["pack_max_length"].default_json is None
+    assert (options["overlong"].type, options["overlong"].default_json) == ("one of error, truncate, drop", '"error"')
+    assert "more tokens than a pack holds" in options["overlong"].summary
     assert all(one.summary for one in listed.values())

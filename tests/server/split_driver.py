@@ -216,6 +216,8 @@ class Split:
             max_wait_cap_seconds=1.0,
             waiting=WaitingCalls(),
             checkpoints=None,
+            watches=None,
+            identity=None,
         )
         self.to_controller._servicer = self.controller
 

@@ -23,6 +23,7 @@ from tq_service.errors import (
 )
 from tq_service.internal.v1 import storage_registry_pb2
 from tq_service.v1 import commit_pb2
+from tq_service.wire.texts import encode_texts
 
 
 @pytest.fixture
@@ -36,7 +37,8 @@ def impossible(request):
     other = commit_pb2.CommitRequest()
     other.CopyFrom(request)
     other.request_id = os.urandom(16)
-    other.write.keys[:] = [f"unknown-{number}" for number in range(other.write.row_count)]
+    unknown = [f"unknown-{number}" for number in range(other.write.row_count)]
+    other.write.keys.CopyFrom(encode_texts(unknown, "keys"))
     other.write.key_mode = commit_pb2.KEY_MODE_EXISTING
     return other
 

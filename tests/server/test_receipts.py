@@ -17,16 +17,16 @@ def book():
     return ReceiptBook()
 
 
-def sealed(book, number=0, put_id=PUT_ID, partition_id="train", *, for_existing_rows=False):
+def sealed(book, number=0, put_id=PUT_ID, partition_id="train", *, for_existing_rows=False, columns_digest=b""):
     keys = ReceiptKeys()
     assert keys.renew(OWNER, book.key)
     assert not keys.renew(OWNER, book.key)
-    return keys.seal(OWNER, put_id, partition_id, number, for_existing_rows=for_existing_rows)
+    return keys.seal(OWNER, put_id, partition_id, number, for_existing_rows=for_existing_rows, columns_digest=b"")
 
 
 @pytest.mark.parametrize("for_existing_rows", [False, True])
 def test_a_receipt_says_what_was_sealed_as_often_as_it_is_opened(book, for_existing_rows):
-    receipt = sealed(book, 3, for_existing_rows=for_existing_rows)
+    receipt = sealed(book, 3, for_existing_rows=for_existing_rows, columns_digest=b"")
     for _ in range(2):
         said = book.open(receipt, PUT_ID, "train")
         assert (said.for_existing_rows, said.number) == (for_existing_rows, 3)
@@ -105,7 +105,7 @@ def test_no_receipt_is_given_for_a_controller_that_is_not_known():
     with pytest.raises(UnavailableError, match="not registered with controller 6363"):
         ReceiptKeys().check_registered(OWNER)
     with pytest.raises(InvalidArgumentError, match="controller_id has 0 bytes, expected 16"):
-        ReceiptKeys().seal(b"", PUT_ID, "train", 0, for_existing_rows=False)
+        ReceiptKeys().seal(b"", PUT_ID, "train", 0, for_existing_rows=False, columns_digest=b"")
 
 
 def test_a_receipt_costs_a_few_microseconds(book):
@@ -115,6 +115,8 @@ def test_a_receipt_costs_a_few_microseconds(book):
     for _ in range(20):
         began = time.perf_counter()
         for number in range(100):
-            book.open(keys.seal(OWNER, PUT_ID, "train", number, for_existing_rows=False), PUT_ID, "train")
+            book.open(
+                keys.seal(OWNER, PUT_ID, "train", number, for_existing_rows=False, columns_digest=b""), PUT_ID, "train"
+            )
         best = min(best, time.perf_counter() - began)
     assert best / 100 < 100e-6  # 10 us when the machine is idle

@@ -67,7 +67,7 @@ async def storage():
 def receipt_of(storage, put_id=PUT_ID, partition_id="train", number=0):
     keys = ReceiptKeys()
     keys.renew(b"c", storage.receipt_key)
-    return keys.seal(b"c", put_id, partition_id, number, for_existing_rows=False)
+    return keys.seal(b"c", put_id, partition_id, number, for_existing_rows=False, columns_digest=b"")
 
 
 async def test_the_receipt_of_a_put_is_not_taken_while_it_is_being_given_back(storage):

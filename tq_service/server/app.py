@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
@@ -12,25 +13,29 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tq_service.config import ServeSettings, join_address
+from tq_service.config import ServeSettings, format_size, join_address
 from tq_service.errors import ServiceFailedError, TqError
 from tq_service.internal.v1.storage_control_pb2_grpc import add_StorageControlServiceServicer_to_server
 from tq_service.internal.v1.storage_registry_pb2_grpc import add_StorageRegistryServiceServicer_to_server
 from tq_service.log_message import LogMessage
-from tq_service.server.composition import Controller, Storage, open_state_store, recover
+from tq_service.observe.instruments import Instruments
+from tq_service.server.composition import Controller, Metrics, Storage, call_spans, open_state_store, recover
 from tq_service.server.health import Health
 from tq_service.server.heartbeat import register_storage
 from tq_service.server.listener import Listener
 from tq_service.server.process import collect_garbage, tuned_process
+from tq_service.server.rpc.access_log import AccessLog
 from tq_service.server.rpc.adapter import Services
 from tq_service.server.rpc.durability import DurableAnswers
 from tq_service.server.rpc.errors import ErrorStatuses
 from tq_service.server.rpc.limits import RunningCalls, WaitingCalls
+from tq_service.server.rpc.metrics import CallMetrics
 from tq_service.server.rpc.middleware import Middleware
 from tq_service.server.storage_servicer import SERVICE as STORAGE_SERVICE
 from tq_service.server.supervisor import FAILED_EXIT_CODE, FailingWith, Supervisor, regularly
 from tq_service.v1.controller_service_pb2_grpc import add_ControllerServiceServicer_to_server
 from tq_service.v1.storage_service_pb2_grpc import add_StorageServiceServicer_to_server
+from tq_service.version import VERSION
 from tq_service.wire.connection import LISTENING_OPTIONS
 
 _log = logging.getLogger(__name__)
@@ -53,6 +58,7 @@ class App:
         state_store: keeps the state of controller and storage service, None where nothing does.
         storage: the storage service, None where there is only a controller.
         controller: the controller, None where there is only a storage service.
+        metrics: what is shown to Prometheus, None where that is off.
     """
 
     def __init__(self, settings: ServeSettings, supervisor: Supervisor, closing: contextlib.AsyncExitStack) -> None:
@@ -69,6 +75,13 @@ class App:
         self.health = Health()
         self.calls = RunningCalls(settings.max_calls)
         self.waiting = WaitingCalls(settings.max_waiting_calls, settings.max_waiting_calls_per_client)
+        instruments = None if settings.metrics_port is None else Instruments()
+        self.metrics: Metrics | None = None
+        if instruments is not None:
+            self.metrics = Metrics(
+                settings, instruments, self.listener, self.port, calls=self.calls, waiting=self.waiting
+            )
+            closing.push_async_callback(self.metrics.close)
         self.state_store = open_state_store(settings, supervisor)
         if self.state_store is not None:
             closing.push_async_callback(self.state_store.close)
@@ -86,6 +99,7 @@ class App:
                 credentials=self.listener.credentials,
                 waiting=self.waiting,
                 supervisor=supervisor,
+                instruments=instruments,
             )
             closing.push_async_callback(self.controller.storages.close)
         closing.callback(self.listener.close)
@@ -93,7 +107,9 @@ class App:
         supervisor.on_fatal(self._fail)
         if self.state_store is not None:
             recover(self.state_store, self.controller, self.storage, supervisor)
-        self._add_services(settings)
+        if self.metrics is not None:
+            self.metrics.add(self.controller, self.storage, self.state_store)
+        self._add_services(settings, instruments)
 
     @classmethod
     async def start(cls, settings: ServeSettings, supervisor: Supervisor) -> App:
@@ -121,10 +137,15 @@ class App:
             raise
         return app
 
-    def _add_services(self, settings: ServeSettings) -> None:
+    def _add_services(self, settings: ServeSettings, instruments: Instruments | None) -> None:
         """Add the services to the server, each behind what guards it."""
         partition_of = None if self.storage is None else self.storage.engine.partition_of
-        middleware: list[Middleware] = [ErrorStatuses(), self.calls, self.listener.access_control(partition_of)]
+        middleware: list[Middleware] = [AccessLog()]
+        if instruments is not None:
+            middleware.append(CallMetrics(instruments))
+        if settings.traces:
+            middleware.append(call_spans())
+        middleware += [ErrorStatuses(), self.calls, self.listener.access_control(partition_of)]
         if self.state_store is not None:
             # The last, so that a rejected caller neither waits for a disk nor learns how it is.
             middleware.append(DurableAnswers(self.state_store))
@@ -158,6 +179,8 @@ class App:
         self.supervisor.start("following the files of certificate and tokens", self.listener.watch())
         self.supervisor.start("housekeeping", regularly(_HOUSEKEEPING_SECONDS, self._keep_house))
         self.supervisor.start("collecting garbage", collect_garbage())
+        if self.metrics is not None:
+            self.supervisor.start("measuring the event loop", self.metrics.shown.measure_loop())
         if self.storage is not None and settings.controller is not None:
             registering = register_storage(
                 self.storage.engine,
@@ -190,7 +213,7 @@ class App:
     def _drain(self) -> None:
         self.health.drain()
         if self.controller is not None:
-            self.controller.catalog.drain()
+            self.controller.drain()
 
     def _stop_server(self, grace_seconds: float | None) -> asyncio.Task[None]:
         """Return what stops the server; the first call says how long running calls may take to finish.
@@ -258,12 +281,30 @@ async def serve(settings: ServeSettings, *, announce: Callable[[str], None]) -> 
         _log.error(LogMessage("the service cannot start", error=error))
         return 1
     announce(f"listening on {join_address(settings.host, app.port)} (role {settings.role})")
+    announce(_what_it_is(app, settings))
     if await _comes_before(stopping.wait(), failed):
         announce(f"draining for up to {settings.grace_seconds:g} s")
         if await _comes_before(app.stop(settings.grace_seconds), failed):
             return 0
     await app.abort()
     return FAILED_EXIT_CODE
+
+
+def _what_it_is(app: App, settings: ServeSettings) -> str:
+    """Return in a line what was started."""
+    quota = format_size(settings.max_bytes)
+    has_shared_memory = app.storage is not None and app.storage.shared_memory is not None
+    facts = {
+        "version": VERSION,
+        "durability": settings.effective_durability,
+        "data directory": settings.data_dir or "none",
+        "quota": "none" if app.storage is None else quota,
+        "tls": "mutual" if settings.tls_client_ca else "on" if settings.tls_cert else "off",
+        "tokens": "on" if settings.auth_tokens_file else "off",
+        "shared memory": "on" if has_shared_memory else "off",
+        "pid": os.getpid(),
+    }
+    return ", ".join(f"{name} {value}" for name, value in facts.items())
 
 
 async def _comes_before(work: Coroutine[Any, Any, object], failed: asyncio.Event) -> bool:

@@ -273,7 +273,7 @@ class Checkpoints:
         driver = self._storages.driver(place.storage_id, place.boot_id)
         put = Put(place.storage_id, place.boot_id, os.urandom(16))
         columns = await _in_thread(lambda: _columns(checkpoint, block))
-        header = put_header(put.put_id, prefix + block.partition_id, columns)
+        header = put_header(put.put_id, columns, partition_id=prefix + block.partition_id)
         header.controller_id = self._storages.controller_id
         with self._storages.placing(put):
             await driver.put(header, columns, Seconds(_CAPACITY_SECONDS + header.size_bytes / _BYTES_A_SECOND))

@@ -21,7 +21,7 @@ from tq_service.domain.changes.samples import SampleWrite
 from tq_service.domain.lookup import MOST_NAMED, first_known
 from tq_service.domain.partition import Partition
 from tq_service.domain.tables.cells import Put
-from tq_service.domain.tables.names import LARGE, Names, look_through_in_turns
+from tq_service.domain.tables.names import LARGE, Names, looking_through
 from tq_service.errors import (
     InvalidArgumentError,
     QuotaExceededError,
@@ -34,6 +34,7 @@ from tq_service.v1 import commit_pb2, metadata_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.wire.columns import ColumnShape
 from tq_service.wire.runs import read_indexes
+from tq_service.wire.texts import FEW
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
@@ -75,16 +76,17 @@ class Commits:
         partition_id, receipt = request.write.partition_id, request.placement.receipt
         if (answer := self.recorded(request.request_id)) is not None:
             if not self._storages.is_committed(put):  # it is a second put for the same commit, or gone since
-                with contextlib.suppress(TqError), self._storages.redeemed(put, partition_id, receipt):
+                with contextlib.suppress(TqError), self._storages.redeemed(put, columns, partition_id, receipt):
                     pass
             return answer
         self._storages.check_uncommitted(put)
-        with self._storages.redeemed(put, partition_id, receipt) as redeemed:
+        with self._storages.redeemed(put, columns, partition_id, receipt) as redeemed:
             async with self.admitted(request, sum(column.value_bytes for column in columns), context) as names:
+                known = None if names is None else await names
                 if self.recorded(request.request_id) is None:
                     self._storages.check_uncommitted(put)
                     redeemed.check()
-                return self.commit_stored(request, put, columns, names, for_existing_rows=redeemed.for_existing_rows)
+                return self.commit_stored(request, put, columns, known, for_existing_rows=redeemed.for_existing_rows)
 
     def check(self, request: commit_pb2.CommitRequest) -> None:
         """Refuse a commit that asks for more than one answer is about."""
@@ -94,6 +96,7 @@ class Commits:
                 f"return_all_meta is set for {count} samples, at most {MOST_NAMED} expected; put them in several "
                 "calls, or look them up after the put",
                 field="return_all_meta",
+                metadata={"got": str(count), "limit": str(MOST_NAMED)},
             )
 
     async def add_all_meta(self, request: commit_pb2.CommitRequest, answer: commit_pb2.CommitResponse) -> None:
@@ -119,10 +122,11 @@ class Commits:
     ) -> Answer:
         """Write samples without cells, or metadata and state alone."""
         async with self.admitted(request, 0, context) as names:
+            known = None if names is None else await names
             recorded: Answer | None = self._catalog.recorded(request.request_id, answer)
             if recorded is not None:
                 return recorded
-            write = converters.sample_write(request.write, names=names)
+            write = converters.sample_write(request.write, names=known)
             async with self._capacity(request.write, write) as made:
                 return self._catalog.run_once(
                     request.request_id, lambda: answer(meta=self._write(request.write, write, made)), answer
@@ -131,25 +135,25 @@ class Commits:
     @contextlib.asynccontextmanager
     async def admitted(
         self, request: pb.InsertRequest | commit_pb2.CommitRequest, size_bytes: int, context: Context
-    ) -> AsyncIterator[Names | None]:
+    ) -> AsyncIterator[asyncio.Future[Names] | None]:
         """Wait until a partition has capacity for new samples, and keep it for the `async with` that writes them.
 
-        Yields what is known of the names of a large write, which are looked through before the step that makes it;
-        None: there are few.
+        Yields what will be known of the names of a write, which are looked through meanwhile; None: there are few.
 
         Raises:
             QuotaExceededError, StalenessLimitError: there was none until the call was about to end, or never is.
             LimitExceededError: too many calls wait.
         """
         message, names = request.write, None
-        if len(message.keys) + len(message.groups) >= LARGE:
-            names = await look_through_in_turns(message.keys, message.groups)
+        if max(len(message.keys.sizes), len(message.groups.sizes)) > FEW:
+            names = looking_through(converters.keys_of(message), converters.groups_of(message))
         queue = self._catalog.admission_queue(message.partition_id)
         if queue is None or self._catalog.recorded(request.request_id) is not None:
             yield names
             return
+        known = None if names is None else await names
         self._catalog.get(message.partition_id, message.incarnation)
-        write = converters.sample_write(message, names=names)
+        write = converters.sample_write(message, names=known)
         with self._waiting.one(context):
             capacity = await queue.enter(request.request_id, write, size_bytes, wait_until(context))
         with capacity:
@@ -177,7 +181,7 @@ class Commits:
         def change() -> commit_pb2.CommitResponse:
             self._storages.check_uncommitted(put)
             write = converters.sample_write(request.write, put, columns, names)
-            if for_existing_rows and self.makes_samples(request.write):
+            if for_existing_rows and self.makes_samples(request.write, names):
                 raise QuotaExceededError(
                     f"put {put.put_id.hex()} was put as columns for existing samples, which may use a reserve that new "
                     "ones may not, and its commit makes samples; put it again without for_existing_rows",
@@ -188,13 +192,14 @@ class Commits:
 
         return self._catalog.run_once(request.request_id, change, commit_pb2.CommitResponse)
 
-    def makes_samples(self, write: commit_pb2.SampleWrite) -> bool:
+    def makes_samples(self, write: commit_pb2.SampleWrite, names: Names | None) -> bool:
         """Whether a write makes samples, as of now; one that is refused anyhow may or may not."""
         if write.global_indexes:
             return False
-        if write.key_mode == commit_pb2.KEY_MODE_EXISTING or not write.keys:
-            return not write.keys
-        return not self._catalog.knows_keys(write.partition_id, write.incarnation, write.keys)
+        keys = converters.keys_of(write) if names is None else names.keys or ()
+        if write.key_mode == commit_pb2.KEY_MODE_EXISTING or not keys:
+            return not keys
+        return not self._catalog.knows_keys(write.partition_id, write.incarnation, keys)
 
     def recorded(self, request_id: bytes) -> commit_pb2.CommitResponse | None:
         """Return the answer of a commit that was made under this request_id.

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import hashlib
 import logging
+import secrets
 import socket
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from tq_service.config import ServeSettings, default_shared_memory_dir
+from tq_service.config import ServeSettings, default_shared_memory_dir, join_address
 from tq_service.dataplane.shared_memory.server import SharedMemoryServer, make_private
 from tq_service.domain.admission.limits import Limits
 from tq_service.domain.catalog import Catalog
@@ -17,20 +19,28 @@ from tq_service.domain.idempotency import IdempotencyCache
 from tq_service.durable.state_store import StateStore
 from tq_service.errors import InvalidArgumentError
 from tq_service.log_message import LogMessage
+from tq_service.observe.instruments import Instruments
+from tq_service.observe.planning import TimedRunner
 from tq_service.samplers import PlanRunner, SamplerRegistry
+from tq_service.schema import CONTROLLER_NAME_BYTES
 from tq_service.server import converters
 from tq_service.server.checkpoints import Checkpoints
 from tq_service.server.commits import Commits
 from tq_service.server.controller_servicer import ControllerServicer
+from tq_service.server.listener import Listener
 from tq_service.server.receipts import ReceiptKeys
-from tq_service.server.rpc.limits import WaitingCalls
+from tq_service.server.rpc.limits import RunningCalls, WaitingCalls
+from tq_service.server.rpc.middleware import Middleware
+from tq_service.server.status import Identity
 from tq_service.server.storage_servicer import EngineDriver, StorageServicer, endpoint_of
 from tq_service.server.storages import EmbeddedStorage, StorageRegistry
 from tq_service.server.supervisor import Supervisor
+from tq_service.server.watches import Watches
 from tq_service.storage.blobs.base import BlobStore, DurableBlobStore
 from tq_service.storage.blobs.memory import MemoryBlobs
 from tq_service.storage.blobs.segments import SegmentBlobs
 from tq_service.storage.engine import StorageEngine
+from tq_service.version import VERSION
 from tq_service.wire.credentials import Credentials
 from tq_service.wire.shared_memory import check_supported
 
@@ -118,11 +128,14 @@ class Controller:
         credentials: what it shows to storage services.
         waiting: counts the calls that wait.
         supervisor: runs its background tasks, and learns of what it cannot go on from.
+        instruments: count what it does; None: nothing is counted.
 
     Attributes:
+        runner: runs samplers.
         catalog: all partitions.
         storages: the storage services, the one in its process among them.
         commits: what commits puts.
+        watches: the calls that watch partitions.
         servicer: answers the calls.
     """
 
@@ -136,8 +149,10 @@ class Controller:
         credentials: Credentials,
         waiting: WaitingCalls,
         supervisor: Supervisor,
+        instruments: Instruments | None = None,
     ) -> None:
         runner = PlanRunner(max_threads=settings.sampler_threads, timeout_seconds=settings.sampler_timeout_seconds)
+        self.runner = runner
         limits = Limits(**{each.name: getattr(settings, each.name) for each in dataclasses.fields(Limits)})
         records = IdempotencyCache(
             settings.request_record_seconds,
@@ -146,12 +161,12 @@ class Controller:
             max_bytes=settings.request_record_bytes,
             weigh=converters.weigh,
         )
-        self.catalog = Catalog(runner, limits, records)
+        plans = runner if instruments is None else TimedRunner(runner, instruments.plan_seconds)
+        self.catalog = Catalog(plans, limits, records)
         self.catalog.machine.fatal = supervisor.fatal
-        # One that keeps no state is the same after a restart: what its storage services hold of before goes at once.
-        controller_id = hashlib.sha256(f"{settings.advertise or socket.gethostname()}:{port}".encode()).digest()[:16]
-        if store is not None:
-            controller_id = store.data_dir.identity.controller_boot_id
+        controller_id = (
+            _new_controller_id(settings, port) if store is None else store.data_dir.identity.controller_boot_id
+        )
         embedded = None
         if storage is not None:
             driver = EngineDriver(storage.engine)
@@ -167,6 +182,7 @@ class Controller:
         )
         self.catalog.on_freed = self.storages.free
         self.commits = Commits(catalog=self.catalog, storages=self.storages, waiting=waiting)
+        self.watches = Watches(self.catalog, most=settings.max_watchers, stall_seconds=settings.stall_seconds)
         self.servicer = ControllerServicer(
             catalog=self.catalog,
             commits=self.commits,
@@ -181,7 +197,108 @@ class Controller:
                 store=store,
                 checkpoint_dir=settings.checkpoint_directory(),
             ),
+            watches=self.watches,
+            identity=Identity(settings, shared_memory=storage is not None and storage.shared_memory is not None),
         )
+
+    def drain(self) -> None:
+        """End the calls that wait, and those that watch."""
+        self.catalog.drain()
+        self.watches.drain()
+
+
+class Metrics:
+    """What a process shows to Prometheus, and the port on which it does.
+
+    Args:
+        settings: how it runs, with a metrics_port.
+        instruments: what is counted.
+        listener: secures the port.
+        port: that of the service.
+        calls: counts the calls that are handled.
+        waiting: counts those that wait.
+
+    Attributes:
+        shown: what is shown; what the process has is added to it.
+        port: where it listens.
+
+    Raises:
+        OSError: the address is taken or cannot be listened on.
+        InvalidArgumentError: the extra `metrics` is not installed.
+    """
+
+    def __init__(
+        self,
+        settings: ServeSettings,
+        instruments: Instruments,
+        listener: Listener,
+        port: int,
+        *,
+        calls: RunningCalls,
+        waiting: WaitingCalls,
+    ) -> None:
+        try:
+            from tq_service.observe.endpoint import Endpoint  # noqa: PLC0415  (needs an extra)
+            from tq_service.observe.service import ServiceMetrics  # noqa: PLC0415  (as above)
+        except ModuleNotFoundError as error:
+            raise InvalidArgumentError(
+                f"metrics_port is set, and the package {error.name} is missing; install tq-service[metrics], or leave "
+                "metrics_port out",
+                field="metrics_port",
+            ) from error
+        self.shown = ServiceMetrics(
+            instruments,
+            facts={"version": VERSION, "role": settings.role},
+            running_count=lambda: calls.count,
+            waiting_count=lambda: waiting.count,
+        )
+        loop = asyncio.get_running_loop()
+        self._endpoint = Endpoint(
+            settings.metrics_host,
+            settings.metrics_port or 0,
+            collect=self.shown.collect,
+            loop=loop,
+            access=listener.scrape_access(loop),
+            service_port=port,
+        )
+        self.port = self._endpoint.port
+        _log.info(LogMessage("metrics are served", address=join_address(settings.metrics_host, self.port)))
+
+    def add(self, controller: Controller | None, storage: Storage | None, store: StateStore | None) -> None:
+        """Show what the process has, once it was recovered."""
+        if controller is not None:
+            self.shown.add_controller(controller.catalog, controller.runner, controller.storages.counts)
+        if storage is not None:
+            self.shown.add_storage(storage.engine.storage_id, storage.engine.stat)
+        if store is not None:
+            self.shown.add_log(store.lag)
+
+    async def close(self) -> None:
+        """Close the port."""
+        await self._endpoint.close()
+        await self.shown.close()
+
+
+def call_spans() -> Middleware:
+    """Return what traces calls.
+
+    Raises:
+        InvalidArgumentError: the extra `traces` is not installed.
+    """
+    try:
+        from tq_service.server.rpc.traces import CallSpans  # noqa: PLC0415  (needs an extra)
+    except ModuleNotFoundError as error:
+        raise InvalidArgumentError(
+            f"traces is set, and the package {error.name} is missing; install tq-service[traces], or leave traces out",
+            field="traces",
+        ) from error
+    return CallSpans()
+
+
+def _new_controller_id(settings: ServeSettings, port: int) -> bytes:
+    """Return the id of a controller that keeps no state: by its beginning others know whose earlier start they see."""
+    name = hashlib.sha256(f"{settings.advertise or socket.gethostname()}:{port}".encode()).digest()
+    return name[:CONTROLLER_NAME_BYTES] + secrets.token_bytes(16 - CONTROLLER_NAME_BYTES)
 
 
 def open_state_store(settings: ServeSettings, supervisor: Supervisor) -> StateStore | None:

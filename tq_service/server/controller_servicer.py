@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar, get_type_hints
 
@@ -12,11 +12,19 @@ import grpc
 
 from tq_service.dataplane._async.drivers import DRIVERS
 from tq_service.domain.catalog import Catalog
-from tq_service.domain.changes.claims import ClaimAcked, ClaimExtended, ClaimReleased, ConsumptionReset
+from tq_service.domain.changes.claims import (
+    ClaimAcked,
+    ClaimExtended,
+    ClaimReleased,
+    ConsumptionReset,
+    DeadLettersRequeued,
+)
 from tq_service.domain.changes.partitions import PartitionSealed
 from tq_service.domain.changes.samples import GroupsClosed, MetaSet
 from tq_service.domain.claims.ledger import QueueClaim
+from tq_service.domain.claims.wait_queue import NotYet
 from tq_service.domain.clearing import Clearing
+from tq_service.domain.explain import Explainer
 from tq_service.domain.lookup import find_names, find_page, locate
 from tq_service.domain.partition import Partition, PartitionSettings
 from tq_service.domain.plan import Indexes
@@ -25,7 +33,6 @@ from tq_service.domain.status import (
     NOTHING_PRODUCED,
     check_fields_named,
     consumption_of,
-    description_of,
     production_of,
     summary_of,
 )
@@ -39,7 +46,9 @@ from tq_service.server.commits import Commits
 from tq_service.server.heartbeat import MOST_OVERDUE_PUTS
 from tq_service.server.rpc.limits import WaitingCalls
 from tq_service.server.rpc.middleware import shown_partitions
+from tq_service.server.status import Identity, StatusPages, described
 from tq_service.server.storages import StorageRegistry
+from tq_service.server.watches import Watches
 from tq_service.v1 import commit_pb2, controller_service_pb2_grpc
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.wire.durations import read_seconds
@@ -78,6 +87,12 @@ class ControllerServicer(
     max_wait_cap_seconds: float
     waiting: WaitingCalls
     checkpoints: Checkpoints
+    watches: Watches
+    identity: Identity
+
+    def __post_init__(self) -> None:
+        self.explainer = Explainer(self.catalog, self.runner)
+        self.status_pages = StatusPages(self.catalog, self.explainer, self.storages, self.identity)
 
     # Partitions
 
@@ -106,13 +121,17 @@ class ControllerServicer(
         return pb.ListPartitionsResponse(
             partitions=[to_message(pb.PartitionSummary, summary_of(self.catalog.get(name))) for name in page],
             next_page_token=next_token,
+            revision=to_message(pb.Revision, self.catalog.history.revision()),
         )
 
     async def DescribePartition(
         self, request: pb.DescribePartitionRequest, context: Context
     ) -> pb.DescribePartitionResponse:
         partition = self.catalog.get(request.partition_id)
-        return to_message(pb.DescribePartitionResponse, description_of(self.catalog, partition))
+        return await described(self.catalog, partition)
+
+    async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
+        return await self.status_pages.page(request, shown_partitions.get())
 
     # Samples
 
@@ -176,12 +195,15 @@ class ControllerServicer(
             request.partition_id,
             selection,
             size=request.page_size,
-            token=request.page_token,
+            token=converters.page_token(request),
             missing_ok=missing_ok,
         )
         if page is None:
-            return converters.nothing_found(request, not_yet=not_yet)
-        return converters.found_page(page, request, self.storages.endpoints, not_yet=not_yet)
+            answer = converters.nothing_found(request, not_yet=not_yet)
+        else:
+            answer = converters.found_page(page, request, self.storages.endpoints, not_yet=not_yet)
+        answer.revision.CopyFrom(to_message(pb.Revision, self.catalog.history.revision()))
+        return answer
 
     async def Locate(self, request: pb.LocateRequest, context: Context) -> pb.LocateResponse:
         partition = self.catalog.get(request.partition_id, request.incarnation)
@@ -220,7 +242,20 @@ class ControllerServicer(
         )  # fmt: skip
         if claimed.partition is not None and isinstance(claimed.answer, QueueClaim):
             self._retract_if_unsent(context, claimed.partition, claim.task_name, claim.request_id)
-        return pb.GetMetaResponse(meta=meta)
+        if not (request.explain and isinstance(claimed.answer, NotYet)):
+            return pb.GetMetaResponse(meta=meta)
+        reason = await self.explainer.explain(request.partition_id, claim, self._shown_names())
+        return pb.GetMetaResponse(meta=meta, reason=to_message(pb.WaitReason, reason))
+
+    async def Explain(self, request: pb.ExplainRequest, context: Context) -> pb.ExplainResponse:
+        check_name("partition_id", request.partition_id)
+        names = self._shown_names()
+        reasons = await self.explainer.explain_waiting(request.partition_id, request.task_name, names)
+        return pb.ExplainResponse(reasons=[to_message(pb.WaitReason, reason) for reason in reasons])
+
+    def _shown_names(self) -> Collection[str]:
+        """Return the partitions that the caller may know of."""
+        return list(filter(shown_partitions.get(), self.catalog.names()))
 
     def _retract_if_unsent(self, context: Context, partition: Partition, task_name: str, request_id: bytes) -> None:
         """Undo a queue claim when the call turns out to have ended before its answer was sent."""
@@ -295,12 +330,25 @@ class ControllerServicer(
     def ResetConsumption(self, request: pb.ResetConsumptionRequest) -> pb.ResetConsumptionResponse:
         return pb.ResetConsumptionResponse(epoch=self.catalog.commit(read_message(ConsumptionReset, request)))
 
+    @_once
+    def RequeueDeadLettered(self, request: pb.RequeueDeadLetteredRequest) -> pb.RequeueDeadLetteredResponse:
+        self.catalog.get(request.partition_id, request.incarnation)
+        change = DeadLettersRequeued(
+            partition_id=request.partition_id,
+            task_name=request.task_name,
+            global_indexes=_named_indexes(request),
+        )
+        return pb.RequeueDeadLetteredResponse(requeued_count=self.catalog.commit(change) or 0)
+
     async def ListSamplers(self, request: pb.ListSamplersRequest, context: Context) -> pb.ListSamplersResponse:
         known = {info.name: info for info in self.registry.describe()}
         page, next_token = find_names(known, of="samplers", size=request.page_size, token=request.page_token)
         return pb.ListSamplersResponse(
             samplers=[to_message(pb.SamplerDescription, known[name]) for name in page], next_page_token=next_token
         )
+
+    async def Watch(self, request: pb.WatchRequest, context: Context) -> None:  # type: ignore[override]  # it writes
+        await self.watches.serve(request, context)
 
     # Checkpoints
 
@@ -318,6 +366,7 @@ class ControllerServicer(
     # Storage services
 
     async def PlacePut(self, request: pb.PlacePutRequest, context: Context) -> pb.PlacePutResponse:
+        check_name("partition_id", request.partition_id)
         check_range("size_bytes", request.size_bytes, 0)
         return self.storages.place(request.size_bytes)
 
@@ -346,6 +395,8 @@ class ControllerServicer(
         return self.storages.on_heartbeat(request)
 
 
-def _named_indexes(request: pb.ReleaseClaimRequest | pb.AckClaimRequest) -> Indexes | None:
-    """Return the samples of a claim that are named, None for all that are left of it."""
+def _named_indexes(
+    request: pb.ReleaseClaimRequest | pb.AckClaimRequest | pb.RequeueDeadLetteredRequest,
+) -> Indexes | None:
+    """Return the samples that are named, None for all that are meant where none is."""
     return decode_integers(request.global_indexes) if request.global_indexes else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final
@@ -17,7 +18,7 @@ from tq_service.domain.catalog import Claimed
 from tq_service.domain.changes.samples import SampleWrite, Written
 from tq_service.domain.claims.ledger import QueueClaim
 from tq_service.domain.claims.request import BatchSpec, ClaimRequest, ClaimSpec, LeaseTerms, Rank
-from tq_service.domain.lookup import Page
+from tq_service.domain.lookup import Page, no_page_token
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Indexes, RankPlan
 from tq_service.domain.selection import Selection
@@ -43,6 +44,7 @@ from tq_service.wire.metadata import (
     encode_spec,
 )
 from tq_service.wire.runs import decode_integers, set_indexes
+from tq_service.wire.texts import decode_texts
 
 _REMEMBERED_REQUEST_BYTES: Final = 1024
 _MOST_CLAIM_BYTES: Final = 256 * 1024  # what is asked for is kept while the call waits, and with its batches
@@ -50,9 +52,10 @@ _RANK_FIELDS: Final = ("dp_rank", "dp_size", "batch_index")
 # Of GetMetaRequest: what differs between calls of the ranks of one task.
 _FIELDS_OF_ONE_CALL: Final = (
     "request_id", "partition_id", "incarnation", "task_name", "epoch", "dp_rank", "batch_index", "max_wait", "lease",
-    "max_deliveries", "claim_name",
+    "max_deliveries", "claim_name", "explain",
 )  # fmt: skip
-
+# Of LookupSamplesRequest: what does not say which samples are meant.
+_FIELDS_OF_A_PAGE: Final = ("page_size", "page_token", "missing_ok", "task_name", "min_count", "max_wait")
 
 Endpoints = Mapping[str, metadata_pb2.StorageEndpoint]
 Packed = tuple[str, bytes]
@@ -88,9 +91,9 @@ def sample_write(
     return SampleWrite(
         row_count=write.row_count,
         global_indexes=decode_integers(write.global_indexes) if write.global_indexes else None,
-        keys=(list(write.keys) or None) if names is None else names.keys,
+        keys=(keys_of(write) or None) if names is None else names.keys,
         key_mode=KEY_MODES.decode(write.key_mode) or "upsert",
-        groups=(list(write.groups) or None) if names is None else names.groups,
+        groups=(groups_of(write) or None) if names is None else names.groups,
         names=names,
         group_size=write.group_size,
         state=STATES.decode(write.state),
@@ -98,6 +101,16 @@ def sample_write(
         put=put,
         columns=[_column_write(column) for column in columns],
     )
+
+
+def keys_of(write: commit_pb2.SampleWrite) -> Sequence[str]:
+    """Return the keys of a write, a few as a list."""
+    return decode_texts(write.keys, write.row_count, "keys") if write.HasField("keys") else ()
+
+
+def groups_of(write: commit_pb2.SampleWrite) -> Sequence[str]:
+    """Return the groups of a write, a few as a list."""
+    return decode_texts(write.groups, write.row_count, "groups") if write.HasField("groups") else ()
 
 
 def _column_write(column: ColumnShape) -> ColumnWrite:
@@ -136,11 +149,22 @@ def claim_spec(request: pb.GetMetaRequest) -> ClaimSpec:
 def _check_size(request: Message, remedy: str) -> None:
     """Refuse a request that is too large to be kept while its call waits."""
     if request.ByteSize() > _MOST_CLAIM_BYTES:
+        largest = max(request.ListFields(), key=lambda field: _size_alone(request, field[0].name))[0].name
         raise InvalidArgumentError(
-            f"the request has {request.ByteSize()} bytes, at most {_MOST_CLAIM_BYTES} expected; {remedy}, and tag "
-            f"samples with custom_meta by what they are asked for, instead of listing many values in where",
-            field="where",
+            f"the request has {request.ByteSize()} bytes, most of them in {largest}, at most {_MOST_CLAIM_BYTES} "
+            f"expected; {remedy}, and tag samples with custom_meta by what they are asked for, instead of listing many "
+            f"values in where",
+            field=largest,
+            metadata={"got": str(request.ByteSize()), "limit": str(_MOST_CLAIM_BYTES)},
         )
+
+
+def _size_alone(request: Message, name: str) -> int:
+    """Return the bytes of one field of a request."""
+    rest = type(request)()
+    rest.CopyFrom(request)
+    rest.ClearField(name)
+    return request.ByteSize() - rest.ByteSize()
 
 
 @lru_cache(maxsize=1024)
@@ -174,7 +198,11 @@ def claim_request(request: pb.GetMetaRequest, spec: ClaimSpec, sampler: Sampler)
     """Return a GetMeta request as the planner takes it."""
     numbers = {name: getattr(request, name) if request.HasField(name) else None for name in _RANK_FIELDS}
     lease = None
-    if request.HasField("lease") or request.max_deliveries:
+    if request.max_deliveries and not request.HasField("lease"):
+        raise InvalidArgumentError(
+            f"max_deliveries is {request.max_deliveries} without a lease; give a lease too", field="max_deliveries"
+        )
+    if request.HasField("lease"):
         lease = LeaseTerms(seconds=read_seconds("lease", request.lease), max_deliveries=request.max_deliveries or None)
     return ClaimRequest(
         request_id=request.request_id,
@@ -197,6 +225,29 @@ def selection(request: pb.LookupSamplesRequest) -> Selection:
         return Selection(is_all=True, where=where)
     indexes = decode_integers(request.global_indexes)
     return Selection(indexes=indexes, keys=request.keys, groups=request.groups, where=where)
+
+
+def _question(request: pb.LookupSamplesRequest) -> str:
+    """Return what differs, but for chance, between requests that mean other samples."""
+    samples = pb.LookupSamplesRequest()
+    samples.CopyFrom(request)
+    for name in _FIELDS_OF_A_PAGE:
+        samples.ClearField(name)
+    return f"{zlib.crc32(samples.SerializeToString(deterministic=True)):08x}"
+
+
+def page_token(request: pb.LookupSamplesRequest) -> str:
+    """Return the token of a page of the samples that a request means.
+
+    Raises:
+        InvalidArgumentError: it is that of other samples.
+    """
+    if not request.page_token:
+        return ""
+    question, _, token = request.page_token.partition("-")
+    if question != _question(request) or not token:
+        raise no_page_token(request.page_token)
+    return token
 
 
 def cleared_selection(request: pb.ClearSamplesRequest) -> Selection:
@@ -263,13 +314,13 @@ def samples_meta(
     partition: Partition,
     rows: Indexes,
     data_fields: Sequence[str],
-    endpoints: Endpoints,
+    endpoints: Endpoints | None,
 ) -> metadata_pb2.BatchMeta:
     """Return what is known of samples that are there, and where those of their fields are that all of them have."""
     positions = partition.table.find(rows)
     meta = located_meta(partition, positions, data_fields, endpoints)
     if partition.groups.in_use:
-        meta.groups.extend(_names(partition.groups.names_of(positions)))
+        meta.groups.extend(names_of(partition.groups.names_of(positions)))
     meta.custom_meta.extend(encode_meta_columns(partition.meta.read_all(positions)))
     return meta
 
@@ -294,7 +345,7 @@ def found_page(
         missing_global_indexes=page.missing_indexes.tolist(),
         missing_groups=page.missing_groups,
         consumption=consumption,
-        next_page_token=page.next_token,
+        next_page_token=f"{_question(request)}-{page.next_token}" if page.next_token else "",
         not_yet=not_yet,
     )
 
@@ -313,8 +364,14 @@ def nothing_found(request: pb.LookupSamplesRequest, *, not_yet: bool) -> pb.Look
     )
 
 
-def all_meta(partition: Partition, rows: Indexes, endpoints: Endpoints) -> metadata_pb2.BatchMeta:
-    """Return all that is known of samples that are there, with the fields that at least one of them has."""
+def all_meta(partition: Partition, rows: Indexes, endpoints: Endpoints | None) -> metadata_pb2.BatchMeta:
+    """Return all that is known of samples that are there, with the fields that at least one of them has.
+
+    Args:
+        partition: where they are.
+        rows: their global indexes.
+        endpoints: where storage services are; None: the answer does not say where cells are.
+    """
     produced = partition.cells.produced_by(partition.table.find(rows))
     meta = samples_meta(partition, rows, list(produced), endpoints)
     meta.produced.extend(encode_produced(produced.values()))
@@ -325,9 +382,12 @@ def located_meta(
     partition: Partition,
     positions: Indexes,
     data_fields: Sequence[str],
-    endpoints: Endpoints,
+    endpoints: Endpoints | None,
 ) -> metadata_pb2.BatchMeta:
-    """Return samples at positions, their keys, and where those of their fields are that all of them have."""
+    """Return samples at positions, their keys, and where those of their fields are that all of them have.
+
+    Without `endpoints` it is left out where these are.
+    """
     cells = partition.cells
     known = [name for name in data_fields if name in cells.fields]
     specs: Iterable[FieldSpec | None] = (cells.fields[name].spec for name in known)
@@ -335,15 +395,17 @@ def located_meta(
         specs = map(cells.spec_of_none, data_fields)
     meta = _meta_of(
         partition,
-        keys=_names(partition.key.data[positions].tolist()) if not partition.key.is_blank else (),
+        keys=names_of(partition.key.data[positions].tolist()) if not partition.key.is_blank else (),
         fields=[encode_spec(spec) for spec in specs if spec is not None],
     )
     set_indexes(meta, partition.table.index.data[positions])
-    _add_locations(meta.locations, partition.cells.locate(known, positions), endpoints)
+    if endpoints is not None:
+        _add_locations(meta.locations, partition.cells.locate(known, positions), endpoints)
     return meta
 
 
-def _names(names: Sequence[str | None]) -> list[str]:
+def names_of(names: Sequence[str | None]) -> list[str]:
+    """Return names of samples as they are sent: "" for none, and nothing where there is none."""
     return [name or "" for name in names] if any(names) else []
 
 

@@ -17,6 +17,7 @@ from tq_service.server.peer import Peer, PeerOutage
 from tq_service.server.receipts import ReceiptKeys
 from tq_service.storage.engine import StorageEngine
 from tq_service.v1.metadata_pb2 import StorageEndpoint
+from tq_service.version import VERSION
 from tq_service.wire.credentials import Credentials
 from tq_service.wire.durations import read_seconds
 
@@ -72,6 +73,8 @@ async def register_storage(
                 overdue_put_ids=overdue.numbers,
                 receipts_from=overdue.receipts_from,
                 controller_id=controller_id,
+                put_count=stat.put_count,
+                version=VERSION,
             )
             try:
                 answer = await peer.stub.RegisterStorage(request, timeout=_CALL_SECONDS, metadata=peer.metadata())

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import logging
+import socket
 from collections.abc import Callable
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import grpc
 
 from tq_service.config import ServeSettings, is_loopback, join_address
 from tq_service.log_message import LogMessage
-from tq_service.server.audit import Audit
+from tq_service.server.audit import Audit, AuditLine
 from tq_service.server.internal_secret import ServiceCredentials, find_secret
-from tq_service.server.rpc.auth import AccessControl
+from tq_service.server.rpc.auth import SCRAPE, AccessControl, refused_scrape
 from tq_service.server.supervisor import regularly
 from tq_service.server.tls import ServerCertificate, check_authorities
 from tq_service.server.tokens import TokenFile
 from tq_service.wire.credentials import Tls
+
+if TYPE_CHECKING:
+    from tq_service.observe.endpoint import Access
 
 _log = logging.getLogger(__name__)
 _LOOK_SECONDS: Final = 1.0
@@ -69,6 +75,7 @@ class Listener:
         """
         settings = self._settings
         address = join_address(settings.host, settings.port)
+        _check_free(settings.host, settings.port)
         try:
             if self._certificate is None:
                 port = server.add_insecure_port(address)
@@ -77,7 +84,7 @@ class Listener:
         except RuntimeError:
             port = 0
         if port == 0:
-            raise OSError(f"cannot listen on {address}; is the port in use?")
+            raise OSError(f"cannot listen on {address}")
         if not settings.is_secured and not is_loopback(settings.host):
             # Critical, so that no log level hides it.
             risk = (
@@ -108,6 +115,25 @@ class Listener:
             stall_seconds=self._settings.stall_seconds,
         )
 
+    def scrape_access(self, loop: asyncio.AbstractEventLoop) -> Access:
+        """Return what secures the port for metrics, which show the names of all partitions and tasks."""
+        from tq_service.observe.endpoint import Access  # noqa: PLC0415  (needs the extra `metrics`)
+
+        certificate, tokens = self._certificate, self._tokens
+        context = None if certificate is None else lambda: certificate.context
+        if tokens is None:
+            return Access(context=context)
+
+        def refusal(authorization: str, peer: str) -> str | None:
+            caller, reason = refused_scrape(tokens, authorization)
+            if reason is None:
+                return None
+            line = AuditLine(decision="refused", method=SCRAPE, peer=peer, token=caller, reason=reason)
+            loop.call_soon_threadsafe(self._audit.note, line)
+            return f"{reason}; a scrape needs a token with the role read, for all partitions"
+
+        return Access(context=context, refusal=refusal)
+
     async def watch(self) -> None:
         """Follow the files that the settings name, and write what the audit log counted, until cancelled."""
         await regularly(_LOOK_SECONDS, self._look)
@@ -121,3 +147,22 @@ class Listener:
     def close(self) -> None:
         """Write the rest of the audit log."""
         self._audit.flush(everything=True)
+
+
+def _check_free(host: str, port: int) -> None:
+    """Refuse an address that cannot be listened on, and say why, which gRPC writes to stderr instead.
+
+    Raises:
+        OSError: it is taken, or not of this machine.
+    """
+    if not port:
+        return
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, kind, protocol, _, place in found:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(place)
+    except OSError as error:
+        in_use = "; another process listens there, or give another --port" if error.errno == errno.EADDRINUSE else ""
+        raise OSError(f"cannot listen on {join_address(host, port)}: {error.strerror}{in_use}") from None

@@ -72,7 +72,14 @@ class ReceiptKeys:
             raise not_registered(controller_id)
 
     def seal(
-        self, controller_id: bytes, put_id: bytes, partition_id: str, number: int, *, for_existing_rows: bool
+        self,
+        controller_id: bytes,
+        put_id: bytes,
+        partition_id: str,
+        number: int,
+        *,
+        for_existing_rows: bool,
+        columns_digest: bytes,
     ) -> bytes:
         """Return the receipt of a put."""
         self.check_registered(controller_id)
@@ -83,6 +90,7 @@ class ReceiptKeys:
             partition_id=partition_id,
             for_existing_rows=for_existing_rows,
             number=number,
+            columns_digest=columns_digest,
         ).SerializeToString()
         return _seal(key, content) + content
 

@@ -21,6 +21,7 @@ from tq_service.errors import DataLossError, PermissionDeniedError, TqError, Una
 from tq_service.internal.v1 import put_receipt_pb2, storage_control_pb2, storage_registry_pb2
 from tq_service.internal.v1.storage_control_pb2_grpc import StorageControlServiceStub
 from tq_service.log_message import LogMessage
+from tq_service.results import StorageStatus
 from tq_service.server.known_puts import KnownPuts, encode_cells, in_messages, split_runs
 from tq_service.server.peer import Peer, PeerOutage
 from tq_service.server.receipts import ReceiptBook, key_id
@@ -132,6 +133,7 @@ class RemoteStorage:
     def on_heartbeat(self, request: storage_registry_pb2.RegisterStorageRequest) -> None:
         """Take note of a heartbeat."""
         self._capacity = Capacity(max_bytes=request.max_bytes or None, used_bytes=request.used_bytes)
+        self._put_count, self._version = request.put_count, request.version
         self._placed_bytes = 0  # sent there since then
         self._heartbeat_at = time.monotonic()
         self._receipts.void_before(request.receipts_from)
@@ -144,6 +146,19 @@ class RemoteStorage:
         """Return the bytes of its last heartbeat, None where that was too long ago."""
         is_silent = time.monotonic() - self._heartbeat_at > self._silence_seconds
         return None if is_silent else replace(self._capacity, used_bytes=self._capacity.used_bytes + self._placed_bytes)
+
+    def status(self) -> StorageStatus:
+        """Return what its last heartbeat said."""
+        return StorageStatus(
+            storage_id=self.storage_id,
+            address=self.endpoint.address,
+            used_bytes=self._capacity.used_bytes,
+            max_bytes=self._capacity.max_bytes,
+            put_count=self._put_count,
+            version=self._version,
+            heard_ago_seconds=time.monotonic() - self._heartbeat_at,
+            is_silent=self.capacity() is None,
+        )
 
     def open_receipt(self, put_id: bytes, partition_id: str, receipt: bytes) -> put_receipt_pb2.PutReceipt:
         """Return what a receipt says of an uncommitted put of a partition."""

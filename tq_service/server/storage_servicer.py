@@ -37,7 +37,7 @@ from tq_service.storage.index.reading import Reading, shared_part
 from tq_service.storage.index.reconciliation import Reconciliation
 from tq_service.v1 import metadata_pb2
 from tq_service.v1 import storage_service_pb2 as pb
-from tq_service.wire.columns import Column, ColumnShape, decode_headers, encode_header
+from tq_service.wire.columns import Column, ColumnShape, columns_digest, decode_headers, encode_header
 from tq_service.wire.frames import (
     INLINE_BYTES,
     SEND_AS_FDS,
@@ -243,6 +243,7 @@ class StorageServicer:
             raise InvalidArgumentError(
                 f"an inline put has {len(values)} bytes, at most {INLINE_BYTES} expected; stream larger ones with Put",
                 field="values",
+                metadata={"got": str(len(values)), "limit": str(INLINE_BYTES)},
             )
         return pb.PutInlineResponse(put=await self._take(request.header, receive, context))
 
@@ -278,14 +279,17 @@ class StorageServicer:
                 header,
                 columns,
                 until=wait_until(context),
-                for_existing_rows=self._takes_reserve(header),
+                for_existing_rows=await self._takes_reserve(header, names),
                 shared=shared,
                 waiting=self._waiting.one(context),
             ) as pending:
-                if not pending.already_complete:
+                if pending.already_complete:
+                    columns = self._engine.columns_of(header.put_id)  # not what this header says: that is not compared
+                else:
                     await receive(pending)
+                known = None if names is None else await names
             try:
-                answer = self._done(header, columns, names)
+                answer = self._done(header, columns, known)
             except BaseException:
                 if not pending.already_complete:  # else it is that of a call before, and waits for its own commit
                     self._engine.discard(header.put_id)
@@ -308,7 +312,9 @@ class StorageServicer:
             raise not_registered(header.controller_id)
         header.controller_id = self._controller_id
 
-    def _admitted(self, header: pb.PutHeader, context: Context) -> contextlib.AbstractAsyncContextManager[Names | None]:
+    def _admitted(
+        self, header: pb.PutHeader, context: Context
+    ) -> contextlib.AbstractAsyncContextManager[asyncio.Future[Names] | None]:
         """Wait until the partition has capacity for the samples of the put's own commit; other puts wait in Commit."""
         if self._commits is None or not header.HasField("commit"):
             return contextlib.nullcontext()
@@ -329,14 +335,14 @@ class StorageServicer:
                     metadata={"limit_name": limit_name, "got": str(count + 1), "limit": str(limit)},
                 )
 
-    def _takes_reserve(self, header: pb.PutHeader) -> bool:
+    async def _takes_reserve(self, header: pb.PutHeader, names: asyncio.Future[Names] | None) -> bool:
         """Whether a put may use the reserve for columns of existing samples; its commit is looked at, where it is here.
 
         What its client says is not believed: Commit refuses to make samples of a put that may.
         """
-        if self._commits is not None and header.HasField("commit") and self._commits.makes_samples(header.commit.write):
-            return False
-        return header.for_existing_rows
+        if self._commits is None or not header.HasField("commit") or not header.for_existing_rows:
+            return header.for_existing_rows
+        return not self._commits.makes_samples(header.commit.write, None if names is None else await names)
 
     def _recorded(self, header: pb.PutHeader) -> pb.PutResponse | None:
         if self._commits is None:
@@ -367,7 +373,12 @@ class StorageServicer:
             return b""
         for_existing_rows = self._engine.is_for_existing_rows(header.put_id)
         return self._keys.seal(
-            header.controller_id, header.put_id, header.partition_id, number, for_existing_rows=for_existing_rows
+            header.controller_id,
+            header.put_id,
+            header.partition_id,
+            number,
+            for_existing_rows=for_existing_rows,
+            columns_digest=columns_digest(self._engine.columns_of(header.put_id)),
         )
 
     async def Get(self, request: pb.GetRequest, context: Context) -> None:

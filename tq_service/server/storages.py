@@ -26,6 +26,7 @@ from tq_service.errors import (
 from tq_service.internal.v1.put_receipt_pb2 import PutReceipt
 from tq_service.internal.v1.storage_registry_pb2 import RegisterStorageRequest, RegisterStorageResponse
 from tq_service.log_message import LogMessage
+from tq_service.results import StorageStatus
 from tq_service.server.known_puts import KnownPuts, put_cells
 from tq_service.server.remote_storage import Capacity, RemoteStorage, report_reconciled
 from tq_service.server.supervisor import Supervisor
@@ -33,6 +34,8 @@ from tq_service.storage.cells import PutCells
 from tq_service.storage.engine import StorageEngine
 from tq_service.v1.controller_service_pb2 import PlacePutResponse
 from tq_service.v1.metadata_pb2 import StorageEndpoint
+from tq_service.version import VERSION
+from tq_service.wire.columns import ColumnShape, columns_digest
 from tq_service.wire.credentials import Credentials
 from tq_service.wire.durations import to_duration
 
@@ -71,6 +74,20 @@ class EmbeddedStorage:
         stat = self._engine.stat()
         return Capacity(max_bytes=stat.max_bytes, used_bytes=stat.used_bytes)
 
+    def status(self) -> StorageStatus:
+        """Return what is known of it."""
+        stat = self._engine.stat()
+        return StorageStatus(
+            storage_id=self.storage_id,
+            address=self.endpoint.address,
+            used_bytes=stat.used_bytes,
+            max_bytes=stat.max_bytes,
+            put_count=stat.put_count,
+            version=VERSION,
+            heard_ago_seconds=None,
+            is_silent=False,
+        )
+
     def note_placement(self, size_bytes: int) -> None:
         """Do nothing: the capacity is always that of the moment."""
 
@@ -88,7 +105,10 @@ class EmbeddedStorage:
                 field="receipt",
             )
         self._engine.check_complete(put_id, partition_id)
-        return PutReceipt(for_existing_rows=self._engine.is_for_existing_rows(put_id))
+        return PutReceipt(
+            for_existing_rows=self._engine.is_for_existing_rows(put_id),
+            columns_digest=columns_digest(self._engine.columns_of(put_id)),
+        )
 
     def check_held(self, put_id: bytes, partition_id: str) -> None:
         """Check that a put is still here."""
@@ -199,6 +219,15 @@ class StorageRegistry:
     def count(self) -> int:
         """Number of storage services that have registered, silent ones included."""
         return len(self._storages)
+
+    def statuses(self) -> list[StorageStatus]:
+        """Return what is known of each, in the order of their names."""
+        return [storage.status() for _, storage in sorted(self._storages.items())]
+
+    def counts(self) -> tuple[int, int]:
+        """Return how many storage services can be used, and how many have registered and are silent."""
+        there = sum(storage.capacity() is not None for storage in self._storages.values())
+        return there, len(self._storages) - there
 
     @property
     def endpoints(self) -> dict[str, StorageEndpoint]:
@@ -350,7 +379,9 @@ class StorageRegistry:
         )
 
     @contextlib.contextmanager
-    def redeemed(self, put: Put, partition_id: str, receipt: bytes) -> Iterator[Redeemed]:
+    def redeemed(
+        self, put: Put, columns: Sequence[ColumnShape], partition_id: str, receipt: bytes
+    ) -> Iterator[Redeemed]:
         """Take the receipt of an uncommitted put of a partition, for the `with` to commit it.
 
         Several calls may commit one put at once, such as a retry beside the call that was given up. A put that none of
@@ -361,7 +392,7 @@ class StorageRegistry:
         Raises:
             UnavailableError: the storage service has not registered, or the put is being freed.
             PutNotFoundError: it is not there: never completed, expired, or cleared.
-            InvalidArgumentError: it was put for another partition, or its receipt is not valid.
+            InvalidArgumentError: it was put for another partition, or with other columns, or its receipt is not valid.
             DataLossError: the storage service has restarted.
         """
         storage = self._storages.get(put.storage_id)
@@ -373,6 +404,13 @@ class StorageRegistry:
                 metadata={"storage_id": put.storage_id},
             )
         opened = storage.open_receipt(put.put_id, partition_id, receipt)
+        if opened.columns_digest != columns_digest(columns):
+            got = ", ".join(f"{column.spec.name} ({column.spec.describe()})" for column in columns)
+            raise InvalidArgumentError(
+                f"the commit has other columns than put {put.put_id.hex()}, got {got or 'none'}; send those of its "
+                "header as they are",
+                field="columns",
+            )
 
         def check() -> None:
             if commits.is_freed:

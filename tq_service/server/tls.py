@@ -29,6 +29,9 @@ class ServerCertificate(ReloadingFiles):
         client_ca: file of the authorities one of which must have signed the certificate of every client (mTLS); None:
             clients need none.
 
+    Attributes:
+        context: what a connection over TLS that is not gRPC's is accepted with; another one once the files changed.
+
     Raises:
         InvalidArgumentError: the files cannot be used.
     """
@@ -51,15 +54,19 @@ class ServerCertificate(ReloadingFiles):
             check_private(self._key)
             contents = self._contents()
             # Python's ssl reads the pair: gRPC says only in its own log, and at the first handshake, what is wrong.
-            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self._cert, self._key, password=_no_passphrase)
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(self._cert, self._key, password=_no_passphrase)
             if self._client_ca is not None:
                 check_authorities("tls_client_ca", self._client_ca)
+                context.load_verify_locations(self._client_ca)
+                context.verify_mode = ssl.CERT_REQUIRED
             if contents != self._contents():
                 raise InvalidArgumentError("they were replaced while they were read")
         except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
             raise InvalidArgumentError(f"TLS cannot use {self._cert} and {self._key}: {_why(error)}") from None
         key, cert, *client_ca = contents
         self._current = grpc.ssl_server_certificate_configuration([(key, cert)], *client_ca)
+        self.context = context
         _log.info(LogMessage("new connections get the certificate", path=self._cert))
 
     def _contents(self) -> list[bytes]:

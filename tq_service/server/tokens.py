@@ -14,6 +14,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import secrets
 import stat
 import tomllib
@@ -24,7 +25,7 @@ from typing import Final
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 
-from tq_service.errors import InvalidArgumentError
+from tq_service.errors import InvalidArgumentError, nearest
 from tq_service.log_message import LogMessage
 from tq_service.server.reloading_files import ReloadingFiles
 from tq_service.wire.credentials import ROLES, Role
@@ -186,24 +187,51 @@ def append_token(path: Path, token: Token) -> None:
         if path.exists():
             read_tokens(path)
             text = path.read_text()
-        text = f"{text.rstrip()}\n\n{format_entry(token)}".lstrip()
-        parse_tokens(text)
-        unready = path.with_name(f".{path.name}.{os.getpid()}")
-        descriptor = os.open(unready, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            with os.fdopen(descriptor, "w") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            if path.exists():
-                status = path.stat()
-                unready.chmod(stat.S_IMODE(status.st_mode))
-                if (status.st_uid, status.st_gid) != (os.geteuid(), os.getegid()):
-                    os.chown(unready, status.st_uid, status.st_gid)
-            unready.rename(path)
-        except BaseException:
-            unready.unlink(missing_ok=True)
-            raise
+        _replace(path, f"{text.rstrip()}\n\n{format_entry(token)}".lstrip())
+
+
+def remove_token(path: Path, name: str) -> None:
+    """Remove a token from a file; the other entries and their comments stay as they are.
+
+    Raises:
+        InvalidArgumentError: the file is wrong, cannot be read, or has no token of that name.
+        OSError: it cannot be written.
+    """
+    with _locked(path):
+        tokens = read_tokens(path)
+        names = [token.name for token in tokens.values()]
+        if name not in names:
+            raise InvalidArgumentError(f"{path} has no token {name!r}; {nearest(name, names)}", field="name")
+        text = path.read_text()
+        starts = [match.start() for match in re.finditer(r"^[ \t]*\[\[token\]\]", text, re.MULTILINE)]
+        for start, end in zip(starts, [*starts[1:], len(text)], strict=True):
+            if [token.name for token in parse_tokens(text[start:end]).values()] == [name]:
+                _replace(path, f"{text[:start]}{text[end:]}".rstrip() + "\n")
+                return
+        raise InvalidArgumentError(
+            f"the tokens file {path}: the entry of {name!r} is not of its own; remove it by hand"
+        )
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file of tokens in place of the one that is there."""
+    parse_tokens(text)
+    unready = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(unready, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        if path.exists():
+            status = path.stat()
+            unready.chmod(stat.S_IMODE(status.st_mode))
+            if (status.st_uid, status.st_gid) != (os.geteuid(), os.getegid()):
+                os.chown(unready, status.st_uid, status.st_gid)
+        unready.rename(path)
+    except BaseException:
+        unready.unlink(missing_ok=True)
+        raise
 
 
 @contextlib.contextmanager

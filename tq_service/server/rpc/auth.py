@@ -12,7 +12,7 @@ from tq_service.errors import PartitionNotFoundError, PermissionDeniedError, Una
 from tq_service.server.audit import Audit, AuditLine
 from tq_service.server.internal_secret import INTERNAL_KEY, InternalSecret
 from tq_service.server.progress import Progress
-from tq_service.server.rpc.method_table import Method
+from tq_service.server.rpc.method_table import Method, listed_names
 from tq_service.server.rpc.middleware import (
     Behavior,
     Caller,
@@ -25,7 +25,9 @@ from tq_service.server.rpc.middleware import (
 from tq_service.server.tokens import ALL_PARTITIONS, Token, TokenFile, digest_of, make_token
 from tq_service.wire.credentials import TOKEN_KEY, TOKEN_SCHEME
 
-_NO_TOKEN: Final = "this service asks for a bearer token, and the call has none; set TQ_TOKEN or TQ_TOKEN_FILE"  # noqa: S105
+SCRAPE: Final = "GET /metrics"
+"""Stands for the method in the lines of scrapes that are refused."""
+_NO_TOKEN: Final = "this service asks for a bearer token, and the call has none; send it as authorization metadata"  # noqa: S105
 # The same for both: whether a token was valid once is not revealed to a finder.
 _BAD_TOKEN: Final = "the token of the call is not valid: unknown here, or expired; ask for a new one"  # noqa: S105
 _NO_PROOF: Final = (
@@ -185,6 +187,21 @@ class AccessControl(Middleware):
         )
 
 
+def refused_scrape(tokens: TokenFile, authorization: str) -> tuple[str, str | None]:
+    """Return whose token is in an HTTP header, as far as is known, and why it may not scrape metrics; None: it may."""
+    scheme, _, secret = authorization.partition(" ")
+    if not secret or scheme.lower() != TOKEN_SCHEME.strip().lower():
+        return "", "no token"
+    token = tokens.tokens.get(digest_of(secret.strip()))
+    if token is None:
+        return "", "unknown token"
+    if token.is_expired():
+        return token.name, "token has expired"
+    if not token.roles & {"read", "admin"}:
+        return token.name, "none of the roles admin, read"
+    return token.name, None if ALL_PARTITIONS in token.prefixes else "not for all partitions"
+
+
 class _BegunStream:
     """A stream whose first message was looked at; what comes after that reads it from there on."""
 
@@ -214,9 +231,12 @@ def _showing_its_own(method: Method, token: Token, behavior: Behavior) -> Behavi
     """Return a handler that names no partitions but those that a token is for, in its answers and in its errors."""
 
     async def shown(answer: Any) -> Any:
-        covered = [summary for summary in answer.partitions if token.covers(summary.partition_id)]
-        del answer.partitions[:]
-        answer.partitions.extend(covered)
+        for field, name_of in listed_names(answer.DESCRIPTOR).items():
+            listed = getattr(answer, field)
+            covered = [each for each in listed if (name := name_of(each)) is not None and token.covers(name)]
+            if len(covered) < len(listed):
+                del listed[:]
+                listed.extend(covered)
         return answer
 
     async def call(request: Any, context: Context) -> Any:

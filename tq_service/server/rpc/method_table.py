@@ -6,9 +6,10 @@ descriptors. The standard services, whose protos are not ours, have their rules 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
@@ -132,6 +133,20 @@ def _partitions_in(paths: Sequence[str], request: Descriptor) -> Read:
         return [name for name in names if name is not None] or [""] if None in names else names
 
     return read
+
+
+@cache
+def listed_names(answer: Descriptor) -> Mapping[str, Callable[[Any], str | None]]:
+    """Return by list of an answer what reads the name of the partition that a member is about; others have none."""
+    found: dict[str, Callable[[Any], str | None]] = {}
+    for field in answer.fields:
+        if field.message_type is None or field.default_value != []:
+            continue
+        for path in ("partition_id", "summary.partition_id"):
+            with contextlib.suppress(ValueError):
+                found[field.name] = _FieldPath(path, field.message_type, FieldDescriptor.TYPE_STRING).read
+                break
+    return found
 
 
 def _put_ids_in(path: str, request: Descriptor) -> Read | None:

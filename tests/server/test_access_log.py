@@ -1,0 +1,63 @@
+"""At log level debug each call has its line: what was called, of what, how it ended; at others nothing is done."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from live_server import LiveServer, StartServer
+
+import tq_service as tq
+from tq_service.log_message import LogMessage
+from tq_service.server.rpc.access_log import AccessLog
+from tq_service.server.rpc.method_table import METHODS
+from tq_service.server.rpc.middleware import Caller
+
+LOGGER = "tq_service.server.rpc.access_log"
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture) -> Any:
+    caplog.set_level(logging.DEBUG, LOGGER)
+
+    def read() -> list[dict[str, Any]]:
+        messages = [record.msg for record in caplog.records if record.name == LOGGER]
+        return [message.fields for message in messages if isinstance(message, LogMessage)]
+
+    return read
+
+
+def test_each_call_has_its_line(lines: Any, start_server: StartServer) -> None:
+    server: LiveServer = start_server()
+    client = server.client()
+    client.put({"x": np.zeros((4, 1 << 17))}, partition_id="train")
+    client.put({"x": np.zeros((1, 1 << 17))}, partition_id="train")
+    client.get_meta(partition_id="train", task_name="t", data_fields=["x"], batch_size=1, max_wait=0.0)
+    with pytest.raises(tq.PartitionNotFoundError):
+        client.seal_partition("none")
+    with pytest.raises(grpc.RpcError):
+        server.channel.unary_unary("/tq_service.v1.ControllerService/SealPartition")(b"\xff", timeout=20)
+    server.settle()
+    found = {(line["method"], line["outcome"]): line for line in lines()}
+    claim = found["GetMeta", "OK"]
+    assert (claim["partition"], claim["task"]) == ("train", "t")
+    assert len(bytes.fromhex(claim["request_id"])) == 16
+    assert 0 <= claim["ms"] < 20_000
+    assert found["SealPartition", "NOT_FOUND"]["partition"] == "none"
+    assert "partition" not in found["SealPartition", "INVALID_ARGUMENT"]
+    puts = [line for line in lines() if line["method"] in {"Put", "PutInline"}]
+    assert {line["partition"] for line in puts} == {"train"}
+    assert len({line["request_id"] for line in puts}) == 2
+
+
+def test_at_other_levels_calls_do_not_pass_it(caplog: pytest.LogCaptureFixture) -> None:
+    async def behavior(request: Any, context: Any) -> None: ...
+
+    method = METHODS["/tq_service.v1.ControllerService/GetMeta"]
+    caplog.set_level(logging.INFO, LOGGER)
+    assert AccessLog().wrap(method, Caller(), behavior) is behavior
+    caplog.set_level(logging.DEBUG, LOGGER)
+    assert AccessLog().wrap(method, Caller(), behavior) is not behavior

@@ -1,0 +1,60 @@
+"""A span of OpenTelemetry for each call, below the span of the client that made it. Needs the extra `traces`."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from opentelemetry import propagate, trace
+
+from tq_service.server.rpc.method_table import Method
+from tq_service.server.rpc.metrics import CODES, name_code
+from tq_service.server.rpc.middleware import Behavior, Caller, Context, Middleware
+from tq_service.version import VERSION
+from tq_service.wait_clock import WaitClock, wait_clock
+
+_FAULTS: Final = {"Unknown", "DeadlineExceeded", "Unimplemented", "Internal", "Unavailable", "DataLoss"}
+
+
+class CallSpans(Middleware):
+    """Makes spans; where they go is up to the provider that the program around the service has configured."""
+
+    def __init__(self) -> None:
+        self._tracer = trace.get_tracer("tq_service", VERSION)
+        self._fields = frozenset(propagate.get_global_textmap().fields)
+
+    def wrap(self, method: Method, caller: Caller, behavior: Behavior) -> Behavior:
+        """Return what makes a span of each call of a method, but for probes."""
+        if method.is_open:
+            return behavior
+        service, _, name = method.name.lstrip("/").rpartition("/")
+        attributes = {"rpc.system": "grpc", "rpc.service": service, "rpc.method": name}
+
+        async def call(request: Any, context: Context) -> Any:
+            metadata = context.invocation_metadata() or ()
+            carrier = {key: value for key, value in metadata if key in self._fields and isinstance(value, str)}
+            with self._tracer.start_as_current_span(
+                f"{service}/{name}",
+                context=propagate.extract(carrier),
+                kind=trace.SpanKind.SERVER,
+                attributes=attributes,
+                record_exception=False,  # its text may name partitions; the code says what happened
+                set_status_on_exception=False,
+            ) as span:
+                clock = wait_clock.get()
+                if method.waits and clock is None:
+                    clock = WaitClock()
+                    wait_clock.set(clock)
+                code = "OK"
+                try:
+                    return await behavior(request, context)
+                except BaseException as error:
+                    code = name_code(error, context)
+                    raise
+                finally:
+                    span.set_attribute("rpc.grpc.status_code", CODES.index(code))
+                    if code in _FAULTS:
+                        span.set_status(trace.StatusCode.ERROR, code)
+                    if method.waits and clock is not None:
+                        span.set_attribute("tq_service.wait_seconds", clock.seconds)
+
+        return call
