@@ -3,12 +3,13 @@
 #   make install            .venv with torch, the package and the tools
 #   make test               the tests
 #   make properties         the property and model tests with thousands of examples each
-#   make demo               a tiny policy trained through the service, about a minute
+#   make demo               a tiny policy trained through the service, which is killed halfway; about two minutes
 #   make soak               an hour's worth of load in 5 minutes, in memory and durable: does the service stay small
 #   make chaos              kills the service and its clients at random while they work, and checks what was promised
 #   make fuzz               10,000 odd calls on every method, 100,000 odd frames, damaged files
 #   make compare BASE=...   is this tree slower than that commit? 20 to 25 minutes
 #   make compat             verl's own code over TransferQueue and over the service: every answer compared, bit for bit
+#   make demo-verl          verl's own trainer while the service and a worker are killed: what is lost, what trained twice
 #   make check              format, lint, types, protos, generated code, layers: all that CI asks besides the tests
 #   make accept-protos      the protos as they are now become what `make check` holds later ones against
 #
@@ -28,10 +29,10 @@ export PYTHON
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install format lint typecheck generate accept-protos check test properties chaos fuzz soak bench compare compat demo clean FORCE
+.PHONY: help install format lint typecheck generate accept-protos check test properties chaos fuzz soak bench compare compat demo demo-verl clean FORCE
 
 help:
-	@sed -n '3,13s/^# *//p' Makefile
+	@sed -n '3,14s/^# *//p' Makefile
 	@echo "also: format lint typecheck generate bench clean"
 
 # A virtual environment whose interpreter is gone (after an upgrade of Python, or a move of the directory) is stale too.
@@ -43,7 +44,7 @@ $(INSTALLED): pyproject.toml
 	$(BIN)/python -c '' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet --editable '.[data,uvloop,plots]' --group dev
+	$(BIN)/python -m pip install --quiet --editable '.[data,uvloop,plots,ui]' --group dev
 	@touch $@
 
 install: $(INSTALLED)
@@ -108,6 +109,10 @@ compare: $(INSTALLED)
 # Environments of its own for verl and TransferQueue; COMPAT_FLAGS='--parts calls --tensordict 0.10.0' for less.
 compat: $(INSTALLED)
 	TQ_BENCH_TORCH='$(TORCH)' $(BIN)/python -m compat $(COMPAT_FLAGS)
+
+# In the environment of `make compat`; about ten minutes, and some more for the environment the first time.
+demo-verl: $(INSTALLED)
+	TQ_BENCH_TORCH='$(TORCH)' $(BIN)/python -m compat.demo
 
 demo: $(INSTALLED)
 	$(BIN)/python -m examples.demo

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import tq_service as tq
-from chaos.content import FIELDS, REWARD, columns_of, key_of, rewards_of, version_of, wrong_fields
+from chaos.content import FIELDS, REWARD, TAGS, columns_of, key_of, rewards_of, version_of, wrong_fields
 from chaos.events import EventLog, read_events
 
 RANK_COUNT: Final = 8
@@ -64,7 +64,7 @@ class Actor:
 
 
 class Producer(Actor):
-    """Puts samples, some with their reward in a second put; some are held, and cleared again."""
+    """Puts samples, some with their reward in a second put; tags some; some are held, and cleared again."""
 
     kind = "producer"
 
@@ -81,19 +81,25 @@ class Producer(Actor):
         is_held = self.rng.random() < 0.15
         has_reward = is_held or self.rng.random() < 0.7
         data = columns_of(keys) | ({REWARD: rewards_of(keys)} if has_reward else {})
-        self.log.write("put", keys=keys, is_held=is_held)
+        tag = serial % len(TAGS)
+        self.log.write("put", keys=keys, is_held=is_held, tag=tag)
         meta = await self.client.put(
             data,
             partition_id=self.partition_id,
             keys=keys,
             key_mode="new",
             state="held" if is_held else "live",
-            custom_meta=[{"version": version_of(key)} for key in keys],
+            custom_meta=[{"version": version_of(key), "tag": TAGS[tag]} for key in keys],
         )
         self.log.write("put_done", keys=keys, indexes=list(meta.global_indexes))
         if not has_reward:
             await self.client.put({REWARD: rewards_of(keys)}, metadata=meta)
         self.log.write("reward_done", keys=keys)
+        if self.rng.random() < 0.4:
+            for tag in self.rng.sample(range(len(TAGS)), 2):
+                self.log.write("tag", keys=keys, tag=tag)
+                await self.client.set_custom_meta(meta, [{"tag": TAGS[tag]}] * len(keys))
+                self.log.write("tag_done", keys=keys)
         if is_held and self.rng.random() < 0.5:
             self.log.write("clear", keys=keys)
             await self.client.clear_samples(meta)

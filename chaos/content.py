@@ -9,8 +9,12 @@ from typing import Any, Final
 
 import numpy as np
 
+import tq_service as tq
+
 FIELDS: Final = ("ids", "blob", "text")
 REWARD: Final = "reward"
+TAGS: Final[tuple[Any, ...]] = (7, "text", 0.5, tq.JSON_NULL, [1, "two", None], {"a": {"b": [True]}}, None)
+"""What samples have as `tag` in their custom_meta, one after the other: of several types, null, and none."""
 
 _LARGE_SHARE: Final = 0.04
 _LARGE_BYTES: Final = (64 << 10, 200 << 10)
@@ -25,6 +29,11 @@ def key_of(producer: int, serial: int, row: int) -> str:
 def version_of(key: str) -> int:
     """Return the `version` in the custom_meta of a sample: the serial of its put."""
     return int(key.split("-")[1])
+
+
+def tag_in(custom_meta: Mapping[str, Any]) -> Any:
+    """Return the tag that was read, as it was put."""
+    return (tq.JSON_NULL if custom_meta["tag"] is None else custom_meta["tag"]) if "tag" in custom_meta else None
 
 
 def columns_of(keys: Sequence[str]) -> dict[str, Any]:

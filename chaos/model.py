@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from chaos.content import version_of
+from chaos.content import TAGS, tag_in, version_of
 from chaos.events import Event, all_events
 
 
@@ -23,6 +23,8 @@ class Samples:
         clearing: keys whose clear was asked for.
         cleared: keys whose clear was acknowledged.
         held: keys that were put as held: no task gets them as long as they are.
+        tags: the tags that were asked for each key, one after the other, by number in `TAGS`.
+        tagged: for each key, which of these is that of the last write that was acknowledged.
     """
 
     acknowledged: dict[str, int] = field(default_factory=dict)
@@ -31,6 +33,8 @@ class Samples:
     clearing: set[str] = field(default_factory=set)
     cleared: set[str] = field(default_factory=set)
     held: set[str] = field(default_factory=set)
+    tags: dict[str, list[int]] = field(default_factory=dict)
+    tagged: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def recorded(cls, directory: Path) -> Samples:
@@ -47,11 +51,18 @@ class Samples:
             case "put":
                 self.uncertain.update(keys)
                 self.held.update(keys if event["is_held"] else ())
+                self.tags.update((key, [event["tag"]]) for key in keys)
+                self.tagged.update(dict.fromkeys(keys, 0))
             case "put_done":
                 self.uncertain.difference_update(keys)
                 self.acknowledged.update(zip(keys, event["indexes"], strict=True))
             case "reward_done":
                 self.rewarded.update(keys)
+            case "tag":
+                for key in keys:
+                    self.tags[key].append(event["tag"])
+            case "tag_done":
+                self.tagged.update((key, len(self.tags[key]) - 1) for key in keys)
             case "clear":
                 self.clearing.update(keys)
             case "clear_done":
@@ -77,6 +88,18 @@ class Samples:
         yield from (f"sample {key} was never put" for key in sorted(unknown))
         twice = [index for index, count in Counter(present.values()).items() if count > 1]
         yield from (f"index {index} has two keys" for index in twice)
+
+    def tag_violations(self, present: Mapping[str, Mapping[str, Any]], later: Samples) -> Iterator[str]:
+        """Yield what is wrong with the tags that samples have, in whose custom_meta these were answered before.
+
+        Args:
+            present: custom_meta by key.
+            later: what the producers know after `present` was looked up.
+        """
+        for key in self.acknowledged.keys() & present.keys():
+            tag, possible = tag_in(present[key]), [TAGS[number] for number in later.tags[key][self.tagged[key] :]]
+            if tag not in possible:
+                yield f"sample {key} has the tag {tag!r}, expected one of {possible}"
 
     def held_violations(self, directory: Path) -> Iterator[str]:
         """Yield the samples that were handed out while they were held: before any of them was made live."""

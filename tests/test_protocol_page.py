@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import unicodedata
+from dataclasses import fields
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -14,17 +16,23 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2
 
+from tq_service.client.channel import MAX_MESSAGE_BYTES
 from tq_service.config import load_settings
+from tq_service.domain.claims.request import BatchSpec
+from tq_service.domain.history import KEPT_ROWS, MOST_ROWS
 from tq_service.errors import TqError
+from tq_service.samplers import SamplerRegistry
 from tq_service.schema import DTYPE_SIZES, Encoding
 from tq_service.server.rpc.method_table import METHODS
 from tq_service.v1 import commit_pb2, controller_service_pb2, metadata_pb2, storage_service_pb2
 from tq_service.wire.columns import Column, encode_header, extents_as, merge_specs
+from tq_service.wire.connection import CONNECTION_OPTIONS
 from tq_service.wire.credentials import ROLES
 from tq_service.wire.encoding import encode_columns
 from tq_service.wire.error_table import ERROR_CLASSES
 from tq_service.wire.metadata import decode_meta_columns, meta_columns_to_rows
 from tq_service.wire.objects import decode_object, encode_object
+from tq_service.wire.texts import decode_texts
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "protocol.md").read_text()
@@ -77,7 +85,7 @@ COLUMNS = {
     "jagged in two dimensions": shown(column([np.array([[1, 2], [3, 4]], np.uint8), np.array([[5]], np.uint8)])),
     "text": shown(column(["hi", "\N{LATIN SMALL LETTER E WITH ACUTE}"])),
     "msgpack": shown(column([None, {"a": 1}])),
-    "two encodings": of_several(column(["hi"]), column([None])),
+    "two encodings": of_several(column(["hello"]), column([None, {"a": 1}])),
 }
 
 
@@ -110,16 +118,23 @@ def test_all_types_of_objects_but_codecs_are_shown() -> None:
 
 
 def test_small_blocks_are_right() -> None:
-    message = metadata_pb2.MetaColumn(name="c", kinds=bytes([1, 0, 2]), json_values=["null"])
+    message = metadata_pb2.MetaColumn(name="c", kinds=bytes([1, 0, 2, 3]), json_values=["null"])
     message.int64_values.values.append(7)
-    assert meta_columns_to_rows(decode_meta_columns([message], 3), 3) == [{"c": 7}, {}, {"c": None}]
+    (read,) = decode_meta_columns([message], 4)
+    assert meta_columns_to_rows([read], 4) == [{"c": 7}, {}, {"c": None}, {}]
+    assert read.removed is not None
+    assert read.removed.tolist() == [False, False, False, True]
     assert f"kinds    {message.kinds.hex(' ')}\n" in BLOCKS
+    given = ["a", "bü", "bü", ""]
+    texts = metadata_pb2.Texts(utf8="abü".encode(), sizes=[1, 3, 0], counts=[1, 2, 1])
+    assert f"texts    {texts.SerializeToString().hex(' ')}\n" in BLOCKS
+    assert list(decode_texts(texts, len(given), "keys")) == given
     produced = np.packbits([True, False, True], bitorder="little").tobytes()
     assert f"produced {produced.hex(' ')}\n" in BLOCKS
 
 
 def test_no_block_of_bytes_is_unknown() -> None:
-    known = {*COLUMNS.values(), *(block for block in BLOCKS if block.startswith(("kinds ", "produced ")))}
+    known = {*COLUMNS.values(), *(block for block in BLOCKS if block.startswith(("kinds ", "produced ", "texts ")))}
     others = [block for block in BLOCKS if block not in known and re.search(rf" {HEX}$", block, re.MULTILINE)]
     assert len(others) == 1
     assert len(others[0].splitlines()) == len(EXTENSIONS)
@@ -158,6 +173,59 @@ def test_reasons_of_what_to_do_are_known_and_said_of_methods_that_are_there() ->
         assert set(re.findall(r"[A-Z_]{4,}", names)) <= reasons
         assert origin in {"all", "calls that wait"} or set(re.findall(r"[A-Z]\w+", origin)) <= methods
         assert advice
+
+
+def test_each_reason_that_a_client_can_get_says_what_to_do() -> None:
+    advised = {
+        reason
+        for names, _, _ in rows_of("| reason | from | what to do |")
+        for reason in re.findall(r"[A-Z_]{4,}", names)
+    }
+    errors = (ROOT / "docs" / "errors.md").read_text()
+    made = {reason for reason, origin in re.findall(r"^\| ([A-Z_]+) \| [A-Z_]+ \| ([\w, ]+) \|", errors, re.MULTILINE)
+            if "service" in origin.split(", ")}  # fmt: skip
+    assert len(made) > 40
+    assert advised == made
+
+
+def test_options_of_samplers_are_those_of_the_registry() -> None:
+    listed = {info.name: info for info in SamplerRegistry().describe()}
+    assert {name.split("`")[1] for name, _, _ in rows_of("| `sampler` | a batch is | `batch_size` |")} == listed.keys()
+    said: set[tuple[str, str, str, str]] = set()
+    for option, samplers, takes, default, meaning in rows_of("| option | of | takes | default | meaning |"):
+        names = set(re.findall(r"`(\w+)`", samplers))
+        for name in listed.keys() - names if samplers.startswith("all but") else names:
+            said.add((name, option.strip("`"), takes, default.strip("`")))
+        assert meaning
+    options = {(info.name, option) for info in listed.values() for option in info.options}
+    assert said == {
+        (name, option.name, option.type, "required" if option.default_json is None else option.default_json)
+        for name, option in options
+    }
+
+
+def test_arguments_that_ranks_give_alike_are_those_that_are_compared() -> None:
+    (listed,) = re.findall(r"- `dp_size` is alike for the epoch; (.*?) are for a batch\.", PAGE, re.DOTALL)
+    assert re.findall(r"`(\w+)`", listed) == [
+        "batch_size", "batch_unit", "micro_batch_size", "sampler", "sampler_config", "where", "order_by", "data_fields",
+        "drop_last", "finite", "max_uses",
+    ]  # fmt: skip
+    assert set(re.findall(r"`(\w+)`", listed)) == {field.name for field in fields(BatchSpec)}
+
+
+def test_connections_are_as_recommended() -> None:
+    options = dict(CONNECTION_OPTIONS) | {"grpc.max_receive_message_length": MAX_MESSAGE_BYTES}
+    for names, values, reason in rows_of("| option | value | why |"):
+        shown = zip(re.findall(r"`(.*?)`", names), values.split(", "), strict=True)
+        assert {name: int(value) for name, value in shown}.items() <= options.items()
+        assert reason
+
+
+def test_printable_characters_are_as_said() -> None:
+    codes = [*range(0x3000), 0xA0, 0x200B, 0xE000, 0xFFFD, 0x1F600, 0x10FFFF]
+    for character in map(chr, codes):
+        is_printable = character == " " or unicodedata.category(character)[0] not in "CZ"
+        assert character.isprintable() == is_printable, hex(ord(character))
 
 
 def test_all_names_of_messages_fields_and_values_are_those_of_the_protos() -> None:
@@ -205,8 +273,11 @@ def test_the_standard_messages_are_as_they_are() -> None:
 
 
 def test_limits_are_the_defaults() -> None:
-    limits = {what: limit for what, limit, _ in rows_of("| what | limit | beyond it |")}
+    rows = rows_of("| what | limit | beyond it | setting |")
+    limits = {what: limit for what, limit, _, _ in rows}
     settings = load_settings({}).settings
+    for *_, names in rows:
+        assert names == "fixed" or set(re.findall(r"`(\w+)`", names)) <= set(type(settings).model_fields)
 
     def default(name: str) -> int:
         return int(getattr(settings, name))
@@ -220,6 +291,8 @@ def test_limits_are_the_defaults() -> None:
     assert number(limits["custom_meta of one sample in one write"]) == default("max_sample_meta_bytes")
     assert number(limits["calls of one connection at once"]) == default("max_streams")
     assert number(limits["calls of one connection that wait"]) == default("max_waiting_calls_per_client")
+    assert number(limits["calls that watch"]) == default("max_watchers")
+    assert f"{KEPT_ROWS:,} rows are\n  kept" in PAGE and f"{MOST_ROWS:,} for calls that are under way" in PAGE
     of_partition = limits["fields, tasks, custom_meta columns of a partition"]
     assert [number(each) for each in of_partition.split(", ")] == [
         default(name) for name in ("max_fields", "max_tasks", "max_meta_columns")

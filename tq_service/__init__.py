@@ -15,6 +15,7 @@ from tq_service.errors import (
     CallCancelledError,
     CellNotFoundError,
     ClaimReleasedError,
+    CompactedError,
     DataDirError,
     DataLossError,
     DeadlineError,
@@ -60,15 +61,18 @@ from tq_service.errors import (
     UnknownSamplerError,
     UnsupportedObjectError,
 )
+from tq_service.version import VERSION
 
 if TYPE_CHECKING:
     from tq_service.client import AsyncClient, BatchMeta, Client
+    from tq_service.client.traces import trace
     from tq_service.custom_meta import JSON_NULL
+    from tq_service.observe.clients import instrument
     from tq_service.schema import FieldSpec, Layout, SampleState, StalenessLimit
     from tq_service.wire.credentials import Tls
     from tq_service.wire.object_codecs import register_object_codec
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "JSON_NULL",
@@ -80,6 +84,7 @@ __all__ = [
     "CellNotFoundError",
     "ClaimReleasedError",
     "Client",
+    "CompactedError",
     "DataDirError",
     "DataLossError",
     "DeadlineError",
@@ -130,7 +135,9 @@ __all__ = [
     "UnknownSamplerError",
     "UnsupportedObjectError",
     "__version__",
+    "instrument",
     "register_object_codec",
+    "trace",
 ]
 
 # These need grpc, and are imported on first use: domain, samplers and balancing do without it.
@@ -140,6 +147,8 @@ _LAZY: Final = {
     **dict.fromkeys(("FieldSpec", "Layout", "StalenessLimit", "SampleState"), "tq_service.schema"),
     "JSON_NULL": "tq_service.custom_meta",
     "Tls": "tq_service.wire.credentials",
+    "instrument": "tq_service.observe.clients",
+    "trace": "tq_service.client.traces",
     "register_object_codec": "tq_service.wire.object_codecs",
 }
 

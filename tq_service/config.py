@@ -141,6 +141,17 @@ class _Network(_Section):
         "Containers of one host mount the same directory. Default: tq_service-<uid> in the directory for "
         "temporary files, for this user alone.",
     )
+    metrics_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="Port on which Prometheus scrapes metrics, at /metrics; 0 lets the system choose one. Secured as "
+        "the service is: over TLS with tls_cert, and with auth_tokens_file for tokens with the role read "
+        "and the prefix '' alone. Needs tq-service[metrics]. Default: none.",
+    )
+    metrics_host: str = Field(
+        "127.0.0.1", min_length=1, description="Address to listen on for metrics; 0.0.0.0 for all interfaces."
+    )
     reflection: bool = Field(False, description="Whether to serve gRPC reflection, for grpcurl and similar tools.")
     max_message_bytes: Size = Field(
         256 * 2**20, ge=2**20, description="Largest gRPC message accepted; bulk data comes in frames far below it."
@@ -166,6 +177,11 @@ class _Process(_Section):
         "auto", description="Event loop: uvloop (on), asyncio's own (off), or uvloop where installed (auto)."
     )
     grace_seconds: float = Field(15.0, ge=0, description="How long running calls may take to finish after SIGTERM.")
+    traces: bool = Field(
+        False,
+        description="Whether calls are traced with OpenTelemetry, below the spans of clients. Run the service in a "
+        "program that configures a provider, such as opentelemetry-instrument. Needs tq-service[traces].",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Lowest level that is logged.")
     log_format: Literal["text", "json"] = Field("text", description="Format of the log lines on stderr.")
 
@@ -302,6 +318,9 @@ class _Limits(_Section):
     max_waiting_calls_per_client: int = Field(
         2_048, ge=1, description="Of these, calls of one client (one connection)."
     )
+    max_watchers: int = Field(
+        1_000, ge=1, description="Calls that watch partitions; together they get at most about 100 answers a second."
+    )
     max_puts: int = Field(4_000_000, ge=1, description="Puts that the storage service stores.")
     max_uncommitted_puts: int = Field(
         65_536, ge=1, description="Of these, puts not committed yet whose controller is another process."
@@ -349,10 +368,12 @@ class ServeSettings(_Limits, _Security, _Batches, _StorageAndDurability, _Proces
 
     @model_validator(mode="after")
     def _is_secured_beyond_loopback(self) -> ServeSettings:
-        if not self.is_secured and not is_loopback(self.host) and not self.insecure:
+        hosts = [self.host] if self.metrics_port is None else [self.host, self.metrics_host]
+        host = next((host for host in hosts if not is_loopback(host)), None)
+        if not self.is_secured and host is not None and not self.insecure:
             lacking = [name for name in ("tls_cert", "auth_tokens_file") if getattr(self, name) is None]
             raise ValueError(
-                f"other machines reach {self.host}, and there is no {' and no '.join(lacking)}; give TLS and tokens "
+                f"other machines reach {host}, and there is no {' and no '.join(lacking)}; give TLS and tokens "
                 "(docs/security.md), listen on 127.0.0.1, or set insecure where the network itself is trusted"
             )
         return self
@@ -379,6 +400,13 @@ class ServeSettings(_Limits, _Security, _Batches, _StorageAndDurability, _Proces
         if self.durability == "memory" and self.data_dir is not None:
             raise ValueError("durability is memory, for which data_dir has no use; leave one of the two out")
         return self
+
+    @property
+    def effective_durability(self) -> Literal["memory", "process", "disk"]:
+        """What an acknowledged change survives."""
+        if self.durability == "auto":
+            return "memory" if self.data_dir is None else "process"
+        return self.durability
 
     def checkpoint_directory(self) -> Path | None:
         """Return the directory that all checkpoints are below, None where there is none."""

@@ -179,6 +179,12 @@ class PartitionClearedError(PreconditionError):
     reason = "PARTITION_CLEARED"
 
 
+class CompactedError(PreconditionError):
+    """What has changed since a revision is not known any more: it is too old, or of before a restart of the service."""
+
+    reason = "COMPACTED"
+
+
 class SamplesClearedError(PreconditionError):
     """The batch was planned, but samples of it have been cleared since."""
 

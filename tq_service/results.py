@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 from tq_service.schema import FieldSpec, StalenessLimit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Revision:
+    """A place in the history of one instance of the service, from which `watch` goes on; plain data, to be passed on.
+
+    Attributes:
+        instance_id: of the instance, 16 random bytes: after a restart of the service there is another history.
+        number: counts changes; a later state has a higher one.
+    """
+
+    instance_id: bytes
+    number: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +69,84 @@ class ProductionStatus:
     complete: bool
 
 
+class WaitCode(StrEnum):
+    """Why a claim waits, in a word that stays the same.
+
+    Attributes:
+        PARTITION_NOT_FOUND: there is no such partition.
+        NO_SAMPLES: the partition has none.
+        FIELD_NEVER_PUT: no sample has a field that is asked for.
+        ALL_CONSUMED: nothing is left of a partition that is open.
+        TOO_FEW_READY: fewer samples are ready than are asked for.
+        GROUPS_INCOMPLETE: too few groups are ready as a whole.
+        SAMPLER_WAITS: enough samples are ready, of which the sampler makes no batch yet.
+    """
+
+    PARTITION_NOT_FOUND = "PARTITION_NOT_FOUND"
+    NO_SAMPLES = "NO_SAMPLES"
+    FIELD_NEVER_PUT = "FIELD_NEVER_PUT"
+    ALL_CONSUMED = "ALL_CONSUMED"
+    TOO_FEW_READY = "TOO_FEW_READY"
+    GROUPS_INCOMPLETE = "GROUPS_INCOMPLETE"
+    SAMPLER_WAITS = "SAMPLER_WAITS"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotReady:
+    """Samples that cannot be delivered yet, by what they lack.
+
+    Attributes:
+        kind: "field": they lack the field `name`; "where": a condition on the custom_meta column `name` does not hold;
+            "length": they have no length for the sampler; "held"; "leased": to workers of the task; "group": they are
+            ready, and other members of their groups are not.
+        name: of the field or column, else empty.
+        sample_count: number of samples.
+        ends_in_seconds: of "leased": until the first lease runs out; None for others.
+        example: of "group": the name of one, with its counts.
+    """
+
+    kind: str
+    name: str = ""
+    sample_count: int
+    ends_in_seconds: float | None = None
+    example: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitReason:
+    """Why claims wait that ask alike, in counts of samples of one moment.
+
+    Attributes:
+        code: the reason in a word, see `WaitCode`.
+        text: the reason in a sentence.
+        task_name: the consumer.
+        data_fields: the fields that it asks for.
+        waiting_count: number of calls that wait for this; 0 in what a claim of one's own is answered.
+        left_count: samples that are live or held and that the task has not consumed.
+        ready_count: those of them, or where `counts_groups` the groups, that could be delivered now.
+        needed_count: how many of these are needed before there is an answer.
+        counts_groups: whether the two are numbers of groups.
+        not_ready: what is lacking; a sample may be counted in several.
+        sealed: whether no new samples come.
+        waiting_put_count: puts with new samples that wait for capacity.
+        put_waits_for: why the first of them does; empty where none waits.
+    """
+
+    code: str
+    text: str
+    task_name: str = ""
+    data_fields: tuple[str, ...] = ()
+    waiting_count: int = 0
+    left_count: int = 0
+    ready_count: int = 0
+    needed_count: int = 0
+    counts_groups: bool = False
+    not_ready: tuple[NotReady, ...] = ()
+    sealed: bool = False
+    waiting_put_count: int = 0
+    put_waits_for: str = ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionSummary:
     """A partition in short.
@@ -74,12 +166,42 @@ class PartitionSummary:
     sealed: bool
 
 
+class PartitionList(list[PartitionSummary]):
+    """Partitions in the order of their names.
+
+    Attributes:
+        revision: from which `watch` goes on from the whole list.
+    """
+
+    def __init__(self, partitions: Iterable[PartitionSummary], revision: Revision | None = None) -> None:
+        super().__init__(partitions)
+        self.revision = revision
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FieldStatus:
     """A field in a partition, and the number of samples that have it."""
 
     spec: FieldSpec
     produced_count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecentBatch:
+    """A batch that was planned for ranks, in numbers.
+
+    Attributes:
+        batch_index: its number in the epoch.
+        tokens_per_rank: tokens of the first 128 ranks, by `dp_rank`; empty where the length of a sample is not known.
+        imbalance: by how much the heaviest rank has more tokens than the mean of all, as a share of the mean.
+        padding_share: share of padding: of packs what fills them up; of micro-batches what pads each sample to the
+            longest of its micro-batch, which jagged fields do without.
+    """
+
+    batch_index: int
+    tokens_per_rank: tuple[int, ...] = ()
+    imbalance: float = 0.0
+    padding_share: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +220,13 @@ class TaskStatus:
         leased_count: samples that are leased and not acknowledged; they may come back.
         dead_lettered_count: samples that were delivered `max_deliveries` times without being acknowledged.
         dead_lettered_indexes: the first hundred of them that are not cleared.
+        pending_count: samples left for it: live or held, neither consumed nor dead-lettered.
+        redelivered_count: samples that were delivered more than once in this epoch, since leases on them ran out;
+            neither released nor cleared ones; 0 in what `watch` yields.
+        delivered_per_second: samples delivered a second, lately: each delivery counts for less as it gets older, by a
+            factor e every 10 seconds. It starts from 0 with each start of the service.
+        recent_batches: the last 16 batches that were planned for its ranks in this epoch, in order; a start of the
+            service begins with none.
     """
 
     task_name: str
@@ -111,6 +240,10 @@ class TaskStatus:
     leased_count: int = 0
     dead_lettered_count: int = 0
     dead_lettered_indexes: tuple[int, ...] = ()
+    pending_count: int = 0
+    redelivered_count: int = 0
+    delivered_per_second: float = 0.0
+    recent_batches: tuple[RecentBatch, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,6 +281,7 @@ class PartitionDescription:
         waiting_put_count: puts of new samples that wait for capacity or for a task.
         declared_tasks: names of all tasks that may consume it; empty where any may.
         samples_per_round: samples of a round, where declared.
+        revision: of this answer: `watch` goes on from here.
     """
 
     summary: PartitionSummary
@@ -165,15 +299,34 @@ class PartitionDescription:
     waiting_put_count: int
     declared_tasks: tuple[str, ...]
     samples_per_round: int | None
+    revision: Revision | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerOption:
+    """An option of a sampler, given in `sampler_config`.
+
+    Attributes:
+        name: its name.
+        type: what it takes, such as "whole number", "text or null" or "one of skip, take"; "" where the sampler does
+            not say.
+        default_json: what stands for it where it is not given, as JSON; None: it must be given.
+        summary: what it means.
+    """
+
+    name: str
+    type: str
+    default_json: str | None
+    summary: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerDescription:
-    """A sampler: the name `get_meta` takes, what it does, and the names of its options."""
+    """A sampler: the name `get_meta` takes, what it does, and its options."""
 
     name: str
     summary: str
-    options: tuple[str, ...]
+    options: tuple[SamplerOption, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,6 +354,95 @@ class StorageStat:
     uncommitted_put_count: int
     shared_memory_count: int
     damaged_put_count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceInfo:
+    """What a process of the service is, and how it runs.
+
+    Attributes:
+        version: its version, such as "0.1.0".
+        instance_id: 16 random bytes that name this process: others after each start.
+        role: "all", or "controller" where storage services run as other processes.
+        uptime_seconds: for how long it has run.
+        durability: what an acknowledged change survives: nothing ("memory"), a crash of any process ("process"), or one
+            of the host ("disk").
+        data_dir: the directory that holds its state; empty: none does, or the token is not for all partitions.
+        tls: whether it is reached over TLS.
+        client_certificates: whether clients have to show a certificate.
+        auth: whether it asks for tokens.
+        shared_memory: whether clients of its host share memory with it.
+    """
+
+    version: str
+    instance_id: bytes
+    role: str
+    uptime_seconds: float
+    durability: str
+    data_dir: str
+    tls: bool
+    client_certificates: bool
+    auth: bool
+    shared_memory: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorageStatus:
+    """A storage service, as its controller knows it.
+
+    Attributes:
+        storage_id: its name.
+        address: where clients reach it; empty: at the address of the controller, in whose process it runs.
+        used_bytes: bytes that it stores and has reserved.
+        max_bytes: its quota; None: none.
+        put_count: number of puts that it stores.
+        version: its version; empty: it has not said.
+        heard_ago_seconds: since when nothing was heard of it; None: it runs in the process of the controller.
+        is_silent: whether it has been silent for too long to get puts.
+    """
+
+    storage_id: str
+    address: str
+    used_bytes: int
+    max_bytes: int | None
+    put_count: int
+    version: str
+    heard_ago_seconds: float | None
+    is_silent: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartitionWait:
+    """Claims that wait for the same, or other calls that wait for a partition that does not exist.
+
+    Attributes:
+        partition_id: the partition, which need not exist.
+        reason: what is waited for. Without `explain` it has `task_name`, `data_fields` and `waiting_count` alone;
+            `task_name` is empty where `lookup_samples` waits.
+    """
+
+    partition_id: str
+    reason: WaitReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceStatus:
+    """A service, its storage services, its partitions, and what is waited for.
+
+    Attributes:
+        service: what the service is.
+        storages: its storage services, in the order of their names.
+        partitions: its partitions, in the order of their names.
+        waits: what is waited for, in the order of the names of the partitions, and of each in the order of arrival of
+            the first calls; at most 32 of a partition.
+        revision: from which `watch` goes on from the whole status.
+    """
+
+    service: ServiceInfo
+    storages: tuple[StorageStatus, ...]
+    partitions: tuple[PartitionDescription, ...]
+    waits: tuple[PartitionWait, ...]
+    revision: Revision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

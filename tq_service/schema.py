@@ -128,10 +128,10 @@ class FieldSpec:
         return tuple(dim for dim, size in enumerate(self.row_shape or ()) if size < 0)
 
     def describe(self) -> str:
-        """Return the spec as it appears in messages, such as `int64 jagged (-1,)` or `object (text)`."""
+        """Return the spec as it appears in messages, such as `int64 jagged [-1]` or `object (text)`."""
         if self.layout is Layout.OBJECT:
             return f"object ({self.encoding or 'any encoding'})"
-        shape = "any shape" if self.row_shape is None else str(self.row_shape)
+        shape = "any shape" if self.row_shape is None else str(list(self.row_shape))
         return f"{self.dtype or 'any dtype'} {self.layout or 'any layout'} {shape}"
 
 
@@ -215,7 +215,11 @@ def check_range(name: str, value: float, least: int, most: float = _LARGEST, hin
     """Refuse a number that is too small or too large; `hint` ends the message."""
     if not least <= value <= most:  # which neither NaN nor infinity are
         expected = f"{least} or more" if most == _LARGEST else f"{least} to {most}"
-        raise InvalidArgumentError(f"{name} is {value}; give {expected}{hint}", field=name)
+        raise InvalidArgumentError(
+            f"{name} is {value}; give {expected}{hint}",
+            field=name,
+            metadata={"got": str(value), "expected": expected},
+        )
 
 
 def check_unique(name: str, names: Sequence[str]) -> None:
@@ -227,7 +231,15 @@ def check_unique(name: str, names: Sequence[str]) -> None:
 def check_name(what: str, name: str) -> None:
     """Refuse names that cannot be typed or printed."""
     if not name or len(name) > 512 or not name.isprintable():
-        raise InvalidArgumentError(f"{what} is {name[:64]!r}; give 1 to 512 printable characters", field=what)
+        raise InvalidArgumentError(
+            f"{what} is {name[:64]!r}; give 1 to 512 printable characters",
+            field=what,
+            metadata={"got": name[:64], "expected": "1 to 512 printable characters"},
+        )
+
+
+CONTROLLER_NAME_BYTES: Final = 8
+"""First bytes of the id of a controller that keeps no state, the same at each of its starts; the others are new."""
 
 
 def check_id(name: str, value: bytes, hint: str = "send 16 random bytes, the same over retries") -> None:

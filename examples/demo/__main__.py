@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -14,20 +15,26 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from rich.console import Console
+
 import tq_service as tq
+from examples.demo.fault import HalfwayFault
 from examples.demo.history import outcome_of, write_history
 from examples.demo.plots import plot_history
 from examples.demo.processes import ProcessGroup
 from examples.demo.progress import Progress, make_progress
-from examples.demo.reports import Report, ReportReader
-from examples.demo.settings import PARTITION_PREFIX, RENDEZVOUS_FILE, ROLLOUT_WORKERS, TRAINER_RANKS, DemoSettings
-from examples.demo.training_result import judge_training
-from tq_service.errors import TqError
+from examples.demo.ranks import GENERATION_FILE
+from examples.demo.reports import EVENT, Report, ReportReader
+from examples.demo.result import judge
+from examples.demo.settings import PARTITION_PREFIX, ROLLOUT_WORKERS, TRAINER_RANKS, DemoSettings, step_partition
+from tq_service.errors import NotFoundError, TqError
 
 READ_SECONDS = 0.5
 FINISH_SECONDS = 10.0
 CONNECT_SECONDS = 5.0
 INTERRUPTED_EXIT_CODE = 130
+UNBALANCED_STEPS = 30
+DATA_DIRECTORY = "data"  # of the service, in the output directory
 NEEDED_MODULES = {"torch": "data", "tensordict": "data", "matplotlib": "plots"}  # and the extra that brings each
 
 
@@ -39,6 +46,7 @@ def run_demo(
     seed: int = 0,
     plain: bool = False,
     address: str | None = None,
+    fault: bool = True,
 ) -> int:
     """Train a tiny policy with GRPO through the service.
 
@@ -49,17 +57,24 @@ def run_demo(
         seed: of prompts, sampling and first weights.
         plain: whether to print lines instead of a live table.
         address: a running service to use; None starts one of its own.
+        fault: whether a trainer rank, and the service where it is the demo's own, are killed halfway.
 
     Returns:
-        The exit code: 0 where the reward rose clearly, 1 where not or where a process failed, 130 after Ctrl-C.
+        The exit code: 0 where the reward rose clearly and no sample was lost or trained on twice; 1 where not, or where
+        a process failed; 130 after Ctrl-C.
     """
     try:
         _check_modules()
         settings = DemoSettings(
-            address=address or "", output=str(output.resolve()), steps=steps, seconds=seconds, seed=seed
+            address=address or "",
+            output=str(output.resolve()),
+            steps=steps,
+            seconds=seconds,
+            seed=seed,
+            unbalanced_steps=min(UNBALANCED_STEPS, steps // 5),
         )
         with _termination_as_interrupt():
-            return _Run(settings, plain=plain).run()
+            return _Run(settings, plain=plain, has_fault=fault).run()
     except KeyboardInterrupt:
         print("interrupted: all processes of the demo have been ended", file=sys.stderr)
         return INTERRUPTED_EXIT_CODE
@@ -74,38 +89,51 @@ class _Run:
 
     settings: DemoSettings
     plain: bool
+    has_fault: bool
     steps: list[Report] = field(default_factory=list)
+    fault: HalfwayFault | None = None
 
     def run(self) -> int:
         output = Path(self.settings.output)
-        output.mkdir(parents=True, exist_ok=True)
-        (output / RENDEZVOUS_FILE).unlink(missing_ok=True)
+        _prepare(output)
         env: dict[str, str] | None = None
         credentials: dict[str, Any] = {}
         if not self.settings.address:  # what the environment says about TLS and tokens is for other services
             env = {name: value for name, value in os.environ.items() if not name.startswith("TQ_")}
             credentials = {"token": False, "tls": False}
-        with ProcessGroup(output / "logs", env) as processes:
+        with (
+            make_progress(self._title(), plain=self.plain) as progress,
+            ProcessGroup(output / "logs", env) as processes,
+        ):
             if not self.settings.address:
-                self.settings = replace(self.settings, address=processes.start_service())
+                progress.set_state("starting a service")
+                address = processes.start_service(output / DATA_DIRECTORY)
+                self.settings = replace(self.settings, address=address)
+                progress.note(f"a service listens at {address}; it keeps its state in {output.name}/{DATA_DIRECTORY}")
             with tq.Client(self.settings.address, **credentials) as client:
                 _clear_partitions(client)
-                self._work(processes, client, output)
+                self._work(processes, client, output, progress)
                 _clear_partitions(client)
         return self._conclude(output)
 
-    def _work(self, processes: ProcessGroup, client: tq.Client, output: Path) -> None:
+    def _work(self, processes: ProcessGroup, client: tq.Client, output: Path, progress: Progress) -> None:
         """Start the workers and show their reports until they have ended."""
         settings_file = output / "settings.json"
         self.settings.save(settings_file)
         for role, count in (("trainer", TRAINER_RANKS), ("rollout_worker", ROLLOUT_WORKERS), ("reward_worker", 1)):
             for index in range(count):
                 processes.start_role(role, index, settings_file)
+        progress.note("started the workers; they import torch, which takes some seconds")
+        if self.has_fault:
+            self.fault = HalfwayFault(self.settings, settings_file, processes, client, progress)
         reader = ReportReader(client)
-        with make_progress(self._title(), plain=self.plain) as progress:
-            while processes.running("trainer"):
-                self._take(reader, progress, READ_SECONDS, processes)
-            self._take(reader, progress, 0.0, processes)
+        while processes.running("trainer"):
+            self._take(reader, progress, READ_SECONDS, processes)
+            if not self.steps:
+                progress.set_state(_first_partition(client, self.settings))
+            if self.fault is not None and self.fault.is_due(self.steps):
+                self.fault.inject()
+        self._take(reader, progress, 0.0, processes)
         processes.wait_for_workers(FINISH_SECONDS)
         processes.check()
 
@@ -115,29 +143,53 @@ class _Run:
         finally:
             processes.check()  # a service that is gone explains itself better than the error of calling it
         for report in reports:
-            self.steps.append(report)
-            progress.show(report)
+            if EVENT in report:
+                progress.note(report[EVENT])
+            else:
+                self.steps.append(report)
+                progress.show(report)
+                if report["step"] == self.settings.unbalanced_steps > 0:
+                    progress.note(f"step {report['step']}: batches are balanced by tokens from now on")
+            if self.fault is not None:
+                self.fault.take(report)
 
     def _title(self) -> str:
-        return (
-            f"tq-service demo: training on additions, service at {self.settings.address}, "
-            f"{ROLLOUT_WORKERS} rollout workers, 1 reward worker, {TRAINER_RANKS} trainer ranks"
-        )
+        return f"tq-service demo: {ROLLOUT_WORKERS} rollout workers, 1 reward worker, {TRAINER_RANKS} trainer ranks"
 
     def _conclude(self, output: Path) -> int:
         """Write the files, print the result, return the exit code."""
-        outcome = outcome_of(self.steps)
-        write_history(output / "history.json", self.settings, self.steps, outcome)
-        plot_history(output / "curves.png", self._title(), self.steps)
-        print(
-            f"{outcome.samples:,} samples in {outcome.steps} steps and {outcome.seconds:.1f} s: "
-            f"{outcome.samples_per_second:,.0f} samples/s, imbalance {outcome.imbalance:.2%}, "
-            f"ranks waited {outcome.waiting:.0%} of their time, version lag {outcome.version_lag:.1f}"
-        )
-        print(f"curves: {output / 'curves.png'}   history: {output / 'history.json'}")
-        result = judge_training(outcome)
-        print(result.text, file=sys.stdout if result.is_good else sys.stderr)
+        outcome = outcome_of(self.steps, self.settings.unbalanced_steps)
+        outage = None if self.fault is None else self.fault.outage
+        write_history(output / "history.json", self.settings, self.steps, outcome, outage)
+        plot_history(output / "curves.png", self._title(), self.steps, self.settings.unbalanced_steps, outage)
+        result = judge(outcome, self.steps, outage)
+        console = Console(stderr=not result.is_good)
+        console.print(result.text, soft_wrap=not console.is_terminal, highlight=False, markup=False)
+        shown = output.relative_to(Path.cwd()) if output.is_relative_to(Path.cwd()) else output
+        print(f"curves: {shown / 'curves.png'}   history: {shown / 'history.json'}")
         return 0 if result.is_good else 1
+
+
+def _prepare(output: Path) -> None:
+    """Make the directory of the run, without what an earlier run left there."""
+    output.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(output / DATA_DIRECTORY, ignore_errors=True)
+    for file in (*output.glob("rendezvous*"), *output.glob("batches_*.jsonl")):
+        file.unlink()
+    (output / GENERATION_FILE).write_text("0", encoding="utf-8")
+
+
+def _first_partition(client: tq.Client, settings: DemoSettings) -> str:
+    """Return how far the samples of the first step are."""
+    try:
+        fields = client.describe_partition(step_partition(0), timeout=CONNECT_SECONDS).fields
+    except NotFoundError:
+        return "the workers are starting"
+    produced = {field.spec.name: field.produced_count for field in fields}
+    return (
+        f"{step_partition(0)}: {produced.get('response', 0)} of {settings.samples_per_step} samples, "
+        f"{produced.get('reward', 0)} of them with a reward"
+    )
 
 
 def _check_modules() -> None:
@@ -181,6 +233,10 @@ def _arguments() -> dict[str, Any]:
     parser.add_argument("--seed", type=int, default=0, help="of prompts, sampling and first weights")
     parser.add_argument("--plain", action="store_true", help="print lines instead of a live table")
     parser.add_argument("--address", help="a running service to use; without it the demo starts one of its own")
+    parser.add_argument(
+        "--fault", action=argparse.BooleanOptionalAction, default=True,
+        help="kill a trainer rank, and the demo's own service, halfway",
+    )  # fmt: skip
     return vars(parser.parse_args())
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from examples.demo.fault import Outage
 from examples.demo.settings import DemoSettings
 
 Step = Mapping[str, Any]
@@ -27,7 +28,8 @@ class Outcome:
         reward_at_start: mean reward of the first tenth of the steps.
         reward_at_end: mean reward of the last tenth.
         solved_at_end: share of samples with reward 1 in the last tenth.
-        imbalance: heaviest rank's tokens over the mean, minus 1.
+        imbalance: heaviest rank's tokens over the mean, minus 1, where batches were balanced.
+        unbalanced_imbalance: the same of the first steps, where they were not; None where there were none.
         waiting: share of the ranks' time that they waited for data.
         samples_per_second: over the whole run.
         version_lag: versions between sampling and learning.
@@ -40,6 +42,7 @@ class Outcome:
     reward_at_end: float
     solved_at_end: float
     imbalance: float
+    unbalanced_imbalance: float | None
     waiting: float
     samples_per_second: float
     version_lag: float
@@ -55,14 +58,19 @@ class Outcome:
         return self.reward_at_end >= self.reward_at_start + CLEAR_RISE
 
 
-def outcome_of(steps: Sequence[Step]) -> Outcome:
+def outcome_of(steps: Sequence[Step], unbalanced_steps: int = 0) -> Outcome:
     """Return what the steps come to.
+
+    Args:
+        steps: in order.
+        unbalanced_steps: how many of the first were not balanced.
 
     Raises:
         ValueError: there are none.
     """
     if not steps:
         raise ValueError("got no finished step, expected at least one; give the run more --seconds or --steps")
+    unbalanced, balanced = steps[:unbalanced_steps], steps[unbalanced_steps:] or steps
     tenth = max(1, len(steps) // 10)
     samples, seconds = sum(step["samples"] for step in steps), float(steps[-1]["elapsed_seconds"])
 
@@ -76,18 +84,22 @@ def outcome_of(steps: Sequence[Step]) -> Outcome:
         reward_at_start=mean("reward", steps[:tenth]),
         reward_at_end=mean("reward", steps[-tenth:]),
         solved_at_end=mean("solved", steps[-tenth:]),
-        imbalance=mean("imbalance"),
+        imbalance=mean("imbalance", balanced),
+        unbalanced_imbalance=mean("imbalance", unbalanced) if unbalanced else None,
         waiting=mean("waiting"),
         samples_per_second=samples / max(1e-9, seconds),
         version_lag=mean("version_lag"),
     )
 
 
-def write_history(path: Path, settings: DemoSettings, steps: Sequence[Step], outcome: Outcome) -> None:
-    """Write settings, steps and outcome as JSON."""
+def write_history(
+    path: Path, settings: DemoSettings, steps: Sequence[Step], outcome: Outcome, outage: Outage | None = None
+) -> None:
+    """Write settings, outcome, outage and steps as JSON."""
     history = {
         "settings": asdict(settings),
         "outcome": asdict(outcome),
+        "outage": None if outage is None else asdict(outage),
         "steps": [dict(step) for step in steps],
     }
     path.write_text(json.dumps(history, indent=2) + "\n", encoding="utf-8")

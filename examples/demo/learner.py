@@ -2,47 +2,32 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Sequence
-from datetime import timedelta
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from examples.demo.grpo import grpo_loss
-from examples.demo.policy import Policy
-from examples.demo.settings import RENDEZVOUS_FILE, TRAINER_RANKS
+from examples.demo.policy import Policy, flat_weights, load_flat_weights
+from examples.demo.ranks import Ranks
 from examples.demo.tensors import padded
 
 TOKEN_SCALE = 16.0
 GRADIENT_NORM = 1.0
 
 
-def join_ranks(output: str, rank: int, rank_count: int = TRAINER_RANKS) -> None:
-    """Make this process one of the trainer ranks; they meet at a file in `output`."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")  # all on this host
-    dist.init_process_group(
-        "gloo",
-        init_method=(Path(output) / RENDEZVOUS_FILE).resolve().as_uri(),
-        rank=rank,
-        world_size=rank_count,
-        timeout=timedelta(seconds=60),
-    )
-
-
 class Learner:
     """A replica of the policy and its optimizer; equal on all ranks after every update.
 
     Life of a step: `accumulate` for each micro-batch, any number of times, also never; then `update` on every rank.
+    Where an update fails, the step has not been made: `discard`, and accumulate its micro-batches again.
     """
 
     def __init__(self, policy: Policy, *, learning_rate: float) -> None:
         self.policy = policy
-        self._optimizer = torch.optim.Adam(policy.parameters(), lr=learning_rate, betas=(0.9, 0.95))
-        self._loss_sum = 0.0
+        self._parameters = list(policy.parameters())
+        self._optimizer = torch.optim.Adam(self._parameters, lr=learning_rate, betas=(0.9, 0.95))
+        self.discard()
 
     def accumulate(
         self,
@@ -62,28 +47,53 @@ class Learner:
         logprobs, mask = self.policy.response_logprobs(prompts, responses)
         loss = grpo_loss(logprobs, padded(sampled_logprobs), advantages, mask, token_scale=TOKEN_SCALE)
         loss.backward()  # type: ignore[no-untyped-call]  # torch ships it untyped
-        self._loss_sum += loss.item()
 
-    def update(self, sample_count: int) -> float:
-        """Sum the gradients over the ranks, make one optimizer step, return the loss per sample.
+    def update(self, ranks: Ranks, counts: Tensor) -> Tensor:
+        """Sum gradients and counts over the ranks, make one optimizer step, return the sums of the counts.
 
         Args:
-            sample_count: samples accumulated on this rank.
+            ranks: the group.
+            counts: `(n,)` float64; the first is of the samples accumulated on this rank.
+
+        Raises:
+            RankLostError: nothing has changed.
         """
-        parameters = list(self.policy.parameters())
-        gradients = [
-            (torch.zeros_like(parameter) if parameter.grad is None else parameter.grad).reshape(-1)
-            for parameter in parameters
-        ]
-        flat = torch.cat([*gradients, torch.tensor([self._loss_sum, float(sample_count)])])
-        dist.all_reduce(flat)
-        loss_sum, samples = flat[-2].item(), max(1.0, flat[-1].item())
-        for parameter, gradient in zip(
-            parameters, torch.split(flat[:-2], [parameter.numel() for parameter in parameters]), strict=True
-        ):
-            parameter.grad = (gradient / samples).reshape(parameter.shape)
-        torch.nn.utils.clip_grad_norm_(parameters, GRADIENT_NORM)
+        gradients = torch.cat([each.grad.reshape(-1) for each in self._parameters if each.grad is not None])
+        total = ranks.sum(torch.cat([gradients.double(), counts]))
+        summed, counted = total[: gradients.numel()], total[gradients.numel() :]
+        sizes = [parameter.numel() for parameter in self._parameters]
+        for parameter, gradient in zip(self._parameters, torch.split(summed, sizes), strict=True):
+            parameter.grad = (gradient / max(1.0, counted[0].item())).to(parameter.dtype).reshape(parameter.shape)
+        torch.nn.utils.clip_grad_norm_(self._parameters, GRADIENT_NORM)
         self._optimizer.step()
-        self._optimizer.zero_grad()
-        self._loss_sum = 0.0
-        return loss_sum / samples
+        self.discard()
+        return counted
+
+    def discard(self) -> None:
+        """Forget the gradients since the last update."""
+        for parameter in self._parameters:
+            parameter.grad = torch.zeros_like(parameter)
+
+    def state(self) -> Tensor:
+        """Return weights and optimizer as one vector `(3 x parameters + 1,)`, for a rank that takes another's place."""
+        moments = [self._moment(name) for name in ("exp_avg", "exp_avg_sq")]
+        steps = self._optimizer.state[self._parameters[0]].get("step", torch.zeros(()))
+        return torch.cat([flat_weights(self.policy), *moments, steps.reshape(1)])
+
+    def load_state(self, state: Tensor) -> None:
+        """Take over what `state` returned on another rank."""
+        weights, first, second, steps = torch.split(state, [*[(state.numel() - 1) // 3] * 3, 1])
+        load_flat_weights(self.policy, weights)
+        sizes = [parameter.numel() for parameter in self._parameters]
+        parts = zip(self._parameters, torch.split(first, sizes), torch.split(second, sizes), strict=True)
+        for parameter, of_first, of_second in parts:
+            self._optimizer.state[parameter] = {
+                "step": steps[0].clone(),
+                "exp_avg": of_first.reshape(parameter.shape).clone(),
+                "exp_avg_sq": of_second.reshape(parameter.shape).clone(),
+            }
+        self.discard()
+
+    def _moment(self, name: str) -> Tensor:
+        rows = [self._optimizer.state[each].get(name, torch.zeros_like(each)).reshape(-1) for each in self._parameters]
+        return torch.cat(rows)

@@ -7,43 +7,79 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from examples.demo.fault import Outage
+
 SMOOTHED_OVER_STEPS = 9
+RANK_STYLES = ("-", "--", "-.", ":")
 
 
-def plot_history(path: Path, title: str, steps: Sequence[Mapping[str, Any]]) -> None:
-    """Draw reward, tokens by rank, imbalance and waiting, and speed over the steps."""
+def plot_history(
+    path: Path,
+    title: str,
+    steps: Sequence[Mapping[str, Any]],
+    unbalanced_steps: int = 0,
+    outage: Outage | None = None,
+) -> None:
+    """Draw reward, tokens by rank, imbalance and waiting, and speed over the steps.
+
+    Args:
+        path: of the PNG.
+        title: of the figure.
+        steps: of the run.
+        unbalanced_steps: how many of the first were not balanced; they are shaded.
+        outage: what was killed; its step is marked.
+    """
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, ((reward, tokens), (shares, speed)) = plt.subplots(2, 2, figsize=(11, 7), sharex=True, layout="constrained")
+    figure, panels = plt.subplots(2, 3, figsize=(15, 8), sharex=True, layout="constrained")
+    (reward, tokens, imbalance), (waiting, speed, lag) = panels
     figure.suptitle(title)
     numbers = [step["step"] for step in steps]
 
-    def draw(axes: Any, values: Sequence[float], label: str) -> None:
-        (line,) = axes.plot(numbers, smoothed(values), label=label)
+    def draw(axes: Any, values: Sequence[float], label: str, **style: Any) -> None:
+        (line,) = axes.plot(numbers, smoothed(values), label=label, **style)
         axes.plot(numbers, values, color=line.get_color(), alpha=0.25, linewidth=0.8)
 
     draw(reward, [step["reward"] for step in steps], "mean reward")
     draw(reward, [step["solved"] for step in steps], "share with reward 1")
     reward.set(title="Reward", ylim=(0, 1.02))
-    for rank in range(len(steps[0]["tokens"])):
-        draw(tokens, [step["tokens"][rank] for step in steps], f"rank {rank}")
-    tokens.set(title="Tokens of a step, by rank", ylim=(0, None))
-    draw(shares, [100 * step["imbalance"] for step in steps], "imbalance: heaviest rank over the mean")
-    draw(shares, [100 * step["waiting"] for step in steps], "ranks' time spent waiting for data")
-    shares.set(title="Balance and waiting, %", xlabel="step", ylim=(0, None))
-    draw(speed, [step["samples_per_second"] for step in steps], "samples/s")
+    means = [fmean(step["tokens"]) for step in steps]
+    for rank in range(len(steps[0]["tokens"])):  # over their mean: lines of balanced ranks would hide each other
+        shares = [100 * step["tokens"][rank] / max(1, mean) for step, mean in zip(steps, means, strict=True)]
+        draw(tokens, shares, f"rank {rank}", linestyle=RANK_STYLES[rank % len(RANK_STYLES)])
+    tokens.set(title="Tokens of each rank, % of the mean")
+    draw(imbalance, [100 * step["imbalance"] for step in steps], "most loaded rank over the mean")
+    imbalance.set(title="Imbalance, %", ylim=(0, None))
+    draw(waiting, [100 * step["waiting"] for step in steps], "ranks' time spent waiting for data")
+    waiting.set(title="Waiting, %", xlabel="step", ylim=(0, 100))
+    draw(speed, [step["samples_per_second"] for step in steps], "samples trained on")
     speed.set(title="Samples per second", xlabel="step", ylim=(0, None))
-    lag = speed.twinx()
-    lag.plot(numbers, [step["version_lag"] for step in steps], color="tab:red", linewidth=0.8, label="version lag")
-    lag.set(ylim=(0, 3), ylabel="version lag")
-    for axes in (reward, tokens, shares, speed):
+    draw(lag, [step["version_lag"] for step in steps], "versions between sampling and learning")
+    lag.set(title="Version lag", xlabel="step", ylim=(0, 3))
+    marks: dict[str, Any] = {}
+    for axes in panels.flat:
+        marks = _marked(axes, unbalanced_steps, outage)
         axes.grid(alpha=0.3)
         axes.legend(loc="best", fontsize="small")
+    if marks:
+        figure.legend(marks.values(), marks.keys(), loc="outside lower center", ncols=2)
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def _marked(axes: Any, unbalanced_steps: int, outage: Outage | None) -> dict[str, Any]:
+    """Mark the first steps and the outage; return the marks by what a legend says of them."""
+    marks = {}
+    if unbalanced_steps:
+        span = axes.axvspan(-0.5, unbalanced_steps - 0.5, color="tab:gray", alpha=0.15)
+        marks["first steps: batches not balanced by tokens"] = span
+    if outage is not None:
+        killed = "the service and a rank" if outage.service_seconds is not None else "a rank"
+        marks[f"{killed} killed in this step, which was made again"] = axes.axvline(outage.step, color="black", ls=":")
+    return marks
 
 
 def smoothed(values: Sequence[float], width: int = SMOOTHED_OVER_STEPS) -> list[float]:

@@ -40,6 +40,8 @@ class ProcessGroup:
         self._service: ServiceProcess | None = None
         self._workers: dict[str, subprocess.Popen[bytes]] = {}
         logs.mkdir(parents=True, exist_ok=True)
+        for log in logs.glob("*.log"):
+            log.unlink()
 
     def __enter__(self) -> ProcessGroup:
         return self
@@ -49,20 +51,48 @@ class ProcessGroup:
     ) -> None:
         self.stop()
 
-    def start_service(self) -> str:
+    def start_service(self, data_dir: Path) -> str:
         """Start a service on a free port of this host, and return its address.
+
+        Args:
+            data_dir: where it keeps what it acknowledges.
 
         Raises:
             UnavailableError: it ended before it listened, or does not listen in time.
         """
-        self._service = ServiceProcess(log=self._log("service"), start_new_session=True, stop_seconds=_STOP_SECONDS)
+        self._service = ServiceProcess(
+            data_dir=data_dir, log=self._log("service"), start_new_session=True, stop_seconds=_STOP_SECONDS
+        )
         self._service.start()
         return self._service.address
+
+    @property
+    def has_service(self) -> bool:
+        """Whether the service is one of these processes."""
+        return self._service is not None
+
+    def kill_service(self) -> None:
+        """Kill the service (SIGKILL)."""
+        if self._service is not None:
+            self._service.kill()
+
+    def restart_service(self) -> None:
+        """Start the service again that was killed, on the same port, with the same directory."""
+        if self._service is not None:
+            self._service.start()
+
+    def kill_role(self, role: str, index: int) -> None:
+        """Kill a worker (SIGKILL); `start_role` puts another process in its place."""
+        worker = self._workers.pop(f"{role}_{index}")
+        worker.kill()
+        worker.wait()
+        if worker.stdin:
+            worker.stdin.close()
 
     def start_role(self, role: str, index: int, settings_file: Path) -> None:
         """Start `python -m examples.demo.<role>` under the name `<role>_<index>`."""
         name = f"{role}_{index}"
-        with self._log(name).open("wb") as log:
+        with self._log(name).open("ab") as log:
             self._workers[name] = subprocess.Popen(
                 [sys.executable, "-m", f"examples.demo.{role}", str(settings_file), str(index)],
                 cwd=_ROOT,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -9,21 +10,32 @@ from itertools import pairwise
 from types import TracebackType
 from typing import Any, Protocol
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 BARS = "▁▂▃▄▅▆▇█"
 CURVE_WIDTH = 60
 STEPS_PER_LINE = 10
+STEPS_SHOWN = 8
+NOTES_SHOWN = 12
 Step = Mapping[str, Any]
 
 
 class Progress(AbstractContextManager["Progress"], Protocol):
-    """What shows the steps of a run as they come."""
+    """What shows a run as it goes on."""
 
     def show(self, step: Step) -> None:
         """Show one more step."""
+        ...
+
+    def note(self, text: str) -> None:
+        """Show what has just happened, with the seconds since the beginning."""
+        ...
+
+    def set_state(self, text: str) -> None:
+        """Show what the run is waiting for before its first step; the text takes the place of the one before."""
         ...
 
 
@@ -34,11 +46,13 @@ def make_progress(title: str, *, plain: bool, console: Console | None = None) ->
 
 
 class LineProgress:
-    """Prints a line every few steps."""
+    """Prints a line every few steps, and one for each note."""
 
     def __init__(self, title: str, console: Console) -> None:
         self._title = title
         self._console = console
+        self._begun = time.monotonic()
+        self._state = ""
 
     def __enter__(self) -> LineProgress:
         self._print(self._title)
@@ -54,17 +68,31 @@ class LineProgress:
         if step["step"] % STEPS_PER_LINE == 0:
             self._print(line_of(step))
 
+    def note(self, text: str) -> None:
+        """Print the note."""
+        self._print(_timed(self._begun, text))
+
+    def set_state(self, text: str) -> None:
+        """Print the state, where it is another one."""
+        if text != self._state:
+            self._state = text
+            self.note(text)
+
     def _print(self, line: str) -> None:
         self._console.print(line, soft_wrap=True, highlight=False)
 
 
 class TableProgress:
-    """Redraws a table and the reward's curve."""
+    """Redraws a table of the last steps, the curves of reward and imbalance, and the last notes."""
 
     def __init__(self, title: str, console: Console) -> None:
         self._title = title
+        self._begun = time.monotonic()
+        self._state = ""
         self._rewards: list[float] = []
-        self._recent: deque[Step] = deque(maxlen=8)
+        self._imbalances: list[float] = []
+        self._notes: deque[str] = deque(maxlen=NOTES_SHOWN)
+        self._recent: deque[Step] = deque(maxlen=STEPS_SHOWN)
         self._live = Live(console=console, refresh_per_second=8, get_renderable=self._draw)
 
     def __enter__(self) -> TableProgress:
@@ -77,17 +105,38 @@ class TableProgress:
         self._live.stop()
 
     def show(self, step: Step) -> None:
-        """Add the step to the table and the curve."""
+        """Add the step to the table and the curves."""
+        self._state = ""
         self._rewards.append(step["reward"])
+        self._imbalances.append(step["imbalance"])
         self._recent.append(step)
 
-    def _draw(self) -> Table:
-        table = Table(title=self._title, caption=f"reward {curve(self._rewards)}", title_justify="left")
+    def note(self, text: str) -> None:
+        """Add the note to those below the table."""
+        self._notes.append(_timed(self._begun, text))
+
+    def set_state(self, text: str) -> None:
+        """Show the state below the notes."""
+        self._state = text
+
+    def _draw(self) -> Group:
+        table = Table(title=self._title, title_justify="left")
         for column in ("step", "reward", "solved", "tokens per rank", "imbalance", "waiting", "samples/s", "lag"):
             table.add_column(column, justify="right")
-        for step in self._recent:
+        for step in list(self._recent):
             table.add_row(*cells_of(step))
-        return table
+        highest = max(self._imbalances, default=0.0)
+        lines = [f"reward    {curve(self._rewards)}"] if self._rewards else []
+        if highest:
+            lines.append(f"imbalance {curve([each / highest for each in self._imbalances])} highest {highest:.1%}")
+        lines += list(self._notes)
+        if self._state:
+            lines.append(_timed(self._begun, self._state))
+        return Group(table, Text("\n".join(lines)))
+
+
+def _timed(begun: float, text: str) -> str:
+    return f"{time.monotonic() - begun:6.1f} s  {text}"
 
 
 def cells_of(step: Step) -> tuple[str, ...]:

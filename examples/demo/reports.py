@@ -1,4 +1,7 @@
-"""Reports of the workers to the display, through the service like everything else: objects in one more partition."""
+"""Reports of the workers to the display, through the service like everything else: objects in one more partition.
+
+A report is the summary of a step, or an event: `{"event": text}`.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ from examples.demo.settings import REPORTS_PARTITION
 
 FIELD = "report"
 TASK = "display"
+EVENT = "event"
+JOINED_STEP = "joined_step"  # of an event: the step at which a trainer rank has joined
 Report = dict[str, Any]
 
 
@@ -21,6 +26,10 @@ class Reporter:
     def send(self, report: Report) -> None:
         """Send a report as one row."""
         self._client.put({FIELD: [report]}, partition_id=REPORTS_PARTITION)
+
+    def send_event(self, text: str) -> None:
+        """Send a sentence about what has happened."""
+        self.send({EVENT: text})
 
 
 class ReportReader:

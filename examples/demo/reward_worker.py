@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 import tq_service as tq
+from examples.demo.reports import Reporter
 from examples.demo.role import run_role
 from examples.demo.settings import REWARD_TASK, DemoSettings, step_partition
 from examples.demo.task import decode, score
@@ -28,6 +29,7 @@ def score_additions(batch: Mapping[str, Any]) -> list[float]:
 def give_rewards(settings: DemoSettings, worker: int) -> None:
     """Score the samples of one step after the other until the trainer is done."""
     with tq.Client(settings.address) as client:
+        Reporter(client).send_event("the reward worker is ready")
         is_stopped = stop_check(client)
         for step in range(settings.steps):
             if not _score_partition(client, step_partition(step), is_stopped):

@@ -9,6 +9,7 @@ import torch
 
 import tq_service as tq
 from examples.demo.policy import Policy, load_flat_weights
+from examples.demo.reports import Reporter
 from examples.demo.role import run_role
 from examples.demo.settings import ROLLOUT_WORKERS, DemoSettings, step_partition
 from examples.demo.task import END_TOKEN, MAX_RESPONSE_TOKENS, VOCABULARY, encode, make_prompts
@@ -20,6 +21,7 @@ GROUPS_PER_PUT = 4
 def roll_out(settings: DemoSettings, worker: int) -> None:
     """Fill this worker's share of `train@step_0`, `train@step_1`, ... until the trainer is done."""
     with tq.Client(settings.address) as client:
+        Reporter(client).send_event(f"rollout worker {worker} is ready")
         rollouts = RolloutWorker(client, settings, worker)
         for step in range(settings.steps):
             if not rollouts.fill(step):

@@ -11,7 +11,8 @@ TRAINER_RANKS = 2
 UPDATE_TASK = "update_actor"
 REWARD_TASK = "reward"
 PARTITION_PREFIX = "demo/"
-RENDEZVOUS_FILE = "rendezvous"  # in the output directory, where the trainer ranks find each other
+BALANCED_SAMPLER = "seqlen_balanced"
+UNBALANCED_SAMPLER = "grpo_group_n"  # whole groups in the order in which they came
 REPORTS_PARTITION = f"{PARTITION_PREFIX}reports"
 WEIGHTS_PARTITION = f"{PARTITION_PREFIX}weights"
 
@@ -31,6 +32,7 @@ class DemoSettings:
         micro_batch_groups: groups in one micro-batch of a rank.
         max_version_lag: how many versions behind the trainer the weights of a rollout may be.
         learning_rate: of Adam.
+        unbalanced_steps: the first steps, whose batches are not balanced, so that the difference is seen.
     """
 
     address: str
@@ -42,7 +44,8 @@ class DemoSettings:
     group_size: int = 8
     micro_batch_groups: int = 4
     max_version_lag: int = 2
-    learning_rate: float = 2e-3
+    learning_rate: float = 1e-3
+    unbalanced_steps: int = 0
 
     def __post_init__(self) -> None:
         shares = ROLLOUT_WORKERS * TRAINER_RANKS
@@ -58,6 +61,10 @@ class DemoSettings:
     def samples_per_step(self) -> int:
         """Responses of one step, over all workers."""
         return self.prompts_per_step * self.group_size
+
+    def sampler_of(self, step: int) -> str:
+        """Return the sampler that makes the batches of a step."""
+        return UNBALANCED_SAMPLER if step < self.unbalanced_steps else BALANCED_SAMPLER
 
     def save(self, path: Path) -> None:
         """Write the record as JSON."""

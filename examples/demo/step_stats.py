@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
 
 Item = TypeVar("Item")
 
@@ -28,6 +28,8 @@ class StepSummary:
         waiting: share of the step's time that ranks waited for data, their mean.
         samples_per_second: over this step.
         version_lag: how many versions old the weights of the samples were, their mean.
+        lost: samples of the step's partition that no rank trained on.
+        twice: samples that were trained on more than once.
     """
 
     step: int
@@ -40,12 +42,19 @@ class StepSummary:
     waiting: float
     samples_per_second: float
     version_lag: float
+    lost: int
+    twice: int
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class StepStats:
-    """What one rank counts during one step."""
+    """What one rank counts during one step.
 
+    Attributes:
+        trained: `(samples of the step,)`, how often this rank trained on each.
+    """
+
+    trained: Tensor
     started: float = field(default_factory=time.monotonic)
     samples: int = 0
     tokens: int = 0
@@ -54,45 +63,56 @@ class StepStats:
     lag_sum: float = 0.0
     waiting_seconds: float = 0.0
 
-    def add(self, rewards: torch.Tensor, *, tokens: int, lag_sum: float = 0.0) -> None:
-        """Count the samples of one micro-batch, rewards `(n,)`, and how many versions old their weights are in sum."""
+    def add(self, rewards: Tensor, *, indexes: Sequence[int], tokens: int, lag_sum: float = 0.0) -> None:
+        """Count the samples of one micro-batch.
+
+        Args:
+            rewards: `(n,)`.
+            indexes: the `global_index` of each sample.
+            tokens: of prompts and responses.
+            lag_sum: how many versions old their weights are, in sum.
+        """
         self.samples += rewards.numel()
         self.tokens += tokens
         self.reward_sum += rewards.sum().item()
         self.solved += int((rewards >= 1.0).sum().item())
         self.lag_sum += lag_sum
+        self.trained.index_add_(0, torch.tensor(indexes), torch.ones(len(indexes), dtype=self.trained.dtype))
 
-    def sum_over_ranks(self, step: int, *, begun: float) -> StepSummary:
-        """Return the summary of the step, the same on all ranks; every rank calls it.
+    def counts(self, rank: int, rank_count: int, *, begun: float) -> Tensor:
+        """Return what is to be summed over the ranks, float64; the first is of samples.
 
         Args:
-            step: number of the step.
+            rank: this rank.
+            rank_count: how many there are.
             begun: `time.monotonic()` when this rank began.
         """
         now = time.monotonic()
-        seconds = now - self.started
-        rank, ranks = dist.get_rank(), dist.get_world_size()
-        tokens_by_rank = [float(self.tokens) if other == rank else 0.0 for other in range(ranks)]
-        totals = torch.tensor(
-            [self.samples, self.reward_sum, self.solved, self.lag_sum, self.waiting_seconds, seconds, now - begun,
-             *tokens_by_rank],
-            dtype=torch.float64,
-        )  # fmt: skip
-        dist.all_reduce(totals)
-        samples, reward_sum, solved, lag_sum, waiting, all_seconds, elapsed = totals[:7].tolist()
-        tokens = [int(count) for count in totals[7:].tolist()]
-        return StepSummary(
-            step=step,
-            elapsed_seconds=elapsed / ranks,
-            reward=reward_sum / max(1.0, samples),
-            solved=solved / max(1.0, samples),
-            samples=int(samples),
-            tokens=tokens,
-            imbalance=imbalance_of(tokens),
-            waiting=waiting / max(1e-9, all_seconds),
-            samples_per_second=samples * ranks / max(1e-9, all_seconds),
-            version_lag=lag_sum / max(1.0, samples),
-        )
+        tokens_by_rank = [float(self.tokens) if other == rank else 0.0 for other in range(rank_count)]
+        totals = [self.samples, self.reward_sum, self.solved, self.lag_sum, self.waiting_seconds, now - self.started]
+        begun_at = [now - begun if rank == 0 else 0.0]  # of the rank that is never replaced
+        return torch.cat([torch.tensor([*totals, *begun_at, *tokens_by_rank], dtype=torch.float64), self.trained])
+
+
+def summary_of(step: int, counts: Tensor, rank_count: int) -> StepSummary:
+    """Return the summary of a step, from the sums of all ranks' `StepStats.counts`."""
+    samples, reward_sum, solved, lag_sum, waiting, all_seconds, elapsed = counts[:7].tolist()
+    tokens = [int(count) for count in counts[7 : 7 + rank_count].tolist()]
+    trained = counts[7 + rank_count :]
+    return StepSummary(
+        step=step,
+        elapsed_seconds=elapsed,
+        reward=reward_sum / max(1.0, samples),
+        solved=solved / max(1.0, samples),
+        samples=int(samples),
+        tokens=tokens,
+        imbalance=imbalance_of(tokens),
+        waiting=waiting / max(1e-9, all_seconds),
+        samples_per_second=samples * rank_count / max(1e-9, all_seconds),
+        version_lag=lag_sum / max(1.0, samples),
+        lost=int((trained == 0).sum()),
+        twice=int((trained > 1).sum()),
+    )
 
 
 def timed(items: Iterable[Item]) -> Iterator[tuple[Item, float]]:

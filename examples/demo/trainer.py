@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import tq_service as tq
+from examples.demo.batch_notes import BatchNotes
 from examples.demo.grpo import group_advantages
-from examples.demo.learner import Learner, join_ranks
+from examples.demo.learner import Learner
 from examples.demo.policy import Policy, flat_weights
-from examples.demo.reports import Reporter
+from examples.demo.ranks import RankLostError, Ranks
+from examples.demo.reports import EVENT, JOINED_STEP, Reporter
 from examples.demo.role import run_role
 from examples.demo.settings import TRAINER_RANKS, UPDATE_TASK, DemoSettings, step_partition
-from examples.demo.step_stats import StepStats, timed
+from examples.demo.step_stats import StepStats, StepSummary, summary_of, timed
 from examples.demo.task import VOCABULARY
 from examples.demo.tensors import rows_of
 from examples.demo.weights import WeightPublisher
@@ -26,31 +28,99 @@ from tq_service.data import StreamingDataLoader, StreamingDataset
 
 
 def train(settings: DemoSettings, rank: int) -> None:
-    """Train for `settings.steps` steps or `settings.seconds`, whichever ends first."""
-    join_ranks(settings.output, rank)
+    """Train for `settings.steps` steps or `settings.seconds`, whichever ends first.
+
+    A rank that takes the place of a dead one gets weights, optimizer and step from the other. Both make the step again
+    in which the rank died; the service gives them the batches that it gave before.
+    """
     torch.manual_seed(settings.seed)  # the same first weights on every rank
     learner = Learner(Policy(len(VOCABULARY)), learning_rate=settings.learning_rate)
-    loader = StreamingDataLoader(_dataset(settings, rank), num_workers=0)
+    ranks = Ranks(settings.output, rank)
+    begun = time.monotonic()
+    step = _join(ranks, 0, learner)
     with ExitStack() as stack:
-        leader = _Leader(stack.enter_context(tq.Client(settings.address)), learner) if rank == 0 else None
+        client = stack.enter_context(tq.Client(settings.address))
+        leader = _Leader(client, learner) if rank == 0 else None
+        Reporter(client).send({EVENT: f"trainer rank {rank} has joined at step {step}", JOINED_STEP: step})
         if leader:
-            leader.publish(0)
-        begun = time.monotonic()
-        for step in range(settings.steps):
-            if step:
-                loader.step(step_partition(step))
-            stats = StepStats()
-            for (batch, meta), waited in timed(loader):
-                stats.waiting_seconds += waited
-                _learn(learner, batch, meta, settings=settings, step=step, stats=stats)
-            learner.update(stats.samples)
-            summary = stats.sum_over_ranks(step, begun=begun)
+            leader.publish(step)
+        batches = _Batches(settings, rank)
+        is_last = False
+        while not is_last:
+            try:
+                summary = _train_step(step, batches, learner, ranks, begun=begun)
+            except RankLostError:
+                learner.discard()
+                step = _join(ranks, step, learner)
+                continue
             is_last = step + 1 == settings.steps or summary.elapsed_seconds > settings.seconds
             if leader:
                 leader.finish_step(step, asdict(summary), is_last=is_last)
-            if is_last:
-                break
-    dist.destroy_process_group()
+            step += 1
+    ranks.leave()
+
+
+def _join(ranks: Ranks, step: int, learner: Learner) -> int:
+    """Join the group, take over the state of the rank that is furthest, and return its step."""
+    furthest, state = ranks.join(step, learner.state())
+    learner.load_state(state)
+    return furthest
+
+
+def _train_step(step: int, batches: _Batches, learner: Learner, ranks: Ranks, *, begun: float) -> StepSummary:
+    """Train on this rank's batch of a step.
+
+    Raises:
+        RankLostError: the step has not been made, on any rank.
+    """
+    stats = StepStats(trained=torch.zeros(batches.settings.samples_per_step, dtype=torch.float64))
+    for (batch, meta), waited in timed(batches.of_step(step)):
+        stats.waiting_seconds += waited
+        _learn(learner, batch, meta, settings=batches.settings, step=step, stats=stats)
+    counts = learner.update(ranks, stats.counts(batches.rank, ranks.count, begun=begun))
+    return summary_of(step, counts, ranks.count)
+
+
+class _Batches:
+    """The micro-batches of one rank; what each had is noted in a file, for the demo to compare.
+
+    Args:
+        settings: of the run.
+        rank: this rank.
+    """
+
+    def __init__(self, settings: DemoSettings, rank: int) -> None:
+        self.settings = settings
+        self.rank = rank
+        self._notes = BatchNotes(Path(settings.output), rank)
+        self._loader: StreamingDataLoader | None = None
+        self._sampler = ""
+
+    def of_step(self, step: int) -> Iterator[tuple[Mapping[str, Any], tq.BatchMeta]]:
+        """Yield the micro-batches of a step; again the same where the step is made again."""
+        sampler = self.settings.sampler_of(step)
+        if self._loader is None or sampler != self._sampler:
+            self._loader, self._sampler = StreamingDataLoader(self._dataset(step, sampler), num_workers=0), sampler
+        else:
+            self._loader.step(step_partition(step))
+        for number, (batch, meta) in enumerate(self._loader):
+            self._notes.add(step, number, batch, meta)
+            yield batch, meta
+
+    def _dataset(self, step: int, sampler: str) -> StreamingDataset:
+        settings = self.settings
+        return StreamingDataset(
+            settings.address,
+            batch_size=settings.samples_per_step // TRAINER_RANKS,
+            micro_batch_size=settings.micro_batch_groups * settings.group_size,
+            data_fields=["prompt", "response", "logprobs", "reward"],
+            partition_id=step_partition(step),
+            task_name=UPDATE_TASK,
+            dp_rank=self.rank,
+            dp_size=TRAINER_RANKS,
+            sampler=sampler,
+            sampler_config={"n_samples_per_prompt": settings.group_size},
+        )
 
 
 class _Leader:
@@ -81,21 +151,6 @@ class _Leader:
             self._client.clear_partition(step_partition(step - 1))
 
 
-def _dataset(settings: DemoSettings, rank: int) -> StreamingDataset:
-    return StreamingDataset(
-        settings.address,
-        batch_size=settings.samples_per_step // TRAINER_RANKS,
-        micro_batch_size=settings.micro_batch_groups * settings.group_size,
-        data_fields=["prompt", "response", "logprobs", "reward"],
-        partition_id=step_partition(0),
-        task_name=UPDATE_TASK,
-        dp_rank=rank,
-        dp_size=TRAINER_RANKS,
-        sampler="seqlen_balanced",
-        sampler_config={"n_samples_per_prompt": settings.group_size},
-    )
-
-
 def _learn(
     learner: Learner,
     batch: Mapping[str, Any],
@@ -112,6 +167,7 @@ def _learn(
     learner.accumulate(rows_of(batch["prompt"]), rows_of(batch["response"]), rows_of(batch["logprobs"]), advantages)
     stats.add(
         batch["reward"],
+        indexes=meta.global_indexes,
         tokens=sum(int(row["total_lengths"]) for row in meta.custom_meta),
         lag_sum=float(sum(step - int(row["version"]) for row in meta.custom_meta)),
     )

@@ -15,6 +15,8 @@ const OPTIONS = {
   "grpc.max_send_message_length": 256 << 20,
   "grpc.keepalive_time_ms": 10_000,
   "grpc.keepalive_timeout_ms": 10_000,
+  "grpc.initial_reconnect_backoff_ms": 50,
+  "grpc.max_reconnect_backoff_ms": 500,
 };
 
 /** What a column is: rows of numbers of one length ("dense"), of any length ("jagged"), text, or bytes. */
@@ -30,6 +32,12 @@ export function jagged(name, dtype, rows) {
 
 export const text = (name, rows) => object(name, "ENCODING_TEXT", rows.map((row) => Buffer.from(row, "utf8")));
 export const bytes = (name, rows) => object(name, "ENCODING_BYTES", rows.map((row) => Buffer.from(row)));
+
+/** Keys or groups of samples, as a write has them: `put(partition, columns, { keys: texts(["a", "b"]) })`. */
+export function texts(rows) {
+  const values = rows.map((row) => Buffer.from(row, "utf8"));
+  return { utf8: Buffer.concat(values), sizes: values.map((value) => value.length) };
+}
 
 function object(name, encoding, values) {
   const spec = { name, dtype: "", layout: "LAYOUT_OBJECT", row_shape: [], row_shape_known: true, encoding };
@@ -104,6 +112,12 @@ function decode(row, name) {
     }
   }
   return value();
+}
+
+/** The indexes of the samples of a BatchMeta. */
+export function indexesOf({ global_indexes, index_ranges: ranges }) {
+  if (ranges === null) return global_indexes;
+  return ranges.first_indexes.flatMap((first, i) => Array.from({ length: ranges.index_counts[i] }, (_, row) => first + row));
 }
 
 /** An error of the service: `code` is that of gRPC. */
@@ -196,7 +210,25 @@ export class Client {
 
   /** Read the cells of a batch; returns for each field its rows in the order of the batch. */
   async get(meta) {
-    const { storages, puts, runs } = meta.locations;
+    for (let attempts = 3; ; attempts--) {
+      try {
+        return await this.#cells(meta.locations);
+      } catch (error) {
+        // Cells are elsewhere once they are overwritten, or were lost with a storage service and put again.
+        if (attempts === 1 || ![grpc.status.NOT_FOUND, grpc.status.DATA_LOSS].includes(error.code)) throw error;
+        meta = await this.#locate(meta);
+      }
+    }
+  }
+
+  async #locate(meta) {
+    const data_fields = [...new Set(meta.locations.runs.flatMap((run) => run.field_names))];
+    const { partition_id, incarnation } = meta;
+    const request = { partition_id, incarnation, global_indexes: indexesOf(meta), data_fields };
+    return (await this.#retried((deadline) => this.#call(this.controller, "Locate", request, deadline))).meta;
+  }
+
+  async #cells({ storages, puts, runs }) {
     const fields = new Map(runs.flatMap((each) => each.field_names).map((name) => [name, []]));
     for (const [index, endpoint] of storages.entries()) {
       const here = puts.flatMap((put, at) => (put.storage_index === index ? [at] : []));

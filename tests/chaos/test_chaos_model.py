@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+import tq_service as tq
 from chaos.actors import LEASE_SECONDS
-from chaos.content import FIELDS, REWARD, columns_of, key_of, rewards_of, wrong_fields
+from chaos.content import FIELDS, REWARD, TAGS, columns_of, key_of, rewards_of, wrong_fields
 from chaos.events import EventLog, read_events
 from chaos.leases import worker_violations
 from chaos.model import Samples, claims_of, rank_violations
@@ -21,7 +22,7 @@ def recorded(directory: Path, actor: str, *events: dict[str, Any]) -> None:
         log.write(**event)
 
 
-PUT = {"what": "put", "keys": ["a", "b"], "is_held": False}
+PUT = {"what": "put", "keys": ["a", "b"], "is_held": False, "tag": 1}
 DONE = {"what": "put_done", "keys": ["a", "b"], "indexes": [0, 1]}
 CLEAR = {"what": "clear", "keys": ["b"]}
 CLEARED = {"what": "clear_done", "keys": ["b"]}
@@ -56,8 +57,47 @@ def test_samples(tmp_path: Path, events: list[dict[str, Any]], present: dict[str
 def test_what_happens_while_it_is_looked_up_is_no_violation(tmp_path: Path) -> None:
     recorded(tmp_path, "producer-0", PUT, DONE)
     before = Samples.recorded(tmp_path)
-    recorded(tmp_path, "producer-0", CLEAR, CLEARED, {"what": "put", "keys": ["c"], "is_held": True})
+    recorded(tmp_path, "producer-0", CLEAR, CLEARED, PUT | {"keys": ["c"]})
     assert list(before.violations({"a": 0, "c": 2}, Samples.recorded(tmp_path))) == []
+
+
+TAG = {"what": "tag", "keys": ["a"], "tag": 3}
+TAGGED = {"what": "tag_done", "keys": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("events", "tag", "is_found"),
+    [
+        ([], 1, False),
+        ([], 3, True),
+        ([], None, True),
+        ([TAG], 1, False),
+        ([TAG], 3, False),
+        ([TAG], 6, True),
+        ([TAG, TAGGED], 3, False),
+        ([TAG, TAGGED], 1, True),
+        ([TAG, TAGGED, TAG | {"tag": 6}], None, False),
+        ([TAG, TAGGED, TAG | {"tag": 6}, TAGGED], 3, True),
+    ],
+)
+def test_tags(tmp_path: Path, events: list[dict[str, Any]], tag: int | None, is_found: bool) -> None:
+    """The tag is the one that was written last and acknowledged, or one that was asked for since; or there is none."""
+    recorded(tmp_path, "producer-0", PUT, DONE, *events)
+    samples = Samples.recorded(tmp_path)
+    as_read = {} if tag in (None, 6) else {"tag": None if TAGS[tag] is tq.JSON_NULL else TAGS[tag]}
+    found = list(samples.tag_violations({"a": as_read}, samples))
+    assert [text[:20] for text in found] == ["sample a has the tag"] * is_found
+
+
+def test_tags_that_come_and_go_while_they_are_looked_up_are_no_violation(tmp_path: Path) -> None:
+    recorded(tmp_path, "producer-0", PUT, DONE)
+    before = Samples.recorded(tmp_path)
+    recorded(tmp_path, "producer-0", TAG, TAGGED, TAG | {"tag": 0}, TAGGED)
+    later = Samples.recorded(tmp_path)
+    for tag in (1, 3, 0):
+        assert not list(before.tag_violations({"a": {"tag": None if tag == 3 else TAGS[tag]}}, later))
+    assert list(before.tag_violations({"a": {"tag": TAGS[2]}}, later))
+    assert list(later.tag_violations({"a": {"tag": TAGS[1]}}, later))
 
 
 def claim(batch_index: int, *indexes: int, status: str = "batch", version: int = 0) -> dict[str, Any]:

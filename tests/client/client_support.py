@@ -1,10 +1,12 @@
 """Both clients behind one awaited interface."""
 
 import asyncio
+import contextlib
 import inspect
 from functools import partial
 
 import tq_service as tq
+from tq_service.client import AsyncWatch
 
 
 class Awaited:
@@ -19,6 +21,23 @@ class Awaited:
 
     async def aclose(self):
         await asyncio.to_thread(self.client.close)
+
+    def watch(self, *arguments, **keywords):
+        return self.client.watch(*arguments, **keywords)
+
+
+@contextlib.asynccontextmanager
+async def watching(watch):
+    """Close a watch of either client at the end of a `with`."""
+    try:
+        yield watch
+    finally:
+        await (watch.aclose() if isinstance(watch, AsyncWatch) else asyncio.to_thread(watch.close))
+
+
+async def next_update(watch):
+    """Return the next update of a watch of either client, None at its end."""
+    return await (anext(watch, None) if isinstance(watch, AsyncWatch) else asyncio.to_thread(next, watch, None))
 
 
 def make_client(kind, address, **options):

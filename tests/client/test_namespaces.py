@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 from certificates import add_token
-from client_support import make_client
+from client_support import make_client, next_update, watching
 
 import tq_service as tq
 from tq_service.client.namespace import NAMESPACE_VARIABLE
@@ -75,9 +75,16 @@ async def test_every_call_is_about_partitions_of_the_namespace(kind, tmp_path):
         assert (await call("check_consumption", "train", "trainer")).consumed_count == 2
         assert (await call("check_production", "train", FIELDS)).produced_count == 4
         await call("reset_consumption", "train", "trainer", 0)
+        assert await call("requeue_dead_lettered", "train", "trainer") == 0
+        assert await call("explain", "train") == []
         await call("seal_partition", "train")
         assert (await call("describe_partition", "train")).summary.partition_id == "train"
         assert [one.partition_id for one in await call("list_partitions", "tr")] == ["train"]
+        assert [one.summary.partition_id for one in (await call("status", "tr")).partitions] == ["train"]
+        called.add("watch")
+        async with watching(client.watch("tr")) as watch:
+            (update,) = (await next_update(watch)).partitions
+            assert (update.partition_id, update.samples.full_partition_id) == ("train", "run-7/train")
         assert {one.partition_id for one in (meta, inserted, found, leased)} == {"train"}
         assert leased.full_partition_id == "run-7/train"
         assert await call("clear_samples", leased) == 2

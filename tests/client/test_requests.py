@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from tq_service.client.names import listed
 from tq_service.client.namespace import NO_NAMESPACE
-from tq_service.client.requests import get_meta_request, listed, request_of, sample_write
+from tq_service.client.requests import get_meta_request, request_of
+from tq_service.client.writes import fill_write
 from tq_service.errors import InvalidArgumentError
 from tq_service.v1 import controller_service_pb2 as pb
+from tq_service.v1.commit_pb2 import SampleWrite
 
 CLAIM: dict[str, Any] = {
     "partition_id": "p",
@@ -75,8 +78,9 @@ def test_what_cannot_be_sent_is_named(arguments: dict[str, Any], field: str, mes
 def test_an_empty_list_is_not_taken_for_one_that_is_not_given(name: str, empty: Any) -> None:
     others = {"keys": None, "groups": None, "group_size": None, "custom_meta": None, name: empty}
     with pytest.raises(InvalidArgumentError, match=f"{name} is empty, expected one for each of 2 samples"):
-        sample_write(NO_NAMESPACE, partition_id="p", row_count=2, **others)
-    write, _ = sample_write(NO_NAMESPACE, partition_id="p", row_count=0, **others)
+        fill_write(SampleWrite(), NO_NAMESPACE, partition_id="p", row_count=2, **others)
+    write = SampleWrite()
+    fill_write(write, NO_NAMESPACE, partition_id="p", row_count=0, **others)
     assert write.row_count == 0
 
 

@@ -15,11 +15,17 @@ from tq_service.results import (
     MetaColumnStatus,
     PartitionDescription,
     PartitionSummary,
+    PartitionWait,
     ProductionStatus,
+    RecentBatch,
     RestoredCheckpoint,
     SamplerDescription,
+    SamplerOption,
+    ServiceInfo,
     StorageStat,
+    StorageStatus,
     TaskStatus,
+    WaitReason,
 )
 from tq_service.schema import FieldSpec, StalenessLimit
 from tq_service.v1 import controller_service_pb2 as pb
@@ -35,8 +41,13 @@ MESSAGES = {
     FieldStatus: pb.FieldStatus,
     TaskStatus: pb.TaskStatus,
     SamplerDescription: pb.SamplerDescription,
+    SamplerOption: pb.SamplerOption,
     CheckpointCopy: pb.CheckpointResponse,
     RestoredCheckpoint: pb.RestoreResponse,
+    ServiceInfo: pb.ServiceInfo,
+    StorageStatus: pb.StorageStatus,
+    PartitionWait: pb.PartitionWait,
+    WaitReason: pb.WaitReason,
 }
 
 
@@ -67,8 +78,12 @@ def test_numbers_and_text_are_as_in_the_message():
     assert read_message(ConsumptionStatus, message) == ConsumptionStatus(
         consumed_count=1, total_count=2, skipped_count=3, sealed=True, complete=False, epoch=5, leased_count=6
     )
-    message = pb.SamplerDescription(name="packed", summary="Packs.", options=["a", "b"])
-    assert read_message(SamplerDescription, message).options == ("a", "b")
+    options = [pb.SamplerOption(name="a", type="text", default_json='""', summary="A."), pb.SamplerOption(name="b")]
+    message = pb.SamplerDescription(name="packed", summary="Packs.", options=options)
+    assert read_message(SamplerDescription, message).options == (
+        SamplerOption(name="a", type="text", default_json='""', summary="A."),
+        SamplerOption(name="b", type="", default_json=None, summary=""),
+    )
 
 
 def test_messages_in_messages_become_dataclasses():
@@ -154,6 +169,10 @@ def test_dataclasses_become_messages_in_messages():
                 waiting_count=0,
                 complete=False,
                 dead_lettered_indexes=(3, 1),
+                recent_batches=(
+                    RecentBatch(batch_index=0),
+                    RecentBatch(batch_index=1, tokens_per_rank=(5, 3), imbalance=0.25, padding_share=0.5),
+                ),
             ),
         ),
         custom_meta_columns=(MetaColumnStatus(name="v", kind="", has_json=True),),

@@ -62,7 +62,7 @@ class Driven:
 
     def put(self, columns: Sequence[Column], put_id: bytes = b"", *, size_bytes: int | None = None) -> bytes:
         put_id = put_id or os.urandom(16)
-        header = put_header(put_id, "train", columns)
+        header = put_header(put_id, columns, partition_id="train")
         if size_bytes is not None:
             header.size_bytes = size_bytes
         self._call(self._driver.put, header, columns, Deadline.after(SECONDS))

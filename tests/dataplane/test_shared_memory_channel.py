@@ -315,10 +315,14 @@ async def test_threads_share_a_session(server):
     for thread in threads:
         thread.start()
     await asyncio.to_thread(lambda: [thread.join() for thread in threads])
-    for take_fds in pending:
-        shared_memory.close_all(take_fds())
+    taken = [take_fds() for take_fds in pending]
     for each in with_all:
         each.__exit__(None, None, None)
+    sizes = [[os.fstat(fd).st_size for fd in fds] for fds in taken]
+    for fds in taken:
+        shared_memory.close_all(fds)
+    assert all(len(each) == len(COLUMNS) and all(each) for each in sizes)
+    assert len({fd for fds in taken for fd in fds}) == sum(map(len, taken))
 
 
 async def test_what_nobody_collects_is_ended_soon_after_the_drain_began(server, monkeypatch):

@@ -219,12 +219,12 @@ def test_the_command_line(tmp_path: Path) -> None:
             arguments = [*COMMAND, *map(str, command)]
             return subprocess.run(arguments, check=False, capture_output=True, text=True, timeout=60)
 
-        assert run("health", target).returncode == 1
-        assert run("health", target, *tls).stdout == "SERVING\n"
-        refused = run("status", target, "--json", *tls)
+        assert run("health", "-a", target).returncode == 1
+        assert run("health", "-a", target, *tls).stdout == "SERVING\n"
+        refused = run("status", "-a", target, "--json", *tls)
         assert refused.returncode == 1
         assert refused.stderr.startswith("error: this service asks for a bearer token")
-        answer = run("status", target, "--json", *tls, "--token-file", token)
+        answer = run("status", "-a", target, "--json", *tls, "--token-file", token)
         assert json.loads(answer.stdout) == {"partitions": []}
     (line,) = map(json.loads, audit.read_text().splitlines())
     assert (line["decision"], line["reason"], line["certificate"]) == ("refused", "no token", "client")

@@ -450,15 +450,15 @@ def test_a_service_without_a_directory_has_no_list(start_server):
 
 def test_the_command_line_shows_and_replaces(server, tmp_path, capsys):
     def run(*arguments):
-        cli.app([*arguments, server.address], standalone_mode=False)
+        cli.app([*arguments, "--address", server.address], standalone_mode=False)
         return capsys.readouterr().out
 
     client = server.client()
     put(client, "train", 0, 4)
-    run("checkpoint", "one", "--metadata", '{"step": 3}')
-    assert '{"step": 3}' in run("checkpoints")
-    (listed,) = json.loads(run("checkpoints", "--json"))
+    run("checkpoint", "write", "one", "--metadata", '{"step": 3}')
+    assert '{"step": 3}' in run("checkpoint", "ls")
+    (listed,) = json.loads(run("checkpoint", "ls", "--json"))
     assert (listed["name"], listed["metadata"], listed["sample_count"]) == ("one", {"step": 3}, 4)
     put(client, "train", 4, 4)
-    assert "4 samples of 1 partitions" in run("restore", "one", "--replace")
+    assert "4 samples of 1 partitions" in run("checkpoint", "restore", "one", "--replace")
     assert client.list_partitions()[0].present_count == 4

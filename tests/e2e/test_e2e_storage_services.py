@@ -34,7 +34,12 @@ class Cluster:
 def place(controller: str, size_bytes: int) -> str:
     """Return the name of the storage service that a put would go to now."""
     with grpc.insecure_channel(controller) as channel:
-        return ControllerServiceStub(channel).PlacePut(pb.PlacePutRequest(size_bytes=size_bytes)).storages[0].storage_id
+        return (
+            ControllerServiceStub(channel)
+            .PlacePut(pb.PlacePutRequest(partition_id="p", size_bytes=size_bytes))
+            .storages[0]
+            .storage_id
+        )
 
 
 @pytest.fixture

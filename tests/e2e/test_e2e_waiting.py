@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -113,14 +114,20 @@ def test_sigterm_lets_a_running_put_finish() -> None:
         health = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
         next(health)
 
+        stopping = threading.Event()
+
         def messages() -> Any:
             yield storage_service_pb2.PutRequest(header=header)
-            server.send_signal(signal.SIGTERM)
-            assert next(health).status == health_pb2.HealthCheckResponse.NOT_SERVING
-            health.cancel()
+            assert stopping.wait(60)
             yield storage_service_pb2.PutRequest(frame=b"".join(map(bytes, column.chunks)))
 
-        assert StorageServiceStub(channel).Put(messages(), timeout=60).storage.boot_id
+        put = StorageServiceStub(channel).Put.future(messages(), timeout=60)
+        put.initial_metadata()  # sent once the service has taken the header: before that, the put would not be running
+        server.send_signal(signal.SIGTERM)
+        assert next(health).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        health.cancel()
+        stopping.set()
+        assert put.result(60).storage.boot_id
         assert server.wait(30) == 0
 
 

@@ -26,6 +26,10 @@ EXPECTED = {
     ],
     "async_reward_worker.py": ["scored by each worker: ", "rewards of "],
     "custom_sampler.py": ["batch 0: versions [3, 3]", "batch 1: versions [2, 2]", "batch 2: versions [1, 1]"],
+    "follow_tags.py": [
+        "trained on 200 of 2000 prompts; followed tags equal listed ones: True",
+        "samples received: 22",  # each once, and once more where it changed
+    ],
     "leased_worker.py": ["a worker crashed: invalid literal", "scored 9 of 10; dead-lettered: [9]"],
     "staleness_limits.py": ["trained on 24 samples, the most stale of them by "],
     "train_loop.py": [],

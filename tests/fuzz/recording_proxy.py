@@ -9,6 +9,8 @@ from typing import Any
 
 import grpc
 
+_CENTURY_SECONDS = 3e9
+
 
 class RecordingProxy(grpc.GenericRpcHandler):
     """Passes all calls on; `calls` has the messages of each, by method."""
@@ -40,7 +42,10 @@ class RecordingProxy(grpc.GenericRpcHandler):
                     messages.append(message)
                     yield message
 
-            call = self._channel.stream_stream(method)(recorded(), timeout=context.time_remaining())
+            remaining = context.time_remaining()
+            # A call without a deadline has one in centuries, which gRPC takes for one long past.
+            timeout = None if remaining is None or remaining > _CENTURY_SECONDS else remaining
+            call = self._channel.stream_stream(method)(recorded(), timeout=timeout)
             context.send_initial_metadata(call.initial_metadata())
             try:
                 yield from call

@@ -1,12 +1,14 @@
 """NeMo-RL's data plane over a real service; NeMo-RL itself is represented by the signatures of its interface."""
 
 import inspect
+import pickle
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensordict import NonTensorStack, TensorDict
@@ -61,8 +63,8 @@ def test_it_has_every_method_of_the_interface_as_it_is_called(adapter: Any) -> N
     for name in DataPlaneClient.__abstractmethods__:
         asked = inspect.signature(getattr(DataPlaneClient, name)).parameters
         given = inspect.signature(getattr(ours, name)).parameters
-        assert [(each.name, each.default) for each in given.values()] == [
-            (each.name, each.default) for each in asked.values()
+        assert [(each.name, each.kind, each.default) for each in given.values()] == [
+            (each.name, each.kind, each.default) for each in asked.values()
         ]
 
 
@@ -153,6 +155,25 @@ def test_clear_of_none_is_what_this_process_has_put_or_else_all(adapter: Any, pl
     other.close()
 
 
+def test_ids_that_others_have_cleared_are_not_remembered_for_ever(
+    adapter: Any, address: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapter, "_REMEMBERED_IDS", 4)
+    settings = {"controller_address": address, "namespace": request.node.name}
+    actor, driver = (adapter.TqServiceDataPlaneClient(settings) for _ in range(2))
+    for step in range(8):
+        ids = [f"{step}-{i}" for i in range(3)]
+        actor.put_samples(ids, "train", rows([1, 2, 3]))
+        assert len(actor._put_ids["train"]) <= 4 + 3
+        if step < 7:
+            driver.clear_samples(ids, "train")
+    driver.put_samples(["d"], "train", rows([1]))
+    actor.clear_samples(None, "train")  # those of it that are left
+    assert driver.list_sample_ids("train") == ["d"]
+    actor.close()
+    driver.close()
+
+
 def test_a_partition_with_samples_is_not_made_again(plane: Any) -> None:
     plane.register_partition("train", FIELDS, 4, ["train"])
     plane.put_samples(["a"], "train", rows([1]))
@@ -164,6 +185,43 @@ def test_a_partition_with_samples_is_not_made_again(plane: Any) -> None:
     assert plane.check_consumption_status("train", ["critic"])
 
 
+def test_a_partition_with_samples_takes_other_fields(plane: Any) -> None:
+    plane.register_partition("train", FIELDS, 4, ["train"])
+    plane.put_samples(["a"], "train", rows([1]))
+    plane.register_partition("train", [*FIELDS, "advantage"], 4, ["train"])
+    plane.put_samples(["a"], "train", TensorDict({"advantage": torch.tensor([0.5])}, [1]))
+    assert plane.claim_meta("train", "train", [*FIELDS, "advantage"], 1).sample_ids == ["a"]
+
+
+def test_the_ids_of_a_partition_are_listed_sorted_and_consume_nothing(plane: Any) -> None:
+    assert plane.list_sample_ids("train") == []
+    plane.register_partition("train", FIELDS, 3, ["train"])
+    plane.put_samples(["group/b", "group/a", "c"], "train", rows([1, 2, 3]))
+    assert plane.list_sample_ids("train") == ["c", "group/a", "group/b"]
+    assert not plane.check_consumption_status("train", ["train"])
+    plane.clear_samples(["c"], "train")
+    assert plane.list_sample_ids("train") == ["group/a", "group/b"]
+
+
+def test_object_arrays_come_back_as_objects(plane: Any) -> None:
+    logs = np.empty(2, dtype=object)
+    logs[:] = [[{"role": "user", "ids": torch.arange(2)}], [{"role": "user"}, {"role": "assistant"}]]
+    plane.put_samples(["a", "b"], "train", TensorDict({"log": logs, "reward": torch.zeros(2)}, [2]))
+    got = plane.get_samples(["b", "a"], "train", ["log"]).get("log").tolist()
+    assert got[0] == [{"role": "user"}, {"role": "assistant"}]
+    assert got[1][0]["ids"].tolist() == [0, 1]
+
+
+def test_a_copy_in_another_process_is_a_client_of_the_same_partitions(plane: Any) -> None:
+    # NeMo-RL's driver gives its client to a Ray actor.
+    plane.put_samples(["a"], "train", rows([1]))
+    other = pickle.loads(pickle.dumps(plane))
+    other.put_samples(["b"], "train", rows([2]))
+    other.clear_samples(None, "train")  # what that process has put
+    assert plane.list_sample_ids("train") == ["a"]
+    other.close()
+
+
 def test_fields_must_be_named(adapter: Any, plane: Any) -> None:
     from nemo_rl.data_plane.interfaces import KVBatchMeta
 
@@ -172,14 +230,30 @@ def test_fields_must_be_named(adapter: Any, plane: Any) -> None:
     assert plane.get_samples([], "train", ["reward"]).batch_size == (0,)
 
 
-def test_a_checkpoint_brings_samples_and_metadata_back(plane: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_brings_samples_consumption_and_metadata_back(
+    adapter: Any, plane: Any, address: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    plane.register_partition("train", FIELDS, 2, ["train"])
     plane.put_samples(["a", "b"], "train", rows([1, 2]))
+    assert plane.claim_meta("train", "train", FIELDS, 1).sample_ids == ["a"]
     plane.save_checkpoint(tmp_path / "step_10", metadata={"step": 10})
     plane.clear_samples(None, "train")
     plane.put_samples(["c"], "train", rows([4]))
-    assert plane.load_checkpoint(tmp_path / "step_10") == {"step": 10}
-    assert plane.get_samples(["a", "b"], "train", ["reward"])["reward"].tolist() == [1.0, 2.0]
+    resumed = adapter.TqServiceDataPlaneClient({"controller_address": address, "namespace": request.node.name})
+    assert resumed.load_checkpoint(tmp_path / "step_10") == {"step": 10}
+    assert resumed.get_samples(["a", "b"], "train", ["reward"])["reward"].tolist() == [1.0, 2.0]
+    assert resumed.list_sample_ids("train") == ["a", "b"]
+    assert resumed.claim_meta("train", "train", FIELDS, 2, timeout_s=0.1).sample_ids == ["b"]
     with pytest.raises(tq.KeyNotFoundError):
-        plane.get_samples(["c"], "train", ["reward"])
+        resumed.get_samples(["c"], "train", ["reward"])
+    resumed.close()
+
+
+def test_a_checkpoint_is_loaded_before_anything_else(plane: Any, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         plane.load_checkpoint(tmp_path / "step_11")
+    plane.save_checkpoint(tmp_path / "step_0")
+    assert plane.load_checkpoint(tmp_path / "step_0") == {}
+    plane.register_partition("train", FIELDS, 2, ["train"])
+    with pytest.raises(RuntimeError, match=r"needs a clean data-plane client.*load before anything else"):
+        plane.load_checkpoint(tmp_path / "step_0")

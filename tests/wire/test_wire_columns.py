@@ -47,29 +47,43 @@ def test_headers_come_back_and_cut_rows(column, sizes):
     assert back.row_offsets().tolist() == np.cumsum([0, *sizes]).tolist()
 
 
-@pytest.mark.parametrize(
-    "column",
-    [
-        shape(DENSE, 3, None, 71), shape(DENSE, 3, [1, 1, 1], 72), shape(DENSE, 0, None, 0),
-        shape(DENSE, -1, None, -24), shape(DENSE, MAX_ROWS + 1, None, 24 * (MAX_ROWS + 1)),
-        shape(JAGGED, 2, None, 0), shape(JAGGED, 2, [-1, 2], 16), shape(JAGGED, 2, [[1, 1], [1, 1]], 32),
-        shape(JAGGED, 2, [1, 2], 47), shape(JAGGED, 2, [1 << 62, 1 << 62], 0), shape(JAGGED, 1, [1 << 60], 0),
-        shape(RAGGED, 1, [[1 << 40, 1 << 40]], 0), shape(RAGGED, 1, [[1 << 62, 1 << 62]], 0),
-        shape(TEXT, 1, [-5], -5), shape(TEXT, 1, [[5, 1]], 5), shape(MIXED, 1, [5], 5),
-        shape(MIXED, 1, [[5, 0]], 5), shape(MIXED, 1, [[5, 4]], 5), shape(MIXED, 1, [[-5, 1]], -5),
-        shape(FieldSpec("x"), 1, None, 0), shape(FieldSpec("x", layout=Layout.DENSE, row_shape=()), 1, None, 1),
+WRONG = {
+    "row_count": [
+        shape(DENSE, 0, None, 0), shape(DENSE, -1, None, -24), shape(DENSE, MAX_ROWS + 1, None, 24 * (MAX_ROWS + 1)),
+    ],
+    "value_bytes": [
+        shape(DENSE, 3, None, 71), shape(JAGGED, 2, [1, 2], 47), shape(TEXT, 1, [-5], -5),
+        shape(MIXED, 1, [[-5, 1]], -5), shape(TEXT, 1, [5], 6),
+    ],
+    "extents": [
+        shape(DENSE, 3, [1, 1, 1], 72), shape(JAGGED, 2, None, 0), shape(JAGGED, 2, [-1, 2], 16),
+        shape(JAGGED, 2, [[1, 1], [1, 1]], 32), shape(JAGGED, 2, [1 << 62, 1 << 62], 0),
+        shape(JAGGED, 1, [1 << 60], 0), shape(RAGGED, 1, [[1 << 40, 1 << 40]], 0),
+        shape(RAGGED, 1, [[1 << 62, 1 << 62]], 0), shape(TEXT, 1, [[5, 1]], 5), shape(MIXED, 1, [5], 5),
+        shape(MIXED, 1, [[5, 0]], 5), shape(MIXED, 1, [[5, 4]], 5), shape(TEXT, 1, [-5], 5),
+    ],
+    "layout": [shape(FieldSpec("x"), 1, None, 0), shape(FieldSpec("x", "int8", Layout.AUTO, ()), 1, None, 1)],
+    "row_shape_known": [shape(FieldSpec("x", "int8", Layout.DENSE), 1, None, 1)],
+    "dtype": [
+        shape(FieldSpec("x", layout=Layout.DENSE, row_shape=()), 1, None, 1),
+        shape(FieldSpec("x", "int64", Layout.OBJECT, ()), 1, [1], 1),
+    ],
+    "row_shape": [
         shape(FieldSpec("x", "int64", Layout.DENSE, (-1,)), 1, None, 8),
         shape(FieldSpec("x", "int64", Layout.JAGGED, (2,)), 1, [2], 16),
         shape(FieldSpec("x", "int64", Layout.JAGGED, (-2,)), 1, [2], 16),
         shape(FieldSpec("x", "int64", Layout.DENSE, (1 << 40, 1 << 40)), 1, None, 0),
         shape(FieldSpec("x", "int64", Layout.DENSE, (1,) * 65), 1, None, 8),
-        shape(FieldSpec("x", "int64", Layout.OBJECT, ()), 1, [1], 1),
+        shape(FieldSpec("x", "", Layout.OBJECT, (2,)), 1, [1], 1),
     ],
-)  # fmt: skip
-def test_parts_that_do_not_agree_are_refused(column):
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("field", "column"), [(field, column) for field in WRONG for column in WRONG[field]])
+def test_parts_that_do_not_agree_are_refused(field, column):
     with pytest.raises(InvalidArgumentError) as caught:
         column.validate()
-    assert caught.value.field == "columns"
+    assert caught.value.field == field
 
 
 @given(st.binary(max_size=80), st.integers(-5, 5), st.integers(-(1 << 63), (1 << 63) - 1))
@@ -86,9 +100,10 @@ def test_hostile_headers_are_refused_or_sound(extents, rows, value_bytes):
 def test_names_must_be_unique_and_there():
     header = encode_header(COLUMNS[0][0])
     assert len(decode_headers([header], 3)) == 1
-    for headers in ([], [header, header]):
-        with pytest.raises(InvalidArgumentError, match="each name once"):
+    for headers, field in (([], "columns"), ([header, header], "name")):
+        with pytest.raises(InvalidArgumentError, match=r"at least one|two columns") as caught:
             decode_headers(headers, 3)
+        assert caught.value.field == field
 
 
 def test_jagged_specs_widen_and_others_do_not():

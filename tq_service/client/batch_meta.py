@@ -14,7 +14,9 @@ from tq_service.client.locations import CellLocations
 from tq_service.client.namespace import NO_NAMESPACE, Namespace
 from tq_service.custom_meta import MetaColumn
 from tq_service.errors import InvalidArgumentError, StaleIncarnationError
+from tq_service.results import Revision, WaitReason
 from tq_service.schema import EndCounts, FieldSpec, Layout, SampleConsumption
+from tq_service.texts import Texts
 from tq_service.v1 import metadata_pb2 as pb
 from tq_service.wire.columns import merge_specs
 from tq_service.wire.durations import read_seconds
@@ -77,6 +79,8 @@ class BatchMeta:
         delivery_counts: of leased samples, how often each was delivered to the task, this time included.
         consumption: of a look-up for a task, `(size,)` uint8: what the task has done with each sample, a number of
             `SampleConsumption`; None where no task was named. See `consumed`.
+        waiting_for: with "not_yet": why there is nothing yet; None where the call did not ask for it, see `get_meta`.
+        revision: of a look-up: from which `watch` goes on from the answer; None otherwise.
     """
 
     status: Status = "batch"
@@ -94,9 +98,11 @@ class BatchMeta:
     lease_seconds: float | None = None
     delivery_counts: tuple[int, ...] = ()
     consumption: NDArray[np.uint8] | None = None
+    waiting_for: WaitReason | None = None
+    revision: Revision | None = None
     # "" for a sample without; empty where none has one.
-    key_column: tuple[str, ...] = ()
-    group_column: tuple[str, ...] = ()
+    key_column: tuple[str, ...] | Texts = ()
+    group_column: tuple[str, ...] | Texts = ()
     meta_columns: tuple[MetaColumn, ...] = ()
     # For each of `fields` which samples have it; empty where that is not known.
     produced_columns: tuple[NDArray[np.bool_], ...] = ()
@@ -113,6 +119,8 @@ class BatchMeta:
         claim_id: bytes = b"",
         task_name: str = "",
         consumption: NDArray[np.uint8] | None = None,
+        waiting_for: WaitReason | None = None,
+        revision: Revision | None = None,
     ) -> BatchMeta:
         """Return the batch of a message that a client of a namespace got."""
         indexes = read_indexes(message)
@@ -132,6 +140,8 @@ class BatchMeta:
             lease_seconds=read_seconds("lease", message.lease) if message.HasField("lease") else None,
             delivery_counts=tuple(message.delivery_counts),
             consumption=consumption,
+            waiting_for=waiting_for,
+            revision=revision,
             key_column=tuple(message.keys),
             group_column=tuple(message.groups),
             meta_columns=tuple(decode_meta_columns(message.custom_meta, indexes.size)),
@@ -160,6 +170,11 @@ class BatchMeta:
 
     def _is_in(self, *states: SampleConsumption) -> NDArray[np.bool_] | None:
         return None if self.consumption is None else np.isin(self.consumption, states)
+
+    @property
+    def reason(self) -> str:
+        """With "not_yet": why there is nothing yet, in a sentence; empty where the call did not ask."""
+        return "" if self.waiting_for is None else self.waiting_for.text
 
     @property
     def skipped_count(self) -> int:
@@ -391,7 +406,7 @@ def _shift_steps(steps: Sequence[Step], first: int) -> tuple[Step, ...]:
     )
 
 
-def _names(column: tuple[str, ...], size: int) -> list[str | None]:
+def _names(column: tuple[str, ...] | Texts, size: int) -> list[str | None]:
     return [name or None for name in column] if column else [None] * size
 
 
@@ -463,7 +478,7 @@ def joined(parts: Sequence[BatchMeta]) -> BatchMeta:
                     "expected": last.incarnation.hex(),
                 },
             )
-    return replace(last, **_samples_of(parts))
+    return replace(last, revision=parts[0].revision, **_samples_of(parts))
 
 
 def _claim_of(parts: Sequence[BatchMeta]) -> dict[str, Any]:

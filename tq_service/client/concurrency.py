@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import grpc
 
@@ -44,7 +45,8 @@ def gather(calls: Sequence[Callable[[], T]]) -> list[T]:
     if len(calls) == 1:
         return [calls[0]()]
     with ThreadPoolExecutor(max_workers=max(1, len(calls)), thread_name_prefix="tq-client") as pool:
-        return [future.result() for future in [pool.submit(call) for call in calls]]
+        futures = [pool.submit(contextvars.copy_context().run, call) for call in calls]
+        return [future.result() for future in futures]
 
 
 def async_is_of_closing(error: BaseException) -> bool:
@@ -58,6 +60,28 @@ def async_is_of_closing(error: BaseException) -> bool:
 def is_of_closing(error: BaseException) -> bool:
     """Whether grpc refuses a call in this way where its channel has been closed."""
     return isinstance(error, ValueError) and not isinstance(error, TqError)
+
+
+async def async_next_answer(call: Any) -> Any | None:
+    """Return the next answer of a stream, None at its end, and where it was cancelled by this process."""
+    try:
+        answer = await call.read()
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        return None
+    return None if answer is grpc.aio.EOF else answer
+
+
+def next_answer(call: Any) -> Any | None:
+    """Return the next answer of a stream, None at its end, and where it was cancelled by this process."""
+    try:
+        return next(call, None)
+    except grpc.RpcError:
+        if call.cancelled():
+            return None
+        raise
 
 
 class AsyncBackgroundCalls:

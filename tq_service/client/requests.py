@@ -16,10 +16,8 @@ from google.protobuf.struct_pb2 import Struct
 
 from tq_service.client.batch_meta import NAMED_AT_ONCE, BatchMeta
 from tq_service.client.namespace import Namespace
-from tq_service.custom_meta import MetaColumn, MetaValue
 from tq_service.errors import InvalidArgumentError
 from tq_service.schema import FieldSpec, StalenessLimit
-from tq_service.v1 import commit_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.wire.durations import to_duration
 from tq_service.wire.metadata import (
@@ -29,9 +27,7 @@ from tq_service.wire.metadata import (
     OPERATORS,
     STATES,
     EnumWords,
-    encode_meta_columns,
     encode_spec,
-    rows_to_meta_columns,
 )
 
 Request = TypeVar("Request", bound=Message)
@@ -96,20 +92,6 @@ def _encode_word(words: EnumWords[Any], name: str, value: Any) -> Any:
     return words.encode(value, name)
 
 
-def listed(name: str, values: Any) -> list[Any]:
-    """Return a list of what an iterable, an array or a tensor has; None has nothing.
-
-    Raises:
-        InvalidArgumentError: it is none, or a single string, whose letters are hardly meant.
-    """
-    if values is None or isinstance(values, list):
-        return list(values or ())
-    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
-        what = "list of strings" if isinstance(values, str) else "list"
-        raise InvalidArgumentError(f"{name} is {values!r}, expected a {what} such as [{values!r}]", field=name)
-    return cast("list[Any]", values.tolist()) if hasattr(values, "tolist") else list(values)
-
-
 def _check(kind: type[Message], name: str, value: Any) -> None:
     """Refuse an argument that its field does not take."""
     places = [(f"{name}[{place}]", [one]) for place, one in enumerate(value)] if isinstance(value, list) else []
@@ -157,62 +139,18 @@ def _all_of(kind: type[Given], name: str, values: Iterable[Given]) -> list[Given
     return given
 
 
-def sample_write(
-    namespace: Namespace,
-    *,
-    partition_id: str | None,
-    metadata: BatchMeta | None = None,
-    row_count: int | None,
-    keys: Sequence[str] | None,
-    groups: Sequence[str | None] | None,
-    group_size: int | None,
-    custom_meta: Sequence[Mapping[str, MetaValue]] | None,
-    **others: Any,
-) -> tuple[commit_pb2.SampleWrite, list[MetaColumn]]:
-    """Return which samples are written and their metadata, and custom_meta in columns.
+def listed(name: str, values: Any) -> list[Any]:
+    """Return a list of what an iterable, an array or a tensor has; None has nothing.
 
-    `row_count` None stands for as many rows as `metadata`, else `keys`, `custom_meta` or `groups` have; `others` are
-    fields of the write.
+    Raises:
+        InvalidArgumentError: it is none, or a single string, whose letters are hardly meant.
     """
-    meta_columns = rows_to_meta_columns(custom_meta or ())
-    counts = (row_count, metadata, keys, custom_meta, groups, ())
-    rows = next(count if isinstance(count, int) else len(count) for count in counts if count is not None)
-    if custom_meta is not None:
-        check_meta_count(len(custom_meta), rows)
-    keys = None if keys is None else _for_all("keys", listed("keys", keys), rows)
-    groups = None if groups is None else _for_all("groups", listed("groups", groups), rows)
-    write = request_of(
-        commit_pb2.SampleWrite,
-        partition_id=partition_of(namespace, partition_id, metadata),
-        incarnation=None if metadata is None else metadata.incarnation,
-        row_count=rows,
-        global_indexes=None if metadata is None else metadata.indexes,
-        keys=keys,
-        groups=None if groups is None else [group or "" for group in groups],
-        group_size=group_size or 0,
-        custom_meta=encode_meta_columns(meta_columns),
-        **others,
-    )
-    return write, meta_columns
-
-
-def _for_all(name: str, names: list[Given], row_count: int) -> list[Given]:
-    """Return names that are some, or of no samples: the server takes an empty list for one that was not given."""
-    if row_count and not names:
-        raise InvalidArgumentError(
-            f"{name} is empty, expected one for each of {row_count} samples; leave it out where they have none",
-            field=name,
-        )
-    return names
-
-
-def check_meta_count(meta_count: int, row_count: int) -> None:
-    """Raise InvalidArgumentError where custom_meta is for another number of samples."""
-    if meta_count != row_count:
-        raise InvalidArgumentError(
-            f"custom_meta is for {meta_count} samples, expected {row_count}: one mapping for each sample",
-            field="custom_meta",
-        )
+    if values is None or isinstance(values, list):
+        return list(values or ())
+    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+        what = "list of strings" if isinstance(values, str) else "list"
+        raise InvalidArgumentError(f"{name} is {values!r}, expected a {what} such as [{values!r}]", field=name)
+    return cast("list[Any]", values.tolist()) if hasattr(values, "tolist") else list(values)
 
 
 def named_samples(**names: Iterable[Any] | None) -> tuple[str | None, list[Any]]:

@@ -15,11 +15,12 @@ import grpc
 from tq_service.addresses import cause_of
 from tq_service.errors import DeadlineError, TqError, UnavailableError
 from tq_service.log_message import LogMessage
+from tq_service.wire.credentials import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 from tq_service.wire.error_table import from_rpc_error, status_from_trailers
 
 _log = logging.getLogger(__name__)
 
-_WARN_AFTER_SECONDS: Final = (1.0, 10.0)
+_WARN_AFTER_SECONDS: Final = 5.0
 _WARN_EVERY_SECONDS: Final = 60.0
 
 FIRST_PAUSE_SECONDS: Final = 0.05
@@ -91,6 +92,14 @@ class Backoff:
         return UnavailableError(message, metadata=failure.metadata)
 
 
+# What the service says, which names things as the protos have them, and what they are here.
+_IN_PYTHON: Final = {
+    "with skip_missing": "missing='skip'",
+    "with skip_missing_fields": "missing_fields='skip'",
+    "as authorization metadata": f"set {TOKEN_VARIABLE} or {TOKEN_FILE_VARIABLE}",
+}
+
+
 def error_of(error: grpc.RpcError, address: str) -> TqError:
     """Return the error that a failed call stands for.
 
@@ -100,6 +109,8 @@ def error_of(error: grpc.RpcError, address: str) -> TqError:
     status = status_from_trailers(error.trailing_metadata())
     failure = from_rpc_error(error.code(), error.details(), status)
     if status is not None:
+        if hints := [hint for words, hint in _IN_PYTHON.items() if words in failure.message]:
+            failure.message += f" (in Python: {', '.join(hints)})"
         return failure
     if error.code() is grpc.StatusCode.UNAVAILABLE:
         metadata = {"address": address, _GRPC_MESSAGE: failure.message}
@@ -124,7 +135,7 @@ class Outage:
         self._warning_count = 0
 
     def lasts(self, began: float, failure: UnavailableError, remaining_seconds: float) -> None:
-        """Note that a try failed, and log it when the outage lasts for one second, for ten, and then each minute.
+        """Note that a try failed, and log it when the outage has lasted for five seconds, and then each minute.
 
         Args:
             began: when the try began, on the monotonic clock.
@@ -134,13 +145,11 @@ class Outage:
         now = time.monotonic()
         with self._lock:
             if self._began is None:
-                self._began, self._warn_at, self._warning_count = began, began + _WARN_AFTER_SECONDS[0], 0
+                self._began, self._warn_at, self._warning_count = began, began + _WARN_AFTER_SECONDS, 0
             if now < self._warn_at:
                 return
             self._warning_count += 1
             self._warn_at = now + _WARN_EVERY_SECONDS
-            if self._warning_count < len(_WARN_AFTER_SECONDS):
-                self._warn_at = max(now, self._began + _WARN_AFTER_SECONDS[self._warning_count])
         _log.warning(
             LogMessage(
                 "the service is unavailable; retrying",

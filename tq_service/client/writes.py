@@ -4,20 +4,33 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from tq_service.client.batch_meta import BatchMeta, joined
 from tq_service.client.columns import merge_columns
+from tq_service.client.names import (
+    GroupColumn,
+    MetaGiven,
+    NameColumn,
+    any_text,
+    as_column,
+    check_meta_count,
+    groups_of,
+    keys_of,
+    meta_columns_of,
+)
 from tq_service.client.namespace import Namespace
+from tq_service.client.requests import partition_of, request_of
 from tq_service.custom_meta import MetaColumn
 from tq_service.errors import InvalidArgumentError
 from tq_service.schema import Layout
-from tq_service.v1 import metadata_pb2
-from tq_service.v1.commit_pb2 import SampleWrite
+from tq_service.v1 import commit_pb2, metadata_pb2
 from tq_service.v1.controller_service_pb2 import PlacePutResponse
 from tq_service.wire.columns import Column
 from tq_service.wire.durations import read_seconds
+from tq_service.wire.metadata import fill_meta_columns
+from tq_service.wire.texts import fill_texts
 
 _KNOWN: Final = ("fields", "locations", "key_column", "group_column", "meta_columns", "produced_columns")
 
@@ -61,11 +74,25 @@ class PlacementGrant:
         self._until = 0.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamesGiven:
+    """What a write says of its samples beside their data, which the service does not answer again.
+
+    Attributes:
+        keys: of the samples; empty: none were given.
+        groups: "" for a sample without; empty: none has one.
+        meta_columns: their custom_meta.
+    """
+
+    keys: Sequence[str] = ()
+    groups: Sequence[str] = ()
+    meta_columns: Sequence[MetaColumn] = ()
+
+
 def written_meta(
     answer: metadata_pb2.BatchMeta,
-    write: SampleWrite,
+    given: NamesGiven,
     metadata: BatchMeta | None,
-    meta_columns: Sequence[MetaColumn],
     *,
     namespace: Namespace,
     all_meta: Sequence[metadata_pb2.BatchMeta] = (),
@@ -74,9 +101,8 @@ def written_meta(
 
     Args:
         answer: what the server said: partition, incarnation, indexes and the fields of the put.
-        write: what was sent.
+        given: the keys, groups and custom_meta that were sent.
         metadata: the batch that was written to; None: new samples, or samples named by key.
-        meta_columns: the custom_meta that was sent.
         namespace: of the client.
         all_meta: what the server knows of the samples, in parts; empty: it was not asked.
     """
@@ -84,16 +110,15 @@ def written_meta(
         known = joined([BatchMeta.from_proto(part, namespace) for part in all_meta])
         return known if metadata is None else replace(metadata, **{name: getattr(known, name) for name in _KNOWN})
     answered = BatchMeta.from_proto(answer, namespace)
-    keys = tuple(write.keys)
-    groups = tuple(write.groups)
-    groups = groups if any(groups) else ()
+    keys = as_column(given.keys) if given.keys else ()
+    groups = as_column(given.groups) if given.groups and any_text(given.groups) else ()
     if metadata is None:
         return replace(
             answered,
             status="batch",
             key_column=answered.key_column or keys,
             group_column=answered.group_column or groups,
-            meta_columns=answered.meta_columns or tuple(meta_columns),
+            meta_columns=answered.meta_columns or tuple(given.meta_columns),
         )
     fields = {spec.name: spec for spec in (*metadata.fields, *answered.fields)}
     return replace(
@@ -103,9 +128,63 @@ def written_meta(
         locations=None if answered.fields else metadata.locations,
         key_column=keys or metadata.key_column,
         group_column=groups or metadata.group_column,
-        meta_columns=merge_columns(metadata.meta_columns, meta_columns),
+        meta_columns=merge_columns(metadata.meta_columns, given.meta_columns),
         produced_columns=(),
     )
+
+
+def fill_write(
+    write: commit_pb2.SampleWrite,
+    namespace: Namespace,
+    *,
+    partition_id: str | None,
+    metadata: BatchMeta | None = None,
+    row_count: int | None,
+    keys: NameColumn | None,
+    groups: GroupColumn | None,
+    group_size: int | None,
+    custom_meta: MetaGiven | None,
+    **others: Any,
+) -> NamesGiven:
+    """Say in a write, which is empty, which samples are written; return what is said of them beside their data.
+
+    `row_count` None stands for as many rows as `metadata`, else `keys`, `custom_meta` or `groups` have; `others` are
+    fields of the write. It is filled where it is in its request: a copy of many names takes as long as to send them.
+    """
+    given_keys = None if keys is None else keys_of(keys)
+    given_groups = None if groups is None else groups_of(groups)
+    meta_columns, meta_count = ([], None) if custom_meta is None else meta_columns_of(custom_meta)
+    counts = (row_count, metadata, given_keys, meta_count, given_groups, ())
+    rows = next(count if isinstance(count, int) else len(count) for count in counts if count is not None)
+    if meta_count is not None:
+        check_meta_count(meta_count, rows)
+    write.MergeFrom(
+        request_of(
+            commit_pb2.SampleWrite,
+            partition_id=partition_of(namespace, partition_id, metadata),
+            incarnation=None if metadata is None else metadata.incarnation,
+            row_count=rows,
+            global_indexes=None if metadata is None else metadata.indexes,
+            group_size=group_size or 0,
+            **others,
+        )
+    )
+    _fill_names(write.keys, "keys", given_keys, rows)
+    _fill_names(write.groups, "groups", given_groups, rows)
+    fill_meta_columns(write.custom_meta, meta_columns)
+    return NamesGiven(keys=given_keys or (), groups=given_groups or (), meta_columns=meta_columns)
+
+
+def _fill_names(message: metadata_pb2.Texts, name: str, names: Sequence[str] | None, row_count: int) -> None:
+    """Fill in names, of which there are some, or of no samples: none at all stand for such as were not given."""
+    if names is None:
+        return
+    if row_count and not names:
+        raise InvalidArgumentError(
+            f"{name} is empty, expected one for each of {row_count} samples; leave it out where they have none",
+            field=name,
+        )
+    fill_texts(message, names, name, are_shared=name == "groups")
 
 
 def check_row_counts(columns: Sequence[Column], metadata: BatchMeta) -> None:

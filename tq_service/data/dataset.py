@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from torch.utils.data import IterableDataset, get_worker_info
 
 from tq_service.addresses import parse_address
+from tq_service.client_probes import timed
 from tq_service.data.batch import BatchStream, FetchedBatch, StreamIdentity
 from tq_service.data.end import End, skipped_warning
 from tq_service.data.micro_batches import ProcessBatch, micro_batch_count, split_micro_batches
@@ -16,7 +17,16 @@ from tq_service.data.pack_options import PackOptions
 from tq_service.data.packed_batches import PackBatches
 from tq_service.data.replay_buffer import ReplayBuffer, ReplayStream
 from tq_service.data.replicas import ReplicaGroup, rank_and_size
-from tq_service.data.source import BatchRequest, BatchSource, ClientFactory, FetchBatch, InlineStream, fetch_batch
+from tq_service.data.source import (
+    BatchRequest,
+    BatchSource,
+    ClientFactory,
+    FetchBatch,
+    InlineStream,
+    OnWait,
+    fetch_batch,
+    warn_of_wait,
+)
 from tq_service.errors import InvalidArgumentError, StaleEpochError, StaleIncarnationError
 from tq_service.schema import BatchUnit, ReadLayout
 
@@ -93,6 +103,8 @@ class StreamingDataset(IterableDataset[Any]):
         timeout: seconds that a call may take beyond `max_wait`, retries included: how long the server may be away.
         client_factory: opens the sync client instead of `Client(address)`, for its other settings.
         namespace: of the partition, as `Client(namespace=...)` takes it; a client_factory has its own.
+        on_wait: called with the `WaitReason` of a wait that has lasted 10 s, and then each minute, in the thread or
+            worker that fetches, for which it must be picklable; None: the reason is logged as a warning.
 
     Raises:
         InvalidArgumentError: an argument cannot be right.
@@ -129,6 +141,7 @@ class StreamingDataset(IterableDataset[Any]):
         timeout: float = 120.0,
         client_factory: ClientFactory | None = None,
         namespace: str | Literal[False] | None = None,
+        on_wait: OnWait | None = None,
     ) -> None:
         super().__init__()
         _require_fields(data_fields)
@@ -178,6 +191,7 @@ class StreamingDataset(IterableDataset[Any]):
             fetch_batch_fn=fetch_batch_fn or fetch_batch,
             client_factory=client_factory,
             namespace=namespace,
+            on_wait=on_wait or warn_of_wait,
         )
         self._process_batch = _processing(process_batch_fn, pack, sampler_config)
         self._buffer = ReplayBuffer(replay_buffer_bytes)
@@ -215,6 +229,9 @@ class StreamingDataset(IterableDataset[Any]):
 
     def iterate(self, open_stream: Callable[[StreamingDataset], BatchStream]) -> Iterator[Any]:
         """Yield the micro-batches from the next batch on, fetched by the streams that `open_stream` opens."""
+        return timed(self._iterate(open_stream))
+
+    def _iterate(self, open_stream: Callable[[StreamingDataset], BatchStream]) -> Iterator[Any]:
         stream: BatchStream | None = None
         self._skip_rest()
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,22 +10,35 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tensordict import TensorDict
 
+from tq_service.client.wait_reports import WaitReports
 from tq_service.data.batch import FetchedBatch, StreamIdentity
 from tq_service.data.end import End
+from tq_service.log_message import LogMessage
+from tq_service.results import WaitReason
 from tq_service.schema import BatchUnit, ReadLayout
 
 if TYPE_CHECKING:
     from tq_service.client import Client
     from tq_service.client.batch_meta import BatchMeta
 
+_log = logging.getLogger(__name__)
+
 FetchBatch = Callable[..., tuple[Any, Any]]
 """`fetch_batch_fn(**keywords) -> (data, meta)`; see `fetch_batch` for the keywords and the answer."""
+
+OnWait = Callable[[WaitReason], object]
+"""Called with the reason of a wait that lasts, in the thread or process that fetches."""
 
 ClientFactory = Callable[[str | None], Any]
 """Opens the sync client of a fetching thread or worker, given the address."""
 
 # A fetch_batch_fn that says "not yet" without having waited is asked again after this long.
 _RETRY_SECONDS = 0.05
+
+
+def warn_of_wait(reason: WaitReason) -> None:
+    """Log why a stream waits: what it does after 10 s, and then each minute, unless another `on_wait` is given."""
+    _log.warning(LogMessage("waiting for a batch", task=reason.task_name, reason=reason.text))
 
 
 class StreamClosedError(Exception):
@@ -87,7 +101,8 @@ def fetch_batch(
     added: `client` (a sync client of the calling thread or worker), `batch_index`, `partition_id`, `task_name`,
     `data_fields`, `batch_size`, `micro_batch_size`, `dp_rank`, `dp_size`, `sampler`, `sampler_config`, `where`,
     `order_by`, `drop_last`, `batch_unit`, `finite`, `max_wait`, `timeout`, `incarnation`, `epoch` (b"" and None
-    until the first batch has come), and `layout` and `max_uses` where the dataset was given them.
+    until the first batch has come), `layout` and `max_uses` where the dataset was given them, and `explain` (True)
+    where the wait has lasted and the answer's `waiting_for` is to say why.
 
     Returns:
         The data and its meta. The data is None where the meta is no batch: with status "not_yet" the function is
@@ -108,6 +123,7 @@ class BatchSource:
     fetch_batch_fn: FetchBatch
     client_factory: ClientFactory | None = None
     namespace: str | Literal[False] | None = None
+    on_wait: OnWait = warn_of_wait
 
     def of_partition(self, partition_id: str) -> BatchSource:
         """Return the same source for another partition."""
@@ -148,20 +164,27 @@ class BatchFetcher:
         """
         if self._client is None:
             self._client = self._source.open_client()
+        reports, request = WaitReports(), self._source.request
         while is_wanted():
             asked_at = time.monotonic()
+            explaining = {"explain": True} if reports.is_due_after(request.max_wait) else {}
             data, meta = self._source.fetch_batch_fn(
                 client=self._client,
                 batch_index=batch_index,
                 incarnation=self._identity.incarnation if self._identity else b"",
                 epoch=self._identity.epoch if self._identity else None,
-                **self._source.request.keywords(),
+                **explaining,
+                **request.keywords(),
             )
             status = "not_yet" if meta is None else meta.status
             if status == "end":
                 return End.of(meta)
             if status == "batch":
                 return self._accept(batch_index, data, meta)
+            reason: WaitReason | None = getattr(meta, "waiting_for", None)
+            if reason is not None:
+                reports.made()
+                self._source.on_wait(reason)
             if time.monotonic() - asked_at < _RETRY_SECONDS:
                 time.sleep(_RETRY_SECONDS)
         raise StreamClosedError

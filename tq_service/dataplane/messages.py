@@ -16,14 +16,13 @@ from tq_service.wire.dtypes import Bytes
 from tq_service.wire.frames import ColumnReceiver, Garbled
 
 
-def put_header(put_id: bytes, partition_id: str, columns: Sequence[ColumnShape], **more: Any) -> PutHeader:
-    """Return the header of a put of these columns; `more` are its other fields."""
+def put_header(put_id: bytes, columns: Sequence[ColumnShape], **more: Any) -> PutHeader:
+    """Return the header of a put of these columns; `more` are its other fields, such as the partition."""
     return PutHeader(
         put_id=put_id,
         row_count=columns[0].row_count,
         columns=map(encode_header, columns),
         size_bytes=sum(column.value_bytes for column in columns),
-        partition_id=partition_id,
         **more,
     )
 

@@ -23,6 +23,7 @@ from tq_service.schema import Encoding
 _LENGTH_TAG: Final = "input_lengths"  # of NeMo-RL, from which it balances its ranks
 _LEAST_WAIT_SECONDS: Final = 0.05
 _MARKER: Final = "tq_service.json"
+_REMEMBERED_IDS: Final = 65_536  # put by this process, before those are forgotten that others have cleared
 
 
 class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-RL is not there when types are checked
@@ -30,10 +31,11 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
 
     ::
 
-        register_partition ──> create_partition, its tasks declared, fields of `enums` declared as text
+        register_partition ──> create_partition: its tasks and, as text, the fields of `enums`
         put_samples        ──> put: keys are sample_ids, custom_meta is tags
         claim_meta         ──> get_meta as a queue worker: waits at the service, nothing is polled
         get_samples        ──> get_data: rows of one shape come dense, others jagged
+        list_sample_ids    ──> lookup_samples
         clear_samples      ──> clear_samples: named ones, or those that this process has put
 
     Args:
@@ -48,11 +50,28 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
     """
 
     def __init__(self, cfg: Mapping[str, Any], *, bootstrap: bool = True) -> None:
-        self._client = tq.Client(cfg.get("controller_address"), namespace=cfg.get("namespace"))
-        # What clear_samples(None) means: ids that this process has put, by partition.
-        self._put_ids: dict[str, dict[str, None]] = {}
+        self._start(tq.Client(cfg.get("controller_address"), namespace=cfg.get("namespace")))
         if bootstrap:
             self._client.list_partitions()
+
+    def _start(self, client: tq.Client) -> None:
+        self._client = client
+        self._is_clean = True
+        # What clear_samples(None) means: ids that this process has put, by partition.
+        self._put_ids: dict[str, dict[str, None]] = {}
+        self._remembered_ids = _REMEMBERED_IDS
+
+    def __getstate__(self) -> tq.Client:
+        return self._client
+
+    def __setstate__(self, client: tq.Client) -> None:
+        self._start(client)  # in another process, which has put nothing yet
+
+    @property
+    def _used_client(self) -> tq.Client:
+        """The client, for calls after which no checkpoint may be loaded."""
+        self._is_clean = False
+        return self._client
 
     def register_partition(
         self,
@@ -69,29 +88,28 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
 
         Args:
             partition_id: its name.
-            fields: its fields; others may be put too.
+            fields: not needed: every field is taken, with or without samples in the partition.
             num_samples: not needed: the service grows with what it is given.
             consumer_tasks: its tasks.
             grpo_group_size: not needed: NeMo-RL balances groups in its driver.
             enums: fields of text with few values. They are kept as text; anything else for them is refused.
 
         Raises:
-            AlreadyExistsError: it is there with other settings, and holds samples.
+            AlreadyExistsError: it is there with other tasks or enums, and holds samples.
         """
-        del num_samples, grpo_group_size
-        texts = {name: tq.FieldSpec(name, layout=tq.Layout.OBJECT, encoding=Encoding.TEXT) for name in enums or {}}
+        del fields, num_samples, grpo_group_size
         settings: dict[str, Any] = {
             "tasks": consumer_tasks,
-            "fields": [texts.get(name) or tq.FieldSpec(name) for name in dict.fromkeys([*fields, *texts])],
+            "fields": [tq.FieldSpec(name, layout=tq.Layout.OBJECT, encoding=Encoding.TEXT) for name in enums or {}],
         }
         try:
-            self._client.create_partition(partition_id, **settings)
+            self._used_client.create_partition(partition_id, **settings)
         except tq.AlreadyExistsError:
-            samples, _ = self._client.lookup_samples(partition_id, missing_ok=True)
+            samples, _ = self._used_client.lookup_samples(partition_id, missing_ok=True)
             if samples.size:
                 raise
-            self._client.clear_partition(partition_id, missing_ok=True)
-            self._client.create_partition(partition_id, **settings)
+            self._used_client.clear_partition(partition_id, missing_ok=True)
+            self._used_client.create_partition(partition_id, **settings)
 
     def claim_meta(
         self,
@@ -125,11 +143,11 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
             "batch_size": batch_size,
         }
         deadline = time.monotonic() + timeout_s
-        meta = self._client.get_meta(**claim, max_wait=timeout_s) if blocking else None
+        meta = self._used_client.get_meta(**claim, max_wait=timeout_s) if blocking else None
         while blocking and _is_not_there_yet(meta) and time.monotonic() < deadline:
-            meta = self._client.get_meta(**claim, max_wait=max(deadline - time.monotonic(), 0.0))
+            meta = self._used_client.get_meta(**claim, max_wait=max(deadline - time.monotonic(), 0.0))
         if meta is None or meta.status != "batch":
-            meta = self._client.get_meta(**claim, min_batch_size=1, max_wait=_LEAST_WAIT_SECONDS)
+            meta = self._used_client.get_meta(**claim, min_batch_size=1, max_wait=_LEAST_WAIT_SECONDS)
         if meta.status == "batch":
             return _batch_of(meta, task_name, required_fields)
         if blocking:
@@ -156,7 +174,7 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
 
     def check_consumption_status(self, partition_id: str, task_names: list[str]) -> bool:
         """Return whether every task has consumed every sample that the partition has had."""
-        statuses = [self._client.check_consumption(partition_id, name, missing_ok=True) for name in task_names]
+        statuses = [self._used_client.check_consumption(partition_id, name, missing_ok=True) for name in task_names]
         return all(status.consumed_count + status.skipped_count >= status.total_count for status in statuses)
 
     def put_samples(
@@ -173,8 +191,8 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
         """
         if sample_ids and (fields is not None or tags is not None):
             data = None if fields is None else fields.detach()
-            self._client.put(data, partition_id=partition_id, keys=sample_ids, custom_meta=_stored(tags))
-            self._put_ids.setdefault(partition_id, {}).update(dict.fromkeys(sample_ids))
+            self._used_client.put(data, partition_id=partition_id, keys=sample_ids, custom_meta=_stored(tags))
+            self._remember(partition_id, sample_ids)
         return KVBatchMeta(
             partition_id=partition_id,
             task_name=None,
@@ -183,14 +201,28 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
             tags=None if tags is None else [dict(tag) for tag in tags],
         )
 
+    def _remember(self, partition_id: str, sample_ids: Sequence[str]) -> None:
+        """Note what this process has put, and forget what others have cleared: rollout actors never clear."""
+        put_ids = self._put_ids.setdefault(partition_id, {})
+        put_ids.update(dict.fromkeys(sample_ids))
+        if len(put_ids) > self._remembered_ids:
+            left = set(self.list_sample_ids(partition_id))
+            self._put_ids[partition_id] = {name: None for name in put_ids if name in left}
+            self._remembered_ids = max(_REMEMBERED_IDS, 2 * len(self._put_ids[partition_id]))
+
     def get_samples(self, sample_ids: list[str], partition_id: str, select_fields: list[str]) -> TensorDict:
         """Return fields of samples, in their order; rows of one shape as a dense tensor, others as a nested one."""
         if not sample_ids:
             return TensorDict({}, batch_size=(0,))
-        data: TensorDict = self._client.get_data(
+        data: TensorDict = self._used_client.get_data(
             partition_id=partition_id, keys=sample_ids, data_fields=select_fields, layout="auto"
         )
         return data
+
+    def list_sample_ids(self, partition_id: str) -> list[str]:
+        """Return the ids of all samples of a partition, sorted; of one that is not there, none."""
+        samples, _ = self._used_client.lookup_samples(partition_id, missing_ok=True)
+        return sorted(key for key in samples.keys or () if key)
 
     def clear_samples(self, sample_ids: list[str] | None, partition_id: str) -> None:
         """Remove samples; ones that are not there are nothing to remove.
@@ -201,7 +233,7 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
         """
         put_ids = self._put_ids.get(partition_id, {})
         if sample_ids is None:
-            named = list(put_ids) or self._all_ids(partition_id)
+            named = list(put_ids) or self.list_sample_ids(partition_id)
             if not named:
                 warnings.warn(
                     f"clear_samples(None, {partition_id!r}) found nothing to clear: this process has put no samples "
@@ -212,13 +244,9 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
         else:
             named = list(sample_ids)
         if named:
-            self._client.clear_samples(partition_id=partition_id, keys=named, missing_ok=True)
+            self._used_client.clear_samples(partition_id=partition_id, keys=named, missing_ok=True)
         for name in named:
             put_ids.pop(name, None)
-
-    def _all_ids(self, partition_id: str) -> list[str]:
-        samples, _ = self._client.lookup_samples(partition_id, missing_ok=True)
-        return [key for key in samples.keys or () if key]
 
     def save_checkpoint(self, checkpoint_dir: str | Path, *, metadata: dict[str, Any] | None = None) -> None:
         """Write a checkpoint of the service, named after the directory, and into the directory which one it is.
@@ -235,10 +263,15 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
 
         Raises:
             FileNotFoundError: `save_checkpoint` has not written there.
+            RuntimeError: this client has registered, put, claimed, read or cleared already.
         """
+        if not self._is_clean:
+            raise RuntimeError(
+                f"load_checkpoint({str(checkpoint_dir)!r}) needs a clean data-plane client, and this one has "
+                "registered, put, claimed, read or cleared already; load before anything else"
+            )
         marker = json.loads((Path(checkpoint_dir) / _MARKER).read_text())
         restored = self._client.restore(marker["checkpoint"], replace=True)
-        self._put_ids.clear()
         return dict(restored.metadata or {})
 
     def close(self) -> None:

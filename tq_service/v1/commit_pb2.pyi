@@ -77,8 +77,8 @@ class SampleWrite(google.protobuf.message.Message):
     key_mode: global___KeyMode.ValueType
     """What to do with keys that are known, or not. Unset: UPSERT. It says nothing without `keys`."""
     group_size: builtins.int
-    """Number of members at which each group named in `groups` is complete. 0: not declared; such a group ends with
-    CloseGroups or with the seal.
+    """Number of members at which each group named in `groups` is complete, the same in all puts of a group; one member
+    more is FAILED_PRECONDITION. 0: not declared; such a group ends with CloseGroups or with the seal.
     """
     state: tq_service.v1.metadata_pb2.SampleState.ValueType
     """The state that the samples get. Unset: new ones are live, existing ones keep theirs. A failed sample stays failed:
@@ -90,12 +90,12 @@ class SampleWrite(google.protobuf.message.Message):
         """Existing samples, each once; not together with `keys`. Empty: samples are new, or named by `keys`."""
 
     @property
-    def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Names of the samples, unique in the partition, one for each, none of them empty. Empty: new samples have none."""
+    def keys(self) -> tq_service.v1.metadata_pb2.Texts:
+        """Names of the samples, unique in the partition, one for each, none of them empty. Unset: new samples have none."""
 
     @property
-    def groups(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """The group of each new sample, "" for one without. For one that exists: "", or the group that it has. Empty: no new
+    def groups(self) -> tq_service.v1.metadata_pb2.Texts:
+        """The group of each new sample, "" for one without. For one that exists: "", or the group that it has. Unset: no new
         sample has one.
         """
 
@@ -110,13 +110,14 @@ class SampleWrite(google.protobuf.message.Message):
         incarnation: builtins.bytes = ...,
         row_count: builtins.int = ...,
         global_indexes: collections.abc.Iterable[builtins.int] | None = ...,
-        keys: collections.abc.Iterable[builtins.str] | None = ...,
+        keys: tq_service.v1.metadata_pb2.Texts | None = ...,
         key_mode: global___KeyMode.ValueType = ...,
-        groups: collections.abc.Iterable[builtins.str] | None = ...,
+        groups: tq_service.v1.metadata_pb2.Texts | None = ...,
         group_size: builtins.int = ...,
         state: tq_service.v1.metadata_pb2.SampleState.ValueType = ...,
         custom_meta: collections.abc.Iterable[tq_service.v1.metadata_pb2.MetaColumn] | None = ...,
     ) -> None: ...
+    def HasField(self, field_name: typing.Literal["groups", b"groups", "keys", b"keys"]) -> builtins.bool: ...
     def ClearField(self, field_name: typing.Literal["custom_meta", b"custom_meta", "global_indexes", b"global_indexes", "group_size", b"group_size", "groups", b"groups", "incarnation", b"incarnation", "key_mode", b"key_mode", "keys", b"keys", "partition_id", b"partition_id", "row_count", b"row_count", "state", b"state"]) -> None: ...
 
 global___SampleWrite = SampleWrite

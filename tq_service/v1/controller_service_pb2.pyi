@@ -34,7 +34,7 @@ class _BatchUnitEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enum
     BATCH_UNIT_SAMPLE: _BatchUnit.ValueType  # 1
     """Samples."""
     BATCH_UNIT_GROUP: _BatchUnit.ValueType  # 2
-    """Whole groups, each with all its members."""
+    """Whole groups, each with all its members; a sample without a group is one by itself."""
 
 class BatchUnit(_BatchUnit, metaclass=_BatchUnitEnumTypeWrapper):
     """What `batch_size` and `min_batch_size` count."""
@@ -44,7 +44,7 @@ BATCH_UNIT_UNSPECIFIED: BatchUnit.ValueType  # 0
 BATCH_UNIT_SAMPLE: BatchUnit.ValueType  # 1
 """Samples."""
 BATCH_UNIT_GROUP: BatchUnit.ValueType  # 2
-"""Whole groups, each with all its members."""
+"""Whole groups, each with all its members; a sample without a group is one by itself."""
 global___BatchUnit = BatchUnit
 
 class _Operator:
@@ -71,7 +71,9 @@ class _OperatorEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumT
     """The value equals one of those of the condition."""
 
 class Operator(_Operator, metaclass=_OperatorEnumTypeWrapper):
-    """How a value of a custom_meta column is compared. Numbers compare by value, text by code points."""
+    """How a value of a custom_meta column is compared. Numbers and truth values (0 and 1) compare by value, whatever their
+    types, text by code points. NaN equals nothing, and differs from all values, itself included.
+    """
 
 OPERATOR_UNSPECIFIED: Operator.ValueType  # 0
 """Rejected with INVALID_ARGUMENT."""
@@ -145,7 +147,9 @@ class CreatePartitionRequest(google.protobuf.message.Message):
     partition_id: builtins.str
     """Its name: 1 to 512 printable characters, such as "train@step_12"."""
     expected_samples: builtins.int
-    """Number of samples at which the partition is sealed by itself, 0 or more. Unset: SealPartition alone seals it."""
+    """Number of samples at which the partition is sealed by itself, 0 or more: with the write that reaches it, which may
+    go beyond. Unset: SealPartition alone seals it.
+    """
     default_layout: tq_service.v1.metadata_pb2.Layout.ValueType
     """Layout of tensor fields whose layout is not declared: AUTO, DENSE or JAGGED. Unset: AUTO. Under JAGGED, scalars are
     dense all the same, since no dimension of theirs could be ragged.
@@ -354,7 +358,7 @@ global___InsertResponse = InsertResponse
 
 @typing.final
 class MetaValue(google.protobuf.message.Message):
-    """One value of custom_meta, in the type of its column."""
+    """One value to compare with: text for a column of text, else a number or a truth value of any type."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -421,7 +425,7 @@ class Order(google.protobuf.message.Message):
     COLUMN_FIELD_NUMBER: builtins.int
     DESCENDING_FIELD_NUMBER: builtins.int
     column: builtins.str
-    """Name of the column. Samples without a typed value come last, equal ones by index."""
+    """Name of the column, not empty. Samples without a typed value come last, equal ones by index; NaN is the largest."""
     descending: builtins.bool
     """Whether the largest value comes first. Unset: the smallest."""
     def __init__(
@@ -466,6 +470,7 @@ class GetMetaRequest(google.protobuf.message.Message):
     MAX_DELIVERIES_FIELD_NUMBER: builtins.int
     CLAIM_NAME_FIELD_NUMBER: builtins.int
     MAX_USES_FIELD_NUMBER: builtins.int
+    EXPLAIN_FIELD_NUMBER: builtins.int
     request_id: builtins.bytes
     """16 random bytes that the client makes for this change and sends again with each retry. Of other lengths:
     INVALID_ARGUMENT.
@@ -483,7 +488,7 @@ class GetMetaRequest(google.protobuf.message.Message):
     batch_unit: global___BatchUnit.ValueType
     """What `batch_size` and `min_batch_size` count. Unset: samples."""
     micro_batch_size: builtins.int
-    """Samples of a micro-batch. 0: the batch is one micro-batch."""
+    """Samples of a micro-batch. 0, or more than the batch has: the batch is one micro-batch."""
     sampler: builtins.str
     """Name of the sampler, as ListSamplers has it. Empty: "sequential"."""
     dp_rank: builtins.int
@@ -524,6 +529,10 @@ class GetMetaRequest(google.protobuf.message.Message):
     """How often a sample is delivered to the task before it counts as consumed; until then it stays ready for later
     batches. Under a lease one worker has it at a time, and a delivery counts once it is acknowledged. 0: once.
     """
+    explain: builtins.bool
+    """Whether NOT_YET comes with its reason. It takes a pass over the samples of the partition: leave it out in the first
+    seconds of a wait.
+    """
     @property
     def data_fields(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Fields that a sample must have to be ready; the answer says where these cells are. At least one, each once. One
@@ -540,7 +549,7 @@ class GetMetaRequest(google.protobuf.message.Message):
 
     @property
     def order_by(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Order]:
-        """Columns by which ready samples are ordered, the first one first. Empty: by index."""
+        """Columns by which ready samples are ordered, the first one first, each once. Empty: by index."""
 
     @property
     def max_wait(self) -> google.protobuf.duration_pb2.Duration:
@@ -579,9 +588,10 @@ class GetMetaRequest(google.protobuf.message.Message):
         max_deliveries: builtins.int = ...,
         claim_name: builtins.str = ...,
         max_uses: builtins.int = ...,
+        explain: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_batch_index", b"_batch_index", "_dp_rank", b"_dp_rank", "_dp_size", b"_dp_size", "_epoch", b"_epoch", "batch_index", b"batch_index", "dp_rank", b"dp_rank", "dp_size", b"dp_size", "epoch", b"epoch", "lease", b"lease", "max_wait", b"max_wait", "sampler_config", b"sampler_config"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_batch_index", b"_batch_index", "_dp_rank", b"_dp_rank", "_dp_size", b"_dp_size", "_epoch", b"_epoch", "batch_index", b"batch_index", "batch_size", b"batch_size", "batch_unit", b"batch_unit", "claim_name", b"claim_name", "data_fields", b"data_fields", "dp_rank", b"dp_rank", "dp_size", b"dp_size", "drop_last", b"drop_last", "epoch", b"epoch", "finite", b"finite", "incarnation", b"incarnation", "lease", b"lease", "max_deliveries", b"max_deliveries", "max_uses", b"max_uses", "max_wait", b"max_wait", "micro_batch_size", b"micro_batch_size", "min_batch_size", b"min_batch_size", "order_by", b"order_by", "partition_id", b"partition_id", "request_id", b"request_id", "sampler", b"sampler", "sampler_config", b"sampler_config", "task_name", b"task_name", "where", b"where"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_batch_index", b"_batch_index", "_dp_rank", b"_dp_rank", "_dp_size", b"_dp_size", "_epoch", b"_epoch", "batch_index", b"batch_index", "batch_size", b"batch_size", "batch_unit", b"batch_unit", "claim_name", b"claim_name", "data_fields", b"data_fields", "dp_rank", b"dp_rank", "dp_size", b"dp_size", "drop_last", b"drop_last", "epoch", b"epoch", "explain", b"explain", "finite", b"finite", "incarnation", b"incarnation", "lease", b"lease", "max_deliveries", b"max_deliveries", "max_uses", b"max_uses", "max_wait", b"max_wait", "micro_batch_size", b"micro_batch_size", "min_batch_size", b"min_batch_size", "order_by", b"order_by", "partition_id", b"partition_id", "request_id", b"request_id", "sampler", b"sampler", "sampler_config", b"sampler_config", "task_name", b"task_name", "where", b"where"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_batch_index", b"_batch_index"]) -> typing.Literal["batch_index"] | None: ...
     @typing.overload
@@ -600,19 +610,180 @@ class GetMetaResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     META_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
     @property
     def meta(self) -> tq_service.v1.metadata_pb2.BatchMeta:
         """The status, and with a batch its samples, their metadata and where their cells are."""
+
+    @property
+    def reason(self) -> global___WaitReason:
+        """With NOT_YET, where `explain` asked for it: why there is nothing yet."""
 
     def __init__(
         self,
         *,
         meta: tq_service.v1.metadata_pb2.BatchMeta | None = ...,
+        reason: global___WaitReason | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["meta", b"meta"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["meta", b"meta"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["meta", b"meta", "reason", b"reason"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["meta", b"meta", "reason", b"reason"]) -> None: ...
 
 global___GetMetaResponse = GetMetaResponse
+
+@typing.final
+class WaitReason(google.protobuf.message.Message):
+    """Why claims wait that ask alike: in a code and a sentence, and in counts of samples of this moment."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CODE_FIELD_NUMBER: builtins.int
+    TEXT_FIELD_NUMBER: builtins.int
+    TASK_NAME_FIELD_NUMBER: builtins.int
+    DATA_FIELDS_FIELD_NUMBER: builtins.int
+    WAITING_COUNT_FIELD_NUMBER: builtins.int
+    LEFT_COUNT_FIELD_NUMBER: builtins.int
+    READY_COUNT_FIELD_NUMBER: builtins.int
+    NEEDED_COUNT_FIELD_NUMBER: builtins.int
+    COUNTS_GROUPS_FIELD_NUMBER: builtins.int
+    NOT_READY_FIELD_NUMBER: builtins.int
+    SEALED_FIELD_NUMBER: builtins.int
+    WAITING_PUT_COUNT_FIELD_NUMBER: builtins.int
+    PUT_WAITS_FOR_FIELD_NUMBER: builtins.int
+    code: builtins.str
+    """Stable, in capitals: PARTITION_NOT_FOUND; NO_SAMPLES: the partition has none; FIELD_NEVER_PUT: no sample has a
+    field that is asked for; ALL_CONSUMED: nothing is left of an open partition; TOO_FEW_READY; GROUPS_INCOMPLETE: too
+    few groups are ready as a whole; SAMPLER_WAITS: enough samples are ready, of which the sampler makes no batch yet.
+    """
+    text: builtins.str
+    """A sentence for people, with names and counts; it may change."""
+    task_name: builtins.str
+    """The task whose claims these are."""
+    waiting_count: builtins.int
+    """Number of calls that wait for this; 0 in the answer of GetMeta."""
+    left_count: builtins.int
+    """Samples that are live or held and that the task has not consumed."""
+    ready_count: builtins.int
+    """Those of them, or where `counts_groups` the groups, that could be delivered now."""
+    needed_count: builtins.int
+    """How many of these are needed before there is an answer."""
+    counts_groups: builtins.bool
+    """Whether `ready_count` and `needed_count` are numbers of groups."""
+    sealed: builtins.bool
+    """Whether no new samples come."""
+    waiting_put_count: builtins.int
+    """Number of puts with new samples that wait for capacity."""
+    put_waits_for: builtins.str
+    """Why the first of these puts waits, in a sentence. Empty: none does."""
+    @property
+    def data_fields(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """The fields that it asks for."""
+
+    @property
+    def not_ready(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___NotReady]:
+        """What is lacking. A sample may be counted in several."""
+
+    def __init__(
+        self,
+        *,
+        code: builtins.str = ...,
+        text: builtins.str = ...,
+        task_name: builtins.str = ...,
+        data_fields: collections.abc.Iterable[builtins.str] | None = ...,
+        waiting_count: builtins.int = ...,
+        left_count: builtins.int = ...,
+        ready_count: builtins.int = ...,
+        needed_count: builtins.int = ...,
+        counts_groups: builtins.bool = ...,
+        not_ready: collections.abc.Iterable[global___NotReady] | None = ...,
+        sealed: builtins.bool = ...,
+        waiting_put_count: builtins.int = ...,
+        put_waits_for: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["code", b"code", "counts_groups", b"counts_groups", "data_fields", b"data_fields", "left_count", b"left_count", "needed_count", b"needed_count", "not_ready", b"not_ready", "put_waits_for", b"put_waits_for", "ready_count", b"ready_count", "sealed", b"sealed", "task_name", b"task_name", "text", b"text", "waiting_count", b"waiting_count", "waiting_put_count", b"waiting_put_count"]) -> None: ...
+
+global___WaitReason = WaitReason
+
+@typing.final
+class NotReady(google.protobuf.message.Message):
+    """Samples that cannot be delivered yet, by what they lack."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: builtins.int
+    NAME_FIELD_NUMBER: builtins.int
+    SAMPLE_COUNT_FIELD_NUMBER: builtins.int
+    ENDS_IN_FIELD_NUMBER: builtins.int
+    EXAMPLE_FIELD_NUMBER: builtins.int
+    kind: builtins.str
+    """"field": they lack the field `name`; "where": a condition on the custom_meta column `name` does not hold;
+    "length": they have no length for the sampler; "held"; "leased": to workers of the task; "group": they are ready,
+    and other members of their groups are not.
+    """
+    name: builtins.str
+    """Name of a field or column, else empty."""
+    sample_count: builtins.int
+    """Number of samples."""
+    example: builtins.str
+    """One of them, for people: the name of a group with its counts."""
+    @property
+    def ends_in(self) -> google.protobuf.duration_pb2.Duration:
+        """Of "leased": until the first lease runs out."""
+
+    def __init__(
+        self,
+        *,
+        kind: builtins.str = ...,
+        name: builtins.str = ...,
+        sample_count: builtins.int = ...,
+        ends_in: google.protobuf.duration_pb2.Duration | None = ...,
+        example: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["ends_in", b"ends_in"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["ends_in", b"ends_in", "example", b"example", "kind", b"kind", "name", b"name", "sample_count", b"sample_count"]) -> None: ...
+
+global___NotReady = NotReady
+
+@typing.final
+class ExplainRequest(google.protobuf.message.Message):
+    """Which waiting claims are meant."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PARTITION_ID_FIELD_NUMBER: builtins.int
+    TASK_NAME_FIELD_NUMBER: builtins.int
+    partition_id: builtins.str
+    """The partition. It need not exist: calls may wait for it."""
+    task_name: builtins.str
+    """Claims of this task alone. Empty: of all tasks."""
+    def __init__(
+        self,
+        *,
+        partition_id: builtins.str = ...,
+        task_name: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["partition_id", b"partition_id", "task_name", b"task_name"]) -> None: ...
+
+global___ExplainRequest = ExplainRequest
+
+@typing.final
+class ExplainResponse(google.protobuf.message.Message):
+    """Answers why claims wait."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REASONS_FIELD_NUMBER: builtins.int
+    @property
+    def reasons(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___WaitReason]:
+        """One for all calls that ask alike, in the order of arrival of the first of each."""
+
+    def __init__(
+        self,
+        *,
+        reasons: collections.abc.Iterable[global___WaitReason] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["reasons", b"reasons"]) -> None: ...
+
+global___ExplainResponse = ExplainResponse
 
 @typing.final
 class ReleaseClaimRequest(google.protobuf.message.Message):
@@ -637,8 +808,8 @@ class ReleaseClaimRequest(google.protobuf.message.Message):
     """The `request_id` of the GetMeta that made the claim: `BatchMeta.claim_request_id` says it of a leased one."""
     @property
     def global_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Samples of a leased claim. Empty: all that are left of the claim, leased or not; so do not call it where a list of
-        samples turns out to be empty.
+        """Samples of a leased claim; what is not in it is ignored. Empty: all that are left of the claim, leased or not; so
+        do not call it where a list of samples turns out to be empty.
         """
 
     def __init__(
@@ -1001,6 +1172,66 @@ class ResetConsumptionResponse(google.protobuf.message.Message):
 global___ResetConsumptionResponse = ResetConsumptionResponse
 
 @typing.final
+class RequeueDeadLetteredRequest(google.protobuf.message.Message):
+    """Dead-lettered samples that are to be delivered again."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    PARTITION_ID_FIELD_NUMBER: builtins.int
+    INCARNATION_FIELD_NUMBER: builtins.int
+    TASK_NAME_FIELD_NUMBER: builtins.int
+    GLOBAL_INDEXES_FIELD_NUMBER: builtins.int
+    request_id: builtins.bytes
+    """16 random bytes that the client makes for this change and sends again with each retry. Of other lengths:
+    INVALID_ARGUMENT.
+    """
+    partition_id: builtins.str
+    """The partition; it must exist."""
+    incarnation: builtins.bytes
+    """Fails with STALE_INCARNATION where the partition has another incarnation, since it was cleared and made again.
+    Empty: any.
+    """
+    task_name: builtins.str
+    """The task that they were delivered to too often."""
+    @property
+    def global_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Indexes of samples, of which those that are not dead-lettered are ignored. Empty: all that are; so do not call it
+        where a list of samples turns out to be empty.
+        """
+
+    def __init__(
+        self,
+        *,
+        request_id: builtins.bytes = ...,
+        partition_id: builtins.str = ...,
+        incarnation: builtins.bytes = ...,
+        task_name: builtins.str = ...,
+        global_indexes: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["global_indexes", b"global_indexes", "incarnation", b"incarnation", "partition_id", b"partition_id", "request_id", b"request_id", "task_name", b"task_name"]) -> None: ...
+
+global___RequeueDeadLetteredRequest = RequeueDeadLetteredRequest
+
+@typing.final
+class RequeueDeadLetteredResponse(google.protobuf.message.Message):
+    """Answers how many samples can be claimed again."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEUED_COUNT_FIELD_NUMBER: builtins.int
+    requeued_count: builtins.int
+    """Number of samples that were dead-lettered and are not any more."""
+    def __init__(
+        self,
+        *,
+        requeued_count: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["requeued_count", b"requeued_count"]) -> None: ...
+
+global___RequeueDeadLetteredResponse = RequeueDeadLetteredResponse
+
+@typing.final
 class SetCustomMetaRequest(google.protobuf.message.Message):
     """Values of custom_meta for some samples."""
 
@@ -1198,12 +1429,13 @@ class LookupSamplesResponse(google.protobuf.message.Message):
     MISSING_GROUPS_FIELD_NUMBER: builtins.int
     CONSUMPTION_FIELD_NUMBER: builtins.int
     NOT_YET_FIELD_NUMBER: builtins.int
+    REVISION_FIELD_NUMBER: builtins.int
     next_page_token: builtins.str
     """Sent back as `page_token` for the next page. Empty: this is the last one."""
     not_yet: builtins.bool
     """On the first page, with `max_wait`: whether the wait was over before there were `min_count` samples, of which there
-    may be more later. The page has what there is; where the service has shortened the wait, a partition that does not
-    exist yet is no error.
+    may be more later. The page has what there is. A partition that does not exist by then is NOT_FOUND, unless
+    `missing_ok`, or where the service has shortened the wait.
     """
     @property
     def meta(self) -> tq_service.v1.metadata_pb2.BatchMeta:
@@ -1228,6 +1460,10 @@ class LookupSamplesResponse(google.protobuf.message.Message):
     def consumption(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[global___SampleConsumption.ValueType]:
         """What `task_name` has done with each of the samples. Empty: no task was named."""
 
+    @property
+    def revision(self) -> global___Revision:
+        """What the page is as of. A Watch from the revision of the first page goes on from the whole list."""
+
     def __init__(
         self,
         *,
@@ -1238,15 +1474,16 @@ class LookupSamplesResponse(google.protobuf.message.Message):
         missing_groups: collections.abc.Iterable[builtins.str] | None = ...,
         consumption: collections.abc.Iterable[global___SampleConsumption.ValueType] | None = ...,
         not_yet: builtins.bool = ...,
+        revision: global___Revision | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["meta", b"meta"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["consumption", b"consumption", "meta", b"meta", "missing_global_indexes", b"missing_global_indexes", "missing_groups", b"missing_groups", "missing_keys", b"missing_keys", "next_page_token", b"next_page_token", "not_yet", b"not_yet"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["meta", b"meta", "revision", b"revision"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["consumption", b"consumption", "meta", b"meta", "missing_global_indexes", b"missing_global_indexes", "missing_groups", b"missing_groups", "missing_keys", b"missing_keys", "next_page_token", b"next_page_token", "not_yet", b"not_yet", "revision", b"revision"]) -> None: ...
 
 global___LookupSamplesResponse = LookupSamplesResponse
 
 @typing.final
 class LocateRequest(google.protobuf.message.Message):
-    """Asks where cells of samples are. Samples are named by index or by key, not by both."""
+    """Asks where cells of samples are. Samples are named by index or by key, not by both; where none is, none is answered."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1525,19 +1762,26 @@ class ListPartitionsResponse(google.protobuf.message.Message):
 
     PARTITIONS_FIELD_NUMBER: builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    REVISION_FIELD_NUMBER: builtins.int
     next_page_token: builtins.str
     """Sent back as `page_token` for the next page. Empty: this is the last one."""
     @property
     def partitions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PartitionSummary]:
         """Partitions in the order of their names (by code points). A page may be empty and not the last one."""
 
+    @property
+    def revision(self) -> global___Revision:
+        """What the page is as of. A Watch from the revision of the first page goes on from the whole list."""
+
     def __init__(
         self,
         *,
         partitions: collections.abc.Iterable[global___PartitionSummary] | None = ...,
         next_page_token: builtins.str = ...,
+        revision: global___Revision | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["next_page_token", b"next_page_token", "partitions", b"partitions"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["revision", b"revision"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["next_page_token", b"next_page_token", "partitions", b"partitions", "revision", b"revision"]) -> None: ...
 
 global___ListPartitionsResponse = ListPartitionsResponse
 
@@ -1613,6 +1857,42 @@ class MetaColumnStatus(google.protobuf.message.Message):
 global___MetaColumnStatus = MetaColumnStatus
 
 @typing.final
+class RecentBatch(google.protobuf.message.Message):
+    """A batch that was planned for ranks, in numbers."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BATCH_INDEX_FIELD_NUMBER: builtins.int
+    TOKENS_PER_RANK_FIELD_NUMBER: builtins.int
+    IMBALANCE_FIELD_NUMBER: builtins.int
+    PADDING_SHARE_FIELD_NUMBER: builtins.int
+    batch_index: builtins.int
+    """Its number in the epoch."""
+    imbalance: builtins.float
+    """By how much the heaviest rank has more tokens than the mean of all ranks, as a share of the mean. 0: no more, or
+    the lengths are not known.
+    """
+    padding_share: builtins.float
+    """Share of padding, from 0 to 1: of packs what fills them up; of micro-batches what pads each sample to the longest
+    of its micro-batch, which fields with the jagged layout do without.
+    """
+    @property
+    def tokens_per_rank(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Tokens of the first 128 ranks, by dp_rank. Empty: the length of a sample is not known."""
+
+    def __init__(
+        self,
+        *,
+        batch_index: builtins.int = ...,
+        tokens_per_rank: collections.abc.Iterable[builtins.int] | None = ...,
+        imbalance: builtins.float = ...,
+        padding_share: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["batch_index", b"batch_index", "imbalance", b"imbalance", "padding_share", b"padding_share", "tokens_per_rank", b"tokens_per_rank"]) -> None: ...
+
+global___RecentBatch = RecentBatch
+
+@typing.final
 class TaskStatus(google.protobuf.message.Message):
     """A task of a partition. All counts but two are numbers of samples."""
 
@@ -1629,6 +1909,10 @@ class TaskStatus(google.protobuf.message.Message):
     LEASED_COUNT_FIELD_NUMBER: builtins.int
     DEAD_LETTERED_COUNT_FIELD_NUMBER: builtins.int
     DEAD_LETTERED_INDEXES_FIELD_NUMBER: builtins.int
+    PENDING_COUNT_FIELD_NUMBER: builtins.int
+    REDELIVERED_COUNT_FIELD_NUMBER: builtins.int
+    DELIVERED_PER_SECOND_FIELD_NUMBER: builtins.int
+    RECENT_BATCHES_FIELD_NUMBER: builtins.int
     task_name: builtins.str
     """Name of the task."""
     epoch: builtins.int
@@ -1649,9 +1933,25 @@ class TaskStatus(google.protobuf.message.Message):
     """Leased and not acknowledged; they may be delivered again."""
     dead_lettered_count: builtins.int
     """Delivered `max_deliveries` times and never acknowledged."""
+    pending_count: builtins.int
+    """Left for it: live or held, neither consumed nor dead-lettered."""
+    redelivered_count: builtins.int
+    """Delivered more than once in this epoch, since leases on them ran out; neither released nor cleared ones count. 0 in
+    what Watch sends.
+    """
+    delivered_per_second: builtins.float
+    """Samples delivered a second, lately: each delivery counts for less as it gets older, by a factor e every 10 seconds.
+    It starts from 0 with each start of the service.
+    """
     @property
     def dead_lettered_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Indexes of dead-lettered samples that are not cleared; at most the first hundred."""
+
+    @property
+    def recent_batches(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RecentBatch]:
+        """The last 16 batches that were planned for its ranks in this epoch, in the order of batch_index. They start from
+        none with each start of the service.
+        """
 
     def __init__(
         self,
@@ -1667,8 +1967,12 @@ class TaskStatus(google.protobuf.message.Message):
         leased_count: builtins.int = ...,
         dead_lettered_count: builtins.int = ...,
         dead_lettered_indexes: collections.abc.Iterable[builtins.int] | None = ...,
+        pending_count: builtins.int = ...,
+        redelivered_count: builtins.int = ...,
+        delivered_per_second: builtins.float = ...,
+        recent_batches: collections.abc.Iterable[global___RecentBatch] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["complete", b"complete", "consumed_count", b"consumed_count", "dead_lettered_count", b"dead_lettered_count", "dead_lettered_indexes", b"dead_lettered_indexes", "dp_size", b"dp_size", "epoch", b"epoch", "leased_count", b"leased_count", "planned_batch_count", b"planned_batch_count", "skipped_count", b"skipped_count", "task_name", b"task_name", "waiting_count", b"waiting_count"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["complete", b"complete", "consumed_count", b"consumed_count", "dead_lettered_count", b"dead_lettered_count", "dead_lettered_indexes", b"dead_lettered_indexes", "delivered_per_second", b"delivered_per_second", "dp_size", b"dp_size", "epoch", b"epoch", "leased_count", b"leased_count", "pending_count", b"pending_count", "planned_batch_count", b"planned_batch_count", "recent_batches", b"recent_batches", "redelivered_count", b"redelivered_count", "skipped_count", b"skipped_count", "task_name", b"task_name", "waiting_count", b"waiting_count"]) -> None: ...
 
 global___TaskStatus = TaskStatus
 
@@ -1693,6 +1997,7 @@ class DescribePartitionResponse(google.protobuf.message.Message):
     WAITING_PUT_COUNT_FIELD_NUMBER: builtins.int
     DECLARED_TASKS_FIELD_NUMBER: builtins.int
     SAMPLES_PER_ROUND_FIELD_NUMBER: builtins.int
+    REVISION_FIELD_NUMBER: builtins.int
     expected_samples: builtins.int
     """Number of samples at which the partition is sealed by itself. Unset: it was not declared."""
     live_count: builtins.int
@@ -1735,6 +2040,10 @@ class DescribePartitionResponse(google.protobuf.message.Message):
     def declared_tasks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Names of all tasks that may consume it. Empty: any task may."""
 
+    @property
+    def revision(self) -> global___Revision:
+        """What the answer is as of: a Watch goes on from here."""
+
     def __init__(
         self,
         *,
@@ -1753,9 +2062,10 @@ class DescribePartitionResponse(google.protobuf.message.Message):
         waiting_put_count: builtins.int = ...,
         declared_tasks: collections.abc.Iterable[builtins.str] | None = ...,
         samples_per_round: builtins.int | None = ...,
+        revision: global___Revision | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_expected_samples", b"_expected_samples", "_max_bytes", b"_max_bytes", "_samples_per_round", b"_samples_per_round", "expected_samples", b"expected_samples", "max_bytes", b"max_bytes", "samples_per_round", b"samples_per_round", "summary", b"summary"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_expected_samples", b"_expected_samples", "_max_bytes", b"_max_bytes", "_samples_per_round", b"_samples_per_round", "custom_meta_columns", b"custom_meta_columns", "declared_tasks", b"declared_tasks", "expected_samples", b"expected_samples", "failed_count", b"failed_count", "fields", b"fields", "group_count", b"group_count", "held_count", b"held_count", "live_count", b"live_count", "max_bytes", b"max_bytes", "samples_per_round", b"samples_per_round", "staleness_limits", b"staleness_limits", "summary", b"summary", "tasks", b"tasks", "used_bytes", b"used_bytes", "waiting_put_count", b"waiting_put_count"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_expected_samples", b"_expected_samples", "_max_bytes", b"_max_bytes", "_samples_per_round", b"_samples_per_round", "expected_samples", b"expected_samples", "max_bytes", b"max_bytes", "revision", b"revision", "samples_per_round", b"samples_per_round", "summary", b"summary"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_expected_samples", b"_expected_samples", "_max_bytes", b"_max_bytes", "_samples_per_round", b"_samples_per_round", "custom_meta_columns", b"custom_meta_columns", "declared_tasks", b"declared_tasks", "expected_samples", b"expected_samples", "failed_count", b"failed_count", "fields", b"fields", "group_count", b"group_count", "held_count", b"held_count", "live_count", b"live_count", "max_bytes", b"max_bytes", "revision", b"revision", "samples_per_round", b"samples_per_round", "staleness_limits", b"staleness_limits", "summary", b"summary", "tasks", b"tasks", "used_bytes", b"used_bytes", "waiting_put_count", b"waiting_put_count"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_expected_samples", b"_expected_samples"]) -> typing.Literal["expected_samples"] | None: ...
     @typing.overload
@@ -1764,6 +2074,403 @@ class DescribePartitionResponse(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_samples_per_round", b"_samples_per_round"]) -> typing.Literal["samples_per_round"] | None: ...
 
 global___DescribePartitionResponse = DescribePartitionResponse
+
+@typing.final
+class Revision(google.protobuf.message.Message):
+    """A place in the history of one instance of the service: after a restart it has another history."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INSTANCE_ID_FIELD_NUMBER: builtins.int
+    NUMBER_FIELD_NUMBER: builtins.int
+    instance_id: builtins.bytes
+    """16 random bytes that name the instance of the controller; others after each start."""
+    number: builtins.int
+    """Counts changes, from 1 on; a later state has a higher one."""
+    def __init__(
+        self,
+        *,
+        instance_id: builtins.bytes = ...,
+        number: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["instance_id", b"instance_id", "number", b"number"]) -> None: ...
+
+global___Revision = Revision
+
+@typing.final
+class WatchRequest(google.protobuf.message.Message):
+    """Says what is watched, and from where on. A token sees partitions that it is for."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PREFIX_FIELD_NUMBER: builtins.int
+    REVISION_FIELD_NUMBER: builtins.int
+    OMIT_SAMPLES_FIELD_NUMBER: builtins.int
+    OMIT_TASKS_FIELD_NUMBER: builtins.int
+    PROGRESS_INTERVAL_FIELD_NUMBER: builtins.int
+    prefix: builtins.str
+    """How the names of the partitions begin. Empty: all."""
+    omit_samples: builtins.bool
+    """Whether samples are left out: `PartitionChange` has neither `samples` nor `cleared_samples`."""
+    omit_tasks: builtins.bool
+    """Whether tasks are left out, so that claims cause no answers."""
+    @property
+    def revision(self) -> global___Revision:
+        """The last revision that the client has from a Watch or a list. Unset: it knows nothing, and gets the whole state
+        first.
+        """
+
+    @property
+    def progress_interval(self) -> google.protobuf.duration_pb2.Duration:
+        """After which time without an answer there is one without changes, which says that there were none; at least 0.1 s.
+        Unset: 10 s.
+        """
+
+    def __init__(
+        self,
+        *,
+        prefix: builtins.str = ...,
+        revision: global___Revision | None = ...,
+        omit_samples: builtins.bool = ...,
+        omit_tasks: builtins.bool = ...,
+        progress_interval: google.protobuf.duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["progress_interval", b"progress_interval", "revision", b"revision"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["omit_samples", b"omit_samples", "omit_tasks", b"omit_tasks", "prefix", b"prefix", "progress_interval", b"progress_interval", "revision", b"revision"]) -> None: ...
+
+global___WatchRequest = WatchRequest
+
+@typing.final
+class WatchResponse(google.protobuf.message.Message):
+    """Some of the changes since the answer before; without `partitions` it says that there are none."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REVISION_FIELD_NUMBER: builtins.int
+    PARTITIONS_FIELD_NUMBER: builtins.int
+    @property
+    def revision(self) -> global___Revision:
+        """All changes up to here have been sent with this answer: a Watch goes on from here. Unset: more answers follow that
+        belong to this one.
+        """
+
+    @property
+    def partitions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PartitionChange]:
+        """What has changed, in the order in which it is to be applied: partitions that were cleared come before others."""
+
+    def __init__(
+        self,
+        *,
+        revision: global___Revision | None = ...,
+        partitions: collections.abc.Iterable[global___PartitionChange] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["revision", b"revision"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["partitions", b"partitions", "revision", b"revision"]) -> None: ...
+
+global___WatchResponse = WatchResponse
+
+@typing.final
+class PartitionChange(google.protobuf.message.Message):
+    """The latest state of what has changed in a partition. What it says may be newer than `WatchResponse.revision`, and may
+    come again: apply it as the state, not as a step.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PARTITION_ID_FIELD_NUMBER: builtins.int
+    INCARNATION_FIELD_NUMBER: builtins.int
+    CLEARED_FIELD_NUMBER: builtins.int
+    SUMMARY_FIELD_NUMBER: builtins.int
+    SAMPLES_FIELD_NUMBER: builtins.int
+    CLEARED_SAMPLES_FIELD_NUMBER: builtins.int
+    TASKS_FIELD_NUMBER: builtins.int
+    partition_id: builtins.str
+    """Name of the partition."""
+    incarnation: builtins.bytes
+    """16 random bytes that name its incarnation. One that the client does not know is new."""
+    cleared: builtins.bool
+    """Whether this incarnation is gone, with all its samples and tasks. Nothing else is set then."""
+    @property
+    def summary(self) -> global___PartitionSummary:
+        """The partition in short, as ListPartitions has it."""
+
+    @property
+    def samples(self) -> tq_service.v1.metadata_pb2.BatchMeta:
+        """Samples that were inserted, or of which a field, the state or custom_meta was written: with keys, groups, all of
+        their custom_meta, and `fields` and `produced`, as LookupSamples has them, without `locations`. Unset: none.
+        """
+
+    @property
+    def cleared_samples(self) -> global___ClearedSamples:
+        """Samples that were cleared; apply it before `samples`. Unset: none."""
+
+    @property
+    def tasks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TaskStatus]:
+        """Tasks that have claimed, acknowledged, released or lost samples, were reset or came to their end; all of them where
+        samples were cleared or failed, or the partition was sealed.
+        """
+
+    def __init__(
+        self,
+        *,
+        partition_id: builtins.str = ...,
+        incarnation: builtins.bytes = ...,
+        cleared: builtins.bool = ...,
+        summary: global___PartitionSummary | None = ...,
+        samples: tq_service.v1.metadata_pb2.BatchMeta | None = ...,
+        cleared_samples: global___ClearedSamples | None = ...,
+        tasks: collections.abc.Iterable[global___TaskStatus] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["cleared_samples", b"cleared_samples", "samples", b"samples", "summary", b"summary"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["cleared", b"cleared", "cleared_samples", b"cleared_samples", "incarnation", b"incarnation", "partition_id", b"partition_id", "samples", b"samples", "summary", b"summary", "tasks", b"tasks"]) -> None: ...
+
+global___PartitionChange = PartitionChange
+
+@typing.final
+class ClearedSamples(google.protobuf.message.Message):
+    """Samples that are gone."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INDEX_RANGES_FIELD_NUMBER: builtins.int
+    KEYS_FIELD_NUMBER: builtins.int
+    @property
+    def index_ranges(self) -> tq_service.v1.metadata_pb2.IndexRanges:
+        """Their indexes, as ranges of consecutive ones."""
+
+    @property
+    def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """The key of each, "" for one without. Empty: none had one."""
+
+    def __init__(
+        self,
+        *,
+        index_ranges: tq_service.v1.metadata_pb2.IndexRanges | None = ...,
+        keys: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["index_ranges", b"index_ranges"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["index_ranges", b"index_ranges", "keys", b"keys"]) -> None: ...
+
+global___ClearedSamples = ClearedSamples
+
+@typing.final
+class GetStatusRequest(google.protobuf.message.Message):
+    """Asks for the status of the service, page by page. A token sees the partitions that it is for."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PREFIX_FIELD_NUMBER: builtins.int
+    EXPLAIN_FIELD_NUMBER: builtins.int
+    PAGE_SIZE_FIELD_NUMBER: builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    prefix: builtins.str
+    """How the names of partitions begin, those that do not exist included. Empty: all partitions."""
+    explain: builtins.bool
+    """Whether each wait comes with its reason. Unset: `waits` names partitions, tasks and numbers of calls alone."""
+    page_size: builtins.int
+    """Most partitions of a page; 0, or more than the service allows (1,000): as many as it allows. A page also ends
+    before it grows large.
+    """
+    page_token: builtins.str
+    """`next_page_token` of the page before, with the other fields as they were; empty: the first page."""
+    def __init__(
+        self,
+        *,
+        prefix: builtins.str = ...,
+        explain: builtins.bool = ...,
+        page_size: builtins.int = ...,
+        page_token: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["explain", b"explain", "page_size", b"page_size", "page_token", b"page_token", "prefix", b"prefix"]) -> None: ...
+
+global___GetStatusRequest = GetStatusRequest
+
+@typing.final
+class ServiceInfo(google.protobuf.message.Message):
+    """What a process of the service is, and how it runs."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: builtins.int
+    INSTANCE_ID_FIELD_NUMBER: builtins.int
+    ROLE_FIELD_NUMBER: builtins.int
+    UPTIME_FIELD_NUMBER: builtins.int
+    DURABILITY_FIELD_NUMBER: builtins.int
+    DATA_DIR_FIELD_NUMBER: builtins.int
+    TLS_FIELD_NUMBER: builtins.int
+    CLIENT_CERTIFICATES_FIELD_NUMBER: builtins.int
+    AUTH_FIELD_NUMBER: builtins.int
+    SHARED_MEMORY_FIELD_NUMBER: builtins.int
+    version: builtins.str
+    """Its version, such as "0.1.0"."""
+    instance_id: builtins.bytes
+    """16 random bytes that name this process: others after each start."""
+    role: builtins.str
+    """"all", or "controller" where storage services run as other processes."""
+    durability: builtins.str
+    """What an acknowledged change survives: nothing ("memory"), a crash of any process ("process"), or one of the host
+    ("disk").
+    """
+    data_dir: builtins.str
+    """The directory that holds its state. Empty: none does, or the token is not for all partitions."""
+    tls: builtins.bool
+    """Whether it is reached over TLS."""
+    client_certificates: builtins.bool
+    """Whether clients have to show a certificate."""
+    auth: builtins.bool
+    """Whether it asks for tokens."""
+    shared_memory: builtins.bool
+    """Whether clients of its host share memory with it."""
+    @property
+    def uptime(self) -> google.protobuf.duration_pb2.Duration:
+        """For how long it has run."""
+
+    def __init__(
+        self,
+        *,
+        version: builtins.str = ...,
+        instance_id: builtins.bytes = ...,
+        role: builtins.str = ...,
+        uptime: google.protobuf.duration_pb2.Duration | None = ...,
+        durability: builtins.str = ...,
+        data_dir: builtins.str = ...,
+        tls: builtins.bool = ...,
+        client_certificates: builtins.bool = ...,
+        auth: builtins.bool = ...,
+        shared_memory: builtins.bool = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["uptime", b"uptime"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["auth", b"auth", "client_certificates", b"client_certificates", "data_dir", b"data_dir", "durability", b"durability", "instance_id", b"instance_id", "role", b"role", "shared_memory", b"shared_memory", "tls", b"tls", "uptime", b"uptime", "version", b"version"]) -> None: ...
+
+global___ServiceInfo = ServiceInfo
+
+@typing.final
+class StorageStatus(google.protobuf.message.Message):
+    """A storage service, as its controller knows it."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STORAGE_ID_FIELD_NUMBER: builtins.int
+    ADDRESS_FIELD_NUMBER: builtins.int
+    USED_BYTES_FIELD_NUMBER: builtins.int
+    MAX_BYTES_FIELD_NUMBER: builtins.int
+    PUT_COUNT_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
+    HEARD_AGO_FIELD_NUMBER: builtins.int
+    IS_SILENT_FIELD_NUMBER: builtins.int
+    storage_id: builtins.str
+    """Name of the storage service, which others do not have."""
+    address: builtins.str
+    """Where clients reach it. Empty: at the address of the controller, in whose process it runs."""
+    used_bytes: builtins.int
+    """Bytes that it stores and has reserved."""
+    max_bytes: builtins.int
+    """Its quota. Unset: none."""
+    put_count: builtins.int
+    """Number of puts that it stores."""
+    version: builtins.str
+    """Its version. Empty: it has not said."""
+    is_silent: builtins.bool
+    """Whether it has been silent for too long to get puts."""
+    @property
+    def heard_ago(self) -> google.protobuf.duration_pb2.Duration:
+        """Since when nothing was heard of it. Unset: it runs in the process of the controller."""
+
+    def __init__(
+        self,
+        *,
+        storage_id: builtins.str = ...,
+        address: builtins.str = ...,
+        used_bytes: builtins.int = ...,
+        max_bytes: builtins.int | None = ...,
+        put_count: builtins.int = ...,
+        version: builtins.str = ...,
+        heard_ago: google.protobuf.duration_pb2.Duration | None = ...,
+        is_silent: builtins.bool = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_max_bytes", b"_max_bytes", "heard_ago", b"heard_ago", "max_bytes", b"max_bytes"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_max_bytes", b"_max_bytes", "address", b"address", "heard_ago", b"heard_ago", "is_silent", b"is_silent", "max_bytes", b"max_bytes", "put_count", b"put_count", "storage_id", b"storage_id", "used_bytes", b"used_bytes", "version", b"version"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_max_bytes", b"_max_bytes"]) -> typing.Literal["max_bytes"] | None: ...
+
+global___StorageStatus = StorageStatus
+
+@typing.final
+class PartitionWait(google.protobuf.message.Message):
+    """Claims that wait for the same, or other calls that wait for a partition that does not exist."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PARTITION_ID_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    partition_id: builtins.str
+    """The partition, which need not exist."""
+    @property
+    def reason(self) -> global___WaitReason:
+        """What is waited for. Without `explain` it has `task_name`, `data_fields` and `waiting_count` alone. `task_name` is
+        empty where LookupSamples waits.
+        """
+
+    def __init__(
+        self,
+        *,
+        partition_id: builtins.str = ...,
+        reason: global___WaitReason | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["reason", b"reason"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["partition_id", b"partition_id", "reason", b"reason"]) -> None: ...
+
+global___PartitionWait = PartitionWait
+
+@typing.final
+class GetStatusResponse(google.protobuf.message.Message):
+    """One page of the status: partitions in the order of their names (by code points), those that do not exist and are
+    waited for among them. A page may be empty and not the last one.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SERVICE_FIELD_NUMBER: builtins.int
+    STORAGES_FIELD_NUMBER: builtins.int
+    PARTITIONS_FIELD_NUMBER: builtins.int
+    WAITS_FIELD_NUMBER: builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    REVISION_FIELD_NUMBER: builtins.int
+    next_page_token: builtins.str
+    """Sent back as `page_token` for the next page. Empty: this is the last one."""
+    @property
+    def service(self) -> global___ServiceInfo:
+        """The service. On the first page alone."""
+
+    @property
+    def storages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StorageStatus]:
+        """The storage services in the order of their names. On the first page alone."""
+
+    @property
+    def partitions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___DescribePartitionResponse]:
+        """The partitions of the page, as DescribePartition has them."""
+
+    @property
+    def waits(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PartitionWait]:
+        """What is waited for, of each partition in the order of arrival of the first calls; at most 32 of a partition."""
+
+    @property
+    def revision(self) -> global___Revision:
+        """From which Watch goes on from the whole status. On the first page alone."""
+
+    def __init__(
+        self,
+        *,
+        service: global___ServiceInfo | None = ...,
+        storages: collections.abc.Iterable[global___StorageStatus] | None = ...,
+        partitions: collections.abc.Iterable[global___DescribePartitionResponse] | None = ...,
+        waits: collections.abc.Iterable[global___PartitionWait] | None = ...,
+        next_page_token: builtins.str = ...,
+        revision: global___Revision | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["revision", b"revision", "service", b"service"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["next_page_token", b"next_page_token", "partitions", b"partitions", "revision", b"revision", "service", b"service", "storages", b"storages", "waits", b"waits"]) -> None: ...
+
+global___GetStatusResponse = GetStatusResponse
 
 @typing.final
 class ListSamplersRequest(google.protobuf.message.Message):
@@ -1788,6 +2495,40 @@ class ListSamplersRequest(google.protobuf.message.Message):
 global___ListSamplersRequest = ListSamplersRequest
 
 @typing.final
+class SamplerOption(google.protobuf.message.Message):
+    """An option of a sampler, given in `GetMetaRequest.sampler_config`."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    TYPE_FIELD_NUMBER: builtins.int
+    DEFAULT_JSON_FIELD_NUMBER: builtins.int
+    SUMMARY_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """Its name in the struct."""
+    type: builtins.str
+    """What it takes: "whole number", "number", "truth value", "text", "one of skip, take", "list of whole numbers", or
+    one of these and " or null". Empty: the sampler does not say.
+    """
+    default_json: builtins.str
+    """What stands for it where it is not given, as JSON. Unset: it must be given."""
+    summary: builtins.str
+    """What it means. Empty: the sampler does not say."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        type: builtins.str = ...,
+        default_json: builtins.str | None = ...,
+        summary: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_default_json", b"_default_json", "default_json", b"default_json"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_default_json", b"_default_json", "default_json", b"default_json", "name", b"name", "summary", b"summary", "type", b"type"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_default_json", b"_default_json"]) -> typing.Literal["default_json"] | None: ...
+
+global___SamplerOption = SamplerOption
+
+@typing.final
 class SamplerDescription(google.protobuf.message.Message):
     """A sampler that GetMeta takes."""
 
@@ -1801,15 +2542,17 @@ class SamplerDescription(google.protobuf.message.Message):
     summary: builtins.str
     """What it does, in a sentence."""
     @property
-    def options(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Names of its options, for `GetMetaRequest.sampler_config`."""
+    def options(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SamplerOption]:
+        """Its options, those that must be given first. Empty also for a sampler of an installed package that was not used
+        yet.
+        """
 
     def __init__(
         self,
         *,
         name: builtins.str = ...,
         summary: builtins.str = ...,
-        options: collections.abc.Iterable[builtins.str] | None = ...,
+        options: collections.abc.Iterable[global___SamplerOption] | None = ...,
     ) -> None: ...
     def ClearField(self, field_name: typing.Literal["name", b"name", "options", b"options", "summary", b"summary"]) -> None: ...
 

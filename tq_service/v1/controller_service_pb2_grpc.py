@@ -10,10 +10,11 @@ class ControllerServiceStub(object):
     """Partitions, samples and claims.
 
     Errors come as google.rpc.Status with ErrorInfo (domain "tq_service", a reason of docs/errors.md). Every call may
-    answer INVALID_ARGUMENT (with field violations), UNAVAILABLE (draining) and INTERNAL; a refused call changes nothing.
-    Mutating requests carry a client-made `request_id` of 16 random bytes, the same over retries: a repeat has one effect
-    and gets the recorded answer. What else it says is not compared. Answers are recorded for all partitions together,
-    for 10 minutes, or less where there are very many.
+    answer INVALID_ARGUMENT (with field violations), UNAVAILABLE (draining) and INTERNAL; a refused call changes nothing,
+    but that a Commit may drop the put that it is for. Mutating requests but Checkpoint carry a client-made `request_id`
+    of 16 random bytes, the same over retries: a repeat has one effect and gets the recorded answer. What else it says is
+    not compared. Answers are recorded for all partitions together, for 10 minutes, or less where there are very many;
+    GetMeta has request ids of its own.
     """
 
     def __init__(self, channel):
@@ -77,6 +78,11 @@ class ControllerServiceStub(object):
                 request_serializer=tq__service_dot_v1_dot_controller__service__pb2.ResetConsumptionRequest.SerializeToString,
                 response_deserializer=tq__service_dot_v1_dot_controller__service__pb2.ResetConsumptionResponse.FromString,
                 )
+        self.RequeueDeadLettered = channel.unary_unary(
+                '/tq_service.v1.ControllerService/RequeueDeadLettered',
+                request_serializer=tq__service_dot_v1_dot_controller__service__pb2.RequeueDeadLetteredRequest.SerializeToString,
+                response_deserializer=tq__service_dot_v1_dot_controller__service__pb2.RequeueDeadLetteredResponse.FromString,
+                )
         self.SetCustomMeta = channel.unary_unary(
                 '/tq_service.v1.ControllerService/SetCustomMeta',
                 request_serializer=tq__service_dot_v1_dot_controller__service__pb2.SetCustomMetaRequest.SerializeToString,
@@ -117,6 +123,21 @@ class ControllerServiceStub(object):
                 request_serializer=tq__service_dot_v1_dot_controller__service__pb2.DescribePartitionRequest.SerializeToString,
                 response_deserializer=tq__service_dot_v1_dot_controller__service__pb2.DescribePartitionResponse.FromString,
                 )
+        self.Explain = channel.unary_unary(
+                '/tq_service.v1.ControllerService/Explain',
+                request_serializer=tq__service_dot_v1_dot_controller__service__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=tq__service_dot_v1_dot_controller__service__pb2.ExplainResponse.FromString,
+                )
+        self.Watch = channel.unary_stream(
+                '/tq_service.v1.ControllerService/Watch',
+                request_serializer=tq__service_dot_v1_dot_controller__service__pb2.WatchRequest.SerializeToString,
+                response_deserializer=tq__service_dot_v1_dot_controller__service__pb2.WatchResponse.FromString,
+                )
+        self.GetStatus = channel.unary_unary(
+                '/tq_service.v1.ControllerService/GetStatus',
+                request_serializer=tq__service_dot_v1_dot_controller__service__pb2.GetStatusRequest.SerializeToString,
+                response_deserializer=tq__service_dot_v1_dot_controller__service__pb2.GetStatusResponse.FromString,
+                )
         self.ListSamplers = channel.unary_unary(
                 '/tq_service.v1.ControllerService/ListSamplers',
                 request_serializer=tq__service_dot_v1_dot_controller__service__pb2.ListSamplersRequest.SerializeToString,
@@ -148,10 +169,11 @@ class ControllerServiceServicer(object):
     """Partitions, samples and claims.
 
     Errors come as google.rpc.Status with ErrorInfo (domain "tq_service", a reason of docs/errors.md). Every call may
-    answer INVALID_ARGUMENT (with field violations), UNAVAILABLE (draining) and INTERNAL; a refused call changes nothing.
-    Mutating requests carry a client-made `request_id` of 16 random bytes, the same over retries: a repeat has one effect
-    and gets the recorded answer. What else it says is not compared. Answers are recorded for all partitions together,
-    for 10 minutes, or less where there are very many.
+    answer INVALID_ARGUMENT (with field violations), UNAVAILABLE (draining) and INTERNAL; a refused call changes nothing,
+    but that a Commit may drop the put that it is for. Mutating requests but Checkpoint carry a client-made `request_id`
+    of 16 random bytes, the same over retries: a repeat has one effect and gets the recorded answer. What else it says is
+    not compared. Answers are recorded for all partitions together, for 10 minutes, or less where there are very many;
+    GetMeta has request ids of its own.
     """
 
     def CreatePartition(self, request, context):
@@ -183,14 +205,16 @@ class ControllerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Commit(self, request, context):
-        """Makes a stored put visible and writes keys, groups, state and custom_meta, all in one step: allocates new
-        samples, or adds and overwrites columns of existing ones. Without a placement it writes metadata and state only.
-        Idempotent under `request_id`. With new samples it blocks as Insert does; a put for which there is no capacity
-        until then is dropped. Errors: RESOURCE_EXHAUSTED (no capacity), NOT_FOUND (unknown key or sample; PUT_NOT_FOUND:
-        the receipt is void, so put the data again under a new put_id), ALREADY_EXISTS (a key exists, or the put is
-        committed under another request_id), FAILED_PRECONDITION (PARTITION_SEALED, STALE_INCARNATION; SAMPLE_FAILED where
-        `state` would make a failed sample live or held), INVALID_ARGUMENT (counts, dtype, layout or shape differ),
-        DATA_LOSS (the storage service has restarted and lost the put: put the data again).
+        """Makes a stored put visible and writes keys, groups, state and custom_meta, all in one step: allocates new samples,
+        or adds and overwrites columns of existing ones. Without a placement it writes metadata and state only. Idempotent
+        under `request_id`. With new samples it blocks as Insert does. A put is dropped, and its bytes are free, where its
+        commit is refused because of `write` or the state of the partition, or finds no capacity until then: put the data
+        again under a new put_id. It stays where the commit is refused because of `placement`, `columns`, `row_count` or
+        `request_id`, is UNAVAILABLE, or was cancelled. Errors: RESOURCE_EXHAUSTED (no capacity), NOT_FOUND (unknown key or
+        sample; PUT_NOT_FOUND: the receipt is void, so put the data again under a new put_id), ALREADY_EXISTS (a key
+        exists, or the put is committed under another request_id), FAILED_PRECONDITION (PARTITION_SEALED,
+        STALE_INCARNATION; SAMPLE_FAILED where `state` would make a failed sample live or held), INVALID_ARGUMENT (counts,
+        dtype, layout or shape differ), DATA_LOSS (the storage service has restarted and lost the put: put the data again).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -212,8 +236,9 @@ class ControllerServiceServicer(object):
 
     def ReleaseClaim(self, request, context):
         """Releases a queue claim, or some samples of a leased one. Changes: they are claimable again, and a later GetMeta
-        under the request_id of the claim is rejected (CLAIM_RELEASED). That of an unknown claim too: a client releases
-        what it may have been delivered, and the release may come before the GetMeta. Idempotent, does not block. Errors:
+        under the request_id of the claim is rejected (CLAIM_RELEASED; LEASE_EXPIRED once the lease of the rest has run
+        out). That of an unknown claim too: a client releases what it may have been delivered, and the release may come
+        before the GetMeta. Idempotent, does not block. Errors:
         NOT_FOUND (a task that is not one of those the partition was created with).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -259,6 +284,16 @@ class ControllerServiceServicer(object):
         """Starts the next epoch of a task. Changes: its plans are dropped and, unless `keep_consumed`, its samples claimable
         again. Idempotent under `request_id`. Does not block. Errors: NOT_FOUND, FAILED_PRECONDITION (the task is at
         another epoch).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RequeueDeadLettered(self, request, context):
+        """Has dead-lettered samples of a task delivered again, as if they never had been. Changes: they are claimable, and
+        have not been delivered. Those that are not dead-lettered are ignored. Idempotent under `request_id`, does not
+        block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (the ranks of the task have come to their end:
+        ResetConsumption with `keep_consumed` delivers them again; or STALE_INCARNATION).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -332,6 +367,37 @@ class ControllerServiceServicer(object):
 
     def DescribePartition(self, request, context):
         """Describes one partition: fields, states, tasks. Changes nothing, does not block. Errors: NOT_FOUND.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Explain(self, request, context):
+        """Says why claims of a partition wait, those of the moment: what is ready, and what the other samples lack. Changes
+        nothing, does not block. It takes a pass over the samples of the partition.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Watch(self, request, context):
+        """Sends what changes of partitions, their samples and tasks: the latest state of each, not every step between. First
+        comes all that has changed since `revision`, without one the whole state; then what changes from then on, for as
+        long as the call lasts. A client that reads slowly gets fewer answers, which say as much. Changes nothing. The
+        service ends the call with OK after some minutes, and when it drains: call again with the last `revision`. Errors:
+        FAILED_PRECONDITION (COMPACTED: what has changed since `revision` is not known any more, since that is too old, or
+        was answered before the service was started: call again without one), INVALID_ARGUMENT (a revision that the service
+        never answered), RESOURCE_EXHAUSTED (too many calls watch), DEADLINE_EXCEEDED (the client does not read).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetStatus(self, request, context):
+        """Returns what the service is, its storage services, and its partitions with their tasks and the claims that wait,
+        also for partitions that do not exist, page by page. Each partition is of one moment; partitions that are made or
+        cleared between two pages may be listed or not. Changes nothing, does not block. With `explain` it takes a pass
+        over the samples of each partition that claims wait for. Errors: INVALID_ARGUMENT (page size or token).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -447,6 +513,11 @@ def add_ControllerServiceServicer_to_server(servicer, server):
                     request_deserializer=tq__service_dot_v1_dot_controller__service__pb2.ResetConsumptionRequest.FromString,
                     response_serializer=tq__service_dot_v1_dot_controller__service__pb2.ResetConsumptionResponse.SerializeToString,
             ),
+            'RequeueDeadLettered': grpc.unary_unary_rpc_method_handler(
+                    servicer.RequeueDeadLettered,
+                    request_deserializer=tq__service_dot_v1_dot_controller__service__pb2.RequeueDeadLetteredRequest.FromString,
+                    response_serializer=tq__service_dot_v1_dot_controller__service__pb2.RequeueDeadLetteredResponse.SerializeToString,
+            ),
             'SetCustomMeta': grpc.unary_unary_rpc_method_handler(
                     servicer.SetCustomMeta,
                     request_deserializer=tq__service_dot_v1_dot_controller__service__pb2.SetCustomMetaRequest.FromString,
@@ -487,6 +558,21 @@ def add_ControllerServiceServicer_to_server(servicer, server):
                     request_deserializer=tq__service_dot_v1_dot_controller__service__pb2.DescribePartitionRequest.FromString,
                     response_serializer=tq__service_dot_v1_dot_controller__service__pb2.DescribePartitionResponse.SerializeToString,
             ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=tq__service_dot_v1_dot_controller__service__pb2.ExplainRequest.FromString,
+                    response_serializer=tq__service_dot_v1_dot_controller__service__pb2.ExplainResponse.SerializeToString,
+            ),
+            'Watch': grpc.unary_stream_rpc_method_handler(
+                    servicer.Watch,
+                    request_deserializer=tq__service_dot_v1_dot_controller__service__pb2.WatchRequest.FromString,
+                    response_serializer=tq__service_dot_v1_dot_controller__service__pb2.WatchResponse.SerializeToString,
+            ),
+            'GetStatus': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetStatus,
+                    request_deserializer=tq__service_dot_v1_dot_controller__service__pb2.GetStatusRequest.FromString,
+                    response_serializer=tq__service_dot_v1_dot_controller__service__pb2.GetStatusResponse.SerializeToString,
+            ),
             'ListSamplers': grpc.unary_unary_rpc_method_handler(
                     servicer.ListSamplers,
                     request_deserializer=tq__service_dot_v1_dot_controller__service__pb2.ListSamplersRequest.FromString,
@@ -523,10 +609,11 @@ class ControllerService(object):
     """Partitions, samples and claims.
 
     Errors come as google.rpc.Status with ErrorInfo (domain "tq_service", a reason of docs/errors.md). Every call may
-    answer INVALID_ARGUMENT (with field violations), UNAVAILABLE (draining) and INTERNAL; a refused call changes nothing.
-    Mutating requests carry a client-made `request_id` of 16 random bytes, the same over retries: a repeat has one effect
-    and gets the recorded answer. What else it says is not compared. Answers are recorded for all partitions together,
-    for 10 minutes, or less where there are very many.
+    answer INVALID_ARGUMENT (with field violations), UNAVAILABLE (draining) and INTERNAL; a refused call changes nothing,
+    but that a Commit may drop the put that it is for. Mutating requests but Checkpoint carry a client-made `request_id`
+    of 16 random bytes, the same over retries: a repeat has one effect and gets the recorded answer. What else it says is
+    not compared. Answers are recorded for all partitions together, for 10 minutes, or less where there are very many;
+    GetMeta has request ids of its own.
     """
 
     @staticmethod
@@ -717,6 +804,23 @@ class ControllerService(object):
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 
     @staticmethod
+    def RequeueDeadLettered(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/tq_service.v1.ControllerService/RequeueDeadLettered',
+            tq__service_dot_v1_dot_controller__service__pb2.RequeueDeadLetteredRequest.SerializeToString,
+            tq__service_dot_v1_dot_controller__service__pb2.RequeueDeadLetteredResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
     def SetCustomMeta(request,
             target,
             options=(),
@@ -849,6 +953,57 @@ class ControllerService(object):
         return grpc.experimental.unary_unary(request, target, '/tq_service.v1.ControllerService/DescribePartition',
             tq__service_dot_v1_dot_controller__service__pb2.DescribePartitionRequest.SerializeToString,
             tq__service_dot_v1_dot_controller__service__pb2.DescribePartitionResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/tq_service.v1.ControllerService/Explain',
+            tq__service_dot_v1_dot_controller__service__pb2.ExplainRequest.SerializeToString,
+            tq__service_dot_v1_dot_controller__service__pb2.ExplainResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Watch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(request, target, '/tq_service.v1.ControllerService/Watch',
+            tq__service_dot_v1_dot_controller__service__pb2.WatchRequest.SerializeToString,
+            tq__service_dot_v1_dot_controller__service__pb2.WatchResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def GetStatus(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/tq_service.v1.ControllerService/GetStatus',
+            tq__service_dot_v1_dot_controller__service__pb2.GetStatusRequest.SerializeToString,
+            tq__service_dot_v1_dot_controller__service__pb2.GetStatusResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

@@ -22,10 +22,11 @@ class ControllerServiceStub:
     """Partitions, samples and claims.
 
     Errors come as google.rpc.Status with ErrorInfo (domain "tq_service", a reason of docs/errors.md). Every call may
-    answer INVALID_ARGUMENT (with field violations), UNAVAILABLE (draining) and INTERNAL; a refused call changes nothing.
-    Mutating requests carry a client-made `request_id` of 16 random bytes, the same over retries: a repeat has one effect
-    and gets the recorded answer. What else it says is not compared. Answers are recorded for all partitions together,
-    for 10 minutes, or less where there are very many.
+    answer INVALID_ARGUMENT (with field violations), UNAVAILABLE (draining) and INTERNAL; a refused call changes nothing,
+    but that a Commit may drop the put that it is for. Mutating requests but Checkpoint carry a client-made `request_id`
+    of 16 random bytes, the same over retries: a repeat has one effect and gets the recorded answer. What else it says is
+    not compared. Answers are recorded for all partitions together, for 10 minutes, or less where there are very many;
+    GetMeta has request ids of its own.
     """
 
     def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
@@ -61,14 +62,16 @@ class ControllerServiceStub:
         tq_service.v1.commit_pb2.CommitRequest,
         tq_service.v1.commit_pb2.CommitResponse,
     ]
-    """Makes a stored put visible and writes keys, groups, state and custom_meta, all in one step: allocates new
-    samples, or adds and overwrites columns of existing ones. Without a placement it writes metadata and state only.
-    Idempotent under `request_id`. With new samples it blocks as Insert does; a put for which there is no capacity
-    until then is dropped. Errors: RESOURCE_EXHAUSTED (no capacity), NOT_FOUND (unknown key or sample; PUT_NOT_FOUND:
-    the receipt is void, so put the data again under a new put_id), ALREADY_EXISTS (a key exists, or the put is
-    committed under another request_id), FAILED_PRECONDITION (PARTITION_SEALED, STALE_INCARNATION; SAMPLE_FAILED where
-    `state` would make a failed sample live or held), INVALID_ARGUMENT (counts, dtype, layout or shape differ),
-    DATA_LOSS (the storage service has restarted and lost the put: put the data again).
+    """Makes a stored put visible and writes keys, groups, state and custom_meta, all in one step: allocates new samples,
+    or adds and overwrites columns of existing ones. Without a placement it writes metadata and state only. Idempotent
+    under `request_id`. With new samples it blocks as Insert does. A put is dropped, and its bytes are free, where its
+    commit is refused because of `write` or the state of the partition, or finds no capacity until then: put the data
+    again under a new put_id. It stays where the commit is refused because of `placement`, `columns`, `row_count` or
+    `request_id`, is UNAVAILABLE, or was cancelled. Errors: RESOURCE_EXHAUSTED (no capacity), NOT_FOUND (unknown key or
+    sample; PUT_NOT_FOUND: the receipt is void, so put the data again under a new put_id), ALREADY_EXISTS (a key
+    exists, or the put is committed under another request_id), FAILED_PRECONDITION (PARTITION_SEALED,
+    STALE_INCARNATION; SAMPLE_FAILED where `state` would make a failed sample live or held), INVALID_ARGUMENT (counts,
+    dtype, layout or shape differ), DATA_LOSS (the storage service has restarted and lost the put: put the data again).
     """
 
     GetMeta: grpc.UnaryUnaryMultiCallable[
@@ -90,8 +93,9 @@ class ControllerServiceStub:
         tq_service.v1.controller_service_pb2.ReleaseClaimResponse,
     ]
     """Releases a queue claim, or some samples of a leased one. Changes: they are claimable again, and a later GetMeta
-    under the request_id of the claim is rejected (CLAIM_RELEASED). That of an unknown claim too: a client releases
-    what it may have been delivered, and the release may come before the GetMeta. Idempotent, does not block. Errors:
+    under the request_id of the claim is rejected (CLAIM_RELEASED; LEASE_EXPIRED once the lease of the rest has run
+    out). That of an unknown claim too: a client releases what it may have been delivered, and the release may come
+    before the GetMeta. Idempotent, does not block. Errors:
     NOT_FOUND (a task that is not one of those the partition was created with).
     """
 
@@ -137,6 +141,16 @@ class ControllerServiceStub:
     """Starts the next epoch of a task. Changes: its plans are dropped and, unless `keep_consumed`, its samples claimable
     again. Idempotent under `request_id`. Does not block. Errors: NOT_FOUND, FAILED_PRECONDITION (the task is at
     another epoch).
+    """
+
+    RequeueDeadLettered: grpc.UnaryUnaryMultiCallable[
+        tq_service.v1.controller_service_pb2.RequeueDeadLetteredRequest,
+        tq_service.v1.controller_service_pb2.RequeueDeadLetteredResponse,
+    ]
+    """Has dead-lettered samples of a task delivered again, as if they never had been. Changes: they are claimable, and
+    have not been delivered. Those that are not dead-lettered are ignored. Idempotent under `request_id`, does not
+    block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (the ranks of the task have come to their end:
+    ResetConsumption with `keep_consumed` delivers them again; or STALE_INCARNATION).
     """
 
     SetCustomMeta: grpc.UnaryUnaryMultiCallable[
@@ -211,6 +225,37 @@ class ControllerServiceStub:
     ]
     """Describes one partition: fields, states, tasks. Changes nothing, does not block. Errors: NOT_FOUND."""
 
+    Explain: grpc.UnaryUnaryMultiCallable[
+        tq_service.v1.controller_service_pb2.ExplainRequest,
+        tq_service.v1.controller_service_pb2.ExplainResponse,
+    ]
+    """Says why claims of a partition wait, those of the moment: what is ready, and what the other samples lack. Changes
+    nothing, does not block. It takes a pass over the samples of the partition.
+    """
+
+    Watch: grpc.UnaryStreamMultiCallable[
+        tq_service.v1.controller_service_pb2.WatchRequest,
+        tq_service.v1.controller_service_pb2.WatchResponse,
+    ]
+    """Sends what changes of partitions, their samples and tasks: the latest state of each, not every step between. First
+    comes all that has changed since `revision`, without one the whole state; then what changes from then on, for as
+    long as the call lasts. A client that reads slowly gets fewer answers, which say as much. Changes nothing. The
+    service ends the call with OK after some minutes, and when it drains: call again with the last `revision`. Errors:
+    FAILED_PRECONDITION (COMPACTED: what has changed since `revision` is not known any more, since that is too old, or
+    was answered before the service was started: call again without one), INVALID_ARGUMENT (a revision that the service
+    never answered), RESOURCE_EXHAUSTED (too many calls watch), DEADLINE_EXCEEDED (the client does not read).
+    """
+
+    GetStatus: grpc.UnaryUnaryMultiCallable[
+        tq_service.v1.controller_service_pb2.GetStatusRequest,
+        tq_service.v1.controller_service_pb2.GetStatusResponse,
+    ]
+    """Returns what the service is, its storage services, and its partitions with their tasks and the claims that wait,
+    also for partitions that do not exist, page by page. Each partition is of one moment; partitions that are made or
+    cleared between two pages may be listed or not. Changes nothing, does not block. With `explain` it takes a pass
+    over the samples of each partition that claims wait for. Errors: INVALID_ARGUMENT (page size or token).
+    """
+
     ListSamplers: grpc.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.ListSamplersRequest,
         tq_service.v1.controller_service_pb2.ListSamplersResponse,
@@ -267,10 +312,11 @@ class ControllerServiceAsyncStub:
     """Partitions, samples and claims.
 
     Errors come as google.rpc.Status with ErrorInfo (domain "tq_service", a reason of docs/errors.md). Every call may
-    answer INVALID_ARGUMENT (with field violations), UNAVAILABLE (draining) and INTERNAL; a refused call changes nothing.
-    Mutating requests carry a client-made `request_id` of 16 random bytes, the same over retries: a repeat has one effect
-    and gets the recorded answer. What else it says is not compared. Answers are recorded for all partitions together,
-    for 10 minutes, or less where there are very many.
+    answer INVALID_ARGUMENT (with field violations), UNAVAILABLE (draining) and INTERNAL; a refused call changes nothing,
+    but that a Commit may drop the put that it is for. Mutating requests but Checkpoint carry a client-made `request_id`
+    of 16 random bytes, the same over retries: a repeat has one effect and gets the recorded answer. What else it says is
+    not compared. Answers are recorded for all partitions together, for 10 minutes, or less where there are very many;
+    GetMeta has request ids of its own.
     """
 
     CreatePartition: grpc.aio.UnaryUnaryMultiCallable[
@@ -305,14 +351,16 @@ class ControllerServiceAsyncStub:
         tq_service.v1.commit_pb2.CommitRequest,
         tq_service.v1.commit_pb2.CommitResponse,
     ]
-    """Makes a stored put visible and writes keys, groups, state and custom_meta, all in one step: allocates new
-    samples, or adds and overwrites columns of existing ones. Without a placement it writes metadata and state only.
-    Idempotent under `request_id`. With new samples it blocks as Insert does; a put for which there is no capacity
-    until then is dropped. Errors: RESOURCE_EXHAUSTED (no capacity), NOT_FOUND (unknown key or sample; PUT_NOT_FOUND:
-    the receipt is void, so put the data again under a new put_id), ALREADY_EXISTS (a key exists, or the put is
-    committed under another request_id), FAILED_PRECONDITION (PARTITION_SEALED, STALE_INCARNATION; SAMPLE_FAILED where
-    `state` would make a failed sample live or held), INVALID_ARGUMENT (counts, dtype, layout or shape differ),
-    DATA_LOSS (the storage service has restarted and lost the put: put the data again).
+    """Makes a stored put visible and writes keys, groups, state and custom_meta, all in one step: allocates new samples,
+    or adds and overwrites columns of existing ones. Without a placement it writes metadata and state only. Idempotent
+    under `request_id`. With new samples it blocks as Insert does. A put is dropped, and its bytes are free, where its
+    commit is refused because of `write` or the state of the partition, or finds no capacity until then: put the data
+    again under a new put_id. It stays where the commit is refused because of `placement`, `columns`, `row_count` or
+    `request_id`, is UNAVAILABLE, or was cancelled. Errors: RESOURCE_EXHAUSTED (no capacity), NOT_FOUND (unknown key or
+    sample; PUT_NOT_FOUND: the receipt is void, so put the data again under a new put_id), ALREADY_EXISTS (a key
+    exists, or the put is committed under another request_id), FAILED_PRECONDITION (PARTITION_SEALED,
+    STALE_INCARNATION; SAMPLE_FAILED where `state` would make a failed sample live or held), INVALID_ARGUMENT (counts,
+    dtype, layout or shape differ), DATA_LOSS (the storage service has restarted and lost the put: put the data again).
     """
 
     GetMeta: grpc.aio.UnaryUnaryMultiCallable[
@@ -334,8 +382,9 @@ class ControllerServiceAsyncStub:
         tq_service.v1.controller_service_pb2.ReleaseClaimResponse,
     ]
     """Releases a queue claim, or some samples of a leased one. Changes: they are claimable again, and a later GetMeta
-    under the request_id of the claim is rejected (CLAIM_RELEASED). That of an unknown claim too: a client releases
-    what it may have been delivered, and the release may come before the GetMeta. Idempotent, does not block. Errors:
+    under the request_id of the claim is rejected (CLAIM_RELEASED; LEASE_EXPIRED once the lease of the rest has run
+    out). That of an unknown claim too: a client releases what it may have been delivered, and the release may come
+    before the GetMeta. Idempotent, does not block. Errors:
     NOT_FOUND (a task that is not one of those the partition was created with).
     """
 
@@ -381,6 +430,16 @@ class ControllerServiceAsyncStub:
     """Starts the next epoch of a task. Changes: its plans are dropped and, unless `keep_consumed`, its samples claimable
     again. Idempotent under `request_id`. Does not block. Errors: NOT_FOUND, FAILED_PRECONDITION (the task is at
     another epoch).
+    """
+
+    RequeueDeadLettered: grpc.aio.UnaryUnaryMultiCallable[
+        tq_service.v1.controller_service_pb2.RequeueDeadLetteredRequest,
+        tq_service.v1.controller_service_pb2.RequeueDeadLetteredResponse,
+    ]
+    """Has dead-lettered samples of a task delivered again, as if they never had been. Changes: they are claimable, and
+    have not been delivered. Those that are not dead-lettered are ignored. Idempotent under `request_id`, does not
+    block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (the ranks of the task have come to their end:
+    ResetConsumption with `keep_consumed` delivers them again; or STALE_INCARNATION).
     """
 
     SetCustomMeta: grpc.aio.UnaryUnaryMultiCallable[
@@ -455,6 +514,37 @@ class ControllerServiceAsyncStub:
     ]
     """Describes one partition: fields, states, tasks. Changes nothing, does not block. Errors: NOT_FOUND."""
 
+    Explain: grpc.aio.UnaryUnaryMultiCallable[
+        tq_service.v1.controller_service_pb2.ExplainRequest,
+        tq_service.v1.controller_service_pb2.ExplainResponse,
+    ]
+    """Says why claims of a partition wait, those of the moment: what is ready, and what the other samples lack. Changes
+    nothing, does not block. It takes a pass over the samples of the partition.
+    """
+
+    Watch: grpc.aio.UnaryStreamMultiCallable[
+        tq_service.v1.controller_service_pb2.WatchRequest,
+        tq_service.v1.controller_service_pb2.WatchResponse,
+    ]
+    """Sends what changes of partitions, their samples and tasks: the latest state of each, not every step between. First
+    comes all that has changed since `revision`, without one the whole state; then what changes from then on, for as
+    long as the call lasts. A client that reads slowly gets fewer answers, which say as much. Changes nothing. The
+    service ends the call with OK after some minutes, and when it drains: call again with the last `revision`. Errors:
+    FAILED_PRECONDITION (COMPACTED: what has changed since `revision` is not known any more, since that is too old, or
+    was answered before the service was started: call again without one), INVALID_ARGUMENT (a revision that the service
+    never answered), RESOURCE_EXHAUSTED (too many calls watch), DEADLINE_EXCEEDED (the client does not read).
+    """
+
+    GetStatus: grpc.aio.UnaryUnaryMultiCallable[
+        tq_service.v1.controller_service_pb2.GetStatusRequest,
+        tq_service.v1.controller_service_pb2.GetStatusResponse,
+    ]
+    """Returns what the service is, its storage services, and its partitions with their tasks and the claims that wait,
+    also for partitions that do not exist, page by page. Each partition is of one moment; partitions that are made or
+    cleared between two pages may be listed or not. Changes nothing, does not block. With `explain` it takes a pass
+    over the samples of each partition that claims wait for. Errors: INVALID_ARGUMENT (page size or token).
+    """
+
     ListSamplers: grpc.aio.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.ListSamplersRequest,
         tq_service.v1.controller_service_pb2.ListSamplersResponse,
@@ -511,10 +601,11 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
     """Partitions, samples and claims.
 
     Errors come as google.rpc.Status with ErrorInfo (domain "tq_service", a reason of docs/errors.md). Every call may
-    answer INVALID_ARGUMENT (with field violations), UNAVAILABLE (draining) and INTERNAL; a refused call changes nothing.
-    Mutating requests carry a client-made `request_id` of 16 random bytes, the same over retries: a repeat has one effect
-    and gets the recorded answer. What else it says is not compared. Answers are recorded for all partitions together,
-    for 10 minutes, or less where there are very many.
+    answer INVALID_ARGUMENT (with field violations), UNAVAILABLE (draining) and INTERNAL; a refused call changes nothing,
+    but that a Commit may drop the put that it is for. Mutating requests but Checkpoint carry a client-made `request_id`
+    of 16 random bytes, the same over retries: a repeat has one effect and gets the recorded answer. What else it says is
+    not compared. Answers are recorded for all partitions together, for 10 minutes, or less where there are very many;
+    GetMeta has request ids of its own.
     """
 
     @abc.abstractmethod
@@ -557,14 +648,16 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.commit_pb2.CommitRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.commit_pb2.CommitResponse, collections.abc.Awaitable[tq_service.v1.commit_pb2.CommitResponse]]:
-        """Makes a stored put visible and writes keys, groups, state and custom_meta, all in one step: allocates new
-        samples, or adds and overwrites columns of existing ones. Without a placement it writes metadata and state only.
-        Idempotent under `request_id`. With new samples it blocks as Insert does; a put for which there is no capacity
-        until then is dropped. Errors: RESOURCE_EXHAUSTED (no capacity), NOT_FOUND (unknown key or sample; PUT_NOT_FOUND:
-        the receipt is void, so put the data again under a new put_id), ALREADY_EXISTS (a key exists, or the put is
-        committed under another request_id), FAILED_PRECONDITION (PARTITION_SEALED, STALE_INCARNATION; SAMPLE_FAILED where
-        `state` would make a failed sample live or held), INVALID_ARGUMENT (counts, dtype, layout or shape differ),
-        DATA_LOSS (the storage service has restarted and lost the put: put the data again).
+        """Makes a stored put visible and writes keys, groups, state and custom_meta, all in one step: allocates new samples,
+        or adds and overwrites columns of existing ones. Without a placement it writes metadata and state only. Idempotent
+        under `request_id`. With new samples it blocks as Insert does. A put is dropped, and its bytes are free, where its
+        commit is refused because of `write` or the state of the partition, or finds no capacity until then: put the data
+        again under a new put_id. It stays where the commit is refused because of `placement`, `columns`, `row_count` or
+        `request_id`, is UNAVAILABLE, or was cancelled. Errors: RESOURCE_EXHAUSTED (no capacity), NOT_FOUND (unknown key or
+        sample; PUT_NOT_FOUND: the receipt is void, so put the data again under a new put_id), ALREADY_EXISTS (a key
+        exists, or the put is committed under another request_id), FAILED_PRECONDITION (PARTITION_SEALED,
+        STALE_INCARNATION; SAMPLE_FAILED where `state` would make a failed sample live or held), INVALID_ARGUMENT (counts,
+        dtype, layout or shape differ), DATA_LOSS (the storage service has restarted and lost the put: put the data again).
         """
 
     @abc.abstractmethod
@@ -590,8 +683,9 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.ReleaseClaimResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.ReleaseClaimResponse]]:
         """Releases a queue claim, or some samples of a leased one. Changes: they are claimable again, and a later GetMeta
-        under the request_id of the claim is rejected (CLAIM_RELEASED). That of an unknown claim too: a client releases
-        what it may have been delivered, and the release may come before the GetMeta. Idempotent, does not block. Errors:
+        under the request_id of the claim is rejected (CLAIM_RELEASED; LEASE_EXPIRED once the lease of the rest has run
+        out). That of an unknown claim too: a client releases what it may have been delivered, and the release may come
+        before the GetMeta. Idempotent, does not block. Errors:
         NOT_FOUND (a task that is not one of those the partition was created with).
         """
 
@@ -647,6 +741,18 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         """Starts the next epoch of a task. Changes: its plans are dropped and, unless `keep_consumed`, its samples claimable
         again. Idempotent under `request_id`. Does not block. Errors: NOT_FOUND, FAILED_PRECONDITION (the task is at
         another epoch).
+        """
+
+    @abc.abstractmethod
+    def RequeueDeadLettered(
+        self,
+        request: tq_service.v1.controller_service_pb2.RequeueDeadLetteredRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[tq_service.v1.controller_service_pb2.RequeueDeadLetteredResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.RequeueDeadLetteredResponse]]:
+        """Has dead-lettered samples of a task delivered again, as if they never had been. Changes: they are claimable, and
+        have not been delivered. Those that are not dead-lettered are ignored. Idempotent under `request_id`, does not
+        block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (the ranks of the task have come to their end:
+        ResetConsumption with `keep_consumed` delivers them again; or STALE_INCARNATION).
         """
 
     @abc.abstractmethod
@@ -736,6 +842,43 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.DescribePartitionResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.DescribePartitionResponse]]:
         """Describes one partition: fields, states, tasks. Changes nothing, does not block. Errors: NOT_FOUND."""
+
+    @abc.abstractmethod
+    def Explain(
+        self,
+        request: tq_service.v1.controller_service_pb2.ExplainRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[tq_service.v1.controller_service_pb2.ExplainResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.ExplainResponse]]:
+        """Says why claims of a partition wait, those of the moment: what is ready, and what the other samples lack. Changes
+        nothing, does not block. It takes a pass over the samples of the partition.
+        """
+
+    @abc.abstractmethod
+    def Watch(
+        self,
+        request: tq_service.v1.controller_service_pb2.WatchRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[tq_service.v1.controller_service_pb2.WatchResponse], collections.abc.AsyncIterator[tq_service.v1.controller_service_pb2.WatchResponse]]:
+        """Sends what changes of partitions, their samples and tasks: the latest state of each, not every step between. First
+        comes all that has changed since `revision`, without one the whole state; then what changes from then on, for as
+        long as the call lasts. A client that reads slowly gets fewer answers, which say as much. Changes nothing. The
+        service ends the call with OK after some minutes, and when it drains: call again with the last `revision`. Errors:
+        FAILED_PRECONDITION (COMPACTED: what has changed since `revision` is not known any more, since that is too old, or
+        was answered before the service was started: call again without one), INVALID_ARGUMENT (a revision that the service
+        never answered), RESOURCE_EXHAUSTED (too many calls watch), DEADLINE_EXCEEDED (the client does not read).
+        """
+
+    @abc.abstractmethod
+    def GetStatus(
+        self,
+        request: tq_service.v1.controller_service_pb2.GetStatusRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[tq_service.v1.controller_service_pb2.GetStatusResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.GetStatusResponse]]:
+        """Returns what the service is, its storage services, and its partitions with their tasks and the claims that wait,
+        also for partitions that do not exist, page by page. Each partition is of one moment; partitions that are made or
+        cleared between two pages may be listed or not. Changes nothing, does not block. With `explain` it takes a pass
+        over the samples of each partition that claims wait for. Errors: INVALID_ARGUMENT (page size or token).
+        """
 
     @abc.abstractmethod
     def ListSamplers(

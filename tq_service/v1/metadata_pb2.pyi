@@ -31,8 +31,9 @@ class _LayoutEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTyp
     LAYOUT_DENSE: _Layout.ValueType  # 1
     """Every row has the same shape, `FieldSpec.row_shape`."""
     LAYOUT_JAGGED: _Layout.ValueType  # 2
-    """Rows may differ in some dimensions, which are -1 in `FieldSpec.row_shape`: in at least one of the columns of a put
-    or a get; in none of a field whose rows all were alike so far.
+    """Rows may differ in some dimensions, which are -1 in `FieldSpec.row_shape`. A column of a put or a get has at least
+    one -1, also where its rows are all alike. A field, as BatchMeta and DescribePartition show it, has none while the
+    rows of all puts were alike.
     """
     LAYOUT_OBJECT: _Layout.ValueType  # 3
     """Rows are objects (text, JSON-like values, dicts of tensors), each so many bytes in an `Encoding`."""
@@ -47,8 +48,9 @@ LAYOUT_UNSPECIFIED: Layout.ValueType  # 0
 LAYOUT_DENSE: Layout.ValueType  # 1
 """Every row has the same shape, `FieldSpec.row_shape`."""
 LAYOUT_JAGGED: Layout.ValueType  # 2
-"""Rows may differ in some dimensions, which are -1 in `FieldSpec.row_shape`: in at least one of the columns of a put
-or a get; in none of a field whose rows all were alike so far.
+"""Rows may differ in some dimensions, which are -1 in `FieldSpec.row_shape`. A column of a put or a get has at least
+one -1, also where its rows are all alike. A field, as BatchMeta and DescribePartition show it, has none while the
+rows of all puts were alike.
 """
 LAYOUT_OBJECT: Layout.ValueType  # 3
 """Rows are objects (text, JSON-like values, dicts of tensors), each so many bytes in an `Encoding`."""
@@ -125,7 +127,9 @@ class _BatchStatusEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     BATCH_STATUS_NOT_YET: _BatchStatus.ValueType  # 2
     """Nothing to deliver within `max_wait`. Depends on timing, never recorded."""
     BATCH_STATUS_END: _BatchStatus.ValueType  # 3
-    """No further batch will come for this task and epoch. Recorded."""
+    """No further batch will come in this epoch of the task for what was asked. Recorded for ranks, however they ask then,
+    and for a `claim_name`; a queue worker that asks otherwise, such as with another `where`, may get more.
+    """
 
 class BatchStatus(_BatchStatus, metaclass=_BatchStatusEnumTypeWrapper):
     """What a claim returned."""
@@ -137,7 +141,9 @@ BATCH_STATUS_BATCH: BatchStatus.ValueType  # 1
 BATCH_STATUS_NOT_YET: BatchStatus.ValueType  # 2
 """Nothing to deliver within `max_wait`. Depends on timing, never recorded."""
 BATCH_STATUS_END: BatchStatus.ValueType  # 3
-"""No further batch will come for this task and epoch. Recorded."""
+"""No further batch will come in this epoch of the task for what was asked. Recorded for ranks, however they ask then,
+and for a `claim_name`; a queue worker that asks otherwise, such as with another `where`, may get more.
+"""
 global___BatchStatus = BatchStatus
 
 @typing.final
@@ -163,7 +169,7 @@ class FieldSpec(google.protobuf.message.Message):
     """
     row_shape_known: builtins.bool
     """Whether `row_shape` is known: true in every column of a put, objects included; false in a declaration that leaves
-    it to the first put.
+    it to the first put, and has no `row_shape`.
     """
     encoding: global___Encoding.ValueType
     """Objects: what the bytes of a row are. A put says it of each object column. A field declared as text or bytes takes
@@ -190,7 +196,7 @@ global___FieldSpec = FieldSpec
 
 @typing.final
 class Int64Values(google.protobuf.message.Message):
-    """Signed integers of 64 bits."""
+    """Signed integers of 64 bits, which are as they lie in memory: little-endian, 8 bytes each."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -249,30 +255,42 @@ class BoolValues(google.protobuf.message.Message):
 global___BoolValues = BoolValues
 
 @typing.final
-class StringValues(google.protobuf.message.Message):
-    """Text in UTF-8."""
+class Texts(google.protobuf.message.Message):
+    """Texts in order, such as one of each sample. A text that several in a row share may be there once."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    VALUES_FIELD_NUMBER: builtins.int
+    UTF8_FIELD_NUMBER: builtins.int
+    SIZES_FIELD_NUMBER: builtins.int
+    COUNTS_FIELD_NUMBER: builtins.int
+    utf8: builtins.bytes
+    """The texts in UTF-8, one after the other, with nothing between them."""
     @property
-    def values(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """One value for each sample that has one."""
+    def sizes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """The bytes of each text in `utf8`, 0 for an empty one."""
+
+    @property
+    def counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """How many in a row have each of these texts, 1 or more; as many values as `sizes`. Empty: one each."""
 
     def __init__(
         self,
         *,
-        values: collections.abc.Iterable[builtins.str] | None = ...,
+        utf8: builtins.bytes = ...,
+        sizes: collections.abc.Iterable[builtins.int] | None = ...,
+        counts: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["values", b"values"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["counts", b"counts", "sizes", b"sizes", "utf8", b"utf8"]) -> None: ...
 
-global___StringValues = StringValues
+global___Texts = Texts
 
 @typing.final
 class MetaColumn(google.protobuf.message.Message):
     """One custom_meta column over the samples of the message that holds it. It has one type, that of the first value of a
     sample that is a number, a truth value or text: these are compared by `where` and `order_by`. Values of other types,
-    null, lists and objects are JSON; it does not matter in which form a client sends a value.
+    null, lists and objects are JSON; it does not matter in which form a client sends a value. A column of int64 becomes
+    one of double with the first double, as long as no integer of it is beyond 2^53; integers up to 2^53 are doubles
+    there.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -303,8 +321,8 @@ class MetaColumn(google.protobuf.message.Message):
         """Booleans."""
 
     @property
-    def string_values(self) -> global___StringValues:
-        """Text in UTF-8."""
+    def string_values(self) -> global___Texts:
+        """Texts, one for each sample that has one."""
 
     @property
     def json_values(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
@@ -320,7 +338,7 @@ class MetaColumn(google.protobuf.message.Message):
         int64_values: global___Int64Values | None = ...,
         double_values: global___DoubleValues | None = ...,
         bool_values: global___BoolValues | None = ...,
-        string_values: global___StringValues | None = ...,
+        string_values: global___Texts | None = ...,
         json_values: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["bool_values", b"bool_values", "double_values", b"double_values", "int64_values", b"int64_values", "string_values", b"string_values", "values", b"values"]) -> builtins.bool: ...
@@ -735,9 +753,9 @@ class ColumnHeader(google.protobuf.message.Message):
     value_bytes: builtins.int
     """Size of the values of the column, in bytes."""
     extents: builtins.bytes
-    """Little-endian int64. Jagged: for each row, its size in each ragged dimension (row-major). Object: the bytes of
-    each row, and after them, in the answer of a get whose rows were put in different encodings, the number of the
-    row's Encoding: `spec.encoding` is unspecified then. Dense: empty.
+    """Little-endian int64, row by row. Jagged: for each row, its size in each ragged dimension. Object: for each row, its
+    size in bytes. In the answer of a get whose objects were put in different encodings, where `spec.encoding` is
+    unspecified, these are two for each row: its size in bytes, then the number of its Encoding. Dense: empty.
     """
     @property
     def spec(self) -> global___FieldSpec:

@@ -81,7 +81,8 @@ class StorageServiceServicer(object):
         stays readable to the end when it is cleared or overwritten meanwhile. With a session, columns that lie in shared
         memory are offered there, and the call lasts until they are received; else it does not block. Errors: DATA_LOSS
         (another boot of this service took the put, or its bytes are damaged), NOT_FOUND (PUT_NOT_FOUND: the put or a cell
-        of it was cleared or overwritten since it was located; locate the samples again), INVALID_ARGUMENT.
+        of it was cleared or overwritten since it was located; locate the samples again. A service apart from the
+        controller learns of it a fraction of a second later, and answers the old values until then), INVALID_ARGUMENT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -59,7 +59,8 @@ class StorageServiceStub:
     stays readable to the end when it is cleared or overwritten meanwhile. With a session, columns that lie in shared
     memory are offered there, and the call lasts until they are received; else it does not block. Errors: DATA_LOSS
     (another boot of this service took the put, or its bytes are damaged), NOT_FOUND (PUT_NOT_FOUND: the put or a cell
-    of it was cleared or overwritten since it was located; locate the samples again), INVALID_ARGUMENT.
+    of it was cleared or overwritten since it was located; locate the samples again. A service apart from the
+    controller learns of it a fraction of a second later, and answers the old values until then), INVALID_ARGUMENT.
     """
 
     GetInline: grpc.UnaryUnaryMultiCallable[
@@ -118,7 +119,8 @@ class StorageServiceAsyncStub:
     stays readable to the end when it is cleared or overwritten meanwhile. With a session, columns that lie in shared
     memory are offered there, and the call lasts until they are received; else it does not block. Errors: DATA_LOSS
     (another boot of this service took the put, or its bytes are damaged), NOT_FOUND (PUT_NOT_FOUND: the put or a cell
-    of it was cleared or overwritten since it was located; locate the samples again), INVALID_ARGUMENT.
+    of it was cleared or overwritten since it was located; locate the samples again. A service apart from the
+    controller learns of it a fraction of a second later, and answers the old values until then), INVALID_ARGUMENT.
     """
 
     GetInline: grpc.aio.UnaryUnaryMultiCallable[
@@ -183,7 +185,8 @@ class StorageServiceServicer(metaclass=abc.ABCMeta):
         stays readable to the end when it is cleared or overwritten meanwhile. With a session, columns that lie in shared
         memory are offered there, and the call lasts until they are received; else it does not block. Errors: DATA_LOSS
         (another boot of this service took the put, or its bytes are damaged), NOT_FOUND (PUT_NOT_FOUND: the put or a cell
-        of it was cleared or overwritten since it was located; locate the samples again), INVALID_ARGUMENT.
+        of it was cleared or overwritten since it was located; locate the samples again. A service apart from the
+        controller learns of it a fraction of a second later, and answers the old values until then), INVALID_ARGUMENT.
         """
 
     @abc.abstractmethod

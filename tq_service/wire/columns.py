@@ -15,9 +15,10 @@ from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
+from xxhash import xxh3_128
 
 from tq_service.errors import FieldMismatchError, InvalidArgumentError
-from tq_service.schema import Encoding, FieldSpec, Layout
+from tq_service.schema import DTYPE_SIZES, Encoding, FieldSpec, Layout, check_range
 from tq_service.v1 import metadata_pb2
 from tq_service.wire.metadata import ENCODINGS, LAYOUTS, decode_spec, encode_spec
 
@@ -69,39 +70,41 @@ class ColumnShape:
                 `value_bytes`.
         """
         _validate_spec(self.spec)
-        if not 0 < self.row_count <= MAX_ROWS:
-            raise self._wrong(f"{self.row_count} rows, expected 1 to {MAX_ROWS}; split larger puts")
+        check_range("row_count", self.row_count, 1, MAX_ROWS, "; split larger puts")
         if not 0 <= self.value_bytes <= _MAX_BYTES:
-            raise self._wrong(f"value_bytes {self.value_bytes}, expected 0 to {_MAX_BYTES}")
+            raise self._wrong("value_bytes", f"value_bytes {self.value_bytes}, expected 0 to {_MAX_BYTES}")
         expected = self._dense_bytes() if self.spec.layout is Layout.DENSE else self._ragged_bytes()
         if expected != self.value_bytes:
-            raise self._wrong(f"value_bytes {self.value_bytes}, but its rows take {expected}; declare what is sent")
+            raise self._wrong(
+                "value_bytes", f"value_bytes {self.value_bytes}, but its rows take {expected}; declare what is sent"
+            )
 
     def _dense_bytes(self) -> int:
         if self.extents is not None:
-            raise self._wrong("extents in a dense column; leave them out or send it jagged")
+            raise self._wrong("extents", "extents in a dense column; leave them out or send it jagged")
         return self.row_count * (fixed_row_bytes(self.spec) or 0)
 
     def _ragged_bytes(self) -> int:
         shape = (self.row_count, extent_count(self.spec))
         if self.extents is None or self.extents.shape != shape:
-            got = "none" if self.extents is None else self.extents.shape
-            raise self._wrong(f"extents of shape {got}, expected {shape}")
+            got = "none" if self.extents is None else list(self.extents.shape)
+            raise self._wrong("extents", f"extents of shape {got}, expected {list(shape)}")
         if self.extents.size and int(self.extents.min()) < 0:
-            raise self._wrong("a negative extent; sizes are 0 or more")
+            raise self._wrong("extents", "a negative extent; sizes are 0 or more")
         sizes = self.extents
         if self.spec.layout is Layout.OBJECT:
             sizes, encodings = self.extents[:, :1], self.extents[:, 1:]
             if not np.isin(encodings, _ENCODINGS).all():
-                raise self._wrong(f"an unknown encoding of a row; expected one of {', '.join(map(str, _ENCODINGS))}")
+                known = ", ".join(map(str, _ENCODINGS))
+                raise self._wrong("extents", f"an unknown encoding of a row; expected one of {known}")
         with np.errstate(over="ignore", invalid="ignore"):
             estimate = float(sizes.astype(np.float64).prod(axis=1).sum()) * _fixed_part(self.spec)
         if not estimate <= _MAX_BYTES:
-            raise self._wrong(f"extents of more than {_MAX_BYTES} bytes")
+            raise self._wrong("extents", f"extents of more than {_MAX_BYTES} bytes")
         return int(self.row_bytes().sum())
 
-    def _wrong(self, what: str) -> InvalidArgumentError:
-        return _wrong_column(self.spec, f"field {self.spec.name!r} ({self.spec.describe()}) has {what}")
+    def _wrong(self, field: str, what: str) -> InvalidArgumentError:
+        return _wrong_column(self.spec, field, f"field {self.spec.name!r} ({self.spec.describe()}) has {what}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -115,39 +118,67 @@ class Column(ColumnShape):
     chunks: tuple[memoryview, ...]
 
 
-def _wrong_column(spec: FieldSpec, message: str) -> InvalidArgumentError:
-    return InvalidArgumentError(message, field="columns", metadata={"field_name": spec.name})
+def columns_digest(columns: Sequence[ColumnShape]) -> bytes:
+    """Return 16 bytes that differ, but for chance, wherever columns do."""
+    digest = xxh3_128()
+    for column in columns:
+        spec = column.spec
+        what = (spec.name, spec.dtype, spec.layout, spec.row_shape, spec.encoding, column.row_count, column.value_bytes)
+        digest.update(repr(what).encode())
+        if column.extents is not None:
+            digest.update(column.extents.tobytes())
+    return digest.digest()
+
+
+def _wrong_column(spec: FieldSpec, field: str, message: str) -> InvalidArgumentError:
+    return InvalidArgumentError(message, field=field, metadata={"field_name": spec.name})
 
 
 @lru_cache(maxsize=1024)
 def _validate_spec(spec: FieldSpec) -> None:
     shape = spec.row_shape
-    if spec.layout in (None, Layout.AUTO) or shape is None:
+    if spec.layout in (None, Layout.AUTO):
         raise _wrong_column(
             spec,
-            f"field {spec.name!r} has no layout but auto, or row_shape_known is not set; a column of a put or get says "
-            "dense, jagged or object, and its row shape",
+            "layout",
+            f"field {spec.name!r} has the layout {spec.layout or 'none'}; a column of a put or get says dense, jagged "
+            "or object",
+        )
+    if shape is None:
+        raise _wrong_column(
+            spec,
+            "row_shape_known",
+            f"field {spec.name!r} has row_shape_known unset; a column of a put or get has a row shape, set it",
         )
     if spec.layout is Layout.OBJECT:
         if spec.dtype or shape:
             raise _wrong_column(
-                spec, f"field {spec.name!r} is {spec.describe()}; objects have neither dtype nor row shape"
+                spec,
+                "dtype" if spec.dtype else "row_shape",
+                f"field {spec.name!r} has objects, with dtype {spec.dtype!r} and row shape {list(shape)}; objects have "
+                "neither",
             )
         return
+    if not spec.dtype:
+        raise _wrong_column(
+            spec, "dtype", f"field {spec.name!r} has no dtype; give one of {', '.join(sorted(DTYPE_SIZES))}"
+        )
     least = -1 if spec.layout is Layout.JAGGED else 0
-    if not spec.dtype or len(shape) > _MAX_DIMS or any(size < least for size in shape):
+    if len(shape) > _MAX_DIMS or any(size < least for size in shape):
         raise _wrong_column(
             spec,
-            f"field {spec.name!r} is {spec.describe()}; expected a dtype and sizes of 0 or more, -1 in ragged "
+            "row_shape",
+            f"field {spec.name!r} is {spec.describe()}; expected at most {_MAX_DIMS} sizes of 0 or more, -1 in ragged "
             "dimensions of jagged fields only",
         )
     if spec.layout is Layout.JAGGED and not spec.ragged_dims:
         raise _wrong_column(
             spec,
-            f"field {spec.name!r} is jagged without a ragged dimension, its row shape is {shape}; set -1 in one",
+            "row_shape",
+            f"field {spec.name!r} is jagged without a ragged dimension, its row shape is {list(shape)}; set -1 in one",
         )
     if _fixed_part(spec) > _MAX_BYTES:
-        raise _wrong_column(spec, f"field {spec.name!r} has rows of over {_MAX_BYTES} bytes")
+        raise _wrong_column(spec, "row_shape", f"field {spec.name!r} has rows of over {_MAX_BYTES} bytes")
 
 
 @lru_cache(maxsize=1024)
@@ -187,12 +218,14 @@ def decode_header(message: metadata_pb2.ColumnHeader, row_count: int) -> ColumnS
     Raises:
         InvalidArgumentError: its parts do not agree.
     """
+    check_range("row_count", row_count, 1, MAX_ROWS, "; split larger puts")
     spec = decode_spec(message.spec)
     _validate_spec(spec)
     width = extent_count(spec)
     if len(message.extents) != row_count * width * 8:
         raise _wrong_column(
             spec,
+            "extents",
             f"field {spec.name!r} ({spec.describe()}) has {len(message.extents)} bytes of extents, expected "
             f"{row_count * width * 8} for {row_count} rows",
         )
@@ -224,9 +257,13 @@ def decode_headers(
             )
         columns.append(decode_header(message, row_count))
     names = [column.spec.name for column in columns]
-    if not columns or len(set(names)) != len(names):
-        got = "none" if not columns else ", ".join(map(repr, names))
-        raise InvalidArgumentError(f"expected at least one column, each name once; got {got}", field="columns")
+    if not columns:
+        raise InvalidArgumentError("there are no columns, expected at least one", field="columns")
+    if len(set(names)) != len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise InvalidArgumentError(
+            f"field {twice!r} has two columns; send each name once", field="name", metadata={"field_name": twice}
+        )
     return columns
 
 

@@ -1,8 +1,8 @@
 """The messages of the bulk streams, with their frames encoded and decoded by hand.
 
-protobuf for Python copies a `bytes` field twice. A message whose only part is one `bytes` field is a tag, the length as
-a varint and the bytes: written here with one copy, and read without any. Headers, and messages of unusual form, go
-through the protobuf library, so both ways give the same.
+protobuf for Python copies a field twice. A message whose only part is one field is a tag, the length as a varint and
+the bytes: written here with one copy, and a frame is read without any. What is in headers, and messages of unusual
+form, go through the protobuf library, so both ways give the same.
 
 gRPC turns an exception of a deserializer into INTERNAL without a word; so decoders return `Garbled` instead of raising.
 """
@@ -41,6 +41,7 @@ No quota counts the bytes of such a put while it waits for capacity.
 
 # Just under glibc's largest dynamic mmap threshold (32 MiB).
 _LARGEST_THRESHOLD_BYTES: Final = (32 << 20) - (64 << 10)
+_HEADER_TAG: Final = 0x0A  # field 1, length-delimited
 _FRAME_TAG: Final = 0x12  # field 2, length-delimited
 _MAX_VARINT_BYTES: Final = 5  # of a size; the library refuses longer ones
 
@@ -56,18 +57,19 @@ class Garbled:
 
 def encode_frame(parts: FrameParts) -> bytes:
     """Return the message whose frame is `parts` joined: one copy."""
-    prefix = bytes((_FRAME_TAG,)) + encode_varint(sum(len(part) for part in parts))
-    return b"".join((prefix, *parts))
+    return _message_of(_FRAME_TAG, parts)
 
 
 def encode_part(part: PutHeader | GetHeader | FrameParts) -> bytes:
     """Serialize a message of a put or get stream: its header, or the parts of a frame."""
-    match part:
-        case PutHeader():
-            return PutRequest(header=part).SerializeToString()
-        case GetHeader():
-            return GetResponse(header=part).SerializeToString()
+    if isinstance(part, PutHeader | GetHeader):
+        return _message_of(_HEADER_TAG, (part.SerializeToString(),))
     return encode_frame(part)
+
+
+def _message_of(tag: int, parts: FrameParts) -> bytes:
+    """Return the message whose only field is `parts` joined."""
+    return b"".join((bytes((tag,)), encode_varint(sum(map(len, parts))), *parts))
 
 
 def decode_put_request(data: bytes) -> PutHeader | memoryview | Garbled:

@@ -14,7 +14,15 @@ from google.protobuf.message_factory import GetMessageClass
 
 from tq_service.schema import BatchUnit, FieldSpec, Layout, Operator, Scalar
 from tq_service.wire.durations import read_seconds, to_duration
-from tq_service.wire.metadata import BATCH_UNITS, LAYOUTS, OPERATORS, decode_spec, decode_value, encode_spec
+from tq_service.wire.metadata import (
+    BATCH_UNITS,
+    LAYOUTS,
+    OPERATORS,
+    EnumWords,
+    decode_spec,
+    decode_value,
+    encode_spec,
+)
 
 Result = TypeVar("Result")
 Sent = TypeVar("Sent", bound=Message)
@@ -23,10 +31,8 @@ _SECONDS: Final = "_seconds"
 _READERS: Final[Mapping[Any, Callable[[Any], Any]]] = {
     FieldSpec: decode_spec,
     Scalar: decode_value,
-    BatchUnit: BATCH_UNITS.decode,
-    Layout: LAYOUTS.decode,
-    Operator: OPERATORS.decode,
 }
+_WORDS: Final[Mapping[Any, EnumWords[Any]]] = {BatchUnit: BATCH_UNITS, Layout: LAYOUTS, Operator: OPERATORS}
 
 
 def read_message(kind: type[Result], message: Message, **given: Any) -> Result:
@@ -80,14 +86,14 @@ _fields: Callable[[Any], list[tuple[str, Callable[[Message], Any], bool]]] = cac
 
 def _reader(name: str, hint: Any) -> Callable[[Message], Any]:
     """Return what reads a field of a dataclass from a message."""
-    read, is_optional, is_tuple = _parts(hint)
+    read, is_optional, is_tuple = _parts(name, hint)
     if name.endswith(_SECONDS):
         name = name.removesuffix(_SECONDS)
         read = partial(read_seconds, name)
     return partial(_value, name, read, is_optional, is_tuple)
 
 
-def _parts(hint: Any) -> tuple[Callable[[Any], Any] | None, bool, bool]:
+def _parts(name: str, hint: Any) -> tuple[Callable[[Any], Any] | None, bool, bool]:
     """Return what reads a value of a type, or one of a tuple; whether it may be None; and whether it is a tuple."""
     is_optional = NoneType in get_args(hint)
     if is_optional:
@@ -95,7 +101,7 @@ def _parts(hint: Any) -> tuple[Callable[[Any], Any] | None, bool, bool]:
     is_tuple = get_origin(hint) is tuple
     if is_tuple:
         hint = get_args(hint)[0]
-    read = _READERS.get(hint)
+    read = partial(_WORDS[hint].decode, name=name) if hint in _WORDS else _READERS.get(hint)
     if read is None and is_dataclass(hint):
         kind: Any = hint
         read = partial(read_message, kind)

@@ -1,7 +1,7 @@
 """What messages say of samples, both ways: words of the API, field specs, and custom_meta.
 
-custom_meta travels in columns. Users give and read it as one mapping a sample; `rows_to_meta_columns` and
-`meta_columns_to_rows` go between the two.
+custom_meta travels in columns. Users give it as columns too, or as one mapping a sample, and read it as such;
+`values_to_meta_column`, `rows_to_meta_columns` and `meta_columns_to_rows` go between them.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from tq_service.v1 import commit_pb2, controller_service_pb2
 from tq_service.v1 import metadata_pb2 as pb
 from tq_service.wire.dtypes import exact_numbers
 from tq_service.wire.runs import decode_integers
+from tq_service.wire.texts import decode_texts, fill_packed, fill_texts
 
 Word = TypeVar("Word", bound=str)
 
@@ -61,16 +62,17 @@ class EnumWords(Generic[Word]):
             raise InvalidArgumentError(f"{name} is {word!r}, expected one of {', '.join(self._numbers)}", field=name)
         return self._numbers[word]
 
-    def decode(self, number: int) -> Word | None:
-        """Return the word of a number.
+    def decode(self, number: int, name: str | None = None) -> Word | None:
+        """Return the word of a number; `name` is that of the field that has it.
 
         Raises:
             InvalidArgumentError: the enum has no such number.
         """
         if number not in self._words:
+            name = name or self._name
             raise InvalidArgumentError(
-                f"{self._name}: the number {number} is unknown; send that of {', '.join(self._numbers)}",
-                field=self._name,
+                f"{name}: the number {number} is unknown; send that of {', '.join(self._numbers)}",
+                field=name,
             )
         return self._words[number]
 
@@ -107,6 +109,7 @@ _DTYPES: Final[dict[str, Any]] = {
 }  # fmt: skip
 _FIELDS: Final = {np.dtype(dtype): field for field, dtype in _DTYPES.items()}
 _REMEMBERED_SPEC_BYTES: Final = 256
+_MOST_INT64: Final = np.iinfo(np.int64).max
 # What `MetaColumn.kinds` says of a sample; 0: nothing.
 _TYPED: Final = 1
 _JSON: Final = 2
@@ -142,6 +145,13 @@ def _remembered_spec(serialized: bytes) -> FieldSpec:
 
 
 def _read_spec(message: pb.FieldSpec) -> FieldSpec:
+    if message.row_shape and not message.row_shape_known:
+        raise InvalidArgumentError(
+            f"field {message.name!r} has the row shape {list(message.row_shape)} and row_shape_known unset; set it, or "
+            "leave the row shape to the first put",
+            field="row_shape_known",
+            metadata={"field_name": message.name},
+        )
     return FieldSpec(
         name=message.name,
         dtype=message.dtype,
@@ -160,22 +170,35 @@ def decode_value(message: controller_service_pb2.MetaValue) -> Scalar | None:
 
 def encode_meta_columns(columns: Iterable[MetaColumn]) -> list[pb.MetaColumn]:
     """Return custom_meta columns as protobuf; only values that are there travel."""
-    return [_encode_meta_column(column) for column in columns]
+    messages = []
+    for column in columns:
+        messages.append(pb.MetaColumn())
+        _fill_meta_column(messages[-1], column)
+    return messages
 
 
-def _encode_meta_column(column: MetaColumn) -> pb.MetaColumn:
+def fill_meta_columns(messages: Any, columns: Iterable[MetaColumn]) -> None:
+    """Add custom_meta columns to a repeated field, which has none yet."""
+    for column in columns:
+        _fill_meta_column(messages.add(), column)
+
+
+def _fill_meta_column(message: pb.MetaColumn, column: MetaColumn) -> None:
     is_complete = bool(column.present.all())
-    message = pb.MetaColumn()
-    values: list[Any] = (column.values if is_complete else column.values[column.present]).tolist()
+    values = column.values if is_complete else column.values[column.present]
     texts: list[Any] = [] if column.json is None else column.json[column.has_json].tolist()
-    if not is_complete and (values or len(texts) < column.present.size):
+    if not is_complete and (values.size or len(texts) < column.present.size):
         message.kinds = _kinds_of(column)
     try:
         message.name = column.name
-        if values or (column.json is None and column.removed is None):
+        if values.size or (column.json is None and column.removed is None):
             kind: Any = getattr(message, _FIELDS[column.values.dtype])
             kind.SetInParent()  # also without a value the column has its type
-            kind.values.extend(values)
+            if values.dtype == object:
+                what = f"custom_meta column {column.name!r}"
+                fill_texts(kind, values.tolist(), what, field="custom_meta", are_shared=True)
+            else:
+                fill_packed(kind, "values", values)
         if texts:
             message.json_values.extend(texts)
     except UnicodeEncodeError as error:
@@ -183,7 +206,6 @@ def _encode_meta_column(column: MetaColumn) -> pb.MetaColumn:
             f"custom_meta column {column.name!r} has {error.object!r:.200}, expected text in valid Unicode ({error})",
             field="custom_meta",
         ) from None
-    return message
 
 
 def _kinds_of(column: MetaColumn) -> bytes:
@@ -216,7 +238,7 @@ def decode_meta_columns(messages: Iterable[pb.MetaColumn], row_count: int) -> li
 
 
 def _decode_meta_column(message: pb.MetaColumn, row_count: int) -> MetaColumn:
-    values = _decode_values(message)
+    values = _decode_values(message, row_count)
     if values.size == row_count and not message.kinds and not message.json_values:
         return MetaColumn(name=message.name, values=values, present=np.ones(row_count, np.bool_))
     kinds = _decode_kinds(message, row_count)
@@ -277,7 +299,7 @@ def _decode_kinds(message: pb.MetaColumn, row_count: int) -> NDArray[np.uint8]:
     return kinds
 
 
-def _decode_values(message: pb.MetaColumn) -> NDArray[Any]:
+def _decode_values(message: pb.MetaColumn, row_count: int) -> NDArray[Any]:
     field = message.WhichOneof("values")
     if field is None:
         if message.json_values or _REMOVED in message.kinds:
@@ -287,6 +309,10 @@ def _decode_values(message: pb.MetaColumn) -> NDArray[Any]:
             field="custom_meta",
             metadata={"column": message.name},
         )
+    if field == "string_values":
+        what = f"custom_meta column {message.name!r}"
+        texts = decode_texts(message.string_values, row_count, what, field="custom_meta")
+        return np.fromiter(texts, np.object_, len(texts))
     values = getattr(message, field).values
     return decode_integers(values) if field == "int64_values" else np.array(values, _DTYPES[field])
 
@@ -336,6 +362,42 @@ def rows_to_meta_columns(rows: Sequence[Mapping[str, Any]]) -> list[MetaColumn]:
     return [_column(name, list(map(get, plain, repeat(name), repeat(_NO_VALUE))), present) for name in names]
 
 
+def values_to_meta_column(name: str, values: Any) -> MetaColumn:
+    """Return the custom_meta column of an array, a tensor or a list that has a value for each of `n` samples.
+
+    Args:
+        name: name of the column.
+        values: `(n,)`; further dimensions make lists. Values are as in `rows_to_meta_columns`; None removes the value.
+
+    Raises:
+        InvalidArgumentError: it has no values, or one that JSON does not have.
+    """
+    if hasattr(values, "detach"):  # a tensor
+        tensor = values.detach().cpu()
+        values = (tensor.double() if tensor.is_floating_point() else tensor).numpy()
+    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable) or getattr(values, "ndim", 1) == 0:
+        raise InvalidArgumentError(
+            f"custom_meta[{name!r}] is {type(values).__name__}, expected an array, a tensor or a list with a value for "
+            f"each sample",
+            field="custom_meta",
+        )
+    typed = _typed_values(values) if isinstance(values, np.ndarray) and values.ndim == 1 else None
+    if typed is not None:
+        return MetaColumn(name=_checked_name(name), values=typed, present=np.ones(typed.size, np.bool_))
+    plain = cast("Any", values).tolist() if hasattr(values, "tolist") else list(values)
+    return _column(name, plain, np.ones(len(plain), np.bool_))
+
+
+def _typed_values(values: NDArray[Any]) -> NDArray[Any] | None:
+    """Return a copy of an array as a column has it, None where its values are to be looked at one by one."""
+    kind = values.dtype.kind
+    if kind == "U":
+        return np.fromiter(values.tolist(), np.object_, values.size)
+    if kind in "iub" and not (values.dtype == np.uint64 and values.size and values.max() > _MOST_INT64):
+        return values.astype(np.bool_ if kind == "b" else np.int64)
+    return values.astype(np.float64) if kind == "f" and values.dtype.itemsize <= np.float64().itemsize else None
+
+
 class _NoValue:
     """What a sample has that has no value."""
 
@@ -354,10 +416,7 @@ def _checked(position: int, row: Any) -> dict[str, Any]:
 
 def _column(name: str, values: list[Any], present: NDArray[np.bool_]) -> MetaColumn:
     """Return the column of the values of all rows, some of which may have none; `present` is that of none without."""
-    if not isinstance(name, str) or not name:
-        raise InvalidArgumentError(
-            f"custom_meta has the key {name!r}, expected a string that is not empty", field="custom_meta"
-        )
+    name = _checked_name(name)
     kinds = set(map(type, values))
     if _NoValue in kinds:
         present = np.array([value is not _NO_VALUE for value in values])
@@ -369,14 +428,23 @@ def _column(name: str, values: list[Any], present: NDArray[np.bool_]) -> MetaCol
     return column_of(name, present.size, np.flatnonzero(present).tolist(), values)
 
 
+def _checked_name(name: Any) -> str:
+    if not isinstance(name, str) or not name:
+        raise InvalidArgumentError(
+            f"custom_meta has the key {name!r}, expected a string that is not empty", field="custom_meta"
+        )
+    return name
+
+
 def meta_columns_to_rows(columns: Iterable[MetaColumn], row_count: int) -> list[dict[str, Any]]:
     """Return custom_meta as one dict a sample `(row_count,)`; a sample without a value lacks the key."""
-    known = [(column.name, column.objects(), column.has_value) for column in columns]
-    if known and all(has_value.all() for _, _, has_value in known):
-        names = [name for name, _, _ in known]
-        return [dict(zip(names, each, strict=True)) for each in zip(*(values for _, values, _ in known), strict=True)]
     rows: list[dict[str, Any]] = [{} for _ in range(row_count)]
-    for name, values, has_value in known:
-        for position in np.flatnonzero(has_value).tolist():
-            rows[position][name] = values[position]
+    for column in columns:
+        name, values, has_value = column.name, column.objects(), column.has_value
+        if has_value.all():
+            for row, value in zip(rows, values, strict=True):
+                row[name] = value
+        else:
+            for position in np.flatnonzero(has_value).tolist():
+                rows[position][name] = values[position]
     return rows

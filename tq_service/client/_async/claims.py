@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from tq_service.client._async.calls import AsyncBase
 from tq_service.client.batch_meta import BatchMeta
-from tq_service.client.requests import check_leased, get_meta_request, lease_duration, request_of, seconds
+from tq_service.client.requests import check_leased, get_meta_request, lease_duration, listed, request_of, seconds
 from tq_service.client.retry import Deadline
+from tq_service.client.wait_reports import WaitReports
+from tq_service.client_probes import probes
 from tq_service.errors import CallCancelledError, DeadlineError, InternalError, TqError, UnavailableError
-from tq_service.results import ConsumptionStatus, ProductionStatus
+from tq_service.results import ConsumptionStatus, ProductionStatus, WaitReason
 from tq_service.schema import BatchUnit
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1.metadata_pb2 import BATCH_STATUS_NOT_YET
@@ -53,6 +56,8 @@ class AsyncClaimCalls(AsyncBase):
         claim_name: str | None = None,
         max_uses: int | None = None,
         max_wait: float = DEFAULT_MAX_WAIT_SECONDS,
+        explain: bool | None = None,
+        on_wait: Callable[[WaitReason], object] | None = None,
         timeout: float | None = None,
     ) -> BatchMeta:
         """Ask for a batch: with `dp_rank`, `dp_size` and `batch_index` as a trainer rank, without as a queue worker.
@@ -91,6 +96,10 @@ class AsyncClaimCalls(AsyncBase):
                 ready for later batches. With a lease a delivery counts once it is acknowledged. None: once, or as the
                 sampler says.
             max_wait: seconds to wait for a batch; then the answer is "not_yet".
+            explain: whether "not_yet" comes with its reason, `BatchMeta.reason` and `waiting_for`, for which the
+                service looks at all samples of the partition; None: after a wait of 10 s or more.
+            on_wait: called with the reason while the call waits, after 10 s and then each minute, unless `explain` is
+                False; what it raises ends the call.
             timeout: seconds beyond `max_wait` until the call fails; None: the client's.
 
         Returns:
@@ -131,26 +140,69 @@ class AsyncClaimCalls(AsyncBase):
             max_uses=max_uses,
         )
         is_queue = dp_rank is None and dp_size is None and batch_index is None
-        wait = seconds("max_wait", max_wait)
+        wait, began_at = seconds("max_wait", max_wait), time.perf_counter()
         try:
-            answer = await self._poll(request, Deadline.after(wait), self._deadline(timeout, wait))
+            answer = await self._poll(request, wait, self._deadline(timeout, wait), explain, on_wait)
         except BaseException as error:
             if is_queue and not claim_name and (isinstance(error, _UNKNOWN_OUTCOMES) or not isinstance(error, TqError)):
                 self._background_calls.run(lambda: self._release(request))
             raise
         claim_id = answer.meta.claim_request_id or (request.request_id if is_queue else b"")
-        return BatchMeta.from_proto(answer.meta, self._namespace, claim_id=claim_id, task_name=request.task_name)
+        meta = BatchMeta.from_proto(
+            answer.meta,
+            self._namespace,
+            claim_id=claim_id,
+            task_name=request.task_name,
+            waiting_for=read_message(WaitReason, answer.reason) if answer.HasField("reason") else None,
+        )
+        for probe in probes:
+            probe.claimed(time.perf_counter() - began_at, meta.status)
+        return meta
 
-    async def _poll(self, request: pb.GetMetaRequest, wait: Deadline, deadline: Deadline) -> pb.GetMetaResponse:
+    async def _poll(
+        self,
+        request: pb.GetMetaRequest,
+        wait_seconds: float,
+        deadline: Deadline,
+        explain: bool | None,
+        on_wait: Callable[[WaitReason], object] | None,
+    ) -> pb.GetMetaResponse:
         """Ask until there is an answer or the wait is spent: the server may cap how long one call waits."""
+        wait, reports = Deadline.after(wait_seconds), WaitReports()
 
         async def attempt(max_wait: float) -> pb.GetMetaResponse:
+            if on_wait is not None:
+                max_wait = min(max_wait, reports.seconds_left())
             request.max_wait.CopyFrom(to_duration(max_wait))
-            return await self._calls.unary_once(lambda to: to.controller.GetMeta, request, deadline)
+            request.explain = reports.lasts_after(max_wait) if explain is None else explain
+            answer = await self._calls.unary_once(lambda to: to.controller.GetMeta, request, deadline)
+            if on_wait is not None and answer.HasField("reason") and reports.is_due_after(0):
+                reports.made()
+                on_wait(read_message(WaitReason, answer.reason))
+            return answer
 
         return await self._calls.polled(
             attempt, lambda answer: answer.meta.status == BATCH_STATUS_NOT_YET, wait, deadline
         )
+
+    async def explain(
+        self, partition_id: str, task_name: str | None = None, *, timeout: float | None = None
+    ) -> list[WaitReason]:
+        """Return why claims of a partition wait: one reason for all calls that ask alike.
+
+        Args:
+            partition_id: the partition; one that is not there may be waited for, too.
+            task_name: claims of this task alone; None: of all.
+            timeout: seconds until the call fails; None: the client's.
+        """
+        answer = await self._ask(
+            lambda to: to.Explain,
+            pb.ExplainRequest,
+            timeout,
+            partition_id=self._namespace.full_name(partition_id),
+            task_name=task_name or "",
+        )
+        return [read_message(WaitReason, reason) for reason in answer.reasons]
 
     async def _release(self, claim: pb.GetMetaRequest) -> None:
         if self._calls.closed:
@@ -347,6 +399,48 @@ class AsyncClaimCalls(AsyncBase):
             keep_consumed=keep_consumed,
         )
         return answer.epoch
+
+    async def requeue_dead_lettered(
+        self,
+        partition_id: str,
+        task_name: str,
+        global_indexes: Iterable[int] | None = None,
+        *,
+        incarnation: bytes = b"",
+        timeout: float | None = None,
+    ) -> int:
+        """Have dead-lettered samples of a task delivered again, as if they never had been.
+
+        Args:
+            partition_id: the partition.
+            task_name: the consumer that they were delivered to too often.
+            global_indexes: samples, of which those that are not dead-lettered are ignored; None: all that are.
+            incarnation: that of the partition; empty: whichever.
+            timeout: seconds until the call fails; None: the client's.
+
+        Returns:
+            The number of samples that can be claimed again.
+
+        Raises:
+            PreconditionError: the ranks of the task have come to their end; `reset_consumption(keep_consumed=True)`
+                delivers its dead-lettered samples again.
+            PartitionNotFoundError: there is no such partition.
+            TaskNotFoundError: the task has not asked for anything yet.
+            StaleIncarnationError: the partition was created again.
+        """
+        named = None if global_indexes is None else listed("global_indexes", global_indexes)
+        if named is not None and not named:  # which would stand for all
+            return 0
+        answer = await self._ask(
+            lambda to: to.RequeueDeadLettered,
+            pb.RequeueDeadLetteredRequest,
+            timeout,
+            partition_id=self._namespace.full_name(partition_id),
+            incarnation=incarnation,
+            task_name=task_name,
+            global_indexes=named,
+        )
+        return answer.requeued_count
 
 
 def _claim_of(metadata: BatchMeta) -> dict[str, Any]:

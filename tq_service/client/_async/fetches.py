@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -24,6 +25,7 @@ from tq_service.client.reads import (
 )
 from tq_service.client.requests import listed, partition_of, request_of
 from tq_service.client.retry import Deadline
+from tq_service.client_probes import probes
 from tq_service.dataplane._async.drivers import async_driver
 from tq_service.dataplane.parties import Received
 from tq_service.errors import (
@@ -89,6 +91,7 @@ class AsyncFetchCalls(AsyncBase):
             DataLossError: the storage service that held them came back empty; names the samples.
             UnavailableError: the controller, or the storage service that holds them, did not answer until the timeout.
         """
+        began_at = time.perf_counter()
         deadline = self._deadline(timeout)
         fields = None if data_fields is None else listed("data_fields", data_fields)
         _check_word("missing", missing, ("error", "skip"))
@@ -119,7 +122,10 @@ class AsyncFetchCalls(AsyncBase):
         stale = None
         while True:
             try:
-                return await self._fetch(located, fields, missing_fields, layout, deadline)
+                fetched = await self._fetch(located, fields, missing_fields, layout, deadline)
+                for probe in probes:
+                    probe.fetched(time.perf_counter() - began_at)
+                return fetched
             except (PutNotFoundError, DataLossError):
                 # Overwritten since it was located: the cells are elsewhere now. Where they are not, they are lost.
                 if stale is not None and not _has_moved(stale, located):
@@ -159,6 +165,8 @@ class AsyncFetchCalls(AsyncBase):
         answers = await async_gather(
             [partial(self._read, located, read, read.size_bytes(specs), deadline) for read in reads]
         )
+        for probe in probes:
+            probe.received(sum(column.value_bytes for answer in answers for column, _ in answer))
         received = merge_answers(reads, answers, wanted, specs, layout)
         if order is None:
             return to_batch(received, located.size)

@@ -10,13 +10,17 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from tq_service.addresses import parse_address
 from tq_service.client._async.calls import AsyncBase
 from tq_service.client.requests import field_specs, listed, request_of, staleness_limit_messages
+from tq_service.client.status import StatusReader
 from tq_service.results import (
     CheckpointCopy,
     CheckpointSummary,
     PartitionDescription,
+    PartitionList,
     PartitionSummary,
     RestoredCheckpoint,
+    Revision,
     SamplerDescription,
+    ServiceStatus,
     StorageStat,
 )
 from tq_service.schema import FieldSpec, Layout, StalenessLimit
@@ -157,18 +161,23 @@ class AsyncPartitionCalls(AsyncBase):
             groups=groups,
         )
 
-    async def list_partitions(self, prefix: str = "", *, timeout: float | None = None) -> list[PartitionSummary]:
+    async def list_partitions(self, prefix: str = "", *, timeout: float | None = None) -> PartitionList:
         """Return the partitions whose names begin with `prefix`, in the order of their names.
 
-        Many of them come page by page: one that is made or cleared meanwhile may be among them or not.
+        Many of them come page by page: one that is made or cleared meanwhile may be among them or not. `watch` goes on
+        from the `revision` of the list.
         """
         request = request_of(pb.ListPartitionsRequest, prefix=self._namespace.prefix + prefix)
         pages = self._pages(lambda to: to.ListPartitions, request, self._deadline(timeout))
-        return [
-            read_message(PartitionSummary, one, partition_id=self._namespace.own_name(one.partition_id))
-            async for page in pages
-            for one in page.partitions
-        ]
+        revision: Revision | None = None
+        partitions: list[PartitionSummary] = []
+        async for page in pages:
+            revision = revision or read_message(Revision, page.revision)
+            partitions += (
+                read_message(PartitionSummary, one, partition_id=self._namespace.own_name(one.partition_id))
+                for one in page.partitions
+            )
+        return PartitionList(partitions, revision)
 
     async def describe_partition(self, partition_id: str, *, timeout: float | None = None) -> PartitionDescription:
         """Return samples by state, fields and tasks of a partition.
@@ -184,6 +193,23 @@ class AsyncPartitionCalls(AsyncBase):
         )
         answer.summary.partition_id = self._namespace.own_name(answer.summary.partition_id)
         return read_message(PartitionDescription, answer)
+
+    async def status(self, prefix: str = "", *, explain: bool = True, timeout: float | None = None) -> ServiceStatus:
+        """Return what the service is, its storage services, its partitions, and what is waited for, and why.
+
+        Many partitions come page by page: one that is made or cleared meanwhile may be among them or not.
+
+        Args:
+            prefix: how the names of partitions begin, those included that do not exist and are waited for.
+            explain: whether waits come with their reasons, which takes the service a pass over the samples of each
+                partition that is waited for.
+            timeout: seconds until the call fails; None: the client's.
+        """
+        request = request_of(pb.GetStatusRequest, prefix=self._namespace.prefix + prefix, explain=explain)
+        deadline, pages = self._deadline(timeout), StatusReader(self._namespace)
+        async for page in self._pages(lambda to: to.GetStatus, request, deadline):
+            pages.add(page)
+        return pages.status()
 
     async def list_samplers(self, *, timeout: float | None = None) -> list[SamplerDescription]:
         """Return the samplers that `get_meta` takes, with their options."""

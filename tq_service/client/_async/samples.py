@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, Literal
 
 import numpy as np
 
 from tq_service.client._async.calls import AsyncBase
 from tq_service.client.batch_meta import NAMED_AT_ONCE, BatchMeta, check_is_batch, in_parts, joined
+from tq_service.client.names import GroupColumn, MetaGiven, NameColumn, check_meta_count, meta_columns_of
 from tq_service.client.requests import (
-    check_meta_count,
     check_waits,
     condition_messages,
     named_samples,
     new_id,
     partition_of,
     request_of,
-    sample_write,
     seconds,
 )
 from tq_service.client.retry import Deadline
-from tq_service.client.writes import check_row_counts, declared_layouts, put_nothing, written_meta
-from tq_service.custom_meta import MetaValue
+from tq_service.client.writes import check_row_counts, declared_layouts, fill_write, put_nothing, written_meta
+from tq_service.client_probes import probes
 from tq_service.dataplane._async.drivers import async_driver
 from tq_service.dataplane.messages import put_header
 from tq_service.dataplane.parties import CONTROLLER_KIND
 from tq_service.errors import DataLossError, InvalidArgumentError, PutNotFoundError, TqError, UnavailableError
+from tq_service.results import Revision
 from tq_service.schema import KeyMode, SampleState
 from tq_service.v1 import commit_pb2
 from tq_service.v1 import controller_service_pb2 as pb
@@ -35,7 +36,8 @@ from tq_service.v1.storage_service_pb2 import PutHeader
 from tq_service.wire.columns import Column
 from tq_service.wire.durations import to_duration
 from tq_service.wire.encoding import encode_columns
-from tq_service.wire.metadata import encode_meta_columns, rows_to_meta_columns
+from tq_service.wire.mapper import read_message
+from tq_service.wire.metadata import encode_meta_columns
 
 _COMMIT_PATIENCE_SECONDS: Final = 5.0
 _MOST_LOSSES: Final = 3
@@ -51,11 +53,11 @@ class AsyncSampleCalls(AsyncBase):
         *,
         partition_id: str | None = None,
         metadata: BatchMeta | None = None,
-        keys: Sequence[str] | None = None,
+        keys: NameColumn | None = None,
         key_mode: KeyMode | None = None,
-        groups: Sequence[str | None] | None = None,
+        groups: GroupColumn | None = None,
         group_size: int | None = None,
-        custom_meta: Sequence[Mapping[str, MetaValue]] | None = None,
+        custom_meta: MetaGiven | None = None,
         state: SampleState | str | None = None,
         return_meta: Literal["written", "all"] = "written",
         timeout: float | None = None,
@@ -73,14 +75,15 @@ class AsyncSampleCalls(AsyncBase):
                 list is one item a row, of anything else one value for all rows. None: metadata or state only.
             partition_id: the partition; made on first use.
             metadata: existing samples, instead of `partition_id`.
-            keys: `n` unique names of the samples.
+            keys: `n` unique names of the samples: a list, or an array of text.
             key_mode: "upsert" (default): known keys name their sample, unknown ones make one; "new": every key makes a
                 sample; "existing": every key names one.
-            groups: `n` groups of new samples, None for a sample without.
+            groups: `n` groups of new samples: a list with None, or an array of text with "", for a sample without.
             group_size: number of members that completes each of these groups.
-            custom_meta: `n` mappings of names to what JSON has; they merge with what is there. None removes the value
-                of the sample, `tq.JSON_NULL` stores null. Claims compare and order by the values of one type, that of
-                the first number, truth value or text of a name.
+            custom_meta: `n` mappings of names to what JSON has, or columns: one mapping of names to arrays, tensors or
+                lists of `n` values, which is by far the quickest way for many samples. They merge with what is there.
+                None removes the value of the sample, `tq.JSON_NULL` stores null. Claims compare and order by the
+                values of one type, that of the first number, truth value or text of a name.
             state: "live" (default for new samples), "held" or "failed".
             return_meta: "written", or "all": besides what this put wrote, all that is known of the samples by now, of
                 65,536 at most: in the same call.
@@ -111,7 +114,13 @@ class AsyncSampleCalls(AsyncBase):
         columns = encode_columns(data, declared_layouts(metadata)) if data is not None else []
         if metadata is not None:
             check_row_counts(columns, metadata)
-        write, meta_columns = sample_write(
+        header = PutHeader()
+        if columns:
+            is_for_existing = metadata is not None or key_mode == "existing"
+            header = put_header(new_id(), columns, for_existing_rows=is_for_existing)
+        request = header.commit  # where it goes if the storage service is the controller: a copy of it takes long
+        given = fill_write(
+            request.write,
             self._namespace,
             partition_id=partition_id,
             metadata=metadata,
@@ -123,28 +132,23 @@ class AsyncSampleCalls(AsyncBase):
             custom_meta=custom_meta,
             state=state,
         )
-        request = request_of(commit_pb2.CommitRequest, write=write, return_all_meta=return_meta == "all")
+        request.request_id = new_id()
+        request.return_all_meta = return_meta == "all"
+        header.partition_id = request.write.partition_id
         deadline = self._deadline(timeout)
         if columns:
-            answer = await self._put_columns(request, columns, deadline)
+            began_at = time.perf_counter()
+            answer = await self._put_columns(header, request, columns, deadline)
+            for probe in probes:
+                probe.put(time.perf_counter() - began_at, header.size_bytes)
         else:
             answer = await self._calls.unary(lambda to: to.controller.Commit, request, deadline)
-        return written_meta(
-            answer.meta, write, metadata, meta_columns, namespace=self._namespace, all_meta=answer.all_meta
-        )
+        return written_meta(answer.meta, given, metadata, namespace=self._namespace, all_meta=answer.all_meta)
 
     async def _put_columns(
-        self, request: commit_pb2.CommitRequest, columns: Sequence[Column], deadline: Deadline
+        self, header: PutHeader, request: commit_pb2.CommitRequest, columns: Sequence[Column], deadline: Deadline
     ) -> commit_pb2.CommitResponse:
         """Put columns and commit them, all again under the same ids where a service is unavailable in the middle."""
-        header = put_header(
-            new_id(),
-            request.write.partition_id,
-            columns,
-            for_existing_rows=bool(request.write.global_indexes)
-            or request.write.key_mode == commit_pb2.KEY_MODE_EXISTING,
-        )
-
         loss_count = 0
 
         async def attempt() -> commit_pb2.CommitResponse:
@@ -171,7 +175,8 @@ class AsyncSampleCalls(AsyncBase):
             self._placement.renew(place)
         header.controller_id = place.controller_id
         if place.embedded:
-            header.commit.CopyFrom(request)
+            if not header.HasField("commit"):
+                header.commit.CopyFrom(request)
             answer = await async_driver(_CONTROLLER, self._calls).put(header, columns, deadline)
             return answer.commit
         header.ClearField("commit")
@@ -198,10 +203,10 @@ class AsyncSampleCalls(AsyncBase):
         partition_id: str,
         row_count: int | None = None,
         *,
-        keys: Sequence[str] | None = None,
-        groups: Sequence[str | None] | None = None,
+        keys: NameColumn | None = None,
+        groups: GroupColumn | None = None,
         group_size: int | None = None,
-        custom_meta: Sequence[Mapping[str, MetaValue]] | None = None,
+        custom_meta: MetaGiven | None = None,
         state: SampleState | str | None = None,
         timeout: float | None = None,
     ) -> BatchMeta:
@@ -213,7 +218,7 @@ class AsyncSampleCalls(AsyncBase):
             keys: their unique names.
             groups: their groups, None for a sample without.
             group_size: number of members that completes each of these groups.
-            custom_meta: mappings of names to what JSON has, see `put`.
+            custom_meta: mappings of names to what JSON has, or columns; see `put`, for keys and groups too.
             state: "live" (default), "held" or "failed".
             timeout: seconds until the call fails; None: the client's.
 
@@ -221,7 +226,9 @@ class AsyncSampleCalls(AsyncBase):
             AlreadyExistsError: a key is known.
             PartitionSealedError: the partition is sealed.
         """
-        write, meta_columns = sample_write(
+        request = request_of(pb.InsertRequest)
+        given = fill_write(
+            request.write,
             self._namespace,
             partition_id=partition_id,
             row_count=row_count,
@@ -232,17 +239,18 @@ class AsyncSampleCalls(AsyncBase):
             custom_meta=custom_meta,
             state=state,
         )
-        answer = await self._ask(lambda to: to.Insert, pb.InsertRequest, timeout, write=write)
-        return written_meta(answer.meta, write, None, meta_columns, namespace=self._namespace)
+        answer = await self._calls.unary(lambda to: to.controller.Insert, request, self._deadline(timeout))
+        return written_meta(answer.meta, given, None, namespace=self._namespace)
 
     async def set_custom_meta(
-        self, metadata: BatchMeta, custom_meta: Sequence[Mapping[str, MetaValue]], *, timeout: float | None = None
+        self, metadata: BatchMeta, custom_meta: MetaGiven, *, timeout: float | None = None
     ) -> None:
         """Write custom_meta of samples; values merge with what is there.
 
         Args:
             metadata: the samples.
-            custom_meta: a mapping of names to what JSON has for each of them, see `put`; None removes a value.
+            custom_meta: a mapping of names to what JSON has for each of them, or columns, see `put`; None removes a
+                value.
             timeout: seconds until the call fails; None: the client's.
 
         Raises:
@@ -251,7 +259,9 @@ class AsyncSampleCalls(AsyncBase):
             StaleIncarnationError: the partition was created again.
         """
         check_is_batch(metadata)
-        check_meta_count(len(custom_meta), metadata.size)
+        columns, count = meta_columns_of(custom_meta)
+        if count is not None:
+            check_meta_count(count, metadata.size)
         if not metadata.size:
             return
         await self._ask(
@@ -261,7 +271,7 @@ class AsyncSampleCalls(AsyncBase):
             partition_id=metadata.full_partition_id,
             incarnation=metadata.incarnation,
             global_indexes=metadata.indexes,
-            custom_meta=encode_meta_columns(rows_to_meta_columns(custom_meta)),
+            custom_meta=encode_meta_columns(columns),
         )
 
     async def lookup_samples(
@@ -276,6 +286,7 @@ class AsyncSampleCalls(AsyncBase):
         min_count: int | None = None,
         max_wait: float = 0.0,
         missing_ok: bool = False,
+        limit: int | None = None,
         timeout: float | None = None,
     ) -> tuple[BatchMeta, list[Any]]:
         """Return samples with all that is known of them, and which of those that were named are not there.
@@ -302,6 +313,8 @@ class AsyncSampleCalls(AsyncBase):
                 at once, and `min_count` does not matter.
             missing_ok: whether a partition that is not there has no samples, and a task that has not asked yet has
                 consumed nothing.
+            limit: most samples that are looked at, the first ones of those that are meant; None: all. Where samples are
+                named, each of those.
             timeout: seconds beyond `max_wait` until the call fails; None: the client's.
 
         Returns:
@@ -333,12 +346,16 @@ class AsyncSampleCalls(AsyncBase):
                 task_name=task_name,
                 min_count=min_count or 0,
                 missing_ok=missing_ok,
+                page_size=limit or 0,
                 **({} if name is None else {name: some}),
             )
             first = await self._first_page(request, Deadline.after(wait), deadline)
+            if limit is not None:
+                first.ClearField("next_page_token")
             async for page in self._pages(lambda to: to.LookupSamples, request, deadline, first):
                 states = None if task_name is None else np.array(page.consumption, np.uint8)
-                parts.append(BatchMeta.from_proto(page.meta, self._namespace, consumption=states))
+                revision = read_message(Revision, page.revision)
+                parts.append(BatchMeta.from_proto(page.meta, self._namespace, consumption=states, revision=revision))
                 missing += () if name is None else getattr(page, f"missing_{name}")
         found = joined(parts)
         if groups is not None and len(named) > NAMED_AT_ONCE:

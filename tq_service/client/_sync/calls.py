@@ -21,11 +21,12 @@ from tq_service.client.namespace import NO_NAMESPACE, Namespace
 from tq_service.client.requests import request_of, seconds
 from tq_service.client.retry import Backoff, Deadline, Outage, error_of
 from tq_service.client.writes import PlacementGrant
+from tq_service.client_probes import carriers
 from tq_service.dataplane import parties
 from tq_service.dataplane._sync.drivers import Driver, GrpcDriver
 from tq_service.dataplane.shared_memory.client import HostLink
 from tq_service.errors import CallCancelledError, PreconditionError, TqError, UnavailableError
-from tq_service.wire.credentials import Credentials, Tls, open_channel
+from tq_service.wire.credentials import Credentials, Metadata, Tls, open_channel
 from tq_service.wire.error_table import status_from_trailers
 
 T = TypeVar("T")
@@ -44,7 +45,6 @@ class Endpoint:
 
     def __init__(self, address: str, calls: Calls) -> None:
         self.address = address
-        self.metadata = calls.credentials.metadata
         self.opened_with = calls.credentials.signature()
         self.channel = open_channel(address, calls.credentials, CHANNEL_OPTIONS)
         self.controller: ControllerStub = CONTROLLER_STUB(self.channel)
@@ -53,6 +53,13 @@ class Endpoint:
         self.driver = GrpcDriver(self.channel, metadata=self.metadata, errors=self.errors, link=self.link)
         self._calls = calls
         self._outage = Outage(address)
+
+    def metadata(self) -> Metadata | None:
+        """Return what a call carries: the token, and the context of its trace where calls are traced."""
+        metadata = self._calls.credentials.metadata()
+        for carry in carriers:
+            metadata = (*(metadata or ()), *carry())
+        return metadata
 
     @contextmanager
     def errors(self, deadline: parties.Deadline, *, is_retried: bool = True) -> Iterator[None]:

@@ -14,13 +14,13 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n(tq_service/internal/v1/put_receipt.proto\x12\x16tq_service.internal.v1\"m\n\nPutReceipt\x12\x0e\n\x06key_id\x18\x01 \x01(\x0c\x12\x0e\n\x06put_id\x18\x02 \x01(\x0c\x12\x14\n\x0cpartition_id\x18\x03 \x01(\t\x12\x19\n\x11\x66or_existing_rows\x18\x04 \x01(\x08\x12\x0e\n\x06number\x18\x05 \x01(\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n(tq_service/internal/v1/put_receipt.proto\x12\x16tq_service.internal.v1\"\x85\x01\n\nPutReceipt\x12\x0e\n\x06key_id\x18\x01 \x01(\x0c\x12\x0e\n\x06put_id\x18\x02 \x01(\x0c\x12\x14\n\x0cpartition_id\x18\x03 \x01(\t\x12\x19\n\x11\x66or_existing_rows\x18\x04 \x01(\x08\x12\x0e\n\x06number\x18\x05 \x01(\x03\x12\x16\n\x0e\x63olumns_digest\x18\x06 \x01(\x0c\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tq_service.internal.v1.put_receipt_pb2', _globals)
 if _descriptor._USE_C_DESCRIPTORS == False:
   DESCRIPTOR._options = None
-  _globals['_PUTRECEIPT']._serialized_start=68
-  _globals['_PUTRECEIPT']._serialized_end=177
+  _globals['_PUTRECEIPT']._serialized_start=69
+  _globals['_PUTRECEIPT']._serialized_end=202
 # @@protoc_insertion_point(module_scope)

@@ -21,6 +21,7 @@ class PutReceipt(google.protobuf.message.Message):
     PARTITION_ID_FIELD_NUMBER: builtins.int
     FOR_EXISTING_ROWS_FIELD_NUMBER: builtins.int
     NUMBER_FIELD_NUMBER: builtins.int
+    COLUMNS_DIGEST_FIELD_NUMBER: builtins.int
     key_id: builtins.bytes
     """The first 8 bytes of the SHA-256 of the key."""
     put_id: builtins.bytes
@@ -33,6 +34,8 @@ class PutReceipt(google.protobuf.message.Message):
     """
     number: builtins.int
     """Counts the receipts under one key. A registration says from which number on receipts are valid."""
+    columns_digest: builtins.bytes
+    """Digest of the columns that the put has, so that a commit of others is refused."""
     def __init__(
         self,
         *,
@@ -41,7 +44,8 @@ class PutReceipt(google.protobuf.message.Message):
         partition_id: builtins.str = ...,
         for_existing_rows: builtins.bool = ...,
         number: builtins.int = ...,
+        columns_digest: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["for_existing_rows", b"for_existing_rows", "key_id", b"key_id", "number", b"number", "partition_id", b"partition_id", "put_id", b"put_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["columns_digest", b"columns_digest", "for_existing_rows", b"for_existing_rows", "key_id", b"key_id", "number", b"number", "partition_id", b"partition_id", "put_id", b"put_id"]) -> None: ...
 
 global___PutReceipt = PutReceipt

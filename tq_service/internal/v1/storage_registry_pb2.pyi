@@ -27,6 +27,8 @@ class RegisterStorageRequest(google.protobuf.message.Message):
     OVERDUE_PUT_IDS_FIELD_NUMBER: builtins.int
     RECEIPTS_FROM_FIELD_NUMBER: builtins.int
     CONTROLLER_ID_FIELD_NUMBER: builtins.int
+    PUT_COUNT_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
     max_bytes: builtins.int
     """Most bytes that it stores. 0: no quota."""
     used_bytes: builtins.int
@@ -37,6 +39,10 @@ class RegisterStorageRequest(google.protobuf.message.Message):
     """The receipts of this controller's puts with lower numbers are void from now on."""
     controller_id: builtins.bytes
     """The controller that it was registered with last, which these two are about; empty: none."""
+    put_count: builtins.int
+    """Number of puts that it stores."""
+    version: builtins.str
+    """Its version, such as "0.1.0"."""
     @property
     def storage(self) -> tq_service.v1.metadata_pb2.StorageEndpoint:
         """Its name, boot, kind and address, as clients will get them."""
@@ -57,9 +63,11 @@ class RegisterStorageRequest(google.protobuf.message.Message):
         overdue_put_ids: collections.abc.Iterable[builtins.bytes] | None = ...,
         receipts_from: builtins.int = ...,
         controller_id: builtins.bytes = ...,
+        put_count: builtins.int = ...,
+        version: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["storage", b"storage"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["controller_id", b"controller_id", "max_bytes", b"max_bytes", "overdue_put_ids", b"overdue_put_ids", "receipts_from", b"receipts_from", "run_id", b"run_id", "storage", b"storage", "used_bytes", b"used_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["controller_id", b"controller_id", "max_bytes", b"max_bytes", "overdue_put_ids", b"overdue_put_ids", "put_count", b"put_count", "receipts_from", b"receipts_from", "run_id", b"run_id", "storage", b"storage", "used_bytes", b"used_bytes", "version", b"version"]) -> None: ...
 
 global___RegisterStorageRequest = RegisterStorageRequest
 

@@ -31,6 +31,7 @@ from transfer_queue.sampler import (
     SequentialSampler,
 )
 from transfer_queue.session import close, get_client, init
+from transfer_queue.storage import StorageKeyNotFoundError
 
 __version__ = "0.1.11"
 """The version of TransferQueue whose calls these are, which callers compare with the least that they need."""
@@ -44,6 +45,7 @@ __all__ = [
     "RankAwareSampler",
     "SeqlenBalancedSampler",
     "SequentialSampler",
+    "StorageKeyNotFoundError",
     "StreamingDataLoader",
     "StreamingDataset",
     "TransferQueueClient",

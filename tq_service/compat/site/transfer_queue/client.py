@@ -22,8 +22,10 @@ from tensordict.tensorclass import NonTensorStack
 import tq_service as tq
 from transfer_queue.metadata import BatchMeta, KVBatchMeta, positions_of
 from transfer_queue.sampler import BaseSampler, claim_name, service_samples
+from transfer_queue.storage import StorageKeyNotFoundError
 
 T = TypeVar("T")
+_CLEARED: Final = (tq.PartitionNotFoundError, tq.SampleNotFoundError, tq.CellNotFoundError, tq.StaleIncarnationError)
 _PAUSE_SECONDS: Final = 0.05
 Row = dict[str, Any]
 
@@ -115,8 +117,9 @@ class Calls:
                 "'force_fetch'"
             )
         claim = {"partition_id": partition_id, "task_name": task_name, "data_fields": list(data_fields)}
-        if service_samples(self._asking.sampler):
-            wanted = self._asking.sampler.claim(batch_size, sampling_config or {})
+        sampler: Any = self._asking.sampler
+        if service_samples(sampler):
+            wanted = sampler.claim(batch_size, sampling_config or {})
             meta = await self._client.get_meta(**claim, **wanted, max_wait=self._asking.wait_seconds)
             batch = _of_samples(meta, data_fields) if meta.status == "batch" else BatchMeta()
         else:
@@ -141,7 +144,8 @@ class Calls:
             known = await self._lookup(partition_id, task_name=task_name)
             produced, nothing = known.produced, np.zeros(known.size, np.bool_)
             is_ready = np.logical_and.reduce([produced.get(name, nothing) for name in data_fields])
-            ready = known.indexes[is_ready & ~known.consumed].tolist() if known.size else []
+            taken: Any = known.consumed  # there, since the task was named
+            ready = known.indexes[is_ready & ~taken].tolist() if known.size else []
             tags = dict(zip(known.global_indexes, known.custom_meta, strict=True))
             rows, consumed = self._asking.sample(ready, batch_size, partition_id, task_name, tags, config)
             if rows and await self._are_claimed(claim, consumed, config):
@@ -165,13 +169,20 @@ class Calls:
         return bool(meta.status == "batch")
 
     async def get_data(self, metadata: BatchMeta) -> TensorDict:
-        """Return the fields of a batch: rows of one dimension or more as nested tensors, objects as NonTensorStack."""
+        """Return the fields of a batch: rows of one dimension or more as nested tensors, objects as NonTensorStack.
+
+        Raises:
+            StorageKeyNotFoundError: a sample was cleared.
+        """
         if not metadata or not metadata.field_names:
             return TensorDict({}, batch_size=0)
-        parts = [
-            await self._client.get_data(samples, data_fields=metadata.field_names, layout="jagged")
-            for _, samples in self._samples(metadata)
-        ]
+        try:
+            parts = [
+                await self._client.get_data(samples, data_fields=metadata.field_names, layout="jagged")
+                for _, samples in self._samples(metadata)
+            ]
+        except _CLEARED as error:
+            raise StorageKeyNotFoundError(str(error)) from error
         if len(parts) > 1:
             places = np.argsort(np.concatenate([positions for positions, _ in self._samples(metadata)]))
             parts = [_taken(parts, places.tolist())]
@@ -238,7 +249,8 @@ class Calls:
         meta = await self._lookup(partition_id, task_name=task_name)
         if not meta.incarnation:
             return None, None
-        return torch.from_numpy(meta.indexes.copy()), torch.from_numpy(meta.consumed.astype(np.int8))
+        consumed: Any = meta.consumed  # there, since the task was named
+        return torch.from_numpy(meta.indexes.copy()), torch.from_numpy(consumed.astype(np.int8))
 
     async def get_production_status(
         self, data_fields: Sequence[str], partition_id: str
@@ -252,9 +264,9 @@ class Calls:
         return torch.from_numpy(meta.indexes.copy()), torch.from_numpy(has_field.astype(np.int8))
 
     async def check_consumption_status(self, task_name: str, partition_id: str) -> bool:
-        """Return whether there are samples, and a task has consumed all of them."""
+        """Return whether there are samples, and a task has consumed all of them; cleared ones need not be."""
         status = await self._client.check_consumption(partition_id, task_name, missing_ok=True)
-        return bool(0 < _expected(status.total_count) <= status.consumed_count)
+        return bool(0 < _expected(status.total_count - status.skipped_count) <= status.consumed_count)
 
     async def check_production_status(self, data_fields: Sequence[str], partition_id: str) -> bool:
         """Return whether there are samples, and all of them have these fields."""
@@ -300,11 +312,7 @@ class Calls:
         """Return the keys of one partition, or of all, with their tags: by partition, then by key."""
         names = [partition_id] if partition_id is not None else await self.get_partition_list()
         metas = [await self._lookup(name) for name in names]
-        return {
-            name: {key: tags for key, tags in zip(meta.keys, meta.custom_meta, strict=True) if key is not None}
-            for name, meta in zip(names, metas, strict=True)
-            if meta.incarnation
-        }
+        return {name: _tags_by_key(meta) for name, meta in zip(names, metas, strict=True) if meta.incarnation}
 
     async def kv_put(
         self,
@@ -405,7 +413,7 @@ class Calls:
         if meta.partition_id is None:
             raise ValueError("the meta names no partition; set its partition_id")
         if unknown := set(fields or ()) - set(meta.fields or ()):
-            raise ValueError(f"the meta has no fields {sorted(unknown)}, it has {meta.fields}")
+            raise ValueError(f"select_fields {sorted(unknown)} not found in the meta, which has {meta.fields}")
         return await self.kv_batch_get(meta.keys, meta.partition_id, fields)
 
     async def kv_clear(self, keys: Sequence[str] | str, partition_id: str) -> None:
@@ -451,6 +459,12 @@ def _of_samples(meta: tq.BatchMeta, data_fields: Sequence[str] | None = None) ->
         custom_meta=meta.custom_meta,
         incarnations={meta.partition_id: meta.incarnation},
     )
+
+
+def _tags_by_key(meta: tq.BatchMeta) -> dict[str, Row]:
+    tags: dict[Any, Row] = dict(zip(meta.keys, meta.custom_meta, strict=True))
+    tags.pop(None, None)  # of samples without a key
+    return tags
 
 
 def _schema_of(spec: tq.FieldSpec | None) -> Row:
@@ -504,7 +518,8 @@ def _parsed(data: TensorDict, data_parser: Callable[[Row], Any] | None) -> Tenso
     """
     if data_parser is None:
         return data
-    columns: Row = {name: _rows_of(data.get(name)) for name in data.keys()}  # noqa: SIM118  (tensordict iterates rows)
+    names: Any = data.keys()  # tensordict iterates rows
+    columns: Row = {name: _rows_of(data.get(name)) for name in names}
     counts = {name: len(column) for name, column in columns.items()}
     data_parser(columns)
     if {name: len(column) for name, column in columns.items()} != counts:
@@ -549,7 +564,8 @@ def _as_transfer_queue(data: TensorDict) -> TensorDict:
     for name in list(data.keys()):
         column = data.get(name)
         if isinstance(column, torch.Tensor):
-            is_other = column.is_nested and column.layout is torch.jagged and column._ragged_idx != 1
+            nested: Any = column
+            is_other = nested.is_nested and nested.layout is torch.jagged and nested._ragged_idx != 1
             if is_other and len({row.shape for row in column.unbind()}) == 1:
                 data[name] = _column_of(column.unbind())
         elif isinstance(column[0].data, torch.Tensor):
@@ -565,11 +581,20 @@ class TransferQueueClient:
         namespace: of the run; empty: none.
         token: for the service; None: as the environment says.
         asking: how batches are asked for.
+        timeout: seconds in which a call tries to reach a service that does not answer.
     """
 
-    def __init__(self, address: str, *, namespace: str, token: str | None, asking: Asking) -> None:
-        self._arguments = {"address": address, "namespace": namespace, "token": token, "asking": asking}
-        reached: dict[str, Any] = {"address": address, "namespace": namespace or False}
+    def __init__(
+        self, address: str, *, namespace: str, token: str | None, asking: Asking, timeout: float = 60.0
+    ) -> None:
+        self._arguments: dict[str, Any] = {
+            "address": address,
+            "namespace": namespace,
+            "token": token,
+            "asking": asking,
+            "timeout": timeout,
+        }
+        reached: dict[str, Any] = {"address": address, "namespace": namespace or False, "timeout": timeout}
         if token is not None:
             reached |= {"token": token, "insecure": True}
         self.sync_client, self.async_client = tq.Client(**reached), tq.AsyncClient(**reached)

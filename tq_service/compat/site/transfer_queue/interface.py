@@ -12,8 +12,28 @@ from typing import Any, Final
 
 from transfer_queue.client import Calls, finished
 from transfer_queue.controller import OWN_CHECKPOINT_DIR
-from transfer_queue.session import current, setting
+from transfer_queue.session import close, current, get_client, init, setting
 
+__all__ = [
+    "async_kv_batch_get",
+    "async_kv_batch_get_by_meta",
+    "async_kv_batch_put",
+    "async_kv_clear",
+    "async_kv_list",
+    "async_kv_put",
+    "close",
+    "get_client",
+    "get_metrics_endpoint",
+    "init",
+    "kv_batch_get",
+    "kv_batch_get_by_meta",
+    "kv_batch_put",
+    "kv_clear",
+    "kv_list",
+    "kv_put",
+    "load_checkpoint",
+    "save_checkpoint",
+]
 METADATA_FILE: Final = "metadata.json"
 _LONGEST_NAME: Final = 200
 
@@ -85,8 +105,12 @@ def load_checkpoint(checkpoint_dir: str | Path) -> None:
 
 
 def get_metrics_endpoint() -> str | None:
-    """Return `metrics.endpoint` of the configuration: host and port that serve metrics, None where none do."""
-    endpoint: str | None = setting(current().run.conf, "metrics", "endpoint")
+    """Return `metrics.endpoint` of the configuration: host and port that serve metrics; None: none do, or no run."""
+    try:
+        conf = current().run.conf
+    except RuntimeError:
+        return None
+    endpoint: str | None = setting(conf, "metrics", "endpoint")
     return endpoint
 
 

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import torch
@@ -16,6 +16,11 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 
 _log = logging.getLogger(__name__)
+
+# NeMo-RL's adapter corrects TransferQueue's schema of one-dimensional fields when it is imported, unless this says that
+# it is right: a row of theirs has shape () here.
+_nrl_scalar_schema_patched = True
+_IMMUTABLE: Final = (str, int, float, bytes, type(None))
 
 Part = TypeVar("Part", "BatchMeta", "KVBatchMeta")
 
@@ -133,7 +138,7 @@ class BatchMeta:
 
     def get_all_custom_meta(self) -> list[dict[str, Any]]:
         """Return a deep copy of `custom_meta`."""
-        return copy.deepcopy(self.custom_meta)
+        return _copied(self.custom_meta)
 
     def update_custom_meta(self, custom_meta: Sequence[Mapping[str, Any]] | None) -> None:
         """Merge a mapping for each sample into `custom_meta`; `set_custom_meta` and `put` of a client write it.
@@ -195,7 +200,7 @@ class BatchMeta:
             self.field_schema,
             self.production_status[list(positions)],
             copy.deepcopy(self.extra_info),
-            [copy.deepcopy(self.custom_meta[position]) for position in positions],
+            _copied([self.custom_meta[position] for position in positions]),
             self.incarnations,
         )
 
@@ -240,7 +245,7 @@ class BatchMeta:
         united.field_schema |= copy.deepcopy(other.field_schema)
         united.production_status = united.production_status & other.production_status
         united.extra_info |= copy.deepcopy(other.extra_info)
-        united.update_custom_meta(copy.deepcopy(other.custom_meta))
+        united.update_custom_meta(_copied(other.custom_meta))
         return united
 
     @classmethod
@@ -338,7 +343,7 @@ class KVBatchMeta:
             if len(set(names)) != len(names):
                 raise ValueError(f"{what} has one twice; name each once")
         # Parts of a batch are changed independently of it.
-        self.tags = copy.deepcopy(self.tags)
+        self.tags = _copied(self.tags)
         self.extra_info = copy.deepcopy(self.extra_info)
 
     @property
@@ -448,6 +453,16 @@ def _is_same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
     return np.array_equal(one, other) if isinstance(one, np.ndarray) else bool(one == other)
+
+
+def _copied(rows: Sequence[Any]) -> list[Any]:
+    """Return deep copies of tags: mostly dicts of immutable values."""
+    return [
+        {name: value if isinstance(value, _IMMUTABLE) else copy.deepcopy(value) for name, value in row.items()}
+        if type(row) is dict
+        else copy.deepcopy(row)
+        for row in rows
+    ]
 
 
 def _not_empty(data: Iterable[Part]) -> list[Part]:

@@ -153,7 +153,8 @@ def _session_of(controller: Any, ray: Any, *, is_owner: bool = False) -> Session
         polling_mode=is_polling,
         wait_seconds=0.0 if is_polling else wait_seconds,
     )
-    client = TransferQueueClient(run.address, namespace=run.namespace, token=run.token, asking=asking)
+    timeout = float(setting(run.conf, "controller", "timeout_seconds", default=60.0))
+    client = TransferQueueClient(run.address, namespace=run.namespace, token=run.token, asking=asking, timeout=timeout)
     if is_owner:
         atexit.register(close)
     return Session(run=run, client=client, controller=controller, call=call, ray=ray, is_owner=is_owner)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 
@@ -65,7 +66,16 @@ class DataPlaneClient(ABC):
     def get_samples(self, sample_ids: list[str], partition_id: str, select_fields: list[str]) -> Any: ...
 
     @abstractmethod
+    def list_sample_ids(self, partition_id: str) -> list[str]: ...
+
+    @abstractmethod
     def clear_samples(self, sample_ids: list[str] | None, partition_id: str) -> None: ...
+
+    @abstractmethod
+    def save_checkpoint(self, checkpoint_dir: str | Path, *, metadata: dict[str, Any] | None = None) -> None: ...
+
+    @abstractmethod
+    def load_checkpoint(self, checkpoint_dir: str | Path) -> dict[str, Any]: ...
 
     @abstractmethod
     def close(self) -> None: ...

@@ -1,12 +1,16 @@
-"""The name of TransferQueue's storage units, which callers configure: the service stores, and there are none."""
+"""Names of TransferQueue's storage that callers know: its units, of which there are none, and an error."""
 
 from __future__ import annotations
 
 from typing import Any, NoReturn
 
 
+class StorageKeyNotFoundError(KeyError):
+    """A sample was cleared before its data was read; callers that clear and read at a time catch it."""
+
+
 class SimpleStorageUnit:
-    """Cannot be made."""
+    """Cannot be made: the service stores."""
 
     @classmethod
     def options(cls, **options: Any) -> type[SimpleStorageUnit]:

@@ -1,0 +1,145 @@
+"""Halfway through the demo the service and a trainer rank are killed in the middle of a step, and come back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tq_service as tq
+from examples.demo.batch_notes import Redelivered, last_step, notes_file, redelivered
+from examples.demo.processes import ProcessGroup
+from examples.demo.progress import Progress, Step
+from examples.demo.ranks import GENERATION_FILE
+from examples.demo.reports import JOINED_STEP, Report
+from examples.demo.settings import PARTITION_PREFIX, DemoSettings
+
+KILLED_RANK = 1
+_MID_STEP_SECONDS = 10.0
+_LOOK_SECONDS = 0.002
+
+
+@dataclass(slots=True, kw_only=True)
+class Outage:
+    """What the kill came to.
+
+    Attributes:
+        step: the step that was under way.
+        service_seconds: from the kill until the service answered again; None where it was not killed.
+        partition_count: partitions that it recovered.
+        sample_count: samples of these.
+        rank_seconds: from the kill until another process had taken the rank's place.
+        resumed_seconds: from the kill until a step was made.
+        redelivered: the micro-batches that the rank was given again.
+    """
+
+    step: int
+    service_seconds: float | None = None
+    partition_count: int = 0
+    sample_count: int = 0
+    rank_seconds: float | None = None
+    resumed_seconds: float | None = None
+    redelivered: Redelivered | None = None
+
+
+class HalfwayFault:
+    """Kills the service, where it is the demo's own, and a trainer rank, once, when half of the run is over.
+
+    Args:
+        settings: of the run.
+        settings_file: they are read from by the rank that takes the other's place.
+        processes: of the run.
+        client: of the service.
+        progress: where it is shown.
+    """
+
+    def __init__(
+        self,
+        settings: DemoSettings,
+        settings_file: Path,
+        processes: ProcessGroup,
+        client: tq.Client,
+        progress: Progress,
+    ) -> None:
+        self._output = Path(settings.output)
+        self._settings = settings
+        self._settings_file = settings_file
+        self._processes = processes
+        self._client = client
+        self._progress = progress
+        self._killed_at = 0.0
+        self._joined_step: int | None = None
+        self.outage: Outage | None = None
+
+    def is_due(self, steps: Sequence[Step]) -> bool:
+        """Whether half of the run is over, by steps or by time, a step is left, and nothing was killed yet."""
+        if self.outage is not None or not steps or len(steps) + 2 > self._settings.steps:
+            return False
+        done = (len(steps) + 1) / self._settings.steps, steps[-1]["elapsed_seconds"] / self._settings.seconds
+        return bool(max(done) >= 1 / 2)
+
+    def inject(self) -> None:
+        """Kill both in the middle of a step, and bring both back."""
+        if not self._sees_a_micro_batch():
+            return
+        outage = self.outage = Outage(step=last_step(self._output, KILLED_RANK))
+        self._killed_at = time.monotonic()
+        names = f"trainer rank {KILLED_RANK}"
+        if self._processes.has_service:
+            self._processes.kill_service()
+            names = f"the service and {names}"
+        self._processes.kill_role("trainer", KILLED_RANK)
+        self._progress.note(f"killed {names} in the middle of step {outage.step} (kill -9)")
+        if self._processes.has_service:
+            self._processes.restart_service()
+            partitions = self._client.list_partitions(PARTITION_PREFIX)
+            outage.service_seconds = time.monotonic() - self._killed_at
+            outage.partition_count = len(partitions)
+            outage.sample_count = sum(each.present_count for each in partitions)
+            self._progress.note(
+                f"the service is back after {outage.service_seconds:.1f} s with {outage.partition_count} partitions "
+                f"and {outage.sample_count:,} samples"
+            )
+        (self._output / GENERATION_FILE).write_text("1", encoding="utf-8")
+        self._processes.start_role("trainer", KILLED_RANK, self._settings_file)
+
+    def take(self, report: Report) -> None:
+        """Look at a report: when the rank is back, and when the training has gone on."""
+        if self.outage is None or self.outage.resumed_seconds is not None:
+            return
+        seconds = time.monotonic() - self._killed_at
+        if JOINED_STEP in report:
+            self.outage.rank_seconds, self._joined_step = seconds, int(report[JOINED_STEP])
+        elif self._joined_step is not None and report.get("step", -1) >= self._joined_step:
+            again = redelivered(self._output, KILLED_RANK)
+            self.outage.resumed_seconds, self.outage.redelivered = seconds, again
+            self._progress.note(
+                f"training goes on after {seconds:.1f} s; rank {KILLED_RANK} was given the same "
+                f"{again.equal_count} of {again.count} micro-batches again"
+            )
+
+    def _sees_a_micro_batch(self) -> bool:
+        """Wait until the rank has just been given a micro-batch, so that it dies in the middle of a step."""
+        file = notes_file(self._output, KILLED_RANK)
+        size, give_up_at = file.stat().st_size, time.monotonic() + _MID_STEP_SECONDS
+        while file.stat().st_size == size:
+            if time.monotonic() > give_up_at or not self._processes.running("trainer"):
+                return False
+            time.sleep(_LOOK_SECONDS)
+        return True
+
+
+def problems_of(steps: Sequence[Step], outage: Outage | None) -> list[str]:
+    """Return what the service has got wrong, as far as the run shows it."""
+    lost, twice = (sum(int(step[name]) for step in steps) for name in ("lost", "twice"))
+    problems = [
+        f"{count} samples were {what}" for count, what in ((lost, "lost"), (twice, "trained on twice")) if count
+    ]
+    again: Any = outage and outage.redelivered
+    if outage is not None and outage.resumed_seconds is None:
+        problems.append("the training did not go on after the kill")
+    if again and again.equal_count < again.count:
+        problems.append(f"{again.count - again.equal_count} micro-batches of the killed rank came back different")
+    return problems

@@ -1,0 +1,97 @@
+"""Spans of OpenTelemetry for what clients do: `tq.trace`, before which nothing of it is imported."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+from tq_service.client import AsyncClient, Client
+from tq_service.client_probes import carriers
+from tq_service.errors import InvalidArgumentError
+
+_NOT_TRACED: Final = {"aclose", "close"}
+_ATTRIBUTES: Final = ("partition_id", "task_name", "dp_rank", "batch_index")
+_untraced: Final[list[tuple[type, str, Any]]] = []
+
+
+def trace() -> None:
+    """Trace the clients of this process: each of their calls is a span, and those of the service are below it.
+
+    The context goes along in the metadata of calls, as W3C's traceparent unless OTEL_PROPAGATORS says otherwise. Where
+    spans go is up to the provider that the program configures, such as by `opentelemetry-instrument` and its OTEL_*
+    variables; without one none are made. A second call does nothing.
+
+    Raises:
+        InvalidArgumentError: opentelemetry-api is not installed.
+    """
+    try:
+        from opentelemetry import propagate  # noqa: PLC0415  (an optional dependency)
+        from opentelemetry import trace as api  # noqa: PLC0415  (as above)
+    except ModuleNotFoundError:
+        raise InvalidArgumentError(
+            "tq.trace needs opentelemetry-api, which is missing; install tq-service[traces]"
+        ) from None
+    if _untraced:
+        return
+
+    def carry() -> tuple[tuple[str, str], ...]:
+        carrier: dict[str, str] = {}
+        propagate.inject(carrier)
+        return tuple((key.lower(), value) for key, value in carrier.items())
+
+    tracer = api.get_tracer("tq_service")
+
+    @contextmanager
+    def span(name: str, given: dict[str, Any]) -> Iterator[None]:
+        attributes = {f"tq_service.{key}": given[key] for key in _ATTRIBUTES if isinstance(given.get(key), str | int)}
+        with tracer.start_as_current_span(f"tq_service.{name}", kind=api.SpanKind.CLIENT, attributes=attributes):
+            yield
+
+    for client in (AsyncClient, Client):
+        for name, method in inspect.getmembers(client, inspect.isfunction):
+            if not name.startswith("_") and name not in _NOT_TRACED and not _is_generator(method):
+                _untraced.append((client, name, client.__dict__.get(name)))
+                setattr(client, name, _traced(method, name, span))
+    carriers.append(carry)
+
+
+def untrace() -> None:
+    """Trace no more; for tests."""
+    while _untraced:
+        client, name, own = _untraced.pop()
+        if own is None:  # it is inherited
+            delattr(client, name)
+        else:
+            setattr(client, name, own)
+    carriers.clear()
+
+
+def _is_generator(method: Callable[..., Any]) -> bool:
+    return inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method)
+
+
+def _traced(method: Callable[..., Any], name: str, span: Callable[[str, dict[str, Any]], Any]) -> Callable[..., Any]:
+    """Return a method that does the same in a span."""
+    signature = inspect.signature(method)
+
+    def given(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
+        return dict(signature.bind_partial(*arguments, **keywords).arguments)
+
+    if inspect.iscoroutinefunction(method):
+
+        @functools.wraps(method)
+        async def awaited(*arguments: Any, **keywords: Any) -> Any:
+            with span(name, given(arguments, keywords)):
+                return await method(*arguments, **keywords)
+
+        return awaited
+
+    @functools.wraps(method)
+    def called(*arguments: Any, **keywords: Any) -> Any:
+        with span(name, given(arguments, keywords)):
+            return method(*arguments, **keywords)
+
+    return called

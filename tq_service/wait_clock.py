@@ -1,0 +1,39 @@
+"""Measures the time for which a call waits for samples or capacity, apart from the time that handling it takes."""
+
+from __future__ import annotations
+
+import time
+from contextvars import ContextVar
+from typing import Final
+
+
+class WaitClock:
+    """Adds up the waits of one call.
+
+    Attributes:
+        seconds: for how long it has waited.
+    """
+
+    __slots__ = ("seconds",)
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+
+wait_clock: Final[ContextVar[WaitClock | None]] = ContextVar("wait_clock", default=None)
+"""The clock of the call that is handled; None where nothing measures it."""
+
+
+class Waiting:
+    """Counts the time of a `with` as a wait of the call that is handled. Such blocks do not overlap in one call."""
+
+    __slots__ = ("_began_at", "_clock")
+
+    def __enter__(self) -> None:
+        self._clock = wait_clock.get()
+        if self._clock is not None:
+            self._began_at = time.perf_counter()
+
+    def __exit__(self, *_exception: object) -> None:
+        if self._clock is not None:
+            self._clock.seconds += time.perf_counter() - self._began_at
