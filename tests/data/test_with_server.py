@@ -79,11 +79,11 @@ def test_a_service_that_is_not_there_is_not_waited_for_in_silence(
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-    dataset = dataset_of(address, "p", max_wait=1.0, timeout=2.0)
+    dataset = dataset_of(address, "p", max_wait=1.0, timeout=5.0)
     context = "spawn" if num_workers else None
     with (
         StreamingDataLoader(dataset, num_workers=num_workers, multiprocessing_context=context) as loader,
-        pytest.raises(tq.UnavailableError, match=f"cannot reach {address}: connection refused; tried for 3 s"),
+        pytest.raises(tq.UnavailableError, match=f"cannot reach {address}: connection refused; tried for 6 s"),
     ):
         next(iter(loader))
     # What a worker process logs goes to stderr where its program has not said otherwise.

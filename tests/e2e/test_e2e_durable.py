@@ -27,7 +27,8 @@ def kill(server: ServiceProcess) -> None:
 def lasting(described):
     """Return what outlives the process that says it."""
     live = {"delivered_per_second": 0.0, "recent_batches": ()}
-    return dataclasses.replace(described, tasks=tuple(dataclasses.replace(task, **live) for task in described.tasks))
+    tasks = tuple(dataclasses.replace(task, **live) for task in described.tasks)
+    return dataclasses.replace(described, revision=None, tasks=tasks)
 
 
 def rollouts(first, count, *, scale=1):
