@@ -183,6 +183,21 @@ def test_callers_hear_of_a_wait_that_lasts(client: AnyClient, monkeypatch: pytes
     assert [reason.code for reason in heard] == [WaitCode.PARTITION_NOT_FOUND] * 2
 
 
+@pytest.mark.parametrize(("asked", "is_logged"), [({}, True), ({"explain": False}, False), ({"max_wait": 0.6}, False)])
+def test_a_wait_that_goes_on_is_logged(
+    client: AnyClient,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    asked: dict[str, Any],
+    is_logged: bool,
+) -> None:
+    monkeypatch.setattr(wait_reports, "_FIRST_REPORT_SECONDS", 0.6)
+    meta = client.get_meta(partition_id="p", **ASKED | {"max_wait": 1.5} | asked)
+    assert meta.status == "not_yet"
+    assert ("there is no partition 'p'" in caplog.text) is is_logged
+    assert ("there is no partition 'p'" in (meta.reason or "")) is (asked.get("explain") is None)
+
+
 @pytest.mark.parametrize("has_callback", [False, True])
 def test_a_loader_says_why_it_waits(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, has_callback: bool

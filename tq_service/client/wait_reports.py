@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass, field
 from typing import Final
 
+from tq_service.log_message import LogMessage
+from tq_service.results import WaitReason
+
+_log = logging.getLogger(__name__)
+
 _FIRST_REPORT_SECONDS: Final = 10.0
 _NEXT_REPORT_SECONDS: Final = 60.0
 _TOLERANCE_SECONDS: Final = 0.5  # a wait of 10 s may end a little before
+
+
+def warn_of_wait(reason: WaitReason) -> None:
+    """Log why a call or a loader waits: what both do unless they are given another `on_wait`."""
+    _log.warning(LogMessage("waiting for a batch", task=reason.task_name, reason=reason.text))
 
 
 @dataclass(slots=True)

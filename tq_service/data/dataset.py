@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from torch.utils.data import IterableDataset, get_worker_info
 
 from tq_service.addresses import parse_address
+from tq_service.client.wait_reports import warn_of_wait
 from tq_service.client_probes import timed
 from tq_service.data.batch import BatchStream, FetchedBatch, StreamIdentity
 from tq_service.data.end import End, skipped_warning
@@ -25,7 +26,6 @@ from tq_service.data.source import (
     InlineStream,
     OnWait,
     fetch_batch,
-    warn_of_wait,
 )
 from tq_service.errors import InvalidArgumentError, StaleEpochError, StaleIncarnationError
 from tq_service.schema import BatchUnit, ReadLayout
@@ -99,7 +99,7 @@ class StreamingDataset(IterableDataset[Any]):
         batch_unit: whether `batch_size` counts samples or groups.
         replay_buffer_bytes: most bytes of batches, the first ones, that are kept in memory for `reset()`. Tensors,
             arrays and texts count. 0: none are kept, and `reset()` fetches the same batches again.
-        max_wait: seconds that one call waits for a batch before it is made again.
+        max_wait: seconds that one call waits for a batch before it is made again, 10 at the most.
         timeout: seconds that a call may take beyond `max_wait`, retries included: how long the server may be away.
         client_factory: opens the sync client instead of `Client(address)`, for its other settings.
         namespace: of the partition, as `Client(namespace=...)` takes it; a client_factory has its own.

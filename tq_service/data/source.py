@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,18 +9,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tensordict import TensorDict
 
-from tq_service.client.wait_reports import WaitReports
+from tq_service.client.wait_reports import WaitReports, warn_of_wait
 from tq_service.data.batch import FetchedBatch, StreamIdentity
 from tq_service.data.end import End
-from tq_service.log_message import LogMessage
 from tq_service.results import WaitReason
 from tq_service.schema import BatchUnit, ReadLayout
 
 if TYPE_CHECKING:
     from tq_service.client import Client
     from tq_service.client.batch_meta import BatchMeta
-
-_log = logging.getLogger(__name__)
 
 FetchBatch = Callable[..., tuple[Any, Any]]
 """`fetch_batch_fn(**keywords) -> (data, meta)`; see `fetch_batch` for the keywords and the answer."""
@@ -35,10 +31,8 @@ ClientFactory = Callable[[str | None], Any]
 # A fetch_batch_fn that says "not yet" without having waited is asked again after this long.
 _RETRY_SECONDS = 0.05
 
-
-def warn_of_wait(reason: WaitReason) -> None:
-    """Log why a stream waits: what it does after 10 s, and then each minute, unless another `on_wait` is given."""
-    _log.warning(LogMessage("waiting for a batch", task=reason.task_name, reason=reason.text))
+# A call waits no longer than this, however long it may, so that why it waits is asked in time.
+_LONGEST_CALL_SECONDS = 10.0
 
 
 class StreamClosedError(Exception):
@@ -165,16 +159,17 @@ class BatchFetcher:
         if self._client is None:
             self._client = self._source.open_client()
         reports, request = WaitReports(), self._source.request
+        max_wait = min(request.max_wait, _LONGEST_CALL_SECONDS)
         while is_wanted():
             asked_at = time.monotonic()
-            explaining = {"explain": True} if reports.is_due_after(request.max_wait) else {}
+            explaining = {"explain": True} if reports.is_due_after(max_wait) else {}
             data, meta = self._source.fetch_batch_fn(
                 client=self._client,
                 batch_index=batch_index,
                 incarnation=self._identity.incarnation if self._identity else b"",
                 epoch=self._identity.epoch if self._identity else None,
                 **explaining,
-                **request.keywords(),
+                **request.keywords() | {"max_wait": max_wait},
             )
             status = "not_yet" if meta is None else meta.status
             if status == "end":

@@ -10,7 +10,7 @@ from tq_service.client._async.calls import AsyncBase
 from tq_service.client.batch_meta import BatchMeta
 from tq_service.client.requests import check_leased, get_meta_request, lease_duration, listed, request_of, seconds
 from tq_service.client.retry import Deadline
-from tq_service.client.wait_reports import WaitReports
+from tq_service.client.wait_reports import WaitReports, warn_of_wait
 from tq_service.client_probes import probes
 from tq_service.errors import CallCancelledError, DeadlineError, InternalError, TqError, UnavailableError
 from tq_service.results import ConsumptionStatus, ProductionStatus, WaitReason
@@ -98,8 +98,8 @@ class AsyncClaimCalls(AsyncBase):
             max_wait: seconds to wait for a batch; then the answer is "not_yet".
             explain: whether "not_yet" comes with its reason, `BatchMeta.reason` and `waiting_for`, for which the
                 service looks at all samples of the partition; None: after a wait of 10 s or more.
-            on_wait: called with the reason while the call waits, after 10 s and then each minute, unless `explain` is
-                False; what it raises ends the call.
+            on_wait: called with the reason while the call goes on waiting, after 10 s and then each minute, unless
+                `explain` is False; what it raises ends the call. None: a warning is logged.
             timeout: seconds beyond `max_wait` until the call fails; None: the client's.
 
         Returns:
@@ -169,16 +169,18 @@ class AsyncClaimCalls(AsyncBase):
     ) -> pb.GetMetaResponse:
         """Ask until there is an answer or the wait is spent: the server may cap how long one call waits."""
         wait, reports = Deadline.after(wait_seconds), WaitReports()
+        tell = on_wait or warn_of_wait
 
         async def attempt(max_wait: float) -> pb.GetMetaResponse:
-            if on_wait is not None:
+            if explain is not False:
                 max_wait = min(max_wait, reports.seconds_left())
             request.max_wait.CopyFrom(to_duration(max_wait))
             request.explain = reports.lasts_after(max_wait) if explain is None else explain
             answer = await self._calls.unary_once(lambda to: to.controller.GetMeta, request, deadline)
-            if on_wait is not None and answer.HasField("reason") and reports.is_due_after(0):
+            # When the wait is spent, the caller gets the reason with the answer.
+            if explain is not False and answer.HasField("reason") and reports.is_due_after(0) and wait.remaining():
                 reports.made()
-                on_wait(read_message(WaitReason, answer.reason))
+                tell(read_message(WaitReason, answer.reason))
             return answer
 
         return await self._calls.polled(
