@@ -1,9 +1,11 @@
 """Help of the command line: there for each command, quick, and in line with what the commands say themselves."""
 
 import importlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,8 @@ from typer.testing import CliRunner
 
 from tq_service.cli import _COMMANDS, app
 from tq_service.testing import COMMAND
+
+ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.mark.parametrize("name", _COMMANDS)
@@ -85,3 +89,15 @@ def test_errors_are_one_line_of_one_form_and_a_hint(arguments: list[str], exit_c
 def test_the_version_is_told() -> None:
     result = subprocess.run([*COMMAND, "--version"], capture_output=True, text=True, check=True)
     assert result.stdout.startswith("tq-service")
+
+
+@pytest.mark.parametrize("name", ["compose.yaml", "compose.secure.yaml"])
+def test_commands_of_the_compose_files_are_such_that_there_are(name: str) -> None:
+    text = re.sub(r"\$\{\w+:-(.*?)\}", r"\1", (ROOT / name).read_text())
+    commands = [re.sub(r'[",]', "", line).split() for line in re.findall(r"command: \[([a-z].*)\]", text)]
+    assert ["bench", "--seconds", "10"] in commands
+    group: Any = typer.main.get_command(app)
+    for command in commands:
+        context = group.make_context("tq-service", command)
+        verb, taken, rest = group.resolve_command(context, command)
+        taken.make_context(verb, rest, parent=context)  # raises where an argument is not known
