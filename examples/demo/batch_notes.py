@@ -58,10 +58,10 @@ def notes_file(output: Path, rank: int) -> Path:
     return output / f"batches_{rank}.jsonl"
 
 
-def last_step(output: Path, rank: int) -> int:
-    """Return the step of the last note of a rank, -1 where there is none yet."""
+def last_note(output: Path, rank: int) -> tuple[int, int]:
+    """Return step and micro-batch of the last note of a rank, -1 for both where there is none yet."""
     notes = _read(output, rank)
-    return int(notes[-1]["step"]) if notes else -1
+    return (int(notes[-1]["step"]), int(notes[-1]["micro_batch"])) if notes else (-1, -1)
 
 
 def redelivered(output: Path, rank: int) -> Redelivered:

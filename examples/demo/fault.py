@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import tq_service as tq
-from examples.demo.batch_notes import Redelivered, last_step, notes_file, redelivered
+from examples.demo.batch_notes import Redelivered, last_note, notes_file, redelivered
 from examples.demo.processes import ProcessGroup
 from examples.demo.progress import Progress, Step
 from examples.demo.ranks import GENERATION_FILE
@@ -82,9 +82,9 @@ class HalfwayFault:
 
     def inject(self) -> None:
         """Kill both in the middle of a step, and bring both back."""
-        if not self._sees_a_micro_batch():
+        if not self._holds_the_rank_mid_step():
             return
-        outage = self.outage = Outage(step=last_step(self._output, KILLED_RANK))
+        outage = self.outage = Outage(step=last_note(self._output, KILLED_RANK)[0])
         self._killed_at = time.monotonic()
         names = f"trainer rank {KILLED_RANK}"
         if self._processes.has_service:
@@ -120,15 +120,21 @@ class HalfwayFault:
                 f"{again.equal_count} of {again.count} micro-batches again"
             )
 
-    def _sees_a_micro_batch(self) -> bool:
-        """Wait until the rank has just been given a micro-batch, so that it dies in the middle of a step."""
-        file = notes_file(self._output, KILLED_RANK)
-        size, give_up_at = file.stat().st_size, time.monotonic() + _MID_STEP_SECONDS
-        while file.stat().st_size == size:
-            if time.monotonic() > give_up_at or not self._processes.running("trainer"):
-                return False
+    def _holds_the_rank_mid_step(self) -> bool:
+        """Wait until the rank has the first micro-batch of a step and not yet the next, and hold it there.
+
+        What is seen may be old on a busy machine, so it is looked at again once the rank is held.
+        """
+        file, give_up_at, looked_at = notes_file(self._output, KILLED_RANK), time.monotonic() + _MID_STEP_SECONDS, -1
+        while time.monotonic() < give_up_at and self._processes.running("trainer"):
+            if (size := file.stat().st_size) != looked_at and last_note(self._output, KILLED_RANK)[1] == 0:
+                self._processes.pause_role("trainer", KILLED_RANK)
+                if last_note(self._output, KILLED_RANK)[1] == 0:
+                    return True
+                self._processes.resume_role("trainer", KILLED_RANK)
+            looked_at = size
             time.sleep(_LOOK_SECONDS)
-        return True
+        return False
 
 
 def problems_of(steps: Sequence[Step], outage: Outage | None) -> list[str]:

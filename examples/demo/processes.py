@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -88,6 +90,16 @@ class ProcessGroup:
         worker.wait()
         if worker.stdin:
             worker.stdin.close()
+
+    def pause_role(self, role: str, index: int) -> None:
+        """Stop a worker where it is (SIGSTOP), until `resume_role` or `kill_role`; return when it has stopped."""
+        worker = self._workers[f"{role}_{index}"]
+        worker.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, worker.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+
+    def resume_role(self, role: str, index: int) -> None:
+        """Let a worker that was paused go on."""
+        self._workers[f"{role}_{index}"].send_signal(signal.SIGCONT)
 
     def start_role(self, role: str, index: int, settings_file: Path) -> None:
         """Start `python -m examples.demo.<role>` under the name `<role>_<index>`."""
