@@ -22,11 +22,13 @@ _NUL: Final = b"\0"
 _MANY: Final = 64
 _STEP: Final = 1 << 14  # texts that are hashed at once, while they are in the cache
 _WORD: Final = 8  # bytes that are hashed at once
+_MOST_WORDS: Final = 16  # of texts that are compared word by word
 _MASKS: Final = np.array([(1 << 8 * count) - 1 for count in range(_WORD + 1)], np.uint64)
 # Odd numbers that differ from process to process, so that a client cannot choose texts of one hash.
 _FACTOR: Final = np.uint64(secrets.randbits(64) | 1)
 _OTHER_FACTOR: Final = np.uint64(secrets.randbits(64) | 1)
 _HALF: Final = np.uint64(32)
+_FIRST_BITS: Final = np.uint64(48)
 _MOST_HASH: Final = (1 << 64) - 1
 
 
@@ -266,20 +268,28 @@ def _mixed(hashes: Hashes, words: Hashes) -> Hashes:
 def _order_of(hashes: Hashes) -> NDArray[np.int64]:
     """Return the positions of hashes in their order.
 
-    Numbers are sorted in half the time that it takes to sort their positions. So each has its position in place of its
-    last bits, which decide hardly ever.
+    The first 16 bits are sorted by counting, as numpy sorts numbers of that size. That leaves a few hashes to sort in
+    each place, and a sort that takes what is in order as it is does the rest: a quarter of the time of one sort alone.
     """
-    position_bits = np.uint64(hashes.size.bit_length())
-    last_bits = (np.uint64(1) << position_bits) - np.uint64(1)
-    numbers = np.sort(hashes & ~last_bits | np.arange(hashes.size, dtype=np.uint64))
-    positions = (numbers & last_bits).astype(np.int64)
-    ordered = hashes[positions]
-    return positions if bool((ordered[1:] >= ordered[:-1]).all()) else np.argsort(hashes, kind="stable")
+    positions = np.argsort((hashes >> _FIRST_BITS).astype(np.uint16), kind="stable")
+    ordered: NDArray[np.int64] = positions[np.argsort(hashes[positions], kind="stable")]
+    return ordered
 
 
 def _heads(values: NDArray[Any]) -> NDArray[np.int64]:
     """Return the positions of values that differ from the one before them."""
-    return np.flatnonzero(np.concatenate(([values.size > 0], values[1:] != values[:-1]))[: values.size])
+    if not values.size:
+        return np.zeros(0, np.int64)
+    is_head = np.ones(values.size, np.bool_)
+    if values.dtype.kind == "U" and values.flags.c_contiguous and 0 < values.itemsize <= _MOST_WORDS * _WORD:
+        word = np.uint64 if values.itemsize % _WORD == 0 else np.uint32
+        words = values.view(word).reshape(values.size, -1)  # in half the time that it takes to compare texts
+        is_head[1:] = words[1:, -1] != words[:-1, -1]
+        for at in range(words.shape[1] - 1):
+            is_head[1:] |= words[1:, at] != words[:-1, at]
+    else:
+        is_head[1:] = values[1:] != values[:-1]
+    return np.flatnonzero(is_head)
 
 
 def check_texts(texts: Sequence[Any], name: str, field: str) -> None:

@@ -146,3 +146,16 @@ def test_numbers_are_filled_in_as_one_by_one(values: list[int], more: int) -> No
     fill_packed(filled, "values", np.array(values, np.int64))
     assert filled == plain
     assert filled.SerializeToString() == plain.SerializeToString()
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 8, 31, 32, 33])
+@pytest.mark.parametrize("order", ["=", ">"])
+def test_only_neighbours_that_are_the_same_text_are_shared(width, order):
+    rng = np.random.default_rng(width)
+    drawn = ["".join(rng.choice(list("aé"), rng.integers(0, width + 1))) for _ in range(200)]
+    array = np.array([*drawn, "x" * width, "x" * width], f"{order}U{width}")
+    for each in (array, array[::2], array[:1], array[:0]):
+        shared = Texts.of_array(each, are_shared=True)
+        texts = each.tolist()
+        assert shared.tolist() == texts
+        assert shared.distinct() == [text for text, _ in groupby(texts)]
