@@ -119,8 +119,8 @@ class ObjectStore(ABC):
             How many complete copies there are; at least 1, and fewer than asked for where the engine has no more nodes.
 
         Raises:
-            AlreadyExistsError: the name was used before; what is there stays as it is. (An engine that cannot see it
-                answers with the copies of what is there.)
+            AlreadyExistsError: the name was used before, maybe by this call, whose first answer was lost; what is there
+                stays as it is. (An engine that cannot see it answers with the copies of what is there.)
             QuotaExceededError: no other node has capacity for it; there is more when objects have been removed.
             InvalidArgumentError: the object is larger than the engine takes.
             UnavailableError: the engine did not answer, or refused. Whether an object is there is not known: another

@@ -9,36 +9,38 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Final, Literal, TypeVar, cast
+from typing import Final, Literal, cast
 
 from tq_service.errors import (
     AlreadyExistsError,
     InvalidArgumentError,
     QuotaExceededError,
+    TqError,
     UnavailableError,
 )
-from tq_service.objects.base import Abilities, Buffer, Capacity, ObjectMissingError, ObjectStore
+from tq_service.objects.base import Abilities, Capacity, ObjectMissingError
 from tq_service.objects.names import ObjectName
 from tq_service.objects.options import EngineUrl
-from tq_service.objects.sealed import HEADER_BYTES, check, seal, size_of
-from tq_service.objects.threads import CallThreads, Landing
+from tq_service.objects.sealed import HEADER_BYTES, check, size_of
+from tq_service.objects.threaded import RETRY_AFTER_SECONDS, ThreadedObjects
+from tq_service.objects.threads import Landing
 
 _PART: Final = ".part"
-_PAGE: Final = 1000
 _CHUNK_BYTES: Final = 1 << 20
 _NO_SPACE: Final = frozenset({28, 122})  # ENOSPC, EDQUOT
 _MOST_PARTS: Final = 512
-T = TypeVar("T")
 
 
-class FileObjects(ObjectStore):
+class FileObjects(ThreadedObjects):
     """Objects in a directory; all processes that use it see the same ones.
 
     Of the URL `file:///DIRECTORY?survives=process&capacity_bytes=0&threads=4&timeout_seconds=30`. What objects outlive
     depends on the file system, so that the operator says it; unless that is `process`, each is synced before it counts.
     """
+
+    engine = "file system"
 
     def __init__(
         self,
@@ -58,13 +60,10 @@ class FileObjects(ObjectStore):
             threads: how many calls run at a time.
             timeout_seconds: how long one may take; a network file system whose server is gone hangs.
         """
+        super().__init__(str(directory), threads=threads, timeout_seconds=timeout_seconds)
         self._directory = directory
         self._survives = survives
         self._capacity_bytes = capacity_bytes
-        self._timeout_seconds = timeout_seconds
-        self._thread_count = threads
-        self._threads: CallThreads | None = None
-        self._is_closed = False
 
     @classmethod
     def from_url(cls, url: str) -> FileObjects:
@@ -87,61 +86,32 @@ class FileObjects(ObjectStore):
     def abilities(self) -> Abilities:
         return Abilities(survives=self._survives, fixed_copies=1)
 
-    async def open(self, node: str, offered_bytes: int) -> None:
-        self._threads = CallThreads("file engine", self._thread_count)
-        await self._run(lambda: self._directory.mkdir(parents=True, exist_ok=True))
-
-    async def put(self, name: str, parts: Sequence[Buffer], *, copies: int) -> int:
-        await self._run(lambda: self._put(name, parts))
-        return 1
-
-    async def read(self, name: str, into: memoryview, start: int = 0) -> None:
-        landing = Landing(into)
-        await self._run(lambda: self._read(name, landing, start), landing)
-
-    async def copies(self, names: Sequence[str]) -> list[int]:
-        paths = [self._path(name) for name in names]
-        return await self._run(lambda: [int(path.is_file()) for path in paths])
-
-    async def remove(self, names: Sequence[str]) -> list[str]:
-        paths = [self._path(name) for name in names]
-        await self._run(lambda: self._remove(paths))
-        return []
-
-    async def size(self, name: str) -> int:
-        return await self._run(lambda: self._size(name))
-
-    async def capacity(self) -> Capacity:
-        return await self._run(self._capacity)
-
-    async def list_names(self, prefix: str) -> AsyncIterator[Sequence[str]]:
-        names = await self._run(lambda: [self._name(path) for path in self._below(prefix) if path.suffix != _PART])
-        for first in range(0, len(names), _PAGE):
-            yield names[first : first + _PAGE]
-
     async def remove_below(self, prefix: str) -> bool:
-        await self._run(lambda: self._remove(list(self._below(prefix))))
+        await self._run(lambda: self._remove_files(list(self._below(prefix))))
         return True
 
-    async def aclose(self) -> None:
-        self._is_closed = True
-        if self._threads is not None:
-            self._threads.close()
+    def _connect(self, node: str, offered_bytes: int) -> None:
+        self._directory.mkdir(parents=True, exist_ok=True)
 
-    async def _run(self, call: Callable[[], T], landing: Landing | None = None) -> T:
-        if self._threads is None or self._is_closed:
-            raise UnavailableError(f"the engine of {self._directory} is not open; open it, once, before other calls")
-        try:
-            return await self._threads.run(call, timeout_seconds=self._timeout_seconds, landing=landing)
-        except OSError as error:
-            if isinstance(error, UnavailableError):  # which is an OSError too
-                raise
-            if error.errno in _NO_SPACE:
-                raise self._full(str(error)) from error
-            raise UnavailableError(f"{self._directory}: {error}; is the file system there?") from error
+    def _close(self) -> None:
+        """There is nothing to leave."""
 
-    def _put(self, name: str, parts: Sequence[Buffer]) -> None:
-        header, views = seal(name, parts, self.abilities.largest_object_bytes)
+    def _error(self, error: Exception) -> TqError:
+        if isinstance(error, OSError) and error.errno in _NO_SPACE:
+            return self._full(str(error))
+        return super()._error(error)
+
+    def _copies(self, names: Sequence[str]) -> list[int]:
+        return [int(self._path(name).is_file()) for name in names]
+
+    def _remove(self, names: Sequence[str]) -> list[str]:
+        self._remove_files([self._path(name) for name in names])
+        return []
+
+    def _list(self, prefix: str) -> list[str]:
+        return [self._name(path) for path in self._below(prefix) if path.suffix != _PART]
+
+    def _put(self, name: str, header: bytes, views: Sequence[memoryview], copies: int) -> int:
         if self._capacity_bytes:
             used = self._capacity().used_bytes or 0
             if used + sum(map(len, views)) > self._capacity_bytes:
@@ -165,6 +135,7 @@ class FileObjects(ObjectStore):
             part.unlink(missing_ok=True)
         if self._survives != "process":
             _sync_directories(path.parent, self._directory)
+        return 1
 
     def _create(self, part: Path, name: str) -> int:
         for _ in range(8):
@@ -205,7 +176,7 @@ class FileObjects(ObjectStore):
         finally:
             os.close(fd)
 
-    def _remove(self, paths: Sequence[Path]) -> None:
+    def _remove_files(self, paths: Sequence[Path]) -> None:
         for path in paths:
             path.unlink(missing_ok=True)
             path.with_name(path.name + _PART).unlink(missing_ok=True)
@@ -241,7 +212,7 @@ class FileObjects(ObjectStore):
 
     def _full(self, detail: str) -> QuotaExceededError:
         message = f"{self._directory} is full: {detail}; remove objects or make the file system larger"
-        return QuotaExceededError(message, retry_after_seconds=1.0)
+        return QuotaExceededError(message, retry_after_seconds=RETRY_AFTER_SECONDS)
 
 
 def _write(fd: int, views: list[memoryview]) -> None:

@@ -1,4 +1,4 @@
-"""Names of objects: never used twice, and told apart by their beginning.
+"""Names of objects: never used twice, and grouped by their beginning.
 
 `<cluster>/<storage_id>/<instance>/<put_id>/<piece>.<attempt>`: of a put, which has pieces, of an instance of a storage
 service, of a cluster. A retry has another attempt, so that it never meets what a killed writer or a late answer has

@@ -18,6 +18,12 @@ _BUILT_IN: Final[dict[str, tuple[str, str, str]]] = {
     # scheme: module, class, extra that brings what it imports
     "memory": ("tq_service.objects.memory", "MemoryObjects", ""),
     "file": ("tq_service.objects.files", "FileObjects", ""),
+    "s3": ("tq_service.objects.s3", "S3Objects", "s3"),
+    "valkey": ("tq_service.objects.valkey", "ValkeyObjects", "valkey"),
+    "valkeys": ("tq_service.objects.valkey", "ValkeyObjects", "valkey"),
+    "redis": ("tq_service.objects.valkey", "ValkeyObjects", "valkey"),
+    "rediss": ("tq_service.objects.valkey", "ValkeyObjects", "valkey"),
+    "mooncake": ("tq_service.objects.mooncake", "MooncakeObjects", "mooncake"),
 }
 
 

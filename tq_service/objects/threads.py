@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from tq_service.errors import UnavailableError
 from tq_service.objects.base import Buffer
+from tq_service.objects.sealed import fill
 
 T = TypeVar("T")
 
@@ -36,7 +37,7 @@ class Landing:
         """Copy bytes to it, unless the caller has gone on."""
         with self._lock:
             if not self._is_closed:
-                self.view[start : start + len(data)] = data
+                fill(self.view[start : start + len(data)], (memoryview(data),))
 
     def close(self) -> None:
         """Let nothing be written any more; waits for a copy under way."""
