@@ -1,0 +1,162 @@
+"""A small server that speaks as much of S3 as the engine uses, with the faults that a test asks for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, unquote, urlsplit
+from xml.etree import ElementTree
+from xml.sax.saxutils import escape
+
+CAPACITY_BYTES = 8_000_000
+"""Of the bucket `full`."""
+
+
+class S3StandIn:
+    """Buckets `objects` and `full` in memory.
+
+    Attributes:
+        port: of loopback, where it listens.
+        objects: bytes by bucket and key.
+        answers: cleared, requests wait.
+        refusals: what the next requests are answered with instead: status and code.
+        requests: method and path of each request.
+    """
+
+    def __init__(self) -> None:
+        self.objects: dict[tuple[str, str], bytes] = {}
+        self.answers = threading.Event()
+        self.answers.set()
+        self.refusals: list[tuple[int, str]] = []
+        self.requests: list[tuple[str, str]] = []
+        self.lock = threading.Lock()
+        self._open(0)
+
+    def _open(self, port: int) -> None:
+        handler = type("Handler", (_Handler,), {"stand_in": self})
+        self._server = ThreadingHTTPServer(("127.0.0.1", port), handler)
+        self._server.daemon_threads = True
+        self.port = self._server.server_address[1]
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
+        self._thread.start()
+
+    def restart(self) -> None:
+        self.close()
+        self._open(self.port)
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    stand_in: S3StandIn
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+
+    def _answer(self, call: Callable[[str, str, dict[str, list[str]], bytes], None]) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        url = urlsplit(self.path)
+        bucket, _, key = unquote(url.path).lstrip("/").partition("/")
+        self.stand_in.requests.append((self.command, self.path))
+        self.stand_in.answers.wait()
+        if self.stand_in.refusals:
+            self._fail(*self.stand_in.refusals.pop(0))
+        elif bucket not in ("objects", "full"):
+            self._fail(404, "NoSuchBucket")
+        elif "Credential=key/" not in self.headers.get("Authorization", ""):
+            self._fail(403, "InvalidAccessKeyId")
+        else:
+            with self.stand_in.lock:
+                call(bucket, key, parse_qs(url.query, keep_blank_values=True), body)
+
+    def do_PUT(self) -> None:
+        self._answer(self._put)
+
+    def do_GET(self) -> None:
+        self._answer(self._get)
+
+    def do_HEAD(self) -> None:
+        self._answer(self._get)
+
+    def do_DELETE(self) -> None:
+        self._answer(self._delete)
+
+    def do_POST(self) -> None:
+        self._answer(self._delete_many)
+
+    def _put(self, bucket: str, key: str, query: dict[str, list[str]], body: bytes) -> None:
+        objects = self.stand_in.objects
+        if self.headers.get("If-None-Match") == "*" and (bucket, key) in objects:
+            self._fail(412, "PreconditionFailed")
+        elif (
+            bucket == "full"
+            and len(body) + sum(len(v) for (b, _), v in objects.items() if b == bucket) > CAPACITY_BYTES
+        ):
+            self._fail(507, "XMinioStorageFull")
+        else:
+            objects[bucket, key] = body
+            self._send(200, b"", {"ETag": '"e"'})
+
+    def _get(self, bucket: str, key: str, query: dict[str, list[str]], body: bytes) -> None:
+        if not key:
+            self._list(bucket, query)
+            return
+        data = self.stand_in.objects.get((bucket, key))
+        if data is None:
+            self._fail(404, "NoSuchKey")
+            return
+        headers = {"ETag": '"e"', "Last-Modified": "Thu, 26 Nov 2026 00:00:00 GMT"}
+        wanted = self.headers.get("Range")
+        if wanted is None:
+            self._send(200, data, headers)
+            return
+        first, last = (int(each) for each in wanted.removeprefix("bytes=").split("-"))
+        if first >= len(data):
+            self._fail(416, "InvalidRange")
+            return
+        part = data[first : last + 1]
+        self._send(206, part, headers | {"Content-Range": f"bytes {first}-{first + len(part) - 1}/{len(data)}"})
+
+    def _list(self, bucket: str, query: dict[str, list[str]]) -> None:
+        prefix = query.get("prefix", [""])[0]
+        after = query.get("continuation-token", [""])[0]
+        keys = sorted(k for b, k in self.stand_in.objects if b == bucket and k.startswith(prefix) and k > after)
+        page, more = keys[:7], len(keys) > 7
+        entries = "".join(
+            f"<Contents><Key>{escape(key)}</Key><LastModified>2026-11-26T00:00:00.000Z</LastModified><ETag>e</ETag>"
+            f"<Size>{len(self.stand_in.objects[bucket, key])}</Size></Contents>"
+            for key in page
+        )
+        token = f"<NextContinuationToken>{escape(page[-1])}</NextContinuationToken>" if more else ""
+        text = f"<ListBucketResult><IsTruncated>{str(more).lower()}</IsTruncated>{token}{entries}</ListBucketResult>"
+        self._send(200, text.encode(), {"Content-Type": "application/xml"})
+
+    def _delete(self, bucket: str, key: str, query: dict[str, list[str]], body: bytes) -> None:
+        self.stand_in.objects.pop((bucket, key), None)
+        self._send(204, b"", {})
+
+    def _delete_many(self, bucket: str, key: str, query: dict[str, list[str]], body: bytes) -> None:
+        deleted = ""
+        for element in ElementTree.fromstring(body).iter():
+            if element.tag.rpartition("}")[2] == "Key" and element.text:
+                self.stand_in.objects.pop((bucket, element.text), None)
+                deleted += f"<Deleted><Key>{escape(element.text)}</Key></Deleted>"
+        self._send(200, f"<DeleteResult>{deleted}</DeleteResult>".encode(), {"Content-Type": "application/xml"})
+
+    def _fail(self, status: int, code: str) -> None:
+        self._send(status, f"<Error><Code>{code}</Code><Message>{code}</Message></Error>".encode(), {})
+
+    def _send(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Write no log."""

@@ -1,0 +1,251 @@
+"""Objects in the memory of other nodes through Mooncake Store (extra `mooncake`), over TCP or RDMA.
+
+`mooncake://MASTER:50051?host=ADDRESS`. What Mooncake was seen to do, and what is done about it here:
+
+- A put answers 0 with fewer copies than asked for, with none at all where a killed writer has left its name, and with
+  the old value where there is one: existence is asked before, and the copies are counted after, by their nodes.
+- `replica_num` may be served from the writer's own memory: other nodes' segments are preferred, and a copy on the
+  writer's own node does not count.
+- A forced removal lets a reader see bytes of two objects: nothing is forced, and a name that is leased is returned.
+- A range that was read has no checksum: the object must be there after the read too, so that its memory was not reused.
+- Calls block for seconds without a master: they run in threads of their own, whose registered memory they keep.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import random
+import threading
+from collections.abc import Sequence
+from typing import Any, Final
+
+from tq_service.errors import AlreadyExistsError, QuotaExceededError, TqError, UnavailableError
+from tq_service.objects.base import LARGEST_OBJECT_BYTES, Abilities, Capacity, ObjectMissingError
+from tq_service.objects.mooncake_admin import MooncakeAdmin, host_of
+from tq_service.objects.options import EngineUrl
+from tq_service.objects.sealed import HEADER_BYTES, check, fill
+from tq_service.objects.threaded import RETRY_AFTER_SECONDS, ThreadedObjects
+from tq_service.objects.threads import Landing
+
+# Read when the library is loaded. A connection a transfer, its default, costs more than a small transfer.
+for _variable, _value in {"MC_TCP_ENABLE_CONNECTION_POOL": "1", "GLOG_minloglevel": "2"}.items():
+    os.environ.setdefault(_variable, _value)
+
+from mooncake.store import MooncakeDistributedStore, ReplicateConfig  # noqa: E402  (after its environment)
+
+_DEFAULT_PORT: Final = 50051
+_DEFAULT_ADMIN_PORT: Final = 9003
+_LOCAL_BUFFER_BYTES: Final = 16 << 20
+"""What the client takes for itself; bytes of objects do not go through it."""
+
+# mooncake-store/include/types.h, ErrorCode
+_NO_MEMORY: Final = -200
+_TOO_SMALL: Final = -600
+_NOT_READY: Final = -703
+_NOT_FOUND: Final = -704
+_MEANINGS: Final = {
+    -10: "a shard is locked",
+    _NO_MEMORY: "no memory is left",
+    _NOT_READY: "it is half written",
+    _NOT_FOUND: "it is not there",
+    -706: "a reader has a lease on it",
+    -800: "the transfer failed; a node may be gone",
+    -900: "the master does not answer",
+}
+
+
+class MooncakeObjects(ThreadedObjects):
+    """Objects in Mooncake Store.
+
+    Of the URL: the master, or `mooncake://etcd:HOST:2379,HOST:2379` for masters with high availability.
+    """
+
+    engine = "Mooncake"
+
+    def __init__(self, url: EngineUrl) -> None:
+        timeout_seconds = url.seconds("timeout_seconds", 30.0)
+        super().__init__(url.redacted, threads=url.count("threads", 4), timeout_seconds=timeout_seconds)
+        is_etcd = url.host.startswith("etcd:")
+        hosts = [
+            _with_port(each, 2379 if is_etcd else _DEFAULT_PORT) for each in url.host.removeprefix("etcd:").split(",")
+        ]
+        self._master = f"etcd://{';'.join(hosts)}" if is_etcd else hosts[0]
+        admin = url.text("admin", f"{host_of(hosts[0])}:{_DEFAULT_ADMIN_PORT}")
+        self._admin = MooncakeAdmin(admin.split(","), timeout_seconds=min(5.0, timeout_seconds / 2))
+        self._host = url.text("host", "")
+        self._protocol = url.choice("protocol", "tcp", ("tcp", "rdma"))
+        self._devices = url.text("devices", "")
+        self._staging = threading.local()
+        self._store: Any = MooncakeDistributedStore()
+
+    @classmethod
+    def from_url(cls, url: str) -> MooncakeObjects:
+        """Make the engine that a URL describes."""
+        parsed = EngineUrl(url)
+        made = cls(parsed)
+        parsed.check_all_used()
+        return made
+
+    @property
+    def abilities(self) -> Abilities:
+        return Abilities(survives="node")
+
+    def _connect(self, node: str, offered_bytes: int) -> None:
+        self._host = self._host or node
+        self._admin.segments()
+        code = self._store.setup(
+            self._host,
+            "P2PHANDSHAKE",
+            offered_bytes,
+            _LOCAL_BUFFER_BYTES,
+            self._protocol,
+            self._devices,
+            self._master,
+        )
+        if code:
+            raise self._failed("setup", code)
+
+    def _close(self) -> None:
+        self._store.close()
+
+    def _put(self, name: str, header: bytes, views: Sequence[memoryview], copies: int) -> int:
+        if self._exists([name])[0]:
+            raise AlreadyExistsError(f"{self.place}: object {name} is there; take another attempt's name")
+        buffer = self._buffer(len(header) + sum(map(len, views)))
+        fill(buffer.view, (memoryview(header), *views))
+        config = ReplicateConfig()
+        config.replica_num = copies
+        config.with_hard_pin = True
+        others = [segment.name for segment in self._admin.segments() if segment.host != self._host]
+        random.shuffle(others)  # the first ones are filled first
+        config.preferred_segments = others
+        code = self._store.put_from(name, buffer.address, len(header) + sum(map(len, views)), config)
+        if code == _NO_MEMORY or not others:
+            raise QuotaExceededError(
+                f"{self.place}: no other node has memory for object {name}; remove objects, or offer more memory",
+                retry_after_seconds=RETRY_AFTER_SECONDS,
+            )
+        if code:
+            raise self._failed(name, code)
+        made = self._copies([name])[0]
+        if not made:
+            raise UnavailableError(
+                f"{self.place}: object {name} was acknowledged, but no other node has it; put it again"
+            )
+        return made
+
+    def _read(self, name: str, landing: Landing, start: int) -> None:
+        size = len(landing.view)
+        buffer = self._buffer(HEADER_BYTES + size)
+        code = _TOO_SMALL if start else self._store.get_into(name, buffer.address, HEADER_BYTES + size)
+        if code == _TOO_SMALL:
+            self._check_range(name, start, size)
+            code = self._read_range(name, buffer, start, size)
+        if code < 0:
+            raise self._failed(name, code)
+        header, data = buffer.view[:HEADER_BYTES], buffer.view[HEADER_BYTES : max(code, HEADER_BYTES)]
+        landing.write(0, data[:size])
+        check(name, header[:code], start, landing.view)
+
+    def _check_range(self, name: str, start: int, size: int) -> None:
+        there = self._size(name)
+        if start + size > there:
+            check(name, self._header(name), start, memoryview(bytes(size)))
+
+    def _read_range(self, name: str, buffer: _Staging, start: int, size: int) -> int:
+        """Read header and a range; return the bytes that are in the buffer then, or a code."""
+        targets, sources, sizes = [0], [0], [HEADER_BYTES]
+        if size:
+            targets, sources, sizes = [0, HEADER_BYTES], [0, HEADER_BYTES + start], [HEADER_BYTES, size]
+        codes = self._store.get_into_ranges([buffer.address], [[name]], [[targets]], [[sources]], [[sizes]])[0][0]
+        if min(codes) < 0:
+            return int(min(codes))
+        if not self._exists([name])[0]:
+            raise ObjectMissingError(f"{self.place}: object {name} was removed while it was read")
+        return HEADER_BYTES + size
+
+    def _header(self, name: str) -> memoryview:
+        buffer = self._buffer(HEADER_BYTES)
+        code = self._read_range(name, buffer, 0, 0)
+        if code < 0:
+            raise self._failed(name, code)
+        return buffer.view[:HEADER_BYTES]
+
+    def _size(self, name: str) -> int:
+        size = self._store.get_size(name)
+        if size < 0:
+            raise self._failed(name, size)
+        return int(size) - HEADER_BYTES
+
+    def _copies(self, names: Sequence[str]) -> list[int]:
+        # What has no replicas is missing in the answer, and so is everything where the master does not answer.
+        existing = [name for name, exists in zip(names, self._exists(names), strict=True) if exists]
+        replicas = self._store.batch_get_replica_desc(existing) if existing else {}
+        if existing and not replicas:
+            self._exists(existing)
+        return [self._count(replicas.get(name, ())) for name in names]
+
+    def _count(self, replicas: Sequence[Any]) -> int:
+        hosts = set()
+        for replica in replicas:
+            if replica.is_memory_replica() and replica.status.name == "COMPLETE":
+                hosts.add(host_of(replica.get_memory_descriptor().buffer_descriptor.transport_endpoint))
+        return len(hosts - {self._host})
+
+    def _exists(self, names: Sequence[str]) -> list[bool]:
+        codes = self._store.batch_is_exist(list(names))
+        if any(code < 0 for code in codes):
+            raise self._failed(names[0], min(codes))
+        return [code == 1 for code in codes]
+
+    def _remove(self, names: Sequence[str]) -> list[str]:
+        codes = self._store.batch_remove(list(names), False)
+        if all(code == -900 for code in codes):
+            raise self._failed(names[0], -900)
+        return [name for name, code in zip(names, codes, strict=True) if code not in (0, _NOT_FOUND)]
+
+    def _list(self, prefix: str) -> list[str]:
+        return [name for name in self._admin.all_names() if name.startswith(prefix)]
+
+    def _capacity(self) -> Capacity:
+        others = [segment for segment in self._admin.segments() if segment.host != self._host]
+        return Capacity(
+            total_bytes=sum(segment.total_bytes for segment in others),
+            used_bytes=sum(segment.used_bytes for segment in others),
+        )
+
+    def _failed(self, name: str, code: int) -> TqError:
+        meaning = _MEANINGS.get(code, "see ErrorCode in its types.h")
+        message = f"{self.place}: {name}: Mooncake answered {code} ({meaning})"
+        return ObjectMissingError(message) if code in (_NOT_READY, _NOT_FOUND) else UnavailableError(message)
+
+    def _buffer(self, size: int) -> _Staging:
+        """Return registered memory of this thread; of one that hangs in a call nothing uses it."""
+        buffer: _Staging | None = getattr(self._staging, "buffer", None)
+        if buffer is None or len(buffer.view) < size:
+            if buffer is not None:
+                self._store.unregister_buffer(buffer.address)
+            buffer = self._staging.buffer = _Staging(min(1 << max(size - 1, 1 << 20).bit_length(), _MOST_STAGED_BYTES))
+            code = self._store.register_buffer(buffer.address, len(buffer.view))
+            if code:
+                self._staging.buffer = None
+                raise self._failed("register_buffer", code)
+        return buffer
+
+
+_MOST_STAGED_BYTES: Final = LARGEST_OBJECT_BYTES + HEADER_BYTES
+
+
+class _Staging:
+    """Memory that the transfer engine reads and writes."""
+
+    def __init__(self, size: int) -> None:
+        memory = mmap.mmap(-1, size)
+        self.view = memoryview(memory)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def _with_port(address: str, port: int) -> str:
+    return address if ":" in address else f"{address}:{port}"

@@ -1,0 +1,203 @@
+"""Objects as values of Valkey or Redis (extra `valkey`), one server with replicas or a cluster.
+
+`valkey://HOST:PORT`, `valkeys://` with TLS; `?cluster=true` for a cluster. An object is one SET that must not find its
+name; WAIT says how many replicas have it. The server needs `maxmemory` with the policy `noeviction`: any other removes
+objects that it has acknowledged, and `open` refuses it.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import redis
+from redis.backoff import NoBackoff
+from redis.cluster import RedisCluster
+from redis.retry import Retry
+
+from tq_service.errors import AlreadyExistsError, InvalidArgumentError, QuotaExceededError, TqError
+from tq_service.objects.base import Abilities, Capacity
+from tq_service.objects.options import EngineUrl
+from tq_service.objects.sealed import HEADER_BYTES, check, joined, size_of
+from tq_service.objects.threaded import RETRY_AFTER_SECONDS, ThreadedObjects
+from tq_service.objects.threads import Landing
+
+_DEFAULT_PORT: Final = 6379
+_LARGEST_BYTES: Final = (512 << 20) - HEADER_BYTES
+"""A value has at most 512 MiB."""
+_NAMES_A_SCAN: Final = 1000
+_NAMES_A_CALL: Final = 500
+
+
+class ValkeyObjects(ThreadedObjects):
+    """Objects in Valkey or Redis.
+
+    User and password are those of the URL, else of the file of `password_file`, else of VALKEY_PASSWORD.
+    """
+
+    engine = "Valkey"
+
+    def __init__(self, url: EngineUrl) -> None:
+        super().__init__(
+            url.redacted, threads=url.count("threads", 8), timeout_seconds=url.seconds("timeout_seconds", 10.0)
+        )
+        self._url = url
+        self._is_cluster = url.flag("cluster", default=False)
+        self._checks_policy = url.flag("check_policy", default=True)
+        self._survives = url.choice("survives", "node", ("node", "power"))
+        self._wait_ms = url.count("wait_ms", 500)
+        self._prefix = f"{url.text('prefix', 'tq')}/"
+        self._settings: dict[str, Any] = {
+            "host": url.host.partition(":")[0] or "127.0.0.1",
+            "port": int(url.host.partition(":")[2] or _DEFAULT_PORT),
+            "username": url.username or url.text("username", "") or None,
+            "password": url.password or url.secret("password", "VALKEY_PASSWORD"),
+            "socket_timeout": self.timeout_seconds / 2,
+            "socket_connect_timeout": min(5.0, self.timeout_seconds / 2),
+            "retry": Retry(NoBackoff(), 1),
+        }
+        ca_file = url.text("ca_file", "")
+        if url.scheme in ("valkeys", "rediss"):
+            self._settings |= {"ssl": True, "ssl_cert_reqs": "required"}
+            if ca_file:
+                self._settings["ssl_ca_certs"] = ca_file
+        self._client: Any = None
+
+    @classmethod
+    def from_url(cls, url: str) -> ValkeyObjects:
+        """Make the engine that a URL describes."""
+        parsed = EngineUrl(url)
+        made = cls(parsed)
+        parsed.check_all_used()
+        return made
+
+    @property
+    def abilities(self) -> Abilities:
+        return Abilities(survives="power" if self._survives == "power" else "node", largest_object_bytes=_LARGEST_BYTES)
+
+    def _connect(self, node: str, offered_bytes: int) -> None:
+        make = RedisCluster if self._is_cluster else redis.Redis
+        self._client = make(**self._settings)
+        try:
+            policies = {info.get("maxmemory_policy", "noeviction") for info in self._info("memory")}
+        except redis.AuthenticationError as error:
+            raise InvalidArgumentError(
+                f"{self.place} refused user and password ({error}); expected those of the URL, of password_file or of "
+                "VALKEY_PASSWORD"
+            ) from error
+        if self._checks_policy and policies != {"noeviction"}:
+            raise InvalidArgumentError(
+                f"{self.place} has maxmemory-policy {', '.join(sorted(policies))}, which removes objects that it has "
+                "acknowledged; expected noeviction"
+            )
+
+    def _close(self) -> None:
+        self._client.close()
+
+    def _put(self, name: str, header: bytes, views: Sequence[memoryview], copies: int) -> int:
+        server = self._server(name)
+        replica_count = min(copies - 1, _replica_count(server))
+        pipeline = server.pipeline(transaction=False)  # WAIT is about what its own connection has written
+        pipeline.set(self._prefix + name, joined(header, views), nx=True)
+        if replica_count > 0:
+            pipeline.wait(replica_count, self._wait_ms)
+        is_new, *acknowledged = pipeline.execute()
+        if not is_new:
+            raise AlreadyExistsError(f"{self.place}: object {name} is there; take another attempt's name")
+        return 1 + int(sum(acknowledged))
+
+    def _read(self, name: str, landing: Landing, start: int) -> None:
+        key = self._prefix + name
+        size = len(landing.view)
+        if not start:
+            data = memoryview(self._server(name).getrange(key, 0, HEADER_BYTES + size - 1))
+            header, rest = data[:HEADER_BYTES], data[HEADER_BYTES:]
+        else:
+            pipeline = self._server(name).pipeline(transaction=False)
+            pipeline.getrange(key, 0, HEADER_BYTES - 1)
+            first = HEADER_BYTES + start
+            pipeline.getrange(key, first, first + max(size, 1) - 1)
+            header, rest = (memoryview(found) for found in pipeline.execute())
+        landing.write(0, rest[:size])
+        check(name, header, start, landing.view)
+
+    def _size(self, name: str) -> int:
+        header: bytes = self._server(name).getrange(self._prefix + name, 0, HEADER_BYTES - 1)
+        return size_of(name, header)
+
+    def _copies(self, names: Sequence[str]) -> list[int]:
+        found: dict[str, int] = {}
+        for server, some in self._by_server(names):
+            replica_count = _replica_count(server)
+            pipeline = server.pipeline(transaction=False)
+            for name in some:
+                pipeline.exists(self._prefix + name)
+            if replica_count:
+                # A replica that has acknowledged this write has all those before it.
+                pipeline.set(f"{self._prefix}.probe-{secrets.token_hex(8)}", b"", px=1000)
+                pipeline.wait(replica_count, self._wait_ms)
+            answers = pipeline.execute()
+            copies = 1 + (answers[-1] if replica_count else 0)
+            found |= {name: copies * is_there for name, is_there in zip(some, answers, strict=False)}
+        return [found[name] for name in names]
+
+    def _remove(self, names: Sequence[str]) -> list[str]:
+        for server, some in self._by_server(names):
+            pipeline = server.pipeline(transaction=False)
+            for name in some:
+                pipeline.unlink(self._prefix + name)
+            pipeline.execute()
+        return []
+
+    def _list(self, prefix: str) -> list[str]:
+        pattern = "".join(
+            f"[{character}]" if character in "*?[\\" else character for character in self._prefix + prefix
+        )
+        keys = self._client.scan_iter(match=f"{pattern}*", count=_NAMES_A_SCAN)
+        names = {key.decode().removeprefix(self._prefix) for key in keys}
+        return [name for name in names if not name.startswith(".probe-")]
+
+    def _capacity(self) -> Capacity:
+        infos = self._info("memory")
+        totals = [info["maxmemory"] for info in infos]
+        return Capacity(
+            total_bytes=sum(totals) if all(totals) else None,  # 0: whatever the machine has
+            used_bytes=sum(info["used_memory"] for info in infos),
+        )
+
+    def _error(self, error: Exception) -> TqError:
+        if isinstance(error, redis.OutOfMemoryError) or str(error).startswith("OOM "):
+            return QuotaExceededError(
+                f"{self.place} is full ({str(error)[:100]}); remove objects or raise its maxmemory",
+                retry_after_seconds=RETRY_AFTER_SECONDS,
+            )
+        if isinstance(error, redis.exceptions.MovedError) and self._is_cluster:
+            self._client.nodes_manager.initialize()  # the next attempt goes to the right server
+        return self.unavailable(error)
+
+    def _info(self, section: str) -> list[dict[str, Any]]:
+        if not self._is_cluster:
+            return [self._client.info(section)]
+        return list(self._client.info(section, target_nodes=RedisCluster.PRIMARIES).values())
+
+    def _server(self, name: str) -> Any:
+        """Return the client of the server that has a name."""
+        if not self._is_cluster:
+            return self._client
+        node = self._client.get_node_from_key(self._prefix + name)
+        return self._client.get_redis_connection(node)
+
+    def _by_server(self, names: Sequence[str]) -> Iterator[tuple[Any, list[str]]]:
+        grouped: dict[int, tuple[Any, list[str]]] = {}
+        for name in names:
+            server = self._server(name)
+            grouped.setdefault(id(server), (server, []))[1].append(name)
+        for server, some in grouped.values():
+            for first in range(0, len(some), _NAMES_A_CALL):
+                yield server, some[first : first + _NAMES_A_CALL]
+
+
+def _replica_count(server: Any) -> int:
+    """Return how many replicas follow a server now; to WAIT for more takes all of its time."""
+    return int(server.info("replication").get("connected_slaves", 0))
