@@ -19,6 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from live_server import AnyClient, ClientKind, LiveServer, StartServer
 
 import tq_service as tq
+from tq_service.cli.status_view import header_of
 from tq_service.internal.v1.cluster_pb2 import FetchSnapshotRequest
 from tq_service.internal.v1.cluster_pb2_grpc import ClusterServiceStub
 from tq_service.internal.v1.storage_control_pb2 import ConfirmPutsRequest, FreeCellsRequest, ReconcilePutsRequest
@@ -166,6 +167,26 @@ def test_a_standby_takes_over_what_was_acknowledged_and_the_storage_service_goes
     assert np.asarray(got["x"]).tolist() == [[1, 1], [3, 3]]
     client.clear_partition("train")
     wait_for(lambda: storage.client().storage_stat(storage.address).put_count == 0)
+
+
+def test_the_status_shows_the_leader_its_epoch_and_how_far_the_others_are(start_controller: StartController) -> None:
+    leader = start_controller("a")
+    wait_for(lambda: leads(leader))
+    standby = start_controller("b")
+    client = leader.client()
+    client.create_partition("train")
+
+    def shown() -> list[tuple[str, bool, bool, int]]:
+        controllers = client.status().controllers
+        return [(each.address, each.is_leader, each.epoch > 0, each.lag_count) for each in controllers]
+
+    expected = [(leader.address, True, True, 0), (standby.address, False, False, 0)]
+    wait_for(lambda: shown() == expected)
+    status = client.status()
+    assert status.service.durability == "cluster"
+    lines = "\n".join(header_of(status, leader.address))
+    assert f"leads, epoch {status.controllers[0].epoch}" in lines
+    assert "stands by, 0 records behind" in lines
 
 
 @pytest.mark.parametrize("given", ["both", "a standby alone"])
