@@ -15,6 +15,7 @@ import datetime
 import itertools
 import os
 import random
+import secrets
 import signal
 import statistics
 import sys
@@ -28,7 +29,7 @@ import grpc
 import numpy as np
 
 import tq_service as tq
-from chaos.cluster import Cluster, Process, _free_ports, wait_until, without_torch
+from chaos.cluster import Cluster, Process, free_ports, wait_until, without_torch
 from chaos.etcd import etcd_members
 from chaos.scenario import Report, Scenario
 from tq_service.testing import COMMAND
@@ -49,7 +50,7 @@ class ReplicatedCluster(Cluster):
     """Three controllers over three members of etcd, and two storage services."""
 
     def __init__(self, directory: Path, rng: random.Random, lease_seconds: float) -> None:
-        ports = _free_ports(6 + len(_CONTROLLERS) + len(_STORAGES), rng)
+        ports = free_ports(6 + len(_CONTROLLERS) + len(_STORAGES), rng)
         etcd_ports = list(zip(ports[:3], ports[3:6], strict=True))
         self._ports = dict(zip((*_CONTROLLERS, *_STORAGES), ports[6:], strict=True))
         self.addresses = {name: f"127.0.0.1:{self._ports[name]}" for name in _CONTROLLERS}
@@ -57,7 +58,9 @@ class ReplicatedCluster(Cluster):
         self.controller_name = _CONTROLLERS[0]
         self.storage_names = _STORAGES
         journal = "etcd://" + ",".join(f"127.0.0.1:{client}" for client, _ in etcd_ports)
-        secret = directory / "secret"
+        secret = directory / "secret"  # there before any of them starts
+        secret.touch(0o600)
+        secret.write_text(secrets.token_hex(32) + "\n")
         self.processes = etcd_members(etcd_ports, directory)
         self.etcd_names = tuple(self.processes)
         for name in (*_CONTROLLERS, *_STORAGES):
