@@ -2,27 +2,33 @@
 
 The same load on services that keep nothing, that survive the death of any process, and that survive the machine's. One
 client process with one event loop plays 8 producers and 8 ranks. Bytes go over the wire to one service of each kind,
-and as shared memory to another.
+and as shared memory to another. Where there is an etcd, also on a controller whose journal is in three members of it,
+with a storage service apart, beside the same two processes in memory.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import random
 import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, ExitStack
+from pathlib import Path
 
 import numpy as np
 
 import tq_service as tq
 from benchmarks.harness import Options, interleave_async, main, median, median_ratio, run_async
 from benchmarks.report import Aim, Cell, Plot, Report
+from chaos.cluster import free_ports
+from chaos.etcd import etcd_members
 from tq_service.testing import ServiceProcess
 
 MODES = ("memory", "process", "disk")
+APART = ("apart", "etcd")  # controller and storage service are two processes
 PRODUCER_COUNT = 8
 RANK_COUNT = 8
 BATCH_SIZE = 8
@@ -162,15 +168,24 @@ async def _measure(options: Options, addresses: Mapping[str, tuple[str, str]]) -
         for what in of_mode[MODES[0]]:
             rates = await interleave_async({mode: of_mode[mode][what] for mode in addresses}, options.repeats)
             ratios = [median_ratio(rates[mode], rates["memory"]) for mode in MODES[1:]]
-            rows.append([what, *(median(rates[mode]) for mode in MODES), *ratios])
-    return _report(rows)
+            cells: list[Cell] = [what, *(median(rates[mode]) for mode in MODES), *ratios]
+            if "etcd" in rates:
+                cells += [*(median(rates[mode]) for mode in APART), median_ratio(rates["etcd"], rates["apart"])]
+            rows.append(cells)
+    return _report(rows, has_etcd="etcd" in addresses)
 
 
-def _report(rows: list[list[Cell]]) -> Report:
+def _report(rows: list[list[Cell]], *, has_etcd: bool) -> Report:
     return Report(
         name="durability_cost",
         question="What does it cost that nothing acknowledged is lost, when a process dies or when the machine does?",
-        columns=["what", *MODES, "process / memory", "disk / memory"],
+        columns=[
+            "what",
+            *MODES,
+            "process / memory",
+            "disk / memory",
+            *((*APART, "etcd / apart") if has_etcd else ()),
+        ],
         rows=rows,
         notes=[
             f"batches of {BATCH_SIZE}; small puts of {_SMALL_ROW_BYTES} B a sample, large ones of "
@@ -178,6 +193,10 @@ def _report(rows: list[list[Cell]]) -> Report:
             "while producers put: one put of all samples of a batch_index for each",
             "one client process with one event loop, services of one process; data directories on the disk of the "
             "directory for temporary files",
+            "apart: a controller and a storage service, in memory; etcd: the same with the journal in three members of "
+            "etcd, on the same machine and disk"
+            if has_etcd
+            else "no etcd on this machine: its column is left out",
         ],
         aims=[Aim(what=f"{row[0]}, process / memory", measured=_number(row[4]), wanted=_WANTED) for row in rows],
         plots=[
@@ -200,6 +219,34 @@ def _number(cell: Cell) -> float | None:
     return cell if isinstance(cell, float) else None
 
 
+def _apart(stack: ExitStack) -> dict[str, tuple[str, str]]:
+    """Start controllers with storage services apart, one with its journal in etcd; none where there is no etcd."""
+    directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tq-durability-")))
+    ports = free_ports(6, random.Random())
+    try:
+        members = etcd_members(list(zip(ports[:3], ports[3:], strict=True)), directory)
+    except FileNotFoundError:
+        return {}
+    for member in members.values():
+        member.start()
+        stack.callback(member.end)
+    journal = "etcd://" + ",".join(f"127.0.0.1:{port}" for port in ports[:3])
+    addresses = {}
+    for mode in APART:
+        pair = []
+        for sharing in ("off", "auto"):
+            secret = ["--internal-secret-file", str(directory / f"secret-{mode}-{sharing}")]
+            flags = ["--role", "controller", *secret]
+            if mode == "etcd":
+                flags += ["--journal", journal, "--cluster", sharing, "--data-dir", str(directory / sharing)]
+            address = stack.enter_context(ServiceProcess(*flags)).address
+            storage = ["--role", "storage", "--controller", address, "--shared-memory", sharing, *secret]
+            stack.enter_context(ServiceProcess(*storage))
+            pair.append(address)
+        addresses[mode] = (pair[0], pair[1])
+    return addresses
+
+
 def run(options: Options) -> Report:
     """Measure."""
     with ExitStack() as stack:
@@ -213,6 +260,7 @@ def run(options: Options) -> Report:
                     flags += ["--data-dir", directory, "--durability", mode]
                 pair.append(stack.enter_context(ServiceProcess(*flags)).address)
             addresses[mode] = (pair[0], pair[1])
+        addresses |= _apart(stack)
         return run_async(_measure(options, addresses))
 
 

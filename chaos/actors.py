@@ -146,15 +146,19 @@ class Worker(Actor):
         """Take and acknowledge samples until the end."""
         while True:
             self.log.write("ask")
-            meta = await self.client.get_meta(
-                partition_id=self.partition_id,
-                task_name=WORKER_TASK,
-                data_fields=_ALL_FIELDS,
-                batch_size=12,
-                min_batch_size=1,
-                lease=LEASE_SECONDS,
-                max_wait=_MAX_WAIT_SECONDS,
-            )
+            try:
+                meta = await self.client.get_meta(
+                    partition_id=self.partition_id,
+                    task_name=WORKER_TASK,
+                    data_fields=_ALL_FIELDS,
+                    batch_size=12,
+                    min_batch_size=1,
+                    lease=LEASE_SECONDS,
+                    max_wait=_MAX_WAIT_SECONDS,
+                )
+            except tq.LeaseExpiredError:  # the answer was lost, and the service was away for longer than the lease
+                self.log.write("lease_lost")
+                continue
             if meta.status == "end":
                 self.log.write("end")
                 return

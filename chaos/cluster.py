@@ -84,7 +84,7 @@ class Cluster:
         self._durability = durability
         self._directory = directory
         names = ("service",) if topology == "embedded" else ("controller", *_STORAGE_NAMES)
-        self._ports = dict(zip(names, _free_ports(len(names), rng), strict=True))
+        self._ports = dict(zip(names, free_ports(len(names), rng), strict=True))
         self.address = f"127.0.0.1:{self._ports[names[0]]}"
         self.controller_name = names[0]
         self.storage_names = names if topology == "embedded" else _STORAGE_NAMES
@@ -162,7 +162,8 @@ def wait_until(condition: Callable[[], bool], timeout_seconds: float, pause_seco
     return True
 
 
-def _free_ports(count: int, rng: random.Random) -> list[int]:
+def free_ports(count: int, rng: random.Random) -> list[int]:
+    """Return ports that nothing listens on, and that the system gives to no outgoing connection."""
     found: list[int] = []
     while len(found) < count:
         port = rng.choice(_PORTS)

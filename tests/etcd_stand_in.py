@@ -19,6 +19,7 @@ import pytest
 
 from tq_service.cluster.etcd import Etcd, EtcdAccess
 from tq_service.internal.v1 import etcd_pb2 as pb
+from tq_service.wire.credentials import Tls
 
 MOST_REQUEST_BYTES = 1536 * 1024
 ROOT = Path(__file__).parents[1]
@@ -39,7 +40,7 @@ class EtcdStandIn:
         write_count: transactions that wrote.
     """
 
-    def __init__(self, port: int = 0) -> None:
+    def __init__(self, tls: Tls | None = None) -> None:
         self.revision = 1
         self.kvs: dict[bytes, pb.EtcdKeyValue] = {}
         self.compacted = 0
@@ -85,7 +86,13 @@ class EtcdStandIn:
             self._server.add_generic_rpc_handlers(
                 (grpc.method_handlers_generic_handler(f"etcdserverpb.{service}", handlers),)
             )
-        self.address = f"127.0.0.1:{self._server.add_insecure_port(f'127.0.0.1:{port}')}"
+        if tls is None:
+            port = self._server.add_insecure_port("127.0.0.1:0")
+        else:
+            ca, cert, key = (Path(str(path)).read_bytes() for path in (tls.ca, tls.cert, tls.key))
+            mutual = grpc.ssl_server_credentials([(key, cert)], ca, require_client_auth=True)
+            port = self._server.add_secure_port("127.0.0.1:0", mutual)
+        self.address = f"127.0.0.1:{port}"
         self._server.start()
         self._ending = threading.Thread(target=self._end_leases, daemon=True)
         self._ending.start()

@@ -124,3 +124,11 @@ def test_the_environment_has_addresses_of_the_same_kind(kind, monkeypatch):
 )
 def test_causes_are_said_in_plain_words(grpc_message, cause):
     assert cause_of(grpc_message) == cause
+
+
+def test_several_addresses_have_commas_between_them() -> None:
+    assert parse_address("a, b:1,[::1],a:50051") == "a:50051,b:1,[::1]:50051"
+    assert parse_address("ipv4:1.2.3.4:1,1.2.3.5:2") == "ipv4:1.2.3.4:1,1.2.3.5:2"
+    for wrong in ("a,,b", "a,", "a,b:0"):
+        with pytest.raises(tq.InvalidArgumentError, match="address: got"):
+            parse_address(wrong)

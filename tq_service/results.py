@@ -366,7 +366,7 @@ class ServiceInfo:
         role: "all", or "controller" where storage services run as other processes.
         uptime_seconds: for how long it has run.
         durability: what an acknowledged change survives: nothing ("memory"), a crash of any process ("process"), or one
-            of the host ("disk").
+            of the host ("disk"), or the loss of the host ("cluster").
         data_dir: the directory that holds its state; empty: none does, or the token is not for all partitions.
         tls: whether it is reached over TLS.
         client_certificates: whether clients have to show a certificate.
@@ -384,6 +384,25 @@ class ServiceInfo:
     client_certificates: bool
     auth: bool
     shared_memory: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControllerStatus:
+    """A controller of a cluster, as that which leads knows it.
+
+    Attributes:
+        name: its name among the controllers, which stays as long as its data directory does.
+        address: where clients reach it.
+        is_leader: whether it leads; the others stand by.
+        epoch: of the leader: higher than that of each leader before it; of the others 0.
+        lag_count: records of the journal that it has not applied yet, as of a second ago.
+    """
+
+    name: str
+    address: str
+    is_leader: bool
+    epoch: int
+    lag_count: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -436,6 +455,7 @@ class ServiceStatus:
         waits: what is waited for, in the order of the names of the partitions, and of each in the order of arrival of
             the first calls; at most 32 of a partition.
         revision: from which `watch` goes on from the whole status.
+        controllers: those of its cluster, that which leads first; none where the controller is alone.
     """
 
     service: ServiceInfo
@@ -443,6 +463,7 @@ class ServiceStatus:
     partitions: tuple[PartitionDescription, ...]
     waits: tuple[PartitionWait, ...]
     revision: Revision
+    controllers: tuple[ControllerStatus, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from tq_service.errors import InvalidArgumentError
 from tq_service.results import (
     CheckpointCopy,
     ConsumptionStatus,
+    ControllerStatus,
     FieldStatus,
     MetaColumnStatus,
     PartitionDescription,
@@ -46,6 +47,7 @@ MESSAGES = {
     RestoredCheckpoint: pb.RestoreResponse,
     ServiceInfo: pb.ServiceInfo,
     StorageStatus: pb.StorageStatus,
+    ControllerStatus: pb.ControllerStatus,
     PartitionWait: pb.PartitionWait,
     WaitReason: pb.WaitReason,
 }

@@ -13,12 +13,15 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from certificates import Authority
 from cluster_support import KEYS, running_etcd
 from etcd_stand_in import EtcdStandIn
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from live_server import AnyClient, ClientKind, LiveServer, StartServer
 
 import tq_service as tq
+from tq_service.cli.status_view import header_of
+from tq_service.config import load_settings
 from tq_service.internal.v1.cluster_pb2 import FetchSnapshotRequest
 from tq_service.internal.v1.cluster_pb2_grpc import ClusterServiceStub
 from tq_service.internal.v1.storage_control_pb2 import ConfirmPutsRequest, FreeCellsRequest, ReconcilePutsRequest
@@ -166,6 +169,26 @@ def test_a_standby_takes_over_what_was_acknowledged_and_the_storage_service_goes
     assert np.asarray(got["x"]).tolist() == [[1, 1], [3, 3]]
     client.clear_partition("train")
     wait_for(lambda: storage.client().storage_stat(storage.address).put_count == 0)
+
+
+def test_the_status_shows_the_leader_its_epoch_and_how_far_the_others_are(start_controller: StartController) -> None:
+    leader = start_controller("a")
+    wait_for(lambda: leads(leader))
+    standby = start_controller("b")
+    client = leader.client()
+    client.create_partition("train")
+
+    def shown() -> list[tuple[str, bool, bool, int]]:
+        controllers = client.status().controllers
+        return [(each.address, each.is_leader, each.epoch > 0, each.lag_count) for each in controllers]
+
+    expected = [(leader.address, True, True, 0), (standby.address, False, False, 0)]
+    wait_for(lambda: shown() == expected)
+    status = client.status()
+    assert status.service.durability == "cluster"
+    lines = "\n".join(header_of(status, leader.address))
+    assert f"leads, epoch {status.controllers[0].epoch}" in lines
+    assert "stands by, 0 records behind" in lines
 
 
 @pytest.mark.parametrize("given", ["both", "a standby alone"])
@@ -337,6 +360,87 @@ def test_what_is_restored_is_there_after_a_takeover(
     kill(leader, etcd)
     wait_for(lambda: leads(again))
     assert again.client().check_production("train", ["x"]).produced_count == 4
+
+
+def test_etcd_is_reached_over_tls_and_with_a_user(start_controller: StartController, tmp_path: Path) -> None:
+    authority = Authority(tmp_path / "certificates")
+    own = authority.issue("controller")
+    secured = EtcdStandIn(authority.issue("etcd"))
+    secured.users["tq"] = "secret"
+    password = tmp_path / "password"
+    password.write_text("secret\n")
+    try:
+        flags = {
+            "etcd_user": "tq",
+            "etcd_password_file": password,
+            "etcd_ca": own.ca,
+            "etcd_cert": own.cert,
+            "etcd_key": own.key,
+        }
+        leader = start_controller("a", f"etcd://{secured.address}", **flags)
+        wait_for(lambda: leads(leader))
+        leader.client().create_partition("train")
+        assert secured.write_count > 2
+        leader.stop()
+    finally:
+        secured.stop()
+
+
+def test_a_leader_that_is_stopped_makes_way_at_once(start_controller: StartController, etcd: EtcdStandIn) -> None:
+    first = start_controller("a")
+    wait_for(lambda: leads(first))
+    second = start_controller("b")
+    first.client().create_partition("train")
+    first.stop()
+    assert KEYS.leader not in etcd.kvs or etcd.kvs[KEYS.leader].value.find(first.address.encode()) < 0
+    wait_for(lambda: leads(second))
+    assert [each.partition_id for each in second.client().list_partitions()] == ["train"]
+
+
+def test_a_data_directory_of_another_controller_is_refused(
+    start_controller: StartController, start_server: StartServer, tmp_path: Path
+) -> None:
+    alone = start_server(role="controller", data_dir=tmp_path / "alone", internal_secret_file=tmp_path / "secret")
+    alone.client().create_partition("train")
+    alone.stop()
+    with pytest.raises(tq.DataDirError, match=r"another controller than cluster 'test'.*name an empty directory"):
+        start_controller("alone")
+
+
+WRONG = {
+    "one of journal and cluster": {"journal": "etcd://e:2379"},
+    "role is all": {"journal": "etcd://e", "cluster": "c", "data_dir": "d"},
+    "data_dir is missing": {"journal": "etcd://e", "cluster": "c", "role": "controller"},
+    "leave durability out": {
+        "journal": "etcd://e",
+        "cluster": "c",
+        "role": "controller",
+        "data_dir": "d",
+        "durability": "disk",
+    },
+    "expected etcd://": {"journal": "http://e:2379", "cluster": "c", "role": "controller", "data_dir": "d"},
+    "etcd_user is for a journal in etcd": {"etcd_user": "tq"},
+    "one of etcd_user and etcd_password_file": {
+        "journal": "etcd://e",
+        "cluster": "c",
+        "role": "controller",
+        "data_dir": "d",
+        "etcd_user": "tq",
+    },
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_settings_that_do_not_go_together_are_refused(message: str) -> None:
+    with pytest.raises(tq.InvalidArgumentError, match=message):
+        load_settings(WRONG[message])
+
+
+def test_members_of_etcd_have_its_port_where_none_is_given() -> None:
+    flags = {"journal": "etcd://e1,e2:23790/", "cluster": "c", "role": "controller", "data_dir": "d"}
+    settings = load_settings(flags).settings
+    assert settings.etcd_members == ("e1:2379", "e2:23790")
+    assert settings.effective_durability == "cluster"
 
 
 @pytest.mark.parametrize("kind", ["etcd"])

@@ -14,6 +14,7 @@ from typing import Any, Final
 from rich.filesize import decimal
 
 from tq_service.results import (
+    ControllerStatus,
     NotReady,
     PartitionDescription,
     ServiceStatus,
@@ -63,8 +64,15 @@ def header_of(status: ServiceStatus, address: str) -> list[str]:
         f"durability {service.durability}{where}  {security}",
         f"storage {decimal(used)} of {quota} in {len(storages)} storage service{'s' * (len(storages) != 1)}"
         + (f", {silent} silent" if silent else ""),
+        *map(_controller_line, status.controllers),
     ]
     return [part for line in lines for part in _wrapped(line, terminal_width())]
+
+
+def _controller_line(controller: ControllerStatus) -> str:
+    if controller.is_leader:
+        return f"controller {controller.name} at {controller.address}  leads, epoch {controller.epoch}"
+    return f"controller {controller.name} at {controller.address}  stands by, {controller.lag_count} records behind"
 
 
 def _on(flag: bool) -> str:

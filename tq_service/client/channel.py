@@ -10,7 +10,7 @@ from grpc.experimental import ChannelOptions
 
 from tq_service.addresses import DEFAULT_ADDRESS, parse_address
 from tq_service.v1.controller_service_pb2_grpc import ControllerServiceStub
-from tq_service.wire.connection import CONNECTION_OPTIONS, SWIFT_KEEPALIVE
+from tq_service.wire.connection import CONNECTION_OPTIONS, cluster_options
 
 if TYPE_CHECKING:
     from tq_service.v1.controller_service_pb2_grpc import ControllerServiceAsyncStub
@@ -35,7 +35,7 @@ CHANNEL_OPTIONS: Final = (
 )
 
 
-CLUSTER_CHANNEL_OPTIONS: Final = (*CHANNEL_OPTIONS, *SWIFT_KEEPALIVE)
+CLUSTER_CHANNEL_OPTIONS: Final = cluster_options(CHANNEL_OPTIONS)
 """Of channels to controllers of a cluster: another one takes over while one that is paused still holds its calls."""
 
 

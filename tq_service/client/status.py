@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tq_service.client.namespace import Namespace
 from tq_service.results import (
+    ControllerStatus,
     PartitionDescription,
     PartitionWait,
     Revision,
@@ -44,4 +45,5 @@ class StatusReader:
             partitions=tuple(self._partitions),
             waits=tuple(self._waits),
             revision=read_message(Revision, self._first.revision),
+            controllers=tuple(read_message(ControllerStatus, each) for each in self._first.controllers),
         )

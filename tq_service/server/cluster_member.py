@@ -33,6 +33,7 @@ from tq_service.durable.files import snapshot_numbers
 from tq_service.durable.state_store import StateStore
 from tq_service.errors import InvalidArgumentError, JournalUnreachableError, SupersededError, TqError
 from tq_service.log_message import LogMessage
+from tq_service.results import ControllerStatus
 from tq_service.server.snapshot_transfer import fetch_snapshot
 from tq_service.server.supervisor import Supervisor
 from tq_service.wire.credentials import Credentials, Tls
@@ -127,6 +128,25 @@ class ClusterMember:
     def last_number(self) -> int:
         """Of the last record of the log that is durable, while this one leads."""
         return self._journal.last_number
+
+    def statuses(self) -> list[ControllerStatus]:
+        """Return what is known of the controllers, while this one leads."""
+        last = self.last_number
+        own = ControllerStatus(
+            name=self._member_id, address=self.address, is_leader=True, epoch=self.epoch, lag_count=0
+        )
+        others = [
+            ControllerStatus(
+                name=each.member_id,
+                address=each.address,
+                is_leader=False,
+                epoch=0,
+                lag_count=max(0, last - each.applied_number),
+            )
+            for each in self.members
+            if each.member_id != self._member_id
+        ]
+        return [own, *others]
 
     # Its life
 

@@ -205,6 +205,7 @@ class Controller:
             ),
             watches=self.watches,
             identity=Identity(settings, shared_memory=storage is not None and storage.shared_memory is not None),
+            controllers=tuple if cluster is None else cluster.statuses,
         )
 
     def take_up(self) -> None:

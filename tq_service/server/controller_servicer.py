@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar, get_type_hints
 
@@ -38,6 +38,7 @@ from tq_service.domain.status import (
 )
 from tq_service.errors import DeadlineError, InvalidArgumentError
 from tq_service.internal.v1 import storage_registry_pb2, storage_registry_pb2_grpc
+from tq_service.results import ControllerStatus
 from tq_service.samplers import PlanRunner, SamplerRegistry
 from tq_service.schema import check_id, check_name, check_range
 from tq_service.server import converters
@@ -89,10 +90,11 @@ class ControllerServicer(
     checkpoints: Checkpoints
     watches: Watches
     identity: Identity
+    controllers: Callable[[], Sequence[ControllerStatus]] = tuple
 
     def __post_init__(self) -> None:
         self.explainer = Explainer(self.catalog, self.runner)
-        self.status_pages = StatusPages(self.catalog, self.explainer, self.storages, self.identity)
+        self.status_pages = StatusPages(self.catalog, self.explainer, self.storages, self.identity, self.controllers)
 
     # Partitions
 

@@ -157,7 +157,7 @@ class _Registry:
             peer.follow_files()
             meant = from_rpc_error(error.code(), error.details(), status_from_trailers(error.trailing_metadata()))
             if isinstance(meant, DeadlineError):  # one that is paused takes calls, and does not answer
-                meant = UnavailableError(meant.message)
+                meant = UnavailableError(f"timed out: {meant.message}")
             self._controllers.note(self.address, meant)
             raise
 

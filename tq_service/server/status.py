@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Final
 
@@ -14,7 +14,7 @@ from tq_service.domain.explain import Explainer
 from tq_service.domain.lookup import find_names, name_token
 from tq_service.domain.partition import Partition
 from tq_service.domain.status import description_of
-from tq_service.results import PartitionWait, ServiceInfo
+from tq_service.results import ControllerStatus, PartitionWait, ServiceInfo
 from tq_service.server.storages import StorageRegistry
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.version import VERSION
@@ -75,9 +75,18 @@ class StatusPages:
         explainer: says why claims wait.
         storages: the storage services.
         identity: what this process is.
+        controllers: returns those of the cluster, none where the controller is alone.
     """
 
-    def __init__(self, catalog: Catalog, explainer: Explainer, storages: StorageRegistry, identity: Identity) -> None:
+    def __init__(
+        self,
+        catalog: Catalog,
+        explainer: Explainer,
+        storages: StorageRegistry,
+        identity: Identity,
+        controllers: Callable[[], Sequence[ControllerStatus]] = tuple,
+    ) -> None:
+        self._controllers = controllers
         self._catalog = catalog
         self._explainer = explainer
         self._storages = storages
@@ -102,6 +111,7 @@ class StatusPages:
             answer.revision.CopyFrom(to_message(pb.Revision, revision))
             info = self._identity.info(revision.instance_id, for_all_partitions=is_shown(""))
             answer.service.CopyFrom(to_message(pb.ServiceInfo, info))
+            answer.controllers.extend(to_message(pb.ControllerStatus, each) for each in self._controllers())
             answer.storages.extend(to_message(pb.StorageStatus, each) for each in self._storages.statuses())
         known = list(filter(is_shown, self._catalog.names())) if request.explain else []
         size_bytes = 0

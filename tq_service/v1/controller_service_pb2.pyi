@@ -2309,7 +2309,7 @@ class ServiceInfo(google.protobuf.message.Message):
     """"all", or "controller" where storage services run as other processes."""
     durability: builtins.str
     """What an acknowledged change survives: nothing ("memory"), a crash of any process ("process"), or one of the host
-    ("disk").
+    ("disk"), or the loss of the host ("cluster").
     """
     data_dir: builtins.str
     """The directory that holds its state. Empty: none does, or the token is not for all partitions."""
@@ -2343,6 +2343,40 @@ class ServiceInfo(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["auth", b"auth", "client_certificates", b"client_certificates", "data_dir", b"data_dir", "durability", b"durability", "instance_id", b"instance_id", "role", b"role", "shared_memory", b"shared_memory", "tls", b"tls", "uptime", b"uptime", "version", b"version"]) -> None: ...
 
 global___ServiceInfo = ServiceInfo
+
+@typing.final
+class ControllerStatus(google.protobuf.message.Message):
+    """A controller of a cluster, as that which leads knows it."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    ADDRESS_FIELD_NUMBER: builtins.int
+    IS_LEADER_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
+    LAG_COUNT_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """Its name among the controllers, which stays as long as its data directory does."""
+    address: builtins.str
+    """Where clients reach it."""
+    is_leader: builtins.bool
+    """Whether it leads; the others stand by."""
+    epoch: builtins.int
+    """Of the leader: higher than that of each leader before it. Of the others: 0."""
+    lag_count: builtins.int
+    """Records of the journal that it has not applied yet, as of a second ago."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        address: builtins.str = ...,
+        is_leader: builtins.bool = ...,
+        epoch: builtins.int = ...,
+        lag_count: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "epoch", b"epoch", "is_leader", b"is_leader", "lag_count", b"lag_count", "name", b"name"]) -> None: ...
+
+global___ControllerStatus = ControllerStatus
 
 @typing.final
 class StorageStatus(google.protobuf.message.Message):
@@ -2435,6 +2469,7 @@ class GetStatusResponse(google.protobuf.message.Message):
     WAITS_FIELD_NUMBER: builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: builtins.int
     REVISION_FIELD_NUMBER: builtins.int
+    CONTROLLERS_FIELD_NUMBER: builtins.int
     next_page_token: builtins.str
     """Sent back as `page_token` for the next page. Empty: this is the last one."""
     @property
@@ -2457,6 +2492,12 @@ class GetStatusResponse(google.protobuf.message.Message):
     def revision(self) -> global___Revision:
         """From which Watch goes on from the whole status. On the first page alone."""
 
+    @property
+    def controllers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ControllerStatus]:
+        """The controllers of the cluster, that which leads first. On the first page alone; none where there is one
+        controller.
+        """
+
     def __init__(
         self,
         *,
@@ -2466,9 +2507,10 @@ class GetStatusResponse(google.protobuf.message.Message):
         waits: collections.abc.Iterable[global___PartitionWait] | None = ...,
         next_page_token: builtins.str = ...,
         revision: global___Revision | None = ...,
+        controllers: collections.abc.Iterable[global___ControllerStatus] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["revision", b"revision", "service", b"service"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["next_page_token", b"next_page_token", "partitions", b"partitions", "revision", b"revision", "service", b"service", "storages", b"storages", "waits", b"waits"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["controllers", b"controllers", "next_page_token", b"next_page_token", "partitions", b"partitions", "revision", b"revision", "service", b"service", "storages", b"storages", "waits", b"waits"]) -> None: ...
 
 global___GetStatusResponse = GetStatusResponse
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Iterable
+from typing import Any, Final
 
 CONNECTION_OPTIONS: Final = (
     # A service that starts late or comes back is found within half a second; gRPC's own pauses grow to two minutes.
@@ -17,15 +18,22 @@ CONNECTION_OPTIONS: Final = (
     ("grpc.http2.max_pings_without_data", 0),  # a long poll has no data for long; 0: no bound
 )
 
-SWIFT_KEEPALIVE: Final = (
-    # Of a controller of a cluster that was paused or cut off: noticed before its lease ends, so that calls that wait on
-    # it go to the next one.
-    ("grpc.keepalive_time_ms", 1_500),
-    ("grpc.keepalive_timeout_ms", 2_000),
-    ("grpc.http2.ping_timeout_ms", 2_000),
-)
+_SWIFT_KEEPALIVE: Final = {
+    "grpc.keepalive_time_ms": 1_500,
+    "grpc.keepalive_timeout_ms": 2_000,
+    "grpc.http2.ping_timeout_ms": 2_000,
+}
 
-CLUSTER_OPTIONS: Final = (*CONNECTION_OPTIONS, *SWIFT_KEEPALIVE)
+
+def cluster_options(options: Iterable[tuple[str, Any]]) -> tuple[tuple[str, Any], ...]:
+    """Return the options of a channel to a controller of a cluster.
+
+    One that was paused or cut off is noticed before its lease ends, so that calls that wait on it go to the next one.
+    """
+    return tuple((dict(options) | _SWIFT_KEEPALIVE).items())  # of an option that is there twice gRPC takes the first
+
+
+CLUSTER_OPTIONS: Final = cluster_options(CONNECTION_OPTIONS)
 
 LISTENING_OPTIONS: Final = (
     # A client that vanished without closing is noticed within 80 s, so that what its calls hold does not stay. A client

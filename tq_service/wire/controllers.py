@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import time
+from typing import Final
+
 from tq_service.addresses import split_addresses
 from tq_service.errors import NotLeaderError, TqError, UnavailableError
+
+_SILENT_SECONDS: Final = 4.0
+_TIMED_OUT: Final = "timed out"  # what `addresses.cause_of` makes of it
 
 
 class Controllers:
@@ -23,6 +29,7 @@ class Controllers:
     def __init__(self, addresses: str) -> None:
         self._given = split_addresses(addresses)
         self.current = self._given[0]
+        self._silent_at: dict[str, float] = {}  # by address: when a call had no answer
         self.has_several = len(self._given) > 1
 
     def note(self, asked: str, failure: TqError) -> None:
@@ -33,9 +40,15 @@ class Controllers:
         if isinstance(failure, NotLeaderError):
             self.has_several = True
             leader = failure.metadata.get("leader_address", "")
-        if leader and leader != asked:
+        elif _TIMED_OUT in failure.message:
+            self._silent_at[asked] = time.monotonic()
+        if leader and leader != asked and not self._is_silent(leader):
             self.current = leader
         elif asked in self._given:
             self.current = self._given[(self._given.index(asked) + 1) % len(self._given)]
         else:
             self.current = self._given[0]
+
+    def _is_silent(self, address: str) -> bool:
+        """Whether a controller did not answer just now: others name one that is paused until its lease ends."""
+        return time.monotonic() - self._silent_at.get(address, -_SILENT_SECONDS) < _SILENT_SECONDS
