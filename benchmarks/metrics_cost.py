@@ -1,16 +1,20 @@
 """What do metrics cost: claims with and without them, and a scrape of many partitions and tasks?
 
-The same load goes to a service with metrics that is scraped, to one without, and to another one without, which says how
-much two services alike differ. The scrape is of a service in this process, whose event loop is watched meanwhile.
+The same load goes to services with metrics that are scraped, to as many without, and to others without, which say how
+much services alike differ: two processes of one program may differ by more than is looked for, so there are several of
+each. The scrape is of a service in this process, whose event loop is watched meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+import socket
 import sys
 import time
 import urllib.request
+from collections.abc import Sequence
 from contextlib import AsyncExitStack, ExitStack
 
 import numpy as np
@@ -18,7 +22,7 @@ import psutil
 
 import tq_service as tq
 from benchmarks.durability_cost import Load
-from benchmarks.harness import Options, interleave_async, main, median, median_ratio, run_async
+from benchmarks.harness import Options, interleave_async, main, median, run_async
 from benchmarks.report import Aim, Cell, Report
 from tq_service.config import load_settings
 from tq_service.server.app import App, running
@@ -26,9 +30,9 @@ from tq_service.testing import ServiceProcess
 
 PARTITION_COUNT = 200
 TASK_COUNT = 20
-_METRICS_PORT = 19464
+_PROCESS_COUNT = 5
 _SCRAPES_A_REPEAT = 4
-_SCRAPE_PERIOD_SECONDS = 1.0
+_SCRAPE_PERIOD_SECONDS = 5.0
 _TIMEOUT_SECONDS = 120.0
 _MODES = ("off", "off again", "on")
 
@@ -40,7 +44,7 @@ def _fetch(port: int) -> bytes:
 
 
 async def _scrape_often(port: int) -> None:
-    """Scrape as a Prometheus would, though fifteen times as often."""
+    """Scrape as a Prometheus would, though three times as often."""
     while True:
         await asyncio.to_thread(_fetch, port)
         await asyncio.sleep(_SCRAPE_PERIOD_SECONDS)
@@ -61,36 +65,56 @@ class _Case:
 
 
 async def _claims(options: Options) -> list[list[Cell]]:
+    count = _process_count(options)
     with ExitStack() as processes:
-        metrics = ("--metrics-port", str(_METRICS_PORT))
-        services = {
-            mode: processes.enter_context(ServiceProcess(*(metrics if mode == "on" else ()))) for mode in _MODES
-        }
+        ports = [_free_port() for _ in range(count)]
+        flags = {mode: [("--metrics-port", str(port)) if mode == "on" else () for port in ports] for mode in _MODES}
         async with AsyncExitStack() as stack:
             cases = {}
-            for mode, service in services.items():
+            for mode, number in itertools.product(_MODES, range(count)):
+                service = processes.enter_context(ServiceProcess(*flags[mode][number]))
                 client = await stack.enter_async_context(tq.AsyncClient(service.address, timeout=_TIMEOUT_SECONDS))
-                load = Load(client, 8 if options.quick else 1)
+                load = Load(client, 8 if options.quick else 4)
                 await load.start()
-                cases[mode] = _Case(load, service.pid).measure
-            scraping = asyncio.create_task(_scrape_often(_METRICS_PORT))
+                cases[mode, number] = _Case(load, service.pid).measure
+            scraping = [asyncio.create_task(_scrape_often(port)) for port in ports]
             try:
                 found = await interleave_async(cases, options.repeats)
             finally:
-                scraping.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await scraping
-    rates = {mode: [rate for rate, _ in results] for mode, results in found.items()}
-    costs = {mode: [1e6 * cost for _, cost in results] for mode, results in found.items()}
+                for each in scraping:
+                    each.cancel()
+                await asyncio.wait(scraping)
+    rates, costs = (
+        {mode: [median([each[part] for each in found[mode, number]]) for number in range(count)] for mode in _MODES}
+        for part in (0, 1)
+    )
     return [
         [
             what,
-            *(median(figures[mode]) for mode in _MODES),
-            median_ratio(figures["off again"], figures["off"]),
-            median_ratio(figures["on"], figures["off"]),
+            *(factor * _mean(figures[mode]) for mode in _MODES),
+            _mean(figures["off again"]) / _mean(figures["off"]),
+            _mean(figures["on"]) / _mean(figures["off"]),
         ]
-        for what, figures in (("claims/s of 8 ranks", rates), ("processor of the service, µs a claim", costs))
+        for what, figures, factor in (
+            ("claims/s of 8 ranks", rates, 1.0),
+            ("processor of the service, µs a claim", costs, 1e6),
+        )
     ]
+
+
+def _process_count(options: Options) -> int:
+    return 1 if options.quick else _PROCESS_COUNT
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        port: int = listening.getsockname()[1]
+        return port
 
 
 async def _scrapes(options: Options) -> dict[str, float]:
@@ -166,7 +190,8 @@ def run(options: Options) -> Report:
         columns=["what", *_MODES, "off again / off", "on / off"],
         rows=rows,
         notes=[
-            f"scraped every {_SCRAPE_PERIOD_SECONDS:g} s while claims are measured",
+            f"{_process_count(options)} processes of each kind, in turn, and the means of their medians; those with "
+            f"metrics are scraped every {_SCRAPE_PERIOD_SECONDS:g} s",
             f"{PARTITION_COUNT} partitions of as many groups, {TASK_COUNT} tasks each: a scrape has "
             f"{scrapes['lines']:.0f} lines and takes {scrapes['p50_ms']:.1f} ms (p50; the longest took "
             f"{scrapes['longest_ms']:.1f} ms), and {scrapes['cpu_ms']:.1f} ms of a processor; its client included",
