@@ -25,6 +25,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 HELM := $(BIN)/helm
+ETCD := $(VENV)/etcd/.installed
 NODE_PACKAGES := examples/node/node_modules/.installed
 export PYTHON
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -48,7 +49,14 @@ $(INSTALLED): pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable '.[data,uvloop,plots,ui]' --group dev
 	@touch $@
 
-install: $(INSTALLED)
+install: $(INSTALLED) $(ETCD)
+
+# For the tests of several controllers, which skip and say so where there is none: Debian's package, unpacked without root.
+$(ETCD): $(INSTALLED)
+	@mkdir -p $(@D) && touch $@
+	@! command -v apt-get dpkg > /dev/null || command -v etcd > /dev/null || { cd $(@D) \
+		&& timeout 60 apt-get --quiet --quiet download etcd-server > /dev/null 2>&1 && dpkg -x etcd-server_*.deb . && rm etcd-server_*.deb; } \
+		|| echo "no etcd can be had from apt-get: tests that want a real one are skipped" >&2
 
 # Of the client in Node.js, where there is npm; where they cannot be had, its test is skipped and says so.
 $(NODE_PACKAGES): examples/node/package.json

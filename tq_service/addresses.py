@@ -37,6 +37,8 @@ _CAUSES: Final = (
 def parse_address(address: str, name: str = "address", default_port: int = DEFAULT_PORT) -> str:
     """Return an address as gRPC takes it, "host:port", with a port where it has none.
 
+    Several addresses, of the controllers of one cluster, have commas between them.
+
     Hosts are names, IPv4 addresses, and IPv6 addresses in brackets or, without a port, bare. Targets in gRPC's own
     notation are taken too: "dns:...", "ipv4:...", "ipv6:...", "unix:...", "unix-abstract:...", "vsock:...", "xds:...".
 
@@ -49,7 +51,7 @@ def parse_address(address: str, name: str = "address", default_port: int = DEFAU
         InvalidArgumentError: nothing can be reached at such an address.
     """
     try:
-        return normal_address(address, default_port)
+        return normal_addresses(address, default_port)
     except ValueError as error:
         raise InvalidArgumentError(f"{name}: got {address!r}, {error}", field=name) from None
 
@@ -73,6 +75,28 @@ def normal_address(address: str, default_port: int = DEFAULT_PORT) -> str:
     if match := _LIST.fullmatch(address):
         return match[1] + ",".join(_host_and_port(each, default_port) for each in match[2].split(","))
     return _host_and_port(address, default_port)
+
+
+def normal_addresses(addresses: str, default_port: int = DEFAULT_PORT) -> str:
+    """Do what `normal_address` does for one address, or for several with commas between them.
+
+    Raises:
+        ValueError: nothing can be reached at one of them.
+    """
+    if (
+        not isinstance(addresses, str)
+        or "," not in addresses
+        or addresses.startswith((*_LOCAL_SCHEMES, "ipv4:", "ipv6:"))
+    ):
+        return normal_address(addresses, default_port)
+    return ",".join(dict.fromkeys(normal_address(each.strip(), default_port) for each in split_addresses(addresses)))
+
+
+def split_addresses(addresses: str) -> list[str]:
+    """Return the addresses of a text that has one or several."""
+    if addresses.startswith((*_LOCAL_SCHEMES, "ipv4:", "ipv6:")):
+        return [addresses]
+    return addresses.split(",")
 
 
 def _host_and_port(text: str, default_port: int) -> str:

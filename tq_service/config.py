@@ -17,7 +17,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, TypeAdapter, ValidationError, model_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
-from tq_service.addresses import DEFAULT_PORT, normal_address
+from tq_service.addresses import DEFAULT_PORT, normal_address, normal_addresses
 from tq_service.errors import InvalidArgumentError
 
 ENV_PREFIX = "TQ_"
@@ -102,7 +102,17 @@ def _checked_address(text: str) -> str:
     return text
 
 
+def _checked_journal(text: str) -> str:
+    scheme, separator, members = text.partition("://")
+    if scheme != "etcd" or not separator or not members.strip("/"):
+        raise ValueError("expected etcd://host:port,host:port,...")
+    return f"etcd://{','.join(normal_address(each, ETCD_PORT) for each in members.rstrip('/').split(','))}"
+
+
+ETCD_PORT: Final = 2379
 Address = Annotated[str, AfterValidator(normal_address)]
+Addresses = Annotated[str, AfterValidator(normal_addresses)]
+Journal = Annotated[str, AfterValidator(_checked_journal)]
 AdvertisedAddress = Annotated[str, AfterValidator(_checked_address)]  # its port may be that which is listened on
 Size = Annotated[int, BeforeValidator(parse_size)]
 SizeOrNone = Annotated[int | None, BeforeValidator(parse_size)]
@@ -121,14 +131,14 @@ class _Network(_Section):
     port: int = Field(DEFAULT_PORT, ge=0, le=65535, description="Port to listen on; 0 lets the system choose one.")
     advertise: AdvertisedAddress | None = Field(
         None,
-        description="Address host:port at which clients reach this storage service; without a port it is the one "
-        "listened on. Default: host name and port for role storage, the address used for the "
-        "controller for role all.",
+        description="Address host:port at which clients reach this storage service, or this controller of a cluster; "
+        "without a port it is the one listened on. Default: host name and port for role storage and for "
+        "controllers of a cluster, the address used for the controller for role all.",
     )
-    controller: Address | None = Field(
+    controller: Addresses | None = Field(
         None,
         description="Address host:port of the controller with which a storage service registers; without a port "
-        "it is 50051.",
+        "it is 50051. Of several controllers: their addresses with commas between them.",
     )
     shared_memory: Literal["auto", "on", "off"] = Field(
         "auto",
@@ -238,6 +248,38 @@ class _StorageAndDurability(_Section):
     )
 
 
+class _Cluster(_Section):
+    """Several controllers."""
+
+    journal: Journal | None = Field(
+        None,
+        description="Where the journal of a cluster of controllers is: etcd://host:port,host:port,... with the client "
+        "addresses of etcd's members. One of the controllers leads, the others follow the journal and take "
+        "over. Goes with role controller, cluster and data_dir, in which each has its snapshots. Default: "
+        "the journal is in data_dir.",
+    )
+    cluster: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$",
+        description="Name of the cluster of controllers in etcd; all of them have the same.",
+    )
+    lease_seconds: float = Field(
+        5.0,
+        ge=2,
+        le=60,
+        description="Lease of the controller that leads: after its death another one takes over this much later.",
+    )
+    etcd_user: str | None = Field(None, min_length=1, description="User of etcd. Default: none; etcd asks for none.")
+    etcd_password_file: Path | None = Field(None, description="File with the password of etcd_user.")
+    etcd_ca: Path | None = Field(
+        None,
+        description="CA certificates (PEM) that verify those of etcd's members, which are reached over TLS with this "
+        "or etcd_cert.",
+    )
+    etcd_cert: Path | None = Field(None, description="Client certificate for etcd, with its chain (PEM).")
+    etcd_key: Path | None = Field(None, description="Private key of etcd_cert (PEM, no passphrase).")
+
+
 class _Batches(_Section):
     """Batches and samplers."""
 
@@ -340,7 +382,7 @@ class _Limits(_Section):
     )
 
 
-class ServeSettings(_Limits, _Security, _Batches, _StorageAndDurability, _Process, _Network):
+class ServeSettings(_Limits, _Security, _Batches, _Cluster, _StorageAndDurability, _Process, _Network):
     """What `tq-service serve` runs with. Each setting's description is its help text and its line in the docs.
 
     The sections are named last to first, since pydantic takes the fields of the last base first.
@@ -401,9 +443,40 @@ class ServeSettings(_Limits, _Security, _Batches, _StorageAndDurability, _Proces
             raise ValueError("durability is memory, for which data_dir has no use; leave one of the two out")
         return self
 
+    @model_validator(mode="after")
+    def _a_cluster_is_of_controllers(self) -> ServeSettings:
+        if (self.journal is None) != (self.cluster is None):
+            raise ValueError("got one of journal and cluster; a cluster of controllers needs both")
+        if self.journal is None:
+            for name in ("etcd_user", "etcd_password_file", "etcd_ca", "etcd_cert", "etcd_key"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"{name} is for a journal in etcd; set journal and cluster, or leave it out")
+            return self
+        if self.role != "controller":
+            raise ValueError(
+                f"the journal is in etcd, and the role is {self.role}; what a storage service holds is of its host, so "
+                "run it apart: role controller here, and processes with role storage"
+            )
+        if self.data_dir is None:
+            raise ValueError("the journal is in etcd, and data_dir is missing, in which this controller has snapshots")
+        if self.durability != "auto":
+            raise ValueError(f"the journal is in etcd, so leave durability out; got {self.durability}")
+        if (self.etcd_cert is None) != (self.etcd_key is None):
+            raise ValueError("got one of etcd_cert and etcd_key; give both, or neither")
+        if (self.etcd_user is None) != (self.etcd_password_file is None):
+            raise ValueError("got one of etcd_user and etcd_password_file; give both, or neither")
+        return self
+
     @property
-    def effective_durability(self) -> Literal["memory", "process", "disk"]:
+    def etcd_members(self) -> tuple[str, ...]:
+        """The addresses of the members of etcd that the journal is in."""
+        return () if self.journal is None else tuple(self.journal.partition("://")[2].split(","))
+
+    @property
+    def effective_durability(self) -> Literal["memory", "process", "disk", "cluster"]:
         """What an acknowledged change survives."""
+        if self.journal is not None:
+            return "cluster"
         if self.durability == "auto":
             return "memory" if self.data_dir is None else "process"
         return self.durability
@@ -415,13 +488,13 @@ class ServeSettings(_Limits, _Security, _Batches, _StorageAndDurability, _Proces
         return self.checkpoint_dir
 
     def advertised_address(self, port: int) -> str:
-        """Return where clients reach this storage service; `port` is the one it listens on.
+        """Return where clients reach this storage service, or controller of a cluster; `port` is the one listened on.
 
         Empty means the address they use for the controller, in whose process it is.
         """
         if self.advertise is not None:
             return normal_address(self.advertise, port)
-        if self.role != "storage":
+        if self.role != "storage" and self.journal is None:
             return ""
         anywhere = self.host in {"0.0.0.0", "::", "[::]"}  # noqa: S104  (compared with, not bound to)
         return join_address(socket.gethostname() if anywhere else self.host, port)

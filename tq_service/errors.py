@@ -334,6 +334,24 @@ class UnavailableError(TqError, ConnectionError):
     code = "UNAVAILABLE"
 
 
+class NotLeaderError(UnavailableError):
+    """Another controller of the cluster leads; `metadata["leader_address"]` says where, "" where none is known."""
+
+    reason = "NOT_LEADER"
+
+
+class JournalUnreachableError(UnavailableError):
+    """No majority of etcd answers for now; nothing that was acknowledged is lost, and the service goes on by itself."""
+
+    reason = "JOURNAL_UNREACHABLE"
+
+
+class SupersededError(UnavailableError):
+    """Another controller leads by now, so that this one may not go on; it ends, and starts again as a standby."""
+
+    reason = "SUPERSEDED"
+
+
 class ServiceFailedError(UnavailableError):
     """The service has met a fault from which it cannot go on; what it had not written down is lost. Start it again."""
 

@@ -27,7 +27,7 @@ from tq_service.domain.changes.claims import (
     QueueClaimed,
     TaskSeen,
 )
-from tq_service.domain.changes.partitions import PartitionCleared, PartitionCreated, PartitionSealed
+from tq_service.domain.changes.partitions import PartitionCleared, PartitionCreated, PartitionSealed, StateReplaced
 from tq_service.domain.changes.samples import GroupsClosed, MetaSet, SamplesCleared, SamplesWritten
 from tq_service.domain.changes.state_machine import Change, RequestAnswered
 from tq_service.domain.claims.request import LeaseTerms
@@ -78,6 +78,7 @@ STORY = [
     SamplesCleared(global_indexes=np.array([0, 6]), **TRAIN),
     ConsumptionReset(keep_consumed=True, **TASK),
     PartitionSealed(**TRAIN),
+    StateReplaced(snapshot_number=0),
     EndReached(dp_size=1, end=EndCounts(consumed_count=10), **TASK),
     RequestAnswered(request_id=FIRST, packed=("SealPartitionResponse", b"")),
     PartitionCleared(**TRAIN),

@@ -16,6 +16,7 @@ from rpc_methods import CONTROLLER, DESCRIBED, INTERNAL, SERVED, STORAGE, call
 from rpc_samples import new_id, put_train
 
 import tq_service as tq
+from tq_service.internal.v1 import cluster_pb2
 from tq_service.server.rpc.method_table import METHODS, listed_names, method_of
 from tq_service.v1 import commit_pb2
 from tq_service.v1 import controller_service_pb2 as pb
@@ -28,12 +29,15 @@ from tq_service.wire.error_table import from_rpc_error, status_from_trailers
 
 
 def test_every_method_of_the_protos_has_a_rule() -> None:
-    for name, described in DESCRIBED.items():
+    (of_cluster,) = cluster_pb2.DESCRIPTOR.services_by_name["ClusterService"].methods  # served by a cluster alone
+    described_methods = {**DESCRIBED, "/tq_service.internal.v1.ClusterService/FetchSnapshot": of_cluster}
+    for name, described in described_methods.items():
         options: Any = described.GetOptions()
         assert options.HasExtension(rule), name
         assert METHODS[name].roles, f"the rule of {name} says too little, so nobody may call it"
         assert METHODS[name].is_idempotent, f"{name} has no idempotency_level"
-    assert {name for name in METHODS if name.startswith("/tq_service.")} == DESCRIBED.keys()
+    assert {name for name in METHODS if name.startswith("/tq_service.")} == described_methods.keys()
+    assert METHODS["/tq_service.internal.v1.ClusterService/FetchSnapshot"].is_internal
 
 
 def test_the_roles_of_the_protos_are_those_of_tokens() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from grpc.experimental import ChannelOptions
 
 from tq_service.addresses import DEFAULT_ADDRESS, parse_address
 from tq_service.v1.controller_service_pb2_grpc import ControllerServiceStub
-from tq_service.wire.connection import CONNECTION_OPTIONS
+from tq_service.wire.connection import CONNECTION_OPTIONS, SWIFT_KEEPALIVE
 
 if TYPE_CHECKING:
     from tq_service.v1.controller_service_pb2_grpc import ControllerServiceAsyncStub
@@ -34,12 +35,18 @@ CHANNEL_OPTIONS: Final = (
 )
 
 
-def resolve_address(address: str | None) -> str:
-    """Return the address to use: the given one, `TQ_ADDRESS`, or localhost:50051.
+CLUSTER_CHANNEL_OPTIONS: Final = (*CHANNEL_OPTIONS, *SWIFT_KEEPALIVE)
+"""Of channels to controllers of a cluster: another one takes over while one that is paused still holds its calls."""
+
+
+def resolve_address(address: str | Sequence[str] | None) -> str:
+    """Return the address to use: the given one, or several with commas between, `TQ_ADDRESS`, or localhost:50051.
 
     Raises:
         InvalidArgumentError: nothing can be reached at such an address.
     """
     if address is not None:
+        if not isinstance(address, str) and isinstance(address, Sequence):
+            address = ",".join(map(parse_address, address))
         return parse_address(address)
     return parse_address(os.environ.get(ADDRESS_VARIABLE) or DEFAULT_ADDRESS, name=ADDRESS_VARIABLE)

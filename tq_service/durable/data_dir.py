@@ -192,6 +192,27 @@ class DataDir:
             raise _unusable(path, error) from error
         return opened
 
+    def join(self, controller_id: bytes, cluster: str) -> None:
+        """Be the directory of a controller of a cluster, whose id is that of all of them.
+
+        Raises:
+            DataDirError: it has the state of another controller, or the directory cannot be written to.
+        """
+        if self.identity.controller_boot_id == controller_id and not segment_numbers(self.path):
+            return
+        if segment_numbers(self.path) or snapshot_numbers(self.path):
+            raise DataDirError(
+                f"the data dir {self.path} has the state of another controller than cluster {cluster!r}; name an empty "
+                "directory, where this controller gets what the cluster has",
+                metadata={"path": str(self.path)},
+            )
+        identity = replace(self.identity, controller_boot_id=controller_id)
+        try:
+            write_identity(self.path / _IDENTITY, identity)
+        except OSError as error:
+            raise _unusable(self.path, error) from error
+        self.identity = identity
+
     def storage_id(self, given: str | None, default: str) -> str:
         """Return the name of the storage service that keeps its puts here, which stays what it was at first.
 

@@ -20,12 +20,13 @@ import contextlib
 import logging
 import struct
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Final, cast
 
 from tq_service.domain.catalog import Catalog
+from tq_service.domain.changes.partitions import StateReplaced
 from tq_service.domain.changes.state_machine import Change
 from tq_service.domain.idempotency import Entry
 from tq_service.domain.partition import Partition, PartitionSnapshot
@@ -40,6 +41,7 @@ from tq_service.errors import (
     DataDirError,
     DiskFullError,
     JournalDamagedError,
+    JournalUnreachableError,
     NewerVersionError,
     ServiceFailedError,
     SnapshotDamagedError,
@@ -63,6 +65,7 @@ _FILE_SECONDS: Final = 1e-3
 _SAMPLE_SECONDS: Final = 0.7e-6
 _LONGEST_START_SECONDS: Final = 1.1
 _WORTH_SECONDS: Final = 0.4
+_RECORDS_A_TURN: Final = 64  # that a standby applies before others have their turns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +138,7 @@ class StateStore:
     Attributes:
         data_dir: where; it is open, and closed with the rest.
         is_failing: whether nothing could be written when it was last tried.
+        is_shared: whether other controllers follow the log.
         fatal: called with a reason and its cause where memory may differ from the log, so that the service must not go
             on; it calls `abandon` before it returns.
     """
@@ -149,8 +153,10 @@ class StateStore:
         self._snapshot: asyncio.Task[None] | None = None
         self._retry_at, self._retry_seconds = 0.0, _FIRST_RETRY_SECONDS
         self._abandoned: TqError | None = None
+        self._next: int | None = None  # record of the log, while this is a standby; None: it is not
         self._snapshot_at = time.monotonic()
         self.is_failing = False
+        self.is_shared = False
         self.fatal: Callable[[str, BaseException], None] = self._abandon_alone
 
     @classmethod
@@ -200,9 +206,7 @@ class StateStore:
                 puts.append(record.data)
             else:
                 self._apply_again(record)
-        for damaged in snapshot_numbers(self.data_dir.path):
-            if damaged > snapshot:  # else it would count as one to go back to
-                quarantine(snapshot_path(self.data_dir.path, damaged), ".damaged")
+        self._quarantine_after(snapshot)
         put_count = self._recover_puts(puts)
         if catalog is not None:
             catalog.machine.log, catalog.machine.fatal = self, self.fatal
@@ -213,6 +217,77 @@ class StateStore:
             record_count=record_count,
             seconds=time.perf_counter() - started_at,
         )
+
+    def _quarantine_after(self, number: int) -> None:
+        for damaged in snapshot_numbers(self.data_dir.path):
+            if damaged > number:  # else it would count as one to go back to
+                quarantine(snapshot_path(self.data_dir.path, damaged), ".damaged")
+
+    # A standby
+
+    @property
+    def applied_number(self) -> int:
+        """Of the last record of the log that a standby has applied."""
+        return (self._next or 1) - 1
+
+    def restore(self, catalog: Catalog) -> int:
+        """Bring back the newest snapshot, for a standby that is to follow the log; call it once.
+
+        Returns:
+            The number of the first record that is not in it.
+
+        Raises:
+            SnapshotDamagedError: all snapshots are damaged.
+            NewerVersionError: a newer version wrote the newest one.
+            DataDirError: there are puts of a storage service.
+        """
+        self._catalog = catalog
+        number, puts = self._restore_newest()
+        self._recover_puts(puts)
+        self._quarantine_after(number)
+        self._cost.restore_seconds = self._restore_seconds()
+        self._next = max(number, 1)
+        return self._next
+
+    async def follow(self) -> None:
+        """Apply what another controller appends to the log, until cancelled; snapshots are written as by that one.
+
+        Raises:
+            PreconditionError: the log has not all that comes after the snapshot.
+            JournalDamagedError: a record is damaged, or does not fit what is before it.
+        """
+        following = self._log.follow(Stream.CHANGES, self._next or 1)
+        async with contextlib.aclosing(cast("AsyncGenerator[Record, None]", following)) as records:
+            async for record in records:
+                self._apply_as_standby(record)
+                self._begin_snapshot_when_due()
+                if record.number % _RECORDS_A_TURN == 0:
+                    await asyncio.sleep(0)
+
+    def _apply_as_standby(self, record: Record) -> None:
+        self._apply_again(record)
+        self._cost.add(record.stream, len(record.data))
+        self._next = record.number + 1
+
+    async def take_over(self) -> int:
+        """Apply the rest of the log, now that this controller leads, and write down every change from now on.
+
+        Returns:
+            How many records the rest had.
+
+        Raises:
+            SupersededError: another controller leads by now.
+            JournalDamagedError: a record is damaged, or does not fit what is before it.
+        """
+        while self._snapshot is not None:
+            await asyncio.wait([self._snapshot])
+        rest = await asyncio.to_thread(list, self._log.read(self._next or 1))
+        for record in rest:
+            self._apply_as_standby(record)
+        self._next = None
+        if self._catalog is not None:
+            self._catalog.machine.log, self._catalog.machine.fatal = self, self.fatal
+        return len(rest)
 
     def _restore_newest(self) -> tuple[int, list[bytes]]:
         """Take over the newest snapshot that is whole; return its number, and the puts in it.
@@ -231,6 +306,7 @@ class StateStore:
             if self._catalog is not None:
                 self._catalog.adopt(list(map(Partition.restore, snapshot.partitions)))
                 self._catalog.answers.restore(snapshot.answers)
+                self._catalog.machine.state.snapshot_number = number
             elif snapshot.partitions:
                 raise self._of_another_role(f"{len(snapshot.partitions)} partitions of a controller")
             return number, list(snapshot.puts)
@@ -303,11 +379,14 @@ class StateStore:
             self._cost.add(stream, sum(map(len, parts)))
             if self._flush is None:  # for changes that no call waits for, such as a lease that ran out
                 self._flush = asyncio.get_running_loop().create_task(self._flush_later())
-            if self._cost.is_too_high and self._snapshot is None and time.monotonic() >= self._retry_at:
-                self._snapshot = asyncio.get_running_loop().create_task(self._try_snapshot())
+            self._begin_snapshot_when_due()
         except Exception as error:
             self.fatal("a change was made and could not be appended to the journal", error)
             raise
+
+    def _begin_snapshot_when_due(self) -> None:
+        if self._cost.is_too_high and self._snapshot is None and time.monotonic() >= self._retry_at:
+            self._snapshot = asyncio.get_running_loop().create_task(self._try_snapshot())
 
     def _sample_count(self) -> int:
         return 0 if self._catalog is None else self._catalog.sample_count()
@@ -358,11 +437,12 @@ class StateStore:
 
         Raises:
             DiskFullError: it cannot be written now; it will be as soon as there is space.
+            JournalUnreachableError: the same, once etcd answers.
             TqError: it never will be: the log was abandoned, or has refused what it had taken, which is fatal.
         """
         try:
             await self._log.wait_durable()
-        except DiskFullError:
+        except (DiskFullError, JournalUnreachableError):
             self.is_failing = True
             raise
         except Exception as error:
@@ -381,6 +461,13 @@ class StateStore:
             await self.wait_durable()
 
     # Snapshots
+
+    async def newest_snapshot(self) -> tuple[int, Path]:
+        """Return the number and the file of the newest snapshot, written first where there is none."""
+        if not snapshot_numbers(self.data_dir.path):
+            await self.take_snapshot()
+        number = snapshot_numbers(self.data_dir.path)[-1]
+        return number, snapshot_path(self.data_dir.path, number)
 
     async def take_snapshot(
         self, contents: Callable[[], ServiceSnapshot] | None = None, appear: Callable[[], None] = lambda: None
@@ -444,16 +531,21 @@ class StateStore:
 
     async def _write_snapshot(self, contents: Callable[[], ServiceSnapshot], appear: Callable[[], None]) -> None:
         try:
-            number = self._log.rotate()
+            number = self._log.rotate() if self._next is None else self._next
             snapshot = contents()  # in one step with that number: the log has whatever comes later
             restore_seconds, log_seconds, self._cost.log_seconds = self._restore_seconds(), self._cost.log_seconds, 0.0
             try:
-                await self._log.wait_durable()
+                if self._next is None:  # what a standby has applied is durable
+                    await self._log.wait_durable()
                 snapshot_seconds = await asyncio.to_thread(self._write_to_disk, number, snapshot)
             except BaseException:
                 self._cost.log_seconds += log_seconds
                 raise
             try:
+                if self.is_shared and contents != self._now and self._catalog is not None:
+                    # Others that follow the log have not what is in the snapshot.
+                    self._catalog.machine.state.snapshot_number = number
+                    self._catalog.machine.log_alone(StateReplaced(snapshot_number=number))
                 appear()
             except BaseException as error:
                 self.fatal("what a snapshot holds could not take its place", error)

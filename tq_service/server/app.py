@@ -8,18 +8,27 @@ import logging
 import os
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from tq_service.addresses import split_addresses
 from tq_service.config import ServeSettings, format_size, join_address
 from tq_service.errors import ServiceFailedError, TqError
 from tq_service.internal.v1.storage_control_pb2_grpc import add_StorageControlServiceServicer_to_server
 from tq_service.internal.v1.storage_registry_pb2_grpc import add_StorageRegistryServiceServicer_to_server
 from tq_service.log_message import LogMessage
 from tq_service.observe.instruments import Instruments
-from tq_service.server.composition import Controller, Metrics, Storage, call_spans, open_state_store, recover
+from tq_service.server.composition import (
+    Controller,
+    Metrics,
+    Storage,
+    call_spans,
+    open_cluster,
+    open_state_store,
+    recover,
+)
 from tq_service.server.health import Health
 from tq_service.server.heartbeat import register_storage
 from tq_service.server.listener import Listener
@@ -38,6 +47,9 @@ from tq_service.v1.storage_service_pb2_grpc import add_StorageServiceServicer_to
 from tq_service.version import VERSION
 from tq_service.wire.connection import LISTENING_OPTIONS
 
+if TYPE_CHECKING:
+    from tq_service.server.cluster_member import ClusterMember
+
 _log = logging.getLogger(__name__)
 CONTROLLER_SERVICE = "tq_service.v1.ControllerService"
 _HOUSEKEEPING_SECONDS = 5.0
@@ -55,6 +67,7 @@ class App:
         health: says whether it takes calls.
         calls: counts the calls that are answered.
         waiting: counts those that wait.
+        cluster: the cluster of controllers that this one is of, None where it is alone.
         state_store: keeps the state of controller and storage service, None where nothing does.
         storage: the storage service, None where there is only a controller.
         controller: the controller, None where there is only a storage service.
@@ -67,7 +80,8 @@ class App:
         closing.enter_context(tuned_process())
         self.listener = Listener(settings)
         if settings.controller is not None:
-            self.listener.credentials.check_target(settings.controller)
+            for address in split_addresses(settings.controller):
+                self.listener.credentials.check_target(address)
         self._server = _make_server(settings)
         self._stopping: asyncio.Task[None] | None = None
         closing.push_async_callback(self._stop_server, 0)
@@ -82,7 +96,11 @@ class App:
                 settings, instruments, self.listener, self.port, calls=self.calls, waiting=self.waiting
             )
             closing.push_async_callback(self.metrics.close)
+        self.cluster = open_cluster(settings, self.port, self.listener.credentials, supervisor)
         self.state_store = open_state_store(settings, supervisor)
+        if self.cluster is not None:
+            closing.push_async_callback(self.cluster.close)
+            self.state_store = self.cluster.store
         if self.state_store is not None:
             closing.push_async_callback(self.state_store.close)
         self.storage = self.controller = None
@@ -100,12 +118,13 @@ class App:
                 waiting=self.waiting,
                 supervisor=supervisor,
                 instruments=instruments,
+                cluster=self.cluster,
             )
             closing.push_async_callback(self.controller.storages.close)
         closing.callback(self.listener.close)
         closing.push_async_callback(supervisor.stop)
         supervisor.on_fatal(self._fail)
-        if self.state_store is not None:
+        if self.state_store is not None and self.cluster is None:
             recover(self.state_store, self.controller, self.storage, supervisor)
         if self.metrics is not None:
             self.metrics.add(self.controller, self.storage, self.state_store)
@@ -131,7 +150,8 @@ class App:
             app = cls(settings, supervisor, closing)
             await app._server.start()
             app._start_tasks(settings)
-            app.health.serve()
+            if app.cluster is None:
+                app.health.serve()
         except BaseException:
             await closing.aclose()
             raise
@@ -146,6 +166,10 @@ class App:
         if settings.traces:
             middleware.append(call_spans())
         middleware += [ErrorStatuses(), self.calls, self.listener.access_control(partition_of)]
+        if self.cluster is not None:
+            from tq_service.server.rpc.leading import OnlyLeader  # noqa: PLC0415  (a controller alone does without)
+
+            middleware.append(OnlyLeader(self.cluster))
         if self.state_store is not None:
             # The last, so that a rejected caller neither waits for a disk nor learns how it is.
             middleware.append(DurableAnswers(self.state_store))
@@ -163,6 +187,8 @@ class App:
             add_ControllerServiceServicer_to_server(self.controller.servicer, server)
             if takes_services:
                 add_StorageRegistryServiceServicer_to_server(self.controller.servicer, server)
+                if self.cluster is not None:
+                    _add_cluster_service(self.cluster, server)
             services.append(CONTROLLER_SERVICE)
         self.health.add(("", *services))
         health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
@@ -175,6 +201,10 @@ class App:
             reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflecting, server)
 
     def _start_tasks(self, settings: ServeSettings) -> None:
+        if self.cluster is not None and self.controller is not None:
+            self.health.stand_by()
+            name = "following the log of the cluster, and leading it"
+            self.supervisor.start(name, self.cluster.run(self.controller.catalog, self._take_up), may_end=True)
         # One bad round of either is logged, and the next one comes: rounds do not depend on each other.
         self.supervisor.start("following the files of certificate and tokens", self.listener.watch())
         self.supervisor.start("housekeeping", regularly(_HOUSEKEEPING_SECONDS, self._keep_house))
@@ -190,6 +220,12 @@ class App:
                 self.listener.credentials,
             )
             self.supervisor.start("registering this storage service with its controller", registering)
+
+    def _take_up(self) -> None:
+        """Serve as the leader of the cluster, now that all of its state is here."""
+        if self.controller is not None:
+            self.controller.take_up()
+        self.health.serve()
 
     async def _keep_house(self) -> None:
         self.calls.report()
@@ -238,6 +274,14 @@ class App:
             self.storage.drain()
         await self._stop_server(grace_seconds)
         await self._closing.aclose()
+
+
+def _add_cluster_service(cluster: ClusterMember, server: Any) -> None:
+    # Imported where there is a cluster: a controller alone does without.
+    from tq_service.internal.v1.cluster_pb2_grpc import add_ClusterServiceServicer_to_server  # noqa: PLC0415
+    from tq_service.server.snapshot_transfer import SnapshotServicer  # noqa: PLC0415
+
+    add_ClusterServiceServicer_to_server(SnapshotServicer(cluster.store), server)
 
 
 def _make_server(settings: ServeSettings) -> grpc.aio.Server:

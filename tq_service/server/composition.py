@@ -9,7 +9,7 @@ import logging
 import secrets
 import socket
 from collections.abc import Callable, Mapping
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from tq_service.config import ServeSettings, default_shared_memory_dir, join_address
 from tq_service.dataplane.shared_memory.server import SharedMemoryServer, make_private
@@ -43,6 +43,9 @@ from tq_service.storage.engine import StorageEngine
 from tq_service.version import VERSION
 from tq_service.wire.credentials import Credentials
 from tq_service.wire.shared_memory import check_supported
+
+if TYPE_CHECKING:
+    from tq_service.server.cluster_member import ClusterMember
 
 _log = logging.getLogger(__name__)
 HEARTBEAT_SECONDS: Final = 2.0
@@ -129,6 +132,7 @@ class Controller:
         waiting: counts the calls that wait.
         supervisor: runs its background tasks, and learns of what it cannot go on from.
         instruments: count what it does; None: nothing is counted.
+        cluster: the cluster of controllers that it is of; None: it is alone.
 
     Attributes:
         runner: runs samplers.
@@ -150,6 +154,7 @@ class Controller:
         waiting: WaitingCalls,
         supervisor: Supervisor,
         instruments: Instruments | None = None,
+        cluster: ClusterMember | None = None,
     ) -> None:
         runner = PlanRunner(max_threads=settings.sampler_threads, timeout_seconds=settings.sampler_timeout_seconds)
         self.runner = runner
@@ -177,6 +182,7 @@ class Controller:
             credentials,
             snapshot_cells=self.catalog.snapshot_cells,
             controller_id=controller_id,
+            epoch=lambda: 0 if cluster is None else cluster.epoch,
             after_durable=_at_once if store is None else store.after_durable,
             supervisor=supervisor,
         )
@@ -200,6 +206,11 @@ class Controller:
             watches=self.watches,
             identity=Identity(settings, shared_memory=storage is not None and storage.shared_memory is not None),
         )
+
+    def take_up(self) -> None:
+        """Do what follows once all of the state is there again: leases begin again, puts are known."""
+        self.catalog.start_leases()
+        self.storages.recover()
 
     def drain(self) -> None:
         """End the calls that wait, and those that watch."""
@@ -309,7 +320,7 @@ def open_state_store(settings: ServeSettings, supervisor: Supervisor) -> StateSt
         JournalDamagedError: its state cannot be recovered.
         DiskFullError: there is no space in it.
     """
-    if settings.data_dir is None:
+    if settings.data_dir is None or settings.journal is not None:
         return None
     store = StateStore.open(
         settings.data_dir, sync=settings.durability == "disk", accept_loss=settings.accept_journal_loss
@@ -317,6 +328,25 @@ def open_state_store(settings: ServeSettings, supervisor: Supervisor) -> StateSt
     store.fatal = supervisor.fatal
     supervisor.on_fatal(store.abandon)
     return store
+
+
+def open_cluster(
+    settings: ServeSettings, port: int, credentials: Credentials, supervisor: Supervisor
+) -> ClusterMember | None:
+    """Open what makes this controller one of several; None where it is alone.
+
+    Raises:
+        JournalUnreachableError: etcd does not answer.
+        DataDirError: the data directory is in use, cannot be used, or is of another controller.
+    """
+    if settings.journal is None:
+        return None
+    from tq_service.server.cluster_member import ClusterMember  # noqa: PLC0415  (a controller alone does without)
+
+    member = ClusterMember(settings, settings.advertised_address(port), credentials, supervisor)
+    member.store.fatal = supervisor.fatal
+    supervisor.on_fatal(member.store.abandon)
+    return member
 
 
 def _open_blobs(settings: ServeSettings, store: StateStore | None) -> BlobStore:
@@ -399,7 +429,6 @@ def recover(store: StateStore, controller: Controller | None, storage: Storage |
         )
     )
     if controller is not None:
-        controller.catalog.start_leases()
-        controller.storages.recover()
+        controller.take_up()
     if storage is not None:
         supervisor.start("the check of recovered puts", storage.engine.scrub(), may_end=True)

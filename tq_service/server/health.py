@@ -16,7 +16,7 @@ from tq_service.server.rpc.middleware import Context
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # comes without types
     """Says of each service of this process whether it takes calls; "" is the process as a whole.
 
-    Each is NOT_SERVING from `add` to `serve`, and from `drain` to the end.
+    Each is NOT_SERVING from `add` to `serve`, and from `drain` to the end; the process of a standby is SERVING before.
 
     The servicer of `grpc_health` holds a lock of all watchers while it writes to one of them, so one that does not read
     would hold up the drain, which must be one step of the loop; and its watches end with the server only.
@@ -36,16 +36,22 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # comes wit
         self._statuses |= dict.fromkeys(services, health_pb2.HealthCheckResponse.NOT_SERVING)
 
     def serve(self) -> None:
-        """Say that all services take calls."""
-        self._set_all(health_pb2.HealthCheckResponse.SERVING)
+        """Say that all services take calls, unless they are about to end."""
+        if self._is_draining:
+            return
+        self._set(dict.fromkeys(self._statuses, health_pb2.HealthCheckResponse.SERVING))
+
+    def stand_by(self) -> None:
+        """Say that the process lives, and that none of its services takes calls: those of the leader do."""
+        self._set({**self._statuses, "": health_pb2.HealthCheckResponse.SERVING})
 
     def drain(self) -> None:
         """Say for good that no service takes calls, and end the watches once they have said so."""
         self._is_draining = True
-        self._set_all(health_pb2.HealthCheckResponse.NOT_SERVING)
+        self._set(dict.fromkeys(self._statuses, health_pb2.HealthCheckResponse.NOT_SERVING))
 
-    def _set_all(self, status: Any) -> None:
-        self._statuses = dict.fromkeys(self._statuses, status)
+    def _set(self, statuses: dict[str, Any]) -> None:
+        self._statuses = statuses
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 

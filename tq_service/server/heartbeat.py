@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from typing import TYPE_CHECKING, Final
 
 import grpc
 
-from tq_service.errors import PreconditionError, TqError
+from tq_service.errors import DeadlineError, PreconditionError, TqError, UnavailableError
 from tq_service.internal.v1 import storage_registry_pb2
 from tq_service.internal.v1.storage_registry_pb2_grpc import StorageRegistryServiceStub
 from tq_service.log_message import LogMessage
@@ -18,8 +17,11 @@ from tq_service.server.receipts import ReceiptKeys
 from tq_service.storage.engine import StorageEngine
 from tq_service.v1.metadata_pb2 import StorageEndpoint
 from tq_service.version import VERSION
+from tq_service.wire.connection import CLUSTER_OPTIONS, CONNECTION_OPTIONS
+from tq_service.wire.controllers import Controllers
 from tq_service.wire.credentials import Credentials
 from tq_service.wire.durations import read_seconds
+from tq_service.wire.error_table import from_rpc_error, status_from_trailers
 
 if TYPE_CHECKING:
     from tq_service.internal.v1.storage_registry_pb2_grpc import (
@@ -30,6 +32,7 @@ MOST_OVERDUE_PUTS: Final = 4096
 """Most puts that a storage service asks about in one call: some milliseconds' work."""
 _log = logging.getLogger(__name__)
 _CALL_SECONDS = 5.0
+_CLUSTER_CALL_SECONDS = 1.5
 _RETRY_SECONDS = 0.25
 _REFUSED_SECONDS = 5.0
 _REFUSALS = {
@@ -50,18 +53,19 @@ async def register_storage(
 ) -> None:
     """Register a storage service with a controller again and again, and learn what becomes of its puts.
 
+    Of several controllers it is the one that leads, which is looked for whenever the last one does not answer.
+
     Overdue puts are dropped only where their controller does not know them, or has been another one for long.
 
     Args:
         engine: holds the puts.
         keys: gets the key for their receipts.
         endpoint: how clients reach the storage service.
-        controller: where the controller is.
+        controller: where the controller is; several addresses, with commas between them, are of a cluster.
         credentials: what this service shows it.
     """
-    controller_id = b""
-    peer: Peer[StorageRegistryServiceAsyncStub] = Peer(controller, credentials, StorageRegistryServiceStub)
-    async with contextlib.aclosing(peer):
+    controller_id, controllers = b"", Controllers(controller)
+    async with _Registry(controllers, credentials) as registry:
         outage = PeerOutage(_log, "controller", address=controller)
         while True:
             stat, overdue = engine.stat(), engine.confirmations(controller_id).overdue(MOST_OVERDUE_PUTS)
@@ -77,9 +81,9 @@ async def register_storage(
                 version=VERSION,
             )
             try:
-                answer = await peer.stub.RegisterStorage(request, timeout=_CALL_SECONDS, metadata=peer.metadata())
+                answer = await registry.register(request)
+                keys.check_epoch(answer.controller_id, answer.epoch)
             except (grpc.aio.AioRpcError, TqError) as error:
-                peer.follow_files()
                 await asyncio.sleep(_pause_after(error, outage))
                 continue
             outage.is_over()
@@ -90,7 +94,9 @@ async def register_storage(
                 )
             else:
                 controller_id = answer.controller_id
-                _log.info(LogMessage("registered with the controller", address=controller, storage=engine.storage_id))
+                _log.info(
+                    LogMessage("registered with the controller", address=registry.address, storage=engine.storage_id)
+                )
             if keys.renew(controller_id, answer.receipt_key):
                 engine.confirmations(controller_id).void_receipts()
             for owner in engine.absent_owners({controller_id}):
@@ -104,6 +110,56 @@ async def register_storage(
                     )
                 )
             await asyncio.sleep(read_seconds("heartbeat_interval", answer.heartbeat_interval))
+
+
+class _Registry:
+    """The controller that is registered with: of several the one that leads.
+
+    Attributes:
+        address: where it was when it was asked last.
+    """
+
+    def __init__(self, controllers: Controllers, credentials: Credentials) -> None:
+        self._controllers = controllers
+        self._credentials = credentials
+        self._open()
+
+    def _open(self) -> None:
+        self.address = self._controllers.current
+        options = CLUSTER_OPTIONS if self._controllers.has_several else CONNECTION_OPTIONS
+        self._peer: Peer[StorageRegistryServiceAsyncStub] = Peer(
+            self.address, self._credentials, StorageRegistryServiceStub, options
+        )
+
+    async def __aenter__(self) -> _Registry:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._peer.aclose()
+
+    async def register(
+        self, request: storage_registry_pb2.RegisterStorageRequest
+    ) -> storage_registry_pb2.RegisterStorageResponse:
+        """Return the answer to a registration.
+
+        Raises:
+            grpc.aio.AioRpcError: there is none; the next call may go to another controller.
+            TqError: nothing can be asked.
+        """
+        if self.address != self._controllers.current:
+            await self._peer.aclose()
+            self._open()
+        peer = self._peer
+        timeout = _CLUSTER_CALL_SECONDS if self._controllers.has_several else _CALL_SECONDS
+        try:
+            return await peer.stub.RegisterStorage(request, timeout=timeout, metadata=peer.metadata())
+        except grpc.aio.AioRpcError as error:
+            peer.follow_files()
+            meant = from_rpc_error(error.code(), error.details(), status_from_trailers(error.trailing_metadata()))
+            if isinstance(meant, DeadlineError):  # one that is paused takes calls, and does not answer
+                meant = UnavailableError(meant.message)
+            self._controllers.note(self.address, meant)
+            raise
 
 
 def _pause_after(error: grpc.aio.AioRpcError | TqError, outage: PeerOutage) -> float:

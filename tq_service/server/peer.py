@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Generic, TypeVar
 
 import grpc
@@ -28,6 +28,7 @@ class Peer(Generic[Stub]):
         address: where it is.
         credentials: what this service shows.
         make_stub: returns the calls on a channel: the generated class, whose type is that for threads.
+        options: of the channel.
 
     Attributes:
         stub: the calls; each takes the metadata of `metadata()`.
@@ -36,8 +37,15 @@ class Peer(Generic[Stub]):
         InvalidArgumentError: the credentials cannot be used for this address.
     """
 
-    def __init__(self, address: str, credentials: Credentials, make_stub: Callable[[grpc.aio.Channel], Any]) -> None:
+    def __init__(
+        self,
+        address: str,
+        credentials: Credentials,
+        make_stub: Callable[[grpc.aio.Channel], Any],
+        options: Sequence[tuple[str, Any]] = CONNECTION_OPTIONS,
+    ) -> None:
         self._address = address
+        self._options = options
         self._credentials = credentials
         self._make_stub = make_stub
         self._closing: set[asyncio.Task[None]] = set()
@@ -46,7 +54,7 @@ class Peer(Generic[Stub]):
         self.stub: Stub = make_stub(self._channel)
 
     def _open(self) -> grpc.aio.Channel:
-        return async_open_channel(self._address, self._credentials, CONNECTION_OPTIONS)
+        return async_open_channel(self._address, self._credentials, self._options)
 
     def metadata(self) -> Metadata | None:
         """Return what carries the token, None without one.

@@ -17,7 +17,7 @@ from typing import Final
 
 from google.protobuf.message import DecodeError
 
-from tq_service.errors import InvalidArgumentError, PutNotFoundError, UnavailableError
+from tq_service.errors import InvalidArgumentError, PreconditionError, PutNotFoundError, UnavailableError
 from tq_service.internal.v1.put_receipt_pb2 import PutReceipt
 from tq_service.schema import check_passed_on
 
@@ -31,6 +31,22 @@ class ReceiptKeys:
     def __init__(self) -> None:
         self._keys: dict[bytes, bytes] = {}
         self._freed: dict[bytes, int] = {}  # by controller: the number of its last FreeCells that was taken
+        self._epochs: dict[bytes, int] = {}  # by controller: the highest that was seen
+
+    def check_epoch(self, controller_id: bytes, epoch: int) -> None:
+        """Refuse a controller of a cluster that another one has superseded; a higher epoch is remembered.
+
+        Raises:
+            PreconditionError: a higher one was seen.
+        """
+        highest = self._epochs.get(controller_id, 0)
+        if epoch < highest:
+            raise PreconditionError(
+                f"a controller of epoch {epoch} called, and one of epoch {highest} leads its cluster by now; it has to "
+                "start again as a standby"
+            )
+        if epoch:
+            self._epochs[controller_id] = epoch
 
     def renew(self, controller_id: bytes, key: bytes) -> bool:
         """Take the key of a controller; return whether it is another one than before."""

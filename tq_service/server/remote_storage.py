@@ -73,6 +73,7 @@ class RemoteStorage:
         silence_seconds: after how long without a heartbeat it gets no more puts.
         credentials: what this controller shows.
         controller_id: of this controller, the owner of the puts.
+        epoch: of this controller, where it leads a cluster.
         supervisor: runs the background tasks; None: one of its own.
         replaces: the process of this service that was registered before.
     """
@@ -85,6 +86,7 @@ class RemoteStorage:
         credentials: Credentials,
         *,
         controller_id: bytes = b"",
+        epoch: int = 0,
         supervisor: Supervisor | None = None,
         replaces: RemoteStorage | None = None,
     ) -> None:
@@ -96,6 +98,7 @@ class RemoteStorage:
         earlier = () if replaces is None else (*replaces._earlier_run_ids, replaces._run_id)
         self._earlier_run_ids: tuple[bytes, ...] = earlier[-_MOST_EARLIER_RUNS:]
         self._controller_id = controller_id
+        self._epoch = epoch
         self._known = known
         self._silence_seconds = silence_seconds
         self._receipts = ReceiptBook()
@@ -250,7 +253,9 @@ class RemoteStorage:
         try:
             with contextlib.suppress(asyncio.InvalidStateError):  # it has ended the call, by an error
                 await call.write(
-                    storage_control_pb2.ReconcilePutsRequest(boot_id=self.boot_id, controller_id=self._controller_id)
+                    storage_control_pb2.ReconcilePutsRequest(
+                        boot_id=self.boot_id, controller_id=self._controller_id, epoch=self._epoch
+                    )
                 )
                 await call.initial_metadata()  # what is confirmed from now on stays there, so look at what is known
                 pieces = self._known().pieces()
@@ -275,7 +280,9 @@ class RemoteStorage:
     async def _confirm_some(self) -> None:
         put_ids = list(islice(self._to_confirm, _MOST_CONFIRMED_A_CALL))
         if put_ids:
-            request = storage_control_pb2.ConfirmPutsRequest(boot_id=self.boot_id, put_ids=put_ids)
+            request = storage_control_pb2.ConfirmPutsRequest(
+                boot_id=self.boot_id, put_ids=put_ids, controller_id=self._controller_id, epoch=self._epoch
+            )
             answer = await self._peer.stub.ConfirmPuts(request, timeout=_CALL_SECONDS, metadata=self._peer.metadata())
             for put_id in put_ids:
                 self._to_confirm.pop(put_id, None)
@@ -293,6 +300,7 @@ class RemoteStorage:
                 controller_id=self._controller_id,
                 key_id=key_id(self.receipt_key),
                 number=self._free_count,
+                epoch=self._epoch,
             )
             await self._peer.stub.FreeCells(request, timeout=_CALL_SECONDS, metadata=self._peer.metadata())
             self._leaving.difference_update(each.put_id for each in self._freeing if each.is_whole)

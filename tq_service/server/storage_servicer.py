@@ -439,6 +439,7 @@ class StorageServicer:
     async def ConfirmPuts(
         self, request: storage_control_pb2.ConfirmPutsRequest, context: Context
     ) -> storage_control_pb2.ConfirmPutsResponse:
+        self._keys.check_epoch(request.controller_id, request.epoch)
         put_ids = request.put_ids if request.boot_id == self._engine.boot_id else ()
         return storage_control_pb2.ConfirmPutsResponse(
             missing_put_ids=[put_id for put_id in put_ids if not self._engine.confirm(put_id)]
@@ -447,10 +448,12 @@ class StorageServicer:
     async def ReconcilePuts(
         self, parts: AsyncIterator[storage_control_pb2.ReconcilePutsRequest], context: Context
     ) -> storage_control_pb2.ReconcilePutsResponse:
-        state = None
+        state, controller_id, epoch = None, b"", 0
         try:
             async for part in received(parts, self._stall_seconds, lambda _: LEAST_PROGRESS_BYTES):
                 if state is None:
+                    self._keys.check_epoch(part.controller_id, part.epoch)
+                    epoch, controller_id = part.epoch, part.controller_id
                     self._driver.check_boot(part.boot_id)
                     state = self._engine.begin_reconciliation(part.controller_id)
                     await context.send_initial_metadata(())
@@ -461,6 +464,7 @@ class StorageServicer:
                     uncommitted=part.uncommitted_put_ids,
                 )
                 if part.is_last:
+                    self._keys.check_epoch(controller_id, epoch)  # another one may have come meanwhile
                     return await self._finish_reconciliation(state)
                 await asyncio.sleep(0)  # what has come already is read without a turn for others
         finally:
@@ -480,6 +484,7 @@ class StorageServicer:
     async def FreeCells(
         self, request: storage_control_pb2.FreeCellsRequest, context: Context
     ) -> storage_control_pb2.FreeCellsResponse:
+        self._keys.check_epoch(request.controller_id, request.epoch)
         cells = [_put_cells(cells) for cells in request.cells]
         is_own = request.boot_id == self._engine.boot_id
         if is_own and self._keys.takes_free(request.controller_id, request.key_id, request.number):

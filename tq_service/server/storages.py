@@ -180,6 +180,7 @@ class StorageRegistry:
         credentials: what this controller shows them.
         snapshot_cells: returns the cells that samples have now, by partition.
         controller_id: of this controller, the owner of its puts, the same over restarts; None: a new one.
+        epoch: returns which controller of a cluster this one is, 0 where it is alone.
         after_durable: calls something once all that has changed here so far cannot be lost any more.
         supervisor: runs the background tasks; None: one of its own.
     """
@@ -192,10 +193,12 @@ class StorageRegistry:
         *,
         snapshot_cells: Callable[[], Sequence[CellsSnapshot]] = tuple,
         controller_id: bytes | None = None,
+        epoch: Callable[[], int] = lambda: 0,
         after_durable: Callable[[Callable[[], None]], None] = lambda callback: callback(),
         supervisor: Supervisor | None = None,
     ) -> None:
         self.controller_id = os.urandom(16) if controller_id is None else controller_id
+        self._epoch = epoch
         self.embedded = embedded
         self._snapshot_cells = snapshot_cells
         self.heartbeat_seconds = heartbeat_seconds
@@ -265,6 +268,7 @@ class StorageRegistry:
             heartbeat_interval=to_duration(self.heartbeat_seconds),
             controller_id=self.controller_id,
             receipt_key=storage.receipt_key,
+            epoch=self._epoch(),
         )
         for put_id in request.overdue_put_ids:
             put = Put(endpoint.storage_id, endpoint.boot_id, put_id)
@@ -297,6 +301,7 @@ class StorageRegistry:
             3 * self.heartbeat_seconds,
             self._credentials,
             controller_id=self.controller_id,
+            epoch=self._epoch(),
             supervisor=self._supervisor,
             replaces=replaced,
         )

@@ -17,6 +17,16 @@ CONNECTION_OPTIONS: Final = (
     ("grpc.http2.max_pings_without_data", 0),  # a long poll has no data for long; 0: no bound
 )
 
+SWIFT_KEEPALIVE: Final = (
+    # Of a controller of a cluster that was paused or cut off: noticed before its lease ends, so that calls that wait on
+    # it go to the next one.
+    ("grpc.keepalive_time_ms", 1_500),
+    ("grpc.keepalive_timeout_ms", 2_000),
+    ("grpc.http2.ping_timeout_ms", 2_000),
+)
+
+CLUSTER_OPTIONS: Final = (*CONNECTION_OPTIONS, *SWIFT_KEEPALIVE)
+
 LISTENING_OPTIONS: Final = (
     # A client that vanished without closing is noticed within 80 s, so that what its calls hold does not stay. A client
     # that is merely busy, such as a Node.js worker whose event loop computes, answers no pings and keeps its calls.
@@ -25,6 +35,6 @@ LISTENING_OPTIONS: Final = (
     ("grpc.http2.ping_timeout_ms", 60_000),
     ("grpc.http2.max_pings_without_data", 0),
     # Clients that look for a vanished service more often than gRPC's five minutes are welcome.
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
     ("grpc.keepalive_permit_without_calls", 1),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ import grpc
 from google.protobuf.message import Message
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
-from tq_service.client.channel import CHANNEL_OPTIONS, CONTROLLER_STUB, resolve_address
+from tq_service.client.channel import CHANNEL_OPTIONS, CLUSTER_CHANNEL_OPTIONS, CONTROLLER_STUB, resolve_address
 from tq_service.client.concurrency import AsyncBackgroundCalls, AsyncHome, async_is_of_closing, async_sleep
 from tq_service.client.namespace import NO_NAMESPACE, Namespace
 from tq_service.client.requests import request_of, seconds
@@ -25,6 +25,7 @@ from tq_service.dataplane import parties
 from tq_service.dataplane._async.drivers import AsyncDriver, AsyncGrpcDriver
 from tq_service.dataplane.shared_memory.client import HostLink
 from tq_service.errors import CallCancelledError, PreconditionError, TqError, UnavailableError
+from tq_service.wire.controllers import Controllers
 from tq_service.wire.credentials import Credentials, Metadata, Tls, async_open_channel
 from tq_service.wire.error_table import status_from_trailers
 
@@ -45,7 +46,8 @@ class AsyncEndpoint:
     def __init__(self, address: str, calls: AsyncCalls) -> None:
         self.address = address
         self.opened_with = calls.credentials.signature()
-        self.channel = async_open_channel(address, calls.credentials, CHANNEL_OPTIONS)
+        options = CLUSTER_CHANNEL_OPTIONS if calls.controllers.has_several else CHANNEL_OPTIONS
+        self.channel = async_open_channel(address, calls.credentials, options)
         self.controller: AsyncControllerStub = CONTROLLER_STUB(self.channel)
         self.health: Any = HealthStub(self.channel)
         self.link = HostLink()
@@ -70,6 +72,7 @@ class AsyncEndpoint:
         except grpc.RpcError as error:
             failure = self._calls.namespace.explain(error_of(error, self.address))
             if isinstance(failure, UnavailableError):
+                self._calls.controllers.note(self.address, failure)
                 self._calls.follow_files()
                 if is_retried:
                     self._outage.lasts(began, failure, deadline.remaining())
@@ -123,14 +126,15 @@ class AsyncCalls:
     """The channels of one client, and the calls on them.
 
     Channels are opened where they are first used: each event loop has its own, as has each process. An address that is
-    empty is the client's own.
+    empty is that of the controller that leads.
 
     Attributes:
+        controllers: those that the client knows.
         closed: whether `aclose` was called.
     """
 
     def __init__(self, address: str, credentials: Credentials, namespace: Namespace = NO_NAMESPACE) -> None:
-        self.address = address
+        self.controllers = Controllers(address)
         self.credentials = credentials
         self.namespace = namespace
         self._home = AsyncHome()
@@ -147,7 +151,7 @@ class AsyncCalls:
         """
         self._check_open()
         endpoints = self._here().endpoints
-        target = address or self.address
+        target = address or self.controllers.current
         # No lock, which a fork could leave locked: threads that race make two channels, and all use the first stored.
         endpoint = endpoints.get(target) or endpoints.setdefault(target, AsyncEndpoint(target, self))
         self._check_open()  # again, for a thread that closed the client before this channel was there to be closed
@@ -250,7 +254,7 @@ class AsyncBase:
 
     def __init__(
         self,
-        address: str | None = None,
+        address: str | Sequence[str] | None = None,
         timeout: float = DEFAULT_TIMEOUT_SECONDS,
         *,
         token: str | Path | Literal[False] | None = None,

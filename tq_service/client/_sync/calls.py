@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ import grpc
 from google.protobuf.message import Message
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
-from tq_service.client.channel import CHANNEL_OPTIONS, CONTROLLER_STUB, resolve_address
+from tq_service.client.channel import CHANNEL_OPTIONS, CLUSTER_CHANNEL_OPTIONS, CONTROLLER_STUB, resolve_address
 from tq_service.client.concurrency import BackgroundCalls, Home, is_of_closing, sleep
 from tq_service.client.namespace import NO_NAMESPACE, Namespace
 from tq_service.client.requests import request_of, seconds
@@ -26,6 +26,7 @@ from tq_service.dataplane import parties
 from tq_service.dataplane._sync.drivers import Driver, GrpcDriver
 from tq_service.dataplane.shared_memory.client import HostLink
 from tq_service.errors import CallCancelledError, PreconditionError, TqError, UnavailableError
+from tq_service.wire.controllers import Controllers
 from tq_service.wire.credentials import Credentials, Metadata, Tls, open_channel
 from tq_service.wire.error_table import status_from_trailers
 
@@ -46,7 +47,8 @@ class Endpoint:
     def __init__(self, address: str, calls: Calls) -> None:
         self.address = address
         self.opened_with = calls.credentials.signature()
-        self.channel = open_channel(address, calls.credentials, CHANNEL_OPTIONS)
+        options = CLUSTER_CHANNEL_OPTIONS if calls.controllers.has_several else CHANNEL_OPTIONS
+        self.channel = open_channel(address, calls.credentials, options)
         self.controller: ControllerStub = CONTROLLER_STUB(self.channel)
         self.health: Any = HealthStub(self.channel)
         self.link = HostLink()
@@ -71,6 +73,7 @@ class Endpoint:
         except grpc.RpcError as error:
             failure = self._calls.namespace.explain(error_of(error, self.address))
             if isinstance(failure, UnavailableError):
+                self._calls.controllers.note(self.address, failure)
                 self._calls.follow_files()
                 if is_retried:
                     self._outage.lasts(began, failure, deadline.remaining())
@@ -124,14 +127,15 @@ class Calls:
     """The channels of one client, and the calls on them.
 
     Channels are opened where they are first used: each event loop has its own, as has each process. An address that is
-    empty is the client's own.
+    empty is that of the controller that leads.
 
     Attributes:
+        controllers: those that the client knows.
         closed: whether `close` was called.
     """
 
     def __init__(self, address: str, credentials: Credentials, namespace: Namespace = NO_NAMESPACE) -> None:
-        self.address = address
+        self.controllers = Controllers(address)
         self.credentials = credentials
         self.namespace = namespace
         self._home = Home()
@@ -148,7 +152,7 @@ class Calls:
         """
         self._check_open()
         endpoints = self._here().endpoints
-        target = address or self.address
+        target = address or self.controllers.current
         # No lock, which a fork could leave locked: threads that race make two channels, and all use the first stored.
         endpoint = endpoints.get(target) or endpoints.setdefault(target, Endpoint(target, self))
         self._check_open()  # again, for a thread that closed the client before this channel was there to be closed
@@ -251,7 +255,7 @@ class Base:
 
     def __init__(
         self,
-        address: str | None = None,
+        address: str | Sequence[str] | None = None,
         timeout: float = DEFAULT_TIMEOUT_SECONDS,
         *,
         token: str | Path | Literal[False] | None = None,

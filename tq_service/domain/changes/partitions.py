@@ -67,3 +67,39 @@ class PartitionCleared(Change):
         step.freed += prepared.cells.forget_all()
         step.cleared.append(prepared)
         return prepared.table.present_count
+
+
+class SnapshotNeeded(Exception):  # noqa: N818  (no fault, and none that a client sees)
+    """What comes next in the log goes on from a snapshot that this controller has not.
+
+    Attributes:
+        number: the least number of a snapshot that it goes on from.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"the state was replaced: a snapshot of number {number} or more is needed")
+        self.number = number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateReplaced(Change):
+    """A checkpoint was restored: a snapshot, which is not in the log, has the state since.
+
+    Attributes:
+        snapshot_number: of that snapshot; what the log has since then is of that state.
+    """
+
+    snapshot_number: int
+
+    def prepare(self, state: State) -> State:
+        """Return the state.
+
+        Raises:
+            SnapshotNeeded: it is not of that snapshot.
+        """
+        if state.snapshot_number < self.snapshot_number:
+            raise SnapshotNeeded(self.snapshot_number)
+        return state
+
+    def apply(self, state: State, prepared: State, step: Step) -> None:
+        """Change nothing: the snapshot has."""

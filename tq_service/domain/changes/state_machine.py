@@ -46,12 +46,14 @@ class State:
     Attributes:
         partitions: by name.
         answers: of mutating requests, for retries.
+        snapshot_number: of the snapshot that it comes from; 0: of none.
     """
 
-    __slots__ = ("answers", "partitions")
+    __slots__ = ("answers", "partitions", "snapshot_number")
 
     def __init__(self, answers: IdempotencyCache | None = None) -> None:
         self.partitions: dict[str, Partition] = {}
+        self.snapshot_number = 0
         self.answers = IdempotencyCache(600.0) if answers is None else answers
 
     def partition(self, partition_id: str, incarnation: bytes = b"") -> Partition:
@@ -212,6 +214,11 @@ class StateMachine:
             return self._group.make(changes)
         with self.group() as group:
             return group.make(changes)
+
+    def log_alone(self, change: Change) -> None:
+        """Write down a change that was made in another way, also while changes are refused."""
+        if self.log is not None:
+            self.log.append(self.now_seconds(), [self.log.encode(change)])
 
     def replay(self, change: Change, at_seconds: float) -> None:
         """Apply a change that was written down, to the state in which it was made.

@@ -20,8 +20,14 @@ class ConfirmPutsRequest(google.protobuf.message.Message):
 
     BOOT_ID_FIELD_NUMBER: builtins.int
     PUT_IDS_FIELD_NUMBER: builtins.int
+    CONTROLLER_ID_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
     boot_id: builtins.bytes
     """The boot under which they were stored; requests for another boot are ignored."""
+    controller_id: builtins.bytes
+    """The controller that calls."""
+    epoch: builtins.int
+    """Its epoch, as in RegisterStorageResponse."""
     @property
     def put_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """The committed puts (16 bytes each)."""
@@ -31,8 +37,10 @@ class ConfirmPutsRequest(google.protobuf.message.Message):
         *,
         boot_id: builtins.bytes = ...,
         put_ids: collections.abc.Iterable[builtins.bytes] | None = ...,
+        controller_id: builtins.bytes = ...,
+        epoch: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "put_ids", b"put_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "controller_id", b"controller_id", "epoch", b"epoch", "put_ids", b"put_ids"]) -> None: ...
 
 global___ConfirmPutsRequest = ConfirmPutsRequest
 
@@ -104,12 +112,15 @@ class ReconcilePutsRequest(google.protobuf.message.Message):
     UNCOMMITTED_PUT_IDS_FIELD_NUMBER: builtins.int
     IS_LAST_FIELD_NUMBER: builtins.int
     CONTROLLER_ID_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
     boot_id: builtins.bytes
     """The boot under which the puts were stored; first message only."""
     is_last: builtins.bool
     """Whether this is the last message. A stream that ends without it has broken off."""
     controller_id: builtins.bytes
     """The controller that calls: only its own puts are reconciled. First message only."""
+    epoch: builtins.int
+    """Its epoch, as in RegisterStorageResponse. First message only."""
     @property
     def whole_put_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """Puts that keep all their cells."""
@@ -131,8 +142,9 @@ class ReconcilePutsRequest(google.protobuf.message.Message):
         uncommitted_put_ids: collections.abc.Iterable[builtins.bytes] | None = ...,
         is_last: builtins.bool = ...,
         controller_id: builtins.bytes = ...,
+        epoch: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "cells", b"cells", "controller_id", b"controller_id", "is_last", b"is_last", "uncommitted_put_ids", b"uncommitted_put_ids", "whole_put_ids", b"whole_put_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "cells", b"cells", "controller_id", b"controller_id", "epoch", b"epoch", "is_last", b"is_last", "uncommitted_put_ids", b"uncommitted_put_ids", "whole_put_ids", b"whole_put_ids"]) -> None: ...
 
 global___ReconcilePutsRequest = ReconcilePutsRequest
 
@@ -175,6 +187,7 @@ class FreeCellsRequest(google.protobuf.message.Message):
     CONTROLLER_ID_FIELD_NUMBER: builtins.int
     KEY_ID_FIELD_NUMBER: builtins.int
     NUMBER_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
     boot_id: builtins.bytes
     """The boot under which they were stored; requests for another boot are ignored."""
     controller_id: builtins.bytes
@@ -183,6 +196,8 @@ class FreeCellsRequest(google.protobuf.message.Message):
     """The first 8 bytes of the SHA-256 of the receipt key that it gave with its present registration."""
     number: builtins.int
     """Counts the calls under one key, from 1: each is made again until it is answered, before the next one."""
+    epoch: builtins.int
+    """The epoch of the controller, as in RegisterStorageResponse."""
     @property
     def cells(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PutCells]:
         """The cells, put by put."""
@@ -195,8 +210,9 @@ class FreeCellsRequest(google.protobuf.message.Message):
         controller_id: builtins.bytes = ...,
         key_id: builtins.bytes = ...,
         number: builtins.int = ...,
+        epoch: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "cells", b"cells", "controller_id", b"controller_id", "key_id", b"key_id", "number", b"number"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "cells", b"cells", "controller_id", b"controller_id", "epoch", b"epoch", "key_id", b"key_id", "number", b"number"]) -> None: ...
 
 global___FreeCellsRequest = FreeCellsRequest
 

@@ -7,7 +7,8 @@ from tq_service.internal.v1 import storage_control_pb2 as tq__service_dot_intern
 
 class StorageControlServiceStub(object):
     """What becomes of the puts of a storage service. Served to callers with the internal secret, or with a token of role
-    service.
+    service. All methods end with FAILED_PRECONDITION where another controller of the cluster leads by now: its epoch is
+    higher.
     """
 
     def __init__(self, channel):
@@ -35,7 +36,8 @@ class StorageControlServiceStub(object):
 
 class StorageControlServiceServicer(object):
     """What becomes of the puts of a storage service. Served to callers with the internal secret, or with a token of role
-    service.
+    service. All methods end with FAILED_PRECONDITION where another controller of the cluster leads by now: its epoch is
+    higher.
     """
 
     def ConfirmPuts(self, request, context):
@@ -96,7 +98,8 @@ def add_StorageControlServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class StorageControlService(object):
     """What becomes of the puts of a storage service. Served to callers with the internal secret, or with a token of role
-    service.
+    service. All methods end with FAILED_PRECONDITION where another controller of the cluster leads by now: its epoch is
+    higher.
     """
 
     @staticmethod

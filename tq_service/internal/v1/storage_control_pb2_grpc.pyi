@@ -19,7 +19,8 @@ class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type:
 
 class StorageControlServiceStub:
     """What becomes of the puts of a storage service. Served to callers with the internal secret, or with a token of role
-    service.
+    service. All methods end with FAILED_PRECONDITION where another controller of the cluster leads by now: its epoch is
+    higher.
     """
 
     def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
@@ -56,7 +57,8 @@ class StorageControlServiceStub:
 
 class StorageControlServiceAsyncStub:
     """What becomes of the puts of a storage service. Served to callers with the internal secret, or with a token of role
-    service.
+    service. All methods end with FAILED_PRECONDITION where another controller of the cluster leads by now: its epoch is
+    higher.
     """
 
     ConfirmPuts: grpc.aio.UnaryUnaryMultiCallable[
@@ -92,7 +94,8 @@ class StorageControlServiceAsyncStub:
 
 class StorageControlServiceServicer(metaclass=abc.ABCMeta):
     """What becomes of the puts of a storage service. Served to callers with the internal secret, or with a token of role
-    service.
+    service. All methods end with FAILED_PRECONDITION where another controller of the cluster leads by now: its epoch is
+    higher.
     """
 
     @abc.abstractmethod

@@ -82,11 +82,16 @@ class RegisterStorageResponse(google.protobuf.message.Message):
     UNKNOWN_PUT_IDS_FIELD_NUMBER: builtins.int
     UNDECIDED_PUT_IDS_FIELD_NUMBER: builtins.int
     RECEIPT_KEY_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
     controller_id: builtins.bytes
     """Identifies the controller as the owner of puts, 16 bytes: the same over restarts."""
     receipt_key: builtins.bytes
     """What the receipts of this controller's puts are sealed with from now on, 32 random bytes: another one for every
     process of the controller and of the storage service, so that receipts of processes that are gone are void.
+    """
+    epoch: builtins.int
+    """Which controller of a cluster leads: higher than that of each leader before it. 0: the controller is alone. A
+    storage service obeys no controller with a lower one than it has seen.
     """
     @property
     def heartbeat_interval(self) -> google.protobuf.duration_pb2.Duration:
@@ -112,8 +117,9 @@ class RegisterStorageResponse(google.protobuf.message.Message):
         unknown_put_ids: collections.abc.Iterable[builtins.bytes] | None = ...,
         undecided_put_ids: collections.abc.Iterable[builtins.bytes] | None = ...,
         receipt_key: builtins.bytes = ...,
+        epoch: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["heartbeat_interval", b"heartbeat_interval"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["controller_id", b"controller_id", "heartbeat_interval", b"heartbeat_interval", "receipt_key", b"receipt_key", "undecided_put_ids", b"undecided_put_ids", "unknown_put_ids", b"unknown_put_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["controller_id", b"controller_id", "epoch", b"epoch", "heartbeat_interval", b"heartbeat_interval", "receipt_key", b"receipt_key", "undecided_put_ids", b"undecided_put_ids", "unknown_put_ids", b"unknown_put_ids"]) -> None: ...
 
 global___RegisterStorageResponse = RegisterStorageResponse

@@ -17,7 +17,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescri
 from google.protobuf.descriptor_pb2 import MethodOptions
 from google.protobuf.message_factory import GetMessageClass
 
-from tq_service.internal.v1 import storage_control_pb2, storage_registry_pb2
+from tq_service.internal.v1 import cluster_pb2, storage_control_pb2, storage_registry_pb2
 from tq_service.v1 import controller_service_pb2, method_rule_pb2, storage_service_pb2
 from tq_service.v1.method_rule_pb2 import PARTITIONS_ALL, PARTITIONS_LISTED, PARTITIONS_UNSPECIFIED, MethodRule
 from tq_service.wire.credentials import ROLES, Role
@@ -213,7 +213,7 @@ def _standard_methods() -> Iterator[Method]:
 
 
 def _own_methods() -> Iterator[Method]:
-    for file in (controller_service_pb2, storage_service_pb2, storage_registry_pb2, storage_control_pb2):
+    for file in (controller_service_pb2, storage_service_pb2, storage_registry_pb2, storage_control_pb2, cluster_pb2):
         for service in file.DESCRIPTOR.services_by_name.values():
             yield from map(method_of, service.methods)
 

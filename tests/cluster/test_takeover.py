@@ -1,0 +1,353 @@
+"""Controllers of a cluster: one leads, the others refuse calls and take over with what was acknowledged."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from cluster_support import KEYS, running_etcd
+from etcd_stand_in import EtcdStandIn
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from live_server import AnyClient, ClientKind, LiveServer, StartServer
+
+import tq_service as tq
+from tq_service.internal.v1.cluster_pb2 import FetchSnapshotRequest
+from tq_service.internal.v1.cluster_pb2_grpc import ClusterServiceStub
+from tq_service.internal.v1.storage_control_pb2 import ConfirmPutsRequest, FreeCellsRequest, ReconcilePutsRequest
+from tq_service.server.app import CONTROLLER_SERVICE
+from tq_service.server.supervisor import FAILED_EXIT_CODE
+from tq_service.v1.controller_service_pb2 import ListPartitionsRequest
+from tq_service.wire.error_table import from_rpc_error, status_from_trailers
+
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+StartController = Callable[..., LiveServer]
+
+
+@pytest.fixture
+def etcd() -> Iterator[EtcdStandIn]:
+    stand_in = EtcdStandIn()
+    yield stand_in
+    stand_in.stop()
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    return tmp_path / "secret"
+
+
+def wait_for(condition: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + 60
+    while not (found := condition()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return found
+
+
+@pytest.fixture
+def start_controller(start_server: StartServer, tmp_path: Path, secret: Path, etcd: EtcdStandIn) -> StartController:
+    def start(name: str, journal: str = "", **flags: Any) -> LiveServer:
+        return start_server(
+            role="controller",
+            journal=journal or f"etcd://{etcd.address}",
+            cluster="test",
+            lease_seconds=2,
+            data_dir=tmp_path / name,
+            internal_secret_file=secret,
+            storage_id=None,
+            **flags,
+        )
+
+    return start
+
+
+@contextmanager
+def errors_of_grpc() -> Iterator[None]:
+    try:
+        yield
+    except grpc.RpcError as error:
+        status = status_from_trailers(error.trailing_metadata())
+        raise from_rpc_error(error.code(), error.details(), status) from None
+
+
+def start_storage(start_server: StartServer, secret: Path, *controllers: LiveServer) -> LiveServer:
+    return start_server(
+        role="storage",
+        controller=",".join(each.address for each in controllers),
+        storage_id="s",
+        internal_secret_file=secret,
+        shared_memory="off",
+    )
+
+
+def health_of(server: LiveServer, service: str = CONTROLLER_SERVICE) -> int:
+    stub: Any = health_pb2_grpc.HealthStub(server.channel)
+    status: int = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=10).status
+    return status
+
+
+def leads(server: LiveServer) -> bool:
+    return health_of(server) == SERVING
+
+
+def kill(server: LiveServer, etcd: EtcdStandIn) -> None:
+    """End a leader as a kill does, so that nothing of it is flushed, and its lease."""
+
+    cluster = server.app.cluster
+    assert cluster is not None
+    assert cluster._lease is not None
+
+    async def abort() -> None:
+        cluster._lease._closed.set()  # it keeps nothing alive any more
+        server.app.supervisor.fatal("killed by the test")
+
+    server.loop.run(abort())
+    etcd.end_leases(cluster._lease.id)
+    with pytest.raises(tq.ServiceFailedError):
+        server.stop()
+    server._running = None
+
+
+def put(client: Any, number: int, rows: int = 4) -> Any:
+    return client.put(
+        {"x": np.full((rows, 2), number)}, partition_id="train", keys=[f"{number}_{row}" for row in range(rows)]
+    )
+
+
+def test_a_standby_lives_refuses_calls_and_says_where_the_leader_is(start_controller: StartController) -> None:
+    first = start_controller("a")
+    wait_for(lambda: leads(first))
+    second = start_controller("b")
+    assert health_of(second, "") == SERVING
+    assert health_of(second) == NOT_SERVING
+    wait_for(lambda: second.app.cluster.leader_address)  # type: ignore[union-attr]
+    with pytest.raises(tq.NotLeaderError, match="does not lead its cluster") as caught, errors_of_grpc():
+        second.controller.ListPartitions(ListPartitionsRequest())
+    assert caught.value.metadata["leader_address"] == first.address
+    assert int(caught.value.metadata["epoch"]) == first.app.cluster.epoch  # type: ignore[union-attr]
+    assert first.client().list_partitions() == []
+
+
+def test_a_standby_takes_over_what_was_acknowledged_and_the_storage_service_goes_on(
+    start_controller: StartController, start_server: StartServer, secret: Path, etcd: EtcdStandIn
+) -> None:
+    first, second = start_controller("a"), start_controller("b")
+    leader = wait_for(lambda: next((each for each in (first, second) if leads(each)), None))
+    standby = second if leader is first else first
+    storage = start_storage(start_server, secret, first, second)
+    client = leader.client(timeout=60.0)
+    metas = [put(client, number) for number in range(3)]
+    claim = {
+        "partition_id": "train",
+        "task_name": "train",
+        "data_fields": ["x"],
+        "batch_size": 2,
+        "dp_rank": 0,
+        "dp_size": 2,
+    }
+    batches = [client.get_meta(**claim, batch_index=index) for index in range(2)]
+    client.clear_samples(metas[2])
+    wait_for(lambda: storage.client().storage_stat(storage.address).put_count == 2)
+    controller_id = leader.app.controller.storages.controller_id  # type: ignore[union-attr]
+    kill(leader, etcd)
+    wait_for(lambda: leads(standby))
+    assert standby.app.controller.storages.controller_id == controller_id  # type: ignore[union-attr]
+    client = standby.client(timeout=60.0)
+    assert [client.get_meta(**claim, batch_index=index) for index in range(2)] == batches
+    put(client, 3)
+    got = client.get_data(partition_id="train", keys=["1_0", "3_3"], data_fields=["x"])
+    assert np.asarray(got["x"]).tolist() == [[1, 1], [3, 3]]
+    client.clear_partition("train")
+    wait_for(lambda: storage.client().storage_stat(storage.address).put_count == 0)
+
+
+@pytest.mark.parametrize("given", ["both", "a standby alone"])
+def test_a_client_follows_the_leader_and_a_call_has_one_effect(  # noqa: PLR0917  (fixtures)
+    client_kind: ClientKind,
+    given: str,
+    start_controller: StartController,
+    start_server: StartServer,
+    secret: Path,
+    etcd: EtcdStandIn,
+) -> None:
+    leader = start_controller("a")
+    wait_for(lambda: leads(leader))
+    standby = start_controller("b")
+    start_storage(start_server, secret, leader, standby)
+    addresses = standby.address if given != "both" else [leader.address, standby.address]
+    client = AnyClient(client_kind, addresses, leader.loop, timeout=60.0)  # type: ignore[arg-type]
+    try:
+        metas = [put(client, 0)]
+        assert pickle.loads(pickle.dumps(client.real)).address == client.real.address
+        claim = {"partition_id": "train", "task_name": "work", "data_fields": ["x"], "batch_size": 2}
+        rank = {"dp_rank": 0, "dp_size": 1, "batch_index": 0}
+        claimed = client.get_meta(**claim, **rank)
+        with ThreadPoolExecutor(2) as calls:
+            late = {**claim, "task_name": "late", "batch_size": 12, "min_batch_size": 12}
+            waiting = calls.submit(client.get_meta, **late, max_wait=60.0)
+            kill(leader, etcd)
+            putting = calls.submit(put, client, 1)
+            assert putting.result(60).keys == [f"1_{row}" for row in range(4)]
+            assert client.get_meta(**claim, **rank) == claimed
+            metas.append(putting.result())
+            assert client.check_production("train", ["x"]).produced_count == 8
+            put(client, 2)
+            assert waiting.result(60).size == 12
+        got = client.get_data(metas[0])
+        assert np.asarray(got["x"]).tolist() == [[0, 0]] * 4
+    finally:
+        client.close()
+
+
+def test_a_storage_service_obeys_no_controller_that_was_superseded(
+    start_controller: StartController, start_server: StartServer, secret: Path, etcd: EtcdStandIn
+) -> None:
+    leader = start_controller("a")
+    wait_for(lambda: leads(leader))
+    storage = start_storage(start_server, secret, leader)
+    put(leader.client(timeout=60.0), 0)
+    old = leader.app.cluster.epoch - 1  # type: ignore[union-attr]
+    controller_id = leader.app.controller.storages.controller_id  # type: ignore[union-attr]
+    calls = [
+        (storage.control.ConfirmPuts, ConfirmPutsRequest(controller_id=controller_id, epoch=old)),
+        (storage.control.FreeCells, FreeCellsRequest(controller_id=controller_id, epoch=old)),
+        (storage.control.ReconcilePuts, iter([ReconcilePutsRequest(controller_id=controller_id, epoch=old)])),
+    ]
+    for call, request in calls:
+        with pytest.raises(tq.PreconditionError, match="leads its cluster by now"), errors_of_grpc():
+            call(request, metadata=storage.as_service)
+    assert storage.client().storage_stat(storage.address).put_count == 1
+
+
+def test_a_leader_whose_lease_has_ended_answers_nothing_more_and_ends(
+    start_controller: StartController, etcd: EtcdStandIn
+) -> None:
+    leader = start_controller("a")
+    wait_for(lambda: leads(leader))
+    client = leader.client(timeout=5.0)
+    client.create_partition("train")
+    etcd.end_leases()
+    wait_for(lambda: leader.app.supervisor.failure)
+    with pytest.raises(tq.UnavailableError):
+        client.list_partitions(timeout=0.2)
+    with pytest.raises(tq.ServiceFailedError, match="its lease has ended"):
+        leader.stop()
+    leader._running = None
+    assert FAILED_EXIT_CODE == 70
+
+
+def test_a_read_is_refused_once_the_lease_may_have_ended(start_controller: StartController, etcd: EtcdStandIn) -> None:
+    leader = start_controller("a")
+    wait_for(lambda: leads(leader))
+    client = leader.client(timeout=5.0)
+    client.create_partition("train")
+    lease = leader.app.cluster._lease  # type: ignore[union-attr]
+    etcd.is_silent = True  # nothing keeps the lease alive
+    wait_for(lambda: not lease.is_held)  # type: ignore[union-attr]
+    with pytest.raises(tq.NotLeaderError) as caught, errors_of_grpc():
+        leader.controller.ListPartitions(ListPartitionsRequest())
+    assert caught.value.metadata["leader_address"] == ""
+    etcd.is_silent = False
+    wait_for(lambda: lease.is_held or leader.app.supervisor.failure)  # type: ignore[union-attr]
+
+
+def test_a_change_waits_while_etcd_is_silent_and_is_made_once(
+    start_controller: StartController, etcd: EtcdStandIn
+) -> None:
+    leader = start_controller("a")
+    wait_for(lambda: leads(leader))
+    client = leader.client(timeout=60.0)
+    etcd.lost_answers = 3
+    client.create_partition("train", expected_samples=3)
+    etcd.refusals = 2
+    client.insert("train", 3)
+    summary = client.describe_partition("train").summary
+    assert (summary.inserted_count, summary.sealed) == (3, True)
+    assert not leader.app.state_store.has_unflushed  # type: ignore[union-attr]
+
+
+def test_a_standby_that_is_far_behind_gets_a_snapshot_of_the_leader(
+    start_controller: StartController, etcd: EtcdStandIn
+) -> None:
+    leader = start_controller("a")
+    wait_for(lambda: leads(leader))
+    client = leader.client()
+    for number in range(4):
+        client.create_partition(f"p{number}")
+        leader.loop.run(leader.app.state_store.take_snapshot())  # type: ignore[union-attr]
+    assert min(int(key.split(b"/")[-2], 16) for key in etcd.keys(KEYS.log)) > 1
+    with pytest.raises(tq.UnauthenticatedError), errors_of_grpc():  # it is for services alone
+        next(ClusterServiceStub(leader.channel).FetchSnapshot(FetchSnapshotRequest()))
+    late = start_controller("late")
+    wait_for(lambda: late.app.controller.catalog.names() >= {f"p{number}" for number in range(4)})  # type: ignore[union-attr]
+    client.create_partition("followed")
+    wait_for(lambda: "followed" in late.app.controller.catalog.names())  # type: ignore[union-attr]
+    kill(leader, etcd)
+    wait_for(lambda: leads(late))
+    assert len(late.client().list_partitions()) == 5
+
+
+def test_a_standby_writes_snapshots_of_its_own_and_starts_from_them(
+    start_controller: StartController, etcd: EtcdStandIn
+) -> None:
+    leader = start_controller("a")
+    wait_for(lambda: leads(leader))
+    client = leader.client()
+    client.create_partition("before")
+    standby = start_controller("b")
+    wait_for(lambda: "before" in standby.app.controller.catalog.names())  # type: ignore[union-attr]
+    standby.loop.run(standby.app.state_store.take_snapshot())  # type: ignore[union-attr]
+    standby.stop()
+    client.create_partition("after")
+    again = start_controller("b")
+    wait_for(lambda: again.app.controller.catalog.names() >= {"before", "after"})  # type: ignore[union-attr]
+    kill(leader, etcd)
+    wait_for(lambda: leads(again))
+    assert {each.partition_id for each in again.client().list_partitions()} == {"before", "after"}
+
+
+def test_what_is_restored_is_there_after_a_takeover(
+    start_controller: StartController, start_server: StartServer, secret: Path, etcd: EtcdStandIn, tmp_path: Path
+) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    leader = start_controller("a", checkpoint_dir=checkpoints)
+    wait_for(lambda: leads(leader))
+    start_storage(start_server, secret, leader)
+    client = leader.client(timeout=60.0)
+    put(client, 0)
+    client.checkpoint("c")
+    client.clear_partition("train")
+    standby = start_controller("b")
+    client.create_partition("other")
+    wait_for(lambda: "other" in standby.app.controller.catalog.names())  # type: ignore[union-attr]
+    client.restore("c", replace=True)
+    with pytest.raises(tq.ServiceFailedError, match="snapshot of the leader"):
+        wait_for(lambda: standby.app.supervisor.failure)
+        standby.stop()
+    standby._running = None
+    again = start_controller("b")
+    wait_for(lambda: "train" in again.app.controller.catalog.names())  # type: ignore[union-attr]
+    kill(leader, etcd)
+    wait_for(lambda: leads(again))
+    assert again.client().check_production("train", ["x"]).produced_count == 4
+
+
+@pytest.mark.parametrize("kind", ["etcd"])
+def test_a_standby_takes_over_with_a_real_etcd(start_controller: StartController, tmp_path: Path, kind: str) -> None:
+    with running_etcd(kind, tmp_path / "etcd") as addresses:
+        journal = f"etcd://{','.join(addresses)}"
+        first = start_controller("a", journal)
+        wait_for(lambda: leads(first))
+        second = start_controller("b", journal)
+        first.client().create_partition("train")
+        first.stop()  # which ends its lease
+        wait_for(lambda: leads(second))
+        assert [each.partition_id for each in second.client().list_partitions()] == ["train"]
+        second.stop()

@@ -1,0 +1,74 @@
+"""What a cluster is, and its controllers: written once, or by each of them while it lives."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from dataclasses import asdict, dataclass
+
+from tq_service.cluster.etcd import Etcd, is_created_at, put
+from tq_service.cluster.keys import ClusterKeys
+from tq_service.errors import NewerVersionError
+from tq_service.internal.v1 import etcd_pb2 as pb
+
+_FORMAT_VERSION = 1
+_ID_BYTES = 16
+
+
+def controller_id_of(etcd: Etcd, keys: ClusterKeys) -> bytes:
+    """Return the id that all controllers of a cluster have, the owner of its puts; the first one makes it. Blocks.
+
+    Raises:
+        JournalUnreachableError: etcd does not answer.
+        NewerVersionError: a newer version has made the cluster.
+    """
+    about = {"format_version": _FORMAT_VERSION, "controller_id": secrets.token_bytes(_ID_BYTES).hex(), "shards": 1}
+    request = pb.EtcdTxnRequest(
+        compare=[is_created_at(keys.about, 0)],
+        success=[put(keys.about, json.dumps(about).encode())],
+        failure=[pb.EtcdRequestOp(request_range=pb.EtcdRangeRequest(key=keys.about))],
+    )
+    answer: pb.EtcdTxnResponse = etcd.ask(request)
+    if not answer.succeeded:
+        about = json.loads(answer.responses[0].response_range.kvs[0].value)
+    if about["format_version"] != _FORMAT_VERSION or about["shards"] != 1:
+        raise NewerVersionError(
+            f"cluster {keys.cluster!r} has format {about['format_version']} and {about['shards']} shards, this version "
+            f"knows format {_FORMAT_VERSION} and one shard; install a newer version"
+        )
+    return bytes.fromhex(str(about["controller_id"]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberRecord:
+    """A controller of a cluster, as the others see it.
+
+    Attributes:
+        member_id: which one it is.
+        address: where clients reach it.
+        applied_number: of the last record that it has applied.
+    """
+
+    member_id: str
+    address: str
+    applied_number: int
+
+
+def publish(etcd: Etcd, keys: ClusterKeys, record: MemberRecord, lease_id: int) -> None:
+    """Let the others see a controller, until its lease ends; blocks.
+
+    Raises:
+        JournalUnreachableError: etcd does not answer.
+        InvalidArgumentError: the lease has ended.
+    """
+    key = keys.members + record.member_id.encode()
+    etcd.ask(pb.EtcdTxnRequest(success=[put(key, json.dumps(asdict(record)).encode(), lease_id)]), seconds=0.0)
+
+
+def published(etcd: Etcd, keys: ClusterKeys) -> list[MemberRecord]:
+    """Return the controllers that live; blocks.
+
+    Raises:
+        JournalUnreachableError: etcd does not answer.
+    """
+    return [MemberRecord(**json.loads(each.value)) for each in etcd.get_all(keys.members, seconds=0.0)]

@@ -1,0 +1,210 @@
+"""Which controller of a cluster leads: that whose key is there, under a lease that it keeps alive.
+
+The lease only decides which controller tries. What a leader may write is decided by the log, which compares the epoch,
+and what it may answer from memory by its own monotonic clock: only while the lease cannot have ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from tq_service.cluster.etcd import Etcd, is_created_at, put
+from tq_service.cluster.keys import ClusterKeys
+from tq_service.errors import InvalidArgumentError, JournalUnreachableError, SupersededError
+from tq_service.internal.v1 import etcd_pb2 as pb
+from tq_service.log_message import LogMessage
+
+_log = logging.getLogger(__name__)
+_ALIVE_TIMES: Final = 4  # a lease is kept alive so often in its time
+_MARGIN_SHARE: Final = 0.1  # of a lease, for clocks that do not go alike
+_LOOK_SECONDS: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leader:
+    """The controller that leads.
+
+    Attributes:
+        address: where clients reach it.
+        member_id: which one it is.
+        epoch: higher than that of each leader before it.
+    """
+
+    address: str
+    member_id: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leadership:
+    """That this controller leads, or has led.
+
+    Attributes:
+        epoch: compared in each write of the log.
+        lease: with which it ends.
+    """
+
+    epoch: int
+    lease: Lease
+
+    @property
+    def is_held(self) -> bool:
+        """Whether no other controller can lead at this moment."""
+        return self.lease.is_held
+
+
+class Lease:
+    """A lease of etcd, kept alive by a thread from when it is made until `close`.
+
+    Args:
+        etcd: where it is.
+        seconds: after which it ends, once it is not kept alive any more.
+        on_lost: called by that thread, once, when it has ended without `close`.
+
+    Attributes:
+        id: of the lease.
+        is_over: whether it has ended.
+
+    Raises:
+        JournalUnreachableError: etcd does not answer.
+    """
+
+    def __init__(self, etcd: Etcd, seconds: float, on_lost: Callable[[], None]) -> None:
+        self._etcd = etcd
+        self._on_lost = on_lost
+        asked_at = time.monotonic()
+        answer: pb.EtcdLeaseGrantResponse = etcd.once(pb.EtcdLeaseGrantRequest(ttl=max(1, round(seconds))))
+        self.id: int = answer.id
+        self.is_over = False
+        # etcd may give more than was asked for; less than it gives is what is relied on.
+        self._seconds = min(float(answer.ttl), max(1.0, seconds))
+        self._held_until = asked_at + self._seconds * (1 - _MARGIN_SHARE)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._keep_alive, name="tq-lease", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it cannot have ended at this moment, by the clock of this host, which goes on while it is paused."""
+        return time.monotonic() < self._held_until
+
+    def _keep_alive(self) -> None:
+        while not self._closed.wait(self._seconds / _ALIVE_TIMES):
+            asked_at = time.monotonic()
+            try:
+                seconds = self._etcd.keep_alive(self.id, timeout=self._seconds / _ALIVE_TIMES)
+            except JournalUnreachableError as error:
+                if not self._closed.is_set():
+                    _log.debug(LogMessage("the lease was not kept alive", error=error))
+                continue
+            except InvalidArgumentError as error:
+                _log.error(LogMessage("the lease cannot be kept alive", error=error))
+                continue
+            if seconds <= 0:
+                self._held_until, self.is_over = 0.0, True
+                if not self._closed.is_set():
+                    self._on_lost()
+                return
+            self._held_until = asked_at + min(self._seconds, seconds) * (1 - _MARGIN_SHARE)
+
+    def close(self) -> None:
+        """End it, with its keys, so that another controller need not wait for its time to pass."""
+        self._closed.set()
+        self._held_until, self.is_over = 0.0, True
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        with contextlib.suppress(JournalUnreachableError, InvalidArgumentError):
+            self._etcd.once(pb.EtcdLeaseRevokeRequest(id=self.id))
+
+
+class Election:
+    """The election of a cluster, as one of its controllers sees it. May be used by several threads.
+
+    Args:
+        etcd: where it is.
+        keys: of the cluster.
+        member_id: of this controller.
+        address: where clients reach it.
+    """
+
+    def __init__(self, etcd: Etcd, keys: ClusterKeys, member_id: str, address: str) -> None:
+        self._etcd = etcd
+        self._keys = keys
+        self._member_id = member_id
+        self._address = address
+        self._nonce = secrets.token_hex(8)
+        self._closed = threading.Event()
+        self._changed = threading.Event()
+
+    def leader(self, seconds: float = 10.0) -> Leader | None:
+        """Return the controller that leads, None where there is none; blocks.
+
+        Raises:
+            JournalUnreachableError: etcd does not answer.
+        """
+        found = self._etcd.get(self._keys.leader, seconds)
+        return None if found is None else _leader_of(found)
+
+    def campaign(self, lease: Lease, on_leader: Callable[[Leader], None]) -> Leadership:
+        """Return once this controller leads; blocks until then.
+
+        Args:
+            lease: of this controller.
+            on_leader: called with each leader that is seen meanwhile.
+
+        Raises:
+            SupersededError: `close` was called, or the lease has ended.
+        """
+        watch = self._etcd.watch(self._keys.leader, self._changed.set)
+        try:
+            while not self._closed.is_set() and not lease.is_over:
+                self._changed.clear()
+                # Refused is the key of a lease that has just ended, too.
+                with contextlib.suppress(JournalUnreachableError, InvalidArgumentError):
+                    leader = self._try(lease)
+                    if leader.epoch and self._is_own(leader):
+                        return Leadership(epoch=leader.epoch, lease=lease)
+                    on_leader(leader)
+                self._changed.wait(_LOOK_SECONDS)
+        finally:
+            watch.close()
+        raise SupersededError("the election was left")
+
+    def _is_own(self, leader: Leader) -> bool:
+        return leader.member_id == f"{self._member_id}.{self._nonce}"
+
+    def _try(self, lease: Lease) -> Leader:
+        """Make the key of the leader where there is none; return the one that is there then."""
+        key = self._keys.leader
+        value = json.dumps({"address": self._address, "member_id": f"{self._member_id}.{self._nonce}"}).encode()
+        request = pb.EtcdTxnRequest(
+            compare=[is_created_at(key, 0)],
+            success=[put(key, value, lease.id)],
+            failure=[pb.EtcdRequestOp(request_range=pb.EtcdRangeRequest(key=key))],
+        )
+        answer: pb.EtcdTxnResponse = self._etcd.once(request)
+        if answer.succeeded:
+            return Leader(
+                address=self._address,
+                member_id=f"{self._member_id}.{self._nonce}",
+                epoch=answer.header.revision,
+            )
+        return _leader_of(answer.responses[0].response_range.kvs[0])
+
+    def close(self) -> None:
+        """Leave the election."""
+        self._closed.set()
+        self._changed.set()
+
+
+def _leader_of(found: pb.EtcdKeyValue) -> Leader:
+    values = json.loads(found.value)
+    return Leader(address=values["address"], member_id=values["member_id"], epoch=found.create_revision)

@@ -1,0 +1,315 @@
+"""Calls to etcd: to one of its members, to the next one where that does not answer; and watches, each in a thread."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import grpc
+
+from tq_service.errors import InvalidArgumentError, JournalUnreachableError
+from tq_service.internal.v1 import etcd_pb2 as pb
+from tq_service.wire.connection import CONNECTION_OPTIONS
+from tq_service.wire.credentials import Credentials, Tls, open_channel
+
+_log = logging.getLogger(__name__)
+Answer = TypeVar("Answer")
+TRY_SECONDS: Final = 1.0
+"""How long a member may take to answer before the next one is asked."""
+_PAUSE_SECONDS: Final = 0.05
+_OPTIONS: Final = (*CONNECTION_OPTIONS, ("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
+# What an answer may be lost with, or another member may answer better. etcd answers what a member without a leader
+# refuses with UNAVAILABLE, and a full database with RESOURCE_EXHAUSTED, which an operator can change.
+_TRIED_AGAIN: Final = {
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.UNKNOWN,
+    grpc.StatusCode.INTERNAL,
+}
+_METHODS: Final[dict[type[Any], tuple[str, type[Any]]]] = {
+    pb.EtcdRangeRequest: ("KV/Range", pb.EtcdRangeResponse),
+    pb.EtcdTxnRequest: ("KV/Txn", pb.EtcdTxnResponse),
+    pb.EtcdCompactionRequest: ("KV/Compact", pb.EtcdCompactionResponse),
+    pb.EtcdLeaseGrantRequest: ("Lease/LeaseGrant", pb.EtcdLeaseGrantResponse),
+    pb.EtcdLeaseRevokeRequest: ("Lease/LeaseRevoke", pb.EtcdLeaseRevokeResponse),
+    pb.EtcdAuthenticateRequest: ("Auth/Authenticate", pb.EtcdAuthenticateResponse),
+    pb.EtcdStatusRequest: ("Maintenance/Status", pb.EtcdStatusResponse),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EtcdAccess:
+    """Where etcd is, and what is shown to it.
+
+    Attributes:
+        members: their addresses, each "host:port".
+        tls: how they are reached over TLS; None: in plaintext.
+        user: name of a user of etcd; None: it asks for none.
+        password_file: file with the password, read again for each token.
+    """
+
+    members: tuple[str, ...]
+    tls: Tls | None = None
+    user: str | None = None
+    password_file: Path | None = None
+
+
+class Etcd:
+    """The members of etcd, and the calls on them. May be used by several threads.
+
+    Raises:
+        InvalidArgumentError: a file that is named cannot be read.
+    """
+
+    def __init__(self, access: EtcdAccess) -> None:
+        self.access = access
+        self._credentials = Credentials(token=False, tls=access.tls or False)
+        self._lock = threading.Lock()
+        self._opened_with = self._credentials.signature()
+        self._channels: dict[str, grpc.Channel] = {}
+        self._old: list[grpc.Channel] = []
+        self._at = 0  # the member that answered last
+        self._token: str | None = None
+        self._closed = threading.Event()
+        for address in access.members:
+            self._channel(address)
+
+    def _channel(self, address: str) -> grpc.Channel:
+        with self._lock:
+            if address not in self._channels:
+                self._channels[address] = open_channel(address, self._credentials, _OPTIONS)
+            return self._channels[address]
+
+    def _member(self) -> str:
+        return self.access.members[self._at % len(self.access.members)]
+
+    def _next_member(self, failed: str) -> None:
+        """Go on with the next member, unless another thread has done so; with new channels for new certificates."""
+        with self._lock:
+            if self._member() == failed:
+                self._at += 1
+            signature = self._credentials.signature()
+            if signature != self._opened_with:
+                self._opened_with = signature
+                self._old += self._channels.values()
+                self._channels.clear()
+
+    def _metadata(self) -> tuple[tuple[str, str], ...]:
+        """Return what shows the user of etcd; asks for a token where there is none."""
+        access = self.access
+        if access.user is None:
+            return ()
+        if self._token is None:
+            try:
+                password = "" if access.password_file is None else access.password_file.read_text().strip()
+            except OSError as error:
+                raise InvalidArgumentError(
+                    f"etcd_password_file {access.password_file} cannot be read: {error.strerror}",
+                    field="etcd_password_file",
+                ) from None
+            request = pb.EtcdAuthenticateRequest(name=access.user, password=password)
+            answer: pb.EtcdAuthenticateResponse = self._ask(self._member(), request, TRY_SECONDS, ())
+            self._token = answer.token
+        return (("token", self._token),)
+
+    def _ask(self, address: str, request: Any, timeout: float, metadata: Sequence[tuple[str, str]]) -> Any:
+        name, kind = _METHODS[type(request)]
+        method: Any = self._channel(address).unary_unary(
+            f"/etcdserverpb.{name}",
+            request_serializer=type(request).SerializeToString,
+            response_deserializer=kind.FromString,
+        )
+        return method(request, timeout=timeout, metadata=metadata)
+
+    def once(self, request: Any, timeout: float = TRY_SECONDS) -> Any:
+        """Return the answer of one member.
+
+        Raises:
+            JournalUnreachableError: there was none, so that it is not known whether it was done; the next call goes
+                to the next member.
+            InvalidArgumentError: etcd refuses the call for good.
+        """
+        return self._guarded(lambda address: self._ask(address, request, timeout, self._metadata()))
+
+    def _guarded(self, make: Callable[[str], Answer]) -> Answer:
+        if self._closed.is_set():
+            raise JournalUnreachableError("the connection to etcd is closed")
+        for is_last in (False, True):
+            address = self._member()
+            try:
+                return make(address)
+            except ValueError as error:  # of a channel that was closed meanwhile
+                raise JournalUnreachableError(f"the connection to etcd at {address} is closed ({error})") from None
+            except grpc.RpcError as error:
+                code, details = error.code(), error.details() or ""
+                if "auth token" in details and self._token is not None and not is_last:
+                    self._token = None  # it has expired, or etcd has begun again
+                    continue
+                if code in _TRIED_AGAIN:
+                    self._next_member(address)
+                    raise JournalUnreachableError(
+                        f"etcd at {address} does not answer ({code.name}: {details}); nothing that was acknowledged is "
+                        "lost, the service goes on by itself once a majority of its members answers",
+                        metadata={"address": address},
+                    ) from None
+                raise InvalidArgumentError(
+                    f"etcd at {address} refuses what the journal asks ({code.name}: {details}); check etcd_user and "
+                    "its rights, the certificates, and etcd's --max-request-bytes",
+                    field="journal",
+                ) from None
+        raise AssertionError("unreachable")
+
+    def ask(self, request: Any, seconds: float = 10.0, timeout: float = TRY_SECONDS) -> Any:
+        """Return an answer, asked for again until the time is over: for what may be done twice.
+
+        Raises:
+            JournalUnreachableError: there was none in that time.
+            InvalidArgumentError: etcd refuses the call for good.
+        """
+        end = time.monotonic() + seconds
+        while True:
+            try:
+                return self.once(request, timeout)
+            except JournalUnreachableError:
+                if time.monotonic() > end or self._closed.is_set():
+                    raise
+            time.sleep(_PAUSE_SECONDS)
+
+    def keep_alive(self, lease_id: int, timeout: float = TRY_SECONDS) -> int:
+        """Have the time of a lease begin again; return its seconds, 0 where it has ended.
+
+        Raises:
+            JournalUnreachableError: there was no answer.
+        """
+
+        def make(address: str) -> int:
+            method: Any = self._channel(address).stream_stream(
+                "/etcdserverpb.Lease/LeaseKeepAlive",
+                request_serializer=pb.EtcdLeaseKeepAliveRequest.SerializeToString,
+                response_deserializer=pb.EtcdLeaseKeepAliveResponse.FromString,
+            )
+            requests = iter([pb.EtcdLeaseKeepAliveRequest(id=lease_id)])
+            call = method(requests, timeout=timeout, metadata=self._metadata())
+            for answer in call:
+                call.cancel()
+                seconds: int = answer.ttl
+                return seconds
+            raise JournalUnreachableError(f"etcd at {address} ended the call without an answer")
+
+        return self._guarded(make)
+
+    def get(self, key: bytes, seconds: float = 10.0) -> pb.EtcdKeyValue | None:
+        """Return a key with its value, None where it is not there."""
+        answer: pb.EtcdRangeResponse = self.ask(pb.EtcdRangeRequest(key=key), seconds)
+        return answer.kvs[0] if answer.kvs else None
+
+    def get_all(self, prefix: bytes, seconds: float = 10.0) -> list[pb.EtcdKeyValue]:
+        """Return all keys with a prefix, with their values; they are few."""
+        answer: pb.EtcdRangeResponse = self.ask(pb.EtcdRangeRequest(key=prefix, range_end=after(prefix)), seconds)
+        return list(answer.kvs)
+
+    def watch(self, prefix: bytes, on_change: Callable[[], None]) -> Watch:
+        """Call something, from a thread, after each change of keys with a prefix, and where some may have been missed.
+
+        It looks again by itself when a connection is lost, so a call may mean nothing.
+        """
+        return Watch(self, prefix, on_change)
+
+    def close(self) -> None:
+        """End all calls, and close the connections."""
+        self._closed.set()
+        with self._lock:
+            for channel in (*self._channels.values(), *self._old):
+                channel.close()
+
+
+class Watch:
+    """A watch of keys with a prefix; see `Etcd.watch`."""
+
+    def __init__(self, etcd: Etcd, prefix: bytes, on_change: Callable[[], None]) -> None:
+        self._etcd = etcd
+        self._prefix = prefix
+        self._on_change = on_change
+        self._closed = threading.Event()
+        self._call: Any = None
+        self._requests: queue.SimpleQueue[pb.EtcdWatchRequest | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="tq-etcd-watch", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            with contextlib.suppress(JournalUnreachableError, InvalidArgumentError):
+                self._etcd._guarded(self._follow)
+            if not self._closed.is_set():
+                self._on_change()
+                self._closed.wait(_PAUSE_SECONDS)
+
+    def _follow(self, address: str) -> None:
+        requests: queue.SimpleQueue[pb.EtcdWatchRequest | None] = queue.SimpleQueue()
+        create = pb.EtcdWatchCreateRequest(key=self._prefix, range_end=after(self._prefix))
+        requests.put(pb.EtcdWatchRequest(create_request=create))
+        self._requests = requests
+        method: Any = self._etcd._channel(address).stream_stream(
+            "/etcdserverpb.Watch/Watch",
+            request_serializer=pb.EtcdWatchRequest.SerializeToString,
+            response_deserializer=pb.EtcdWatchResponse.FromString,
+        )
+        self._call = method(_until_none(requests), metadata=self._etcd._metadata())
+        try:
+            if self._closed.is_set():
+                return
+            for answer in self._call:
+                if answer.canceled:
+                    return
+                self._on_change()  # also when it has begun: what came before may have been missed
+        finally:
+            requests.put(None)
+            self._call.cancel()
+
+    def close(self) -> None:
+        """End the watch; nothing is called any more once this returns."""
+        self._closed.set()
+        self._requests.put(None)
+        if self._call is not None:
+            self._call.cancel()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+
+def _until_none(requests: queue.SimpleQueue[pb.EtcdWatchRequest | None]) -> Iterator[pb.EtcdWatchRequest]:
+    while (request := requests.get()) is not None:
+        yield request
+
+
+def after(prefix: bytes) -> bytes:
+    """Return where the range of all keys with a prefix ends."""
+    return prefix[:-1] + bytes([prefix[-1] + 1])
+
+
+def is_value(key: bytes, value: bytes) -> pb.EtcdCompare:
+    """Return the condition that a key has a value."""
+    return pb.EtcdCompare(result=0, target=3, key=key, value=value)
+
+
+def is_created_at(key: bytes, revision: int) -> pb.EtcdCompare:
+    """Return the condition that a key was created in a revision; 0: that it is not there."""
+    return pb.EtcdCompare(result=0, target=1, key=key, create_revision=revision)
+
+
+def put(key: bytes, value: bytes, lease_id: int = 0) -> pb.EtcdRequestOp:
+    """Return the operation that writes a key."""
+    return pb.EtcdRequestOp(request_put=pb.EtcdPutRequest(key=key, value=value, lease=lease_id))
+
+
+def delete(first: bytes, end: bytes = b"") -> pb.EtcdRequestOp:
+    """Return the operation that deletes a key, or a range of keys."""
+    return pb.EtcdRequestOp(request_delete_range=pb.EtcdDeleteRangeRequest(key=first, range_end=end))

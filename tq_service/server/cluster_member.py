@@ -1,0 +1,313 @@
+"""A controller of a cluster: it follows the log, leads once it is elected, and ends when another one does.
+
+    open -> run: snapshot -> follow the log ... elected -> the rest of the log -> serve ... superseded: fatal
+
+A controller that was superseded has changes in memory that are not in the log, so it does not become a standby again:
+its process ends, and starts again as one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final
+
+import grpc
+
+from tq_service.cluster.about import MemberRecord, controller_id_of, publish, published
+from tq_service.cluster.batches import BatchReader
+from tq_service.cluster.election import Election, Leader, Leadership, Lease
+from tq_service.cluster.etcd import Etcd, EtcdAccess
+from tq_service.cluster.etcd_log import EtcdLog
+from tq_service.cluster.keys import ClusterKeys
+from tq_service.config import ServeSettings
+from tq_service.domain.catalog import Catalog
+from tq_service.domain.changes.partitions import SnapshotNeeded
+from tq_service.durable.data_dir import DataDir
+from tq_service.durable.files import snapshot_numbers
+from tq_service.durable.state_store import StateStore
+from tq_service.errors import InvalidArgumentError, JournalUnreachableError, SupersededError, TqError
+from tq_service.log_message import LogMessage
+from tq_service.server.snapshot_transfer import fetch_snapshot
+from tq_service.server.supervisor import Supervisor
+from tq_service.wire.credentials import Credentials, Tls
+
+_log = logging.getLogger(__name__)
+_PUBLISH_SECONDS: Final = 1.0
+_PAUSE_SECONDS: Final = 0.2
+
+
+class ClusterMember:
+    """One controller of a cluster. Confined to one event loop, but for what it asks of etcd in threads.
+
+    Args:
+        settings: how it runs.
+        address: where clients reach it.
+        credentials: what it shows to other controllers.
+        supervisor: learns that it cannot go on.
+
+    Attributes:
+        store: keeps its state.
+        controller_id: of the cluster.
+        epoch: of the leader; 0: none is known.
+        members: the controllers that live, as of a moment ago; while this one leads.
+
+    Raises:
+        JournalUnreachableError: etcd does not answer.
+        DataDirError: the data directory is in use, or that of another controller.
+    """
+
+    def __init__(self, settings: ServeSettings, address: str, credentials: Credentials, supervisor: Supervisor) -> None:
+        if settings.data_dir is None or settings.cluster is None:
+            raise InvalidArgumentError("a cluster needs the settings cluster and data_dir", field="cluster")
+        self.address = address
+        self._credentials = credentials
+        self._supervisor = supervisor
+        self._lease_seconds = settings.lease_seconds
+        self._keys = ClusterKeys(settings.cluster)
+        data_dir = DataDir.open(settings.data_dir)
+        try:
+            self._etcd = Etcd(_access(settings))
+            try:
+                self.controller_id = controller_id_of(self._etcd, self._keys)
+                data_dir.join(self.controller_id, settings.cluster)
+            except BaseException:
+                self._etcd.close()
+                raise
+        except BaseException:
+            data_dir.close()
+            raise
+        self._member_id = f"{socket.gethostname()}-{data_dir.identity.storage_boot_id.hex()[:8]}"
+        self._journal = EtcdLog(
+            self._etcd,
+            self._keys,
+            member_id=self._member_id,
+            directory=data_dir.path,
+            accept_loss=settings.accept_journal_loss,
+        )
+        self.store = StateStore(data_dir, self._journal)
+        self.store.is_shared = True
+        self._election = Election(self._etcd, self._keys, self._member_id, address)
+        self._lease: Lease | None = None
+        self._leader: Leader | None = None
+        self._leadership: Leadership | None = None
+        self._is_serving = False
+        self.members: list[MemberRecord] = []
+
+    # Standing
+
+    @property
+    def may_answer(self) -> bool:
+        """Whether it leads, and no other one can at this moment."""
+        return self._is_serving and self._leadership is not None and self._leadership.is_held
+
+    @property
+    def leader_address(self) -> str:
+        """Where the controller is that leads, "" where that is not known."""
+        return "" if self._leader is None or self._leader.address == self.address else self._leader.address
+
+    @property
+    def epoch(self) -> int:
+        """Of the leader; 0: none is known."""
+        if self._leadership is not None:
+            return self._leadership.epoch
+        return 0 if self._leader is None else self._leader.epoch
+
+    @property
+    def member_id(self) -> str:
+        """Its name among the controllers, which stays as long as its data directory does."""
+        return self._member_id
+
+    @property
+    def last_number(self) -> int:
+        """Of the last record of the log that is durable, while this one leads."""
+        return self._journal.last_number
+
+    # Its life
+
+    async def run(self, catalog: Catalog, take_up: Callable[[], None]) -> None:
+        """Stand by, and lead once elected, until cancelled.
+
+        Args:
+            catalog: the state, which is empty.
+            take_up: called when all is there and calls may be answered.
+
+        Raises:
+            TqError: it cannot go on.
+        """
+        number = await self._restore(catalog)
+        is_to_follow = not await asyncio.to_thread(self._journal.check, number)
+        await self._begin_lease()
+        self._supervisor.start("publishing this controller to the others", self._publish_always())
+        following = asyncio.create_task(self.store.follow() if is_to_follow else _forever())
+        following.add_done_callback(_retrieve)
+        try:
+            leadership = await self._elected(following)
+        finally:
+            following.cancel()
+            await asyncio.wait((following,))
+        began = time.monotonic()
+        self._journal.leadership = leadership
+        self._leadership = leadership
+        record_count = await self.store.take_over()
+        take_up()
+        self._is_serving = True
+        _log.info(
+            LogMessage(
+                "this controller leads its cluster",
+                cluster=self._keys.cluster,
+                epoch=leadership.epoch,
+                partitions=len(catalog.names()),
+                samples=catalog.sample_count(),
+                replayed_records=record_count,
+                seconds=round(time.monotonic() - began, 3),
+            )
+        )
+
+    async def _restore(self, catalog: Catalog) -> int:
+        """Bring back the newest snapshot; that of the leader, where the log has not what comes after the own one."""
+        number = max(snapshot_numbers(self.store.data_dir.path), default=0)
+        if not await asyncio.to_thread(self._has_log_from, number):
+            number = await self._fetch(number + 1)
+        self.store.restore(catalog)
+        return number
+
+    async def _fetch(self, number: int) -> int:
+        """Fetch the newest snapshot of the leader, which is of a number at least; return its number."""
+        while True:
+            leader = await asyncio.to_thread(self._election.leader)
+            if leader is None or leader.address == self.address:
+                _log.error(
+                    LogMessage(
+                        "this controller needs a snapshot of another one, and no other one leads that could send its "
+                        "own; start the controller that led last, or restore a checkpoint into another cluster",
+                        cluster=self._keys.cluster,
+                        snapshot=number,
+                    )
+                )
+                await asyncio.sleep(self._lease_seconds)
+                continue
+            try:
+                found = await fetch_snapshot(leader.address, self._credentials, self.store.data_dir.path)
+                if found >= number:
+                    return found
+            except (grpc.aio.AioRpcError, TqError, OSError) as error:
+                _log.warning(LogMessage("the leader sends no snapshot", address=leader.address, error=error))
+            await asyncio.sleep(_PAUSE_SECONDS)
+
+    def _has_log_from(self, number: int) -> bool:
+        reader = BatchReader(self._etcd, self._keys)
+        end = reader.end()
+        return number > end.number or not end.number or reader.first_key(max(number, 1)) != 0
+
+    async def _begin_lease(self) -> None:
+        loop = asyncio.get_running_loop()
+
+        def on_lost() -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(self._lose)
+
+        while True:
+            try:
+                self._lease = await asyncio.to_thread(Lease, self._etcd, self._lease_seconds, on_lost)
+            except JournalUnreachableError as error:
+                _log.warning(LogMessage("no lease can be had", error=error))
+                await asyncio.sleep(_PAUSE_SECONDS)
+            else:
+                return
+
+    def _lose(self) -> None:
+        if self._leadership is not None:
+            self._supervisor.fatal("its lease has ended, so that another controller leads")
+
+    async def _elected(self, following: asyncio.Task[None]) -> Leadership:
+        """Return once this controller leads; raise where it cannot follow any more."""
+        while True:
+            lease = self._lease
+            if lease is None or lease.is_over:
+                await self._begin_lease()
+                continue
+            note = partial(self._note_leader_soon, asyncio.get_running_loop())
+            campaign = asyncio.ensure_future(asyncio.to_thread(self._election.campaign, lease, note))
+            campaign.add_done_callback(_retrieve)
+            try:
+                await asyncio.wait((campaign, following), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                if not campaign.done():
+                    self._election.close()
+                    await asyncio.wait((campaign,))
+            if following.done():
+                try:
+                    following.result()
+                except SnapshotNeeded as needed:
+                    await self._fetch(needed.number)
+                    raise SupersededError("this controller goes on from a snapshot of the leader") from None
+                raise SupersededError("the log cannot be followed any more")
+            try:
+                return campaign.result()
+            except SupersededError:
+                if not lease.is_over:
+                    raise
+
+    def _note_leader_soon(self, loop: asyncio.AbstractEventLoop, leader: Leader) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(self._note_leader, leader)
+
+    def _note_leader(self, leader: Leader) -> None:
+        if leader != self._leader:
+            self._leader = leader
+            _log.info(
+                LogMessage(
+                    "this controller stands by", cluster=self._keys.cluster, leader=leader.address, epoch=leader.epoch
+                )
+            )
+
+    async def _publish_always(self) -> None:
+        while True:
+            record = MemberRecord(
+                member_id=self._member_id,
+                address=self.address,
+                applied_number=self.last_number if self._leadership is not None else self.store.applied_number,
+            )
+            lease = self._lease
+            with contextlib.suppress(JournalUnreachableError, InvalidArgumentError):
+                if lease is not None and not lease.is_over:
+                    await asyncio.to_thread(publish, self._etcd, self._keys, record, lease.id)
+                if self._leadership is not None:
+                    self.members = await asyncio.to_thread(published, self._etcd, self._keys)
+            await asyncio.sleep(_PUBLISH_SECONDS)
+
+    async def close(self) -> None:
+        """Leave the cluster: another controller may lead at once. The state store is closed before."""
+        self._is_serving = False
+        self._election.close()
+        if self._lease is not None:
+            await asyncio.to_thread(self._lease.close)
+        self._etcd.close()
+
+
+def _retrieve(done: asyncio.Future[Any]) -> None:
+    """Take note of an error that is not looked at where the task that waits for it is cancelled."""
+    if not done.cancelled():
+        done.exception()
+
+
+async def _forever() -> None:
+    await asyncio.Event().wait()
+
+
+def _access(settings: ServeSettings) -> EtcdAccess:
+    tls = None
+    if settings.etcd_ca is not None or settings.etcd_cert is not None:
+        tls = Tls(ca=settings.etcd_ca, cert=settings.etcd_cert, key=settings.etcd_key)
+    return EtcdAccess(
+        members=settings.etcd_members,
+        tls=tls,
+        user=settings.etcd_user,
+        password_file=settings.etcd_password_file,
+    )

@@ -1,0 +1,73 @@
+"""A snapshot on its way from the controller that leads to one that needs records which the log has no more."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from tq_service.durable.files import FileWriter, snapshot_path
+from tq_service.durable.state_store import StateStore
+from tq_service.errors import UnavailableError
+from tq_service.internal.v1 import cluster_pb2 as pb
+from tq_service.internal.v1.cluster_pb2_grpc import ClusterServiceServicer, ClusterServiceStub
+from tq_service.server.peer import Peer
+from tq_service.server.rpc.middleware import Context
+from tq_service.wire.credentials import Credentials
+
+if TYPE_CHECKING:
+    from tq_service.internal.v1.cluster_pb2_grpc import ClusterServiceAsyncStub  # exists for type checkers only
+
+_PART_BYTES: Final = 1 << 20
+_FETCH_SECONDS: Final = 600.0
+
+
+class SnapshotServicer(ClusterServiceServicer):
+    """Sends the newest snapshot of a controller.
+
+    Args:
+        store: has it.
+    """
+
+    def __init__(self, store: StateStore) -> None:
+        self._store = store
+
+    async def FetchSnapshot(  # noqa: N802  (the name of the rpc)
+        self, request: pb.FetchSnapshotRequest, context: Context
+    ) -> AsyncIterator[pb.FetchSnapshotResponse]:
+        """Send it in parts."""
+        number, path = await self._store.newest_snapshot()
+        file = await asyncio.to_thread(path.open, "rb")  # open, it stays readable once a newer one has replaced it
+        with file:
+            size = path.stat().st_size
+            while part := await asyncio.to_thread(file.read, _PART_BYTES):
+                yield pb.FetchSnapshotResponse(number=number, size_bytes=size, data=part)
+
+
+async def fetch_snapshot(address: str, credentials: Credentials, directory: Path) -> int:
+    """Write the newest snapshot of a controller into a data directory, and return its number.
+
+    Raises:
+        grpc.aio.AioRpcError: the controller does not send it.
+        UnavailableError: it ended too early.
+        OSError: it cannot be written.
+    """
+    peer: Peer[ClusterServiceAsyncStub] = Peer(address, credentials, ClusterServiceStub)
+    async with contextlib.aclosing(peer):
+        call = peer.stub.FetchSnapshot(pb.FetchSnapshotRequest(), timeout=_FETCH_SECONDS, metadata=peer.metadata())
+        parts, number, size = [], 0, -1
+        async for part in call:
+            number, size = part.number, part.size_bytes
+            parts.append(part.data)
+    if sum(map(len, parts)) != size:
+        raise UnavailableError(f"the snapshot of {address} ended after {sum(map(len, parts))} of {size} bytes")
+    await asyncio.to_thread(_write, snapshot_path(directory, number), parts)
+    return number
+
+
+def _write(path: Path, parts: list[bytes]) -> None:
+    with FileWriter(path) as writer:
+        for part in parts:
+            writer.file.write(part)

@@ -1,0 +1,41 @@
+"""The controllers of a cluster as those that call them see them: which one is asked, and which one next."""
+
+from __future__ import annotations
+
+from tq_service.addresses import split_addresses
+from tq_service.errors import NotLeaderError, TqError, UnavailableError
+
+
+class Controllers:
+    """The addresses at which the controller is asked for; of several controllers one leads. For several threads.
+
+    A standby says where the leader is, which is asked from then on, whether it was among the addresses given or not;
+    where that does not answer, those that were given have their turns.
+
+    Args:
+        addresses: one, such as a DNS name of all controllers, or several with commas between them.
+
+    Attributes:
+        current: that which is asked next.
+        has_several: whether there is more than one controller, as far as is known.
+    """
+
+    def __init__(self, addresses: str) -> None:
+        self._given = split_addresses(addresses)
+        self.current = self._given[0]
+        self.has_several = len(self._given) > 1
+
+    def note(self, asked: str, failure: TqError) -> None:
+        """Choose the controller that is asked next, after a call that failed; each thread may be late with its own."""
+        if not isinstance(failure, UnavailableError) or asked != self.current:
+            return
+        leader = ""
+        if isinstance(failure, NotLeaderError):
+            self.has_several = True
+            leader = failure.metadata.get("leader_address", "")
+        if leader and leader != asked:
+            self.current = leader
+        elif asked in self._given:
+            self.current = self._given[(self._given.index(asked) + 1) % len(self._given)]
+        else:
+            self.current = self._given[0]
