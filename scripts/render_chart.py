@@ -25,6 +25,7 @@ COPIES = {
 RENDERINGS = {
     "single": ["--set", "insecure=true"],
     "storage": ["--values", "values-storage.yaml", "--set", "insecure=true"],
+    "ha": ["--values", "values-ha.yaml", "--set", "insecure=true"],
     "storage-secured": ["--values", "values-storage.yaml", "--values", "values-secured.yaml"],
 }
 

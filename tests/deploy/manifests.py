@@ -51,7 +51,13 @@ ALL = (
 DAEMON_SET = (
     "--set", "storage.kind=DaemonSet,storage.replicas=1,storage.hostNetwork=true,sharedMemory.hostPath=/run/tq_service"
 )  # fmt: skip
-PROFILES = {"single": (), "storage": STORAGE}
+HA = ("--values", "values-ha.yaml")
+HA_ALL = (
+    "--set",
+    "controller.readiness=member,journal.cluster=runs,journal.tlsSecretName=etcd-tls,journal.clientCertificate=true,"
+    "journal.user=tq,journal.passwordSecretName=etcd-user",
+)
+PROFILES = {"single": (), "storage": STORAGE, "ha": HA}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +91,8 @@ def cases() -> Iterator[Any]:
         }.items():
             case = Case(name=f"{profile}-{name}", arguments=(*arguments, *further))
             yield pytest.param(case, id=case.name, marks=needs_helm)
+    case = Case(name="ha-etcd-secured", arguments=(*HA, *SECURED, *HA_ALL))
+    yield pytest.param(case, id=case.name, marks=needs_helm)
     case = Case(name="daemon-set", arguments=(*STORAGE, *INSECURE, *DAEMON_SET))
     yield pytest.param(case, id=case.name, marks=needs_helm)
 
@@ -151,6 +159,15 @@ def environment(spec: Manifest, pod_name: str, namespace: str = "tq") -> dict[st
         assert variable["name"] not in resolved
         resolved[variable["name"]] = value
     return resolved
+
+
+def addresses(manifests: list[Manifest]) -> str:
+    """Return where controllers have to be looked for: at the Service of one, by the names of the pods of several."""
+    (controllers,) = [each for each, spec in services(manifests) if environment(spec, "pod")["TQ_ROLE"] != "storage"]
+    name, count = controllers["metadata"]["name"], controllers["spec"]["replicas"]
+    if count == 1:
+        return f"{name.removesuffix('-controller')}.tq.svc:50051"
+    return ",".join(f"{name}-{number}.{controllers['spec']['serviceName']}.tq.svc:50051" for number in range(count))
 
 
 def has_labels(manifest: Manifest, selector: Manifest) -> bool:

@@ -10,6 +10,7 @@ import pytest
 from manifests import (
     ALL,
     CHART,
+    HA,
     INSECURE,
     PROFILES,
     SECURED,
@@ -43,7 +44,11 @@ def test_each_profile_lints(profile: str, further: tuple[str, ...]) -> None:
         ("tls.enabled=true", "set tls.enabled=true and auth.enabled=true"),
         ("insecure=true,auth.enabled=true", "leave one of the two out"),
         ("insecure=true,fullnameOverride=tq", "a Service named tq makes Kubernetes set TQ_PORT"),
-        ("insecure=true,controller.replicas=2", "got controller.replicas 2, expected 1"),
+        ("insecure=true,controller.replicas=2", "got controller.replicas 2 without journal.etcd"),
+        ("insecure=true,journal.etcd={e:2379}", "set storage.replicas"),
+        ("insecure=true,storage.replicas=1,journal.etcd={e:2379},controller.persistence.enabled=false", "snapshots"),
+        ("insecure=true,storage.replicas=1,journal.etcd={e:2379},journal.user=tq", "give both, or none"),
+        ("insecure=true,storage.replicas=1,journal.clientCertificate=true", "needs journal.tlsSecretName"),
         ("insecure=true,controller.persistence.sizeGiB=8", "got 8, expected at least 9"),
         ("insecure=true,storage.replicas=1,storage.quotaGiB=40", "got 24, expected at least 41"),
         ("insecure=true,storage.replicas=2,storage.kind=DaemonSet", "got storage.replicas 2 with"),
@@ -78,6 +83,24 @@ def test_resources_that_are_given_win_over_those_of_the_quota() -> None:
     values = ("--set", "controller.resources.limits.memory=64Gi,controller.resources.requests.cpu=4")
     ((_, spec),) = services(load(template(*INSECURE, *values)))
     assert container(spec)["resources"] == {"limits": {"memory": "64Gi"}, "requests": {"cpu": 4, "memory": "9Gi"}}
+
+
+@needs_helm
+@pytest.mark.parametrize(
+    ("readiness", "service", "strategy", "budgets"),
+    [
+        ("leader", "tq_service.v1.ControllerService", {"type": "OnDelete"}, {"tq-service-storage"}),
+        ("member", "", None, {"tq-service-storage", "tq-service-controller"}),
+    ],
+)
+def test_rollouts_and_budgets_do_not_wait_for_standbys_that_are_never_ready(
+    readiness: str, service: str, strategy: object, budgets: set[str]
+) -> None:
+    manifests = load(template(*HA, *INSECURE, "--set", f"controller.readiness={readiness}"))
+    controllers, spec = next(each for each in services(manifests) if each[0]["spec"]["replicas"] == 3)
+    assert container(spec)["readinessProbe"]["grpc"]["service"] == service
+    assert controllers["spec"].get("updateStrategy") == strategy
+    assert {each["metadata"]["name"] for each in manifests if each["kind"] == "PodDisruptionBudget"} == budgets
 
 
 @needs_helm

@@ -43,9 +43,20 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- if gt (int .Values.storage.replicas) 0 }}true{{ end -}}
 {{- end -}}
 
-{{/* What clients are given: the Service of ready controllers. $(POD_NAMESPACE) is resolved by Kubernetes. */}}
+{{/* What clients and storage services are given: each of several controllers, else the Service of ready ones. Kubernetes
+     resolves $(POD_NAMESPACE). */}}
 {{- define "tq.address" -}}
-{{ include "tq.fullname" . }}.$(POD_NAMESPACE).svc:50051
+{{- $full := include "tq.fullname" . -}}
+{{- $addresses := list -}}
+{{- range $number := until (int .Values.controller.replicas) -}}
+{{- $addresses = append $addresses (printf "%s-controller-%d.%s-controller.$(POD_NAMESPACE).svc:50051" $full $number $full) -}}
+{{- end -}}
+{{- ternary ($addresses | join ",") (printf "%s.$(POD_NAMESPACE).svc:50051" $full) (gt (len $addresses) 1) -}}
+{{- end -}}
+
+{{/* Whether no controller but the leader is ready, so that Kubernetes cannot count on readiness for anything else. */}}
+{{- define "tq.isLeaderReadyAlone" -}}
+{{- if and (gt (int .Values.controller.replicas) 1) (eq .Values.controller.readiness "leader") }}true{{ end -}}
 {{- end -}}
 
 {{/* Values that contradict each other. */}}
@@ -60,8 +71,20 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- if not (or $v.insecure (and $v.tls.enabled $v.auth.enabled)) -}}
 {{- fail "every pod that reaches the service could read and clear everything: set tls.enabled=true and auth.enabled=true (values-secured.yaml; README.md says how to make the Secrets), or insecure=true where the network itself is trusted" -}}
 {{- end -}}
-{{- if gt (int $v.controller.replicas) 1 -}}
-{{- fail (printf "got controller.replicas %d, expected 1: two controllers would know nothing of each other" (int $v.controller.replicas)) -}}
+{{- if and (gt (int $v.controller.replicas) 1) (not $v.journal.etcd) -}}
+{{- fail (printf "got controller.replicas %d without journal.etcd: controllers know of each other by a journal that they share; name etcd's members, or use 1" (int $v.controller.replicas)) -}}
+{{- end -}}
+{{- if and $v.journal.etcd (not (include "tq.isSplit" .)) -}}
+{{- fail "journal.etcd is for controllers that hold no bytes: set storage.replicas (values-ha.yaml)" -}}
+{{- end -}}
+{{- if and $v.journal.etcd (not $v.controller.persistence.enabled) -}}
+{{- fail "journal.etcd needs controller.persistence.enabled: each controller keeps snapshots on a volume of its own, and etcd only what came after them" -}}
+{{- end -}}
+{{- if ne (empty $v.journal.user) (empty $v.journal.passwordSecretName) -}}
+{{- fail "got one of journal.user and journal.passwordSecretName; give both, or none" -}}
+{{- end -}}
+{{- if and $v.journal.clientCertificate (not $v.journal.tlsSecretName) -}}
+{{- fail "journal.clientCertificate needs journal.tlsSecretName, the Secret that has it" -}}
 {{- end -}}
 {{- range $name, $part := dict "controller" $v.controller "storage" $v.storage -}}
 {{- $stores := or (eq $name "storage") (not (include "tq.isSplit" $)) -}}
@@ -156,7 +179,9 @@ affinity:
 - {name: TQ_LOG_FORMAT, value: {{ $v.logFormat }}}
 {{- if .hasDataDir }}
 - {name: TQ_DATA_DIR, value: /var/lib/tq_service}
+{{- if not .isMember }}
 - {name: TQ_DURABILITY, value: {{ .part.durability }}}
+{{- end }}
 {{- end }}
 {{- if ne .role "controller" }}
 - {name: TQ_MAX_BYTES, value: {{ printf "%dGiB" (int .part.quotaGiB) }}}
@@ -188,8 +213,35 @@ affinity:
 - {name: TQ_METRICS_PORT, value: "9464"}
 - {name: TQ_METRICS_HOST, value: {{ $v.host | quote }}}
 {{- end }}
+{{- if .isMember }}
+- {name: TQ_JOURNAL, value: "etcd://{{ join "," $v.journal.etcd }}"}
+- {name: TQ_CLUSTER, value: {{ default (printf "$(POD_NAMESPACE).%s" (include "tq.fullname" .root)) $v.journal.cluster | quote }}}
+- {name: TQ_LEASE_SECONDS, value: {{ $v.journal.leaseSeconds | quote }}}
+{{- if $v.journal.user }}
+- {name: TQ_ETCD_USER, value: {{ $v.journal.user | quote }}}
+- {name: TQ_ETCD_PASSWORD_FILE, value: /etc/tq-service/etcd-user/password}
+{{- end }}
+{{- if $v.journal.tlsSecretName }}
+- {name: TQ_ETCD_CA, value: /etc/tq-service/etcd/ca.crt}
+{{- if $v.journal.clientCertificate }}
+- {name: TQ_ETCD_CERT, value: /etc/tq-service/etcd/tls.crt}
+- {name: TQ_ETCD_KEY, value: /etc/tq-service/etcd/tls.key}
+{{- end }}
+{{- end }}
+{{- end }}
 {{- range $name, $value := merge (deepCopy .part.settings) $v.settings }}
 - {name: TQ_{{ upper $name }}, value: {{ $value | quote }}}
+{{- end }}
+{{- end -}}
+
+{{/* Secrets of etcd, by the name of their volume. */}}
+{{- define "tq.engineSecrets" -}}
+{{- $v := .root.Values -}}
+{{- if and .isMember $v.journal.tlsSecretName }}
+etcd: {{ $v.journal.tlsSecretName | quote }}
+{{- end }}
+{{- if and .isMember $v.journal.passwordSecretName }}
+etcd-user: {{ $v.journal.passwordSecretName | quote }}
 {{- end }}
 {{- end -}}
 
@@ -214,6 +266,9 @@ affinity:
 {{- if include "tq.isSplit" .root }}
 - {name: internal, mountPath: /etc/tq-service/internal, readOnly: true}
 {{- end }}
+{{- range $name, $secret := fromYaml (include "tq.engineSecrets" .) }}
+- {name: {{ $name }}, mountPath: /etc/tq-service/{{ $name }}, readOnly: true}
+{{- end }}
 {{- with .part.extraVolumeMounts }}
 {{ toYaml . }}
 {{- end }}
@@ -225,13 +280,16 @@ affinity:
 - {name: shared-memory, hostPath: {path: {{ $v.sharedMemory.hostPath | quote }}, type: Directory}}
 {{- end }}
 {{- if $v.tls.enabled }}
-- {name: tls, secret: {secretName: {{ $v.tls.secretName }}, defaultMode: 0440}}
+- {name: tls, secret: {secretName: {{ $v.tls.secretName | quote }}, defaultMode: 0440}}
 {{- end }}
 {{- if $v.auth.enabled }}
-- {name: auth, secret: {secretName: {{ $v.auth.secretName }}, defaultMode: 0440}}
+- {name: auth, secret: {secretName: {{ $v.auth.secretName | quote }}, defaultMode: 0440}}
 {{- end }}
 {{- if include "tq.isSplit" .root }}
-- {name: internal, secret: {secretName: {{ $v.internalSecret.secretName }}, defaultMode: 0440}}
+- {name: internal, secret: {secretName: {{ $v.internalSecret.secretName | quote }}, defaultMode: 0440}}
+{{- end }}
+{{- range $name, $secret := fromYaml (include "tq.engineSecrets" .) }}
+- {name: {{ $name }}, secret: {secretName: {{ $secret | quote }}, defaultMode: 0440}}
 {{- end }}
 {{- with .part.extraVolumes }}
 {{ toYaml . }}
@@ -267,7 +325,8 @@ livenessProbe:  # a minute, since what takes a service that long may also end by
 
 {{/* The container of a service. */}}
 {{- define "tq.serviceContainer" -}}
-{{- $memory := printf "%dGi" (int (add 1 (ternary 1 .part.quotaGiB (eq .role "controller")))) -}}
+{{- $stored := ternary 1 .part.quotaGiB (eq .role "controller") -}}
+{{- $memory := printf "%dGi" (int (add 1 $stored)) -}}
 name: tq-service
 image: {{ include "tq.image" .root }}
 imagePullPolicy: {{ .root.Values.image.pullPolicy }}
@@ -300,7 +359,7 @@ spec:
 {{- define "tq.clientEnv" -}}
 {{- $v := .root.Values -}}
 {{- include "tq.namespaceEnv" . }}
-- {name: TQ_ADDRESS, value: {{ include "tq.address" .root }}}
+- {name: TQ_ADDRESS, value: {{ include "tq.address" .root | quote }}}
 {{- if $v.tls.enabled }}
 - {name: TQ_TLS_CA, value: /etc/tq-service/tls/ca.crt}
 {{- if $v.tls.clientCertificates }}
@@ -330,10 +389,10 @@ volumeMounts:
 {{- if or $v.tls.enabled $v.auth.enabled }}
 volumes:
   {{- if $v.tls.enabled }}
-  - {name: tls, secret: {secretName: {{ default $v.tls.secretName $v.tls.clientSecretName }}, defaultMode: 0440}}
+  - {name: tls, secret: {secretName: {{ default $v.tls.secretName $v.tls.clientSecretName | quote }}, defaultMode: 0440}}
   {{- end }}
   {{- if $v.auth.enabled }}
-  - {name: auth, secret: {secretName: {{ $v.auth.clientSecretName }}, defaultMode: 0440, items: [{key: {{ .token }}, path: {{ .token }}}]}}
+  - {name: auth, secret: {secretName: {{ $v.auth.clientSecretName | quote }}, defaultMode: 0440, items: [{key: {{ .token }}, path: {{ .token }}}]}}
   {{- end }}
 {{- end }}
 {{- end -}}
