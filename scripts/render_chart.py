@@ -1,0 +1,111 @@
+"""Write what kustomize users take in place of the chart into deploy/kubernetes; `--check` only compares.
+
+So are the chart's own copies of alerts and dashboard, since a chart can read no file outside of it, and the table of
+values in its page. Where there is no helm, on the path or beside this Python, only these are written or compared.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+CHART = ROOT / "deploy/helm/tq-service"
+RENDERED = ROOT / "deploy/kubernetes"
+NAMESPACE = "tq-service"
+COPIES = {
+    CHART / "files/alerts.yml": ROOT / "deploy/observability/alerts.yml",
+    CHART / "files/tq_service.json": ROOT / "deploy/observability/grafana/tq_service.json",
+}
+# Directory -> the arguments of helm; the test of `helm test` and monitoring, which needs CRDs, are the chart's alone.
+RENDERINGS = {
+    "single": ["--set", "insecure=true"],
+    "storage": ["--values", "values-storage.yaml", "--set", "insecure=true"],
+    "ha": ["--values", "values-ha.yaml", "--set", "insecure=true"],
+    "storage-secured": ["--values", "values-storage.yaml", "--values", "values-secured.yaml"],
+}
+
+
+README = CHART / "README.md"
+BEGIN, END = "<!-- values: begin, by scripts/render_chart.py -->\n", "<!-- values: end -->"
+VALUE = re.compile(r"(?P<indent> *)(?P<name>\w+):(?P<value> [^#]*?| *\"[^\"]*\"[^#]*?)?(?: +# (?P<meaning>.*))?")
+
+
+def values_table() -> str:
+    """Return the values of the chart as Markdown, one line a value, with what values.yaml says of each."""
+    lines = ["| value | default | meaning |", "|---|---|---|"]
+    path: list[str] = []
+    above: list[str] = []
+    for line in (CHART / "values.yaml").read_text().splitlines():
+        if line.startswith("#"):
+            above.append(line.removeprefix("# "))
+        elif not line:
+            above = []
+        elif (found := VALUE.fullmatch(line)) is not None:
+            path = [*path[: len(found["indent"]) // 2], found["name"]]
+            default = (found["value"] or "").strip()
+            meaning = " ".join([*above, found["meaning"] or ""]).strip()
+            if meaning:
+                shown = f"`{default}`" if default else ""
+                lines.append(f"| `{'.'.join(path)}` | {shown} | {meaning} |")
+            above = []
+    return "\n".join([*lines, ""])
+
+
+def readme() -> str:
+    """Return the chart's page with the table as it has to be."""
+    before, _, rest = README.read_text().partition(BEGIN)
+    return f"{before}{BEGIN}{values_table()}{END}{rest.partition(END)[2]}"
+
+
+def find_helm() -> str | None:
+    """Return the path of a helm, None where there is none."""
+    return shutil.which(str(Path(sys.executable).parent / "helm")) or shutil.which("helm")
+
+
+def render(helm: str, arguments: list[str]) -> str:
+    """Return what helm makes of the chart.
+
+    Raises:
+        subprocess.CalledProcessError: it makes nothing of it; what it says is on stderr.
+    """
+    command = [helm, "template", "tq-service", ".", "--namespace", NAMESPACE, "--skip-tests"]
+    made = subprocess.run([*command, *arguments], cwd=CHART, check=True, stdout=subprocess.PIPE, text=True)
+    head = f"# Made from deploy/helm/tq-service by `make generate`: helm template {' '.join(arguments)}\n"
+    return head + made.stdout.replace("managed-by: Helm", "managed-by: kustomize")
+
+
+def wanted() -> Iterator[tuple[Path, str]]:
+    """Yield each file with what is to be in it."""
+    for copy, source in COPIES.items():
+        yield copy, source.read_text()
+    yield README, readme()
+    helm = find_helm()
+    if helm is None:
+        print("no helm: deploy/kubernetes is not looked at (scripts/get_helm.py gets one)", file=sys.stderr)
+        return
+    for name, arguments in RENDERINGS.items():
+        yield RENDERED / name / "tq-service.yaml", render(helm, arguments)
+
+
+def main(arguments: list[str]) -> int:
+    """Update or compare; return the exit code."""
+    stale = []
+    for path, text in wanted():
+        if not path.exists() or path.read_text() != text:
+            stale.append(str(path.relative_to(ROOT)))
+            if "--check" not in arguments:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text)
+    if stale and "--check" in arguments:
+        print(f"stale: {', '.join(stale)}: run 'make generate'", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

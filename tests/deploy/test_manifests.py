@@ -1,0 +1,316 @@
+"""What the chart makes, as committed for kustomize and as helm renders it: valid, and what the service runs with."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+from manifests import (
+    ALL,
+    CHART,
+    INSECURE,
+    KUBERNETES,
+    PROFILES,
+    ROOT,
+    Case,
+    Manifest,
+    addresses,
+    cases,
+    container,
+    environment,
+    has_labels,
+    load,
+    needs_helm,
+    parsed_command,
+    pods,
+    services,
+    template,
+    variables_of,
+)
+
+from tq_service.config import ServeSettings, load_settings
+
+MONITORING_SCHEMAS = json.loads(Path(__file__).with_name("monitoring_schemas.json").read_text())
+KUBECTL = shutil.which("kubectl")
+VARIABLES = {f"TQ_{name.upper()}" for name in ServeSettings.model_fields}
+
+each_case = pytest.mark.parametrize("case", list(cases()))
+
+
+@pytest.mark.parametrize("version", ["1.29", "1.33", "1.36"])
+@each_case
+def test_each_object_is_as_kubernetes_has_it(case: Case, version: str) -> None:
+    manifests = case.manifests()
+    assert len(manifests) >= 6
+    for manifest in manifests:
+        if manifest["apiVersion"] == "monitoring.coreos.com/v1":
+            jsonschema.validate(
+                manifest, {**MONITORING_SCHEMAS[manifest["kind"]], "$defs": MONITORING_SCHEMAS["$defs"]}
+            )
+        else:
+            kubernetes_validate.validate(manifest, version, strict=True)
+
+
+def test_the_check_of_objects_finds_an_unknown_field() -> None:
+    manifest = Case(name="single").manifests()[0] | {"replicas": 1}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(manifest, "1.36", strict=True)
+
+
+@each_case
+def test_names_are_there_once_and_in_no_namespace_of_their_own(case: Case) -> None:
+    names = [(manifest["kind"], manifest["metadata"]["name"]) for manifest in case.manifests()]
+    assert len(set(names)) == len(names)
+    assert not [manifest for manifest in case.manifests() if "namespace" in manifest["metadata"]]
+
+
+@each_case
+def test_each_service_starts_with_the_settings_it_is_given(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("TQ_")]:
+        monkeypatch.delenv(name)
+    roles = set()
+    for manifest, spec in services(case.manifests()):
+        given = environment(spec, f"{manifest['metadata']['name']}-0")
+        assert {name for name in given if name.startswith("TQ_")} <= VARIABLES
+        with monkeypatch.context() as patch:
+            for name, value in given.items():
+                patch.setenv(name, value)
+            settings = load_settings({}).settings
+        roles.add(settings.role)
+        assert settings.host == "0.0.0.0"
+        assert settings.is_secured != settings.insecure
+        assert spec["terminationGracePeriodSeconds"] > settings.grace_seconds
+        assert settings.metrics_port in {None, 9464}
+        if settings.role != "controller":
+            assert settings.max_bytes is not None
+            assert container(spec)["resources"]["limits"]["memory"] == f"{settings.max_bytes // 2**30 + 1}Gi"
+        if len(services(case.manifests())) > 1:
+            assert settings.internal_secret_file is not None
+    assert roles in ({"all"}, {"controller", "storage"})
+
+
+@each_case
+def test_services_are_found_by_what_they_advertise(case: Case) -> None:
+    manifests = case.manifests()
+    client_services = {each["metadata"]["name"]: each["spec"] for each in manifests if each["kind"] == "Service"}
+    for manifest, spec in services(manifests):
+        name = manifest["metadata"]["name"]
+        given = environment(spec, f"{name}-0")
+        if "TQ_ADVERTISE" not in given:
+            assert given["TQ_ROLE"] == "all" or manifest["spec"]["replicas"] == 1
+            continue
+        if given["TQ_ROLE"] == "controller":
+            assert given["TQ_ADVERTISE"] in addresses(manifests).split(",")
+        else:
+            assert given["TQ_CONTROLLER"] == addresses(manifests)
+        if manifest["kind"] == "DaemonSet":
+            assert (given["TQ_STORAGE_ID"], given["TQ_ADVERTISE"]) == ("node-7", "10.0.0.7:50051")
+            continue
+        headless = client_services[manifest["spec"]["serviceName"]]
+        assert headless["clusterIP"] == "None"
+        assert headless["publishNotReadyAddresses"] is True
+        assert given.get("TQ_STORAGE_ID") == (f"{name}-0" if given["TQ_ROLE"] == "storage" else None)
+        assert given["TQ_ADVERTISE"] == f"{name}-0.{manifest['spec']['serviceName']}.tq.svc:50051"
+
+
+@each_case
+def test_commands_and_variables_of_clients_are_such_that_there_are(case: Case) -> None:
+    for manifest, pod in pods(case.manifests()):
+        context = parsed_command(container(pod["spec"])["args"])
+        if context.info_name == "serve":
+            continue
+        given = environment(pod["spec"], manifest["metadata"]["name"])
+        assert {name for name in given if name.startswith("TQ_")} <= variables_of(context)
+        assert given["TQ_ADDRESS"] == addresses(case.manifests())
+
+
+@each_case
+def test_pods_are_ready_by_the_service_that_they_are_for(case: Case) -> None:
+    for _, spec in services(case.manifests()):
+        only = container(spec)
+        given = environment(spec, "pod-0")
+        name = f"tq_service.v1.{'Storage' if given['TQ_ROLE'] == 'storage' else 'Controller'}Service"
+        if case.name == "ha-etcd-secured" and given["TQ_ROLE"] == "controller":
+            name = ""  # controller.readiness is member
+        asked = {}
+        for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
+            probe = only[kind]
+            if "TQ_TLS_CERT" in given:
+                program, *arguments = probe["exec"]["command"]
+                assert program == "tq-service"
+                context = parsed_command(arguments)
+                asked[kind] = context.params["service"]
+                assert context.params["timeout"] < probe["timeoutSeconds"]
+            else:
+                assert probe["grpc"]["port"] == 50051
+                asked[kind] = probe["grpc"]["service"]
+        assert asked == {"startupProbe": "", "readinessProbe": name, "livenessProbe": ""}
+        assert only["startupProbe"]["periodSeconds"] * only["startupProbe"]["failureThreshold"] >= 60
+
+
+@each_case
+def test_each_path_is_in_a_volume_that_there_is(case: Case) -> None:
+    for manifest, pod in pods(case.manifests()):
+        spec = pod["spec"]
+        only = container(spec)
+        claims = {each["metadata"]["name"]: each["spec"] for each in manifest["spec"].get("volumeClaimTemplates", ())}
+        volumes = {each["name"]: each for each in spec.get("volumes", ())}
+        mounts = {each["mountPath"]: each for each in only.get("volumeMounts", ())}
+        assert {each["name"] for each in mounts.values()} == volumes.keys() | claims.keys()
+        for name, value in environment(spec, "pod-0").items():
+            if name.startswith("TQ_") and value.startswith("/"):
+                assert any(Path(value).is_relative_to(path) for path in mounts), f"{name}={value}"
+            if name in {"TQ_DATA_DIR", "TQ_CHECKPOINT_DIR"}:
+                assert mounts[value]["name"] in claims
+        for claim in claims.values():
+            assert claim["accessModes"] == ["ReadWriteOncePod"]
+        if "data" in claims and (quota := environment(spec, "pod-0").get("TQ_MAX_BYTES")):
+            size = claims["data"]["resources"]["requests"]["storage"]
+            assert int(size.removesuffix("Gi")) > int(quota.removesuffix("GiB"))
+
+
+@each_case
+def test_secrets_are_named_and_nowhere_written_out(case: Case) -> None:
+    manifests = case.manifests()
+    assert "Secret" not in {manifest["kind"] for manifest in manifests}
+    for _, pod in pods(manifests):
+        only = container(pod["spec"])
+        assert [each["name"] for each in only["env"] if re.search(r"TOKEN$|PASSWORD$|SECRET$", each["name"])] == []
+        secrets = {each["name"] for each in pod["spec"].get("volumes", ()) if "secret" in each}
+        for volume in pod["spec"].get("volumes", ()):
+            if "secret" in volume:
+                assert volume["secret"]["defaultMode"] == 0o440  # others must not read them, the group 10001 may
+        for mount in only.get("volumeMounts", ()):
+            assert "subPath" not in mount  # such files would not follow a change
+            assert mount.get("readOnly", False) is (mount["name"] in secrets)
+
+
+@each_case
+def test_no_pod_has_a_right_that_it_does_not_need(case: Case) -> None:
+    for _, pod in pods(case.manifests()):
+        spec = pod["spec"]
+        assert (spec["automountServiceAccountToken"], spec["enableServiceLinks"]) == (False, False)
+        assert spec["securityContext"] == {
+            "runAsNonRoot": True,
+            "runAsUser": 10001,
+            "runAsGroup": 10001,
+            "fsGroup": 10001,
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
+        }
+        assert container(spec)["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        assert {"requests", "limits"} <= container(spec)["resources"].keys()
+
+
+@each_case
+def test_what_chooses_pods_finds_them_and_their_ports(case: Case) -> None:
+    manifests = case.manifests()
+    templates = [pod for _, pod in pods(manifests)]
+    chosen = [pod for manifest, pod in pods(manifests) if container(pod["spec"])["args"] == ["serve"]]
+    for manifest, pod in pods(manifests):
+        if "selector" in manifest["spec"]:
+            assert has_labels(pod, manifest["spec"]["selector"])
+    for manifest in manifests:
+        match manifest["kind"]:
+            case "Service":
+                found = [pod for pod in templates if has_labels(pod, {"matchLabels": manifest["spec"]["selector"]})]
+                assert len(found) == 1, manifest["metadata"]["name"]
+                ports = {each["name"] for each in container(found[0]["spec"])["ports"]}
+                assert {each["targetPort"] for each in manifest["spec"]["ports"]} <= ports
+            case "PodDisruptionBudget":
+                assert len([pod for pod in templates if has_labels(pod, manifest["spec"]["selector"])]) == 1
+            case "NetworkPolicy" if manifest["metadata"]["name"] == "tq-service-etcd":
+                assert not [pod for pod in templates if has_labels(pod, manifest["spec"]["podSelector"])]
+                (rule,) = manifest["spec"]["ingress"]
+                taken = [pod for pod in templates for each in rule["from"] if has_labels(pod, each["podSelector"])]
+                assert [pod["metadata"]["labels"]["app.kubernetes.io/component"] for pod in taken] == ["controller"]
+            case "NetworkPolicy":
+                found = [pod for pod in templates if has_labels(pod, manifest["spec"]["podSelector"])]
+                assert found == chosen or [container(pod["spec"])["name"] for pod in found] == ["page"]
+            case "ServiceMonitor":
+                scraped = [each for each in manifests if each["kind"] == "Service"]
+                scraped = [each for each in scraped if has_labels(each, manifest["spec"]["selector"])]
+                assert len(scraped) == len(chosen)
+                (endpoint,) = manifest["spec"]["endpoints"]
+                assert all(endpoint["port"] in {port["name"] for port in each["spec"]["ports"]} for each in scraped)
+
+
+@each_case
+def test_a_connection_needs_a_rule_that_names_where_it_comes_from(case: Case) -> None:
+    policies = [manifest["spec"] for manifest in case.manifests() if manifest["kind"] == "NetworkPolicy"]
+    assert policies
+    for policy in policies:
+        assert policy["policyTypes"] == ["Ingress"]
+        for rule in policy["ingress"]:
+            assert rule["from"]
+            assert all(each.get("namespaceSelector", {"matchLabels": 1}) != {} for each in rule["from"])
+            if "ports" not in rule:  # engines choose ports of their own; but then single pods are named
+                assert all(each["podSelector"]["matchLabels"] for each in rule["from"])
+
+
+@needs_helm
+@pytest.mark.parametrize("profile", PROFILES)
+def test_alerts_and_dashboard_are_those_of_the_repository(profile: str) -> None:
+    manifests = {each["kind"]: each for each in load(template(*PROFILES[profile], *INSECURE, *ALL))}
+    observability = ROOT / "deploy/observability"
+    assert manifests["PrometheusRule"]["spec"] == yaml.safe_load((observability / "alerts.yml").read_text())
+    dashboard = json.loads(manifests["ConfigMap"]["data"]["tq_service.json"])
+    assert dashboard == json.loads((observability / "grafana/tq_service.json").read_text())
+    relabeled = manifests["ServiceMonitor"]["spec"]["endpoints"][0]["relabelings"]
+    assert relabeled == [{"targetLabel": "job", "replacement": "tq-service"}]  # which alerts and dashboard ask for
+
+
+# For kustomize
+
+
+@pytest.mark.parametrize("directory", sorted(KUBERNETES.glob("*/tq-service.yaml")), ids=lambda path: path.parent.name)
+def test_kustomizations_name_what_is_beside_them_and_the_image_in_it(directory: Path) -> None:
+    kustomization = yaml.safe_load((directory.parent / "kustomization.yaml").read_text())
+    expected = {"apiVersion", "kind", "namespace", "resources", "images"}
+    assert kustomization.keys() == expected
+    manifests: list[Manifest] = []
+    for name in kustomization["resources"]:
+        manifests += load((directory.parent / name).read_text())
+    images = {container(pod["spec"])["image"].partition(":")[0] for _, pod in pods(manifests)}
+    assert images == {each["name"] for each in kustomization["images"]}
+    assert "ServiceMonitor" not in {manifest["kind"] for manifest in manifests}  # which needs a CRD
+
+
+@pytest.mark.parametrize("version", ["1.29", "1.36"])
+@pytest.mark.parametrize("path", sorted(KUBERNETES.glob("engines/etcd.yaml")), ids=lambda path: path.stem)
+def test_examples_of_engines_are_as_kubernetes_has_them(path: Path, version: str) -> None:
+    manifests = load(path.read_text())
+    for manifest in manifests:
+        kubernetes_validate.validate(manifest, version, strict=True)
+    ((_, pod),) = pods(manifests)
+    assert container(pod["spec"])["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    values = yaml.safe_load((CHART / "values-ha.yaml").read_text())
+    assert pod["metadata"]["labels"] == values["networkPolicy"]["etcdPodLabels"]
+
+
+@pytest.mark.skipif(KUBECTL is None, reason="kubectl is not installed")
+@pytest.mark.parametrize("directory", sorted(path.parent for path in KUBERNETES.glob("*/kustomization.yaml")), ids=str)
+def test_kubectl_builds_the_kustomizations(directory: Path) -> None:
+    assert KUBECTL is not None
+    done = subprocess.run(
+        [KUBECTL, "kustomize", str(directory)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    built = load(done.stdout)
+    names = yaml.safe_load((directory / "kustomization.yaml").read_text())["resources"]
+    assert len(built) == sum(len(load((directory / name).read_text())) for name in names)
+    assert {each["metadata"]["namespace"] for each in built} == {"tq-service"}
+    for manifest in built:
+        kubernetes_validate.validate(manifest, "1.36", strict=True)
