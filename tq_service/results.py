@@ -227,6 +227,11 @@ class TaskStatus:
             factor e every 10 seconds. It starts from 0 with each start of the service.
         recent_batches: the last 16 batches that were planned for its ranks in this epoch, in order; a start of the
             service begins with none.
+        oldest_version: the lowest version of the samples that are left for it, live or held, by the column of its
+            staleness limit, else by "version"; None: no sample that is left has one, or it was not looked at yet. It
+            is as it was last looked at, a moment ago; None in what `watch` yields.
+        staleness_versions: how far the highest version of a sample of the partition is above `oldest_version`, which is
+            how far producers are ahead of the task; None where that is None.
     """
 
     task_name: str
@@ -244,6 +249,8 @@ class TaskStatus:
     redelivered_count: int = 0
     delivered_per_second: float = 0.0
     recent_batches: tuple[RecentBatch, ...] = ()
+    oldest_version: float | None = None
+    staleness_versions: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -68,7 +68,7 @@ def filled(client: tq.Client) -> tq.Client:
         keys=[f"k{row}" for row in range(6)],
         groups=["a", "a", "b", "b", "c", "c"],
         group_size=2,
-        custom_meta=[{"total_lengths": row, "tag": [row]} for row in range(6)],
+        custom_meta=[{"total_lengths": row, "tag": [row], "version": row + 3} for row in range(6)],
     )
     client.seal_partition("train@0")
     client.get_meta(
@@ -235,13 +235,14 @@ def test_partitions_are_listed_shown_sealed_and_cleared(filled: tq.Client) -> No
 def test_samples_can_be_peeked_at(filled: tq.Client) -> None:
     shown = document("partition", "peek", "train@0", "--limit", "2")
     assert shown[1] == {
-        "global_index": 1, "key": "k1", "group": "a", "custom_meta": {"total_lengths": 1, "tag": [1]},
+        "global_index": 1, "key": "k1", "group": "a", "custom_meta": {"total_lengths": 1, "tag": [1], "version": 4},
         "fields": {"reward": 1.0, "text": "t1"},
     }  # fmt: skip
     assert len(shown) == 2
     text = invoke("partition", "peek", "train@0", "--limit", "1", "--field", "reward")
     assert text.splitlines() == [
-        "sample 0  key k0  group a", "  total_lengths  0", "  tag            [0]", "  reward         0 (float32)",
+        "sample 0  key k0  group a", "  total_lengths  0", "  tag            [0]", "  version        3",
+        "  reward         0 (float32)",
     ]  # fmt: skip
     assert invoke("partition", "peek", "train@1") == "partition 'train@1' has no samples\n"
 
@@ -249,7 +250,8 @@ def test_samples_can_be_peeked_at(filled: tq.Client) -> None:
 def test_tasks_are_shown_and_start_over(filled: tq.Client) -> None:
     lines = lines_of("task", "show", "train@0", "update")
     assert lines[0] == ["task", "update", "of", "partition", "train@0"]
-    for facts in (["delivered", "4", "of", "6", "samples"], ["pending", "2"], ["state", "active"]):
+    age = ["oldest", "version", "7,", "the", "newest", "is", "1", "above", "it"]
+    for facts in (["delivered", "4", "of", "6", "samples"], ["pending", "2"], age, ["state", "active"]):
         assert facts in lines
     assert [each["pending_count"] for each in document("task", "show", "train@0")["tasks"]] == [2]
     unknown = CliRunner().invoke(app, ["task", "show", "train@0", "updat"])

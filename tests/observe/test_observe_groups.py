@@ -10,13 +10,13 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "domain"))
 from domain_support import ack, asks, claim_rows, clear, expire, new_write, reset, task_of
 
+from tq_service.domain.backlogs import Backlogs
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.claims.ledger import TaskTotals
 from tq_service.domain.claims.request import LeaseTerms
 from tq_service.domain.partition import Partition, PartitionSettings
-from tq_service.observe.backlogs import Backlogs
+from tq_service.domain.slices import Slices
 from tq_service.observe.groups import PartitionGroups, group_of
-from tq_service.observe.slices import Slices
 from tq_service.samplers import PlanRunner
 
 LEASE = LeaseTerms(seconds=1e4, max_deliveries=2)
@@ -191,7 +191,37 @@ async def test_a_backlog_is_looked_at_again_only_where_it_has_changed(catalog, g
     seen = backlogs.of(task)
     await backlogs.refresh([(partition, task)])
     assert backlogs.of(task) is seen
-    await backlogs.refresh([])
+    await backlogs.close()
+
+
+async def test_those_who_ask_at_once_share_a_look(catalog, groups):
+    put(catalog, "train", 40_000, meta=[{"version": 1}] * 40_000)
+    put(catalog, "eval", 2, meta=[{"version": 3}, {"version": 5}])
+    of_train, of_eval = ((each, catalog.task(each, "a")) for each in map(catalog.get, ("train", "eval")))
+    backlogs = Backlogs(catalog, PlanRunner())
+    await asyncio.gather(backlogs.refresh([of_train]), backlogs.refresh([of_train, of_eval]))
+    seen = backlogs.of(of_train[1]), backlogs.of(of_eval[1])
+    assert [(each.oldest_version, each.staleness_versions) for each in seen] == [(1.0, 0.0), (3.0, 2.0)]
+    await backlogs.close()
+
+
+async def test_nothing_is_looked_at_once_it_is_closed(catalog, groups):
+    put(catalog, "train", 4)
+    partition = catalog.get("train")
+    task = catalog.task(partition, "a")
+    backlogs = Backlogs(catalog, PlanRunner())
+    await backlogs.close()
+    await backlogs.refresh([(partition, task)])
+    assert backlogs.of(task) is None
+
+
+async def test_a_partition_that_is_gone_is_not_looked_at(catalog, groups):
+    put(catalog, "train", 4)
+    partition = catalog.get("train")
+    task = catalog.task(partition, "a")
+    catalog.remove("train", b"")
+    backlogs = Backlogs(catalog, PlanRunner())
+    await backlogs.refresh([(partition, task)])
     assert backlogs.of(task) is None
     await backlogs.close()
 

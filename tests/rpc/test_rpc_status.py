@@ -97,6 +97,32 @@ def test_partitions_are_described_as_by_themselves(client: AnyClient) -> None:
     assert [each.summary.partition_id for each in client.status("b").partitions] == ["b"]
 
 
+def test_how_old_is_what_a_task_has_left(client: AnyClient) -> None:
+    limit = tq.StalenessLimit(task_name="update", max_versions=9, version_column="policy")
+    client.create_partition("p", staleness_limits=[limit], tasks=["update", "score"])
+    meta = [{"policy": policy, "version": 10.5} for policy in (3, 4, 8, 5)]
+    client.put({"x": np.arange(4)}, partition_id="p", custom_meta=meta)
+    seen = {task.task_name: task for task in client.describe_partition("p").tasks}
+    assert (seen["update"].oldest_version, seen["update"].staleness_versions) == (3, 5)
+    assert (seen["score"].oldest_version, seen["score"].staleness_versions) == (10.5, 0)
+    client.get_meta(partition_id="p", **ASKED | {"task_name": "update", "batch_size": 2})
+    until(lambda: _versions_left(client) == (5, 3))
+    client.get_meta(partition_id="p", **ASKED | {"task_name": "update", "batch_size": 2})
+    assert _versions_left(client) == (None, None)
+
+
+def _versions_left(client: AnyClient) -> tuple[float | None, float | None]:
+    (task,) = (each for each in client.status().partitions[0].tasks if each.task_name == "update")
+    return task.oldest_version, task.staleness_versions
+
+
+def test_samples_without_versions_have_no_age(client: AnyClient) -> None:
+    client.put({"x": np.arange(8)}, partition_id="p", custom_meta=[{"version": "a"}] * 8)
+    client.get_meta(partition_id="p", **ASKED)
+    task = task_in(client.status())
+    assert (task.oldest_version, task.staleness_versions) == (None, None)
+
+
 def test_samples_whose_leases_ran_out_are_counted_until_they_are_cleared(client: AnyClient) -> None:
     client.put({"x": np.arange(6)}, partition_id="p")
     asked = ASKED | {"batch_size": 2, "partition_id": "p"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,6 +12,9 @@ from tq_service.cli.options import Yes, make_group, verb
 from tq_service.cli.output import AsJson, print_json
 from tq_service.cli.partition import confirm
 from tq_service.errors import TaskNotFoundError, nearest
+
+if TYPE_CHECKING:
+    from tq_service.client import TaskStatus
 
 EXAMPLES = """\
   tq-service task show train@3
@@ -53,6 +56,7 @@ def show(partition: Partition, task: TaskOrAll = None, as_json: AsJson = False, 
             "skipped": f"{each.skipped_count:,}",
             "epoch": each.epoch,
             "batches planned": f"{each.planned_batch_count:,} for {each.dp_size} ranks" if each.dp_size else "-",
+            "oldest version": _versions(each),
             "state": "complete" if each.complete else "active",
             "waiting": f"{each.waiting_count:,} calls",
         }
@@ -61,6 +65,14 @@ def show(partition: Partition, task: TaskOrAll = None, as_json: AsJson = False, 
             typer.echo(f"  {name:<16}{value}")
         for reason in reasons:
             typer.echo(f"  {'waiting for':<16}{reason.text} ({reason.code})")
+
+
+def _versions(task: TaskStatus) -> str:
+    """Return how old is what a task has left."""
+    if task.oldest_version is None:
+        return "-"
+    ahead = task.staleness_versions or 0
+    return f"{task.oldest_version:g}, the newest is {ahead:g} above it" if ahead else f"{task.oldest_version:g}"
 
 
 @verb(group, "reset")

@@ -10,6 +10,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from tq_service.domain.backlogs import NO_BACKLOG, Backlog, Backlogs, tasks_with_versions
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.claims.ledger import TaskLedger
 from tq_service.domain.lookup import check_fields
@@ -156,14 +157,15 @@ class Redelivery:
     dead_lettered_indexes: tuple[int, ...] = ()
 
 
-async def description_of(catalog: Catalog, partition: Partition) -> PartitionDescription:
+async def description_of(catalog: Catalog, backlogs: Backlogs, partition: Partition) -> PartitionDescription:
     """Return a partition with its fields and tasks.
 
-    It is of one moment, but for the samples that were redelivered and dead-lettered: these are looked for before, with
-    turns for others.
+    It is of one moment, but for the samples that were redelivered and dead-lettered, which are looked for before, with
+    turns for others; and for the versions, which are those that were last seen (`Backlogs.refresh`).
     """
     redelivery = {task.name: await _redelivery_of(partition, task) for task in list(partition.tasks.values())}
-    return _description_of(catalog, partition, redelivery)
+    versions = {task.name: backlogs.of(task) or NO_BACKLOG for _, task in tasks_with_versions(partition)}
+    return _description_of(catalog, partition, redelivery, versions)
 
 
 async def _redelivery_of(partition: Partition, task: TaskLedger) -> Redelivery:
@@ -186,7 +188,7 @@ async def _redelivery_of(partition: Partition, task: TaskLedger) -> Redelivery:
 
 
 def _description_of(
-    catalog: Catalog, partition: Partition, redelivery: Mapping[str, Redelivery]
+    catalog: Catalog, partition: Partition, redelivery: Mapping[str, Redelivery], versions: Mapping[str, Backlog]
 ) -> PartitionDescription:
     return PartitionDescription(
         summary=summary_of(partition),
@@ -200,7 +202,13 @@ def _description_of(
             for field in partition.cells.fields.values()
         ),
         tasks=tuple(
-            status_of(catalog, partition, task, redelivery.get(task.name, Redelivery()))
+            status_of(
+                catalog,
+                partition,
+                task,
+                redelivery=redelivery.get(task.name, Redelivery()),
+                backlog=versions.get(task.name, NO_BACKLOG),
+            )
             for task in partition.tasks.values()
         ),
         custom_meta_columns=partition.meta.statuses,
@@ -215,7 +223,12 @@ def _description_of(
 
 
 def status_of(
-    catalog: Catalog, partition: Partition, task: TaskLedger, redelivery: Redelivery | None = None
+    catalog: Catalog,
+    partition: Partition,
+    task: TaskLedger,
+    *,
+    redelivery: Redelivery | None = None,
+    backlog: Backlog = NO_BACKLOG,
 ) -> TaskStatus:
     """Return a task of a partition.
 
@@ -225,6 +238,7 @@ def status_of(
         task: its ledger.
         redelivery: what was looked for in its rows; None: its first dead-lettered samples are looked for now, and
             redelivered ones are not counted.
+        backlog: what was last seen of the versions of its samples.
     """
     if redelivery is None:
         dead_lettered = partition.table.index.data[task.dead_lettered()[:_MOST_DEAD_LETTERED]]
@@ -245,4 +259,6 @@ def status_of(
         redelivered_count=redelivery.redelivered_count,
         delivered_per_second=catalog.delivered_per_second(partition, task.name),
         recent_batches=catalog.recent_batches(partition, task.name),
+        oldest_version=backlog.oldest_version,
+        staleness_versions=backlog.staleness_versions,
     )

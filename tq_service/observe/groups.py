@@ -13,12 +13,12 @@ from dataclasses import dataclass, field, fields
 from typing import Final
 from weakref import WeakKeyDictionary
 
+from tq_service.domain.backlogs import Backlog, Backlogs
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.claims.ledger import TaskLedger, TaskTotals
 from tq_service.domain.partition import Partition
+from tq_service.domain.slices import Slices
 from tq_service.domain.states import FAILED, HELD, LIVE
-from tq_service.observe.backlogs import Backlog, Backlogs
-from tq_service.observe.slices import Slices
 
 _MOST_FORMER: Final = 1024  # groups of which partitions are gone, and their tasks
 _TOTALS: Final = tuple(each.name for each in fields(TaskTotals))
@@ -59,9 +59,8 @@ class TaskNumbers:
         self.ready += backlog.ready_count or 0
         if (oldest := backlog.oldest_version) is None:
             return
-        newest = oldest if backlog.newest_version is None else backlog.newest_version
         self.oldest_version = oldest if self.oldest_version is None else min(oldest, self.oldest_version)
-        self.staleness = max(newest - oldest, self.staleness or 0.0)
+        self.staleness = max(backlog.staleness_versions or 0.0, self.staleness or 0.0)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -22,13 +22,12 @@ from prometheus_client.metrics_core import (
     Metric,
 )
 
+from tq_service.domain.backlogs import Backlogs
 from tq_service.domain.catalog import Catalog
-from tq_service.domain.claims.planner import RunsPlans
+from tq_service.domain.slices import Slices
 from tq_service.durable.state_store import LogLag
-from tq_service.observe.backlogs import Backlogs
 from tq_service.observe.groups import GroupNumbers, PartitionGroups, TaskNumbers
 from tq_service.observe.instruments import Histogram, HistogramByName, Instruments, MethodCounts
-from tq_service.observe.slices import Slices
 from tq_service.storage.engine import EngineStat
 
 MOST_LINES: Final = 3_000
@@ -123,16 +122,16 @@ class ServiceMetrics:
     # What the process has
 
     def add_controller(
-        self, catalog: Catalog, runner: RunsPlans, storage_counts: Callable[[], tuple[int, int]]
+        self, catalog: Catalog, backlogs: Backlogs, storage_counts: Callable[[], tuple[int, int]]
     ) -> None:
         """Show a controller.
 
         Args:
             catalog: its partitions, those that were recovered.
-            runner: knows what samplers need.
+            backlogs: what its tasks have left.
             storage_counts: returns how many storage services are there, and how many are silent.
         """
-        self._groups, self._backlogs = PartitionGroups(catalog), Backlogs(catalog, runner)
+        self._groups, self._backlogs = PartitionGroups(catalog), backlogs
         self._storage_counts = storage_counts
         imbalance, padding = self._instruments.imbalance, self._instruments.padding
 
@@ -158,11 +157,6 @@ class ServiceMetrics:
             began_at = time.perf_counter()
             await asyncio.sleep(_LAG_PERIOD_SECONDS)
             observe(max(0.0, time.perf_counter() - began_at - _LAG_PERIOD_SECONDS))
-
-    async def close(self) -> None:
-        """End what runs in the background."""
-        if self._backlogs is not None:
-            await self._backlogs.close()
 
     # A scrape
 

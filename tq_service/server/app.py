@@ -121,6 +121,7 @@ class App:
                 cluster=self.cluster,
             )
             closing.push_async_callback(self.controller.storages.close)
+            closing.push_async_callback(self.controller.backlogs.close)
         closing.callback(self.listener.close)
         closing.push_async_callback(supervisor.stop)
         supervisor.on_fatal(self._fail)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 from tq_service.config import ServeSettings, default_shared_memory_dir, join_address
 from tq_service.dataplane.shared_memory.server import SharedMemoryServer, make_private
 from tq_service.domain.admission.limits import Limits
+from tq_service.domain.backlogs import Backlogs
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.idempotency import IdempotencyCache
 from tq_service.durable.state_store import StateStore
@@ -140,6 +141,7 @@ class Controller:
         storages: the storage services, the one in its process among them.
         commits: what commits puts.
         watches: the calls that watch partitions.
+        backlogs: what tasks have left, for metrics and the status.
         servicer: answers the calls.
     """
 
@@ -189,6 +191,7 @@ class Controller:
         self.catalog.on_freed = self.storages.free
         self.commits = Commits(catalog=self.catalog, storages=self.storages, waiting=waiting)
         self.watches = Watches(self.catalog, most=settings.max_watchers, stall_seconds=settings.stall_seconds)
+        self.backlogs = Backlogs(self.catalog, runner)
         self.servicer = ControllerServicer(
             catalog=self.catalog,
             commits=self.commits,
@@ -204,6 +207,7 @@ class Controller:
                 checkpoint_dir=settings.checkpoint_directory(),
             ),
             watches=self.watches,
+            backlogs=self.backlogs,
             identity=Identity(settings, shared_memory=storage is not None and storage.shared_memory is not None),
             controllers=tuple if cluster is None else cluster.statuses,
         )
@@ -279,7 +283,7 @@ class Metrics:
     def add(self, controller: Controller | None, storage: Storage | None, store: StateStore | None) -> None:
         """Show what the process has, once it was recovered."""
         if controller is not None:
-            self.shown.add_controller(controller.catalog, controller.runner, controller.storages.counts)
+            self.shown.add_controller(controller.catalog, controller.backlogs, controller.storages.counts)
         if storage is not None:
             self.shown.add_storage(storage.engine.storage_id, storage.engine.stat)
         if store is not None:
@@ -288,7 +292,6 @@ class Metrics:
     async def close(self) -> None:
         """Close the port."""
         await self._endpoint.close()
-        await self.shown.close()
 
 
 def call_spans() -> Middleware:

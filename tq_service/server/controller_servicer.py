@@ -11,6 +11,7 @@ from typing import Any, TypeAlias, TypeVar, get_type_hints
 import grpc
 
 from tq_service.dataplane._async.drivers import DRIVERS
+from tq_service.domain.backlogs import Backlogs, tasks_with_versions
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.changes.claims import (
     ClaimAcked,
@@ -89,12 +90,15 @@ class ControllerServicer(
     waiting: WaitingCalls
     checkpoints: Checkpoints
     watches: Watches
+    backlogs: Backlogs
     identity: Identity
     controllers: Callable[[], Sequence[ControllerStatus]] = tuple
 
     def __post_init__(self) -> None:
         self.explainer = Explainer(self.catalog, self.runner)
-        self.status_pages = StatusPages(self.catalog, self.explainer, self.storages, self.identity, self.controllers)
+        self.status_pages = StatusPages(
+            self.catalog, self.backlogs, self.explainer, self.storages, self.identity, self.controllers
+        )
 
     # Partitions
 
@@ -130,7 +134,8 @@ class ControllerServicer(
         self, request: pb.DescribePartitionRequest, context: Context
     ) -> pb.DescribePartitionResponse:
         partition = self.catalog.get(request.partition_id)
-        return await described(self.catalog, partition)
+        await self.backlogs.refresh(tasks_with_versions(partition))
+        return await described(self.catalog, self.backlogs, partition)
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
         return await self.status_pages.page(request, shown_partitions.get())

@@ -9,10 +9,13 @@ from itertools import chain
 from typing import Final
 
 from tq_service.config import ServeSettings
+from tq_service.domain.backlogs import Backlogs, tasks_with_versions
 from tq_service.domain.catalog import Catalog
+from tq_service.domain.claims.ledger import TaskLedger
 from tq_service.domain.explain import Explainer
 from tq_service.domain.lookup import find_names, name_token
 from tq_service.domain.partition import Partition
+from tq_service.domain.slices import Slices
 from tq_service.domain.status import description_of
 from tq_service.results import ControllerStatus, PartitionWait, ServiceInfo
 from tq_service.server.storages import StorageRegistry
@@ -55,9 +58,9 @@ class Identity:
         )
 
 
-async def described(catalog: Catalog, partition: Partition) -> pb.DescribePartitionResponse:
+async def described(catalog: Catalog, backlogs: Backlogs, partition: Partition) -> pb.DescribePartitionResponse:
     """Return a partition with its fields and tasks; other work of the event loop has its turns meanwhile."""
-    description = await description_of(catalog, partition)
+    description = await description_of(catalog, backlogs, partition)
     await asyncio.sleep(0)
     tasks = []
     for task in description.tasks:
@@ -72,6 +75,7 @@ class StatusPages:
 
     Args:
         catalog: has the partitions, and what waits for those that are not there.
+        backlogs: know how old is what tasks have left.
         explainer: says why claims wait.
         storages: the storage services.
         identity: what this process is.
@@ -81,6 +85,7 @@ class StatusPages:
     def __init__(
         self,
         catalog: Catalog,
+        backlogs: Backlogs,
         explainer: Explainer,
         storages: StorageRegistry,
         identity: Identity,
@@ -88,6 +93,7 @@ class StatusPages:
     ) -> None:
         self._controllers = controllers
         self._catalog = catalog
+        self._backlogs = backlogs
         self._explainer = explainer
         self._storages = storages
         self._identity = identity
@@ -114,6 +120,7 @@ class StatusPages:
             answer.controllers.extend(to_message(pb.ControllerStatus, each) for each in self._controllers())
             answer.storages.extend(to_message(pb.StorageStatus, each) for each in self._storages.statuses())
         known = list(filter(is_shown, self._catalog.names())) if request.explain else []
+        await self._look_at_versions(page)
         size_bytes = 0
         for name in page:
             if size_bytes > _MOST_PAGE_BYTES:
@@ -121,13 +128,22 @@ class StatusPages:
                 break
             partition = self._catalog.find(name, missing_ok=True)
             if partition is not None:
-                answer.partitions.append(await described(self._catalog, partition))
+                answer.partitions.append(await described(self._catalog, self._backlogs, partition))
                 size_bytes += answer.partitions[-1].ByteSize()
             for wait in await self._waits(name, known, explain=request.explain):
                 answer.waits.append(to_message(pb.PartitionWait, wait))
                 size_bytes += answer.waits[-1].ByteSize()
             await asyncio.sleep(0)
         return answer
+
+    async def _look_at_versions(self, names: Sequence[str]) -> None:
+        """Look at the versions of what tasks of partitions have left."""
+        slices, tasks = Slices(), list[tuple[Partition, TaskLedger]]()
+        for name in names:
+            if (partition := self._catalog.find(name, missing_ok=True)) is not None:
+                tasks += tasks_with_versions(partition)
+                await slices.turn()
+        await self._backlogs.refresh(tasks)
 
     async def _waits(self, name: str, known: list[str], *, explain: bool) -> list[PartitionWait]:
         if explain:

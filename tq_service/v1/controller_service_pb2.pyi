@@ -1913,6 +1913,8 @@ class TaskStatus(google.protobuf.message.Message):
     REDELIVERED_COUNT_FIELD_NUMBER: builtins.int
     DELIVERED_PER_SECOND_FIELD_NUMBER: builtins.int
     RECENT_BATCHES_FIELD_NUMBER: builtins.int
+    OLDEST_VERSION_FIELD_NUMBER: builtins.int
+    STALENESS_VERSIONS_FIELD_NUMBER: builtins.int
     task_name: builtins.str
     """Name of the task."""
     epoch: builtins.int
@@ -1943,6 +1945,15 @@ class TaskStatus(google.protobuf.message.Message):
     """Samples delivered a second, lately: each delivery counts for less as it gets older, by a factor e every 10 seconds.
     It starts from 0 with each start of the service.
     """
+    oldest_version: builtins.float
+    """The lowest version of the samples that are left for it, live or held: of the column of its staleness limit, or of
+    "version" where it has none. Looked at again where something has changed, once fifty times as long has passed as
+    the last look took. Unset: no sample that is left has one, it was not looked at yet, or it is sent by Watch.
+    """
+    staleness_versions: builtins.float
+    """How far the highest version of a sample of the partition is above `oldest_version`: how far producers are ahead of
+    the task. Unset where that is.
+    """
     @property
     def dead_lettered_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Indexes of dead-lettered samples that are not cleared; at most the first hundred."""
@@ -1971,8 +1982,15 @@ class TaskStatus(google.protobuf.message.Message):
         redelivered_count: builtins.int = ...,
         delivered_per_second: builtins.float = ...,
         recent_batches: collections.abc.Iterable[global___RecentBatch] | None = ...,
+        oldest_version: builtins.float | None = ...,
+        staleness_versions: builtins.float | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["complete", b"complete", "consumed_count", b"consumed_count", "dead_lettered_count", b"dead_lettered_count", "dead_lettered_indexes", b"dead_lettered_indexes", "delivered_per_second", b"delivered_per_second", "dp_size", b"dp_size", "epoch", b"epoch", "leased_count", b"leased_count", "pending_count", b"pending_count", "planned_batch_count", b"planned_batch_count", "recent_batches", b"recent_batches", "redelivered_count", b"redelivered_count", "skipped_count", b"skipped_count", "task_name", b"task_name", "waiting_count", b"waiting_count"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_oldest_version", b"_oldest_version", "_staleness_versions", b"_staleness_versions", "oldest_version", b"oldest_version", "staleness_versions", b"staleness_versions"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_oldest_version", b"_oldest_version", "_staleness_versions", b"_staleness_versions", "complete", b"complete", "consumed_count", b"consumed_count", "dead_lettered_count", b"dead_lettered_count", "dead_lettered_indexes", b"dead_lettered_indexes", "delivered_per_second", b"delivered_per_second", "dp_size", b"dp_size", "epoch", b"epoch", "leased_count", b"leased_count", "oldest_version", b"oldest_version", "pending_count", b"pending_count", "planned_batch_count", b"planned_batch_count", "recent_batches", b"recent_batches", "redelivered_count", b"redelivered_count", "skipped_count", b"skipped_count", "staleness_versions", b"staleness_versions", "task_name", b"task_name", "waiting_count", b"waiting_count"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_oldest_version", b"_oldest_version"]) -> typing.Literal["oldest_version"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_staleness_versions", b"_staleness_versions"]) -> typing.Literal["staleness_versions"] | None: ...
 
 global___TaskStatus = TaskStatus
 

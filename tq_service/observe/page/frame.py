@@ -167,6 +167,8 @@ def _task(task: TaskStatus) -> dict[str, Any]:
         "waiting_count": task.waiting_count,
         "complete": task.complete,
         "delivered_per_second": rounded(task.delivered_per_second),
+        "oldest_version": task.oldest_version,
+        "staleness_versions": task.staleness_versions,
     }
 
 

@@ -480,12 +480,18 @@ function doing(task) {
   const facts = [];
   if (task.complete) facts.push("complete");
   if (task.rank_count) facts.push(`${counted(task.batch_count, "batch", "batches")} to ${counted(task.rank_count, "rank", "ranks")}`);
+  if (task.oldest_version !== null) facts.push(`oldest version ${version(task.oldest_version)}, ${ahead(task.staleness_versions)}`);
   if (task.epoch) facts.push(`epoch ${count(task.epoch)}`);
   if (task.skipped_count) facts.push(`${count(task.skipped_count)} skipped`);
   if (task.redelivered_count) facts.push(`${count(task.redelivered_count)} redelivered`);
   if (task.dead_lettered_count) facts.push(`${count(task.dead_lettered_count)} dead-lettered`);
   return facts.join(" · ");
 }
+
+const version = (value) => (Number.isInteger(value) ? count(value) : String(value));
+
+// How far the newest version is above the oldest that a task has left.
+const ahead = (versions) => (versions === null ? "" : versions ? `producers ${version(versions)} ahead` : "producers not ahead");
 
 function makeDetails() {
   const table = make("table", "fields");
@@ -603,7 +609,7 @@ function renderLimits(status) {
     partition.limits.map((limit) => {
       const task = partition.tasks.find((each) => each.name === limit.task); // none yet: it has all of them left
       const left = task ? task.pending_count : partition.live_count + partition.held_count;
-      return { partition, limit, left };
+      return { partition, limit, left, versions: task ? task.staleness_versions : null };
     }),
   );
   list(
@@ -611,7 +617,7 @@ function renderLimits(status) {
     limits,
     ({ partition, limit }) => JSON.stringify([partition.name, limit.task, limit.version_column]),
     () => make("li", "", make("p", "pair", make("span"), make("span")), makeBar(["used"], "bar thin"), make("p", "soft")),
-    (node, { partition, limit, left }) => {
+    (node, { partition, limit, left, versions }) => {
       const [pair, bar, note] = node.children;
       write(pair.children[0], `${limit.task} of ${partition.name}`);
       write(pair.children[1], limit.max_samples === null ? "" : `${count(left)} of ${count(limit.max_samples)} left`);
@@ -619,7 +625,7 @@ function renderLimits(status) {
       mark(bar.firstChild, "class", limit.max_samples !== null && left >= limit.max_samples ? "much" : "used");
       show(bar, limit.max_samples !== null);
       const notes = [];
-      if (limit.max_versions !== null) notes.push(`at most ${counted(limit.max_versions, "version", "versions")} ahead (${limit.version_column})`);
+      if (limit.max_versions !== null) notes.push(`at most ${counted(limit.max_versions, "version", "versions")} ahead (${limit.version_column})${versions === null ? "" : `, now ${version(versions)}`}`);
       notes.push(partition.waiting_put_count ? counted(partition.waiting_put_count, "put waits", "puts wait") : "no put waits");
       write(note, notes.join(", "));
     },

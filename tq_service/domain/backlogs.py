@@ -1,10 +1,11 @@
-"""What tasks have left: how much of it is ready, and how old it is. It takes a pass over the rows of a partition."""
+"""What tasks have left: how much of it is ready, and how old it is. A look is a pass over the rows of a partition."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 from weakref import WeakKeyDictionary
@@ -17,13 +18,15 @@ from tq_service.domain.claims.ledger import TaskLedger
 from tq_service.domain.claims.planner import RunsPlans
 from tq_service.domain.claims.readiness import Readiness
 from tq_service.domain.partition import Partition
+from tq_service.domain.slices import Slices
 from tq_service.domain.states import LIVE, UNCLAIMED, is_open
 from tq_service.errors import TqError
-from tq_service.observe.slices import Slices
 
 _SLICE_ROWS: Final = 16_384
 _SHARE_OF_TIME: Final = 0.02
 _WAIT_SECONDS: Final = 0.03
+_FIRST_WAIT_SECONDS: Final = 0.25
+_MOST_AGE_SECONDS: Final = 300.0
 _DEFAULT_COLUMN: Final = "version"
 
 Marks: TypeAlias = tuple[object, ...]
@@ -43,6 +46,16 @@ class Backlog:
     oldest_version: float | None
     newest_version: float | None
 
+    @property
+    def staleness_versions(self) -> float | None:
+        """How far the newest version is above the oldest that is left; None: none that is left has one."""
+        if self.oldest_version is None:
+            return None
+        return 0.0 if self.newest_version is None else max(0.0, self.newest_version - self.oldest_version)
+
+
+NO_BACKLOG: Final = Backlog(ready_count=None, oldest_version=None, newest_version=None)
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Known:
@@ -56,8 +69,9 @@ class _Known:
 class Backlogs:
     """Keeps what was last seen of the backlogs of tasks, and looks again where something has changed.
 
-    A look at a large partition takes long, so a scrape waits for 30 ms at most, and looks go on after it. Each backlog
-    is looked at again once fifty times as long has passed as the look took.
+    Metrics and the status share the looks. A look at a large partition takes long, so a refresh waits for 30 ms at
+    most, for 250 ms where a backlog was not seen yet, and looks go on after it. Each backlog is looked at again once
+    fifty times as long has passed as the look took.
 
     Args:
         catalog: has the partitions.
@@ -68,7 +82,11 @@ class Backlogs:
         self._catalog = catalog
         self._runner = runner
         self._known: WeakKeyDictionary[TaskLedger, _Known] = WeakKeyDictionary()  # partitions go when they are cleared
+        # Tasks that are to be looked at, in order, and futures of refreshes, resolved when their turn comes.
+        self._queue: deque[TaskLedger | asyncio.Future[None]] = deque()
+        self._queued: dict[TaskLedger, Partition] = {}
         self._looking: asyncio.Task[None] | None = None
+        self._is_closed = False
 
     def of(self, task: TaskLedger) -> Backlog | None:
         """Return what was last seen of a task, None where it was not looked at yet."""
@@ -76,33 +94,63 @@ class Backlogs:
         return None if known is None else known.backlog
 
     async def refresh(self, wanted: Iterable[tuple[Partition, TaskLedger]]) -> None:
-        """Look again at backlogs, and forget all others; it may go on after this returns."""
+        """Look again at backlogs; it may go on after this returns."""
+        slices, now = Slices(), asyncio.get_running_loop().time()
+        unseen, due = list[tuple[Partition, TaskLedger]](), list[tuple[Partition, TaskLedger]]()
+        for partition, task in wanted:
+            if self._is_due(partition, task, now):
+                known = self._known.get(task)
+                if known is not None and known.next_at < now - _MOST_AGE_SECONDS:  # too old to show
+                    del self._known[task]
+                (unseen if task not in self._known else due).append((partition, task))
+            await slices.turn()
+        if self._is_closed or not (unseen or due):
+            return
+        for partition, task in (*unseen, *due):
+            if task not in self._queued:
+                self._queued[task] = partition
+                self._queue.append(task)
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queue.append(done)
         if self._looking is None:
-            self._looking = asyncio.get_running_loop().create_task(self._look_at_all(list(wanted)))
-        await asyncio.wait((self._looking,), timeout=_WAIT_SECONDS)
+            self._looking = asyncio.get_running_loop().create_task(self._look_at_all())
+        await asyncio.wait((done,), timeout=_FIRST_WAIT_SECONDS if unseen else _WAIT_SECONDS)
 
     async def close(self) -> None:
         """Look no more."""
+        self._is_closed = True
         if self._looking is not None:
             self._looking.cancel()
             await asyncio.wait((self._looking,))
 
-    async def _look_at_all(self, wanted: list[tuple[Partition, TaskLedger]]) -> None:
+    async def _look_at_all(self) -> None:
+        """Look at what is in the queue, until it is empty."""
+        slices, loop = Slices(), asyncio.get_running_loop()
         try:
-            slices, loop = Slices(), asyncio.get_running_loop()
-            for task in set(self._known) - {task for _, task in wanted}:
-                del self._known[task]
-            wanted.sort(key=lambda each: 0.0 if (known := self._known.get(each[1])) is None else known.next_at)
-            for partition, task in wanted:
-                known, marks, began_at = self._known.get(task), self._marks(partition, task), loop.time()
-                if known is not None and (known.marks == marks or known.next_at > began_at):
+            while self._queue:
+                if isinstance(task := self._queue.popleft(), asyncio.Future):
+                    _resolve(task)
                     continue
-                backlog, work_seconds = await self._look(partition, task, slices)
-                next_at = loop.time() + work_seconds / _SHARE_OF_TIME
-                self._known[task] = _Known(backlog=backlog, marks=marks, next_at=next_at)
+                partition = self._queued.pop(task)
+                is_there = self._catalog.find(partition.partition_id, missing_ok=True) is partition
+                if is_there and self._is_due(partition, task, loop.time()):
+                    marks = self._marks(partition, task)
+                    backlog, work_seconds = await self._look(partition, task, slices)
+                    next_at = loop.time() + work_seconds / _SHARE_OF_TIME
+                    self._known[task] = _Known(backlog=backlog, marks=marks, next_at=next_at)
                 await slices.turn()
         finally:
             self._looking = None
+            for each in self._queue:
+                if isinstance(each, asyncio.Future):
+                    _resolve(each)
+            self._queue.clear()
+            self._queued.clear()
+
+    def _is_due(self, partition: Partition, task: TaskLedger, now: float) -> bool:
+        """Whether a task is to be looked at: something has changed, and the last look was long enough ago."""
+        known = self._known.get(task)
+        return known is None or (known.next_at <= now and known.marks != self._marks(partition, task))
 
     def _marks(self, partition: Partition, task: TaskLedger) -> Marks:
         """Return what is equal at two moments where the backlog is the same."""
@@ -136,6 +184,24 @@ class Backlogs:
             return None
 
 
+def tasks_with_versions(partition: Partition) -> Iterator[tuple[Partition, TaskLedger]]:
+    """Yield the tasks of a partition that have samples left whose versions may be known."""
+    for task in partition.tasks.values():
+        if task.backlog and _has_versions(partition, _version_column(partition, task.name)):
+            yield partition, task
+
+
+def _version_column(partition: Partition, task_name: str) -> str:
+    """Return where a task's staleness limit has versions, "version" where there is none."""
+    limits = {limit.task_name: limit.version_column for limit in partition.settings.staleness_limits}
+    return limits.get(task_name) or _DEFAULT_COLUMN
+
+
+def _has_versions(partition: Partition, column: str) -> bool:
+    arrays = partition.meta.arrays(column)
+    return arrays is not None and arrays[0].dtype.kind in "if"
+
+
 class _Look:
     """One pass over the rows of a partition."""
 
@@ -145,8 +211,7 @@ class _Look:
         self._readiness = readiness
         self._ready_count = 0
         self._oldest, self._newest = math.inf, -math.inf
-        limits = {limit.task_name: limit.version_column for limit in partition.settings.staleness_limits}
-        self._column = limits.get(task.name, _DEFAULT_COLUMN)
+        self._column = _version_column(partition, task.name)
 
     def look(self, rows: slice) -> None:
         """Look at a stretch of rows."""
@@ -172,6 +237,11 @@ class _Look:
             oldest_version=_finite(self._oldest),
             newest_version=_finite(self._newest),
         )
+
+
+def _resolve(waiting: asyncio.Future[None]) -> None:
+    if not waiting.done():
+        waiting.set_result(None)
 
 
 def _finite(version: float) -> float | None:
