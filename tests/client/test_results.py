@@ -10,6 +10,7 @@ from tq_service.domain.tables.meta import Condition, Order
 from tq_service.errors import InvalidArgumentError
 from tq_service.results import (
     CheckpointCopy,
+    ClaimLease,
     ConsumptionStatus,
     FieldStatus,
     MetaColumnStatus,
@@ -40,6 +41,7 @@ MESSAGES = {
     PartitionDescription: pb.DescribePartitionResponse,
     FieldStatus: pb.FieldStatus,
     TaskStatus: pb.TaskStatus,
+    ClaimLease: pb.ClaimLease,
     SamplerDescription: pb.SamplerDescription,
     SamplerOption: pb.SamplerOption,
     CheckpointCopy: pb.CheckpointResponse,
