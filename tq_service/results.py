@@ -205,6 +205,25 @@ class RecentBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ClaimLease:
+    """A claim that has samples under a lease.
+
+    Attributes:
+        claim_id: the first 8 hexadecimal digits of its request_id, as in the log of calls.
+        claim_name: what its caller calls it; empty: it has no name.
+        leased_count: its samples that are leased and not acknowledged.
+        delivered_ago_seconds: since when it has them; since the start of the service, if that was later.
+        ends_in_seconds: when its lease runs out, unless it is extended.
+    """
+
+    claim_id: str
+    claim_name: str
+    leased_count: int
+    delivered_ago_seconds: float
+    ends_in_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TaskStatus:
     """A task in a partition.
 
@@ -232,6 +251,8 @@ class TaskStatus:
             is as it was last looked at, a moment ago; None in what `watch` yields.
         staleness_versions: how far the highest version of a sample of the partition is above `oldest_version`, which is
             how far producers are ahead of the task; None where that is None.
+        leasing_claim_count: claims that have samples under a lease.
+        leases: the 20 of these that were delivered first, in order; empty in what `watch` yields.
     """
 
     task_name: str
@@ -251,6 +272,8 @@ class TaskStatus:
     recent_batches: tuple[RecentBatch, ...] = ()
     oldest_version: float | None = None
     staleness_versions: float | None = None
+    leasing_claim_count: int = 0
+    leases: tuple[ClaimLease, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -261,6 +261,18 @@ def test_tasks_are_shown_and_start_over(filled: tq.Client) -> None:
     assert filled.check_consumption("train@0", "update").consumed_count == 0
 
 
+def test_a_task_is_shown_with_the_claims_that_hold_leases(client: tq.Client) -> None:
+    client.put({"x": np.arange(30)}, partition_id="p")
+    asked: dict[str, Any] = {"partition_id": "p", "task_name": "t", "data_fields": ["x"], "batch_size": 1}
+    for number in range(22):
+        client.get_meta(**asked, lease=600.0, claim_name=f"w{number}")
+    shown = invoke("task", "show", "p", "t")
+    assert re.search(r"leased to +w0 \([0-9a-f]{8}\): 1 for \d+ s, \d+ s left\n", shown)
+    assert re.search(r"leased to +2 claims more\n", shown)
+    (task,) = document("task", "show", "p", "t")["tasks"]
+    assert (task["leasing_claim_count"], len(task["leases"])) == (22, 20)
+
+
 def test_dead_lettered_samples_are_listed_and_delivered_again(client: tq.Client) -> None:
     assert invoke("deadletter", "ls") == "no samples are dead-lettered\n"
     client.put({"x": np.arange(3)}, partition_id="p")

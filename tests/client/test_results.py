@@ -10,6 +10,7 @@ from tq_service.domain.tables.meta import Condition, Order
 from tq_service.errors import InvalidArgumentError
 from tq_service.results import (
     CheckpointCopy,
+    ClaimLease,
     ConsumptionStatus,
     ControllerStatus,
     FieldStatus,
@@ -41,6 +42,7 @@ MESSAGES = {
     PartitionDescription: pb.DescribePartitionResponse,
     FieldStatus: pb.FieldStatus,
     TaskStatus: pb.TaskStatus,
+    ClaimLease: pb.ClaimLease,
     SamplerDescription: pb.SamplerDescription,
     SamplerOption: pb.SamplerOption,
     CheckpointCopy: pb.CheckpointResponse,

@@ -266,3 +266,14 @@ def test_how_far_producers_are_ahead_is_seen(page: Page, client: tq.Client) -> N
     client.put({"x": np.zeros(3)}, partition_id="train", custom_meta=[{"version": version} for version in (5, 6, 8)])
     page.wait(lambda: "at most 4 versions ahead (version), now 3" in page.text("#limits"), "the limit")
     assert "oldest version 5, producers 3 ahead" in page.row("update")
+
+
+def test_the_claims_that_hold_leases_are_in_the_details(page: Page, client: tq.Client) -> None:
+    client.put({"x": np.zeros(30)}, partition_id="train")
+    for number in range(22):
+        client.get_meta(
+            partition_id="train", task_name="t", data_fields=["x"], batch_size=1, lease=600.0, claim_name=f"w{number}"
+        )
+    page.wait(lambda: page.texts(".more"), "the partition")
+    page.one(".more").click()
+    page.wait(lambda: "w19: 1 for " in page.text(".details") and "2 claims more" in page.text(".details"), "leases")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -116,6 +117,24 @@ def _versions_left(client: AnyClient) -> tuple[float | None, float | None]:
     return task.oldest_version, task.staleness_versions
 
 
+def test_the_claims_that_lease_samples_are_named(client: AnyClient) -> None:
+    client.put({"x": np.arange(30)}, partition_id="p")
+    asked = {"partition_id": "p", "task_name": "t", "data_fields": ["x"], "batch_size": 1, "lease": 60.0}
+    metas = [client.get_meta(**asked, claim_name=f"w{number}") for number in range(25)]
+    client.ack(metas[1])
+    (task,) = client.describe_partition("p").tasks
+    assert (task.leased_count, task.leasing_claim_count) == (24, 24)
+    assert [each.claim_name for each in task.leases] == ["w0", *(f"w{number}" for number in range(2, 21))]
+    first = task.leases[0]
+    assert re.fullmatch("[0-9a-f]{8}", first.claim_id)
+    assert first.leased_count == 1
+    assert 0 <= first.delivered_ago_seconds < 60
+    assert first.delivered_ago_seconds + first.ends_in_seconds == pytest.approx(60.0)
+    client.reset_consumption("p", "t", 0)
+    (task,) = client.status().partitions[0].tasks
+    assert (task.leasing_claim_count, task.leases) == (0, ())
+
+
 def test_samples_without_versions_have_no_age(client: AnyClient) -> None:
     client.put({"x": np.arange(8)}, partition_id="p", custom_meta=[{"version": "a"}] * 8)
     client.get_meta(partition_id="p", **ASKED)
@@ -178,6 +197,7 @@ def test_what_is_waited_for_is_said_with_its_reason(client: AnyClient, server: L
         waiting(server, partition_id="trian", task_name="u"),
         waiting(server, partition_id="trian", task_name="u"),
     ):
+        until(lambda: sum(wait[3] for wait in waits_of(client.status())) == 3)  # two of them ask alike
         status = client.status()
         assert waits_of(status) == [
             ("train", "t", WaitCode.TOO_FEW_READY, 1),

@@ -63,6 +63,12 @@ def show(partition: Partition, task: TaskOrAll = None, as_json: AsJson = False, 
         typer.echo(f"task {each.task_name} of partition {partition}")
         for name, value in facts.items():
             typer.echo(f"  {name:<16}{value}")
+        for lease in each.leases:
+            name = f"{lease.claim_name} ({lease.claim_id})" if lease.claim_name else lease.claim_id
+            since, left = lease.delivered_ago_seconds, lease.ends_in_seconds
+            typer.echo(f"  {'leased to':<16}{name}: {lease.leased_count:,} for {since:,.0f} s, {left:,.0f} s left")
+        if hidden_count := each.leasing_claim_count - len(each.leases):
+            typer.echo(f"  {'leased to':<16}{hidden_count:,} claims more")
         for reason in reasons:
             typer.echo(f"  {'waiting for':<16}{reason.text} ({reason.code})")
 

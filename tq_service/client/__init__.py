@@ -11,6 +11,7 @@ from tq_service.client.updates import PartitionUpdate, WatchUpdate
 from tq_service.results import (
     CheckpointCopy,
     CheckpointSummary,
+    ClaimLease,
     ConsumptionStatus,
     ControllerStatus,
     FieldStatus,
@@ -40,6 +41,7 @@ __all__ = [
     "BatchMeta",
     "CheckpointCopy",
     "CheckpointSummary",
+    "ClaimLease",
     "Client",
     "ConsumptionStatus",
     "ControllerStatus",

@@ -476,9 +476,8 @@ class Catalog:
         """Have the leases expire that were recovered or restored, each after its full time."""
         for partition in self._partitions.values():
             for task in partition.tasks.values():
-                for claim in task.claims.values():
-                    if claim.leased_count:
-                        self._start_lease(partition, task.name, claim)
+                for claim in task.leases.values():
+                    self._start_lease(partition, task.name, claim)
 
     def _start_lease(self, partition: Partition, task_name: str, claim: QueueClaim) -> None:
         if self._is_draining or self._partitions.get(partition.partition_id) is not partition:

@@ -287,10 +287,10 @@ class Explanation:
 
     async def _lease_seconds(self) -> float:
         """Return for how long nothing that is leased comes back."""
-        claims = list(self._task.claims.values())  # they come and go between the slices
+        claims = list(self._task.leases.values())  # they come and go between the slices
         first = math.inf
         for start in range(0, len(claims), _SLICE_CLAIMS):
-            held = (each.deadline for each in claims[start : start + _SLICE_CLAIMS] if each.leased_count)
+            held = (each.deadline for each in claims[start : start + _SLICE_CLAIMS])
             first = min(first, min(held, default=math.inf))
             await asyncio.sleep(0)
         return 0.0 if first == math.inf else max(0.0, first - asyncio.get_running_loop().time())

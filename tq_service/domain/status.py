@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final
 
 import numpy as np
@@ -12,13 +14,14 @@ from numpy.typing import NDArray
 
 from tq_service.domain.backlogs import NO_BACKLOG, Backlog, Backlogs, tasks_with_versions
 from tq_service.domain.catalog import Catalog
-from tq_service.domain.claims.ledger import TaskLedger
+from tq_service.domain.claims.ledger import QueueClaim, TaskLedger
 from tq_service.domain.lookup import check_fields
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Indexes
 from tq_service.domain.states import CLEARED, DEAD_LETTERED, FAILED, HELD, LIVE, UNCLAIMED
 from tq_service.errors import InvalidArgumentError
 from tq_service.results import (
+    ClaimLease,
     ConsumptionStatus,
     FieldStatus,
     PartitionDescription,
@@ -29,6 +32,8 @@ from tq_service.results import (
 from tq_service.schema import SampleConsumption
 
 _MOST_DEAD_LETTERED: Final = 100  # named in a status
+_MOST_LEASES: Final = 20  # as above
+_CLAIM_ID_BYTES: Final = 4  # of a request_id: enough to find a claim in the log of calls, not to acknowledge it
 _SLICE_ROWS: Final = 1 << 17
 
 
@@ -208,6 +213,7 @@ def _description_of(
                 task,
                 redelivery=redelivery.get(task.name, Redelivery()),
                 backlog=versions.get(task.name, NO_BACKLOG),
+                leases=_leases_of(task),
             )
             for task in partition.tasks.values()
         ),
@@ -229,6 +235,7 @@ def status_of(
     *,
     redelivery: Redelivery | None = None,
     backlog: Backlog = NO_BACKLOG,
+    leases: tuple[ClaimLease, ...] = (),
 ) -> TaskStatus:
     """Return a task of a partition.
 
@@ -239,6 +246,7 @@ def status_of(
         redelivery: what was looked for in its rows; None: its first dead-lettered samples are looked for now, and
             redelivered ones are not counted.
         backlog: what was last seen of the versions of its samples.
+        leases: the first of its claims that lease samples.
     """
     if redelivery is None:
         dead_lettered = partition.table.index.data[task.dead_lettered()[:_MOST_DEAD_LETTERED]]
@@ -261,4 +269,24 @@ def status_of(
         recent_batches=catalog.recent_batches(partition, task.name),
         oldest_version=backlog.oldest_version,
         staleness_versions=backlog.staleness_versions,
+        leasing_claim_count=len(task.leases),
+        leases=leases,
+    )
+
+
+def _leases_of(task: TaskLedger) -> tuple[ClaimLease, ...]:
+    """Return the claims of a task that lease samples, those first that have for longest."""
+    now = asyncio.get_running_loop().time()
+    return tuple(_lease_of(claim, now) for claim in islice(task.leases.values(), _MOST_LEASES))
+
+
+def _lease_of(claim: QueueClaim, now: float) -> ClaimLease:
+    has_begun = math.isfinite(claim.deadline)  # else the service is ending, and leases begin again with the next one
+    full_seconds = 0.0 if claim.lease is None else claim.lease.seconds
+    return ClaimLease(
+        claim_id=claim.request_id[:_CLAIM_ID_BYTES].hex(),
+        claim_name=claim.name,
+        leased_count=claim.leased_count,
+        delivered_ago_seconds=max(0.0, now - claim.delivered_at) if has_begun else 0.0,
+        ends_in_seconds=max(0.0, claim.deadline - now) if has_begun else full_seconds,
     )

@@ -97,7 +97,7 @@ class ControllerServicer(
     def __post_init__(self) -> None:
         self.explainer = Explainer(self.catalog, self.runner)
         self.status_pages = StatusPages(
-            self.catalog, self.backlogs, self.explainer, self.storages, self.identity, self.controllers
+            self.catalog, self.backlogs, self.explainer, self.storages, self.identity, controllers=self.controllers
         )
 
     # Partitions

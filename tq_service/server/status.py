@@ -89,6 +89,7 @@ class StatusPages:
         explainer: Explainer,
         storages: StorageRegistry,
         identity: Identity,
+        *,
         controllers: Callable[[], Sequence[ControllerStatus]] = tuple,
     ) -> None:
         self._controllers = controllers

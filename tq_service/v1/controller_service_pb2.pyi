@@ -1893,8 +1893,47 @@ class RecentBatch(google.protobuf.message.Message):
 global___RecentBatch = RecentBatch
 
 @typing.final
+class ClaimLease(google.protobuf.message.Message):
+    """A claim that has samples under a lease."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CLAIM_ID_FIELD_NUMBER: builtins.int
+    CLAIM_NAME_FIELD_NUMBER: builtins.int
+    LEASED_COUNT_FIELD_NUMBER: builtins.int
+    DELIVERED_AGO_FIELD_NUMBER: builtins.int
+    ENDS_IN_FIELD_NUMBER: builtins.int
+    claim_id: builtins.str
+    """The first 8 hexadecimal digits of its request_id."""
+    claim_name: builtins.str
+    """`claim_name` of its GetMeta. Empty: it has no name."""
+    leased_count: builtins.int
+    """Number of its samples that are leased and not acknowledged."""
+    @property
+    def delivered_ago(self) -> google.protobuf.duration_pb2.Duration:
+        """Since when it has them; since the start of the service, if that was later."""
+
+    @property
+    def ends_in(self) -> google.protobuf.duration_pb2.Duration:
+        """When its lease runs out, unless it is extended."""
+
+    def __init__(
+        self,
+        *,
+        claim_id: builtins.str = ...,
+        claim_name: builtins.str = ...,
+        leased_count: builtins.int = ...,
+        delivered_ago: google.protobuf.duration_pb2.Duration | None = ...,
+        ends_in: google.protobuf.duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["delivered_ago", b"delivered_ago", "ends_in", b"ends_in"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["claim_id", b"claim_id", "claim_name", b"claim_name", "delivered_ago", b"delivered_ago", "ends_in", b"ends_in", "leased_count", b"leased_count"]) -> None: ...
+
+global___ClaimLease = ClaimLease
+
+@typing.final
 class TaskStatus(google.protobuf.message.Message):
-    """A task of a partition. All counts but two are numbers of samples."""
+    """A task of a partition. All counts but three are numbers of samples."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1915,6 +1954,8 @@ class TaskStatus(google.protobuf.message.Message):
     RECENT_BATCHES_FIELD_NUMBER: builtins.int
     OLDEST_VERSION_FIELD_NUMBER: builtins.int
     STALENESS_VERSIONS_FIELD_NUMBER: builtins.int
+    LEASING_CLAIM_COUNT_FIELD_NUMBER: builtins.int
+    LEASES_FIELD_NUMBER: builtins.int
     task_name: builtins.str
     """Name of the task."""
     epoch: builtins.int
@@ -1954,6 +1995,8 @@ class TaskStatus(google.protobuf.message.Message):
     """How far the highest version of a sample of the partition is above `oldest_version`: how far producers are ahead of
     the task. Unset where that is.
     """
+    leasing_claim_count: builtins.int
+    """Number of claims that have samples under a lease."""
     @property
     def dead_lettered_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Indexes of dead-lettered samples that are not cleared; at most the first hundred."""
@@ -1963,6 +2006,10 @@ class TaskStatus(google.protobuf.message.Message):
         """The last 16 batches that were planned for its ranks in this epoch, in the order of batch_index. They start from
         none with each start of the service.
         """
+
+    @property
+    def leases(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ClaimLease]:
+        """The 20 of these that were delivered first, in order. Empty in what Watch sends."""
 
     def __init__(
         self,
@@ -1984,9 +2031,11 @@ class TaskStatus(google.protobuf.message.Message):
         recent_batches: collections.abc.Iterable[global___RecentBatch] | None = ...,
         oldest_version: builtins.float | None = ...,
         staleness_versions: builtins.float | None = ...,
+        leasing_claim_count: builtins.int = ...,
+        leases: collections.abc.Iterable[global___ClaimLease] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_oldest_version", b"_oldest_version", "_staleness_versions", b"_staleness_versions", "oldest_version", b"oldest_version", "staleness_versions", b"staleness_versions"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_oldest_version", b"_oldest_version", "_staleness_versions", b"_staleness_versions", "complete", b"complete", "consumed_count", b"consumed_count", "dead_lettered_count", b"dead_lettered_count", "dead_lettered_indexes", b"dead_lettered_indexes", "delivered_per_second", b"delivered_per_second", "dp_size", b"dp_size", "epoch", b"epoch", "leased_count", b"leased_count", "oldest_version", b"oldest_version", "pending_count", b"pending_count", "planned_batch_count", b"planned_batch_count", "recent_batches", b"recent_batches", "redelivered_count", b"redelivered_count", "skipped_count", b"skipped_count", "staleness_versions", b"staleness_versions", "task_name", b"task_name", "waiting_count", b"waiting_count"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_oldest_version", b"_oldest_version", "_staleness_versions", b"_staleness_versions", "complete", b"complete", "consumed_count", b"consumed_count", "dead_lettered_count", b"dead_lettered_count", "dead_lettered_indexes", b"dead_lettered_indexes", "delivered_per_second", b"delivered_per_second", "dp_size", b"dp_size", "epoch", b"epoch", "leased_count", b"leased_count", "leases", b"leases", "leasing_claim_count", b"leasing_claim_count", "oldest_version", b"oldest_version", "pending_count", b"pending_count", "planned_batch_count", b"planned_batch_count", "recent_batches", b"recent_batches", "redelivered_count", b"redelivered_count", "skipped_count", b"skipped_count", "staleness_versions", b"staleness_versions", "task_name", b"task_name", "waiting_count", b"waiting_count"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_oldest_version", b"_oldest_version"]) -> typing.Literal["oldest_version"] | None: ...
     @typing.overload

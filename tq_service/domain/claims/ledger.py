@@ -171,6 +171,7 @@ class QueueClaim:
         remaining: its samples that are neither cleared nor released.
         leased_count: its samples that are leased: neither acknowledged, failed, cleared nor released.
         deadline: when these expire, by the clock of the event loop; set by the lease timer, which no replay has.
+        delivered_at: when its lease first began in this instance of the service, by the same clock; set likewise.
         answer_count: calls that were answered with it by this instance of the service: a call that disconnects before
             its answer was sent releases the claim only if no retry was given the same.
     """
@@ -185,6 +186,7 @@ class QueueClaim:
     returned: Indexes | None = None
     remaining: int = field(default=0, metadata=_DERIVED)
     leased_count: int = field(default=0, metadata=_DERIVED)
+    delivered_at: float = field(default=math.inf, metadata=_DERIVED)
     deadline: float = field(default=math.inf, metadata=_DERIVED)
     answer_count: int = field(default=0, metadata=_DERIVED)
 
@@ -297,6 +299,7 @@ class TaskLedger(TaskFacts):
         leased_count: rows that are leased.
         batches: recorded batches by batch_index, in the order of these; also the few kept without rows.
         claims: claims of queue workers by their request_id.
+        leases: those of them that lease samples, in the order of their delivery.
         names: what the names stand for that callers gave to queue claims.
         ended: ids of claims that were released or have expired.
         totals: counts that are not of the epoch, but of this process.
@@ -310,6 +313,7 @@ class TaskLedger(TaskFacts):
         self.uses = table.column(f"uses/{name}", np.int32, 0)
         self.batches: dict[int, Batch] = {}
         self.claims: dict[bytes, QueueClaim] = {}
+        self.leases: dict[bytes, QueueClaim] = {}
         self.names = ClaimNames()
         self.ended = EndedClaims()
         self.totals = TaskTotals()
@@ -368,6 +372,8 @@ class TaskLedger(TaskFacts):
             claim.remaining = rows_of.get(claim.serial, 0) + claim.leased_count
             self.claims[claim.request_id] = claim
             self.leased_count += claim.leased_count
+            if claim.leased_count:
+                self.leases[claim.request_id] = claim
             if claim.goes_with_rows:
                 self._by_serial[claim.serial] = claim
             if claim.plan.consumed is not None:
@@ -671,6 +677,10 @@ class TaskLedger(TaskFacts):
         """Count rows that are leased from now on; fewer than 0: not any more."""
         self.leased_count += count
         claim.leased_count += count
+        if not claim.leased_count:
+            self.leases.pop(claim.request_id, None)
+        elif count > 0:
+            self.leases[claim.request_id] = claim
 
     def _lose(self, claim: QueueClaim, count: int) -> None:
         """Count off rows that are no longer consumed by a claim, nor leased to it."""
@@ -739,6 +749,7 @@ class TaskLedger(TaskFacts):
         self.batches.clear()
         self._without_rows.clear()
         self.claims.clear()
+        self.leases.clear()
         self.names.clear()
         self._by_serial.clear()
         if keep_consumed:
@@ -821,7 +832,9 @@ class LeaseTimer:
         """Have what a claim has leased expire after its full time from now on."""
         if claim.lease is None:
             return
-        claim.deadline = asyncio.get_running_loop().time() + claim.lease.seconds
+        now = asyncio.get_running_loop().time()
+        claim.delivered_at = min(claim.delivered_at, now)
+        claim.deadline = now + claim.lease.seconds
         if len(self._deadlines) > self._most_deadlines:
             self._deadlines = [entry for entry in self._deadlines if self._is_leased(*entry)]
             heapq.heapify(self._deadlines)

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from tq_service.observe.page.trends import Balance, PartitionTrend, Trends, recent_mean, rounded
 from tq_service.results import (
+    ClaimLease,
     FieldStatus,
     PartitionDescription,
     PartitionWait,
@@ -169,6 +170,17 @@ def _task(task: TaskStatus) -> dict[str, Any]:
         "delivered_per_second": rounded(task.delivered_per_second),
         "oldest_version": task.oldest_version,
         "staleness_versions": task.staleness_versions,
+        "lease_count": task.leasing_claim_count,
+        "leases": [_lease(each) for each in task.leases],
+    }
+
+
+def _lease(lease: ClaimLease) -> dict[str, Any]:
+    return {
+        "name": lease.claim_name or lease.claim_id,
+        "count": lease.leased_count,
+        "seconds": round(lease.delivered_ago_seconds),
+        "left_seconds": round(lease.ends_in_seconds),
     }
 
 

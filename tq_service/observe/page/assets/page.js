@@ -493,6 +493,12 @@ const version = (value) => (Number.isInteger(value) ? count(value) : String(valu
 // How far the newest version is above the oldest that a task has left.
 const ahead = (versions) => (versions === null ? "" : versions ? `producers ${version(versions)} ahead` : "producers not ahead");
 
+function leasesOf(task) {
+  const hidden = task.lease_count - task.leases.length;
+  const shown = task.leases.map((lease) => `${lease.name}: ${count(lease.count)} for ${count(lease.seconds)} s, ${count(lease.left_seconds)} s left`);
+  return [...shown, ...(hidden ? [`${counted(hidden, "claim", "claims")} more`] : [])].join(" · ");
+}
+
 function makeDetails() {
   const table = make("table", "fields");
   const head = make("tr", "", ...["field", "dtype", "layout", "row shape", "produced", ""].map((name) => make("th", name === "produced" ? "right" : "", name)));
@@ -518,6 +524,7 @@ function updateDetails(node, partition, waits) {
     ["incarnation", partition.incarnation],
     ["custom_meta", partition.columns.join(", ") || "none"],
     ...partition.tasks.map((task) => [`task ${task.name}`, doing(task) || "active"]),
+    ...partition.tasks.filter((task) => task.leases.length).map((task) => [`leased by ${task.name}`, leasesOf(task)]),
   ];
   list(
     facts,
