@@ -86,6 +86,7 @@ class EtcdLog:
         self._end_value = b""  # what etcd has for it
         self._attempt: Batch | None = None  # of which it is not known whether it was written
         self._seen = BEGINNING
+        self._is_loss_accepted = False
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="tq-log")
 
     # Reading
@@ -151,6 +152,7 @@ class EtcdLog:
                 metadata={"after_record": str(end.number)},
             )
         _log.error(LogMessage("etcd lacks records, and the loss was accepted", problem=problem))
+        self._is_loss_accepted = True
         return number > 0 and (is_another or end.number < number - 1)
 
     def _begin(self, end: Position, snapshot: int) -> None:
@@ -166,6 +168,8 @@ class EtcdLog:
             self._end = Position(snapshot - 1, end.epoch, end.chain)
         self._commit_batch([])
         self._appended = self._durable = self._committed = self._end.number
+        if self._is_loss_accepted:  # else the next start would find it again
+            self.sync_rotated(self._end.number)
 
     def _delete_all(self) -> None:
         leadership = self._leading()
@@ -220,6 +224,14 @@ class EtcdLog:
         finally:
             self._followers.discard(changed)
             await asyncio.to_thread(watch.close)
+
+    def end(self) -> Position:
+        """Return the end of the log in etcd; blocks.
+
+        Raises:
+            JournalUnreachableError: etcd does not answer.
+        """
+        return self._reader.end()
 
     @property
     def last_number(self) -> int:
