@@ -8,6 +8,7 @@ An append without an answer is resolved by reading the end of the log.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import time
@@ -216,11 +217,10 @@ class EtcdLog:
                         if record.stream is stream and record.number >= number:
                             yield record
                     number = max(number, batch.after.number + 1)
-                if not changed.is_set():
-                    try:
-                        await asyncio.wait_for(changed.wait(), _LOOK_SECONDS)
-                    except TimeoutError:
-                        continue  # in case a watch says nothing of its end
+                # A watch may say nothing of its end. (`wait_for` of Python 3.11 may overlook that it is cancelled.)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_LOOK_SECONDS):
+                        await changed.wait()
         finally:
             self._followers.discard(changed)
             await asyncio.to_thread(watch.close)
