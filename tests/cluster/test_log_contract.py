@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import ExitStack, aclosing, closing
 from pathlib import Path
+from typing import cast
 
 import pytest
 from cluster_support import Member, running_etcd
@@ -244,6 +245,23 @@ async def test_a_follower_sees_each_record_of_a_stream_once_it_is_durable(open_l
         log.abandon(ServiceFailedError("it has failed"))
         with pytest.raises(ServiceFailedError):
             await following
+
+
+async def test_a_follower_that_is_cancelled_just_as_a_record_comes_ends(open_log: OpenLog) -> None:
+    with closing(open_log()) as log:
+        assert data_of(log) == []
+
+        async def follow() -> None:
+            async with aclosing(cast("AsyncGenerator[Record, None]", log.follow(Stream.CHANGES, 0))) as records:
+                async for _ in records:
+                    await asyncio.sleep(0)
+
+        for number in range(12):
+            following = asyncio.ensure_future(follow())
+            await commit_each(log, [b"%d" % number])
+            following.cancel()
+            done, _ = await asyncio.wait((following,), timeout=60)
+            assert done
 
 
 async def test_a_follower_from_the_middle_sees_the_rest_and_one_that_is_too_late_an_error(open_log: OpenLog) -> None:

@@ -191,6 +191,33 @@ def test_the_status_shows_the_leader_its_epoch_and_how_far_the_others_are(start_
     assert "stands by, 0 records behind" in lines
 
 
+def test_a_cluster_whose_etcd_has_lost_all_goes_on_from_a_snapshot_where_that_is_accepted(
+    start_controller: StartController, etcd: EtcdStandIn
+) -> None:
+    leader = start_controller("a")
+    wait_for(lambda: leads(leader))
+    controller_id = leader.app.controller.storages.controller_id  # type: ignore[union-attr]
+    leader.client().create_partition("kept")
+    leader.loop.run(leader.app.state_store.take_snapshot())  # type: ignore[union-attr]
+    leader.client().create_partition("lost")
+    leader.stop()
+    etcd.restore((etcd.revision, {}))
+    refused = start_controller("a")
+    wait_for(lambda: refused.app.supervisor.failure)
+    with pytest.raises(tq.ServiceFailedError, match="restored from an older state"):
+        refused.stop()
+    refused._running = None
+    accepting = start_controller("a", accept_journal_loss=True)
+    wait_for(lambda: leads(accepting))
+    assert [each.partition_id for each in accepting.client().list_partitions()] == ["kept"]
+    assert accepting.app.controller.storages.controller_id == controller_id  # type: ignore[union-attr]
+    accepting.client().create_partition("later")
+    accepting.stop()
+    again = start_controller("a")
+    wait_for(lambda: leads(again))
+    assert {each.partition_id for each in again.client().list_partitions()} == {"kept", "later"}
+
+
 @pytest.mark.parametrize("given", ["both", "a standby alone"])
 def test_a_client_follows_the_leader_and_a_call_has_one_effect(  # noqa: PLR0917  (fixtures)
     client_kind: ClientKind,

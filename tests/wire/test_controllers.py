@@ -45,8 +45,14 @@ def test_one_that_is_paused_is_not_asked_again_because_a_standby_still_names_it(
     assert controllers.current == "b:1"
     controllers.note("b:1", not_leader("a:1"))
     assert controllers.current == "c:1"
-    controllers.note("c:1", not_leader("b:1"))
-    assert controllers.current == "b:1"
+    controllers.note("c:1", not_leader(""))
+    assert controllers.current == "b:1"  # and not in its turn
+    controllers.note("b:1", not_leader("c:1"))
+    assert controllers.current == "c:1"
+    for address in ("c:1", "b:1"):
+        controllers.current = address
+        controllers.note(address, UnavailableError("timed out"))
+    assert controllers.current == "c:1"  # where all are silent they have their turns
 
 
 @pytest.mark.parametrize("error", [UnavailableError("late"), InvalidArgumentError("of the call")])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
 from dataclasses import asdict, dataclass
 
 from tq_service.cluster.etcd import Etcd, is_created_at, put
@@ -12,17 +11,21 @@ from tq_service.errors import NewerVersionError
 from tq_service.internal.v1 import etcd_pb2 as pb
 
 _FORMAT_VERSION = 1
-_ID_BYTES = 16
 
 
-def controller_id_of(etcd: Etcd, keys: ClusterKeys) -> bytes:
-    """Return the id that all controllers of a cluster have, the owner of its puts; the first one makes it. Blocks.
+def controller_id_of(etcd: Etcd, keys: ClusterKeys, proposed: bytes) -> bytes:
+    """Return the id that all controllers of a cluster have, the owner of its puts; blocks.
+
+    Args:
+        etcd: where the cluster is.
+        keys: of the cluster.
+        proposed: the id, where this is the first controller, or etcd has lost all: that of its data directory.
 
     Raises:
         JournalUnreachableError: etcd does not answer.
         NewerVersionError: a newer version has made the cluster.
     """
-    about = {"format_version": _FORMAT_VERSION, "controller_id": secrets.token_bytes(_ID_BYTES).hex(), "shards": 1}
+    about = {"format_version": _FORMAT_VERSION, "controller_id": proposed.hex(), "shards": 1}
     request = pb.EtcdTxnRequest(
         compare=[is_created_at(keys.about, 0)],
         success=[put(keys.about, json.dumps(about).encode())],

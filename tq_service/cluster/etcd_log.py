@@ -8,6 +8,7 @@ An append without an answer is resolved by reading the end of the log.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import time
@@ -86,6 +87,7 @@ class EtcdLog:
         self._end_value = b""  # what etcd has for it
         self._attempt: Batch | None = None  # of which it is not known whether it was written
         self._seen = BEGINNING
+        self._is_loss_accepted = False
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="tq-log")
 
     # Reading
@@ -151,6 +153,7 @@ class EtcdLog:
                 metadata={"after_record": str(end.number)},
             )
         _log.error(LogMessage("etcd lacks records, and the loss was accepted", problem=problem))
+        self._is_loss_accepted = True
         return number > 0 and (is_another or end.number < number - 1)
 
     def _begin(self, end: Position, snapshot: int) -> None:
@@ -166,6 +169,8 @@ class EtcdLog:
             self._end = Position(snapshot - 1, end.epoch, end.chain)
         self._commit_batch([])
         self._appended = self._durable = self._committed = self._end.number
+        if self._is_loss_accepted:  # else the next start would find it again
+            self.sync_rotated(self._end.number)
 
     def _delete_all(self) -> None:
         leadership = self._leading()
@@ -212,14 +217,21 @@ class EtcdLog:
                         if record.stream is stream and record.number >= number:
                             yield record
                     number = max(number, batch.after.number + 1)
-                if not changed.is_set():
-                    try:
-                        await asyncio.wait_for(changed.wait(), _LOOK_SECONDS)
-                    except TimeoutError:
-                        continue  # in case a watch says nothing of its end
+                # A watch may say nothing of its end. (`wait_for` of Python 3.11 may overlook that it is cancelled.)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_LOOK_SECONDS):
+                        await changed.wait()
         finally:
             self._followers.discard(changed)
             await asyncio.to_thread(watch.close)
+
+    def end(self) -> Position:
+        """Return the end of the log in etcd; blocks.
+
+        Raises:
+            JournalUnreachableError: etcd does not answer.
+        """
+        return self._reader.end()
 
     @property
     def last_number(self) -> int:

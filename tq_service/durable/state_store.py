@@ -225,11 +225,6 @@ class StateStore:
 
     # A standby
 
-    @property
-    def applied_number(self) -> int:
-        """Of the last record of the log that a standby has applied."""
-        return (self._next or 1) - 1
-
     def restore(self, catalog: Catalog) -> int:
         """Bring back the newest snapshot, for a standby that is to follow the log; call it once.
 

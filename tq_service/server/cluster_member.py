@@ -14,6 +14,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Final
 
@@ -41,6 +42,7 @@ from tq_service.wire.credentials import Credentials, Tls
 _log = logging.getLogger(__name__)
 _PUBLISH_SECONDS: Final = 1.0
 _PAUSE_SECONDS: Final = 0.2
+_CATCH_UP_SECONDS: Final = 0.05
 
 
 class ClusterMember:
@@ -75,7 +77,7 @@ class ClusterMember:
         try:
             self._etcd = Etcd(_access(settings))
             try:
-                self.controller_id = controller_id_of(self._etcd, self._keys)
+                self.controller_id = controller_id_of(self._etcd, self._keys, data_dir.identity.controller_boot_id)
                 data_dir.join(self.controller_id, settings.cluster)
             except BaseException:
                 self._etcd.close()
@@ -94,6 +96,7 @@ class ClusterMember:
         self.store = StateStore(data_dir, self._journal)
         self.store.is_shared = True
         self._election = Election(self._etcd, self._keys, self._member_id, address)
+        self._standing_by = ThreadPoolExecutor(1, thread_name_prefix="tq-election")  # busy for as long as it stands by
         self._lease: Lease | None = None
         self._leader: Leader | None = None
         self._leadership: Leadership | None = None
@@ -126,7 +129,7 @@ class ClusterMember:
 
     @property
     def last_number(self) -> int:
-        """Of the last record of the log that is durable, while this one leads."""
+        """Of the last record of the log that is durable, while this one leads; else that it has applied."""
         return self._journal.last_number
 
     def statuses(self) -> list[ControllerStatus]:
@@ -167,6 +170,7 @@ class ClusterMember:
         following = asyncio.create_task(self.store.follow() if is_to_follow else _forever())
         following.add_done_callback(_retrieve)
         try:
+            await self._catch_up(following)
             leadership = await self._elected(following)
         finally:
             following.cancel()
@@ -245,6 +249,17 @@ class ClusterMember:
         if self._leadership is not None:
             self._supervisor.fatal("its lease has ended, so that another controller leads")
 
+    async def _catch_up(self, following: asyncio.Task[None]) -> None:
+        """Return once this controller has applied what the log has now, unless no other one leads."""
+        end = await asyncio.to_thread(self._journal.end)
+        while self.last_number < end.number and not following.done():
+            with contextlib.suppress(JournalUnreachableError):
+                leader = await asyncio.to_thread(self._election.leader)
+                if leader is None:
+                    return
+                self._note_leader(leader)
+            await asyncio.sleep(_CATCH_UP_SECONDS)
+
     async def _elected(self, following: asyncio.Task[None]) -> Leadership:
         """Return once this controller leads; raise where it cannot follow any more."""
         while True:
@@ -253,7 +268,9 @@ class ClusterMember:
                 await self._begin_lease()
                 continue
             note = partial(self._note_leader_soon, asyncio.get_running_loop())
-            campaign = asyncio.ensure_future(asyncio.to_thread(self._election.campaign, lease, note))
+            campaign = asyncio.get_running_loop().run_in_executor(
+                self._standing_by, self._election.campaign, lease, note
+            )
             campaign.add_done_callback(_retrieve)
             try:
                 await asyncio.wait((campaign, following), return_when=asyncio.FIRST_COMPLETED)
@@ -292,7 +309,7 @@ class ClusterMember:
             record = MemberRecord(
                 member_id=self._member_id,
                 address=self.address,
-                applied_number=self.last_number if self._leadership is not None else self.store.applied_number,
+                applied_number=self.last_number,
             )
             lease = self._lease
             with contextlib.suppress(JournalUnreachableError, InvalidArgumentError):
@@ -306,6 +323,7 @@ class ClusterMember:
         """Leave the cluster: another controller may lead at once. The state store is closed before."""
         self._is_serving = False
         self._election.close()
+        self._standing_by.shutdown(wait=False)
         if self._lease is not None:
             await asyncio.to_thread(self._lease.close)
         self._etcd.close()

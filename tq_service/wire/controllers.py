@@ -44,10 +44,10 @@ class Controllers:
             self._silent_at[asked] = time.monotonic()
         if leader and leader != asked and not self._is_silent(leader):
             self.current = leader
-        elif asked in self._given:
-            self.current = self._given[(self._given.index(asked) + 1) % len(self._given)]
         else:
-            self.current = self._given[0]
+            at = self._given.index(asked) + 1 if asked in self._given else 0
+            others = self._given[at:] + self._given[:at]
+            self.current = next((each for each in others if not self._is_silent(each)), others[0])
 
     def _is_silent(self, address: str) -> bool:
         """Whether a controller did not answer just now: others name one that is paused until its lease ends."""
