@@ -72,8 +72,9 @@ class Case:
     name: str
     arguments: tuple[str, ...] | None = None
 
+    @functools.cache  # noqa: B019  (cases last as long as the tests)
     def manifests(self) -> list[Manifest]:
-        """Return them, in the order of the file."""
+        """Return them, in the order of the file; not to be changed."""
         if self.arguments is None:
             return load((KUBERNETES / self.name / "tq-service.yaml").read_text())
         return load(template(*self.arguments))
@@ -116,7 +117,8 @@ def template(*arguments: str) -> str:
 
 
 def load(text: str) -> list[Manifest]:
-    return [document for document in yaml.safe_load_all(text) if document is not None]
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast
+    return [document for document in yaml.load_all(text, loader) if document is not None]
 
 
 def pods(manifests: list[Manifest]) -> Iterator[tuple[Manifest, Manifest]]:

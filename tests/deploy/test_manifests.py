@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -41,6 +42,8 @@ from tq_service.config import ServeSettings, load_settings
 MONITORING_SCHEMAS = json.loads(Path(__file__).with_name("monitoring_schemas.json").read_text())
 KUBECTL = shutil.which("kubectl")
 VARIABLES = {f"TQ_{name.upper()}" for name in ServeSettings.model_fields}
+
+kubernetes_validate.utils.schema_contents = functools.cache(kubernetes_validate.utils.schema_contents)  # 1 MB each
 
 each_case = pytest.mark.parametrize("case", list(cases()))
 
