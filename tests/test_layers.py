@@ -55,6 +55,7 @@ ARROWS: dict[str, set[str]] = {
     "observe": {"domain", "durable", "storage"},
     "server": {
         "cluster",
+        "objects",  # it opens the engine of a mirror
         "observe",
         "durable",
         "samplers",
