@@ -174,6 +174,33 @@ async def test_a_standby_follows_while_another_leads_and_then_goes_on(etcd: Etcd
         assert [data[:1] for data in data_of(reader)] == [b"0", b"1", b"2", b"3", b"4"]
 
 
+async def test_a_standby_that_cannot_reach_etcd_goes_on_once_it_can(
+    etcd: EtcdStandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with members([etcd.address], tmp_path, "a", "b") as (leader, standby):
+        assert leader.open() == []
+        for number in range(200):  # more than are read at once
+            leader.log.append(Stream.CHANGES, b"%d" % number)
+            if number % 2:
+                await leader.log.wait_durable()
+        following = standby.log.follow(Stream.CHANGES, 0)
+        assert [(await anext(following)).data for _ in range(200)] == [b"%d" % number for number in range(200)]
+        real, failures = standby.etcd.ask, 3
+
+        def failing(*arguments: object, **options: object) -> object:
+            nonlocal failures
+            if failures:
+                failures -= 1
+                raise JournalUnreachableError("no answer")
+            return real(*arguments, **options)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(standby.etcd, "ask", failing)
+        await append(leader, b"later")
+        assert (await anext(following)).data == b"later"
+        assert not failures
+        await following.aclose()  # type: ignore[attr-defined]
+
+
 async def test_what_two_controllers_need_is_not_given_up(etcd: EtcdStandIn, tmp_path: Path) -> None:
     with members([etcd.address], tmp_path, "a", "b") as (leader, standby):
         assert leader.open() == []

@@ -17,7 +17,10 @@ from tq_service.errors import DeadlineError, InvalidArgumentError, TqError, Unav
 if TYPE_CHECKING:
     from tq_service.client import Client
 
-ADDRESS_HELP: Final = "The service, as host:port, or the host alone for port 50051. Default: localhost:50051."
+ADDRESS_HELP: Final = (
+    "The service, as host:port, or the host alone for port 50051; of several controllers their addresses with commas "
+    "between them. Default: localhost:50051."
+)
 
 _START_SECONDS: Final = 1.0
 _ASK_AGAIN_SECONDS: Final = 0.1

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 from typing import Final
 
@@ -41,6 +42,7 @@ _PATIENCE_SECONDS: Final = 10.0
 _PAUSE_SECONDS: Final = 0.05
 _LOOK_SECONDS: Final = 1.0
 _KEYS_A_DELETION: Final = 1000
+_BATCHES_A_READ: Final = 64
 _POSITION_FILE: Final = "etcd-position.json"
 
 
@@ -186,7 +188,6 @@ class EtcdLog:
 
         Raises:
             JournalDamagedError: etcd has less than was there before.
-            JournalUnreachableError: etcd has not answered for long; what was yielded stays so.
         """
         changed, loop = asyncio.Event(), asyncio.get_running_loop()
         self._followers.add(changed)
@@ -202,7 +203,14 @@ class EtcdLog:
                 if self._abandoned is not None:
                     raise self._abandoned
                 changed.clear()
-                end = await asyncio.to_thread(self._reader.end)
+                try:
+                    end = await asyncio.to_thread(self._reader.end)
+                    batches = self._reader.batches(number, end)
+                    some = await asyncio.to_thread(_some, batches)
+                except JournalUnreachableError as error:
+                    _log.warning(LogMessage("the journal cannot be followed for now", error=error))
+                    await asyncio.sleep(_PAUSE_SECONDS)
+                    continue
                 if end.number < seen:
                     raise JournalDamagedError(
                         f"the journal in etcd ended with record {seen}, and ends with record {end.number} now: etcd "
@@ -210,13 +218,14 @@ class EtcdLog:
                         metadata={"after_record": str(end.number)},
                     )
                 seen = end.number
-                batches = self._reader.batches(number, end)
-                while (batch := await asyncio.to_thread(next, batches, None)) is not None:
+                for batch in some:
                     self._seen = batch.after
                     for record in batch.records():
                         if record.stream is stream and record.number >= number:
                             yield record
                     number = max(number, batch.after.number + 1)
+                if number <= end.number:
+                    continue
                 # A watch may say nothing of its end. (`wait_for` of Python 3.11 may overlook that it is cancelled.)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_LOOK_SECONDS):
@@ -538,3 +547,8 @@ class EtcdLog:
             self._etcd.ask(pb.EtcdCompactionRequest(revision=revision))
         except InvalidArgumentError as error:  # another one has compacted more
             _log.info(LogMessage("etcd was not compacted", revision=revision, error=error))
+
+
+def _some(batches: Iterator[Batch]) -> list[Batch]:
+    """Return the next batches, as many as are applied before others have their turns."""
+    return list(islice(batches, _BATCHES_A_READ))

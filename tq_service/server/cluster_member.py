@@ -179,6 +179,8 @@ class ClusterMember:
         self._journal.leadership = leadership
         self._leadership = leadership
         record_count = await self.store.take_over()
+        if leadership.lease.is_over:  # since before this controller knew that it leads
+            raise SupersededError("its lease has ended, so that another controller leads")
         take_up()
         self._is_serving = True
         _log.info(
@@ -251,8 +253,10 @@ class ClusterMember:
 
     async def _catch_up(self, following: asyncio.Task[None]) -> None:
         """Return once this controller has applied what the log has now, unless no other one leads."""
-        end = await asyncio.to_thread(self._journal.end)
-        while self.last_number < end.number and not following.done():
+        end_number = 1
+        with contextlib.suppress(JournalUnreachableError):
+            end_number = (await asyncio.to_thread(self._journal.end)).number
+        while self.last_number < end_number and not following.done():
             with contextlib.suppress(JournalUnreachableError):
                 leader = await asyncio.to_thread(self._election.leader)
                 if leader is None:

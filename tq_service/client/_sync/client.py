@@ -26,7 +26,9 @@ class Client(PartitionCalls, SampleCalls, FetchCalls, ClaimCalls, WatchCalls):
 
     Args:
         address: "host:port", or the host alone for port 50051; None: the environment variable TQ_ADDRESS, else
-            localhost:50051. What cannot be an address raises InvalidArgumentError.
+            localhost:50051. What cannot be an address raises InvalidArgumentError. Of several controllers of a cluster
+            give the addresses, in a list or with commas between them, or a DNS name of all: the one that leads is
+            found, and its successor.
         timeout: default deadline of the calls, in seconds.
         token: the bearer token, or the path of a file that holds it and is read again when it changes; None:
             `TQ_TOKEN`, else the file that `TQ_TOKEN_FILE` names, else none; False: none, whatever they say.
