@@ -6,7 +6,7 @@
 Rows that are freed, and compaction, change memory alone: an object goes with the last of its puts. So a storage service
 that was taken for dead destroys nothing that another one has taken over.
 
-Puts that were taken over are unfetched: known by name, owner and partition. They are fetched when they are first read, and
+Puts that were taken over are unfetched: known by name, owner and partition. They are fetched when first read, and
 all of them in the background.
 """
 
@@ -129,7 +129,7 @@ class Mirror:
         damaged: puts whose bytes are lost, and why.
         on_fetched: called with the record and the bytes of each put that was unfetched and is not any more; returns it,
             None where nothing of it is left.
-        may_fetch: whether there is memory for puts that nobody has asked for.
+        may_fetch: whether there is memory for puts that no reader has asked for.
     """
 
     def __init__(
