@@ -444,14 +444,14 @@ class MirrorStatus:
         is_reachable: whether it answered the last call; None: there was none yet.
         unmirrored_bytes: bytes of puts that do not have the copies required yet, complete or not.
         short_put_count: puts that have these, and fewer copies than asked for.
-        asleep_put_count: puts that were taken over from another storage service and not fetched yet.
+        unfetched_put_count: puts that were taken over from another storage service and not fetched yet.
     """
 
     url: str
     is_reachable: bool | None
     unmirrored_bytes: int
     short_put_count: int
-    asleep_put_count: int = 0
+    unfetched_put_count: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

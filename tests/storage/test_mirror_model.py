@@ -188,4 +188,4 @@ def test_a_lost_service_takes_nothing_that_was_acknowledged(steps, seed):
     left, stat = asyncio.run(run())
     assert left == []
     assert (stat.used_bytes, stat.put_count, stat.uncommitted_put_count) == (0, 0, 0)
-    assert (stat.mirror.unmirrored_bytes, stat.mirror.short_put_count, stat.mirror.asleep_put_count) == (0, 0, 0)
+    assert (stat.mirror.unmirrored_bytes, stat.mirror.short_put_count, stat.mirror.unfetched_put_count) == (0, 0, 0)

@@ -42,12 +42,12 @@ class Backing(Protocol):
         """Take note that a put was compacted, and release its old blob when it may be."""
         ...
 
-    def is_asleep(self, put_id: bytes) -> bool:
+    def is_unfetched(self, put_id: bytes) -> bool:
         """Whether a put is known by name and owner alone, until `check` has fetched it."""
         ...
 
     def partition_of(self, put_id: bytes) -> str | None:
-        """Return the partition of a put that is asleep, None for one that is not."""
+        """Return the partition of a put that is unfetched, None for one that is not."""
         ...
 
     async def check(self, put_ids: Iterable[bytes]) -> None:

@@ -140,7 +140,7 @@ class StorageEngine:
         self._trimmed_at = clock()
         self._written_bytes = self._read_bytes = 0
         self._reconciliations: dict[bytes, Reconciliation] = {}  # by owner
-        self._when_awake: dict[bytes, list[Callable[[], None]]] = {}  # what waits for a put that is asleep
+        self._when_fetched: dict[bytes, list[Callable[[], None]]] = {}  # what waits for a put that is unfetched
 
     async def reserve(
         self,
@@ -326,7 +326,7 @@ class StorageEngine:
 
     def partition_of(self, put_id: bytes) -> str | None:
         """Return the partition that a complete put is for, None where it is not here."""
-        if self._backing is not None and self._backing.is_asleep(put_id):
+        if self._backing is not None and self._backing.is_unfetched(put_id):
             return self._backing.partition_of(put_id)
         put = self._puts.get(put_id)
         return None if put is None else put.partition_id
@@ -450,7 +450,7 @@ class StorageEngine:
             return
         if put_id in state.freed:
             return
-        if self._is_asleep(put_id):
+        if self._is_unfetched(put_id):
             self._defer(put_id, lambda: self.free(cells_besides(put_id, self._puts[put_id], parts)))
             return
         self.free(cells_besides(put_id, self._puts[put_id], parts))
@@ -487,7 +487,7 @@ class StorageEngine:
                 continue
             if some.put_id in self.damaged:
                 continue
-            if self._is_asleep(some.put_id):
+            if self._is_unfetched(some.put_id):
                 self._defer(some.put_id, partial(self.free, [some]))
                 continue
             put = self._puts[some.put_id]
@@ -602,7 +602,7 @@ class StorageEngine:
         return len(puts)
 
     def _on_fetched(self, record: PutStored, data: memoryview) -> StoredPut | None:
-        """Have a put that was asleep in memory, without the cells that were freed meanwhile."""
+        """Have a put that was unfetched in memory, without the cells that were freed meanwhile."""
         put = put_of(record)
         blob = self._store.allocate_now(put.blob_bytes(self._store))
         blob.charge = put.charge_in(self._store)
@@ -611,16 +611,16 @@ class StorageEngine:
         put.tables()[:] = data[: put.tables_bytes]
         blob.view()[:] = data[put.tables_bytes :]
         self._puts.replace(record.put_id, put)
-        for action in self._when_awake.pop(record.put_id, ()):
+        for action in self._when_fetched.pop(record.put_id, ()):
             if record.put_id in self._puts:
                 action()
         return self._puts.get(record.put_id)
 
-    def _is_asleep(self, put_id: bytes) -> bool:
-        return self._backing is not None and self._backing.is_asleep(put_id)
+    def _is_unfetched(self, put_id: bytes) -> bool:
+        return self._backing is not None and self._backing.is_unfetched(put_id)
 
     def _defer(self, put_id: bytes, action: Callable[[], None]) -> None:
-        self._when_awake.setdefault(put_id, []).append(action)
+        self._when_fetched.setdefault(put_id, []).append(action)
 
     @property
     def damaged(self) -> Mapping[bytes, str]:
@@ -652,7 +652,7 @@ class StorageEngine:
         self._note_freed(put_id)
         blob = self._puts.pop(put_id)
         self._holed.pop(put_id, None)
-        self._when_awake.pop(put_id, None)
+        self._when_fetched.pop(put_id, None)
         if self._backing is None:
             blob.release()
         else:

@@ -419,7 +419,7 @@ class MirrorStatus(google.protobuf.message.Message):
     IS_REACHABLE_FIELD_NUMBER: builtins.int
     UNMIRRORED_BYTES_FIELD_NUMBER: builtins.int
     SHORT_PUT_COUNT_FIELD_NUMBER: builtins.int
-    ASLEEP_PUT_COUNT_FIELD_NUMBER: builtins.int
+    UNFETCHED_PUT_COUNT_FIELD_NUMBER: builtins.int
     url: builtins.str
     """The engine, without user, password and settings, such as "s3://bucket/prefix"."""
     is_reachable: builtins.bool
@@ -428,7 +428,7 @@ class MirrorStatus(google.protobuf.message.Message):
     """Bytes of puts that do not have the copies required yet, complete or not."""
     short_put_count: builtins.int
     """Puts that have these, and fewer copies than asked for."""
-    asleep_put_count: builtins.int
+    unfetched_put_count: builtins.int
     """Puts that were taken over from another storage service and not fetched yet."""
     def __init__(
         self,
@@ -437,10 +437,10 @@ class MirrorStatus(google.protobuf.message.Message):
         is_reachable: builtins.bool | None = ...,
         unmirrored_bytes: builtins.int = ...,
         short_put_count: builtins.int = ...,
-        asleep_put_count: builtins.int = ...,
+        unfetched_put_count: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_is_reachable", b"_is_reachable", "is_reachable", b"is_reachable"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_is_reachable", b"_is_reachable", "asleep_put_count", b"asleep_put_count", "is_reachable", b"is_reachable", "short_put_count", b"short_put_count", "unmirrored_bytes", b"unmirrored_bytes", "url", b"url"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_is_reachable", b"_is_reachable", "is_reachable", b"is_reachable", "short_put_count", b"short_put_count", "unfetched_put_count", b"unfetched_put_count", "unmirrored_bytes", b"unmirrored_bytes", "url", b"url"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_is_reachable", b"_is_reachable"]) -> typing.Literal["is_reachable"] | None: ...
 
 global___MirrorStatus = MirrorStatus

@@ -292,12 +292,12 @@ class PutJournal:
             raise TypeError(f"put {put_id.hex()} was written down as {type(record).__name__}")
         return restore_put(record, blob)
 
-    def is_asleep(self, put_id: bytes) -> bool:
+    def is_unfetched(self, put_id: bytes) -> bool:
         """Whether a put is known by its name alone: none is, since its record is here."""
         return False
 
     def partition_of(self, put_id: bytes) -> str | None:
-        """Return None: no put is asleep."""
+        """Return None: no put is unfetched."""
         return None
 
     # Whether the bytes of recovered puts are as they were put

@@ -60,7 +60,7 @@ async def find_left(
         objects: the engine.
         names: of the instance.
         codec: reads the records of puts.
-        copies: copies that each object is to have; those with fewer are to be mirrored anew.
+        copies: copies that each object is to have; those with fewer are to be mirrored again.
         clock: seconds since the epoch, as storage services have them.
 
     Raises:
@@ -152,7 +152,7 @@ async def _describe(objects: ObjectStore, names: Names, codec: PutCodec, stored:
 
 
 async def _there(objects: ObjectStore, names: Names, found: Sequence[PutObject], copies: int) -> list[PutObject]:
-    """Return the objects that are there, and take note of those that are to be mirrored anew.
+    """Return the objects that are there, and take note of those that are to be mirrored again.
 
     Where the engine says nothing of where copies are, one may be on the node of the storage service that asks.
     """

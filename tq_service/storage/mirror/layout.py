@@ -3,7 +3,7 @@
     <cluster>/<storage_id>/<boot>/g0-17/0.0        puts, written by the storage service itself
     <cluster>/<storage_id>/<boot>/list0-1790000000/0.0   which objects there are, as of that second
     <cluster>/<storage_id>/<boot>/heir/1.0         says that a storage service has taken the puts over
-    <cluster>/<storage_id>/<boot>/g1-3/0.0         puts that this one has mirrored anew
+    <cluster>/<storage_id>/<boot>/g1-3/0.0         puts that this one has mirrored again
 
 An object has whole puts of one owner and partition: how many, the sizes of each, their records, their tables and
 values. What is larger than an engine takes is cut into pieces, of which the first is written last: where that is there,

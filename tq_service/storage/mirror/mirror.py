@@ -6,7 +6,7 @@
 Rows that are freed, and compaction, change memory alone: an object goes with the last of its puts. So a storage service
 that was taken for dead destroys nothing that another one has taken over.
 
-Puts that were taken over are asleep: known by name, owner and partition. They are fetched when they are first read, and
+Puts that were taken over are unfetched: known by name, owner and partition. They are fetched when first read, and
 all of them in the background.
 """
 
@@ -127,9 +127,9 @@ class Mirror:
 
     Attributes:
         damaged: puts whose bytes are lost, and why.
-        on_fetched: called with the record and the bytes of each put that was asleep and is not any more; returns it,
+        on_fetched: called with the record and the bytes of each put that was unfetched and is not any more; returns it,
             None where nothing of it is left.
-        may_fetch: whether there is memory for puts that nobody has asked for.
+        may_fetch: whether there is memory for puts that no reader has asked for.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class Mirror:
         self._gathered: dict[_Kind, _Batch] = {}
         self._small_count = 0  # batches of small puts that are being written
         self._tasks: set[asyncio.Task[None]] = set()
-        self._asleep: dict[bytes, PutObject] = {}
+        self._unfetched: dict[bytes, PutObject] = {}
         self._fetching: dict[PutObject, asyncio.Task[None]] = {}
         self._unmirrored_bytes = self._short_put_count = 0
 
@@ -165,7 +165,7 @@ class Mirror:
             is_reachable=self._writer.is_reachable,
             unmirrored_bytes=self._unmirrored_bytes,
             short_put_count=self._short_put_count,
-            asleep_put_count=len(self._asleep),
+            unfetched_put_count=len(self._unfetched),
         )
 
     async def run(self) -> None:
@@ -325,7 +325,7 @@ class Mirror:
     def drop(self, put_id: bytes, blob: Blob) -> None:
         """Free the memory of a put at once, and have its object removed soon."""
         self.forget(put_id)
-        self._asleep.pop(put_id, None)
+        self._unfetched.pop(put_id, None)
         copy = self._copies.pop(put_id, None)
         if copy is not None:
             self._abandon(copy)
@@ -360,7 +360,7 @@ class Mirror:
         """Take over what the objects have; of a put that is in several, the last one counts.
 
         Returns:
-            The puts, which are asleep, and the owner of each.
+            The puts, which are unfetched, and the owner of each.
         """
         owners: dict[bytes, bytes] = {}
         for stored in objects:
@@ -370,44 +370,44 @@ class Mirror:
                     self._abandon(older)
                 self._copies[put_id] = _Copy(put_id, (stored.owner, stored.partition_id), stored)
                 self._short_put_count += stored.is_short
-                self._asleep[put_id] = stored
+                self._unfetched[put_id] = stored
                 owners[put_id] = stored.owner
         return owners
 
-    def is_asleep(self, put_id: bytes) -> bool:
+    def is_unfetched(self, put_id: bytes) -> bool:
         """Whether a put was not fetched yet."""
-        return put_id in self._asleep
+        return put_id in self._unfetched
 
     def partition_of(self, put_id: bytes) -> str | None:
-        """Return the partition of a put that is asleep, None for others."""
-        stored = self._asleep.get(put_id)
+        """Return the partition of a put that is unfetched, None for others."""
+        stored = self._unfetched.get(put_id)
         return None if stored is None else stored.partition_id
 
     async def check(self, put_ids: Iterable[bytes]) -> None:
-        """Fetch puts that are asleep.
+        """Fetch puts that are unfetched.
 
         Raises:
             UnavailableError: the engine does not answer.
         """
-        if self._asleep:
-            objects = {id(stored): stored for put_id in put_ids if (stored := self._asleep.get(put_id)) is not None}
+        if self._unfetched:
+            objects = {id(stored): stored for put_id in put_ids if (stored := self._unfetched.get(put_id)) is not None}
             if objects:
                 await asyncio.wait([self._start_fetch(stored) for stored in objects.values()])
                 for put_id in put_ids:
-                    if put_id in self._asleep:
+                    if put_id in self._unfetched:
                         raise UnavailableError(
                             f"put {put_id.hex()} cannot be fetched from the mirror now: {self._writer.error}; try again"
                         )
 
     async def scrub(self) -> None:
-        """Fetch all puts that are asleep, one object after the other, as far as there is memory for them."""
-        while self._asleep:
+        """Fetch all puts that are unfetched, one object after the other, as far as there is memory for them."""
+        while self._unfetched:
             if not self.may_fetch():
                 await asyncio.sleep(_RETRY_SECONDS)
                 continue
-            put_id, stored = next(iter(self._asleep.items()))
+            put_id, stored = next(iter(self._unfetched.items()))
             await asyncio.wait([self._start_fetch(stored)])
-            await asyncio.sleep(_RETRY_SECONDS if put_id in self._asleep else _FETCH_PAUSE_SECONDS)
+            await asyncio.sleep(_RETRY_SECONDS if put_id in self._unfetched else _FETCH_PAUSE_SECONDS)
 
     def _start_fetch(self, stored: PutObject) -> asyncio.Task[None]:
         task = self._fetching.get(stored)
@@ -417,15 +417,15 @@ class Mirror:
         return task
 
     async def _fetch(self, stored: PutObject) -> None:
-        """Fetch what an object has of the puts that are asleep; what is lost of them is damaged."""
+        """Fetch what an object has of the puts that are unfetched; what is lost of them is damaged."""
         try:
             data = await self._read(stored)
             heads = unpack_heads(data)
             if isinstance(heads, int):
                 raise DataLossError(f"object {stored.number} has {len(data)} bytes, its records end at {heads}")
         except DataLossError as error:
-            for put_id in [each for each in stored.put_ids if self._asleep.get(each) is stored]:
-                del self._asleep[put_id]
+            for put_id in [each for each in stored.put_ids if self._unfetched.get(each) is stored]:
+                del self._unfetched[put_id]
                 self.mark_damaged(put_id, error.message)
             return
         except TqError as error:
@@ -437,13 +437,13 @@ class Mirror:
 
     def _wake(self, stored: PutObject, encoded: bytes, data: memoryview) -> None:
         record, _ = self._codec.decode_put(encoded)
-        if not isinstance(record, PutStored) or self._asleep.get(record.put_id) is not stored:
+        if not isinstance(record, PutStored) or self._unfetched.get(record.put_id) is not stored:
             return
-        del self._asleep[record.put_id]
+        del self._unfetched[record.put_id]
         try:
             put = self.on_fetched(record, data)
         except (OSError, MemoryError) as error:
-            self._asleep[record.put_id] = stored
+            self._unfetched[record.put_id] = stored
             self._writer.error = f"there is no memory for it ({error})"
             return
         if put is not None and stored.is_to_renew:
