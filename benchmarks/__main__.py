@@ -41,6 +41,7 @@ BENCHMARKS = (
     "watchers",
     "idle_server",
     "durability_cost",
+    "object_stores",
     "metrics_cost",
     "restart",
     "checkpoint_pause",

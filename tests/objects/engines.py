@@ -247,9 +247,12 @@ class ValkeyEngine(Engine):
     def _has_replica(self, port: int) -> bool:
         import redis
 
-        with contextlib.suppress(redis.RedisError), redis.Redis(port=port, password="secret") as client:
-            info = client.info("replication")
-            return "state=online" in str(info.get("slave0")) or info.get("slave0", {}).get("state") == "online"
+        with (
+            contextlib.suppress(redis.RedisError),
+            redis.Redis(port=port, password="secret", single_connection_client=True) as client,
+        ):
+            client.set("started", b"")
+            return bool(client.wait(1, 200) == 1)
         return False
 
 

@@ -45,14 +45,19 @@ _NO_MEMORY: Final = -200
 _TOO_SMALL: Final = -600
 _NOT_READY: Final = -703
 _NOT_FOUND: Final = -704
+_LEASE_EXPIRED: Final = -707
+_NO_ANSWER: Final = (-900, -901)
+_READS: Final = 3
 _MEANINGS: Final = {
     -10: "a shard is locked",
     _NO_MEMORY: "no memory is left",
     _NOT_READY: "it is half written",
     _NOT_FOUND: "it is not there",
     -706: "a reader has a lease on it",
+    _LEASE_EXPIRED: "it was not read within its lease; raise the master's default_kv_lease_ttl",
     -800: "the transfer failed; a node may be gone",
     -900: "the master does not answer",
+    -901: "the master did not answer in time",
 }
 
 
@@ -139,10 +144,14 @@ class MooncakeObjects(ThreadedObjects):
     def _read(self, name: str, landing: Landing, start: int) -> None:
         size = len(landing.view)
         buffer = self._buffer(HEADER_BYTES + size)
-        code = _TOO_SMALL if start else self._store.get_into(name, buffer.address, HEADER_BYTES + size)
-        if code == _TOO_SMALL:
-            self._check_range(name, start, size)
-            code = self._read_range(name, buffer, start, size)
+        code = _LEASE_EXPIRED
+        for _ in range(_READS):
+            if code != _LEASE_EXPIRED:
+                break
+            code = _TOO_SMALL if start else self._store.get_into(name, buffer.address, HEADER_BYTES + size)
+            if code == _TOO_SMALL:
+                self._check_range(name, start, size)
+                code = self._read_range(name, buffer, start, size)
         if code < 0:
             raise self._failed(name, code)
         header, data = buffer.view[:HEADER_BYTES], buffer.view[HEADER_BYTES : max(code, HEADER_BYTES)]
@@ -202,8 +211,8 @@ class MooncakeObjects(ThreadedObjects):
 
     def _remove(self, names: Sequence[str]) -> list[str]:
         codes = self._store.batch_remove(list(names), False)
-        if all(code == -900 for code in codes):
-            raise self._failed(names[0], -900)
+        if all(code in _NO_ANSWER for code in codes):
+            raise self._failed(names[0], codes[0])
         return [name for name, code in zip(names, codes, strict=True) if code not in (0, _NOT_FOUND)]
 
     def _list(self, prefix: str) -> list[str]:

@@ -50,7 +50,7 @@ class CallThreads:
 
     def __init__(self, name: str, count: int) -> None:
         self._name = name
-        self._count = count
+        self._busy_count = 0
         self._threads: list[threading.Thread] = []
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._free = asyncio.Semaphore(count)
@@ -83,6 +83,7 @@ class CallThreads:
         future: asyncio.Future[Callable[[], T]] = loop.create_future()
 
         def deliver(outcome: Callable[[], T]) -> None:
+            self._busy_count -= 1
             self._free.release()
             if not future.done():
                 future.set_result(outcome)
@@ -124,8 +125,8 @@ class CallThreads:
                 self._calls.put(None)
 
     def _start(self, work: Callable[[], None]) -> None:
-        # A permit of the semaphore stands for one thread without a call, started or not.
-        if len(self._threads) < self._count and self._calls.empty():
+        self._busy_count += 1
+        if self._busy_count > len(self._threads):
             name = f"tq-{self._name}-{len(self._threads)}"
             thread = threading.Thread(target=self._loop, name=name, daemon=True)
             self._threads.append(thread)

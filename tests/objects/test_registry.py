@@ -1,0 +1,119 @@
+"""URLs of engines: found by scheme, settings checked, secrets never shown."""
+
+from __future__ import annotations
+
+import ssl
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+import trustme
+from s3_stand_in import S3StandIn
+
+from tq_service.errors import InvalidArgumentError, TqError
+from tq_service.objects import registry
+from tq_service.objects.memory import MemoryObjects
+from tq_service.objects.options import EngineUrl
+from tq_service.objects.registry import make_object_store, object_store_schemes
+
+SECRET = "hidden-from-logs"
+
+
+def test_unknown_schemes_are_refused_with_the_known_ones() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"no engine has the scheme 's4'.*known: 's3'"):
+        make_object_store("s4://bucket")
+    with pytest.raises(InvalidArgumentError, match="expected a URL"):
+        make_object_store("bucket")
+    assert {"file", "memory", "mooncake", "s3", "valkey"} <= set(object_store_schemes())
+
+
+def test_packages_add_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    points = (
+        EntryPoint("mine", "tq_service.objects.memory:MemoryObjects.from_url", registry.ENTRY_POINT_GROUP),
+        EntryPoint("broken", "no_such_module:nothing", registry.ENTRY_POINT_GROUP),
+        EntryPoint("other", "builtins:str", registry.ENTRY_POINT_GROUP),
+    )
+    monkeypatch.setattr(registry, "_entry_points", lambda: points)
+    assert isinstance(make_object_store("mine://pool-of-a-package"), MemoryObjects)
+    with pytest.raises(InvalidArgumentError, match="cannot be loaded: ModuleNotFoundError"):
+        make_object_store("broken://x")
+    with pytest.raises(InvalidArgumentError, match="made str, expected a subclass"):
+        make_object_store("other://x")
+
+
+@pytest.mark.parametrize(
+    ("url", "module"), [("s3://b", "obstore"), ("valkey://h", "redis"), ("mooncake://h", "mooncake")]
+)
+def test_an_engine_without_its_package_names_the_extra(monkeypatch: pytest.MonkeyPatch, url: str, module: str) -> None:
+    scheme = url.partition(":")[0]
+    for name in [each for each in sys.modules if each.partition(".")[0] == module]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.delitem(sys.modules, f"tq_service.objects.{scheme}", raising=False)
+    with pytest.raises(InvalidArgumentError, match=rf"install tq-service\[{scheme}\]"):
+        make_object_store(url)
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("memory://p?nodes=-1", "nodes is '-1', expected a whole number"),
+        ("memory://p?nodes=1&nodes=2", "nodes is there 2 times"),
+        ("file:///d?survives=war", "survives is 'war', expected one of process, node, power"),
+        ("file:///d?timeout_seconds=0", "expected seconds, more than 0"),
+        ("file://relative/d", "with three slashes"),
+        ("file:///d?secret_file=x", "got the settings secret_file"),
+    ],
+)
+def test_wrong_settings_say_what_is_expected(url: str, message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        make_object_store(url)
+
+
+def test_a_url_is_shown_without_its_secrets() -> None:
+    url = EngineUrl(f"s3://key:{SECRET}@bucket/prefix?token={SECRET}#{SECRET}")
+    assert url.redacted == "s3://bucket/prefix"
+    assert (url.username, url.password, url.host, url.path) == ("key", SECRET, "bucket", "prefix")
+    with pytest.raises(InvalidArgumentError) as wrong:
+        url.check_all_used()
+    assert SECRET not in str(wrong.value)
+
+
+def test_secrets_come_from_files_and_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text(f"{SECRET}\n")
+    monkeypatch.setenv("SOME_VARIABLE", "of the environment")
+    assert EngineUrl(f"s3://b?key_file={tmp_path}/secret").secret("key", "SOME_VARIABLE") == SECRET
+    assert EngineUrl("s3://b").secret("key", "SOME_VARIABLE") == "of the environment"
+    assert EngineUrl("s3://b").secret("key", "ABSENT_VARIABLE") is None
+    with pytest.raises(InvalidArgumentError, match=r"key_file .*gone cannot be read"):
+        EngineUrl(f"s3://b?key_file={tmp_path}/gone").secret("key", "SOME_VARIABLE")
+
+
+async def test_s3_over_tls_with_an_authority_of_its_own_and_credentials_of_files(tmp_path: Path) -> None:
+    pytest.importorskip("obstore")
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("127.0.0.1").configure_cert(context)
+    server = S3StandIn(context)
+    try:
+        (tmp_path / "key").write_text("key")
+        (tmp_path / "secret").write_text(SECRET)
+        files = f"access_key_file={tmp_path}/key&secret_key_file={tmp_path}/secret"
+        url = f"s3://objects?endpoint=https://127.0.0.1:{server.port}&region=r&timeout_seconds=5"
+        store = make_object_store(f"{url}&{files}&ca_file={tmp_path}/ca.pem")
+        await store.open("node", 0)
+        assert await store.put("c/s/0/p/0.0", [b"bytes"], copies=1) == 1
+        await store.aclose()
+        untrusting = make_object_store(f"{url}&{files}")
+        with pytest.raises(TqError) as refused:
+            await untrusting.open("node", 0)
+        await untrusting.aclose()
+        unknown = make_object_store(f"{url.replace('objects', f'nobody:{SECRET}@objects')}&ca_file={tmp_path}/ca.pem")
+        with pytest.raises(InvalidArgumentError, match="InvalidAccessKeyId") as rejected:
+            await unknown.open("node", 0)
+        await unknown.aclose()
+        assert SECRET not in str(refused.value) + str(rejected.value)
+    finally:
+        server.close()
