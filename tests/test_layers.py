@@ -51,7 +51,8 @@ ARROWS: dict[str, set[str]] = {
     "durable": {"domain", "storage", "wire", "v1"},
     # It reads what it shows, and is called by nothing that it reads; `observe/clients.py` reads nothing.
     "observe": {"domain", "durable", "storage"},
-    "server": {"observe", "durable", "samplers", "storage", "dataplane", "wire", "domain", "v1", "internal", "config"},
+    "server": {"observe", "durable", "samplers", "storage", "dataplane", "wire", "domain", "v1", "internal", "config"}
+    | {"objects"},  # it opens the engine of a mirror
     "client": {"dataplane", "wire", "v1"},
     "data": {"client", "balancing", "wire"},
     "integrations": {"client"},

@@ -215,6 +215,28 @@ class _StorageAndDurability(_Section):
         description="Where the storage service stores the bytes of puts: memory, or segments (files in data_dir); "
         "auto is segments with data_dir, memory without.",
     )
+    mirror: str | None = Field(
+        None,
+        min_length=1,
+        description="Where the puts of a storage service are a second time, on other nodes: URL of an engine, such as "
+        "s3://bucket/prefix, see docs/engines.md; another storage service with the same mirror takes the puts over "
+        "when this one is lost. For role storage without data_dir. Default: none.",
+    )
+    mirror_copies: int = Field(
+        1, ge=1, description="Copies that each put is to have in the mirror, on other nodes than this one."
+    )
+    mirror_required: int = Field(
+        1,
+        ge=0,
+        description="Copies that a put must have in the mirror before it is complete; 0 mirrors it afterwards, so that "
+        "the latest puts are lost with this service.",
+    )
+    mirror_offered_bytes: Size = Field(
+        0,
+        ge=0,
+        description="Memory of this node that it offers to the engine of the mirror for copies of other nodes' puts, "
+        "where the engine lives on such memory; besides max_bytes.",
+    )
     checkpoint_dir: Path | None = Field(
         None,
         description="Directory on the controller's host that holds the checkpoints, by name; best on another disk "
@@ -399,6 +421,31 @@ class ServeSettings(_Limits, _Security, _Batches, _StorageAndDurability, _Proces
             )
         if self.durability == "memory" and self.data_dir is not None:
             raise ValueError("durability is memory, for which data_dir has no use; leave one of the two out")
+        return self
+
+    @model_validator(mode="after")
+    def _mirror_fits(self) -> ServeSettings:
+        given = sorted({"mirror_copies", "mirror_required", "mirror_offered_bytes"} & self.model_fields_set)
+        if self.mirror is None:
+            if given:
+                raise ValueError(
+                    f"got {', '.join(given)} without mirror, the URL of an engine; give it, or leave them out"
+                )
+            return self
+        if self.role != "storage":
+            raise ValueError(
+                f"mirror is for role storage, but the role is {self.role}; run the storage service as a process of its "
+                "own, so that another one can take its puts over"
+            )
+        if self.data_dir is not None:
+            raise ValueError("mirror takes the place of the files in data_dir for puts; leave one of the two out")
+        if "://" not in self.mirror:
+            raise ValueError("mirror is no URL; expected one such as s3://bucket/prefix or file:///mnt/shared")
+        if self.mirror_required > self.mirror_copies:
+            raise ValueError(
+                f"mirror_required is {self.mirror_required}, mirror_copies {self.mirror_copies}; no put could ever be "
+                "complete: require at most as many copies as are made"
+            )
         return self
 
     @property

@@ -387,6 +387,25 @@ class ServiceInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MirrorStatus:
+    """How the mirror of a storage service is: where its puts are a second time, on other nodes.
+
+    Attributes:
+        url: the engine, without user, password and settings.
+        is_reachable: whether it answered the last call; None: there was none yet.
+        unmirrored_bytes: bytes of puts that do not have the copies required yet, complete or not.
+        short_put_count: puts that have these, and fewer copies than asked for.
+        asleep_put_count: puts that were taken over from another storage service and not fetched yet.
+    """
+
+    url: str
+    is_reachable: bool | None
+    unmirrored_bytes: int
+    short_put_count: int
+    asleep_put_count: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StorageStatus:
     """A storage service, as its controller knows it.
 
@@ -399,6 +418,9 @@ class StorageStatus:
         version: its version; empty: it has not said.
         heard_ago_seconds: since when nothing was heard of it; None: it runs in the process of the controller.
         is_silent: whether it has been silent for too long to get puts.
+        mirror: how its mirror was at the last heartbeat; None: it has none.
+        is_adopted: whether these are puts of a lost storage service of this name that the one at `address` has taken
+            over.
     """
 
     storage_id: str
@@ -409,6 +431,8 @@ class StorageStatus:
     version: str
     heard_ago_seconds: float | None
     is_silent: bool
+    mirror: MirrorStatus | None = None
+    is_adopted: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -185,7 +185,7 @@ def test_a_service_without_the_right_token_is_not_let_in(
     settings = deployment._settings("intruder", wrong)
     start_server(role="storage", controller=deployment.address, storage_id="s2", **settings)
     until(lambda: "controller rejects this service" in caplog.text)
-    assert "s2" not in deployment.controller.app.controller.storages.endpoints
+    assert "s2" not in {each.storage_id for each in deployment.controller.app.controller.storages.statuses()}
 
 
 def test_the_command_line(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ async def test_one_storage_service_too_many_is_refused(monkeypatch):
             registry.on_heartbeat(registration(name))
         with pytest.raises(LimitExceededError):
             registry.on_heartbeat(registration("c"))
-        assert set(registry.endpoints) == {"a", "b"}
+        assert {each.storage_id for each in registry.statuses()} == {"a", "b"}
 
 
 async def test_those_that_are_silent_and_empty_make_way(monkeypatch):
@@ -65,7 +65,7 @@ async def test_those_that_are_silent_and_empty_make_way(monkeypatch):
             pass
         await asyncio.sleep(0.001)
         registry.on_heartbeat(registration("c"))
-        assert set(registry.endpoints) == {"a", "c"}
+        assert {each.storage_id for each in registry.statuses()} == {"a", "c"}
 
 
 async def test_of_two_services_with_one_name_the_first_one_is_told_so_and_the_second_one_stays():
@@ -91,4 +91,4 @@ async def test_a_service_comes_back_to_its_name_when_the_other_one_with_it_is_si
         for heartbeat in (first, second, first, second):
             await asyncio.sleep(0.001)
             registry.on_heartbeat(heartbeat)
-            assert registry.endpoints["a"] == heartbeat.storage
+            assert registry.endpoint_of("a", heartbeat.storage.boot_id) == heartbeat.storage

@@ -21,7 +21,6 @@ from tq_service.log_message import LogMessage
 from tq_service.observe.instruments import Instruments
 from tq_service.server.composition import Controller, Metrics, Storage, call_spans, open_state_store, recover
 from tq_service.server.health import Health
-from tq_service.server.heartbeat import register_storage
 from tq_service.server.listener import Listener
 from tq_service.server.process import collect_garbage, tuned_process
 from tq_service.server.rpc.access_log import AccessLog
@@ -87,7 +86,9 @@ class App:
             closing.push_async_callback(self.state_store.close)
         self.storage = self.controller = None
         if settings.role != "controller":
-            self.storage = Storage(settings, self.port, self.state_store)
+            self.storage = Storage(settings, self.port, self.state_store, supervisor)
+            if self.storage.mirroring is not None:
+                closing.push_async_callback(self.storage.mirroring.close)
             closing.push_async_callback(self.storage.engine.close)
             closing.callback(self.storage.close)
         if settings.role != "storage":
@@ -139,7 +140,7 @@ class App:
 
     def _add_services(self, settings: ServeSettings, instruments: Instruments | None) -> None:
         """Add the services to the server, each behind what guards it."""
-        partition_of = None if self.storage is None else self.storage.engine.partition_of
+        partition_of = None if self.storage is None else self.storage.partition_of
         middleware: list[Middleware] = [AccessLog()]
         if instruments is not None:
             middleware.append(CallMetrics(instruments))
@@ -181,15 +182,11 @@ class App:
         self.supervisor.start("collecting garbage", collect_garbage())
         if self.metrics is not None:
             self.supervisor.start("measuring the event loop", self.metrics.shown.measure_loop())
-        if self.storage is not None and settings.controller is not None:
-            registering = register_storage(
-                self.storage.engine,
-                self.storage.receipt_keys,
-                self.storage.endpoint,
-                settings.controller,
-                self.listener.credentials,
-            )
-            self.supervisor.start("registering this storage service with its controller", registering)
+        if self.storage is not None:
+            for name, work in self.storage.tasks(settings, self.listener.credentials):
+                self.supervisor.start(name, work)
+        if self.controller is not None:
+            self.supervisor.start("having lost puts taken over", self.controller.storages.adoptions.run())
 
     async def _keep_house(self) -> None:
         self.calls.report()
@@ -302,6 +299,7 @@ def _what_it_is(app: App, settings: ServeSettings) -> str:
         "tls": "mutual" if settings.tls_client_ca else "on" if settings.tls_cert else "off",
         "tokens": "on" if settings.auth_tokens_file else "off",
         "shared memory": "on" if has_shared_memory else "off",
+        "mirror": "none" if app.storage is None else app.storage.mirror_in_words(settings),
         "pid": os.getpid(),
     }
     return ", ".join(f"{name} {value}" for name, value in facts.items())

@@ -112,7 +112,7 @@ class Commits:
                 answer.ClearField("all_meta")
                 break
             partition, some = known
-            answer.all_meta.append(converters.all_meta(partition, some, self._storages.endpoints))
+            answer.all_meta.append(converters.all_meta(partition, some, self._storages.endpoint_of))
             rows = rows[some.size :]
             if rows.size:
                 await asyncio.sleep(0)

@@ -8,8 +8,8 @@ import hashlib
 import logging
 import secrets
 import socket
-from collections.abc import Callable, Mapping
-from typing import Final
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from typing import Any, Final
 
 from tq_service.config import ServeSettings, default_shared_memory_dir, join_address
 from tq_service.dataplane.shared_memory.server import SharedMemoryServer, make_private
@@ -27,7 +27,9 @@ from tq_service.server import converters
 from tq_service.server.checkpoints import Checkpoints
 from tq_service.server.commits import Commits
 from tq_service.server.controller_servicer import ControllerServicer
+from tq_service.server.heartbeat import register_storage
 from tq_service.server.listener import Listener
+from tq_service.server.mirroring import Adopted, Mirroring, Registration
 from tq_service.server.receipts import ReceiptKeys
 from tq_service.server.rpc.limits import RunningCalls, WaitingCalls
 from tq_service.server.rpc.middleware import Middleware
@@ -61,22 +63,31 @@ class Storage:
         endpoint: how clients reach it.
         shared_memory: where clients of this host share memory with it, None where they cannot.
         receipt_keys: those of its controllers.
+        mirroring: its mirror, and what it has taken over from others with the same; None: it has none.
+        mirror: of its own puts.
+        registration: for how long the controller surely knows it.
 
     Raises:
         OSError: shared memory was asked for and cannot be had.
+        InvalidArgumentError: the engine of the mirror cannot be made.
     """
 
-    def __init__(self, settings: ServeSettings, port: int, store: StateStore | None) -> None:
-        name, boot_id = settings.storage_name(port), None
+    def __init__(self, settings: ServeSettings, port: int, store: StateStore | None, supervisor: Supervisor) -> None:
+        name, boot_id = settings.storage_name(port), secrets.token_bytes(16)
         if store is not None:
             name = store.data_dir.storage_id(settings.storage_id, name)
             boot_id = store.data_dir.identity.storage_boot_id
+        self.registration, self.mirror = Registration(), None
+        self.mirroring = _open_mirroring(settings, port, supervisor)
+        if self.mirroring is not None:
+            self.mirror, _ = self.mirroring.mirror_of(name, boot_id, self.registration)
         self.engine = StorageEngine(
             storage_id=name,
             max_bytes=settings.max_bytes,
             put_ttl_seconds=settings.put_ttl_seconds,
             blobs=_open_blobs(settings, store),
             boot_id=boot_id,
+            mirror=self.mirror,
         )
         self.endpoint = endpoint_of(self.engine, settings.advertised_address(port))
         self.shared_memory = _open_shared_memory(settings, self.engine.boot_id)
@@ -103,7 +114,58 @@ class Storage:
             waiting=waiting,
             max_puts=settings.max_puts,
             max_uncommitted_puts=settings.max_uncommitted_puts,
+            mirroring=self.mirroring,
         )
+
+    def mirror_in_words(self, settings: ServeSettings) -> str:
+        """Return where its puts are a second time."""
+        status = self.engine.stat().mirror
+        if status is None:
+            return "none"
+        return f"{status.url} ({settings.mirror_required} of {settings.mirror_copies} copies required)"
+
+    def partition_of(self, put_id: bytes) -> str | None:
+        """Return the partition of a complete put, also of one that was taken over; None for one that is not here."""
+        engines = [self.engine]
+        if self.mirroring is not None:
+            engines += [adopted.engine for adopted in self.mirroring.adopted.values()]
+        found = {partition for engine in engines if (partition := engine.partition_of(put_id)) is not None}
+        # Two puts under one id: such a name is in no token but those for all partitions.
+        return found.pop() if len(found) == 1 else "\0" if found else None
+
+    def tasks(
+        self, settings: ServeSettings, credentials: Credentials
+    ) -> Iterator[tuple[str, Coroutine[Any, Any, None]]]:
+        """Yield what a storage service with a controller elsewhere does in the background, with its names."""
+        controller = settings.controller
+        if controller is None:
+            return
+        yield (
+            "registering this storage service with its controller",
+            register_storage(
+                self.engine,
+                self.receipt_keys,
+                self.endpoint,
+                controller,
+                credentials,
+                registration=self.registration,
+            ),
+        )
+        if self.mirroring is not None and self.mirror is not None:
+
+            async def register(adopted: Adopted) -> None:
+                endpoint = endpoint_of(adopted.engine, self.endpoint.address)
+                await register_storage(
+                    adopted.engine,
+                    adopted.keys,
+                    endpoint,
+                    controller,
+                    credentials,
+                    registration=adopted.registration,
+                    is_adopted=True,
+                )
+
+            yield "mirroring puts", self.mirroring.run(self.mirror, register)
 
     def drain(self) -> None:
         """End the calls that wait."""
@@ -338,6 +400,28 @@ def _open_blobs(settings: ServeSettings, store: StateStore | None) -> BlobStore:
             field="blob_store",
         )
     return blobs
+
+
+def _open_mirroring(settings: ServeSettings, port: int, supervisor: Supervisor) -> Mirroring | None:
+    """Make the mirror that the settings name, None where they name none.
+
+    Raises:
+        InvalidArgumentError: its engine is not known or not installed, or makes fewer copies than are required.
+    """
+    if settings.mirror is None:
+        return None
+    from tq_service.objects.options import redacted  # noqa: PLC0415  (a service without a mirror does without)
+    from tq_service.objects.registry import make_object_store  # noqa: PLC0415  (as above)
+
+    return Mirroring(
+        make_object_store(settings.mirror),
+        url=redacted(settings.mirror),
+        node=settings.advertised_address(port) or settings.host,
+        copies=settings.mirror_copies,
+        required=settings.mirror_required,
+        offered_bytes=settings.mirror_offered_bytes,
+        supervisor=supervisor,
+    )
 
 
 def _open_segments(settings: ServeSettings, store: StateStore | None) -> SegmentBlobs:

@@ -201,7 +201,7 @@ class ControllerServicer(
         if page is None:
             answer = converters.nothing_found(request, not_yet=not_yet)
         else:
-            answer = converters.found_page(page, request, self.storages.endpoints, not_yet=not_yet)
+            answer = converters.found_page(page, request, self.storages.endpoint_of, not_yet=not_yet)
         answer.revision.CopyFrom(to_message(pb.Revision, self.catalog.history.revision()))
         return answer
 
@@ -215,7 +215,7 @@ class ControllerServicer(
             skip_missing=request.skip_missing,
             skip_missing_fields=request.skip_missing_fields,
         )
-        return pb.LocateResponse(meta=converters.located_meta(partition, positions, names, self.storages.endpoints))
+        return pb.LocateResponse(meta=converters.located_meta(partition, positions, names, self.storages.endpoint_of))
 
     # Tasks
 
@@ -237,7 +237,7 @@ class ControllerServicer(
             raise DeadlineError("the call's deadline had passed when it arrived")
         claimed = await self.catalog.claim(request.partition_id, request.incarnation, claim, max_wait)
         meta = converters.claim_meta(
-            request.partition_id, claimed, claim.task_name, spec.data_fields, self.storages.endpoints,
+            request.partition_id, claimed, claim.task_name, spec.data_fields, self.storages.endpoint_of,
             now=asyncio.get_running_loop().time(),
         )  # fmt: skip
         if claimed.partition is not None and isinstance(claimed.answer, QueueClaim):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any, Final
 
@@ -57,7 +57,7 @@ _FIELDS_OF_ONE_CALL: Final = (
 # Of LookupSamplesRequest: what does not say which samples are meant.
 _FIELDS_OF_A_PAGE: Final = ("page_size", "page_token", "missing_ok", "task_name", "min_count", "max_wait")
 
-Endpoints = Mapping[str, metadata_pb2.StorageEndpoint]
+Endpoints = Callable[[str, bytes], metadata_pb2.StorageEndpoint | None]
 Packed = tuple[str, bytes]
 
 
@@ -419,7 +419,7 @@ def _add_locations(message: metadata_pb2.Locations, runs: Iterable[CellRuns], en
             storage = (put.storage_id, put.boot_id)
             if storage not in storage_indexes:
                 storage_indexes[storage] = len(storage_indexes)
-                known = endpoints.get(put.storage_id)
+                known = endpoints(*storage)
                 storage_message = message.storages.add()
                 if known is not None:
                     storage_message.CopyFrom(known)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from typing import TYPE_CHECKING, Final
 
 import grpc
@@ -13,13 +14,15 @@ from tq_service.errors import PreconditionError, TqError
 from tq_service.internal.v1 import storage_registry_pb2
 from tq_service.internal.v1.storage_registry_pb2_grpc import StorageRegistryServiceStub
 from tq_service.log_message import LogMessage
+from tq_service.server.mirroring import Registration
 from tq_service.server.peer import Peer, PeerOutage
 from tq_service.server.receipts import ReceiptKeys
 from tq_service.storage.engine import StorageEngine
-from tq_service.v1.metadata_pb2 import StorageEndpoint
+from tq_service.v1.metadata_pb2 import MirrorStatus, StorageEndpoint
 from tq_service.version import VERSION
 from tq_service.wire.credentials import Credentials
 from tq_service.wire.durations import read_seconds
+from tq_service.wire.mapper import to_message
 
 if TYPE_CHECKING:
     from tq_service.internal.v1.storage_registry_pb2_grpc import (
@@ -46,7 +49,14 @@ _TAKES_NONE = (
 
 
 async def register_storage(
-    engine: StorageEngine, keys: ReceiptKeys, endpoint: StorageEndpoint, controller: str, credentials: Credentials
+    engine: StorageEngine,
+    keys: ReceiptKeys,
+    endpoint: StorageEndpoint,
+    controller: str,
+    credentials: Credentials,
+    *,
+    registration: Registration | None = None,
+    is_adopted: bool = False,
 ) -> None:
     """Register a storage service with a controller again and again, and learn what becomes of its puts.
 
@@ -58,7 +68,13 @@ async def register_storage(
         endpoint: how clients reach the storage service.
         controller: where the controller is.
         credentials: what this service shows it.
+        registration: renewed with each heartbeat that is accepted.
+        is_adopted: whether these are puts of a lost storage service that this one has taken over.
+
+    Raises:
+        PreconditionError: another storage service has taken the puts over; this process must not answer for them.
     """
+    registration = registration or Registration()
     controller_id = b""
     peer: Peer[StorageRegistryServiceAsyncStub] = Peer(controller, credentials, StorageRegistryServiceStub)
     async with contextlib.aclosing(peer):
@@ -75,14 +91,21 @@ async def register_storage(
                 controller_id=controller_id,
                 put_count=stat.put_count,
                 version=VERSION,
+                mirror=None if stat.mirror is None else to_message(MirrorStatus, stat.mirror),
+                is_adopted=is_adopted,
             )
+            sent_at = time.monotonic()
             try:
                 answer = await peer.stub.RegisterStorage(request, timeout=_CALL_SECONDS, metadata=peer.metadata())
             except (grpc.aio.AioRpcError, TqError) as error:
+                if isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+                    raise PreconditionError(error.details() or "the puts were taken over") from error
                 peer.follow_files()
                 await asyncio.sleep(_pause_after(error, outage))
                 continue
             outage.is_over()
+            interval_seconds = read_seconds("heartbeat_interval", answer.heartbeat_interval)
+            registration.renew(sent_at, interval_seconds)
             dropped_count = 0
             if answer.controller_id == controller_id:  # else it was asked about the puts of another one
                 dropped_count = engine.on_answer(
@@ -103,7 +126,7 @@ async def register_storage(
                         "dropped puts unknown to the controller; their producers probably died", count=dropped_count
                     )
                 )
-            await asyncio.sleep(read_seconds("heartbeat_interval", answer.heartbeat_interval))
+            await asyncio.sleep(interval_seconds)
 
 
 def _pause_after(error: grpc.aio.AioRpcError | TqError, outage: PeerOutage) -> float:

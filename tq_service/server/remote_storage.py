@@ -21,7 +21,7 @@ from tq_service.errors import DataLossError, PermissionDeniedError, TqError, Una
 from tq_service.internal.v1 import put_receipt_pb2, storage_control_pb2, storage_registry_pb2
 from tq_service.internal.v1.storage_control_pb2_grpc import StorageControlServiceStub
 from tq_service.log_message import LogMessage
-from tq_service.results import StorageStatus
+from tq_service.results import MirrorStatus, StorageStatus
 from tq_service.server.known_puts import KnownPuts, encode_cells, in_messages, split_runs
 from tq_service.server.peer import Peer, PeerOutage
 from tq_service.server.receipts import ReceiptBook, key_id
@@ -29,6 +29,7 @@ from tq_service.server.supervisor import Supervisor
 from tq_service.storage.cells import PutCells
 from tq_service.wire.credentials import Credentials
 from tq_service.wire.error_table import from_rpc_error, status_from_trailers
+from tq_service.wire.mapper import read_message
 
 if TYPE_CHECKING:
     from tq_service.internal.v1.storage_control_pb2_grpc import (
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 _CALL_SECONDS = 10.0
+_ADOPT_SECONDS = 30.0
 _RECONCILIATION_SECONDS = 1800.0
 _RECONCILE_SECONDS = 3600.0
 _FIRST_RETRY_SECONDS = 0.2
@@ -75,6 +77,11 @@ class RemoteStorage:
         controller_id: of this controller, the owner of the puts.
         supervisor: runs the background tasks; None: one of its own.
         replaces: the process of this service that was registered before.
+
+    Attributes:
+        mirror: how its mirror was at the last heartbeat; None: it has none.
+        put_count: puts that it stored then.
+        is_adopted: whether it has taken these puts over from another one of the name.
     """
 
     def __init__(
@@ -133,7 +140,9 @@ class RemoteStorage:
     def on_heartbeat(self, request: storage_registry_pb2.RegisterStorageRequest) -> None:
         """Take note of a heartbeat."""
         self._capacity = Capacity(max_bytes=request.max_bytes or None, used_bytes=request.used_bytes)
-        self._put_count, self._version = request.put_count, request.version
+        self.put_count, self._version = request.put_count, request.version
+        self.mirror = read_message(MirrorStatus, request.mirror) if request.HasField("mirror") else None
+        self.is_adopted = request.is_adopted
         self._placed_bytes = 0  # sent there since then
         self._heartbeat_at = time.monotonic()
         self._receipts.void_before(request.receipts_from)
@@ -154,10 +163,12 @@ class RemoteStorage:
             address=self.endpoint.address,
             used_bytes=self._capacity.used_bytes,
             max_bytes=self._capacity.max_bytes,
-            put_count=self._put_count,
+            put_count=self.put_count,
             version=self._version,
             heard_ago_seconds=time.monotonic() - self._heartbeat_at,
             is_silent=self.capacity() is None,
+            mirror=self.mirror,
+            is_adopted=self.is_adopted,
         )
 
     def open_receipt(self, put_id: bytes, partition_id: str, receipt: bytes) -> put_receipt_pb2.PutReceipt:
@@ -180,6 +191,19 @@ class RemoteStorage:
         if not self._is_closed and put_id not in self._leaving:
             self._to_confirm[put_id] = None
             self._deliver()
+
+    async def adopt(self, instance: tuple[str, bytes]) -> int:
+        """Have it take over the puts of a lost instance; return how many there are.
+
+        Raises:
+            NotFoundError: its mirror has nothing of that.
+            TqError: it cannot, now or at all.
+        """
+        storage_id, boot_id = instance
+        request = storage_control_pb2.AdoptRequest(storage_id=storage_id, boot_id=boot_id)
+        with _typed_errors():
+            answer = await self._peer.stub.Adopt(request, timeout=_ADOPT_SECONDS, metadata=self._peer.metadata())
+        return answer.put_count
 
     @property
     def driver(self) -> AsyncDriver:

@@ -21,12 +21,14 @@ from tq_service.errors import (
     DataLossError,
     InvalidArgumentError,
     LimitExceededError,
+    PreconditionError,
     UnavailableError,
 )
 from tq_service.internal.v1 import storage_control_pb2
 from tq_service.log_message import LogMessage
 from tq_service.schema import check_id, check_name, check_passed_on
 from tq_service.server.commits import Commits
+from tq_service.server.mirroring import Mirroring
 from tq_service.server.progress import LEAST_PROGRESS_BYTES, Progress, received
 from tq_service.server.receipts import ReceiptKeys, not_registered
 from tq_service.server.rpc.limits import RETRY_AFTER_SECONDS, WaitingCalls, wait_until
@@ -69,8 +71,10 @@ def endpoint_of(engine: StorageEngine, address: str) -> metadata_pb2.StorageEndp
 class EngineDriver:
     """An `AsyncDriver` for the engine of this process, on its event loop; the servicer stores and reads through it."""
 
-    def __init__(self, engine: StorageEngine) -> None:
+    def __init__(self, engine: StorageEngine, mirroring: Mirroring | None = None) -> None:
+        """Take the engine, and what was taken over from others."""
         self._engine = engine
+        self._mirroring = mirroring
 
     @contextlib.asynccontextmanager
     async def storing(
@@ -106,7 +110,7 @@ class EngineDriver:
         try:
             yield pending
             if not pending.already_complete:
-                await self._engine.flush(pending)
+                await self._engine.flush(pending, until)
                 pending.finish()
         except BaseException:
             pending.abort()  # and no more: a retry may have completed the put meanwhile
@@ -132,24 +136,28 @@ class EngineDriver:
 
     async def open(self, request: pb.GetRequest) -> Reading:
         """Find cells and keep them as they are until the result is closed; use it in a `with`."""
-        self.check_boot(request.boot_id)
-        await self._engine.check(request.put_ids)
-        return self._engine.open_read(list(map(CellRuns.from_proto, request.runs)), list(request.put_ids))
+        engine = self.engine_of(request.boot_id)
+        await engine.check(request.put_ids)
+        return engine.open_read(list(map(CellRuns.from_proto, request.runs)), list(request.put_ids))
 
-    def check_boot(self, boot_id: bytes) -> None:
-        """Check that cells were put into this engine, and not into one that came back empty.
+    def engine_of(self, boot_id: bytes) -> StorageEngine:
+        """Return the engine that cells were put into, or what has taken its puts over.
 
         Raises:
             DataLossError: they were not.
             InvalidArgumentError: it is the id of no engine.
         """
-        if boot_id != self._engine.boot_id:
+        if boot_id == self._engine.boot_id:
+            return self._engine
+        adopted = None if self._mirroring is None else self._mirroring.engine(boot_id)
+        if adopted is None:
             check_passed_on("boot_id", boot_id)
             raise DataLossError(
                 f"storage service {self._engine.storage_id!r} has restarted since these cells were put, and came back "
                 f"empty; put them again, or clear them",
                 metadata={"storage_id": self._engine.storage_id},
             )
+        return adopted
 
 
 class StorageServicer:
@@ -166,6 +174,7 @@ class StorageServicer:
         waiting: counts the calls that wait for capacity.
         max_puts: puts there may be.
         max_uncommitted_puts: of them, puts that wait for a commit that does not come with them.
+        mirroring: what takes over the puts of lost storage services; None: nothing does.
     """
 
     def __init__(
@@ -181,9 +190,11 @@ class StorageServicer:
         waiting: WaitingCalls | None = None,
         max_puts: int = sys.maxsize,
         max_uncommitted_puts: int = sys.maxsize,
+        mirroring: Mirroring | None = None,
     ) -> None:
         self._engine = engine
-        self._driver = EngineDriver(engine)
+        self._mirroring = mirroring
+        self._driver = EngineDriver(engine, mirroring)
         self._commits = commits
         self._keys = keys or ReceiptKeys()
         self._controller_id = controller_id
@@ -439,39 +450,43 @@ class StorageServicer:
     async def ConfirmPuts(
         self, request: storage_control_pb2.ConfirmPutsRequest, context: Context
     ) -> storage_control_pb2.ConfirmPutsResponse:
-        put_ids = request.put_ids if request.boot_id == self._engine.boot_id else ()
-        return storage_control_pb2.ConfirmPutsResponse(
-            missing_put_ids=[put_id for put_id in put_ids if not self._engine.confirm(put_id)]
-        )
+        with contextlib.suppress(DataLossError):
+            engine = self._driver.engine_of(request.boot_id)
+            return storage_control_pb2.ConfirmPutsResponse(
+                missing_put_ids=[put_id for put_id in request.put_ids if not engine.confirm(put_id)]
+            )
+        return storage_control_pb2.ConfirmPutsResponse()
 
     async def ReconcilePuts(
         self, parts: AsyncIterator[storage_control_pb2.ReconcilePutsRequest], context: Context
     ) -> storage_control_pb2.ReconcilePutsResponse:
-        state = None
+        state, engine = None, self._engine
         try:
             async for part in received(parts, self._stall_seconds, lambda _: LEAST_PROGRESS_BYTES):
                 if state is None:
-                    self._driver.check_boot(part.boot_id)
-                    state = self._engine.begin_reconciliation(part.controller_id)
+                    engine = self._driver.engine_of(part.boot_id)
+                    state = engine.begin_reconciliation(part.controller_id)
                     await context.send_initial_metadata(())
-                self._engine.reconcile(
+                engine.reconcile(
                     state,
                     whole=part.whole_put_ids,
                     cells=map(_put_cells, part.cells),
                     uncommitted=part.uncommitted_put_ids,
                 )
                 if part.is_last:
-                    return await self._finish_reconciliation(state)
+                    return await self._finish_reconciliation(engine, state)
                 await asyncio.sleep(0)  # what has come already is read without a turn for others
         finally:
             if state is not None:
-                self._engine.end_reconciliation(state)
+                engine.end_reconciliation(state)
         raise InvalidArgumentError(
             "the stream ended before its last message; nothing is dropped, send all of it again", field="is_last"
         )
 
-    async def _finish_reconciliation(self, state: Reconciliation) -> storage_control_pb2.ReconcilePutsResponse:
-        for _ in self._engine.finish_reconciliation(state):
+    async def _finish_reconciliation(
+        self, engine: StorageEngine, state: Reconciliation
+    ) -> storage_control_pb2.ReconcilePutsResponse:
+        for _ in engine.finish_reconciliation(state):
             await asyncio.sleep(0)
         if state.dropped_count:
             _log.warning(LogMessage("dropped puts unknown to the controller", count=state.dropped_count))
@@ -481,10 +496,24 @@ class StorageServicer:
         self, request: storage_control_pb2.FreeCellsRequest, context: Context
     ) -> storage_control_pb2.FreeCellsResponse:
         cells = [_put_cells(cells) for cells in request.cells]
-        is_own = request.boot_id == self._engine.boot_id
-        if is_own and self._keys.takes_free(request.controller_id, request.key_id, request.number):
-            self._engine.free(cells)
+        with contextlib.suppress(DataLossError):  # of another boot there is nothing to free
+            engine = self._driver.engine_of(request.boot_id)
+            keys = self._keys if self._mirroring is None else self._mirroring.keys(request.boot_id) or self._keys
+            if keys.takes_free(request.controller_id, request.key_id, request.number):
+                engine.free(cells)
         return storage_control_pb2.FreeCellsResponse()
+
+    async def Adopt(
+        self, request: storage_control_pb2.AdoptRequest, context: Context
+    ) -> storage_control_pb2.AdoptResponse:
+        check_id("boot_id", request.boot_id)
+        if self._mirroring is None:
+            raise PreconditionError(
+                f"storage service {self._engine.storage_id!r} has no mirror to take puts over from; start it with the "
+                "setting mirror"
+            )
+        adopted = await self._mirroring.adopt(request.storage_id, request.boot_id, self._engine)
+        return storage_control_pb2.AdoptResponse(put_count=adopted.engine.stat().put_count)
 
 
 def _check_commit(header: pb.PutHeader) -> None:

@@ -19,6 +19,7 @@ from tq_service.errors import (
     DataLossError,
     InvalidArgumentError,
     LimitExceededError,
+    PreconditionError,
     QuotaExceededError,
     TqError,
     UnavailableError,
@@ -27,6 +28,7 @@ from tq_service.internal.v1.put_receipt_pb2 import PutReceipt
 from tq_service.internal.v1.storage_registry_pb2 import RegisterStorageRequest, RegisterStorageResponse
 from tq_service.log_message import LogMessage
 from tq_service.results import StorageStatus
+from tq_service.server.adoption import Adoptions
 from tq_service.server.known_puts import KnownPuts, put_cells
 from tq_service.server.remote_storage import Capacity, RemoteStorage, report_reconciled
 from tq_service.server.supervisor import Supervisor
@@ -211,6 +213,7 @@ class StorageRegistry:
         self._giving_back: asyncio.Task[None] | None = None
         self._after_durable = after_durable
         self._supervisor = supervisor or Supervisor()
+        self.adoptions = Adoptions(self._storages, heartbeat_seconds, self._supervisor)
         self._leaving: deque[Sequence[Freed]] = deque()  # freed as soon as their removal is durable
         self._has_puts_elsewhere = False
         self._is_closed = False
@@ -222,23 +225,38 @@ class StorageRegistry:
 
     def statuses(self) -> list[StorageStatus]:
         """Return what is known of each, in the order of their names."""
-        return [storage.status() for _, storage in sorted(self._storages.items())]
+        storages = [*self._storages.values(), *self.adoptions.taken.values()]
+        return [storage.status() for storage in sorted(storages, key=lambda each: each.storage_id)]
 
     def counts(self) -> tuple[int, int]:
         """Return how many storage services can be used, and how many have registered and are silent."""
         there = sum(storage.capacity() is not None for storage in self._storages.values())
         return there, len(self._storages) - there
 
-    @property
-    def endpoints(self) -> dict[str, StorageEndpoint]:
-        """How clients reach each storage service."""
-        return {storage_id: storage.endpoint for storage_id, storage in self._storages.items()}
+    def endpoint_of(self, storage_id: str, boot_id: bytes) -> StorageEndpoint | None:
+        """Return how clients reach an instance of a storage service, None where that is not known at present.
+
+        One that is gone with its puts is where the name is now: that says so to its readers.
+        """
+        if self.adoptions.is_lost((storage_id, boot_id)):
+            return None
+        storage = self._find(storage_id, boot_id) or self._storages.get(storage_id)
+        return None if storage is None else storage.endpoint
+
+    def _find(self, storage_id: str, boot_id: bytes) -> Storage | None:
+        """Return an instance of a storage service, or what has taken it over."""
+        storage = self._storages.get(storage_id)
+        if storage is None or storage.boot_id != boot_id:
+            return self.adoptions.taken.get((storage_id, boot_id))
+        return storage
 
     def recover(self) -> None:
         """Learn which puts are committed, and tell the embedded storage, once the samples are there again."""
         self._committed = {cells.put for each in self._snapshot_cells() for cells in live_cells(each)}
         own = None if self.embedded is None else self.embedded.storage_id
-        self._has_puts_elsewhere = any(put.storage_id != own for put in self._committed)
+        elsewhere = {put[:2] for put in self._committed if put.storage_id != own}
+        self._has_puts_elsewhere = bool(elsewhere)
+        self.adoptions.expect(elsewhere)
         if self.embedded is not None:
             self.embedded.reconcile(self._known(self.embedded.storage_id, self.embedded.boot_id).parts())
 
@@ -251,14 +269,24 @@ class StorageRegistry:
         Raises:
             AlreadyExistsError: the embedded storage has its name, or one that has registered since and is alive.
             LimitExceededError: there are too many that send heartbeats, or hold samples.
+            PreconditionError: its puts were taken over.
         """
         if request.controller_id != self.controller_id:
             request.ClearField("receipts_from")
             request.ClearField("overdue_put_ids")
         endpoint = request.storage
-        storage = self._storages.get(endpoint.storage_id)
+        instance = endpoint.storage_id, endpoint.boot_id
+        if request.is_adopted:
+            self.adoptions.check_heir(instance, endpoint.address)
+            storage: Storage | None = self.adoptions.taken.get(instance)
+        else:
+            self.adoptions.check_not_taken(instance)
+            storage = self._storages.get(endpoint.storage_id)
         if isinstance(storage, RemoteStorage) and storage.is_same(request):
             storage.on_heartbeat(request)
+            self.adoptions.on_registered(instance)
+        elif request.is_adopted:
+            storage = self._register_heir(request)
         else:
             storage = self._register(request)
         answer = RegisterStorageResponse(
@@ -272,6 +300,35 @@ class StorageRegistry:
                 is_under_way = put in self._committing or put in self._placed
                 (answer.undecided_put_ids if is_under_way else answer.unknown_put_ids).append(put_id)
         return answer
+
+    def _register_heir(self, request: RegisterStorageRequest) -> RemoteStorage:
+        """Register a storage service for the puts that it has taken over."""
+        instance = request.storage.storage_id, request.storage.boot_id
+        replaced = self._find(*instance)
+        if replaced is not None and replaced.capacity() is not None and not self.adoptions.is_lost(instance):
+            raise PreconditionError(
+                f"the puts of storage service {instance[0]!r} under boot {instance[1].hex()} are at "
+                f"{replaced.endpoint.address}, and that is alive; let go of them"
+            )
+        storage = self._make(request, replaced if isinstance(replaced, RemoteStorage) else None)
+        if replaced is not None:
+            self._close(replaced)
+        if replaced is not None and self._storages.get(instance[0]) is replaced:
+            del self._storages[instance[0]]
+        self.adoptions.take(instance, storage)
+        self._has_puts_elsewhere = True
+        return storage
+
+    def _make(self, request: RegisterStorageRequest, replaces: RemoteStorage | None) -> RemoteStorage:
+        return RemoteStorage(
+            request,
+            partial(self._known, request.storage.storage_id, request.storage.boot_id),
+            3 * self.heartbeat_seconds,
+            self._credentials,
+            controller_id=self.controller_id,
+            supervisor=self._supervisor,
+            replaces=replaces,
+        )
 
     def _register(self, request: RegisterStorageRequest) -> RemoteStorage:
         endpoint = request.storage
@@ -291,17 +348,12 @@ class StorageRegistry:
             )
         if known is None and len(self._storages) >= _MOST_STORAGES:
             self._forget_lost()
-        storage = RemoteStorage(
-            request,
-            partial(self._known, endpoint.storage_id, endpoint.boot_id),
-            3 * self.heartbeat_seconds,
-            self._credentials,
-            controller_id=self.controller_id,
-            supervisor=self._supervisor,
-            replaces=replaced,
-        )
+        storage = self._make(request, replaced)
         if replaced is not None:
             self._close(replaced)
+            if replaced.boot_id != storage.boot_id and replaced.mirror is not None:
+                self.adoptions.lose((replaced.storage_id, replaced.boot_id), replaced.mirror.url)
+        self.adoptions.on_registered((storage.storage_id, storage.boot_id))
         _log.info(LogMessage("storage registered", storage=endpoint.storage_id, address=endpoint.address))
         self._storages[endpoint.storage_id] = storage
         self._has_puts_elsewhere = True
@@ -395,10 +447,10 @@ class StorageRegistry:
             InvalidArgumentError: it was put for another partition, or with other columns, or its receipt is not valid.
             DataLossError: the storage service has restarted.
         """
-        storage = self._storages.get(put.storage_id)
-        if storage is None:
+        storage = self._find(put.storage_id, put.boot_id)
+        if storage is None and put.storage_id not in self._storages:
             raise UnavailableError(f"storage service {put.storage_id!r} has not registered here yet; try again")
-        if storage.boot_id != put.boot_id:
+        if storage is None:
             raise DataLossError(
                 f"storage service {put.storage_id!r} has restarted since the put; put the data again",
                 metadata={"storage_id": put.storage_id},
@@ -469,8 +521,8 @@ class StorageRegistry:
         """
 
         def confirm() -> None:
-            storage = self._storages.get(put.storage_id)
-            if storage is not None and storage.boot_id == put.boot_id and put in self._committed:
+            storage = self._find(put.storage_id, put.boot_id)
+            if storage is not None and put in self._committed:
                 storage.confirm(put.put_id)
 
         if self.embedded is not None and put.storage_id == self.embedded.storage_id:
@@ -484,8 +536,10 @@ class StorageRegistry:
         Raises:
             DataLossError: it is not there under this boot.
         """
-        storage = self._storages.get(storage_id)
-        if storage is None or storage.boot_id != boot_id:
+        if self.adoptions.is_lost((storage_id, boot_id)):
+            raise UnavailableError(f"the puts of storage service {storage_id!r} are being taken over; try again")
+        storage = self._find(storage_id, boot_id)
+        if storage is None:
             raise DataLossError(f"storage service {storage_id!r} is gone, or came back empty")
         return storage.driver
 
@@ -562,18 +616,17 @@ class StorageRegistry:
 
     def _free(self, freed: Iterable[CellSet]) -> None:
         """Give cells back, each to the storage service that holds it; a boot that is over has nothing to free."""
-        cells_of: dict[str, list[PutCells]] = {}
+        cells_of: dict[tuple[str, bytes], list[PutCells]] = {}
         for each in freed:
             if each.rows is None:
                 self._committed.discard(each.put)
                 self._placed.discard(each.put)
                 if (commits := self._committing.get(each.put)) is not None:
                     commits.is_freed = True
-            storage = self._storages.get(each.put.storage_id)
-            if storage is not None and storage.boot_id == each.put.boot_id:
-                cells_of.setdefault(each.put.storage_id, []).append(put_cells(each))
-        for storage_id, cells in cells_of.items():
-            self._storages[storage_id].free(cells)
+            cells_of.setdefault(each.put[:2], []).append(put_cells(each))
+        for instance, cells in cells_of.items():
+            if (storage := self._find(*instance)) is not None:
+                storage.free(cells)
 
     async def close(self) -> None:
         """Give back what may be, and end what runs in the background."""
@@ -581,4 +634,5 @@ class StorageRegistry:
         if self._giving_back is not None:
             self._giving_back.cancel()
         await self._free_all()
-        await asyncio.gather(*(storage.close() for storage in self._storages.values()), *self._closing)
+        storages = [*self._storages.values(), *self.adoptions.taken.values()]
+        await asyncio.gather(*(storage.close() for storage in storages), *self._closing)

@@ -10,20 +10,25 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
-from tq_service.errors import CallCancelledError, InvalidArgumentError, PutNotFoundError
-from tq_service.storage.blobs.base import BlobStore, DurableBlobStore
+from tq_service.errors import CallCancelledError, InvalidArgumentError, PutNotFoundError, UnavailableError
+from tq_service.results import MirrorStatus
+from tq_service.storage.backing import Backing
+from tq_service.storage.blobs.base import Blob, BlobStore, DurableBlobStore
 from tq_service.storage.blobs.memfd import MemfdBlobs
-from tq_service.storage.blobs.memory import MemoryBlobs
+from tq_service.storage.blobs.memory import LocalBlob, MemoryBlobs
 from tq_service.storage.cells import PutCells
 from tq_service.storage.index.admission import Admission
 from tq_service.storage.index.compaction import compact
 from tq_service.storage.index.put import PendingPut, StoredPut
-from tq_service.storage.index.put_journal import EncodedPut, PutJournal, PutLog
-from tq_service.storage.index.put_table import Confirmations, Overdue, PutTable
+from tq_service.storage.index.put_journal import EncodedPut, PutJournal, PutLog, PutStored, put_of
+from tq_service.storage.index.put_table import Confirmations, Overdue, PutTable, RecoveredPut
 from tq_service.storage.index.reading import Reading, check_sound, open_reading
 from tq_service.storage.index.reconciliation import Reconciliation, cells_besides
+from tq_service.storage.mirror.layout import PutObject
+from tq_service.storage.mirror.mirror import Mirror
 from tq_service.wire.columns import ColumnShape
 from tq_service.wire.runs import CellRuns
 
@@ -44,6 +49,7 @@ class EngineStat:
         damaged_put_count: those whose bytes are lost, as far as that is known.
         written_bytes: bytes of all puts that were completed since the start.
         read_bytes: bytes of all reads that were begun since the start.
+        mirror: how its mirror is; None: it has none.
     """
 
     max_bytes: int | None
@@ -54,6 +60,7 @@ class EngineStat:
     damaged_put_count: int = 0
     written_bytes: int = 0
     read_bytes: int = 0
+    mirror: MirrorStatus | None = None
 
 
 class StorageEngine:
@@ -75,6 +82,8 @@ class StorageEngine:
         clock: what deadlines and expiry are measured with.
         boot_id: of the engine whose puts are recovered; None: a new one.
         blobs: where the bytes are; None: in memory of this process.
+        mirror: where they are a second time, for blobs in memory; None: nowhere.
+        quota_of: the engine whose quota it shares; None: it has its own.
 
     Attributes:
         boot_id: 16 random bytes: what another boot stored is gone.
@@ -92,6 +101,8 @@ class StorageEngine:
         clock: Callable[[], float] = time.monotonic,
         boot_id: bytes | None = None,
         blobs: BlobStore | None = None,
+        mirror: Mirror | None = None,
+        quota_of: StorageEngine | None = None,
     ) -> None:
         if max_bytes is not None and max_bytes <= 0:
             raise InvalidArgumentError(f"max_bytes is {max_bytes}; expected at least 1, or None", field="max_bytes")
@@ -104,18 +115,32 @@ class StorageEngine:
         self.run_id = os.urandom(16)
         self.storage_id = storage_id
         self._clock = clock
-        self._admission = Admission(max_bytes, reserve_share, clock, on_shortage=self._compact_until)
+        self._admission: Admission
+        if quota_of is None:
+            self._admission = Admission(max_bytes, reserve_share, clock, on_shortage=self._compact_until)
+        else:
+            self._admission = quota_of._admission
         self._store = MemoryBlobs() if blobs is None else blobs
         self._memfds = MemfdBlobs()
         for store in (self._store, self._memfds):
             store.on_freed = self._admission.release
         self._journal = PutJournal(self._store) if isinstance(self._store, DurableBlobStore) else None
+        self._mirror = mirror
+        self._backing: Backing | None = self._journal if mirror is None else mirror
+        if mirror is not None:
+            if self._journal is not None or not self._store.partial_free:
+                raise InvalidArgumentError(
+                    f"a mirror goes with puts in memory, got {type(self._store).__name__}; leave blobs out",
+                    field="blobs",
+                )
+            mirror.on_fetched, mirror.may_fetch = self._on_fetched, self._admission.has_free
         self._puts = PutTable(put_ttl_seconds, clock)
         self._pending: dict[bytes, PendingPut] = {}
         self._holed: dict[bytes, None] = {}  # puts with dead cells that still take memory
         self._trimmed_at = clock()
         self._written_bytes = self._read_bytes = 0
         self._reconciliations: dict[bytes, Reconciliation] = {}  # by owner
+        self._when_awake: dict[bytes, list[Callable[[], None]]] = {}  # what waits for a put that is asleep
 
     async def reserve(
         self,
@@ -184,7 +209,7 @@ class StorageEngine:
             blob = await store.allocate(stored.blob_bytes(store))
             blob.charge = charge
             stored.place(blob, columns)
-            if self._journal is not None and store is not self._store:
+            if self._store.has_tables and store is not self._store:
                 blob.copy = await self._store.allocate(stored.blob_bytes(self._store))
                 blob.copy.charge = 0
         except BaseException:
@@ -194,16 +219,22 @@ class StorageEngine:
                 blob.release()
             raise
 
-    async def flush(self, pending: PendingPut) -> None:
+    async def flush(self, pending: PendingPut, deadline: float | None = None) -> None:
         """Wait until the bytes of a put are where they outlive this process, before it is finished.
+
+        Args:
+            pending: all of it is written.
+            deadline: until when a mirror is waited for, by the engine's clock; None: for as long as the caller is not
+                cancelled.
 
         Raises:
             InvalidArgumentError: bytes are missing.
             CallCancelledError: a retry took over.
             DiskFailedError: they could not be written.
+            QuotaExceededError: the mirror has not the copies required until the deadline (with `retry_after_seconds`).
         """
-        if self._journal is not None:
-            await self._journal.flush(pending)
+        if self._backing is not None:
+            await self._backing.flush(pending, deadline)
             pending.opened()
 
     def confirm(self, put_id: bytes) -> bool:
@@ -282,6 +313,12 @@ class StorageEngine:
             yield len(own)
         self._puts.forget_owner(owner)
 
+    def let_go(self) -> None:
+        """Free the memory of all puts, and leave what the mirror has of them; call it after `close`."""
+        for put_ids in self._puts.slices():
+            for put_id in put_ids:
+                self._puts.pop(put_id).release()
+
     def is_for_existing_rows(self, put_id: bytes) -> bool:
         """Whether a put was reserved as columns for existing rows, so that no new ones may be made of it."""
         put = self._puts.get(put_id)
@@ -289,6 +326,8 @@ class StorageEngine:
 
     def partition_of(self, put_id: bytes) -> str | None:
         """Return the partition that a complete put is for, None where it is not here."""
+        if self._backing is not None and self._backing.is_asleep(put_id):
+            return self._backing.partition_of(put_id)
         put = self._puts.get(put_id)
         return None if put is None else put.partition_id
 
@@ -397,8 +436,8 @@ class StorageEngine:
         if self._has(state, put_id) and put_id not in self.damaged:
             return
         state.miss(put_id)
-        if self._journal is not None:
-            self._journal.mark_damaged(put_id, "it is not here")
+        if self._backing is not None:
+            self._backing.mark_damaged(put_id, "it is not here")
 
     def _has(self, state: Reconciliation, put_id: bytes) -> bool:
         return put_id in self._puts and self._puts.owner_of(put_id) == state.owner
@@ -410,6 +449,9 @@ class StorageEngine:
         if not parts or any(part.is_whole for part in parts) or not self._has(state, put_id) or put_id in self.damaged:
             return
         if put_id in state.freed:
+            return
+        if self._is_asleep(put_id):
+            self._defer(put_id, lambda: self.free(cells_besides(put_id, self._puts[put_id], parts)))
             return
         self.free(cells_besides(put_id, self._puts[put_id], parts))
 
@@ -437,19 +479,23 @@ class StorageEngine:
             if some.is_whole:
                 self._note_freed(some.put_id)
             if some.put_id not in self._puts:
-                if some.is_whole and self._journal is not None:
-                    self._journal.forget(some.put_id)
+                if some.is_whole and self._backing is not None:
+                    self._backing.forget(some.put_id)
                 continue
             if some.is_whole:
                 self._drop(some.put_id)
                 continue
             if some.put_id in self.damaged:
                 continue
+            if self._is_asleep(some.put_id):
+                self._defer(some.put_id, partial(self.free, [some]))
+                continue
             put = self._puts[some.put_id]
             try:
                 put.free(some)
             except OSError as error:  # its segment was damaged while the service was down
-                self._needed_journal.mark_unreadable(some.put_id, error)
+                if self._backing is not None:
+                    self._backing.mark_unreadable(some.put_id, error)
                 continue
             if put.is_empty():
                 self._drop(some.put_id)
@@ -465,8 +511,8 @@ class StorageEngine:
 
     async def close(self) -> None:
         """End what its stores have in the background; puts may still be dropped."""
-        if self._journal is not None:
-            self._journal.close()
+        if self._backing is not None:
+            await self._backing.close()
         for store in (self._store, self._memfds):
             await store.close()
 
@@ -504,6 +550,7 @@ class StorageEngine:
             damaged_put_count=len(self.damaged),
             written_bytes=self._written_bytes,
             read_bytes=self._read_bytes,
+            mirror=None if self._mirror is None else self._mirror.stat(),
         )
 
     # Outliving the process
@@ -531,19 +578,54 @@ class StorageEngine:
         return self._needed_journal.records()
 
     async def check(self, put_ids: Iterable[bytes]) -> None:
-        """Look at the bytes of recovered puts, before they are first read."""
-        if self._journal is not None:
-            await self._journal.check(put_ids)
+        """Have the bytes of recovered puts here, and look at them, before they are first read."""
+        if self._backing is not None:
+            await self._backing.check(put_ids)
 
     async def scrub(self) -> None:
-        """Look at the bytes of all recovered puts, slowly."""
-        if self._journal is not None:
-            await self._journal.scrub()
+        """Have the bytes of all recovered puts here, and look at them, slowly."""
+        if self._backing is not None:
+            await self._backing.scrub()
+
+    def take_over(self, objects: Iterable[PutObject]) -> int:
+        """Take over the puts of an engine that is gone, from objects of its mirror; return how many there are.
+
+        Their bytes are fetched when they are first read, and by `scrub`.
+        """
+        if self._mirror is None:
+            raise RuntimeError("this engine has no mirror")
+        owners = self._mirror.take_over(objects)
+        puts = {put_id: RecoveredPut(LocalBlob(self._store, 0, b""), owner) for put_id, owner in owners.items()}
+        for put in puts.values():
+            put.values.charge = 0
+        self._puts.recover(puts, _not_fetched)
+        return len(puts)
+
+    def _on_fetched(self, record: PutStored, data: memoryview) -> StoredPut | None:
+        """Have a put that was asleep in memory, without the cells that were freed meanwhile."""
+        put = put_of(record)
+        blob = self._store.allocate_now(put.blob_bytes(self._store))
+        blob.charge = put.charge_in(self._store)
+        self._admission.add(blob.charge)
+        put.place(blob)
+        put.tables()[:] = data[: put.tables_bytes]
+        blob.view()[:] = data[put.tables_bytes :]
+        self._puts.replace(record.put_id, put)
+        for action in self._when_awake.pop(record.put_id, ()):
+            if record.put_id in self._puts:
+                action()
+        return self._puts.get(record.put_id)
+
+    def _is_asleep(self, put_id: bytes) -> bool:
+        return self._backing is not None and self._backing.is_asleep(put_id)
+
+    def _defer(self, put_id: bytes, action: Callable[[], None]) -> None:
+        self._when_awake.setdefault(put_id, []).append(action)
 
     @property
     def damaged(self) -> Mapping[bytes, str]:
         """Puts whose bytes are lost, and why; what was not looked at since the start is not known to be."""
-        return {} if self._journal is None else self._journal.damaged
+        return {} if self._backing is None else self._backing.damaged
 
     @property
     def _needed_journal(self) -> PutJournal:
@@ -555,8 +637,8 @@ class StorageEngine:
 
     def _finish(self, pending: PendingPut, stored: StoredPut) -> None:
         del self._pending[pending.put_id]
-        if self._journal is not None:
-            self._journal.record(pending.put_id, stored, pending.checksum)
+        if self._backing is not None:
+            self._backing.record(pending.put_id, stored, pending.checksum)
         self._puts.add(pending.put_id, stored)
         self._written_bytes += stored.values.charge
 
@@ -570,10 +652,11 @@ class StorageEngine:
         self._note_freed(put_id)
         blob = self._puts.pop(put_id)
         self._holed.pop(put_id, None)
-        if self._journal is None:
+        self._when_awake.pop(put_id, None)
+        if self._backing is None:
             blob.release()
         else:
-            self._journal.drop(put_id, blob)
+            self._backing.drop(put_id, blob)
 
     def _note_freed(self, put_id: bytes) -> None:
         for state in self._reconciliations.values():
@@ -582,7 +665,7 @@ class StorageEngine:
     def _compact(self, put_id: bytes) -> bool:
         """Move what is live of a put to a smaller blob; return whether that is possible now."""
         put = self._puts[put_id]
-        if not self._store.partial_free or (self._journal is not None and not self._journal.may_compact(put_id)):
+        if not self._store.partial_free or (self._backing is not None and not self._backing.may_compact(put_id)):
             return False
         try:
             smaller = compact(put, self._store)
@@ -591,10 +674,10 @@ class StorageEngine:
         self._puts.replace(put_id, smaller)
         self._holed.pop(put_id, None)
         self._admission.add(smaller.values.charge)
-        if self._journal is None:
+        if self._backing is None:
             put.values.release()
         else:
-            self._journal.move(put_id, put.values, smaller)
+            self._backing.move(put_id, put.values, smaller)
         return True
 
     def _check_partition(self, put_id: bytes, partition_id: str) -> None:
@@ -615,3 +698,7 @@ class StorageEngine:
                 wanted -= gain
             if wanted <= 0:
                 return
+
+
+def _not_fetched(put_id: bytes, _blob: Blob) -> StoredPut:
+    raise UnavailableError(f"put {put_id.hex()} is being fetched from the mirror; try again")

@@ -2358,6 +2358,8 @@ class StorageStatus(google.protobuf.message.Message):
     VERSION_FIELD_NUMBER: builtins.int
     HEARD_AGO_FIELD_NUMBER: builtins.int
     IS_SILENT_FIELD_NUMBER: builtins.int
+    MIRROR_FIELD_NUMBER: builtins.int
+    IS_ADOPTED_FIELD_NUMBER: builtins.int
     storage_id: builtins.str
     """Name of the storage service, which others do not have."""
     address: builtins.str
@@ -2372,9 +2374,17 @@ class StorageStatus(google.protobuf.message.Message):
     """Its version. Empty: it has not said."""
     is_silent: builtins.bool
     """Whether it has been silent for too long to get puts."""
+    is_adopted: builtins.bool
+    """Whether these are puts of a lost storage service of this name that the one at `address` has taken over; it takes no
+    further ones under this name.
+    """
     @property
     def heard_ago(self) -> google.protobuf.duration_pb2.Duration:
         """Since when nothing was heard of it. Unset: it runs in the process of the controller."""
+
+    @property
+    def mirror(self) -> tq_service.v1.metadata_pb2.MirrorStatus:
+        """How its mirror was at the last heartbeat. Unset: it has none."""
 
     def __init__(
         self,
@@ -2387,9 +2397,11 @@ class StorageStatus(google.protobuf.message.Message):
         version: builtins.str = ...,
         heard_ago: google.protobuf.duration_pb2.Duration | None = ...,
         is_silent: builtins.bool = ...,
+        mirror: tq_service.v1.metadata_pb2.MirrorStatus | None = ...,
+        is_adopted: builtins.bool = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_max_bytes", b"_max_bytes", "heard_ago", b"heard_ago", "max_bytes", b"max_bytes"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_max_bytes", b"_max_bytes", "address", b"address", "heard_ago", b"heard_ago", "is_silent", b"is_silent", "max_bytes", b"max_bytes", "put_count", b"put_count", "storage_id", b"storage_id", "used_bytes", b"used_bytes", "version", b"version"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_max_bytes", b"_max_bytes", "heard_ago", b"heard_ago", "max_bytes", b"max_bytes", "mirror", b"mirror"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_max_bytes", b"_max_bytes", "address", b"address", "heard_ago", b"heard_ago", "is_adopted", b"is_adopted", "is_silent", b"is_silent", "max_bytes", b"max_bytes", "mirror", b"mirror", "put_count", b"put_count", "storage_id", b"storage_id", "used_bytes", b"used_bytes", "version", b"version"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_max_bytes", b"_max_bytes"]) -> typing.Literal["max_bytes"] | None: ...
 
 global___StorageStatus = StorageStatus

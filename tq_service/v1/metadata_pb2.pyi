@@ -410,6 +410,42 @@ class StorageEndpoint(google.protobuf.message.Message):
 global___StorageEndpoint = StorageEndpoint
 
 @typing.final
+class MirrorStatus(google.protobuf.message.Message):
+    """How the mirror of a storage service is: where its puts are a second time, on other nodes."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    URL_FIELD_NUMBER: builtins.int
+    IS_REACHABLE_FIELD_NUMBER: builtins.int
+    UNMIRRORED_BYTES_FIELD_NUMBER: builtins.int
+    SHORT_PUT_COUNT_FIELD_NUMBER: builtins.int
+    ASLEEP_PUT_COUNT_FIELD_NUMBER: builtins.int
+    url: builtins.str
+    """The engine, without user, password and settings, such as "s3://bucket/prefix"."""
+    is_reachable: builtins.bool
+    """Whether it answered the last call. Unset: there was none yet."""
+    unmirrored_bytes: builtins.int
+    """Bytes of puts that do not have the copies required yet, complete or not."""
+    short_put_count: builtins.int
+    """Puts that have these, and fewer copies than asked for."""
+    asleep_put_count: builtins.int
+    """Puts that were taken over from another storage service and not fetched yet."""
+    def __init__(
+        self,
+        *,
+        url: builtins.str = ...,
+        is_reachable: builtins.bool | None = ...,
+        unmirrored_bytes: builtins.int = ...,
+        short_put_count: builtins.int = ...,
+        asleep_put_count: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_is_reachable", b"_is_reachable", "is_reachable", b"is_reachable"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_is_reachable", b"_is_reachable", "asleep_put_count", b"asleep_put_count", "is_reachable", b"is_reachable", "short_put_count", b"short_put_count", "unmirrored_bytes", b"unmirrored_bytes", "url", b"url"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_is_reachable", b"_is_reachable"]) -> typing.Literal["is_reachable"] | None: ...
+
+global___MirrorStatus = MirrorStatus
+
+@typing.final
 class StoredPut(google.protobuf.message.Message):
     """A put that holds cells, and where it lies."""
 

@@ -421,6 +421,7 @@ class StatResponse(google.protobuf.message.Message):
     SHARED_MEMORY_SOCKET_FIELD_NUMBER: builtins.int
     SHARED_MEMORY_COUNT_FIELD_NUMBER: builtins.int
     DAMAGED_PUT_COUNT_FIELD_NUMBER: builtins.int
+    MIRROR_FIELD_NUMBER: builtins.int
     max_bytes: builtins.int
     """Most bytes that it stores. 0: no quota."""
     used_bytes: builtins.int
@@ -441,6 +442,10 @@ class StatResponse(google.protobuf.message.Message):
     def storage(self) -> tq_service.v1.metadata_pb2.StorageEndpoint:
         """Name, boot and address of the storage service."""
 
+    @property
+    def mirror(self) -> tq_service.v1.metadata_pb2.MirrorStatus:
+        """How its mirror is. Unset: it has none."""
+
     def __init__(
         self,
         *,
@@ -453,8 +458,9 @@ class StatResponse(google.protobuf.message.Message):
         shared_memory_socket: builtins.str = ...,
         shared_memory_count: builtins.int = ...,
         damaged_put_count: builtins.int = ...,
+        mirror: tq_service.v1.metadata_pb2.MirrorStatus | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["storage", b"storage"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["damaged_put_count", b"damaged_put_count", "max_bytes", b"max_bytes", "pooled_bytes", b"pooled_bytes", "put_count", b"put_count", "shared_memory_count", b"shared_memory_count", "shared_memory_socket", b"shared_memory_socket", "storage", b"storage", "uncommitted_put_count", b"uncommitted_put_count", "used_bytes", b"used_bytes"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["mirror", b"mirror", "storage", b"storage"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["damaged_put_count", b"damaged_put_count", "max_bytes", b"max_bytes", "mirror", b"mirror", "pooled_bytes", b"pooled_bytes", "put_count", b"put_count", "shared_memory_count", b"shared_memory_count", "shared_memory_socket", b"shared_memory_socket", "storage", b"storage", "uncommitted_put_count", b"uncommitted_put_count", "used_bytes", b"used_bytes"]) -> None: ...
 
 global___StatResponse = StatResponse

@@ -176,15 +176,22 @@ class AsyncFetchCalls(AsyncBase):
         self, located: BatchMeta, read: StorageRead, size_bytes: int | None, deadline: Deadline
     ) -> list[Received]:
         """Read from one storage service; while it does not answer, ask the controller where it is now."""
-        storage = read.storage
+        storage, loss_count = read.storage, 0
 
         async def attempt() -> list[Received]:
-            nonlocal storage
+            nonlocal storage, loss_count
             try:
                 if storage.is_away:
                     raise UnavailableError("it has not announced itself since the controller started")
                 reader = async_driver(storage, self._calls)
                 return await reader.get(read.request, read.positions.size, deadline, size_bytes)
+            except DataLossError as error:
+                # Another storage service may have taken the puts over, or be about to.
+                now = await self._find_storage(located, read, deadline)
+                if now == storage and loss_count:
+                    raise
+                storage, loss_count = now, loss_count + 1
+                raise UnavailableError(error.message, metadata=error.metadata) from error
             except UnavailableError:
                 with suppress(DeadlineError, UnavailableError):  # that of the storage service says more
                     storage = await self._find_storage(located, read, deadline)
@@ -208,7 +215,7 @@ class AsyncFetchCalls(AsyncBase):
             data_fields=read.field_names[:1],
         )
         for put in now.locations.puts if now.locations is not None else ():
-            if put.storage.storage_id == read.storage.storage_id:
+            if put.storage[:2] == read.storage[:2]:
                 return put.storage
         raise PutNotFoundError(
             f"the cells have moved from storage service {read.storage.storage_id!r} to another",

@@ -13,6 +13,46 @@ import typing
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 @typing.final
+class AdoptRequest(google.protobuf.message.Message):
+    """The storage service whose puts are to be taken over."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STORAGE_ID_FIELD_NUMBER: builtins.int
+    BOOT_ID_FIELD_NUMBER: builtins.int
+    storage_id: builtins.str
+    """Its name."""
+    boot_id: builtins.bytes
+    """The boot under which the puts were stored (16 bytes)."""
+    def __init__(
+        self,
+        *,
+        storage_id: builtins.str = ...,
+        boot_id: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "storage_id", b"storage_id"]) -> None: ...
+
+global___AdoptRequest = AdoptRequest
+
+@typing.final
+class AdoptResponse(google.protobuf.message.Message):
+    """What was taken over."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PUT_COUNT_FIELD_NUMBER: builtins.int
+    put_count: builtins.int
+    """Number of puts that the mirror has, known to the controller or not."""
+    def __init__(
+        self,
+        *,
+        put_count: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["put_count", b"put_count"]) -> None: ...
+
+global___AdoptResponse = AdoptResponse
+
+@typing.final
 class ConfirmPutsRequest(google.protobuf.message.Message):
     """Puts that are committed and durable with the controller."""
 

@@ -31,6 +31,11 @@ class StorageControlServiceStub(object):
                 request_serializer=tq__service_dot_internal_dot_v1_dot_storage__control__pb2.FreeCellsRequest.SerializeToString,
                 response_deserializer=tq__service_dot_internal_dot_v1_dot_storage__control__pb2.FreeCellsResponse.FromString,
                 )
+        self.Adopt = channel.unary_unary(
+                '/tq_service.internal.v1.StorageControlService/Adopt',
+                request_serializer=tq__service_dot_internal_dot_v1_dot_storage__control__pb2.AdoptRequest.SerializeToString,
+                response_deserializer=tq__service_dot_internal_dot_v1_dot_storage__control__pb2.AdoptResponse.FromString,
+                )
 
 
 class StorageControlServiceServicer(object):
@@ -69,6 +74,17 @@ class StorageControlServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Adopt(self, request, context):
+        """Takes over the puts of a storage service that is lost, from the mirror that both have. Changes: this service answers
+        reads under that name and boot, and registers as such, with its own address; the controller then says which puts it
+        knows (ReconcilePuts). Bytes are fetched when they are first read, and in the background. Idempotent, blocks for the
+        time in which the mirror is searched, about a second. Errors: FAILED_PRECONDITION (no mirror), NOT_FOUND (the mirror
+        has nothing of that boot), UNAVAILABLE (the mirror does not answer), DATA_LOSS (what leads to the puts is damaged).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_StorageControlServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -86,6 +102,11 @@ def add_StorageControlServiceServicer_to_server(servicer, server):
                     servicer.FreeCells,
                     request_deserializer=tq__service_dot_internal_dot_v1_dot_storage__control__pb2.FreeCellsRequest.FromString,
                     response_serializer=tq__service_dot_internal_dot_v1_dot_storage__control__pb2.FreeCellsResponse.SerializeToString,
+            ),
+            'Adopt': grpc.unary_unary_rpc_method_handler(
+                    servicer.Adopt,
+                    request_deserializer=tq__service_dot_internal_dot_v1_dot_storage__control__pb2.AdoptRequest.FromString,
+                    response_serializer=tq__service_dot_internal_dot_v1_dot_storage__control__pb2.AdoptResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -147,5 +168,22 @@ class StorageControlService(object):
         return grpc.experimental.unary_unary(request, target, '/tq_service.internal.v1.StorageControlService/FreeCells',
             tq__service_dot_internal_dot_v1_dot_storage__control__pb2.FreeCellsRequest.SerializeToString,
             tq__service_dot_internal_dot_v1_dot_storage__control__pb2.FreeCellsResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Adopt(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/tq_service.internal.v1.StorageControlService/Adopt',
+            tq__service_dot_internal_dot_v1_dot_storage__control__pb2.AdoptRequest.SerializeToString,
+            tq__service_dot_internal_dot_v1_dot_storage__control__pb2.AdoptResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)

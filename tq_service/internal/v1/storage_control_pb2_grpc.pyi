@@ -54,6 +54,17 @@ class StorageControlServiceStub:
     UNAVAILABLE (the key is not that of the present registration).
     """
 
+    Adopt: grpc.UnaryUnaryMultiCallable[
+        tq_service.internal.v1.storage_control_pb2.AdoptRequest,
+        tq_service.internal.v1.storage_control_pb2.AdoptResponse,
+    ]
+    """Takes over the puts of a storage service that is lost, from the mirror that both have. Changes: this service answers
+    reads under that name and boot, and registers as such, with its own address; the controller then says which puts it
+    knows (ReconcilePuts). Bytes are fetched when they are first read, and in the background. Idempotent, blocks for the
+    time in which the mirror is searched, about a second. Errors: FAILED_PRECONDITION (no mirror), NOT_FOUND (the mirror
+    has nothing of that boot), UNAVAILABLE (the mirror does not answer), DATA_LOSS (what leads to the puts is damaged).
+    """
+
 class StorageControlServiceAsyncStub:
     """What becomes of the puts of a storage service. Served to callers with the internal secret, or with a token of role
     service.
@@ -88,6 +99,17 @@ class StorageControlServiceAsyncStub:
     """Frees cells that were cleared, overwritten or failed. Unknown puts are ignored. A call whose number was carried
     out before changes nothing, so that what was stored since under the id of a put stays. Does not block. Errors:
     UNAVAILABLE (the key is not that of the present registration).
+    """
+
+    Adopt: grpc.aio.UnaryUnaryMultiCallable[
+        tq_service.internal.v1.storage_control_pb2.AdoptRequest,
+        tq_service.internal.v1.storage_control_pb2.AdoptResponse,
+    ]
+    """Takes over the puts of a storage service that is lost, from the mirror that both have. Changes: this service answers
+    reads under that name and boot, and registers as such, with its own address; the controller then says which puts it
+    knows (ReconcilePuts). Bytes are fetched when they are first read, and in the background. Idempotent, blocks for the
+    time in which the mirror is searched, about a second. Errors: FAILED_PRECONDITION (no mirror), NOT_FOUND (the mirror
+    has nothing of that boot), UNAVAILABLE (the mirror does not answer), DATA_LOSS (what leads to the puts is damaged).
     """
 
 class StorageControlServiceServicer(metaclass=abc.ABCMeta):
@@ -130,6 +152,19 @@ class StorageControlServiceServicer(metaclass=abc.ABCMeta):
         """Frees cells that were cleared, overwritten or failed. Unknown puts are ignored. A call whose number was carried
         out before changes nothing, so that what was stored since under the id of a put stays. Does not block. Errors:
         UNAVAILABLE (the key is not that of the present registration).
+        """
+
+    @abc.abstractmethod
+    def Adopt(
+        self,
+        request: tq_service.internal.v1.storage_control_pb2.AdoptRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[tq_service.internal.v1.storage_control_pb2.AdoptResponse, collections.abc.Awaitable[tq_service.internal.v1.storage_control_pb2.AdoptResponse]]:
+        """Takes over the puts of a storage service that is lost, from the mirror that both have. Changes: this service answers
+        reads under that name and boot, and registers as such, with its own address; the controller then says which puts it
+        knows (ReconcilePuts). Bytes are fetched when they are first read, and in the background. Idempotent, blocks for the
+        time in which the mirror is searched, about a second. Errors: FAILED_PRECONDITION (no mirror), NOT_FOUND (the mirror
+        has nothing of that boot), UNAVAILABLE (the mirror does not answer), DATA_LOSS (what leads to the puts is damaged).
         """
 
 def add_StorageControlServiceServicer_to_server(servicer: StorageControlServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

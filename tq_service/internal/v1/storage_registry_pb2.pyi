@@ -29,6 +29,8 @@ class RegisterStorageRequest(google.protobuf.message.Message):
     CONTROLLER_ID_FIELD_NUMBER: builtins.int
     PUT_COUNT_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
+    MIRROR_FIELD_NUMBER: builtins.int
+    IS_ADOPTED_FIELD_NUMBER: builtins.int
     max_bytes: builtins.int
     """Most bytes that it stores. 0: no quota."""
     used_bytes: builtins.int
@@ -43,6 +45,10 @@ class RegisterStorageRequest(google.protobuf.message.Message):
     """Number of puts that it stores."""
     version: builtins.str
     """Its version, such as "0.1.0"."""
+    is_adopted: builtins.bool
+    """Whether these are puts that the storage service at this address has taken over (Adopt): it gets no further ones
+    under this name and boot.
+    """
     @property
     def storage(self) -> tq_service.v1.metadata_pb2.StorageEndpoint:
         """Its name, boot, kind and address, as clients will get them."""
@@ -52,6 +58,10 @@ class RegisterStorageRequest(google.protobuf.message.Message):
         """Puts of this controller that have waited for too long for their confirmation, at most 4096; the others come with
         later heartbeats.
         """
+
+    @property
+    def mirror(self) -> tq_service.v1.metadata_pb2.MirrorStatus:
+        """How its mirror is, from which another storage service with the same one can take its puts over. Unset: it has none."""
 
     def __init__(
         self,
@@ -65,9 +75,11 @@ class RegisterStorageRequest(google.protobuf.message.Message):
         controller_id: builtins.bytes = ...,
         put_count: builtins.int = ...,
         version: builtins.str = ...,
+        mirror: tq_service.v1.metadata_pb2.MirrorStatus | None = ...,
+        is_adopted: builtins.bool = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["storage", b"storage"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["controller_id", b"controller_id", "max_bytes", b"max_bytes", "overdue_put_ids", b"overdue_put_ids", "put_count", b"put_count", "receipts_from", b"receipts_from", "run_id", b"run_id", "storage", b"storage", "used_bytes", b"used_bytes", "version", b"version"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["mirror", b"mirror", "storage", b"storage"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["controller_id", b"controller_id", "is_adopted", b"is_adopted", "max_bytes", b"max_bytes", "mirror", b"mirror", "overdue_put_ids", b"overdue_put_ids", "put_count", b"put_count", "receipts_from", b"receipts_from", "run_id", b"run_id", "storage", b"storage", "used_bytes", b"used_bytes", "version", b"version"]) -> None: ...
 
 global___RegisterStorageRequest = RegisterStorageRequest
 

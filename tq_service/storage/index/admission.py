@@ -84,6 +84,10 @@ class Admission:
         self.used_bytes -= size
         self.admit()
 
+    def has_free(self) -> bool:
+        """Whether there is capacity at all."""
+        return self.max_bytes is None or self.used_bytes < self.max_bytes
+
     def add(self, size: int) -> None:
         """Count bytes as used that the engine itself needs, such as for moving a put."""
         self.used_bytes += size

@@ -281,6 +281,17 @@ class StoredPut:
         """
         return self.values.view() if self._tables is None else self._tables
 
+    def table_views(self) -> list[memoryview]:
+        """Return the tables of the columns that are left: one after the other they are those of a copy."""
+        if not self.tables_bytes:
+            return []
+        tables = memoryview(self.tables())
+        return [
+            tables[column.table_at : column.table_at + column.tables_size()]
+            for column in self.columns.values()
+            if column is not None and fixed_row_bytes(column.spec) is None
+        ]
+
     def shapes(self) -> list[ColumnShape]:
         """Return its columns as they were put, as far as nothing of them was freed."""
         return [

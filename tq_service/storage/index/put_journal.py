@@ -160,7 +160,7 @@ class PutJournal:
 
     # Taking puts
 
-    async def flush(self, pending: PendingPut) -> None:
+    async def flush(self, pending: PendingPut, deadline: float | None = None) -> None:
         """Wait until the bytes of a put are where they outlive this process; see `StorageEngine.flush`."""
         stored = pending.whole()
         if stored is None:
@@ -222,7 +222,7 @@ class PutJournal:
         task = self._moving[put_id] = asyncio.get_running_loop().create_task(finish)
         task.add_done_callback(lambda done: self._end_move(done, blob))
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Give up moves that are under way: a restart finds the puts where they were."""
         for task in self._moving.values():
             task.cancel()
@@ -291,6 +291,14 @@ class PutJournal:
         if not isinstance(record, PutStored):
             raise TypeError(f"put {put_id.hex()} was written down as {type(record).__name__}")
         return restore_put(record, blob)
+
+    def is_asleep(self, put_id: bytes) -> bool:
+        """Whether a put is known by its name alone: none is, since its record is here."""
+        return False
+
+    def partition_of(self, put_id: bytes) -> str | None:
+        """Return None: no put is asleep."""
+        return None
 
     # Whether the bytes of recovered puts are as they were put
 
@@ -392,6 +400,13 @@ def describe_put(put_id: bytes, put: StoredPut, *, checksum: int = 0) -> PutStor
 
 def restore_put(record: PutStored, blob: Blob) -> StoredPut:
     """Return the put of a record; the blob has its tables and after them its values."""
+    put = put_of(record)
+    put.place(blob)
+    return put
+
+
+def put_of(record: PutStored) -> StoredPut:
+    """Return the put of a record, which is not placed yet."""
     row_sets: dict[str, RowSet] = {}
     columns: dict[str, StoredColumn | None] = {}
     for names, left in record.left_rows:
@@ -403,15 +418,13 @@ def restore_put(record: PutStored, blob: Blob) -> StoredPut:
     for name, dtype, layout, row_shape, value_bytes, encoding in record.columns:
         spec = _spec(name, dtype, layout, row_shape, encoding or None)
         columns[name] = StoredColumn(spec, row_sets.get(name, whole), value_bytes)
-    put = StoredPut(
+    return StoredPut(
         columns,
         record.row_count,
         record.partition_id,
         for_existing_rows=record.for_existing_rows,
         owner=record.owner,
     )
-    put.place(blob)
-    return put
 
 
 def _left_rows(put: StoredPut) -> tuple[LeftRows, ...]:

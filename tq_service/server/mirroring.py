@@ -1,0 +1,240 @@
+"""The mirror of a storage service's process, and the puts of lost storage services that it has taken over."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, Final
+
+from tq_service.durable import codec
+from tq_service.errors import InvalidArgumentError, PreconditionError, UnavailableError
+from tq_service.log_message import LogMessage
+from tq_service.objects.base import ObjectStore
+from tq_service.server.receipts import ReceiptKeys
+from tq_service.server.supervisor import Supervisor
+from tq_service.storage.engine import StorageEngine
+from tq_service.storage.mirror.adoption import find_left
+from tq_service.storage.mirror.layout import Names
+from tq_service.storage.mirror.mirror import Mirror
+from tq_service.storage.mirror.writer import ObjectWriter
+
+_log = logging.getLogger(__name__)
+CLUSTER: Final = "tq"
+_RETRY_SECONDS: Final = 1.0
+_MARGIN_SECONDS: Final = 2.0
+_IDLE_SECONDS: Final = 30.0
+_LOOK_SECONDS: Final = 5.0
+
+
+class Registration:
+    """For how long this process is surely the one that the controller knows. Before that it removes no objects.
+
+    A storage service that is silent for three heartbeats may have been taken for lost, and its puts taken over.
+    """
+
+    def __init__(self) -> None:
+        self._until = 0.0
+
+    def renew(self, sent_at: float, heartbeat_seconds: float) -> None:
+        """Take note that a heartbeat was accepted, which was sent at that time of the monotonic clock."""
+        self._until = sent_at + 3 * heartbeat_seconds - _MARGIN_SECONDS
+
+    def holds(self) -> bool:
+        """Whether the puts are surely not taken over yet."""
+        return time.monotonic() < self._until
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Adopted:
+    """The puts of a storage service that is lost.
+
+    Attributes:
+        engine: has them.
+        mirror: its mirror.
+        keys: for its receipts, of which it gives none.
+        registration: of it under the old name.
+        tasks: what it does in the background.
+    """
+
+    engine: StorageEngine
+    mirror: Mirror
+    keys: ReceiptKeys
+    registration: Registration
+    tasks: list[asyncio.Task[None]]
+
+
+class Mirroring:
+    """What a process mirrors, and has taken over. Confined to one event loop.
+
+    Args:
+        objects: the engine; closed by this.
+        url: of it, as it may be shown.
+        node: name of the node of this process.
+        copies: copies that each put is to have.
+        required: copies that it must have.
+        offered_bytes: memory of this node for copies of others.
+        supervisor: runs what goes on in the background.
+
+    Attributes:
+        adopted: what was taken over, by boot.
+
+    Raises:
+        InvalidArgumentError: more copies are required than the engine makes.
+    """
+
+    def __init__(
+        self,
+        objects: ObjectStore,
+        *,
+        url: str,
+        node: str,
+        copies: int,
+        required: int,
+        offered_bytes: int,
+        supervisor: Supervisor,
+    ) -> None:
+        fixed = objects.abilities.fixed_copies
+        if fixed is not None and required > fixed:
+            raise InvalidArgumentError(
+                f"mirror_required is {required}, and {url} makes {fixed} copies of each object; lower it, or use an "
+                "engine that makes more",
+                field="mirror_required",
+            )
+        self._objects = objects
+        self._url = url
+        self._node = node
+        self._copies = copies if fixed is None else min(copies, fixed)
+        self._required = required
+        self._offered_bytes = offered_bytes
+        self._opened = asyncio.Event()
+        self.adopted: dict[bytes, Adopted] = {}
+        self._adopting: dict[bytes, asyncio.Task[Adopted]] = {}
+        self._supervisor = supervisor
+        self._register: Callable[[Adopted], Coroutine[Any, Any, None]] | None = None
+
+    def mirror_of(
+        self, storage_id: str, boot_id: bytes, registration: Registration, generation: int = 0
+    ) -> tuple[Mirror, ObjectWriter]:
+        """Return the mirror of the puts of an instance of a storage service, and what writes its objects."""
+        writer = ObjectWriter(
+            self._objects,
+            Names(cluster=CLUSTER, storage_id=storage_id, boot_id=boot_id),
+            copies=self._copies,
+            required=self._required,
+            generation=generation,
+            may_remove=registration.holds,
+        )
+        return Mirror(writer, required=self._required, codec=codec, url=self._url), writer
+
+    async def run(self, mirror: Mirror, register: Callable[[Adopted], Coroutine[Any, Any, None]]) -> None:
+        """Open the engine, again until it is there, and do what the mirror of this service does in the background.
+
+        Args:
+            mirror: of this service's own puts.
+            register: registers what was taken over with the controller, until it is cancelled; raises PreconditionError
+                where another storage service has it.
+        """
+        self._register = register
+        while True:
+            try:
+                await self._objects.open(self._node, self._offered_bytes)
+                break
+            except UnavailableError as error:
+                _log.warning(LogMessage("the mirror cannot be reached; puts wait", mirror=self._url, error=error))
+                await asyncio.sleep(_RETRY_SECONDS)
+        self._opened.set()
+        await mirror.run()
+
+    async def adopt(self, storage_id: str, boot_id: bytes, own: StorageEngine) -> Adopted:
+        """Take over the puts of a storage service that is lost, under the quota of this service's own engine.
+
+        Raises:
+            NotFoundError: the mirror has nothing of it.
+            UnavailableError: the mirror does not answer.
+            DataLossError: what leads to the puts is damaged.
+        """
+        if boot_id in self.adopted:
+            return self.adopted[boot_id]
+        task = self._adopting.get(boot_id)
+        if task is None:
+            task = self._adopting[boot_id] = asyncio.get_running_loop().create_task(
+                self._adopt(storage_id, boot_id, own)
+            )
+            task.add_done_callback(lambda _: self._adopting.pop(boot_id, None))
+        return await asyncio.shield(task)
+
+    async def _adopt(self, storage_id: str, boot_id: bytes, own: StorageEngine) -> Adopted:
+        if not self._opened.is_set():
+            raise UnavailableError(f"the mirror {self._url} was not reached yet; try again")
+        names = Names(cluster=CLUSTER, storage_id=storage_id, boot_id=boot_id)
+        left = await find_left(self._objects, names, codec, copies=self._copies)
+        registration = Registration()
+        mirror, writer = self.mirror_of(storage_id, boot_id, registration, left.next_generation)
+        await writer.begin_generation()
+        engine = StorageEngine(
+            storage_id=storage_id, boot_id=boot_id, max_bytes=None, mirror=mirror, quota_of=own, clock=time.monotonic
+        )
+        count = engine.take_over(left.objects)
+        adopted = Adopted(engine=engine, mirror=mirror, keys=ReceiptKeys(), registration=registration, tasks=[])
+        self.adopted[boot_id] = adopted
+        _log.warning(
+            LogMessage("took over the puts of a lost storage service", storage=storage_id, boot=boot_id, count=count)
+        )
+        self._start(adopted, "mirroring", mirror.run())
+        self._start(adopted, "registering", self._stay_registered(adopted))
+        self._start(adopted, "fetching", engine.scrub())
+        self._start(adopted, "looking after", self._watch(adopted))
+        return adopted
+
+    def _start(self, adopted: Adopted, what: str, work: Coroutine[Any, Any, None]) -> None:
+        name = f"{what} the puts of storage {adopted.engine.storage_id} under boot {adopted.engine.boot_id.hex()}"
+        adopted.tasks.append(self._supervisor.start(name, work, may_end=True))
+
+    async def _stay_registered(self, adopted: Adopted) -> None:
+        """Register what was taken over until another storage service has it."""
+        if self._register is None:
+            return
+        try:
+            await self._register(adopted)
+        except PreconditionError as error:
+            _log.warning(
+                LogMessage("lets go of puts that it took over", storage=adopted.engine.storage_id, error=error.message)
+            )
+            await self.let_go(adopted)
+
+    async def _watch(self, adopted: Adopted) -> None:
+        """Let go of what was taken over once nothing of it is left."""
+        idle_seconds = 0.0
+        while idle_seconds < _IDLE_SECONDS:
+            await asyncio.sleep(_LOOK_SECONDS)
+            idle_seconds = 0.0 if adopted.engine.stat().put_count else idle_seconds + _LOOK_SECONDS
+        await self.let_go(adopted)
+
+    async def let_go(self, adopted: Adopted) -> None:
+        """Answer for an instance no more: its puts are gone, or another storage service has taken them over."""
+        self.adopted.pop(adopted.engine.boot_id, None)
+        current = asyncio.current_task()
+        for task in adopted.tasks:
+            if task is not current:
+                task.cancel()
+        await adopted.engine.close()
+        adopted.engine.let_go()
+
+    def engine(self, boot_id: bytes) -> StorageEngine | None:
+        """Return the engine of an instance that was taken over, None for another one."""
+        adopted = self.adopted.get(boot_id)
+        return None if adopted is None else adopted.engine
+
+    def keys(self, boot_id: bytes) -> ReceiptKeys | None:
+        """Return the receipt keys of an instance that was taken over, None for another one."""
+        adopted = self.adopted.get(boot_id)
+        return None if adopted is None else adopted.keys
+
+    async def close(self) -> None:
+        """Leave the engine; objects stay for the storage service that takes over."""
+        for adopted in list(self.adopted.values()):
+            await adopted.engine.close()
+        await self._objects.aclose()

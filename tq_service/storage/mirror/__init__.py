@@ -1,0 +1,1 @@
+"""Puts a second time, as objects of an engine on other nodes."""

@@ -1,0 +1,182 @@
+"""Finding the puts that a storage service has left in its mirror, for another one to take over."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, TypeVar
+
+from tq_service.errors import NotFoundError
+from tq_service.objects.base import LARGEST_OBJECT_BYTES, ObjectMissingError, ObjectStore
+from tq_service.storage.index.put_journal import PutStored
+from tq_service.storage.mirror.layout import (
+    HEAD_BYTES,
+    WINDOW,
+    Names,
+    PutObject,
+    list_bytes,
+    piece_count_of,
+    unpack_heads,
+    unpack_list,
+)
+from tq_service.storage.mirror.mirror import PutCodec
+
+_MOST_GENERATIONS: Final = 256
+_SECONDS_BACK: Final = 6 * 3600
+_SECONDS_AHEAD: Final = 600  # by which the clocks of two nodes may differ
+_NAMES_A_CALL: Final = 512
+_CALLS_AT_A_TIME: Final = 8
+_TRIES: Final = 5
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Left:
+    """What a storage service has left.
+
+    Attributes:
+        next_generation: that of the one that takes it over.
+        objects: what is there, oldest first.
+    """
+
+    next_generation: int
+    objects: Sequence[PutObject]
+
+
+async def find_left(
+    objects: ObjectStore,
+    names: Names,
+    codec: PutCodec,
+    *,
+    copies: int,
+    clock: Callable[[], float] = time.time,
+) -> Left:
+    """Find the objects that an instance of a storage service has left, and those that took its puts over before.
+
+    Args:
+        objects: the engine.
+        names: of the instance.
+        codec: reads the records of puts.
+        copies: copies that each object is to have; those with fewer are to be mirrored anew.
+        clock: seconds since the epoch, as storage services have them.
+
+    Raises:
+        NotFoundError: it has left nothing, or its last list is older than 6 hours.
+        UnavailableError: the engine did not answer.
+        DataLossError: its list is damaged.
+    """
+    begun = await _copies(objects, [names.heir(number) for number in range(1, _MOST_GENERATIONS)])
+    generation = newest = max((number for number, count in enumerate(begun, 1) if count), default=0)
+    for _ in range(_TRIES):
+        second = await _last_list(objects, names, generation, int(clock()))
+        if second is None and generation:
+            generation -= 1  # the one that took over ended before its first list: it wrote nothing
+        elif second is None:
+            break
+        else:
+            try:
+                listed_number, listed = unpack_list(await _read_list(objects, names, generation, second))
+            except ObjectMissingError:  # there is a newer one
+                continue
+            found = [*listed, *await _after_list(objects, names, codec, generation, listed_number)]
+            return Left(next_generation=newest + 1, objects=await _there(objects, names, found, copies))
+    raise NotFoundError(
+        f"the mirror has no list of puts of storage service {names.storage_id!r} under boot {names.boot_id.hex()}; "
+        "either it had no mirror, or it ended before its first put",
+        metadata={"storage_id": names.storage_id},
+    )
+
+
+async def _last_list(objects: ObjectStore, names: Names, generation: int, now: int) -> int | None:
+    """Return the second of the last list of a generation, None where there is none."""
+    searched = range(now + _SECONDS_AHEAD, now - _SECONDS_BACK, -1)
+    for at in range(0, len(searched), _NAMES_A_CALL):
+        seconds = searched[at : at + _NAMES_A_CALL]
+        counts = await objects.copies([names.list_of(generation, second) for second in seconds])
+        for second, count in zip(seconds, counts, strict=True):
+            if count:
+                return second
+    return None
+
+
+async def _read_list(objects: ObjectStore, names: Names, generation: int, second: int) -> memoryview:
+    first = names.list_of(generation, second)
+    size = await objects.size(first)
+    head = memoryview(bytearray(size))
+    await objects.read(first, head)
+    data = memoryview(bytearray(list_bytes(head)))
+    data[:size] = head
+    for piece in range(1, piece_count_of(len(data))):
+        start = piece * LARGEST_OBJECT_BYTES
+        name = names.list_of(generation, second, piece)
+        await objects.read(name, data[start : start + LARGEST_OBJECT_BYTES])
+    return data
+
+
+async def _after_list(
+    objects: ObjectStore, names: Names, codec: PutCodec, generation: int, first: int
+) -> list[PutObject]:
+    """Return the objects that were written after the last list."""
+    numbers = range(first, first + WINDOW)
+    counts = await _copies(objects, names.numbered(generation, numbers))
+    written = [PutObject(generation, number, b"", "") for number, count in zip(numbers, counts, strict=True) if count]
+    described = await _at_a_time([partial(_describe, objects, names, codec, each) for each in written])
+    return [each for each in described if each is not None]
+
+
+async def _describe(objects: ObjectStore, names: Names, codec: PutCodec, stored: PutObject) -> PutObject | None:
+    """Learn from an object itself what is in it; None where it is gone."""
+    name = names.pieces(stored)[0]
+    try:
+        size = await objects.size(name)
+        wanted = HEAD_BYTES
+        while True:
+            head = memoryview(bytearray(min(size, wanted)))
+            await objects.read(name, head)
+            heads = unpack_heads(head)
+            if not isinstance(heads, int):
+                break
+            wanted = heads
+    except ObjectMissingError:
+        return None
+    for encoded, _, _ in heads[0]:
+        record, _ = codec.decode_put(encoded)
+        if isinstance(record, PutStored):
+            stored.owner, stored.partition_id = record.owner, record.partition_id
+            stored.put_ids.add(record.put_id)
+    stored.piece_count, stored.is_written = piece_count_of(heads[1]), True
+    return stored
+
+
+async def _there(objects: ObjectStore, names: Names, found: Sequence[PutObject], copies: int) -> list[PutObject]:
+    """Return the objects that are there, and take note of those that are to be mirrored anew.
+
+    Where the engine says nothing of where copies are, one may be on the node of the storage service that asks.
+    """
+    counts = await _copies(objects, [names.pieces(each)[0] for each in found])
+    there = []
+    for each, count in zip(found, counts, strict=True):
+        if count:
+            each.is_written, each.is_short = True, count < copies
+            each.is_to_renew = each.is_short or objects.abilities.fixed_copies is None
+            there.append(each)
+    return there
+
+
+async def _copies(objects: ObjectStore, names: Sequence[str]) -> list[int]:
+    starts = range(0, len(names), _NAMES_A_CALL)
+    calls = [partial(objects.copies, names[start : start + _NAMES_A_CALL]) for start in starts]
+    return [count for counts in await _at_a_time(calls) for count in counts]
+
+
+async def _at_a_time(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
+    limit = asyncio.Semaphore(_CALLS_AT_A_TIME)
+
+    async def call(one: Callable[[], Awaitable[T]]) -> T:
+        async with limit:
+            return await one()
+
+    return await asyncio.gather(*map(call, calls))

@@ -1,0 +1,200 @@
+"""How puts lie in objects, and what names the objects have.
+
+    <cluster>/<storage_id>/<boot>/g0-17/0.0        puts, written by the storage service itself
+    <cluster>/<storage_id>/<boot>/list0-1790000000/0.0   which objects there are, as of that second
+    <cluster>/<storage_id>/<boot>/heir/1.0         says that a storage service has taken the puts over
+    <cluster>/<storage_id>/<boot>/g1-3/0.0         puts that this one has mirrored anew
+
+An object has whole puts of one owner and partition: how many, the sizes of each, their records, their tables and
+values. What is larger than an engine takes is cut into pieces, of which the first is written last: where that is there,
+all of them are.
+
+Engines that cannot list names are found through lists. Objects are numbered, and a list says which ones are there, and
+the number of the next one; at most `WINDOW` objects are written after a list before there is another one. So a list and
+the existence of so many names tell all that was ever acknowledged. Lists are named by the second they were written in,
+and searched for backwards from now. Every taking over begins a generation, with lists of its own.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Final
+
+import msgpack
+
+from tq_service.errors import DataLossError
+from tq_service.objects.base import LARGEST_OBJECT_BYTES, Buffer
+from tq_service.objects.names import ObjectName
+
+WINDOW: Final = 8192
+"""Most objects that are written after a list."""
+
+HEAD_BYTES: Final = 64 << 10
+"""Bytes of an object that have its records nearly always."""
+
+_COUNT: Final = struct.Struct("<I")
+_SIZES: Final = struct.Struct("<IQ")
+_PUT_ID_BYTES: Final = 16
+
+
+@dataclass(slots=True, eq=False)
+class PutObject:
+    """An object with puts of one owner and partition.
+
+    Attributes:
+        generation: of the storage service that wrote it, see above.
+        number: its own within the generation.
+        owner: controller that owns the puts.
+        partition_id: what they are for.
+        put_ids: those of its puts that are not dropped.
+        piece_count: number of its pieces.
+        is_written: whether it is there.
+        is_short: whether it has fewer copies than asked for.
+        is_to_renew: whether its puts are to be written to other objects once they are in memory.
+    """
+
+    generation: int
+    number: int
+    owner: bytes
+    partition_id: str
+    put_ids: set[bytes] = field(default_factory=set)
+    piece_count: int = 1
+    is_written: bool = False
+    is_short: bool = False
+    is_to_renew: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Names:
+    """The names of all objects of one instance of a storage service."""
+
+    cluster: str
+    storage_id: str
+    boot_id: bytes
+
+    def pieces(self, stored: PutObject) -> list[str]:
+        """Return the names of the pieces of an object."""
+        label = f"g{stored.generation}-{stored.number}"
+        return [self._name(label, piece) for piece in range(stored.piece_count)]
+
+    def numbered(self, generation: int, numbers: Iterable[int]) -> list[str]:
+        """Return the names of the first pieces of objects."""
+        return [self._name(f"g{generation}-{number}", 0) for number in numbers]
+
+    def list_of(self, generation: int, second: int, piece: int = 0) -> str:
+        """Return the name of a piece of a list."""
+        return self._name(f"list{generation}-{second}", piece)
+
+    def heir(self, generation: int) -> str:
+        """Return the name of what says that a generation has begun."""
+        return self._name("heir", generation)
+
+    def _name(self, label: str, piece: int) -> str:
+        return str(
+            ObjectName(
+                cluster=self.cluster,
+                storage_id=self.storage_id,
+                instance=self.boot_id.hex(),
+                put_id=label,
+                piece=piece,
+            )
+        )
+
+
+def pack_puts(puts: Sequence[tuple[bytes, Sequence[Buffer]]]) -> list[Buffer]:
+    """Return the bytes of an object, in parts.
+
+    Args:
+        puts: of each its record, and its tables and values in parts.
+    """
+    sizes = [_SIZES.pack(len(record), sum(map(len, parts))) for record, parts in puts]
+    head = b"".join((_COUNT.pack(len(puts)), *sizes, *(record for record, _ in puts)))
+    return [head, *(part for _, parts in puts for part in parts)]
+
+
+def unpack_heads(data: Buffer) -> tuple[list[tuple[bytes, int, int]], int] | int:
+    """Return the records of an object, and where the bytes of each put start and end; and the size of it all.
+
+    Where `data` ends before the records do, return how many bytes have them.
+    """
+    if len(data) < _COUNT.size:
+        return _COUNT.size
+    count: int = _COUNT.unpack_from(data)[0]
+    at: int = _COUNT.size + count * _SIZES.size
+    if len(data) < at:
+        return at
+    sizes = [_SIZES.unpack_from(data, _COUNT.size + number * _SIZES.size) for number in range(count)]
+    records_end: int = at + sum(record_bytes for record_bytes, _ in sizes)
+    if len(data) < records_end:
+        return records_end
+    found, start = [], records_end
+    for record_bytes, put_bytes in sizes:
+        found.append((bytes(data[at : at + record_bytes]), start, start + put_bytes))
+        at, start = at + record_bytes, start + put_bytes
+    return found, start
+
+
+def piece_count_of(size: int) -> int:
+    """Return how many pieces an object of so many bytes has."""
+    return max(1, -(-size // LARGEST_OBJECT_BYTES))
+
+
+def cut(parts: Iterable[Buffer], most: int = LARGEST_OBJECT_BYTES) -> list[list[Buffer]]:
+    """Return bytes in pieces of `most` bytes each, but for the last one."""
+    pieces: list[list[Buffer]] = [[]]
+    free = most
+    for part in parts:
+        view = memoryview(part).cast("B")
+        while len(view) > free:
+            pieces[-1].append(view[:free])
+            view = view[free:]
+            pieces.append([])
+            free = most
+        if len(view):
+            pieces[-1].append(view)
+            free -= len(view)
+    return pieces
+
+
+def pack_list(next_number: int, objects: Iterable[PutObject]) -> bytes:
+    """Return a list of objects.
+
+    Args:
+        next_number: objects of this generation with this number and higher ones are not in it.
+        objects: those that are there or being written.
+    """
+    rows = [
+        (each.generation, each.number, each.piece_count, each.owner, each.partition_id, b"".join(each.put_ids))
+        for each in objects
+    ]
+    packed: bytes = msgpack.packb((next_number, rows))
+    return _SIZES.pack(0, len(packed)) + packed
+
+
+def list_bytes(head: Buffer) -> int:
+    """Return the size of a list of which this is the beginning."""
+    return int(_SIZES.unpack_from(head)[1]) + _SIZES.size
+
+
+def unpack_list(data: Buffer) -> tuple[int, list[PutObject]]:
+    """Return what `pack_list` was given.
+
+    Raises:
+        DataLossError: it is no list.
+    """
+    try:
+        next_number, rows = msgpack.unpackb(memoryview(data)[_SIZES.size :], use_list=False)
+        return next_number, [
+            PutObject(generation, number, owner, partition_id, set(_put_ids(put_ids)), piece_count, is_written=True)
+            for generation, number, piece_count, owner, partition_id, put_ids in rows
+        ]
+    except (ValueError, TypeError) as error:
+        raise DataLossError(f"a list of mirrored puts cannot be read: {error}") from error
+
+
+def _put_ids(joined: bytes) -> list[bytes]:
+    ends = accumulate(_PUT_ID_BYTES for _ in range(len(joined) // _PUT_ID_BYTES))
+    return [joined[end - _PUT_ID_BYTES : end] for end in ends]

@@ -1,0 +1,461 @@
+"""A storage service's puts a second time, in an engine on other nodes. Memory of the service has the first ones.
+
+    bytes written -> mirrored with the copies required -> the put is complete
+    the put is dropped -> its memory is free at once, its object removed soon
+
+Rows that are freed, and compaction, change memory alone: an object goes with the last of its puts. So a storage service
+that was taken for dead destroys nothing that another one has taken over.
+
+Puts that were taken over are asleep: known by name, owner and partition. They are fetched when they are first read, and
+all of them in the background.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, Protocol, TypeAlias
+
+from tq_service.errors import DataLossError, QuotaExceededError, TqError, UnavailableError
+from tq_service.log_message import LogMessage
+from tq_service.objects.base import LARGEST_OBJECT_BYTES, Buffer
+from tq_service.results import MirrorStatus
+from tq_service.storage.blobs.base import RETRY_AFTER_SECONDS, Blob, is_temporary
+from tq_service.storage.index.put import PendingPut, StoredPut
+from tq_service.storage.index.put_journal import EncodedPut, PutRecord, PutStored, describe_put
+from tq_service.storage.mirror.layout import PutObject, pack_puts, unpack_heads
+from tq_service.storage.mirror.writer import ObjectWriter
+
+_log = logging.getLogger(__name__)
+SMALL_PUT_BYTES: Final = 256 << 10
+"""Smaller puts are gathered into one object."""
+
+_GATHER_SECONDS: Final = 0.002
+_MOST_GATHERED: Final = 64
+_FIRST_PAUSE_SECONDS: Final = 0.05
+_LAST_PAUSE_SECONDS: Final = 1.0
+_FETCH_PAUSE_SECONDS: Final = 0.001
+_RETRY_SECONDS: Final = 1.0
+_NOTHING: Final[Sequence[Buffer]] = ()
+_Kind: TypeAlias = tuple[bytes, str]
+"""Owner and partition: puts with the same may share an object."""
+
+
+class PutCodec(Protocol):
+    """Makes bytes of the records of puts, and reads them."""
+
+    def encode_put(self, record: PutRecord) -> bytes:
+        """Return the bytes of a record."""
+        ...
+
+    def decode_put(self, data: bytes) -> tuple[PutRecord, EncodedPut]:
+        """Return what bytes are the record of."""
+        ...
+
+
+class _Copy:
+    """One put in the mirror: being written, then in an object.
+
+    Attributes:
+        put_id: the put.
+        kind: its owner and partition.
+        record: what is written of it besides its bytes.
+        parts: its bytes, until they are written.
+        blob: what these are in, pinned until then.
+        size: of the bytes.
+        is_needed: whether the put is still there.
+        batch: what it is written with, until it is.
+        stored: what it is in, once it is written.
+        written: done once it is.
+        replaces: an older copy, dropped then.
+    """
+
+    __slots__ = (
+        "batch",
+        "blob",
+        "is_needed",
+        "kind",
+        "parts",
+        "put_id",
+        "record",
+        "replaces",
+        "size",
+        "stored",
+        "written",
+    )
+
+    def __init__(self, put_id: bytes, kind: _Kind, stored: PutObject | None = None) -> None:
+        self.put_id = put_id
+        self.kind = kind
+        self.record = b""
+        self.parts = _NOTHING
+        self.blob: Blob | None = None
+        self.size = 0
+        self.is_needed = True
+        self.batch: _Batch | None = None
+        self.stored = stored
+        self.written: asyncio.Future[None] | None = None
+        self.replaces: _Copy | None = None
+
+
+class _Batch:
+    """Puts that are written as one object.
+
+    Attributes:
+        copies: of these puts.
+        task: writes them, once it has begun.
+    """
+
+    __slots__ = ("copies", "task")
+
+    def __init__(self) -> None:
+        self.copies: list[_Copy] = []
+        self.task: asyncio.Task[None] | None = None
+
+
+class Mirror:
+    """Where the puts of an engine are a second time. Confined to the engine's event loop.
+
+    Args:
+        writer: writes objects.
+        required: copies without which a put is not complete; 0: it is, and is mirrored after.
+        codec: makes bytes of the records of puts.
+        url: of the engine, as it is shown.
+        clock: what deadlines are measured with.
+
+    Attributes:
+        damaged: puts whose bytes are lost, and why.
+        on_fetched: called with the record and the bytes of each put that was asleep and is not any more; returns it,
+            None where nothing of it is left.
+        may_fetch: whether there is memory for puts that nobody has asked for.
+    """
+
+    def __init__(
+        self,
+        writer: ObjectWriter,
+        *,
+        required: int,
+        codec: PutCodec,
+        url: str = "",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._writer = writer
+        self._required = required
+        self._codec = codec
+        self._url = url
+        self._clock = clock
+        self.damaged: dict[bytes, str] = {}
+        self.on_fetched: Callable[[PutStored, memoryview], StoredPut | None] = lambda *_: None
+        self.may_fetch: Callable[[], bool] = lambda: True
+        self._copies: dict[bytes, _Copy] = {}
+        self._flushed: dict[bytes, _Copy] = {}  # until the put is finished, in the same step
+        self._gathered: dict[_Kind, _Batch] = {}
+        self._small_count = 0  # batches of small puts that are being written
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._asleep: dict[bytes, PutObject] = {}
+        self._fetching: dict[PutObject, asyncio.Task[None]] = {}
+        self._unmirrored_bytes = self._short_put_count = 0
+
+    def stat(self) -> MirrorStatus:
+        """Return how it is."""
+        return MirrorStatus(
+            url=self._url,
+            is_reachable=self._writer.is_reachable,
+            unmirrored_bytes=self._unmirrored_bytes,
+            short_put_count=self._short_put_count,
+            asleep_put_count=len(self._asleep),
+        )
+
+    async def run(self) -> None:
+        """Do what is done in the background until it is cancelled."""
+        await self._writer.run()
+
+    async def close(self) -> None:
+        """Write nothing any more; objects stay for the storage service that takes the puts over."""
+        tasks = [*self._tasks, *self._fetching.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # Taking puts
+
+    async def flush(self, pending: PendingPut, deadline: float | None) -> None:
+        """Wait until a put has the copies required; with none required begin to make them.
+
+        Raises:
+            QuotaExceededError: it has not until the deadline.
+        """
+        stored = pending.whole()
+        if stored is None:
+            return
+        copy = self._begin(pending.put_id, stored)
+        try:
+            if self._required:
+                await self._wait(copy, deadline)
+            pending.opened()
+        except BaseException:
+            self._abandon(copy)
+            raise
+        self._flushed[pending.put_id] = copy
+
+    async def _wait(self, copy: _Copy, deadline: float | None) -> None:
+        copy.written = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(None if deadline is None else deadline - self._clock()):
+                await copy.written
+        except TimeoutError:
+            raise QuotaExceededError(
+                f"a put of {copy.size} bytes has not the {self._required} copies required on other nodes until the "
+                f"deadline: {self._writer.error or 'the mirror is slow'}; put it again, give the mirror more capacity "
+                "or nodes, or lower mirror_required",
+                retry_after_seconds=RETRY_AFTER_SECONDS,
+                metadata={"limit_name": "mirror_required", "got": "0", "limit": str(self._required)},
+            ) from None
+
+    def _begin(self, put_id: bytes, put: StoredPut) -> _Copy:
+        """Begin to mirror a put as it is now, together with others where it is small."""
+        copy = _Copy(put_id, (put.owner, put.partition_id))
+        copy.record = self._codec.encode_put(describe_put(put_id, put))
+        view = put.values.view()
+        values = [view[start : start + size] for start, size in put.value_spans() if size]
+        copy.parts = [*put.table_views(), *values]
+        copy.size = sum(map(len, copy.parts))
+        copy.blob = put.values
+        copy.blob.pin()
+        self._unmirrored_bytes += copy.size
+        if copy.size < SMALL_PUT_BYTES:
+            self._gather(copy)
+        else:
+            batch = copy.batch = _Batch()
+            batch.copies.append(copy)
+            self._start(batch)
+        return copy
+
+    def _gather(self, copy: _Copy) -> None:
+        """Have a small put written with others: at once where no small ones are being written, else soon."""
+        batch = self._gathered.get(copy.kind)
+        if batch is None:
+            batch = self._gathered[copy.kind] = _Batch()
+            delay = _GATHER_SECONDS if self._small_count else 0.0
+            asyncio.get_running_loop().call_later(delay, self._send, copy.kind, batch)
+        copy.batch = batch
+        batch.copies.append(copy)
+        if len(batch.copies) >= _MOST_GATHERED:
+            self._send(copy.kind, batch)
+
+    def _send(self, kind: _Kind, batch: _Batch) -> None:
+        if self._gathered.get(kind) is batch:
+            del self._gathered[kind]
+            self._small_count += 1
+            self._start(batch).add_done_callback(self._end_small)
+
+    def _end_small(self, _task: asyncio.Task[None]) -> None:
+        self._small_count -= 1
+
+    def _start(self, batch: _Batch) -> asyncio.Task[None]:
+        task = batch.task = asyncio.get_running_loop().create_task(self._write(batch.copies))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda _: self._end(batch.copies))
+        return task
+
+    async def _write(self, copies: Sequence[_Copy]) -> None:
+        """Write an object again and again, until it has its copies or none of its puts is needed any more."""
+        pause = _FIRST_PAUSE_SECONDS
+        while needed := [copy for copy in copies if copy.is_needed]:
+            owner, partition_id = needed[0].kind
+            parts = pack_puts([(copy.record, copy.parts) for copy in needed])
+            stored = await self._writer.write(owner, partition_id, [copy.put_id for copy in needed], parts)
+            if stored is not None:
+                self._written(needed, stored)
+                return
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LAST_PAUSE_SECONDS)
+
+    def _end(self, copies: Sequence[_Copy]) -> None:
+        for copy in copies:
+            self._unmirrored_bytes -= copy.size
+            copy.parts, copy.record, copy.batch = _NOTHING, b"", None
+            if copy.blob is not None:
+                copy.blob.unpin()
+                copy.blob = None
+
+    def _written(self, copies: Sequence[_Copy], stored: PutObject) -> None:
+        for copy in copies:
+            copy.stored = stored
+            self._short_put_count += stored.is_short
+            if not copy.is_needed:
+                self._leave(copy)
+                continue
+            if copy.written is not None and not copy.written.done():
+                copy.written.set_result(None)
+            if copy.replaces is not None:
+                self._abandon(copy.replaces)
+                copy.replaces = None
+
+    def _abandon(self, copy: _Copy) -> None:
+        """Take note that a copy is not needed any more; one that is written with others goes once it is."""
+        if not copy.is_needed:
+            return
+        copy.is_needed = False
+        if copy.stored is not None:
+            self._leave(copy)
+        if copy.replaces is not None:
+            self._abandon(copy.replaces)
+        batch = copy.batch
+        if batch is not None and batch.task is not None and not any(each.is_needed for each in batch.copies):
+            batch.task.cancel()
+
+    def _leave(self, copy: _Copy) -> None:
+        stored = copy.stored
+        if stored is not None:
+            self._short_put_count -= stored.is_short
+            stored.put_ids.discard(copy.put_id)
+            if not stored.put_ids:
+                self._writer.discard(stored)
+
+    def record(self, put_id: bytes, put: StoredPut, checksum: int | None) -> None:
+        """Take note that a flushed put is complete."""
+        self._copies[put_id] = self._flushed.pop(put_id)
+
+    # Giving them back
+
+    def drop(self, put_id: bytes, blob: Blob) -> None:
+        """Free the memory of a put at once, and have its object removed soon."""
+        self.forget(put_id)
+        self._asleep.pop(put_id, None)
+        copy = self._copies.pop(put_id, None)
+        if copy is not None:
+            self._abandon(copy)
+        blob.release()
+
+    def may_compact(self, put_id: bytes) -> bool:
+        """Whether a put may be moved now."""
+        return put_id not in self.damaged
+
+    def move(self, put_id: bytes, old: Blob, moved: StoredPut) -> None:
+        """Free what a put was in; its object stays as it is."""
+        old.release()
+
+    def mark_damaged(self, put_id: bytes, reason: str) -> None:
+        """Take note of a put that cannot be read."""
+        if put_id not in self.damaged:
+            _log.error(LogMessage("a put is damaged", put_id=put_id, reason=reason))
+            self.damaged[put_id] = reason
+
+    def mark_unreadable(self, put_id: bytes, error: OSError) -> None:
+        """Take note of a put that cannot be mapped, other than for the moment."""
+        if not is_temporary(error):
+            self.mark_damaged(put_id, str(error))
+
+    def forget(self, put_id: bytes) -> bool:
+        """Forget whether a put is sound; return whether it was damaged."""
+        return self.damaged.pop(put_id, None) is not None
+
+    # Puts that were taken over
+
+    def take_over(self, objects: Iterable[PutObject]) -> dict[bytes, bytes]:
+        """Take over what the objects have; of a put that is in several, the last one counts.
+
+        Returns:
+            The puts, which are asleep, and the owner of each.
+        """
+        owners: dict[bytes, bytes] = {}
+        for stored in objects:
+            self._writer.live[stored.generation, stored.number] = stored
+            for put_id in list(stored.put_ids):
+                if (older := self._copies.get(put_id)) is not None:
+                    self._abandon(older)
+                self._copies[put_id] = _Copy(put_id, (stored.owner, stored.partition_id), stored)
+                self._short_put_count += stored.is_short
+                self._asleep[put_id] = stored
+                owners[put_id] = stored.owner
+        return owners
+
+    def is_asleep(self, put_id: bytes) -> bool:
+        """Whether a put was not fetched yet."""
+        return put_id in self._asleep
+
+    def partition_of(self, put_id: bytes) -> str | None:
+        """Return the partition of a put that is asleep, None for others."""
+        stored = self._asleep.get(put_id)
+        return None if stored is None else stored.partition_id
+
+    async def check(self, put_ids: Iterable[bytes]) -> None:
+        """Fetch puts that are asleep.
+
+        Raises:
+            UnavailableError: the engine does not answer.
+        """
+        if self._asleep:
+            objects = {id(stored): stored for put_id in put_ids if (stored := self._asleep.get(put_id)) is not None}
+            if objects:
+                await asyncio.wait([self._start_fetch(stored) for stored in objects.values()])
+                for put_id in put_ids:
+                    if put_id in self._asleep:
+                        raise UnavailableError(
+                            f"put {put_id.hex()} cannot be fetched from the mirror now: {self._writer.error}; try again"
+                        )
+
+    async def scrub(self) -> None:
+        """Fetch all puts that are asleep, one object after the other, as far as there is memory for them."""
+        while self._asleep:
+            if not self.may_fetch():
+                await asyncio.sleep(_RETRY_SECONDS)
+                continue
+            put_id, stored = next(iter(self._asleep.items()))
+            await asyncio.wait([self._start_fetch(stored)])
+            await asyncio.sleep(_RETRY_SECONDS if put_id in self._asleep else _FETCH_PAUSE_SECONDS)
+
+    def _start_fetch(self, stored: PutObject) -> asyncio.Task[None]:
+        task = self._fetching.get(stored)
+        if task is None:
+            task = self._fetching[stored] = asyncio.get_running_loop().create_task(self._fetch(stored))
+            task.add_done_callback(lambda _: self._fetching.pop(stored, None))
+        return task
+
+    async def _fetch(self, stored: PutObject) -> None:
+        """Fetch what an object has of the puts that are asleep; what is lost of them is damaged."""
+        try:
+            data = await self._read(stored)
+            heads = unpack_heads(data)
+            if isinstance(heads, int):
+                raise DataLossError(f"object {stored.number} has {len(data)} bytes, its records end at {heads}")
+        except DataLossError as error:
+            for put_id in [each for each in stored.put_ids if self._asleep.get(each) is stored]:
+                del self._asleep[put_id]
+                self.mark_damaged(put_id, error.message)
+            return
+        except TqError as error:
+            self._writer.error = error.message
+            return
+        for record, start, end in heads[0]:
+            self._wake(stored, record, data[start:end])
+            await asyncio.sleep(0)
+
+    def _wake(self, stored: PutObject, encoded: bytes, data: memoryview) -> None:
+        record, _ = self._codec.decode_put(encoded)
+        if not isinstance(record, PutStored) or self._asleep.get(record.put_id) is not stored:
+            return
+        del self._asleep[record.put_id]
+        try:
+            put = self.on_fetched(record, data)
+        except (OSError, MemoryError) as error:
+            self._asleep[record.put_id] = stored
+            self._writer.error = f"there is no memory for it ({error})"
+            return
+        if put is not None and stored.is_to_renew:
+            older = self._copies[record.put_id]
+            copy = self._copies[record.put_id] = self._begin(record.put_id, put)
+            copy.replaces = older
+
+    async def _read(self, stored: PutObject) -> memoryview:
+        objects, names = self._writer.objects, self._writer.names.pieces(stored)
+        last_bytes = await objects.size(names[-1])
+        data = memoryview(bytearray((len(names) - 1) * LARGEST_OBJECT_BYTES + last_bytes))
+        for number, name in enumerate(names):
+            start = number * LARGEST_OBJECT_BYTES
+            await objects.read(name, data[start : start + LARGEST_OBJECT_BYTES])
+        return data

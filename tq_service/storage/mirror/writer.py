@@ -1,0 +1,227 @@
+"""Writes objects under names never used before, keeps the list of them, and removes those that no put needs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from itertools import islice
+from typing import Final
+
+from tq_service.errors import AlreadyExistsError, DataLossError, QuotaExceededError, TqError, UnavailableError
+from tq_service.log_message import LogMessage
+from tq_service.objects.base import Buffer, ObjectStore
+from tq_service.storage.mirror.layout import WINDOW, Names, PutObject, cut, pack_list
+
+_log = logging.getLogger(__name__)
+_LIST_SECONDS: Final = 5.0
+_LIST_BYTES_PER_SECOND: Final = 4e6  # of lists, at most
+_IDLE_LIST_SECONDS: Final = 1800.0  # lists are searched for over hours
+_RETRY_SECONDS: Final = 1.0
+_MOST_REMOVED: Final = 256
+_TOKEN_BYTES: Final = 16
+
+
+class ObjectWriter:
+    """The objects of one instance of a storage service, and the lists of them. Confined to one event loop.
+
+    opened (by `run`) -> a first list is written -> objects are, and lists of them -> closed
+
+    Args:
+        objects: the engine, shared with others.
+        names: of this instance.
+        copies: copies that each object is to have on other nodes.
+        required: copies that it must have, at least 1.
+        generation: see `layout`.
+        may_remove: whether objects may be removed now: another storage service may have taken the puts over.
+
+    Attributes:
+        live: objects that are there or being written.
+        is_reachable: whether the last call to the engine was answered; None: there was none yet.
+        error: why not.
+    """
+
+    def __init__(
+        self,
+        objects: ObjectStore,
+        names: Names,
+        *,
+        copies: int,
+        required: int,
+        generation: int = 0,
+        may_remove: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self.objects = objects
+        self.names = names
+        self.copies = copies
+        self.generation = generation
+        self._required = max(required, 1)
+        self._may_remove = may_remove
+        self.live: dict[tuple[int, int], PutObject] = {}
+        self.is_reachable: bool | None = None
+        self.error = ""
+        self._next_number = 1
+        self._listed_number: int | None = None  # that of the last list; None: there is none
+        self._listed_at = 0.0
+        self._list_bytes = 0
+        self._list_second = 0
+        self._list_names: list[str] = []
+        self._list_due = asyncio.Event()
+        self._may_number = asyncio.Event()
+        self._leftovers: dict[str, None] = {}  # names to be removed
+        self._has_leftovers = asyncio.Event()
+
+    async def run(self) -> None:
+        """Write lists and remove objects until it is cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._remove_leftovers())
+            while True:
+                if not self._is_list_due() or await self._write_list():
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(self._pause()):
+                            await self._list_due.wait()
+                else:
+                    await asyncio.sleep(_RETRY_SECONDS)
+
+    async def begin_generation(self) -> None:
+        """Say that this writer has taken the puts over, under a generation that no other one has.
+
+        Raises:
+            UnavailableError, QuotaExceededError: that cannot be written.
+        """
+        while True:
+            name, token = self.names.heir(self.generation), os.urandom(_TOKEN_BYTES)
+            with suppress(AlreadyExistsError):
+                await self.objects.put(name, [token], copies=self.copies)
+                found = bytearray(_TOKEN_BYTES)
+                await self.objects.read(name, memoryview(found))
+                if found == token:
+                    return
+            self.generation += 1
+
+    # Objects
+
+    async def write(
+        self, owner: bytes, partition_id: str, put_ids: Iterable[bytes], parts: Sequence[Buffer]
+    ) -> PutObject | None:
+        """Write an object, and return it; None where it has not the copies that it must have.
+
+        Args:
+            owner: controller that owns the puts.
+            partition_id: what they are for.
+            put_ids: the puts.
+            parts: the bytes, which must not change meanwhile.
+        """
+        pieces = cut(parts)
+        stored = PutObject(self.generation, await self._take_number(), owner, partition_id, set(put_ids), len(pieces))
+        self.live[self.generation, stored.number] = stored
+        made: int | None = None
+        try:
+            made = await self._put_all(self.names.pieces(stored), pieces)
+        finally:
+            if made is None or made < self._required:
+                self.discard(stored)
+        if made is None or made < self._required:
+            return None
+        stored.is_written, stored.is_short = True, made < self.copies
+        return stored
+
+    async def _put_all(self, names: Sequence[str], pieces: Sequence[Sequence[Buffer]]) -> int | None:
+        """Put pieces, the last one first; return the copies there are of each, None where the engine failed."""
+        made = self.copies
+        for name, piece in reversed(list(zip(names, pieces, strict=True))):
+            try:
+                made = min(made, await self.objects.put(name, piece, copies=self.copies))
+            except (UnavailableError, QuotaExceededError, AlreadyExistsError, DataLossError) as error:
+                self._on_error(error)
+                return None
+            if made < self._required:
+                self._on_error(UnavailableError(f"an object got {made} copies, at least {self._required} are required"))
+                return None
+        self._on_success()
+        return made
+
+    async def _take_number(self) -> int:
+        """Return a number that no object had, once a list leads to it."""
+        while not self._can_number():
+            self._may_number.clear()
+            self._list_due.set()
+            await self._may_number.wait()
+        number = self._next_number
+        self._next_number += 1
+        if self._listed_number is not None and number >= self._listed_number + WINDOW // 4:
+            self._list_due.set()
+        return number
+
+    def _can_number(self) -> bool:
+        return self._listed_number is not None and self._next_number < self._listed_number + WINDOW
+
+    def discard(self, stored: PutObject) -> None:
+        """Have an object removed, soon."""
+        self.live.pop((stored.generation, stored.number), None)
+        self._remove(self.names.pieces(stored))
+
+    def _on_error(self, error: TqError) -> None:
+        if self.is_reachable is not False:
+            _log.warning(LogMessage("the mirror does not take objects; puts wait", error=error.message))
+        self.is_reachable, self.error = False, error.message
+
+    def _on_success(self) -> None:
+        if self.is_reachable is False:
+            _log.info(LogMessage("the mirror takes objects again"))
+        self.is_reachable, self.error = True, ""
+
+    # Lists
+
+    def _is_list_due(self) -> bool:
+        if self._listed_number is None:
+            return True
+        is_old = time.monotonic() - self._listed_at > _IDLE_LIST_SECONDS
+        return is_old or self._next_number > self._listed_number
+
+    def _pause(self) -> float:
+        return max(_LIST_SECONDS, self._list_bytes / _LIST_BYTES_PER_SECOND)
+
+    async def _write_list(self) -> bool:
+        """Write which objects there are; return whether that could be done."""
+        self._list_due.clear()
+        number, packed = self._next_number, pack_list(self._next_number, self.live.values())
+        pieces = cut([packed])
+        second = max(int(time.time()), self._list_second + 1)
+        self._list_second = second
+        names = [self.names.list_of(self.generation, second, piece) for piece in range(len(pieces))]
+        if await self._put_all(names, pieces) is None:
+            self._remove(names)
+            return False
+        self._remove(self._list_names)
+        self._list_names, self._list_bytes = names, len(packed)
+        self._listed_number, self._listed_at = number, time.monotonic()
+        self._may_number.set()
+        return True
+
+    # What is not needed any more
+
+    def _remove(self, names: Iterable[str]) -> None:
+        self._leftovers |= dict.fromkeys(names)
+        self._has_leftovers.set()
+
+    async def _remove_leftovers(self) -> None:
+        while True:
+            await self._has_leftovers.wait()
+            names = list(islice(self._leftovers, _MOST_REMOVED))
+            left = names
+            if self._may_remove():
+                try:
+                    left = await self.objects.remove(names)
+                except TqError as error:
+                    self._on_error(error)
+            for name in names:
+                del self._leftovers[name]
+            self._leftovers |= dict.fromkeys(left)  # at the end: those that are leased do not hold up the others
+            if not self._leftovers:
+                self._has_leftovers.clear()
+            if left:
+                await asyncio.sleep(_RETRY_SECONDS)
