@@ -28,8 +28,8 @@ from tq_service.objects.registry import make_object_store
 from tq_service.objects.remover import Remover
 from tq_service.testing import ServiceProcess
 
-sys.path.append(str(ROOT / "tests" / "objects"))  # servers of engines, which the contract suite starts
-from engines import ENGINES, Engine
+sys.path.append(str(ROOT / "tests"))  # servers of engines, which the contract suite starts
+from object_engines import ENGINES, Engine
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = {"64 KiB": 64 * KIB, "1 MiB": MIB, "16 MiB": 16 * MIB}

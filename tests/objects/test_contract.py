@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 
 import pytest
-from engines import ENGINES, Engine
+from object_engines import ENGINES, Engine
 
 from tq_service.errors import AlreadyExistsError, DataLossError, InvalidArgumentError, UnavailableError
 from tq_service.objects.base import LARGEST_OBJECT_BYTES, ObjectMissingError, ObjectStore

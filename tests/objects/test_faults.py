@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from engines import ENGINES, Engine, MooncakeEngine, S3StandInEngine
+from object_engines import ENGINES, Engine, MooncakeEngine, S3StandInEngine
 
 from tq_service.errors import InvalidArgumentError, QuotaExceededError, TqError, UnavailableError
 from tq_service.objects.base import ObjectMissingError, ObjectStore
