@@ -11,7 +11,7 @@ import numpy as np
 from tq_service.domain.tables.cells import slots_and_rows
 from tq_service.durable import codec
 
-OF_ONE_RUN = {"answer_count", "deadline"}  # what a start does not bring back, and need not
+OF_ONE_RUN = {"answer_count", "deadline", "delivered_at"}  # what a start does not bring back, and need not
 
 
 def digest(partition, *, with_gaps=False):
