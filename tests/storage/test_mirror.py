@@ -36,6 +36,25 @@ async def test_a_put_without_its_copies_ends_at_its_deadline_and_reads_go_on():
     await nodes.kill()
 
 
+async def test_puts_that_come_while_a_list_is_written_go_on_once_it_is():
+    """They ask for another list meanwhile, which is not due once they may be numbered."""
+    nodes = Nodes()
+    engine = await nodes.start()
+    written, write = asyncio.Event(), nodes.writer.objects.put
+
+    async def write_later(name, parts, *, copies):
+        await written.wait()
+        return await write(name, parts, copies=copies)
+
+    nodes.writer.objects.put = write_later
+    putting = [asyncio.create_task(put(engine, number, LARGE)) for number in (1, 2)]
+    await turns_until(nodes.writer._list_due.is_set)
+    written.set()
+    await asyncio.gather(*putting)
+    assert engine.stat().put_count == 2
+    await nodes.kill()
+
+
 async def test_a_full_engine_makes_puts_wait_until_objects_are_removed():
     nodes = Nodes(node_count=1)
     engine = await nodes.start()

@@ -79,6 +79,9 @@ class ObjectWriter:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._remove_leftovers())
             while True:
+                # Before it is looked whether one is due: to wait for what is set already would take no turn, so that
+                # those who wait for a number never had theirs.
+                self._list_due.clear()
                 if not self._is_list_due() or await self._write_list():
                     with suppress(TimeoutError):
                         async with asyncio.timeout(self._pause()):
@@ -187,7 +190,6 @@ class ObjectWriter:
 
     async def _write_list(self) -> bool:
         """Write which objects there are; return whether that could be done."""
-        self._list_due.clear()
         number, packed = self._next_number, pack_list(self._next_number, self.live.values())
         pieces = cut([packed])
         second = max(int(time.time()), self._list_second + 1)
