@@ -52,6 +52,7 @@ async def test_puts_that_come_while_a_list_is_written_go_on_once_it_is():
     written.set()
     await asyncio.gather(*putting)
     assert engine.stat().put_count == 2
+    assert not nodes._running.done()  # it would be, had it gone in a circle until the time of the test was over
     await nodes.kill()
 
 
