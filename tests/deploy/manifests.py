@@ -55,7 +55,8 @@ HA = ("--values", "values-ha.yaml")
 HA_ALL = (
     "--set",
     "controller.readiness=member,journal.cluster=runs,journal.tlsSecretName=etcd-tls,journal.clientCertificate=true,"
-    "journal.user=tq,journal.passwordSecretName=etcd-user",
+    "journal.user=tq,journal.passwordSecretName=etcd-user,mirror.url=mooncake://master:50051,mirror.secretName=engine,"
+    "mirror.copies=2,mirror.required=0,mirror.offeredGiB=8",
 )
 PROFILES = {"single": (), "storage": STORAGE, "ha": HA}
 
@@ -92,7 +93,7 @@ def cases() -> Iterator[Any]:
         }.items():
             case = Case(name=f"{profile}-{name}", arguments=(*arguments, *further))
             yield pytest.param(case, id=case.name, marks=needs_helm)
-    case = Case(name="ha-etcd-secured", arguments=(*HA, *SECURED, *HA_ALL))
+    case = Case(name="ha-engines-secured", arguments=(*HA, *SECURED, *HA_ALL))
     yield pytest.param(case, id=case.name, marks=needs_helm)
     case = Case(name="daemon-set", arguments=(*STORAGE, *INSECURE, *DAEMON_SET))
     yield pytest.param(case, id=case.name, marks=needs_helm)

@@ -49,6 +49,8 @@ def test_each_profile_lints(profile: str, further: tuple[str, ...]) -> None:
         ("insecure=true,storage.replicas=1,journal.etcd={e:2379},controller.persistence.enabled=false", "snapshots"),
         ("insecure=true,storage.replicas=1,journal.etcd={e:2379},journal.user=tq", "give both, or none"),
         ("insecure=true,storage.replicas=1,journal.clientCertificate=true", "needs journal.tlsSecretName"),
+        ("insecure=true,mirror.url=s3://bucket", "set storage.replicas to 2 or more"),
+        ("insecure=true,storage.replicas=2,mirror.url=s3://b,mirror.required=2", "got 2, expected at most"),
         ("insecure=true,controller.persistence.sizeGiB=8", "got 8, expected at least 9"),
         ("insecure=true,storage.replicas=1,storage.quotaGiB=40", "got 24, expected at least 41"),
         ("insecure=true,storage.replicas=2,storage.kind=DaemonSet", "got storage.replicas 2 with"),
@@ -58,6 +60,7 @@ def test_each_profile_lints(profile: str, further: tuple[str, ...]) -> None:
         ("insecure=true,settings.max_samples=1000000", "max_samples"),
         ("insecure=true,controller.durability=memory", "durability"),
         ("insecure=true,image.digest=sha256:12", "digest"),
+        ("insecure=true,storage.replicas=2,mirror.url=valkey://tq:secret@valkey", "mirror/url"),  # a password in values
     ],
 )  # fmt: skip
 def test_values_that_cannot_work_are_refused(values: str, message: str) -> None:
@@ -101,6 +104,13 @@ def test_rollouts_and_budgets_do_not_wait_for_standbys_that_are_never_ready(
     assert container(spec)["readinessProbe"]["grpc"]["service"] == service
     assert controllers["spec"].get("updateStrategy") == strategy
     assert {each["metadata"]["name"] for each in manifests if each["kind"] == "PodDisruptionBudget"} == budgets
+
+
+@needs_helm
+def test_a_mirror_takes_the_place_of_volumes() -> None:
+    manifests = load(template(*HA, *INSECURE))
+    kept = {each["metadata"]["name"]: "volumeClaimTemplates" in each["spec"] for each, _ in services(manifests)}
+    assert kept == {"tq-service-controller": True, "tq-service-storage": False}
 
 
 @needs_helm

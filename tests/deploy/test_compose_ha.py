@@ -1,4 +1,4 @@
-"""compose.ha.yaml runs what the chart's profile ha renders: the same image, variables and etcd."""
+"""compose.ha.yaml runs what the chart's profile ha renders: the same image, variables and engines."""
 
 from __future__ import annotations
 
@@ -70,13 +70,21 @@ def test_the_journal_is_in_the_members_of_etcd_that_there_are() -> None:
         assert given["ETCD_INITIAL_ADVERTISE_PEER_URLS"] == f"http://{name}:2380"
 
 
-def test_etcd_is_that_of_the_manifests_with_its_limits() -> None:
-    service = compose()["services"]["etcd1"]
-    ((_, pod),) = pods(load((KUBERNETES / "engines/etcd.yaml").read_text()))
-    only = container(pod["spec"])
-    assert only["image"] == service["image"]
-    assert only["command"] == service["command"]
-    assert f"--quota-backend-bytes={service['environment']['ETCD_QUOTA_BACKEND_BYTES']}" in only["args"]
+def test_engines_are_those_of_the_manifests_with_their_limits() -> None:
+    found = compose()["services"]
+    for name, service in {"etcd": found["etcd1"], "valkey": found["valkey"]}.items():
+        ((_, pod),) = pods(load((KUBERNETES / f"engines/{name}.yaml").read_text()))
+        only = container(pod["spec"])
+        assert only["image"] == service["image"]
+        assert only["command"] == service["command"][:1]
+        if name == "valkey":
+            arguments, given = [
+                dict(zip(flags[::2], flags[1::2], strict=True)) for flags in (only["args"], service["command"][1:])
+            ]
+            assert arguments.pop("--maxmemory") != given.pop("--maxmemory")  # that of a cluster, and of a trial
+            assert arguments == given
+        else:
+            assert f"--quota-backend-bytes={service['environment']['ETCD_QUOTA_BACKEND_BYTES']}" in only["args"]
 
 
 def test_nothing_insecure_is_published() -> None:

@@ -94,7 +94,8 @@ def test_each_service_starts_with_the_settings_it_is_given(case: Case, monkeypat
         assert settings.metrics_port in {None, 9464}
         if settings.role != "controller":
             assert settings.max_bytes is not None
-            assert container(spec)["resources"]["limits"]["memory"] == f"{settings.max_bytes // 2**30 + 1}Gi"
+            memory_bytes = settings.max_bytes + settings.mirror_offered_bytes + 2**30
+            assert container(spec)["resources"]["limits"]["memory"] == f"{memory_bytes // 2**30}Gi"
         if len(services(case.manifests())) > 1:
             assert settings.internal_secret_file is not None
     assert roles in ({"all"}, {"controller", "storage"})
@@ -141,7 +142,7 @@ def test_pods_are_ready_by_the_service_that_they_are_for(case: Case) -> None:
         only = container(spec)
         given = environment(spec, "pod-0")
         name = f"tq_service.v1.{'Storage' if given['TQ_ROLE'] == 'storage' else 'Controller'}Service"
-        if case.name == "ha-etcd-secured" and given["TQ_ROLE"] == "controller":
+        if case.name == "ha-engines-secured" and given["TQ_ROLE"] == "controller":
             name = ""  # controller.readiness is member
         asked = {}
         for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
@@ -234,11 +235,13 @@ def test_what_chooses_pods_finds_them_and_their_ports(case: Case) -> None:
                 assert {each["targetPort"] for each in manifest["spec"]["ports"]} <= ports
             case "PodDisruptionBudget":
                 assert len([pod for pod in templates if has_labels(pod, manifest["spec"]["selector"])]) == 1
-            case "NetworkPolicy" if manifest["metadata"]["name"] == "tq-service-etcd":
+            case "NetworkPolicy" if manifest["metadata"]["name"] in {"tq-service-etcd", "tq-service-engine"}:
                 assert not [pod for pod in templates if has_labels(pod, manifest["spec"]["podSelector"])]
                 (rule,) = manifest["spec"]["ingress"]
                 taken = [pod for pod in templates for each in rule["from"] if has_labels(pod, each["podSelector"])]
-                assert [pod["metadata"]["labels"]["app.kubernetes.io/component"] for pod in taken] == ["controller"]
+                assert [pod["metadata"]["labels"]["app.kubernetes.io/component"] for pod in taken] == [
+                    "controller" if manifest["metadata"]["name"].endswith("etcd") else "storage"
+                ]
             case "NetworkPolicy":
                 found = [pod for pod in templates if has_labels(pod, manifest["spec"]["podSelector"])]
                 assert found == chosen or [container(pod["spec"])["name"] for pod in found] == ["page"]
@@ -292,7 +295,7 @@ def test_kustomizations_name_what_is_beside_them_and_the_image_in_it(directory: 
 
 
 @pytest.mark.parametrize("version", ["1.29", "1.36"])
-@pytest.mark.parametrize("path", sorted(KUBERNETES.glob("engines/etcd.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(KUBERNETES.glob("engines/[ev]*.yaml")), ids=lambda path: path.stem)
 def test_examples_of_engines_are_as_kubernetes_has_them(path: Path, version: str) -> None:
     manifests = load(path.read_text())
     for manifest in manifests:
@@ -300,7 +303,8 @@ def test_examples_of_engines_are_as_kubernetes_has_them(path: Path, version: str
     ((_, pod),) = pods(manifests)
     assert container(pod["spec"])["securityContext"]["capabilities"] == {"drop": ["ALL"]}
     values = yaml.safe_load((CHART / "values-ha.yaml").read_text())
-    assert pod["metadata"]["labels"] == values["networkPolicy"]["etcdPodLabels"]
+    closed = [values["networkPolicy"][name] for name in ("etcdPodLabels", "enginePodLabels")]
+    assert pod["metadata"]["labels"] in closed
 
 
 @pytest.mark.skipif(KUBECTL is None, reason="kubectl is not installed")

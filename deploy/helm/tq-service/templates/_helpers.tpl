@@ -86,9 +86,15 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- if and $v.journal.clientCertificate (not $v.journal.tlsSecretName) -}}
 {{- fail "journal.clientCertificate needs journal.tlsSecretName, the Secret that has it" -}}
 {{- end -}}
+{{- if and $v.mirror.url (not (include "tq.isSplit" .)) -}}
+{{- fail "mirror.url is for storage services, of which another takes over: set storage.replicas to 2 or more" -}}
+{{- end -}}
+{{- if gt (int $v.mirror.required) (int $v.mirror.copies) -}}
+{{- fail (printf "mirror.required: got %d, expected at most mirror.copies, %d" (int $v.mirror.required) (int $v.mirror.copies)) -}}
+{{- end -}}
 {{- range $name, $part := dict "controller" $v.controller "storage" $v.storage -}}
 {{- $stores := or (eq $name "storage") (not (include "tq.isSplit" $)) -}}
-{{- if and $stores $part.persistence.enabled (lt (int $part.persistence.sizeGiB) (int (add $part.quotaGiB 1))) -}}
+{{- if and $stores $part.persistence.enabled (not (and $v.mirror.url (eq $name "storage"))) (lt (int $part.persistence.sizeGiB) (int (add $part.quotaGiB 1))) -}}
 {{- fail (printf "%s.persistence.sizeGiB: got %d, expected at least %d: the quota of %d GiB and 1 GiB for the journal" $name (int $part.persistence.sizeGiB) (int (add $part.quotaGiB 1)) (int $part.quotaGiB)) -}}
 {{- end -}}
 {{- end -}}
@@ -229,12 +235,20 @@ affinity:
 {{- end }}
 {{- end }}
 {{- end }}
+{{- if and $v.mirror.url (eq .role "storage") }}
+- {name: TQ_MIRROR, value: {{ $v.mirror.url | quote }}}
+- {name: TQ_MIRROR_COPIES, value: {{ $v.mirror.copies | quote }}}
+- {name: TQ_MIRROR_REQUIRED, value: {{ $v.mirror.required | quote }}}
+{{- if $v.mirror.offeredGiB }}
+- {name: TQ_MIRROR_OFFERED_BYTES, value: {{ printf "%dGiB" (int $v.mirror.offeredGiB) }}}
+{{- end }}
+{{- end }}
 {{- range $name, $value := merge (deepCopy .part.settings) $v.settings }}
 - {name: TQ_{{ upper $name }}, value: {{ $value | quote }}}
 {{- end }}
 {{- end -}}
 
-{{/* Secrets of etcd, by the name of their volume. */}}
+{{/* Secrets of etcd and of the mirror, by the name of their volume. */}}
 {{- define "tq.engineSecrets" -}}
 {{- $v := .root.Values -}}
 {{- if and .isMember $v.journal.tlsSecretName }}
@@ -242,6 +256,9 @@ etcd: {{ $v.journal.tlsSecretName | quote }}
 {{- end }}
 {{- if and .isMember $v.journal.passwordSecretName }}
 etcd-user: {{ $v.journal.passwordSecretName | quote }}
+{{- end }}
+{{- if and $v.mirror.url $v.mirror.secretName (eq .role "storage") }}
+mirror: {{ $v.mirror.secretName | quote }}
 {{- end }}
 {{- end -}}
 
@@ -326,7 +343,8 @@ livenessProbe:  # a minute, since what takes a service that long may also end by
 {{/* The container of a service. */}}
 {{- define "tq.serviceContainer" -}}
 {{- $stored := ternary 1 .part.quotaGiB (eq .role "controller") -}}
-{{- $memory := printf "%dGi" (int (add 1 $stored)) -}}
+{{- $offered := ternary .root.Values.mirror.offeredGiB 0 (eq .role "storage") -}}
+{{- $memory := printf "%dGi" (int (add 1 $stored $offered)) -}}
 name: tq-service
 image: {{ include "tq.image" .root }}
 imagePullPolicy: {{ .root.Values.image.pullPolicy }}
