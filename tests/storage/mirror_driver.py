@@ -69,7 +69,7 @@ class Nodes:
 
     async def removed(self):
         """Wait until what no put needs is removed."""
-        await turns_until(lambda: not self.writer._leftovers)
+        await turns_until(lambda: not self.writer._remover.pending_count)
 
     def put_objects(self):
         """Return the names of objects that have puts."""

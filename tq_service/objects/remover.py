@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from tq_service.errors import TqError
@@ -23,15 +23,19 @@ class Remover:
         last_error: what the engine answered last, None when it removed what it was asked to or put it off.
     """
 
-    def __init__(self, objects: ObjectStore, *, interval_seconds: float = 1.0) -> None:
-        """Make a remover; `start` begins its work.
+    def __init__(
+        self, objects: ObjectStore, *, interval_seconds: float = 1.0, may_remove: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Make a remover; `start` begins its work, or a task of the caller that awaits `run`.
 
         Args:
             objects: where objects are removed.
             interval_seconds: after how long a name that was put off is asked again.
+            may_remove: whether objects may be removed now; asked again after the interval.
         """
         self._objects = objects
         self._interval_seconds = interval_seconds
+        self._may_remove = may_remove
         self._names: dict[str, None] = {}
         self._prefixes: dict[str, None] = {}
         self._wanted = asyncio.Event()
@@ -47,7 +51,7 @@ class Remover:
 
     def start(self) -> None:
         """Begin to remove."""
-        self._task = asyncio.get_running_loop().create_task(self._run(), name="tq-object-remover")
+        self._task = asyncio.get_running_loop().create_task(self.run(), name="tq-object-remover")
 
     def remove(self, names: Iterable[str]) -> None:
         """Have objects removed; returns at once."""
@@ -76,29 +80,39 @@ class Remover:
             self._empty.clear()
             self._wanted.set()
 
-    async def _run(self) -> None:
+    async def run(self) -> None:
+        """Remove what is asked for until it is cancelled."""
         while True:
             await self._wanted.wait()
+            if not self._may_remove():
+                await asyncio.sleep(self._interval_seconds)
+                continue
             self._wanted.clear()
             try:
-                await self._remove_once()
-                self.last_error = None
+                is_any_put_off, self.last_error = await self._remove_once(), None
             except TqError as error:  # the engine is away; all that is pending is asked again
-                self.last_error = error
+                is_any_put_off, self.last_error = True, error
             if not self.pending_count:
                 self._empty.set()
                 continue
-            await asyncio.sleep(self._interval_seconds)
+            if is_any_put_off:
+                await asyncio.sleep(self._interval_seconds)
             self._wanted.set()
 
-    async def _remove_once(self) -> None:
+    async def _remove_once(self) -> bool:
+        """Ask for all that is pending; return whether something is to be asked again."""
+        is_any_put_off = False
         for prefix in list(self._prefixes):
             if await self._objects.remove_below(prefix):
                 self._prefixes.pop(prefix, None)
+            else:
+                is_any_put_off = True
         names = list(self._names)
         for first in range(0, len(names), _NAMES_A_CALL):
             some = names[first : first + _NAMES_A_CALL]
             again = set(await self._objects.remove(some))
+            is_any_put_off |= bool(again)
             for name in some:
                 if name not in again:
                     self._names.pop(name, None)
+        return is_any_put_off

@@ -138,11 +138,14 @@ class Adoptions:
     def look(self) -> None:
         """Find what is lost by now, and ask heirs."""
         remote = [each for each in self._storages.values() if isinstance(each, RemoteStorage)]
+        silent: set[str] = set()  # addresses
         for each in remote:
             if each.mirror is not None and each.capacity() is None:
+                silent.add(each.endpoint.address)
                 self.lose((each.storage_id, each.boot_id), each.mirror.url)
         for instance, heir in list(self.taken.items()):
-            if heir.capacity() is None:
+            # What a lost one had taken over is lost with it, though it was heard of up to a heartbeat later.
+            if heir.capacity() is None or heir.endpoint.address in silent:
                 if heir.put_count:
                     self.lose(instance, "" if heir.mirror is None else heir.mirror.url)
                 else:  # nothing of it is left

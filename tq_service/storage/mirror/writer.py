@@ -8,12 +8,12 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from itertools import islice
 from typing import Final
 
 from tq_service.errors import AlreadyExistsError, DataLossError, QuotaExceededError, TqError, UnavailableError
 from tq_service.log_message import LogMessage
 from tq_service.objects.base import Buffer, ObjectStore
+from tq_service.objects.remover import Remover
 from tq_service.storage.mirror.layout import WINDOW, Names, PutObject, cut, pack_list
 
 _log = logging.getLogger(__name__)
@@ -21,7 +21,6 @@ _LIST_SECONDS: Final = 5.0
 _LIST_BYTES_PER_SECOND: Final = 4e6  # of lists, at most
 _IDLE_LIST_SECONDS: Final = 1800.0  # lists are searched for over hours
 _RETRY_SECONDS: Final = 1.0
-_MOST_REMOVED: Final = 256
 _TOKEN_BYTES: Final = 16
 
 
@@ -59,7 +58,6 @@ class ObjectWriter:
         self.copies = copies
         self.generation = generation
         self._required = max(required, 1)
-        self._may_remove = may_remove
         self.live: dict[tuple[int, int], PutObject] = {}
         self.is_reachable: bool | None = None
         self.error = ""
@@ -71,13 +69,12 @@ class ObjectWriter:
         self._list_names: list[str] = []
         self._list_due = asyncio.Event()
         self._may_number = asyncio.Event()
-        self._leftovers: dict[str, None] = {}  # names to be removed
-        self._has_leftovers = asyncio.Event()
+        self._remover = Remover(objects, may_remove=may_remove)
 
     async def run(self) -> None:
         """Write lists and remove objects until it is cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._remove_leftovers())
+            tasks.create_task(self._remover.run())
             while True:
                 # Before it is looked whether one is due: to wait for what is set already would take no turn, so that
                 # those who wait for a number never had theirs.
@@ -165,7 +162,7 @@ class ObjectWriter:
     def discard(self, stored: PutObject) -> None:
         """Have an object removed, soon."""
         self.live.pop((stored.generation, stored.number), None)
-        self._remove(self.names.pieces(stored))
+        self._remover.remove(self.names.pieces(stored))
 
     def _on_error(self, error: TqError) -> None:
         if self.is_reachable is not False:
@@ -196,34 +193,10 @@ class ObjectWriter:
         self._list_second = second
         names = [self.names.list_of(self.generation, second, piece) for piece in range(len(pieces))]
         if await self._put_all(names, pieces) is None:
-            self._remove(names)
+            self._remover.remove(names)
             return False
-        self._remove(self._list_names)
+        self._remover.remove(self._list_names)
         self._list_names, self._list_bytes = names, len(packed)
         self._listed_number, self._listed_at = number, time.monotonic()
         self._may_number.set()
         return True
-
-    # What is not needed any more
-
-    def _remove(self, names: Iterable[str]) -> None:
-        self._leftovers |= dict.fromkeys(names)
-        self._has_leftovers.set()
-
-    async def _remove_leftovers(self) -> None:
-        while True:
-            await self._has_leftovers.wait()
-            names = list(islice(self._leftovers, _MOST_REMOVED))
-            left = names
-            if self._may_remove():
-                try:
-                    left = await self.objects.remove(names)
-                except TqError as error:
-                    self._on_error(error)
-            for name in names:
-                del self._leftovers[name]
-            self._leftovers |= dict.fromkeys(left)  # at the end: those that are leased do not hold up the others
-            if not self._leftovers:
-                self._has_leftovers.clear()
-            if left:
-                await asyncio.sleep(_RETRY_SECONDS)
