@@ -217,6 +217,7 @@ class Split:
             waiting=WaitingCalls(),
             checkpoints=None,
             watches=None,
+            backlogs=None,
             identity=None,
         )
         self.to_controller._servicer = self.controller
