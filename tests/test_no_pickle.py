@@ -53,6 +53,7 @@ ALLOWED_OWNERS = {"re"}
 IMPORTERS = {
     "__init__.py",  # names of this package
     "cli/__init__.py",  # names of commands
+    "objects/registry.py",  # engines, built in or of installed packages
     "samplers/registry.py",  # samplers that the operator allows
 }
 

@@ -51,6 +51,8 @@ def test_no_role_but_those_of_admin_and_service_is_for_the_service_itself() -> N
         "ListCheckpoints",
         "Restore",
         "RegisterStorage",
+        "FetchSnapshot",
+        "Adopt",
         "ConfirmPuts",
         "ReconcilePuts",
         "FreeCells",

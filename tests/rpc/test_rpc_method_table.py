@@ -47,6 +47,7 @@ def test_the_roles_of_the_protos_are_those_of_tokens() -> None:
 def test_internal_methods_lose_data_in_other_hands() -> None:
     assert {METHODS[name].short_name for name in INTERNAL} == {
         "RegisterStorage",
+        "Adopt",
         "ConfirmPuts",
         "ReconcilePuts",
         "FreeCells",
@@ -98,7 +99,7 @@ def test_a_part_that_is_decoded_instead_of_its_message_is_looked_at_like_it() ->
 
 def test_every_partition_that_a_list_has_is_looked_at() -> None:
     """Else a token would see those of others; a list of something else is said to be none here."""
-    of_no_partition = {("GetStatusResponse", "storages")}
+    of_no_partition = {("GetStatusResponse", "storages"), ("GetStatusResponse", "controllers")}
     for name, described in DESCRIBED.items():
         if METHODS[name].lists_partitions:
             answer = described.output_type

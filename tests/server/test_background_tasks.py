@@ -9,6 +9,7 @@ import pytest
 import tq_service as tq
 from tq_service.config import ServeSettings
 from tq_service.server import app as app_module
+from tq_service.server import composition
 from tq_service.server.app import running
 from tq_service.server.listener import Listener
 from tq_service.server.remote_storage import RemoteStorage
@@ -24,7 +25,7 @@ def storage_settings(controller, **given):
     return settings(role="storage", storage_id="s", controller=f"127.0.0.1:{controller.port}", **given)
 
 
-async def fail(*_arguments):
+async def fail(*_arguments, **_settings):
     raise ZeroDivisionError("a fault of the service")
 
 
@@ -52,7 +53,7 @@ async def test_the_death_of_a_task_is_the_end_of_the_service(tmp_path, monkeypat
 
 
 async def test_announcements_that_end_are_the_end_of_a_storage_service(monkeypatch):
-    monkeypatch.setattr(app_module, "register_storage", fail)
+    monkeypatch.setattr(composition, "register_storage", fail)
     async with (
         running(settings(role="controller")) as controller,
         failing("registering this storage service with its controller"),
@@ -126,6 +127,7 @@ async def test_no_task_of_a_service_at_rest_is_without_a_supervisor(tmp_path):
             "following the files of certificate and tokens",
             "housekeeping",
             "collecting garbage",
+            "having lost puts taken over",
             "registering this storage service with its controller",
             "reconciling storage s",
         }

@@ -23,7 +23,7 @@ class AdoptRequest(google.protobuf.message.Message):
     CONTROLLER_ID_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
     storage_id: builtins.str
-    """Its name."""
+    """StorageEndpoint.storage_id of the lost one."""
     boot_id: builtins.bytes
     """The boot under which the puts were stored (16 bytes)."""
     controller_id: builtins.bytes

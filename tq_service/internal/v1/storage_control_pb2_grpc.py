@@ -77,11 +77,12 @@ class StorageControlServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Adopt(self, request, context):
-        """Takes over the puts of a storage service that is lost, from the mirror that both have. Changes: this service answers
-        reads under that name and boot, and registers as such, with its own address; the controller then says which puts it
-        knows (ReconcilePuts). Bytes are fetched when they are first read, and in the background. Idempotent, blocks for the
-        time in which the mirror is searched, about a second. Errors: FAILED_PRECONDITION (no mirror), NOT_FOUND (the mirror
-        has nothing of that boot), UNAVAILABLE (the mirror does not answer), DATA_LOSS (what leads to the puts is damaged).
+        """Takes over the puts of a storage service that is lost, from the mirror that both have. Changes: this service
+        answers reads under that name and boot, and registers as such, with its own address; the controller then says
+        which puts it knows (ReconcilePuts). Bytes are fetched when they are first read, and in the background.
+        Idempotent, blocks for the time in which the mirror is searched, about a second. Errors: FAILED_PRECONDITION (no
+        mirror), NOT_FOUND (the mirror has nothing of that boot), UNAVAILABLE (the mirror does not answer), DATA_LOSS
+        (what leads to the puts is damaged).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

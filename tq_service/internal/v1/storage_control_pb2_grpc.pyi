@@ -59,11 +59,12 @@ class StorageControlServiceStub:
         tq_service.internal.v1.storage_control_pb2.AdoptRequest,
         tq_service.internal.v1.storage_control_pb2.AdoptResponse,
     ]
-    """Takes over the puts of a storage service that is lost, from the mirror that both have. Changes: this service answers
-    reads under that name and boot, and registers as such, with its own address; the controller then says which puts it
-    knows (ReconcilePuts). Bytes are fetched when they are first read, and in the background. Idempotent, blocks for the
-    time in which the mirror is searched, about a second. Errors: FAILED_PRECONDITION (no mirror), NOT_FOUND (the mirror
-    has nothing of that boot), UNAVAILABLE (the mirror does not answer), DATA_LOSS (what leads to the puts is damaged).
+    """Takes over the puts of a storage service that is lost, from the mirror that both have. Changes: this service
+    answers reads under that name and boot, and registers as such, with its own address; the controller then says
+    which puts it knows (ReconcilePuts). Bytes are fetched when they are first read, and in the background.
+    Idempotent, blocks for the time in which the mirror is searched, about a second. Errors: FAILED_PRECONDITION (no
+    mirror), NOT_FOUND (the mirror has nothing of that boot), UNAVAILABLE (the mirror does not answer), DATA_LOSS
+    (what leads to the puts is damaged).
     """
 
 class StorageControlServiceAsyncStub:
@@ -107,11 +108,12 @@ class StorageControlServiceAsyncStub:
         tq_service.internal.v1.storage_control_pb2.AdoptRequest,
         tq_service.internal.v1.storage_control_pb2.AdoptResponse,
     ]
-    """Takes over the puts of a storage service that is lost, from the mirror that both have. Changes: this service answers
-    reads under that name and boot, and registers as such, with its own address; the controller then says which puts it
-    knows (ReconcilePuts). Bytes are fetched when they are first read, and in the background. Idempotent, blocks for the
-    time in which the mirror is searched, about a second. Errors: FAILED_PRECONDITION (no mirror), NOT_FOUND (the mirror
-    has nothing of that boot), UNAVAILABLE (the mirror does not answer), DATA_LOSS (what leads to the puts is damaged).
+    """Takes over the puts of a storage service that is lost, from the mirror that both have. Changes: this service
+    answers reads under that name and boot, and registers as such, with its own address; the controller then says
+    which puts it knows (ReconcilePuts). Bytes are fetched when they are first read, and in the background.
+    Idempotent, blocks for the time in which the mirror is searched, about a second. Errors: FAILED_PRECONDITION (no
+    mirror), NOT_FOUND (the mirror has nothing of that boot), UNAVAILABLE (the mirror does not answer), DATA_LOSS
+    (what leads to the puts is damaged).
     """
 
 class StorageControlServiceServicer(metaclass=abc.ABCMeta):
@@ -163,11 +165,12 @@ class StorageControlServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.internal.v1.storage_control_pb2.AdoptRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.internal.v1.storage_control_pb2.AdoptResponse, collections.abc.Awaitable[tq_service.internal.v1.storage_control_pb2.AdoptResponse]]:
-        """Takes over the puts of a storage service that is lost, from the mirror that both have. Changes: this service answers
-        reads under that name and boot, and registers as such, with its own address; the controller then says which puts it
-        knows (ReconcilePuts). Bytes are fetched when they are first read, and in the background. Idempotent, blocks for the
-        time in which the mirror is searched, about a second. Errors: FAILED_PRECONDITION (no mirror), NOT_FOUND (the mirror
-        has nothing of that boot), UNAVAILABLE (the mirror does not answer), DATA_LOSS (what leads to the puts is damaged).
+        """Takes over the puts of a storage service that is lost, from the mirror that both have. Changes: this service
+        answers reads under that name and boot, and registers as such, with its own address; the controller then says
+        which puts it knows (ReconcilePuts). Bytes are fetched when they are first read, and in the background.
+        Idempotent, blocks for the time in which the mirror is searched, about a second. Errors: FAILED_PRECONDITION (no
+        mirror), NOT_FOUND (the mirror has nothing of that boot), UNAVAILABLE (the mirror does not answer), DATA_LOSS
+        (what leads to the puts is damaged).
         """
 
 def add_StorageControlServiceServicer_to_server(servicer: StorageControlServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

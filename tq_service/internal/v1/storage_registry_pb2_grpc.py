@@ -32,8 +32,8 @@ class StorageRegistryServiceServicer(object):
         """Registers a storage service; repeated as its heartbeat. Changes: it gets puts from now on. The answer says which
         of the puts it names are committed, so that it keeps those and drops the others. Idempotent, does not block.
         Errors: INVALID_ARGUMENT (more than 4,096 puts), ALREADY_EXISTS (a process that registered later has the name,
-        and is alive), FAILED_PRECONDITION (the puts of this boot were taken over by another storage service: end, and start
-        empty).
+        and is alive), FAILED_PRECONDITION (the puts of this boot were taken over by another storage service: end, and
+        start empty).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -30,8 +30,8 @@ class StorageRegistryServiceStub:
     """Registers a storage service; repeated as its heartbeat. Changes: it gets puts from now on. The answer says which
     of the puts it names are committed, so that it keeps those and drops the others. Idempotent, does not block.
     Errors: INVALID_ARGUMENT (more than 4,096 puts), ALREADY_EXISTS (a process that registered later has the name,
-    and is alive), FAILED_PRECONDITION (the puts of this boot were taken over by another storage service: end, and start
-    empty).
+    and is alive), FAILED_PRECONDITION (the puts of this boot were taken over by another storage service: end, and
+    start empty).
     """
 
 class StorageRegistryServiceAsyncStub:
@@ -46,8 +46,8 @@ class StorageRegistryServiceAsyncStub:
     """Registers a storage service; repeated as its heartbeat. Changes: it gets puts from now on. The answer says which
     of the puts it names are committed, so that it keeps those and drops the others. Idempotent, does not block.
     Errors: INVALID_ARGUMENT (more than 4,096 puts), ALREADY_EXISTS (a process that registered later has the name,
-    and is alive), FAILED_PRECONDITION (the puts of this boot were taken over by another storage service: end, and start
-    empty).
+    and is alive), FAILED_PRECONDITION (the puts of this boot were taken over by another storage service: end, and
+    start empty).
     """
 
 class StorageRegistryServiceServicer(metaclass=abc.ABCMeta):
@@ -64,8 +64,8 @@ class StorageRegistryServiceServicer(metaclass=abc.ABCMeta):
         """Registers a storage service; repeated as its heartbeat. Changes: it gets puts from now on. The answer says which
         of the puts it names are committed, so that it keeps those and drops the others. Idempotent, does not block.
         Errors: INVALID_ARGUMENT (more than 4,096 puts), ALREADY_EXISTS (a process that registered later has the name,
-        and is alive), FAILED_PRECONDITION (the puts of this boot were taken over by another storage service: end, and start
-        empty).
+        and is alive), FAILED_PRECONDITION (the puts of this boot were taken over by another storage service: end, and
+        start empty).
         """
 
 def add_StorageRegistryServiceServicer_to_server(servicer: StorageRegistryServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

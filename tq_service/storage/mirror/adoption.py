@@ -86,7 +86,6 @@ async def find_left(
     raise NotFoundError(
         f"the mirror has no list of puts of storage service {names.storage_id!r} under boot {names.boot_id.hex()}; "
         "either it had no mirror, or it ended before its first put",
-        metadata={"storage_id": names.storage_id},
     )
 
 

@@ -77,7 +77,7 @@ class ObjectWriter:
             tasks.create_task(self._remover.run())
             while True:
                 # Before it is looked whether one is due: to wait for what is set already would take no turn, so that
-                # those who wait for a number never had theirs.
+                # puts that wait for a number never had theirs.
                 self._list_due.clear()
                 if not self._is_list_due() or await self._write_list():
                     with suppress(TimeoutError):
