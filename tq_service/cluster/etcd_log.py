@@ -25,6 +25,7 @@ from tq_service.cluster.etcd import Etcd, delete, is_created_at, is_value, put
 from tq_service.cluster.keys import BEGINNING, ClusterKeys, Position
 from tq_service.durable.files import FileWriter
 from tq_service.durable.log.log import Record, Stream
+from tq_service.durable.log.waiting import DurabilityWaiters
 from tq_service.errors import (
     InvalidArgumentError,
     JournalDamagedError,
@@ -75,8 +76,7 @@ class EtcdLog:
         self._appended = self._durable = 0
         self._group: list[Parts] = []  # appended in this step of the loop
         self._group_bytes = 0
-        self._callbacks: deque[tuple[int, Callable[[], None]]] = deque()
-        self._waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._waiting = DurabilityWaiters()
         self._followers: set[asyncio.Event] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._abandoned: TqError | None = None
@@ -309,7 +309,7 @@ class EtcdLog:
         if self._abandoned is None:
             self._abandoned = error
             self._group.clear()
-            self._callbacks.clear()
+            self._waiting.drop_callbacks()
             self._settle(error)
             for changed in self._followers:
                 changed.set()
@@ -349,16 +349,14 @@ class EtcdLog:
         if self._durable < number or self._abandoned is not None:
             self._loop = asyncio.get_running_loop()  # before the worker has something to notify it of
             self._commit_soon()
-            done = self._loop.create_future()
-            self._waiters.append((number, done))
-            await done
+            await self._waiting.future(number)
 
     def after_durable(self, callback: Callable[[], None]) -> None:
         """Call something once all that was appended before is durable; see `Log.after_durable`."""
         if not self.has_unflushed:
             callback()
         elif self._abandoned is None:
-            self._callbacks.append((self._appended, callback))
+            self._waiting.add_callback(self._appended, callback)
 
     def flush(self) -> None:
         """Return once all that was appended is durable; blocks.
@@ -374,20 +372,7 @@ class EtcdLog:
     def _settle(self, error: BaseException | None = None) -> None:
         """Notify the waiters, on the loop, of what was committed, or why nothing was."""
         self._durable = self._committed
-        while self._waiters and (error is not None or self._waiters[0][0] <= self._durable):
-            _, done = self._waiters.popleft()
-            if done.done():
-                continue  # the caller that awaited it was cancelled
-            if error is None:
-                done.set_result(None)
-            else:
-                done.set_exception(error)
-        while self._callbacks and self._callbacks[0][0] <= self._durable:
-            _, callback = self._callbacks.popleft()
-            try:
-                callback()
-            except Exception:
-                _log.exception(LogMessage("a callback failed after its changes were durable"))
+        self._waiting.settle(self._durable, error)
 
     # Committing, on the worker
 

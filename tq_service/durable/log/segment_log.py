@@ -24,6 +24,7 @@ from tq_service.durable.files import free_bytes, sync_path
 from tq_service.durable.log.log import Record, Stream
 from tq_service.durable.log.reader import LogReader
 from tq_service.durable.log.segment import FoundSegment, Parts, SegmentWriter, segment_numbers, segment_path
+from tq_service.durable.log.waiting import DurabilityWaiters
 from tq_service.errors import DiskFailedError, DiskFullError, PreconditionError, TqError
 from tq_service.log_message import LogMessage
 
@@ -68,8 +69,7 @@ class SegmentLog:
         self._group: list[Parts] = []  # appended in this step of the loop
         self._group_bytes = 0
         self._segment_bytes = 0  # of groups since the last rotation
-        self._callbacks: deque[tuple[int, Callable[[], None]]] = deque()  # each with the number that it waits for
-        self._waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._waiting = DurabilityWaiters()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._abandoned: TqError | None = None
         # The loop adds groups to the queue, and an empty one where the next segment begins. The committer, the loop or
@@ -187,7 +187,7 @@ class SegmentLog:
         if self._abandoned is None:
             self._abandoned = error
             self._group.clear()
-            self._callbacks.clear()
+            self._waiting.drop_callbacks()
             self._settle(error)
 
     def close(self) -> None:
@@ -251,7 +251,7 @@ class SegmentLog:
         if not self.has_unflushed:
             callback()
         elif self._abandoned is None:
-            self._callbacks.append((self._appended, callback))
+            self._waiting.add_callback(self._appended, callback)
 
     def flush(self) -> None:
         """Return once all that was appended is durable; with `sync`, that blocks.
@@ -270,27 +270,12 @@ class SegmentLog:
         """Return once a record that is not durable yet is so, or raise why the next commit failed."""
         if self._abandoned is not None:
             raise self._abandoned
-        done = asyncio.get_running_loop().create_future()
-        self._waiters.append((number, done))
-        await done
+        await self._waiting.future(number)
 
     def _settle(self, error: BaseException | None = None) -> None:
         """Notify the waiters, on the loop, of what was committed, or why nothing was."""
         self._durable = self._committed
-        while self._waiters and (error is not None or self._waiters[0][0] <= self._durable):
-            _, done = self._waiters.popleft()
-            if done.done():
-                continue  # the caller that awaited it was cancelled
-            if error is None:
-                done.set_result(None)
-            else:
-                done.set_exception(error)
-        while self._callbacks and self._callbacks[0][0] <= self._durable:
-            _, callback = self._callbacks.popleft()
-            try:
-                callback()
-            except Exception:
-                _log.exception(LogMessage("a callback failed after its changes were durable"))
+        self._waiting.settle(self._durable, error)
 
     # Committing: on the loop, or with `sync` on the worker
 
