@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Protocol
 
 from tq_service.storage.blobs.base import Blob
@@ -50,7 +50,7 @@ class Backing(Protocol):
         """Return the partition of a put that is unfetched, None for one that is not."""
         ...
 
-    async def check(self, put_ids: Iterable[bytes]) -> None:
+    async def check(self, put_ids: Collection[bytes]) -> None:
         """Have the bytes of recovered puts here, and look at them, before they are read.
 
         Raises:

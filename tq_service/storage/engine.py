@@ -577,7 +577,7 @@ class StorageEngine:
         """Return what is written down of each put, as of now."""
         return self._needed_journal.records()
 
-    async def check(self, put_ids: Iterable[bytes]) -> None:
+    async def check(self, put_ids: Collection[bytes]) -> None:
         """Have the bytes of recovered puts here, and look at them, before they are first read."""
         if self._backing is not None:
             await self._backing.check(put_ids)

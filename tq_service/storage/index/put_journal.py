@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final, NamedTuple, Protocol, TypeAlias
@@ -302,7 +302,7 @@ class PutJournal:
 
     # Whether the bytes of recovered puts are as they were put
 
-    async def check(self, put_ids: Iterable[bytes]) -> None:
+    async def check(self, put_ids: Collection[bytes]) -> None:
         """Look at those of these puts that were not looked at yet.
 
         Raises:

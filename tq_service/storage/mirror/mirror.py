@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Final, Protocol, TypeAlias
 
 from tq_service.errors import DataLossError, QuotaExceededError, TqError, UnavailableError
@@ -383,7 +383,7 @@ class Mirror:
         stored = self._unfetched.get(put_id)
         return None if stored is None else stored.partition_id
 
-    async def check(self, put_ids: Iterable[bytes]) -> None:
+    async def check(self, put_ids: Collection[bytes]) -> None:
         """Fetch puts that are unfetched.
 
         Raises:
