@@ -1,4 +1,4 @@
-"""Those who wait until records of a log are durable, and what is to be called then. Confined to one event loop."""
+"""Futures and callbacks that wait until records of a log are durable. Confined to one event loop."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class DurabilityWaiters:
         self._callbacks.clear()
 
     def settle(self, durable: int, error: BaseException | None = None) -> None:
-        """Notify who waits for records up to one that is durable; all others of an error, where there is one."""
+        """Notify what waits for records up to one that is durable; with an error, all other futures too."""
         while self._futures and (error is not None or self._futures[0][0] <= durable):
             _, done = self._futures.popleft()
             if done.done():
