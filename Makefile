@@ -98,7 +98,7 @@ check: lint typecheck $(HELM)
 	$(BIN)/python -m pytest --quiet tests/test_layers.py
 
 # Tests of one file stay together, in the order of the files: the long ones are among the first.
-test: $(INSTALLED) $(NODE_PACKAGES) $(HELM)
+test: $(INSTALLED) $(NODE_PACKAGES) $(HELM) $(ETCD)
 	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 properties: $(INSTALLED)

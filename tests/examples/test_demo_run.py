@@ -35,7 +35,7 @@ def test_training(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatc
     assert all(0 <= step["version_lag"] <= 2 for step in history["steps"])
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     outage = history["outage"]
-    assert outage["step"] in (2, 3)
+    assert outage["step"] in (2, 3, 4)  # from halfway on, the first one that rank 1 is found in the middle of
     assert outage["sample_count"] >= 192
     assert outage["service_seconds"] < outage["rank_seconds"] < outage["resumed_seconds"]
     assert outage["redelivered"]["count"] == outage["redelivered"]["equal_count"] > 0
