@@ -239,7 +239,8 @@ class ValkeyEngine(Engine):
         follows = ["--replicaof", f"127.0.0.1 {primary}"]
         self.spawn(server, "--port", str(replica), *follows, *secured, log="replica")
         self.spawn(server, "--port", str(small), "--maxmemory", "8mb", *common, log="small")
-        self.url = f"valkey://:secret@127.0.0.1:{primary}?timeout_seconds=4"
+        # A replica of a busy machine has time for its answer; without one the put has a copy less, as it should.
+        self.url = f"valkey://:secret@127.0.0.1:{primary}?timeout_seconds=4&wait_ms=1500"
         self.full_url = f"valkey://127.0.0.1:{small}?timeout_seconds=4"
         wait_until(lambda: listens(small) and listens(replica), "Valkey listens")
         wait_until(lambda: self._has_replica(primary), "Valkey has a replica")

@@ -25,7 +25,7 @@ from tq_service.cluster.etcd import Etcd, delete, is_created_at, is_value, put
 from tq_service.cluster.keys import BEGINNING, ClusterKeys, Position
 from tq_service.durable.files import FileWriter
 from tq_service.durable.log.log import Record, Stream
-from tq_service.durable.log.waiting import DurabilityWaiters
+from tq_service.durable.log.segment_log import DurabilityWaiters
 from tq_service.errors import (
     InvalidArgumentError,
     JournalDamagedError,
