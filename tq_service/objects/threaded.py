@@ -19,6 +19,7 @@ from tq_service.objects.threads import CallThreads, Landing
 NAMES_A_PAGE: Final = 1000
 RETRY_AFTER_SECONDS: Final = 1.0
 _MESSAGE_CHARACTERS: Final = 300
+_CLOSE_SECONDS: Final = 2.0
 T = TypeVar("T")
 
 
@@ -79,8 +80,11 @@ class ThreadedObjects(ObjectStore):
     async def aclose(self) -> None:
         if self._is_open:
             self._is_open = False
-            with contextlib.suppress(TqError):  # it is gone already
-                await self._in_thread(self._close)
+            # A client in C++ that is closed while a call is in it takes the process with it. One with a call that does
+            # not end is left as it is, until the call has ended.
+            if await self._threads.wait_idle(_CLOSE_SECONDS):
+                with contextlib.suppress(TqError):  # it is gone already
+                    await self._in_thread(self._close)
         self._threads.close()
 
     async def _run(self, call: Callable[[], T], landing: Landing | None = None) -> T:

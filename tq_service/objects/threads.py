@@ -51,6 +51,7 @@ class CallThreads:
     def __init__(self, name: str, count: int) -> None:
         self._name = name
         self._busy_count = 0
+        self._idle = asyncio.Event()
         self._threads: list[threading.Thread] = []
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._free = asyncio.Semaphore(count)
@@ -85,6 +86,8 @@ class CallThreads:
         def deliver(outcome: Callable[[], T]) -> None:
             self._busy_count -= 1
             self._free.release()
+            if not self._busy_count:
+                self._idle.set()
             if not future.done():
                 future.set_result(outcome)
 
@@ -116,6 +119,17 @@ class CallThreads:
             future.cancel()
             raise self._late(timeout_seconds, "the call goes on by itself")
         return future.result()()
+
+    async def wait_idle(self, timeout_seconds: float) -> bool:
+        """Return whether all calls have ended, those too whose callers have gone on, in so much time."""
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                while self._busy_count:
+                    self._idle.clear()
+                    await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
 
     def close(self) -> None:
         """End the threads when their calls have ended; does not wait."""
