@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 T = TypeVar("T")
+
+Note = tuple[str, tuple[Any, ...]]
+"""A method of `Probe`, and what it was called with."""
 
 
 class Probe(Protocol):
@@ -35,6 +39,52 @@ class Probe(Protocol):
 
 probes: Final[list[Probe]] = []
 """All that are notified."""
+
+
+class ProbeNotes:
+    """Keeps what happens in a worker process until its parent is told, whose probes are those that count.
+
+    A probe that a fork has left here counts where nobody looks, or, with prometheus-client's files for several
+    processes, what the parent counts as well; so this one takes the place of all.
+    """
+
+    def __init__(self) -> None:
+        self._notes: deque[Note] = deque()  # threads of the client append
+
+    def replace_probes(self) -> None:
+        """Be the only probe of this process."""
+        probes[:] = [self]
+
+    def fetched(self, *values: Any) -> None:
+        """See `Probe`."""
+        self._notes.append(("fetched", values))
+
+    def received(self, *values: Any) -> None:
+        """See `Probe`."""
+        self._notes.append(("received", values))
+
+    def put(self, *values: Any) -> None:
+        """See `Probe`."""
+        self._notes.append(("put", values))
+
+    def claimed(self, *values: Any) -> None:
+        """See `Probe`."""
+        self._notes.append(("claimed", values))
+
+    def loaded(self, *values: Any) -> None:
+        """See `Probe`."""
+        self._notes.append(("loaded", values))
+
+    def take(self) -> tuple[Note, ...]:
+        """Return what has been kept since the last call."""
+        return tuple(self._notes.popleft() for _ in range(len(self._notes)))
+
+
+def notify_probes(notes: Iterable[Note]) -> None:
+    """Tell the probes of this process what happened in another one."""
+    for name, values in notes:
+        for probe in probes:
+            getattr(probe, name)(*values)
 
 
 carriers: Final[list[Callable[[], Sequence[tuple[str, str]]]]] = []

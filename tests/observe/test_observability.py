@@ -195,6 +195,28 @@ def test_waits_for_a_loader_are_measured(live: LiveServer, recorder: Recorder) -
     assert recorder["loader_work_seconds_total"] >= 0
 
 
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_what_workers_of_a_loader_fetch_counts_in_their_parent(
+    live: LiveServer, recorder: Recorder, method: str
+) -> None:
+    pytest.importorskip("torch")
+    from tq_service.data import StreamingDataLoader, StreamingDataset
+
+    live.client().put({"x": np.arange(8)}, partition_id=f"loaded-{method}")
+    live.client().seal_partition(f"loaded-{method}")
+    dataset = StreamingDataset(
+        live.address, batch_size=4, micro_batch_size=2, data_fields=["x"], partition_id=f"loaded-{method}",
+        task_name="t", dp_rank=0, dp_size=1,
+    )  # fmt: skip
+    with StreamingDataLoader(dataset, num_workers=2, multiprocessing_context=method) as loader:
+        assert len(list(loader)) == 4
+    assert recorder["client_fetch_seconds_count"] == 2
+    assert recorder["client_fetched_bytes_total"] == 64
+    claims = recorder.registry.get_sample_value("tq_service_client_claim_seconds_count", {"status": "batch"})
+    assert claims == 2
+    assert recorder["loader_micro_batches_total"] == 4  # which the parent notes itself
+
+
 def test_a_loader_that_is_left_early_ends_what_it_has_open(live: LiveServer, recorder: Recorder) -> None:
     from tq_service.client_probes import timed
 

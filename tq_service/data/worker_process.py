@@ -17,6 +17,7 @@ from multiprocessing.reduction import send_handle
 
 import torch
 
+from tq_service.client_probes import Note, ProbeNotes
 from tq_service.data.batch import ExceptionWrapper, StreamIdentity
 from tq_service.data.end import End
 from tq_service.data.shared_batch import SharedBatch, share_batch
@@ -58,11 +59,13 @@ class FetchReply:
         stream: of the request.
         batch_index: of the request.
         content: the batch, whose descriptor follows if its buffer is new; an error; the end of the partition.
+        notes: what the worker's client did since its last reply, for the probes of the parent.
     """
 
     stream: int
     batch_index: int
     content: SharedBatch | ExceptionWrapper | End
+    notes: tuple[Note, ...] = ()
 
 
 def run_worker(source: BatchSource, connection: Connection) -> None:
@@ -79,6 +82,7 @@ class _Worker:
         self._connection = connection
         self._requests: queue.SimpleQueue[FetchRequest | None] = queue.SimpleQueue()
         self._buffers = SharedBufferWriter()
+        self._notes = ProbeNotes()
         # Written by the receiving thread and read by the main one.
         self._stopped_stream = -1
         # Written by the main thread and read by the receiving one, which closes the fetcher to end its call.
@@ -86,6 +90,7 @@ class _Worker:
         self._fetcher: BatchFetcher | None = None
 
     def run(self) -> None:
+        self._notes.replace_probes()
         threading.Thread(target=self._receive, name="tq-worker-receive", daemon=True).start()
         while (request := self._requests.get()) is not None:
             self._buffers.release(request.released)
@@ -131,7 +136,9 @@ class _Worker:
             if not self._is_wanted(request):  # a call that `_stop` ended
                 return
             content = ExceptionWrapper.of(error)
-        self._connection.send(FetchReply(stream=request.stream, batch_index=request.batch_index, content=content))
+        notes = self._notes.take()
+        reply = FetchReply(stream=request.stream, batch_index=request.batch_index, content=content, notes=notes)
+        self._connection.send(reply)
         if isinstance(content, SharedBatch) and content.buffer.is_new:
             send_handle(self._connection, self._buffers.descriptor(content.buffer), os.getppid())
 

@@ -28,6 +28,7 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler, recv_handle
 from typing import Any
 
+from tq_service.client_probes import notify_probes
 from tq_service.data.batch import ExceptionWrapper, FetchedBatch, StreamIdentity
 from tq_service.data.end import End
 from tq_service.data.prefetch_queue import PrefetchLimit
@@ -127,6 +128,7 @@ class WorkerPool:
             for worker in self._workers:
                 if worker.connection in ready or worker.process.sentinel in ready:
                     reply, buffer = _receive(worker)
+                    notify_probes(reply.notes)
                     if reply.stream == stream:  # else of one that was stopped, whose requests count no more
                         arrived[reply.batch_index] = FetchResult(reply.content, buffer)
                         with self._lock:

@@ -17,8 +17,8 @@ _CLAIM_SECONDS: Final = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.
 def instrument(registry: CollectorRegistry | None = None) -> None:
     """Measure the clients and loaders of this process: fetches, puts, claims, and how long loaders are waited for.
 
-    The names are in docs/operations.md. Each process has its own: those of a loader's workers are not measured by its
-    parent, which measures how long it waits for them. A second call with the same registry does nothing.
+    The names are in docs/operations.md. What the worker processes of a loader fetch counts in the process of the
+    loader. A second call with the same registry does nothing.
 
     Args:
         registry: of prometheus-client, which shows them; None: its default one.
