@@ -99,6 +99,20 @@ def split_addresses(addresses: str) -> list[str]:
     return addresses.split(",")
 
 
+def hosts_and_ports(address: str) -> list[tuple[str, int]]:
+    """Return the hosts and ports of an address as gRPC takes it; none for a socket or what only gRPC can resolve."""
+    if address.startswith(_LOCAL_SCHEMES):
+        return []
+    if match := _DNS.fullmatch(address) or _LIST.fullmatch(address):
+        address = match[2]
+    pairs = []
+    for each in address.split(","):
+        host, _, port = each.rpartition(":")
+        if port.isascii() and port.isdecimal():
+            pairs.append((host.strip("[]"), int(port)))
+    return pairs
+
+
 def _host_and_port(text: str, default_port: int) -> str:
     scheme, separator, rest = text.partition("://")
     if separator:

@@ -169,11 +169,12 @@ def test_clients_whose_tls_does_not_fit_are_told_to_look_there(
 ) -> None:
     open_address = f"localhost:{start_server().app.port}"
     tls = deployment.authority.issue("client")
-    for address, unfit in ((deployment.address, None), (deployment.address, tq.Tls(ca=tls.ca)), (open_address, tls)):
-        with (
-            tq.Client(address, tls=unfit, timeout=0.5) as client,
-            pytest.raises(tq.UnavailableError, match="do both sides agree on TLS and certificates"),
-        ):
+    for address, unfit, told in (
+        (deployment.address, None, "speaks TLS and this client does not"),
+        (deployment.address, tq.Tls(ca=tls.ca), "without a client's certificate"),
+        (open_address, tls, "does not speak TLS and this client does"),
+    ):
+        with tq.Client(address, tls=unfit, timeout=5) as client, pytest.raises(tq.UnavailableError, match=told):
             client.list_partitions()
 
 

@@ -13,9 +13,10 @@ from typing import Final
 import grpc
 
 from tq_service.addresses import cause_of
+from tq_service.client.connection_check import ConnectionCheck
 from tq_service.errors import DeadlineError, TqError, UnavailableError
 from tq_service.log_message import LogMessage
-from tq_service.wire.credentials import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
+from tq_service.wire.credentials import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, Tls
 from tq_service.wire.error_table import from_rpc_error, status_from_trailers
 
 _log = logging.getLogger(__name__)
@@ -29,6 +30,7 @@ _LONGEST_TRY_SECONDS: Final = 1e9  # gRPC takes a deadline that 64 bits of nanos
 LONGEST_PAUSE_SECONDS: Final = 0.5
 
 _GRPC_MESSAGE: Final = "grpc_message"
+_FINDING: Final = "finding"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +88,9 @@ class Backoff:
         message = f"{failure.message}; tried for {self.deadline.timeout:g} s ({times}{more})"
         grpc_message = failure.metadata.get(_GRPC_MESSAGE)
         if grpc_message is not None:
-            # gRPC's reason may be that of another address of the name, and seldom speaks of TLS.
-            message += "; is the service running there, and do both sides agree on TLS and certificates?"
+            if _FINDING not in failure.metadata:
+                # gRPC's reason may be that of another address of the name, and seldom speaks of TLS.
+                message += "; is the service running there, and do both sides agree on TLS and certificates?"
             message += f" (gRPC: {grpc_message})"
         return UnavailableError(message, metadata=failure.metadata)
 
@@ -100,11 +103,16 @@ _IN_PYTHON: Final = {
 }
 
 
-def error_of(error: grpc.RpcError, address: str) -> TqError:
+def error_of(error: grpc.RpcError, address: str, finding: str | None = None) -> TqError:
     """Return the error that a failed call stands for.
 
     One of gRPC itself names the address. Where that could not be reached, the error says why in plain words, and has
     gRPC's in its metadata.
+
+    Args:
+        error: what the call raised.
+        address: what was called.
+        finding: what `Outage` has found out about the address.
     """
     status = status_from_trailers(error.trailing_metadata())
     failure = from_rpc_error(error.code(), error.details(), status)
@@ -114,7 +122,10 @@ def error_of(error: grpc.RpcError, address: str) -> TqError:
         return failure
     if error.code() is grpc.StatusCode.UNAVAILABLE:
         metadata = {"address": address, _GRPC_MESSAGE: failure.message}
-        return UnavailableError(f"cannot reach {address}: {cause_of(failure.message)}", metadata=metadata)
+        if finding is not None:
+            metadata[_FINDING] = finding
+        cause = finding or cause_of(failure.message)
+        return UnavailableError(f"cannot reach {address}: {cause}", metadata=metadata)
     failure.message = f"{failure.message} (calling {address})"
     failure.metadata.setdefault("address", address)
     return failure
@@ -125,28 +136,38 @@ class Outage:
 
     Args:
         address: of the service.
+        tls: with which it is reached, None for plaintext.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, tls: Tls | None = None) -> None:
         self._address = address
+        self._check = ConnectionCheck(address, tls)
         self._lock = threading.Lock()
         self._began: float | None = None
         self._warn_at = 0.0
         self._warning_count = 0
 
+    @property
+    def finding(self) -> str | None:
+        """What is wrong at the address, where that has been found out and gRPC does not say it."""
+        return self._check.finding
+
     def lasts(self, began: float, failure: UnavailableError, remaining_seconds: float) -> None:
-        """Note that a try failed, and log it when the outage has lasted for five seconds, and then each minute.
+        """Note that a try failed, and log it: after five seconds, or once the cause was found out, then each minute.
 
         Args:
             began: when the try began, on the monotonic clock.
             failure: why it failed.
             remaining_seconds: for how long the call will be tried again.
         """
+        if _GRPC_MESSAGE in failure.metadata:
+            self._check.begin()
         now = time.monotonic()
         with self._lock:
             if self._began is None:
                 self._began, self._warn_at, self._warning_count = began, began + _WARN_AFTER_SECONDS, 0
-            if now < self._warn_at:
+            is_news = _FINDING in failure.metadata and not self._warning_count  # seldom passes by itself
+            if now < self._warn_at and not is_news:
                 return
             self._warning_count += 1
             self._warn_at = now + _WARN_EVERY_SECONDS
@@ -163,6 +184,7 @@ class Outage:
         """Note that the service has answered."""
         if self._began is None:  # which is so for nearly all calls, and needs no lock
             return
+        self._check.clear()
         with self._lock:
             began, self._began = self._began, None
             is_logged = self._warning_count > 0

@@ -53,7 +53,7 @@ class AsyncEndpoint:
         self.link = HostLink()
         self.driver = AsyncGrpcDriver(self.channel, metadata=self.metadata, errors=self.errors, link=self.link)
         self._calls = calls
-        self._outage = Outage(address)
+        self._outage = Outage(address, calls.credentials.tls)
 
     def metadata(self) -> Metadata | None:
         """Return what a call carries: the token, and the context of its trace where calls are traced."""
@@ -70,7 +70,7 @@ class AsyncEndpoint:
             yield
             self._outage.is_over()
         except grpc.RpcError as error:
-            failure = self._calls.namespace.explain(error_of(error, self.address))
+            failure = self._calls.namespace.explain(error_of(error, self.address, self._outage.finding))
             if isinstance(failure, UnavailableError):
                 self._calls.controllers.note(self.address, failure)
                 self._calls.follow_files()

@@ -1,0 +1,171 @@
+"""What really listens at an address that gRPC cannot reach: gRPC tells of the last address it tried, not of the cause.
+
+A name such as "localhost" has two addresses, ::1 and 127.0.0.1. Where a service at the second one speaks TLS and the
+client does not, gRPC says "connection refused": ::1 refused last.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import threading
+import time
+from typing import Final
+
+from tq_service.addresses import cause_of, hosts_and_ports
+from tq_service.wire.credentials import CA_VARIABLE, Tls
+
+_STEP_SECONDS: Final = 0.5  # to connect, and as long again for an answer
+_MOST_ADDRESSES: Final = 4
+_FRESH_SECONDS: Final = 5.0
+
+# The beginning of a connection of HTTP/2 and an empty SETTINGS frame, RFC 9113, sections 3.4 and 6.5.
+_HTTP2_HELLO: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
+_FRAME_HEADER_BYTES: Final = 9
+_SETTINGS_FRAME: Final = 4
+
+
+class ConnectionCheck:
+    """Connects to an address in a thread of its own, so that neither a call nor an event loop waits for it.
+
+    Args:
+        address: as gRPC takes it; one that is no host and port is not checked.
+        tls: with which the client reaches it, None for plaintext.
+
+    Attributes:
+        finding: what is wrong there in plain words; None where nothing is known that gRPC's own words do not tell.
+    """
+
+    def __init__(self, address: str, tls: Tls | None) -> None:
+        self.finding: str | None = None
+        self._address = address
+        self._tls = tls
+        self._lock = threading.Lock()
+        self._is_running = False
+        self._done_at = float("-inf")
+
+    def begin(self) -> None:
+        """Check now, unless a check is under way or has just been made."""
+        with self._lock:
+            if self._is_running or time.monotonic() < self._done_at + _FRESH_SECONDS:
+                return
+            self._is_running = True
+        threading.Thread(target=self._run, name="tq-connection-check", daemon=True).start()
+
+    def clear(self) -> None:
+        """Forget what was found: the service has answered."""
+        with self._lock:
+            self.finding, self._done_at = None, float("-inf")
+
+    def _run(self) -> None:
+        finding = None
+        try:
+            finding = find_fault(self._address, self._tls)
+        finally:
+            with self._lock:
+                self.finding, self._is_running, self._done_at = finding, False, time.monotonic()
+
+
+def find_fault(address: str, tls: Tls | None) -> str | None:
+    """Return what is wrong with the first that listens at one of the addresses; None where none does, or it is right.
+
+    Takes up to two seconds for each address of the name.
+    """
+    for family, target in _resolve(address):
+        try:
+            with _connect(family, target):
+                pass
+        except OSError:
+            continue
+        there = f"[{target[0]}]:{target[1]}" if family == socket.AF_INET6 else f"{target[0]}:{target[1]}"
+        try:
+            return _fault_of(family, target, there, address, tls)
+        except TimeoutError:
+            return f"{there} takes connections and does not answer"
+        except OSError:  # closed by the other side: gRPC's words say as much
+            return None
+    return None
+
+
+def _fault_of(
+    family: socket.AddressFamily, target: tuple[str, int], there: str, address: str, tls: Tls | None
+) -> str | None:
+    speaks_tls = _speaks_tls(family, target)
+    if tls is None:
+        if speaks_tls:
+            return f"{there} speaks TLS and this client does not; give tls=, or set {CA_VARIABLE}"
+        return None if _speaks_http2(family, target) else f"what listens at {there} does not speak gRPC"
+    if not speaks_tls:
+        return f"{there} does not speak TLS and this client does; leave out tls= and {CA_VARIABLE}, or serve with TLS"
+    return _fault_of_certificate(family, target, hosts_and_ports(address)[0][0], tls)
+
+
+def _speaks_tls(family: socket.AddressFamily, target: tuple[str, int]) -> bool:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # nothing is sent but the greeting
+    context.set_alpn_protocols(["h2"])
+    try:
+        with _connect(family, target) as connection, context.wrap_socket(connection):
+            return True
+    except ssl.SSLError as error:
+        return "ALERT" in (error.reason or "")
+
+
+def _speaks_http2(family: socket.AddressFamily, target: tuple[str, int]) -> bool:
+    with _connect(family, target) as connection:
+        header = _greet(connection)
+        return len(header) == _FRAME_HEADER_BYTES and header[3] == _SETTINGS_FRAME
+
+
+def _greet(connection: socket.socket) -> bytes:
+    """Return the header of the first frame that answers the greeting, less where the connection ends before."""
+    connection.sendall(_HTTP2_HELLO)
+    header = b""
+    while len(header) < _FRAME_HEADER_BYTES:
+        received = connection.recv(_FRAME_HEADER_BYTES - len(header))
+        if not received:
+            break
+        header += received
+    return header
+
+
+def _fault_of_certificate(family: socket.AddressFamily, target: tuple[str, int], host: str, tls: Tls) -> str | None:
+    if tls.ca is None:
+        return None  # the authorities that gRPC knows are not ours to ask
+    try:
+        context = ssl.create_default_context(cafile=tls.ca)
+        if tls.cert is not None:
+            context.load_cert_chain(tls.cert, tls.key)
+        context.set_alpn_protocols(["h2"])
+        with _connect(family, target) as connection, context.wrap_socket(connection, server_hostname=host) as secured:
+            # With TLS 1.3 a server sees the client's certificate after the client's part of the handshake.
+            is_accepted = len(_greet(secured)) == _FRAME_HEADER_BYTES
+    except ssl.SSLCertVerificationError as error:
+        return cause_of(str(error)) + f" ({error.verify_message})"
+    except (ssl.SSLError, ConnectionError):
+        is_accepted = False
+    if is_accepted or tls.cert is not None:
+        return None
+    return "the service ends connections without a client's certificate; give cert and key in tls="
+
+
+def _connect(family: socket.AddressFamily, target: tuple[str, int]) -> socket.socket:
+    connection = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(_STEP_SECONDS)
+        connection.connect(target)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _resolve(address: str) -> list[tuple[socket.AddressFamily, tuple[str, int]]]:
+    found: dict[tuple[socket.AddressFamily, tuple[str, int]], None] = {}
+    for host, port in hosts_and_ports(address):
+        try:
+            for family, _, _, _, target in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+                found[family, (str(target[0]), port)] = None
+        except OSError:
+            continue
+    return list(found)[:_MOST_ADDRESSES]
