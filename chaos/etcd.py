@@ -1,4 +1,4 @@
-"""A real etcd of some members on loopback, as processes that can be killed and started again."""
+"""A real etcd of some members, as processes that can be killed and started again."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from chaos.cluster import Process
+from chaos.hosts import Host
 
 _BROUGHT: Final = Path(__file__).parents[1] / ".venv" / "etcd" / "usr" / "bin" / "etcd"
 
@@ -24,28 +25,34 @@ def etcd_program() -> str:
     return program
 
 
-def etcd_members(ports: Sequence[tuple[int, int]], directory: Path) -> dict[str, Process]:
+def etcd_members(
+    ports: Sequence[tuple[int, int]], directory: Path, hosts: Sequence[Host] | None = None
+) -> dict[str, Process]:
     """Return the processes of the members by name, which are not started.
 
     Args:
         ports: of each member: for clients, and for the other members.
         directory: gets data and logs.
+        hosts: of each member; None: this one, and the loopback address.
     """
     program = etcd_program()
-    members = [f"etcd-{number}" for number in range(len(ports))]
-    cluster = ",".join(f"{name}=http://127.0.0.1:{peer}" for name, (_, peer) in zip(members, ports, strict=True))
+    hosts = hosts or [Host("127.0.0.1", (), "lo")] * len(ports)
+    members = [
+        (f"etcd-{number}", host, f"http://{host.ip}:{client}", f"http://{host.ip}:{peer}")
+        for number, (host, (client, peer)) in enumerate(zip(hosts, ports, strict=True))
+    ]
     found = {}
-    for name, (client, peer) in zip(members, ports, strict=True):
+    for name, host, client_url, peer_url in members:
         flags = {
             "name": name,
             "data-dir": str(directory / f"data-{name}"),
-            "listen-client-urls": f"http://127.0.0.1:{client}",
-            "advertise-client-urls": f"http://127.0.0.1:{client}",
-            "listen-peer-urls": f"http://127.0.0.1:{peer}",
-            "initial-advertise-peer-urls": f"http://127.0.0.1:{peer}",
-            "initial-cluster": cluster,
+            "listen-client-urls": client_url,
+            "advertise-client-urls": client_url,
+            "listen-peer-urls": peer_url,
+            "initial-advertise-peer-urls": peer_url,
+            "initial-cluster": ",".join(f"{other}={url}" for other, _, _, url in members),
             "initial-cluster-state": "new",
         }
-        command = [program, *(part for flag, value in flags.items() for part in (f"--{flag}", value))]
+        command = [*host.enter, program, *(part for flag, value in flags.items() for part in (f"--{flag}", value))]
         found[name] = Process(name, command, directory / f"{name}.log")
     return found

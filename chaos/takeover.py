@@ -1,27 +1,27 @@
-"""Kills and pauses leading controllers, members of etcd and storage services: `python -m chaos.takeover --rounds 20`.
+"""Kills, stops and cuts off what a cluster is made of: `python -m chaos.takeover --rounds 20`.
 
-Three members of etcd, three controllers and two storage services, under the load of `python -m chaos`: 8 producers, 8
-ranks, callers by name and leased workers. What is checked is what is checked there, and besides that no controller
-answers that was superseded; a process that ends is started again, as by what runs it elsewhere. A program beside them
-makes a small change all the time: how long none of them was acknowledged is the pause of a fault. The exit code is 1
-for a broken guarantee.
+Three members of etcd, three controllers and three storage services with a mirror, each on a host of its own in a
+network of namespaces, under the load of `python -m chaos`: 8 producers, 8 ranks, callers by name and leased workers.
+What is checked is what is checked there; besides, no controller answers that was superseded, and what a storage
+service had that is lost for good is read from others. Two threads beside them measure pauses: one makes a small change
+all the time, one reads samples of all storage services. The exit code is 1 for a broken guarantee.
+
+Faults: a leader, a standby, a member of etcd or a storage service is killed; stopped for 30 s and let go on; or cut off
+from the others for 12 s, so that packets go nowhere and no side is notified. Storage services keep puts in memory and
+in the mirror: one that is killed is lost with all its bytes.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
-import itertools
 import os
 import random
-import secrets
 import signal
 import statistics
 import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,220 +29,199 @@ import grpc
 import numpy as np
 
 import tq_service as tq
-from chaos.cluster import Cluster, Process, free_ports, wait_until, without_torch
-from chaos.etcd import etcd_members
+from chaos.cluster import wait_until, without_torch
+from chaos.hosts import Network, in_own_network
+from chaos.probes import ChangeProbe, ReadProbe
+from chaos.replicated import CONTROLLERS, FAILED_EXIT_CODE, STORAGES, ReplicatedCluster, answers
 from chaos.scenario import Report, Scenario
-from tq_service.testing import COMMAND
 from tq_service.v1.controller_service_pb2 import ListPartitionsRequest
 from tq_service.v1.controller_service_pb2_grpc import ControllerServiceStub
 
-_CONTROLLERS: Final = ("controller-0", "controller-1", "controller-2")
-_STORAGES: Final = ("one", "two")
-_TARGETS: Final = ("kill leader", "stop leader", "etcd", "storage", "standby", "kill leader", "stop leader")
-_PROBE: Final = "probe"
 _START_SECONDS: Final = 60.0
-_SUPERSEDED_SECONDS: Final = 20.0
+_SUPERSEDED_SECONDS: Final = 30.0
 _STALE_CALLS: Final = 8
-_FAILED_EXIT_CODE: Final = 70
-
-
-class ReplicatedCluster(Cluster):
-    """Three controllers over three members of etcd, and two storage services."""
-
-    def __init__(self, directory: Path, rng: random.Random, lease_seconds: float) -> None:
-        ports = free_ports(6 + len(_CONTROLLERS) + len(_STORAGES), rng)
-        etcd_ports = list(zip(ports[:3], ports[3:6], strict=True))
-        self._ports = dict(zip((*_CONTROLLERS, *_STORAGES), ports[6:], strict=True))
-        self.addresses = {name: f"127.0.0.1:{self._ports[name]}" for name in _CONTROLLERS}
-        self.address = ",".join(self.addresses.values())
-        self.controller_name = _CONTROLLERS[0]
-        self.storage_names = _STORAGES
-        journal = "etcd://" + ",".join(f"127.0.0.1:{client}" for client, _ in etcd_ports)
-        secret = directory / "secret"  # there before any of them starts
-        secret.touch(0o600)
-        secret.write_text(secrets.token_hex(32) + "\n")
-        self.processes = etcd_members(etcd_ports, directory)
-        self.etcd_names = tuple(self.processes)
-        for name in (*_CONTROLLERS, *_STORAGES):
-            flags = {
-                "port": str(self._ports[name]),
-                "grace-seconds": "2",
-                "log-level": "info",
-                "internal-secret-file": str(secret),
-                "data-dir": str(directory / f"data-{name}"),
-            }
-            if name in _STORAGES:
-                flags |= {"role": "storage", "controller": self.address, "storage-id": name, "max-bytes": "1GiB"}
-                flags |= {"put-ttl-seconds": "5"}
-            else:
-                flags |= {"role": "controller", "journal": journal, "cluster": "chaos"}
-                flags |= {"lease-seconds": f"{lease_seconds:g}"}
-            command = [*COMMAND, "serve", *(part for flag, value in flags.items() for part in (f"--{flag}", value))]
-            self.processes[name] = Process(name, command, directory / f"{name}.log")
-        self._is_closing = threading.Event()
-        self._paused: set[str] = set()
-        self._restarting = threading.Thread(target=self._restart_controllers, daemon=True)
-        self.ended: list[tuple[str, int]] = []  # controllers, and the codes with which they ended by themselves
-
-    def start(self) -> None:
-        """Start all processes, etcd first, and what starts controllers again."""
-        for process in self.processes.values():
-            process.start()
-        self._restarting.start()
-
-    def _restart_controllers(self) -> None:
-        """Start controllers again that have ended."""
-        while not self._is_closing.wait(0.05):
-            for name in _CONTROLLERS:
-                process = self.processes[name]
-                code = None if process.running is None else process.running.poll()
-                if code is not None and name not in self._paused:
-                    self.ended.append((name, code))
-                    process.start()
-
-    def leader(self) -> str | None:
-        """Return the controller that leads, None where none does."""
-        for name, address in self.addresses.items():
-            if name in self._paused:
-                continue
-            with grpc.insecure_channel(address) as channel, contextlib.suppress(grpc.RpcError):
-                ControllerServiceStub(channel).ListPartitions(ListPartitionsRequest(), timeout=0.5)
-                return name
-        return None
-
-    def pause(self, name: str) -> None:
-        """Stop a process, which stays."""
-        self._paused.add(name)
-        self.processes[name].send(signal.SIGSTOP)
-
-    def resume(self, name: str) -> int | None:
-        """Let a leader that was stopped go on; return the code with which it ends, None where it does not."""
-        self.processes[name].send(signal.SIGCONT)
-        code = self.processes[name].exit_code(_SUPERSEDED_SECONDS)
-        self._paused.discard(name)
-        return code
-
-    def dead(self) -> list[str]:
-        """Return the processes that ended by themselves and are not started again: none of them may."""
-        return [name for name in super().dead() if name not in _CONTROLLERS]
-
-    def failures(self) -> list[str]:
-        """Return the lines of the logs of storage services that tell of faults; superseded controllers have some."""
-        return [line for line in super().failures() if line.startswith(_STORAGES)]
-
-    def close(self) -> None:
-        """Kill what runs."""
-        self._is_closing.set()
-        if self._restarting.is_alive():
-            self._restarting.join()
-        for process in self.processes.values():
-            process.send(signal.SIGCONT)
-            process.end()
-
-
-class Prober:
-    """Makes a small change all the time, in a thread, and notes when each was acknowledged."""
-
-    def __init__(self, address: str) -> None:
-        self._address = address
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self.done_at = [time.monotonic()]
-        self.count = 0
-
-    def __enter__(self) -> Prober:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stopping.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        with tq.Client(self._address, timeout=_START_SECONDS) as client:
-            while not self._stopping.wait(0.01):
-                with contextlib.suppress(tq.TqError):
-                    client.insert(_PROBE, 1, keys=[f"{self.count}"])
-                    self.count += 1
-                    self.done_at.append(time.monotonic())
-
-    def pause_since(self, at: float) -> float:
-        """Return the longest time without an acknowledged change since a moment."""
-        done = [each for each in self.done_at if each >= at]
-        before = max(each for each in self.done_at if each < at)
-        times = [before, *done, time.monotonic()]
-        return max(later - earlier for earlier, later in itertools.pairwise(times))
+_SHOWN_VIOLATIONS: Final = 50
+_MOST_READ_PAUSE_SECONDS: Final = 10.0
+_TARGETS: Final = (
+    "kill leader",
+    "stop leader",
+    "cut leader from etcd",
+    "cut leader from all but clients",
+    "cut leader from all",
+    "kill standby",
+    "kill etcd",
+    "stop etcd",
+    "cut etcd",
+    "lose storage",
+    "kill storage",
+    "stop storage",
+    "cut storage",
+)
 
 
 class TakeoverScenario(Scenario):
-    """One partition under load, while leaders and members go."""
+    """One partition under load, while parts of the cluster go."""
 
-    def __init__(self, *, prober: Prober, stop_seconds: float, pauses: dict[str, list[float]], **given: Any) -> None:
-        super().__init__(**given)
-        self._prober = prober
+    def __init__(
+        self,
+        *,
+        changes: ChangeProbe,
+        reads: ReadProbe,
+        stop_seconds: float,
+        cut_seconds: float,
+        lease_seconds: float,
+        pauses: dict[str, list[tuple[float, float]]],
+        cluster: ReplicatedCluster,
+        **given: Any,
+    ) -> None:
+        super().__init__(cluster=cluster, **given)
+        self._parts = cluster
+        self._changes = changes
+        self._reads = reads
         self._stop_seconds = stop_seconds
+        self._cut_seconds = cut_seconds
+        self._lease_seconds = lease_seconds
         self._pauses = pauses
 
     def _inject_fault(self, target: Any) -> None:
         self._report.faults[target] = self._report.faults.get(target, 0) + 1
-        cluster: Any = self._cluster
-        if not wait_until(lambda: cluster.leader() is not None, _START_SECONDS):
+        if not wait_until(lambda: self._parts.leader() is not None, _START_SECONDS):
             self._violated(f"no controller leads within {_START_SECONDS:g} s")
             return
-        leader = cluster.leader() or ""
-        names = {
-            "kill leader": leader,
-            "stop leader": leader,
-            "etcd": self._rng.choice(cluster.etcd_names),
-            "storage": self._rng.choice(_STORAGES),
-            "standby": self._rng.choice([name for name in _CONTROLLERS if name != leader]),
-        }
-        name, at = names[target], time.monotonic()
-        if target == "stop leader":
-            self._found(self._stop(name))
-        elif target in {"etcd", "storage"}:
-            self._found(iter(cluster.inject_fault([name], signal.SIGKILL)))
-        else:
-            cluster.processes[name].send(signal.SIGKILL)
-        done = self._prober.count
-        if not wait_until(lambda: self._prober.count > done + 3, _START_SECONDS):
-            self._violated(f"no change is acknowledged within {_START_SECONDS:g} s of {target}")
-        pause = self._prober.pause_since(at)
-        self._pauses.setdefault(target, []).append(pause)
-        self._report.back_seconds.append(pause)
-        self._say(f"{self._name}: {target} ({name}): pause {pause:.2f} s")
+        self._reads.renew()
+        leader = self._parts.leader() or CONTROLLERS[0]
+        name = self._rng.choice(self._candidates(target, leader))
+        at, change_count = time.monotonic(), self._changes.count
+        self._faults()[target.split()[0]](target, name)
+        over_at = time.monotonic()
+        if not wait_until(lambda: self._changes.count > change_count + 3, _START_SECONDS):
+            self._violated(f"no change is acknowledged within {_START_SECONDS:g} s of {target} ({name})")
+        if not wait_until(lambda: self._reads.has_read_all_since(over_at), _START_SECONDS):
+            self._violated(f"not all samples are read within {_START_SECONDS:g} s of {target} ({name})")
+        pauses = self._changes.pause_since(at), self._reads.pause_since(at)
+        self._pauses.setdefault(target, []).append(pauses)
+        self._report.back_seconds.append(max(pauses))
+        self._say(f"{self._name}: {target} ({name}): pauses of changes {pauses[0]:.2f} s, of reads {pauses[1]:.2f} s")
 
-    def _stop(self, name: str) -> Iterator[str]:
-        """Stop the leader, ask it while it is stopped, let it go on: none of the calls may be answered."""
-        cluster: Any = self._cluster
-        with grpc.insecure_channel(cluster.addresses[name]) as channel:
-            stub: Any = ControllerServiceStub(channel)
-            stub.ListPartitions(ListPartitionsRequest(), timeout=10)
-            cluster.pause(name)
-            calls = [
-                stub.ListPartitions.future(ListPartitionsRequest(), timeout=self._stop_seconds + 60)
-                for _ in range(_STALE_CALLS)
-            ]
+    def _candidates(self, target: str, leader: str) -> Sequence[str]:
+        if "leader" in target:
+            return [leader]
+        if "standby" in target:
+            return [name for name in CONTROLLERS if name != leader]
+        return self._parts.etcd_names if "etcd" in target else STORAGES
+
+    def _faults(self) -> dict[str, Callable[[str, str], None]]:
+        return {"kill": self._kill, "lose": self._lose, "stop": self._stop, "cut": self._cut}
+
+    def _kill(self, target: str, name: str) -> None:
+        """Kill a process, which is started again at once; a storage service comes back empty."""
+        if name in self._parts.etcd_names:
+            self._found(iter(self._parts.inject_fault([name], signal.SIGKILL)))
+            return
+        taken_count = self._parts.taken_over_count(name)
+        self._parts.processes[name].send(signal.SIGKILL)
+        if name in STORAGES:
+            self._wait_until_taken_over(name, taken_count)
+
+    def _lose(self, _: str, name: str) -> None:
+        """Kill a storage service for good; once another one has its puts, an empty one takes its place."""
+        taken_count = self._parts.taken_over_count(name)
+        self._parts.held.add(name)
+        self._parts.processes[name].send(signal.SIGKILL)
+        self._wait_until_taken_over(name, taken_count)
+        self._parts.held.discard(name)
+
+    def _wait_until_taken_over(self, name: str, taken_count: int) -> None:
+        if not wait_until(lambda: self._parts.taken_over_count(name) > taken_count, _START_SECONDS, 0.2):
+            self._violated(f"the puts of {name} were not taken over within {_START_SECONDS:g} s")
+
+    def _stop(self, _: str, name: str) -> None:
+        """Stop a process and let it go on: a leader was superseded, a storage service taken over meanwhile."""
+        taken_count = self._parts.taken_over_count(name) if name in STORAGES else 0
+        self._parts.held.add(name)
+        calls: list[Any] = []
+        channel = grpc.insecure_channel(self._parts.addresses.get(name, self._parts.address))
+        with channel:
+            if name in CONTROLLERS:
+                stub: Any = ControllerServiceStub(channel)
+                stub.ListPartitions(ListPartitionsRequest(), timeout=10)
+            self._parts.processes[name].send(signal.SIGSTOP)
+            if name in CONTROLLERS:  # what arrives while it is stopped
+                timeout = self._stop_seconds + _START_SECONDS
+                calls = [
+                    stub.ListPartitions.future(ListPartitionsRequest(), timeout=timeout) for _ in range(_STALE_CALLS)
+                ]
             time.sleep(self._stop_seconds)
-            code = cluster.resume(name)
-            if code != _FAILED_EXIT_CODE:
-                yield f"{name} was stopped for {self._stop_seconds:g} s, and ended with {code} instead of 70"
+            if name in STORAGES:
+                self._wait_until_taken_over(name, taken_count)
+            self._parts.processes[name].send(signal.SIGCONT)
+            if name not in self._parts.etcd_names:
+                self._expect_its_end(name)
             for call in calls:
                 if call.exception() is None:
-                    yield f"{name} was superseded, and answered a call"
+                    self._violated(f"{name} was superseded, and answered a call")
+        self._parts.held.discard(name)
+
+    def _cut(self, target: str, name: str) -> None:
+        """Cut a process off from others and let it reach them again."""
+        others = self._cut_from(target, name)
+        taken_count = self._parts.taken_over_count(name) if name in STORAGES else 0
+        self._parts.held.add(name)
+        self._parts.cut(name, others)
+        try:
+            begun = time.monotonic()
+            if name in CONTROLLERS and "" not in others:
+                time.sleep(self._lease_seconds + 0.5)
+                while time.monotonic() < begun + self._cut_seconds:
+                    if answers(self._parts.addresses[name]):
+                        self._violated(f"{name} is cut off from etcd for longer than its lease, and answered a call")
+                    time.sleep(0.2)
+            time.sleep(max(0.0, begun + self._cut_seconds - time.monotonic()))
+            if name in STORAGES:
+                self._wait_until_taken_over(name, taken_count)
+        finally:
+            self._parts.mend(name, others)
+        if name not in self._parts.etcd_names:
+            self._expect_its_end(name)
+        self._parts.held.discard(name)
+
+    def _cut_from(self, target: str, name: str) -> Sequence[str]:
+        if name in STORAGES:
+            return CONTROLLERS
+        others = [each for each in self._parts.processes if each != name]
+        if target == "cut etcd":
+            return [each for each in self._parts.etcd_names if each != name]
+        if target == "cut leader from etcd":
+            return self._parts.etcd_names
+        return [*others, ""] if target == "cut leader from all" else others
+
+    def _expect_its_end(self, name: str) -> None:
+        code = self._parts.processes[name].exit_code(_SUPERSEDED_SECONDS)
+        if code != FAILED_EXIT_CODE:
+            what = "superseded" if name in CONTROLLERS else "taken over"
+            self._violated(f"{name} was {what}, and has ended with {code} instead of {FAILED_EXIT_CODE}")
 
     def _answers(self) -> bool:
         return True
+
+    def _leaks(self) -> Any:
+        """Yield what storage services still have: bytes move between them, so nothing at all may be left."""
+        self._reads.clear()
+        for name in STORAGES:
+            if not wait_until(lambda name=name: self._stored(name) == (0, 0), _START_SECONDS, 0.2):  # type: ignore[misc]
+                yield f"{name} has {self._stored(name)} bytes and puts after all was cleared"
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m chaos.takeover", description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--rounds", type=int, default=100, help="faults (default: 100)")
     parser.add_argument("--rounds-per-scenario", type=int, default=10, help="faults per partition")
-    parser.add_argument("--seconds", type=float, default=4.0, help="longest time between two faults (default: 4)")
-    parser.add_argument("--stop-seconds", type=float, default=30.0, help="how long a leader is stopped (default: 30)")
+    parser.add_argument("--seconds", type=float, default=3.0, help="longest time between two faults (default: 3)")
+    parser.add_argument("--stop-seconds", type=float, default=30.0, help="how long one is stopped (default: 30)")
+    parser.add_argument("--cut-seconds", type=float, default=12.0, help="how long one is cut off (default: 12)")
     parser.add_argument("--lease-seconds", type=float, default=5.0, help="of the leader (default: 5)")
-    parser.add_argument("--targets", nargs="+", default=list(_TARGETS), choices=sorted(set(_TARGETS)))
+    parser.add_argument("--mirror", metavar="URL", help="engine of the mirror (default: a shared directory)")
+    parser.add_argument("--targets", nargs="+", default=list(_TARGETS), choices=_TARGETS)
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(3)), help="repeats the faults of a run")
     parser.add_argument("--output", type=Path, default=Path("chaos-output"), help="directory for logs and data")
     return parser.parse_args(arguments)
@@ -256,35 +235,27 @@ def _wait_until_ready(address: str) -> None:
     with tq.Client(address, timeout=_START_SECONDS) as client:
         client.put({"x": np.zeros(1)}, partition_id="first")
         client.clear_partition("first")
-        client.create_partition(_PROBE)
-
-
-def _probed_violations(address: str, count: int) -> list[str]:
-    with tq.Client(address, timeout=_START_SECONDS) as client:
-        found, _ = client.lookup_samples(_PROBE)
-        keys = list(found.keys)
-        wrong = [
-            f"probe {number} was acknowledged and is not there" for number in range(count) if str(number) not in keys
-        ]
-        return wrong + (["a probe is there twice"] if len(keys) != len(set(keys)) else [])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what the command line asks for and return the exit code."""
     given = _options(arguments)
-    output = given.output / f"{datetime.datetime.now():%Y-%m-%d-%H%M%S}-takeover-{given.seed}"
+    output = (given.output / f"{datetime.datetime.now():%Y-%m-%d-%H%M%S}-takeover-{given.seed}").resolve()
     output.mkdir(parents=True)
     _say(f"seed {given.seed}, lease {given.lease_seconds:g} s, logs and data in {output}")
     rng, report, pauses = random.Random(given.seed), Report(), {}
-    cluster = ReplicatedCluster(output, rng, given.lease_seconds)
+    cluster = ReplicatedCluster(Network(), output, given.lease_seconds, given.mirror)
     try:
         cluster.start()
         _wait_until_ready(cluster.address)
-        with Prober(cluster.address) as prober:
+        with ChangeProbe(cluster.address) as changes, ReadProbe(cluster.address) as reads:
             for number, start in enumerate(range(0, given.rounds, given.rounds_per_scenario)):
                 scenario = TakeoverScenario(
-                    prober=prober,
+                    changes=changes,
+                    reads=reads,
                     stop_seconds=given.stop_seconds,
+                    cut_seconds=given.cut_seconds,
+                    lease_seconds=given.lease_seconds,
                     pauses=pauses,
                     cluster=cluster,
                     name=f"scenario-{number}",
@@ -297,33 +268,45 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 rounds = min(given.rounds_per_scenario, given.rounds - start)
                 if not scenario.run(rounds, given.seconds, given.targets):
                     break
-        report.violations += _probed_violations(cluster.address, prober.count)
-        report.violations += [f"log of {line}" for line in cluster.failures()]
+            report.violations += changes.violations() + reads.violations
+        report.violations += [f"log of {line}" for line in cluster.failures()] + cluster.wrong_ends()
     finally:
         cluster.close()
-    _print_report(report, pauses, cluster, prober.count)
+    _print_report(report, pauses, cluster, changes.count, given.lease_seconds + 1)
     print(f"{len(report.violations)} violations; seed {given.seed}; logs and data in {output}")
     return 1 if report.violations else 0
 
 
-def _print_report(report: Report, pauses: dict[str, list[float]], cluster: ReplicatedCluster, probe_count: int) -> None:
-    for target, seconds in sorted(pauses.items()):
+def _print_report(
+    report: Report,
+    pauses: dict[str, list[tuple[float, float]]],
+    cluster: ReplicatedCluster,
+    change_count: int,
+    most_change_pause: float,
+) -> None:
+    print(f"{'':32} rounds   changes: median   most     reads: median   most")
+    for target, both in sorted(pauses.items()):
+        columns = [(statistics.median(column), max(column)) for column in zip(*both, strict=True)]
+        (change_median, change_most), (read_median, read_most) = columns
         print(
-            f"{target:12} {len(seconds):4} times: pause {statistics.median(seconds):6.2f} s median, "
-            f"{max(seconds):6.2f} s most"
+            f"{target:32} {len(both):6} {change_median:17.2f} {change_most:6.2f} {read_median:17.2f} {read_most:6.2f}"
         )
+    every = [pair for both in pauses.values() for pair in both]
+    long_changes = sum(change > most_change_pause for change, _ in every)
+    long_reads = sum(read > _MOST_READ_PAUSE_SECONDS for _, read in every)
+    print(f"pauses of changes over {most_change_pause:g} s: {long_changes}; of reads over 10 s: {long_reads}")
     codes = [code for _, code in cluster.ended]
     print(
         f"{report.acknowledged_count:,} samples acknowledged, {report.claim_count:,} claims, {report.replayed_count:,} "
-        f"replayed, {report.read_count:,} read, {probe_count:,} probes; controllers ended by themselves: "
-        f"{codes.count(_FAILED_EXIT_CODE)}, killed: {codes.count(-signal.SIGKILL)}, "
-        f"else: {[code for code in codes if code not in (_FAILED_EXIT_CODE, -signal.SIGKILL)]}"
+        f"replayed, {report.read_count:,} read, {change_count:,} changes; processes killed: "
+        f"{codes.count(-signal.SIGKILL)}, ended as superseded or taken over: {codes.count(FAILED_EXIT_CODE)}"
     )
-    for violation in report.violations[:50]:
+    for violation in report.violations[:_SHOWN_VIOLATIONS]:
         print(f"violation: {violation[:1000]}")
 
 
 if __name__ == "__main__":
+    in_own_network("chaos.takeover", sys.argv[1:])
     without_torch()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is ended
     sys.exit(main())

@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from certificates import Authority
+from certificates import Authority, request_id
 from cluster_support import KEYS, running_etcd
 from etcd_stand_in import EtcdStandIn
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -27,7 +27,7 @@ from tq_service.internal.v1.cluster_pb2_grpc import ClusterServiceStub
 from tq_service.internal.v1.storage_control_pb2 import ConfirmPutsRequest, FreeCellsRequest, ReconcilePutsRequest
 from tq_service.server.app import CONTROLLER_SERVICE
 from tq_service.server.supervisor import FAILED_EXIT_CODE
-from tq_service.v1.controller_service_pb2 import ListPartitionsRequest
+from tq_service.v1.controller_service_pb2 import CreatePartitionRequest, GetMetaRequest, ListPartitionsRequest
 from tq_service.wire.error_table import from_rpc_error, status_from_trailers
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -306,6 +306,34 @@ def test_a_read_is_refused_once_the_lease_may_have_ended(start_controller: Start
     assert caught.value.metadata["leader_address"] == ""
     etcd.is_silent = False
     wait_for(lambda: lease.is_held or leader.app.supervisor.failure)  # type: ignore[union-attr]
+
+
+def test_calls_that_wait_end_with_the_lease_and_clients_find_the_next_leader(
+    start_controller: StartController, etcd: EtcdStandIn
+) -> None:
+    leader = start_controller("a")
+    wait_for(lambda: leads(leader))
+    client = leader.client(timeout=60.0)
+    client.create_partition("train")
+    with ThreadPoolExecutor(2) as pool:
+        claim = GetMetaRequest(
+            request_id=request_id(), partition_id="train", task_name="t", data_fields=["x"], batch_size=4
+        )
+        claim.max_wait.FromSeconds(60)
+        waiting = pool.submit(leader.controller.GetMeta, claim)
+        wait_for(lambda: client.describe_partition("train").tasks)
+        etcd.is_silent = True  # this leader is cut off from etcd, which would tell it that the lease has ended
+        change = CreatePartitionRequest(request_id=request_id(), partition_id="other")
+        written = pool.submit(leader.controller.CreatePartition, change)
+        began = time.monotonic()
+        for call in (waiting, written):
+            with pytest.raises(tq.NotLeaderError), errors_of_grpc():
+                call.result(30)
+        assert time.monotonic() - began < 8  # less than the 10 s after which etcd counts as unreachable
+    assert health_of(leader) == NOT_SERVING
+    assert health_of(leader, "") == SERVING
+    etcd.is_silent = False
+    wait_for(lambda: leads(leader) or leader.app.supervisor.failure)
 
 
 def test_a_change_waits_while_etcd_is_silent_and_is_made_once(

@@ -72,6 +72,7 @@ class Lease:
     Attributes:
         id: of the lease.
         is_over: whether it has ended.
+        held_until: until when it cannot have ended, by the monotonic clock; later with each answer of etcd.
 
     Raises:
         JournalUnreachableError: etcd does not answer.
@@ -86,7 +87,7 @@ class Lease:
         self.is_over = False
         # etcd may give more than was asked for; less than it gives is what is relied on.
         self._seconds = min(float(answer.ttl), max(1.0, seconds))
-        self._held_until = asked_at + self._seconds * (1 - _MARGIN_SHARE)
+        self.held_until = asked_at + self._seconds * (1 - _MARGIN_SHARE)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._keep_alive, name="tq-lease", daemon=True)
         self._thread.start()
@@ -94,7 +95,7 @@ class Lease:
     @property
     def is_held(self) -> bool:
         """Whether it cannot have ended at this moment, by the clock of this host, which goes on while it is paused."""
-        return time.monotonic() < self._held_until
+        return time.monotonic() < self.held_until
 
     def _keep_alive(self) -> None:
         while not self._closed.wait(self._seconds / _ALIVE_TIMES):
@@ -109,16 +110,16 @@ class Lease:
                 _log.error(LogMessage("the lease cannot be kept alive", error=error))
                 continue
             if seconds <= 0:
-                self._held_until, self.is_over = 0.0, True
+                self.held_until, self.is_over = 0.0, True
                 if not self._closed.is_set():
                     self._on_lost()
                 return
-            self._held_until = asked_at + min(self._seconds, seconds) * (1 - _MARGIN_SHARE)
+            self.held_until = asked_at + min(self._seconds, seconds) * (1 - _MARGIN_SHARE)
 
     def close(self) -> None:
         """End it, with its keys, so that another controller need not wait for its time to pass."""
         self._closed.set()
-        self._held_until, self.is_over = 0.0, True
+        self.held_until, self.is_over = 0.0, True
         if threading.current_thread() is not self._thread:
             self._thread.join()
         with contextlib.suppress(JournalUnreachableError, InvalidArgumentError):

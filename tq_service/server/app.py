@@ -48,6 +48,7 @@ from tq_service.wire.connection import LISTENING_OPTIONS
 
 if TYPE_CHECKING:
     from tq_service.server.cluster_member import ClusterMember
+    from tq_service.server.rpc.leading import OnlyLeader
 
 _log = logging.getLogger(__name__)
 CONTROLLER_SERVICE = "tq_service.v1.ControllerService"
@@ -83,6 +84,7 @@ class App:
                 self.listener.credentials.check_target(address)
         self._server = _make_server(settings)
         self._stopping: asyncio.Task[None] | None = None
+        self._only_leader: OnlyLeader | None = None
         closing.push_async_callback(self._stop_server, 0)
         self.port = self.listener.listen(self._server)
         self.health = Health()
@@ -171,7 +173,8 @@ class App:
         if self.cluster is not None:
             from tq_service.server.rpc.leading import OnlyLeader  # noqa: PLC0415  (a controller alone does without)
 
-            middleware.append(OnlyLeader(self.cluster))
+            self._only_leader = OnlyLeader(self.cluster)
+            middleware.append(self._only_leader)
         if self.state_store is not None:
             # The last, so that a rejected caller neither waits for a disk nor learns how it is.
             middleware.append(DurableAnswers(self.state_store))
@@ -206,7 +209,9 @@ class App:
         if self.cluster is not None and self.controller is not None:
             self.health.stand_by()
             name = "following the log of the cluster, and leading it"
-            self.supervisor.start(name, self.cluster.run(self.controller.catalog, self._take_up), may_end=True)
+            self.supervisor.start(
+                name, self.cluster.run(self.controller.catalog, self._take_up, self._on_standing), may_end=True
+            )
         # One bad round of either is logged, and the next one comes: rounds do not depend on each other.
         self.supervisor.start("following the files of certificate and tokens", self.listener.watch())
         self.supervisor.start("housekeeping", regularly(_HOUSEKEEPING_SECONDS, self._keep_house))
@@ -224,6 +229,15 @@ class App:
         if self.controller is not None:
             self.controller.take_up()
         self.health.serve()
+
+    def _on_standing(self, may_answer: bool) -> None:
+        """Take calls as the leader of the cluster, or none: another controller may lead."""
+        if may_answer:
+            self.health.serve()
+        else:
+            self.health.stand_by()
+            if self._only_leader is not None:
+                self._only_leader.end_calls()
 
     async def _keep_house(self) -> None:
         self.calls.report()

@@ -43,6 +43,7 @@ _log = logging.getLogger(__name__)
 _PUBLISH_SECONDS: Final = 1.0
 _PAUSE_SECONDS: Final = 0.2
 _CATCH_UP_SECONDS: Final = 0.05
+_LOOK_SECONDS: Final = 0.05  # at a lease that may have ended
 
 
 class ClusterMember:
@@ -153,12 +154,13 @@ class ClusterMember:
 
     # Its life
 
-    async def run(self, catalog: Catalog, take_up: Callable[[], None]) -> None:
+    async def run(self, catalog: Catalog, take_up: Callable[[], None], on_standing: Callable[[bool], None]) -> None:
         """Stand by, and lead once elected, until cancelled.
 
         Args:
             catalog: the state, which is empty.
             take_up: called when all is there and calls may be answered.
+            on_standing: called when another controller may lead from now on (False), and when that was not so (True).
 
         Raises:
             TqError: it cannot go on.
@@ -183,6 +185,7 @@ class ClusterMember:
             raise SupersededError("its lease has ended, so that another controller leads")
         take_up()
         self._is_serving = True
+        self._supervisor.start("watching the lease", self._watch_lease(leadership.lease, on_standing))
         _log.info(
             LogMessage(
                 "this controller leads its cluster",
@@ -194,6 +197,20 @@ class ClusterMember:
                 seconds=round(time.monotonic() - began, 3),
             )
         )
+
+    async def _watch_lease(self, lease: Lease, on_standing: Callable[[bool], None]) -> None:
+        """Say when the lease may have ended: etcd, which knows, may be what this controller cannot reach."""
+        was_held = True
+        while True:
+            await asyncio.sleep(max(_LOOK_SECONDS, lease.held_until - time.monotonic()))
+            if lease.is_held == was_held:
+                continue
+            was_held = lease.is_held
+            if was_held:
+                _log.info(LogMessage("etcd has kept the lease; calls are answered again", cluster=self._keys.cluster))
+            else:
+                _log.warning(LogMessage("the lease may have ended; calls are refused", cluster=self._keys.cluster))
+            on_standing(was_held)
 
     async def _restore(self, catalog: Catalog) -> int:
         """Bring back the newest snapshot; that of the leader, where the log has not what comes after the own one."""

@@ -43,7 +43,10 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # comes wit
 
     def stand_by(self) -> None:
         """Say that the process lives, and that none of its services takes calls: those of the leader do."""
-        self._set({**self._statuses, "": health_pb2.HealthCheckResponse.SERVING})
+        if self._is_draining:
+            return
+        nothing = dict.fromkeys(self._statuses, health_pb2.HealthCheckResponse.NOT_SERVING)
+        self._set(nothing | {"": health_pb2.HealthCheckResponse.SERVING})
 
     def drain(self) -> None:
         """Say for good that no service takes calls, and end the watches once they have said so."""

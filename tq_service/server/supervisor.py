@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from types import TracebackType
 from typing import Any, Final
 
-from tq_service.errors import ServiceFailedError
+from tq_service.errors import ServiceFailedError, TqError
 from tq_service.log_message import LogMessage
 
 _log = logging.getLogger(__name__)
@@ -72,7 +72,9 @@ class Supervisor:
             f"the service has failed and ends: {reason}; start it again", metadata={"cause": reason}
         )
         self.failure.__cause__ = cause
-        _log.critical(LogMessage("the service has failed and stops", reason=reason), exc_info=cause)
+        # An error of ours says all of it in its text; where anything else was raised, the place matters.
+        trace = None if isinstance(cause, TqError) else cause
+        _log.critical(LogMessage("the service has failed and stops", reason=reason), exc_info=trace)
         for callback in self._on_fatal:
             try:
                 callback(self.failure)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, Protocol
 
 from tq_service.errors import NotLeaderError
@@ -32,7 +33,8 @@ class OnlyLeader(Middleware):
     """Refuses the calls of a standby; and answers that a leader has ready once it may have been superseded.
 
     So it is around what makes answers wait until they are durable. A process that was paused for longer than its lease
-    finds that out here, before it sends what it had read before.
+    finds that out here, before it sends what it had read before. Calls that wait, for samples or for etcd, are ended by
+    `end_calls`: their callers are to ask the controller that leads. Confined to one event loop.
 
     Args:
         standing: of this controller.
@@ -40,6 +42,14 @@ class OnlyLeader(Middleware):
 
     def __init__(self, standing: Standing) -> None:
         self._standing = standing
+        self._running: set[asyncio.Task[Any]] = set()
+        self._ended: set[asyncio.Task[Any]] = set()  # of these: cancelled by `end_calls`
+
+    def end_calls(self) -> None:
+        """Refuse the calls that are under way; what they have changed may stay, as where an answer is lost."""
+        for task in self._running - self._ended:
+            self._ended.add(task)
+            task.cancel()
 
     def wrap(self, method: Method, caller: Caller, behavior: Behavior) -> Behavior:
         """Return what answers a method where this controller leads; probes are answered by each one."""
@@ -53,12 +63,21 @@ class OnlyLeader(Middleware):
         async def call(request: Any, context: Context) -> Any:
             if not standing.may_answer:
                 raise self._refusal()
+            task: Any = asyncio.current_task()
+            self._running.add(task)
             try:
                 answer = await behavior(request, context)
+            except asyncio.CancelledError:
+                if task not in self._ended or task.uncancel():  # by the caller, who has left
+                    raise
+                raise self._refusal() from None
             except Exception:  # what it says may be of a state that is not that of the cluster any more
                 if not standing.may_answer:
                     raise self._refusal() from None
                 raise
+            finally:
+                self._running.discard(task)
+                self._ended.discard(task)
             if not standing.may_answer:
                 raise self._refusal()
             return answer

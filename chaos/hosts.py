@@ -1,0 +1,115 @@
+"""Hosts on one network, as namespaces of this machine: the way between two of them can be cut, and nothing says so.
+
+A program that uses them runs in namespaces of its own (`in_own_network`), so that nothing of it outlives the program.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+_INSIDE: Final = "TQ_CHAOS_NETWORK"
+_PREFIX: Final = "10.98.0"
+_BRIDGE: Final = "tq-chaos"
+_NOWHERE: Final = "02:00:00:00:00:ff"  # a link address that no host has: what is sent there is dropped without a word
+
+
+def why_not() -> str:
+    """Return why this system makes no such network; empty where it does."""
+    missing = [name for name in ("unshare", "nsenter", "ip") if shutil.which(name) is None]
+    if missing:
+        return f"needs {', '.join(missing)}"
+    tried = subprocess.run(
+        ["unshare", "-Urn", "ip", "link", "add", "one", "type", "bridge"], capture_output=True, text=True, check=False
+    )
+    return f"the system makes no network namespaces for users: {tried.stderr.strip()}" if tried.returncode else ""
+
+
+def in_own_network(module: str, arguments: Sequence[str]) -> None:
+    """Run this program again in namespaces of its own, unless that has been done; it returns in these only.
+
+    Raises:
+        OSError: the system has none for users.
+    """
+    if os.environ.get(_INSIDE):
+        return
+    if reason := why_not():
+        raise OSError(f"hosts of a network of their own cannot be made: {reason}")
+    os.environ[_INSIDE] = "1"
+    os.execvp("unshare", ["unshare", "-Urn", sys.executable, "-m", module, *arguments])
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """One host.
+
+    Attributes:
+        ip: its address.
+        enter: what comes before a command that runs there; empty: this program runs there.
+        device: its end of the cable.
+    """
+
+    ip: str
+    enter: tuple[str, ...]
+    device: str
+
+    def run(self, *command: str) -> None:
+        """Run a command there."""
+        subprocess.run([*self.enter, *command], check=True, timeout=20, capture_output=True)
+
+
+class Network:
+    """The hosts, one of which is that of this program and has the first address."""
+
+    def __init__(self) -> None:
+        self.here = Host(f"{_PREFIX}.1", (), _BRIDGE)
+        self._holders: list[subprocess.Popen[bytes]] = []
+        self.here.run("ip", "link", "set", "lo", "up")
+        self.here.run("ip", "link", "add", _BRIDGE, "type", "bridge")
+        self.here.run("ip", "addr", "add", f"{self.here.ip}/24", "dev", _BRIDGE)
+        self.here.run("ip", "link", "set", _BRIDGE, "up")
+
+    def add(self) -> Host:
+        """Return a new host with a cable."""
+        number = len(self._holders) + 2
+        holder = subprocess.Popen(["unshare", "-n", "sleep", "infinity"], stdin=subprocess.DEVNULL)
+        self._holders.append(holder)
+        _wait_for_namespace(holder.pid)
+        host = Host(f"{_PREFIX}.{number}", ("nsenter", "-t", str(holder.pid), "-n"), "eth0")
+        end = f"host{number}"
+        self.here.run("ip", "link", "add", end, "type", "veth", "peer", "name", "eth0", "netns", str(holder.pid))
+        self.here.run("ip", "link", "set", end, "master", _BRIDGE, "up")
+        for command in ("link set lo up", f"addr add {host.ip}/24 dev eth0", "link set eth0 up"):
+            host.run("ip", *command.split())
+        return host
+
+    def cut(self, host: Host, others: Iterable[Host]) -> None:
+        """Drop what a host and others send to each other from now on, on connections that are open too."""
+        for other in others:
+            for one, far in ((host, other), (other, host)):
+                one.run("ip", "neigh", "replace", far.ip, "lladdr", _NOWHERE, "nud", "permanent", "dev", one.device)
+
+    def mend(self, host: Host, others: Iterable[Host]) -> None:
+        """Let them reach each other again."""
+        for other in others:
+            for one, far in ((host, other), (other, host)):
+                one.run("ip", "neigh", "del", far.ip, "dev", one.device)
+
+    def close(self) -> None:
+        """End the hosts; the rest of the network goes with the namespaces of this program."""
+        for holder in self._holders:
+            holder.kill()
+            holder.wait()
+
+
+def _wait_for_namespace(pid: int) -> None:
+    """Wait until a process that was started by unshare has its own network."""
+    mine = Path("/proc/self/ns/net").readlink()
+    while Path(f"/proc/{pid}/ns/net").readlink() == mine or Path(f"/proc/{pid}/comm").read_text() != "sleep\n":
+        pass

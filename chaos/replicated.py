@@ -1,0 +1,170 @@
+"""Three members of etcd, three controllers and three storage services with a mirror, each on a host of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import signal
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import grpc
+
+from chaos.cluster import Cluster, Process
+from chaos.etcd import etcd_members
+from chaos.hosts import Host, Network
+from tq_service.testing import COMMAND
+from tq_service.v1.controller_service_pb2 import ListPartitionsRequest
+from tq_service.v1.controller_service_pb2_grpc import ControllerServiceStub
+
+CONTROLLERS: Final = ("controller-0", "controller-1", "controller-2")
+STORAGES: Final = ("one", "two", "three")
+FAILED_EXIT_CODE: Final = 70
+"""That of a controller that was superseded, and of a storage service whose puts were taken over."""
+
+_ETCD_PORTS: Final = (2379, 2380)
+_PORT: Final = 50051
+_ANSWER_SECONDS: Final = 0.5
+_TAKEN_OVER: Final = ("the puts of a lost storage service were taken over", "a lost storage service has left nothing")
+
+
+class ReplicatedCluster(Cluster):
+    """The processes, and the network between them.
+
+    Controllers and storage services that end are started again at once, as by what runs them elsewhere, unless they
+    are held.
+
+    Args:
+        network: gets the hosts.
+        directory: gets data and logs.
+        lease_seconds: of the leader.
+        mirror: URL of the engine that keeps the puts of storage services; None: a directory that all of them share.
+
+    Attributes:
+        held: what is not started again; the owner of a fault adds and takes away.
+        ended: what has ended, and with which code.
+    """
+
+    def __init__(self, network: Network, directory: Path, lease_seconds: float, mirror: str | None) -> None:
+        self._network = network
+        self._directory = directory
+        etcd_hosts = [network.add() for _ in CONTROLLERS]
+        self.processes = etcd_members([_ETCD_PORTS] * len(etcd_hosts), directory, etcd_hosts)
+        self.etcd_names = tuple(self.processes)
+        self._hosts = dict(zip(self.etcd_names, etcd_hosts, strict=True))
+        self._hosts |= {name: network.add() for name in (*CONTROLLERS, *STORAGES)}
+        self.addresses = {name: f"{self._hosts[name].ip}:{_PORT}" for name in CONTROLLERS}
+        self.address = ",".join(self.addresses.values())
+        self.controller_name = CONTROLLERS[0]
+        self.storage_names = STORAGES
+        self._secret = directory / "secret"  # there before any of them starts
+        self._secret.touch(0o600)
+        self._secret.write_text(secrets.token_hex(32) + "\n")
+        journal = "etcd://" + ",".join(f"{host.ip}:{_ETCD_PORTS[0]}" for host in etcd_hosts)
+        for name in CONTROLLERS:
+            flags = {
+                "role": "controller",
+                "journal": journal,
+                "cluster": "chaos",
+                "data-dir": f"{directory}/data-{name}",
+            }
+            self.processes[name] = self._serve(name, flags | {"lease-seconds": f"{lease_seconds:g}"})
+        if mirror is None:
+            (directory / "mirror").mkdir()
+            mirror = f"file://{directory / 'mirror'}"
+        for name in STORAGES:
+            flags = {"role": "storage", "controller": self.address, "storage-id": name, "max-bytes": "1GiB"}
+            self.processes[name] = self._serve(
+                name, flags | {"put-ttl-seconds": "5", "mirror": mirror, "mirror-required": "1"}
+            )
+        self.held: set[str] = set()
+        self.ended: list[tuple[str, int]] = []
+        self._is_closing = threading.Event()
+        self._restarting = threading.Thread(target=self._start_again, daemon=True)
+
+    def _serve(self, name: str, flags: dict[str, str]) -> Process:
+        host = self._hosts[name]
+        flags |= {"host": host.ip, "port": str(_PORT), "grace-seconds": "2", "log-level": "info"}
+        flags |= {"internal-secret-file": str(self._secret)}
+        arguments = [part for flag, value in flags.items() for part in (f"--{flag}", value)]
+        return Process(
+            name, [*host.enter, *COMMAND, "serve", "--insecure", *arguments], self._directory / f"{name}.log"
+        )
+
+    def start(self) -> None:
+        """Start all processes, etcd first, and what starts them again."""
+        super().start()
+        self._restarting.start()
+
+    def _start_again(self) -> None:
+        while not self._is_closing.wait(0.05):
+            for name in (*CONTROLLERS, *STORAGES):
+                process = self.processes[name]
+                code = None if process.running is None else process.running.poll()
+                if code is not None and name not in self.held:
+                    self.ended.append((name, code))
+                    process.start()
+
+    def storage_address(self, name: str) -> str:
+        """Return where a storage service listens."""
+        return f"{self._hosts[name].ip}:{_PORT}"
+
+    def leader(self) -> str | None:
+        """Return the controller that leads, None where none does; one that is held does not count."""
+        for name, address in self.addresses.items():
+            if name not in self.held and answers(address):
+                return name
+        return None
+
+    def cut(self, name: str, others: Sequence[str]) -> None:
+        """Drop what goes between the host of a process and those of others; an empty name is this program's host."""
+        self._network.cut(self._host(name), map(self._host, others))
+
+    def mend(self, name: str, others: Sequence[str]) -> None:
+        """Let the packets through again."""
+        self._network.mend(self._host(name), map(self._host, others))
+
+    def _host(self, name: str) -> Host:
+        return self._hosts[name] if name else self._network.here
+
+    def taken_over_count(self, name: str) -> int:
+        """Return how often controllers say that a storage service was taken over."""
+        return sum(
+            f"storage={name} " in f"{line} " and any(text in line for text in _TAKEN_OVER)
+            for controller in CONTROLLERS
+            if self.processes[controller].log.exists()
+            for line in self.processes[controller].log.read_text(errors="replace").splitlines()
+        )
+
+    def dead(self) -> list[str]:
+        """Return the processes that ended by themselves and are not started again: none of them may."""
+        return [name for name in super().dead() if name in self.etcd_names]
+
+    def failures(self) -> list[str]:
+        """Return the lines of the logs that tell of faults of the program itself; those of outages are expected."""
+        return [line for line in super().failures() if "Traceback" in line or "Fatal" in line]
+
+    def wrong_ends(self) -> list[str]:
+        """Return the processes that ended otherwise than by a kill, or as superseded or taken over."""
+        expected = (FAILED_EXIT_CODE, -signal.SIGKILL)
+        return [f"{name} ended with {code}" for name, code in self.ended if code not in expected]
+
+    def close(self) -> None:
+        """Kill what runs, and end the hosts."""
+        self._is_closing.set()
+        if self._restarting.is_alive():
+            self._restarting.join()
+        for process in self.processes.values():
+            process.send(signal.SIGCONT)
+            process.end()
+        self._network.close()
+
+
+def answers(address: str, timeout_seconds: float = _ANSWER_SECONDS) -> bool:
+    """Whether a controller answers as the one that leads."""
+    with grpc.insecure_channel(address) as channel, contextlib.suppress(grpc.RpcError):
+        ControllerServiceStub(channel).ListPartitions(ListPartitionsRequest(), timeout=timeout_seconds)
+        return True
+    return False
