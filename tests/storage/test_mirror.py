@@ -26,6 +26,7 @@ async def test_a_put_without_its_copies_ends_at_its_deadline_and_reads_go_on():
     with pytest.raises(QuotaExceededError, match="the engine is away") as caught:
         await put(engine, 2, LARGE, deadline=time.monotonic() + 0.01)
     assert caught.value.retry_after_seconds == 1.0
+    assert caught.value.metadata == {"limit_name": "mirror_required", "got": "0", "limit": "1"}
     assert read(engine, [1], runs(["x"], (0, 0, 4)))["x"][0, 0] == 1
     stat = engine.stat()
     assert (stat.put_count, stat.mirror.is_reachable) == (1, False)
@@ -77,8 +78,10 @@ async def test_fewer_copies_than_asked_for_are_counted_and_fewer_than_required_a
     await put(engine, 1, LARGE)
     nodes.pool.lose_node("node-1")
     if is_refused:
-        with pytest.raises(QuotaExceededError, match="1 copies, at least 2 are required"):
+        with pytest.raises(QuotaExceededError, match="1 copies, at least 2 are required") as caught:
             await put(engine, 2, LARGE, deadline=time.monotonic() + 0.01)
+        assert "has 1 of the 2 copies required" in caught.value.message
+        assert caught.value.metadata == {"limit_name": "mirror_required", "got": "1", "limit": "2"}
         assert engine.stat().put_count == 1
     else:
         await put(engine, 2, LARGE)

@@ -143,7 +143,7 @@ class Mirroring:
                 await self._objects.open(self._node, self._offered_bytes)
                 break
             except UnavailableError as error:
-                _log.warning(LogMessage("the mirror cannot be reached; puts wait", mirror=self._url, error=error))
+                mirror.on_unreachable(error)
                 await asyncio.sleep(_RETRY_SECONDS)
         self._opened.set()
         await mirror.run()

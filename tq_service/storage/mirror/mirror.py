@@ -65,6 +65,7 @@ class _Copy:
         parts: its bytes, until they are written.
         blob: what these are in, pinned until then.
         size: of the bytes.
+        made_count: copies that it got when it was last written without those required.
         is_needed: whether the put is still there.
         batch: what it is written with, until it is.
         stored: what it is in, once it is written.
@@ -77,6 +78,7 @@ class _Copy:
         "blob",
         "is_needed",
         "kind",
+        "made_count",
         "parts",
         "put_id",
         "record",
@@ -92,7 +94,7 @@ class _Copy:
         self.record = b""
         self.parts = _NOTHING
         self.blob: Blob | None = None
-        self.size = 0
+        self.size = self.made_count = 0
         self.is_needed = True
         self.batch: _Batch | None = None
         self.stored = stored
@@ -168,6 +170,10 @@ class Mirror:
             unfetched_put_count=len(self._unfetched),
         )
 
+    def on_unreachable(self, error: UnavailableError) -> None:
+        """Take note that the engine cannot be reached, so that `stat` says so before anything is written."""
+        self._writer.on_error(error)
+
     async def run(self) -> None:
         """Do what is done in the background until it is cancelled."""
         await self._writer.run()
@@ -207,11 +213,15 @@ class Mirror:
                 await copy.written
         except TimeoutError:
             raise QuotaExceededError(
-                f"a put of {copy.size} bytes has not the {self._required} copies required on other nodes until the "
-                f"deadline: {self._writer.error or 'the mirror is slow'}; put it again, give the mirror more capacity "
-                "or nodes, or lower mirror_required",
+                f"a put of {copy.size} bytes has {copy.made_count} of the {self._required} copies required on other "
+                f"nodes at the deadline: {self._writer.error or 'the mirror is slow'}; put it again, give the mirror "
+                "more capacity or nodes, or lower mirror_required",
                 retry_after_seconds=RETRY_AFTER_SECONDS,
-                metadata={"limit_name": "mirror_required", "got": "0", "limit": str(self._required)},
+                metadata={
+                    "limit_name": "mirror_required",
+                    "got": str(copy.made_count),
+                    "limit": str(self._required),
+                },
             ) from None
 
     def _begin(self, put_id: bytes, put: StoredPut) -> _Copy:
@@ -267,10 +277,12 @@ class Mirror:
         while needed := [copy for copy in copies if copy.is_needed]:
             owner, partition_id = needed[0].kind
             parts = pack_puts([(copy.record, copy.parts) for copy in needed])
-            stored = await self._writer.write(owner, partition_id, [copy.put_id for copy in needed], parts)
+            stored, made = await self._writer.write(owner, partition_id, [copy.put_id for copy in needed], parts)
             if stored is not None:
                 self._written(needed, stored)
                 return
+            for copy in needed:
+                copy.made_count = made
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LAST_PAUSE_SECONDS)
 

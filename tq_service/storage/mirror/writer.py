@@ -106,41 +106,47 @@ class ObjectWriter:
 
     async def write(
         self, owner: bytes, partition_id: str, put_ids: Iterable[bytes], parts: Sequence[Buffer]
-    ) -> PutObject | None:
-        """Write an object, and return it; None where it has not the copies that it must have.
+    ) -> tuple[PutObject | None, int]:
+        """Write an object.
 
         Args:
             owner: controller that owns the puts.
             partition_id: what they are for.
             put_ids: the puts.
             parts: the bytes, which must not change meanwhile.
+
+        Returns:
+            The object, None where it did not get the copies that it must have and was discarded; and how many it got.
         """
         pieces = cut(parts)
         stored = PutObject(self.generation, await self._take_number(), owner, partition_id, set(put_ids), len(pieces))
         self.live[self.generation, stored.number] = stored
-        made: int | None = None
+        made = 0
         try:
             made = await self._put_all(self.names.pieces(stored), pieces)
         finally:
-            if made is None or made < self._required:
+            if made < self._required:
                 self.discard(stored)
-        if made is None or made < self._required:
-            return None
+        if made < self._required:
+            return None, made
         stored.is_written, stored.is_short = True, made < self.copies
-        return stored
+        return stored, made
 
-    async def _put_all(self, names: Sequence[str], pieces: Sequence[Sequence[Buffer]]) -> int | None:
-        """Put pieces, the last one first; return the copies there are of each, None where the engine failed."""
+    async def _put_all(self, names: Sequence[str], pieces: Sequence[Sequence[Buffer]]) -> int:
+        """Put pieces, the last one first; return the copies that each got at least.
+
+        With fewer than required, the rest was not put; it is 0 where the engine failed.
+        """
         made = self.copies
         for name, piece in reversed(list(zip(names, pieces, strict=True))):
             try:
                 made = min(made, await self.objects.put(name, piece, copies=self.copies))
             except (UnavailableError, QuotaExceededError, AlreadyExistsError, DataLossError) as error:
-                self._on_error(error)
-                return None
+                self.on_error(error)
+                return 0
             if made < self._required:
-                self._on_error(UnavailableError(f"an object got {made} copies, at least {self._required} are required"))
-                return None
+                self.on_error(UnavailableError(f"an object got {made} copies, at least {self._required} are required"))
+                return made
         self._on_success()
         return made
 
@@ -164,7 +170,8 @@ class ObjectWriter:
         self.live.pop((stored.generation, stored.number), None)
         self._remover.remove(self.names.pieces(stored))
 
-    def _on_error(self, error: TqError) -> None:
+    def on_error(self, error: TqError) -> None:
+        """Take note that the engine did not take what it was given, or cannot be reached."""
         if self.is_reachable is not False:
             _log.warning(LogMessage("the mirror does not take objects; puts wait", error=error.message))
         self.is_reachable, self.error = False, error.message
@@ -192,7 +199,7 @@ class ObjectWriter:
         second = max(int(time.time()), self._list_second + 1)
         self._list_second = second
         names = [self.names.list_of(self.generation, second, piece) for piece in range(len(pieces))]
-        if await self._put_all(names, pieces) is None:
+        if await self._put_all(names, pieces) < self._required:
             self._remover.remove(names)
             return False
         self._remover.remove(self._list_names)
