@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,10 +61,28 @@ def live(loop_thread: LoopThread, tmp_path_factory: pytest.TempPathFactory) -> I
 
 
 @pytest.fixture(scope="module")
-def known(live: LiveServer) -> set[str]:
+def mirrored(loop_thread: LoopThread, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """A storage service with a mirror, which has answered."""
+    mirror = f"file://{tmp_path_factory.mktemp('mirror')}"
+    with (
+        LiveServer(loop_thread, role="controller") as controller,
+        LiveServer(
+            loop_thread, metrics_port=0, role="storage", controller=controller.address, mirror=mirror
+        ) as storage,
+    ):
+        controller.client().put({"x": np.arange(4)}, partition_id="train")
+        until = time.monotonic() + 60.0
+        while "mirror_answers" not in scrape(storage):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        yield storage
+
+
+@pytest.fixture(scope="module")
+def known(live: LiveServer, mirrored: LiveServer) -> set[str]:
     registry = CollectorRegistry()
     PrometheusProbe(registry).claimed(1.0, "batch")
-    return names_of(scrape(live)) | names_of(generate_latest(registry).decode())
+    return names_of(scrape(live)) | names_of(scrape(mirrored)) | names_of(generate_latest(registry).decode())
 
 
 def expressions() -> list[str]:
@@ -138,8 +157,9 @@ def test_promtool_accepts_the_files(arguments: tuple[str, ...]) -> None:
 
 
 @needs_promtool
-def test_promtool_accepts_a_scrape(live: LiveServer) -> None:
-    assert promtool("check", "metrics", text=scrape(live)) == ""
+def test_promtool_accepts_a_scrape(live: LiveServer, mirrored: LiveServer) -> None:
+    for service in (live, mirrored):
+        assert promtool("check", "metrics", text=scrape(service)) == ""
 
 
 # Clients and loaders

@@ -6,9 +6,10 @@ import asyncio
 import re
 import ssl
 import sys
+import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +22,9 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 import tq_service as tq
 from tq_service.config import load_settings
 from tq_service.errors import InvalidArgumentError
-from tq_service.observe.service import MOST_LINES
+from tq_service.observe.service import MOST_LINES, _of_mirror
+from tq_service.results import MirrorStatus
+from tq_service.storage.engine import EngineStat
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from live_server import LiveServer, LoopThread, StartServer
@@ -209,6 +212,65 @@ def test_a_storage_service_of_its_own_has_metrics_too(start_server: StartServer)
     assert found["tq_service_storage_puts", "apart"] == 0
     assert ("tq_service_partitions", "train") not in found
     assert [key[2] for key in found if key[0] == "tq_service_build_info"] == ["storage"]
+    assert not [name for name, *_ in found if "mirror" in name]  # it has none
+    assert scrape(controller)["tq_service_storages_lost_total",] == 0
+
+
+def test_a_mirror_is_in_it_and_what_was_taken_over(start_server: StartServer, tmp_path: Path) -> None:
+    controller = start_server(metrics_port=0, role="controller")
+    flags = {
+        "role": "storage", "storage_id": "one", "controller": controller.address, "metrics_port": 0,
+        "shared_memory": "off", "mirror": f"file://{tmp_path}/mirror", "mirror_required": 1,
+    }  # fmt: skip
+
+    def mirror_of(live: LiveServer) -> dict[str, float]:
+        prefix = "tq_service_storage_mirror_"
+        found = scrape(live)
+        return {name.removeprefix(prefix): found[name, "one"] for name, *_ in found if name.startswith(prefix)}
+
+    def wait_for(condition: Callable[[], bool]) -> None:
+        until = time.monotonic() + 60.0
+        while not condition():
+            assert time.monotonic() < until, (mirror_of(one), scrape(controller))
+            time.sleep(0.05)
+
+    one = start_server(**flags)
+    controller.client().put({"x": np.arange(4)}, partition_id="train")
+    counts = {"unmirrored_bytes": 0, "short_puts": 0, "adopted_puts": 0, "unfetched_puts": 0}
+    wait_for(lambda: mirror_of(one) == {"answers": 1, **counts})
+    one.stop()
+    one = start_server(**flags)  # it comes back empty, and takes over what it has left
+    wait_for(lambda: mirror_of(one) == {"answers": 1, **counts, "adopted_puts": 1})
+    wait_for(lambda: scrape(controller)["tq_service_storages_taken_over_total",] == 1)
+    assert scrape(controller)["tq_service_storages_lost_total",] == 1
+    assert scrape(one)["tq_service_storage_puts", "one"] == 0
+    back = controller.client().get_data(partition_id="train", global_indexes=range(4), data_fields=["x"])
+    assert list(back["x"]) == [0, 1, 2, 3]
+
+
+def test_a_storage_service_has_one_series_for_all_that_it_mirrors() -> None:
+    """Its own puts and those that it has taken over; whether the mirror answers is not shown before the first call."""
+
+    def stat(is_reachable: bool | None, unmirrored: int, short: int, unfetched: int, puts: int) -> EngineStat:
+        return EngineStat(
+            max_bytes=None, used_bytes=0, pooled_bytes=0, put_count=puts, uncommitted_put_count=0,
+            mirror=MirrorStatus(
+                url="file:///m", is_reachable=is_reachable, unmirrored_bytes=unmirrored, short_put_count=short,
+                unfetched_put_count=unfetched,
+            ),
+        )  # fmt: skip
+
+    def values(own: EngineStat, *adopted: EngineStat) -> dict[str, float]:
+        return {
+            sample.name.removeprefix("tq_service_storage_mirror_"): sample.value
+            for metric in _of_mirror("s", own, adopted)
+            for sample in metric.samples
+        }
+
+    shown = values(stat(True, 10, 1, 0, 7), stat(False, 5, 2, 3, 4), stat(None, 0, 0, 1, 2))
+    assert shown == {"answers": 0, "unmirrored_bytes": 15, "short_puts": 3, "adopted_puts": 6, "unfetched_puts": 4}
+    assert values(stat(True, 10, 1, 0, 7), stat(None, 0, 0, 1, 2))["answers"] == 1
+    assert "answers" not in values(stat(None, 0, 0, 0, 0))
 
 
 # Who may scrape

@@ -92,3 +92,22 @@ async def test_a_service_comes_back_to_its_name_when_the_other_one_with_it_is_si
             await asyncio.sleep(0.001)
             registry.on_heartbeat(heartbeat)
             assert registry.endpoint_of("a", heartbeat.storage.boot_id) == heartbeat.storage
+
+
+async def test_a_lost_service_counts_once_and_an_heir_that_registers_again_not_at_all():
+    """A controller that has started again hears of what was taken over before, which it has not lost."""
+    lost, back = (registration("a", boot_id=run * 16, run_id=run * 16, port=run[0]) for run in (b"1", b"2"))
+    heir = registration("a", boot_id=b"1" * 16, run_id=b"3" * 16, port=3)
+    for each in (lost, back, heir):
+        each.mirror.url = "file:///m"
+    heir.is_adopted = True
+    async with registry_of() as registry:
+        for heartbeat in (lost, back, back):
+            registry.on_heartbeat(heartbeat)
+        assert registry.adoption_counts() == (1, 0)
+        for _ in range(2):
+            registry.on_heartbeat(heir)
+        assert registry.adoption_counts() == (1, 1)
+    async with registry_of() as registry:
+        registry.on_heartbeat(heir)
+        assert registry.adoption_counts() == (0, 0)

@@ -114,7 +114,8 @@ class ServiceMetrics:
         self._groups: PartitionGroups | None = None
         self._backlogs: Backlogs | None = None
         self._storage_counts: Callable[[], tuple[int, int]] = lambda: (0, 0)
-        self._storage: tuple[str, Callable[[], EngineStat]] | None = None
+        self._adoption_counts: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        self._storage: tuple[str, Callable[[], EngineStat], Callable[[], Sequence[EngineStat]]] | None = None
         self._lag: Callable[[], LogLag] | None = None
         self._seen: dict[str, float] = {}  # groups, and since when
         self._scraping = asyncio.Lock()
@@ -122,7 +123,11 @@ class ServiceMetrics:
     # What the process has
 
     def add_controller(
-        self, catalog: Catalog, backlogs: Backlogs, storage_counts: Callable[[], tuple[int, int]]
+        self,
+        catalog: Catalog,
+        backlogs: Backlogs,
+        storage_counts: Callable[[], tuple[int, int]],
+        adoption_counts: Callable[[], tuple[int, int]],
     ) -> None:
         """Show a controller.
 
@@ -130,9 +135,10 @@ class ServiceMetrics:
             catalog: its partitions, those that were recovered.
             backlogs: what its tasks have left.
             storage_counts: returns how many storage services are there, and how many are silent.
+            adoption_counts: returns how often storage services with a mirror were lost, and how often taken over.
         """
         self._groups, self._backlogs = PartitionGroups(catalog), backlogs
-        self._storage_counts = storage_counts
+        self._storage_counts, self._adoption_counts = storage_counts, adoption_counts
         imbalance, padding = self._instruments.imbalance, self._instruments.padding
 
         def count(sampler: str, batch: Any) -> None:
@@ -142,9 +148,17 @@ class ServiceMetrics:
 
         catalog.on_batch.append(count)
 
-    def add_storage(self, storage_id: str, stat: Callable[[], EngineStat]) -> None:
-        """Show a storage service."""
-        self._storage = storage_id, stat
+    def add_storage(
+        self, storage_id: str, stat: Callable[[], EngineStat], adopted: Callable[[], Sequence[EngineStat]]
+    ) -> None:
+        """Show a storage service.
+
+        Args:
+            storage_id: its name.
+            stat: returns sizes and counts of its own puts.
+            adopted: returns those of what it has taken over from others.
+        """
+        self._storage = storage_id, stat, adopted
 
     def add_log(self, lag: Callable[[], LogLag]) -> None:
         """Show the log."""
@@ -195,9 +209,18 @@ class ServiceMetrics:
             storages.add_metric(["available"], there)
             storages.add_metric(["silent"], silent)
             yield storages
+            lost, taken_over = self._adoption_counts()
+            yield CounterMetricFamily(
+                "tq_service_storages_lost", "Storage services with a mirror that were lost.", lost
+            )
+            yield CounterMetricFamily(
+                "tq_service_storages_taken_over", "Of them, those whose puts another one has taken over.", taken_over
+            )
         if self._storage is not None:
-            storage_id, stat = self._storage
-            yield from _of_storage(storage_id, stat())
+            storage_id, stat, adopted = self._storage
+            own = stat()
+            yield from _of_storage(storage_id, own)
+            yield from _of_mirror(storage_id, own, adopted())
         if self._lag is not None:
             yield from _of_log(self._lag())
 
@@ -304,11 +327,48 @@ async def _families(
             yield metric
 
 
+def _storage_gauge(storage_id: str, name: str, text: str, value: float) -> Metric:
+    metric = GaugeMetricFamily(f"tq_service_storage_{name}", text, labels=("storage",))
+    metric.add_metric((storage_id,), value)
+    return metric
+
+
+def _of_mirror(storage_id: str, own: EngineStat, adopted: Sequence[EngineStat]) -> Iterator[Metric]:
+    """Yield what is shown of a mirror, nothing where there is none.
+
+    What was taken over counts with the rest, since the service may have the old name itself, and a name has one series.
+    """
+    mirrors = [stat.mirror for stat in (own, *adopted) if stat.mirror is not None]
+    if not mirrors:
+        return
+    answers = [mirror.is_reachable for mirror in mirrors if mirror.is_reachable is not None]
+    if answers:
+        text = "1: the mirror answered the last call; absent before the first one."
+        yield _storage_gauge(storage_id, "mirror_answers", text, float(all(answers)))
+    for name, text, value in (
+        (
+            "unmirrored_bytes",
+            "Bytes of puts that do not have the copies required yet.",
+            sum(mirror.unmirrored_bytes for mirror in mirrors),
+        ),
+        (
+            "short_puts",
+            "Puts with the copies required, and fewer than asked for.",
+            sum(mirror.short_put_count for mirror in mirrors),
+        ),
+        ("adopted_puts", "Puts taken over from other storage services.", sum(stat.put_count for stat in adopted)),
+        (
+            "unfetched_puts",
+            "Of them, those whose bytes were not fetched yet.",
+            sum(mirror.unfetched_put_count for mirror in mirrors),
+        ),
+    ):
+        yield _storage_gauge(storage_id, f"mirror_{name}", text, value)
+
+
 def _of_storage(storage_id: str, stat: EngineStat) -> Iterator[Metric]:
     def gauge(name: str, text: str, value: float) -> Metric:
-        metric = GaugeMetricFamily(f"tq_service_storage_{name}", text, labels=("storage",))
-        metric.add_metric((storage_id,), value)
-        return metric
+        return _storage_gauge(storage_id, name, text, value)
 
     def counter(name: str, text: str, value: float) -> Metric:
         metric = CounterMetricFamily(f"tq_service_storage_{name}", text, labels=("storage",))

@@ -59,6 +59,8 @@ class Adoptions:
 
     Attributes:
         taken: what others have taken over: the heir, as it registers under the old name.
+        lost_count: how often an instance was lost since this controller started.
+        taken_over_count: how often the puts of one that was lost were taken over.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Adoptions:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.taken: dict[Instance, RemoteStorage] = {}
+        self.lost_count = self.taken_over_count = 0
         self._storages = storages
         self._heartbeat_seconds = heartbeat_seconds
         self._supervisor = supervisor
@@ -88,6 +91,7 @@ class Adoptions:
         if instance not in self._lost and instance not in self._left_nothing:
             _log.warning(LogMessage("a storage service is lost", storage=instance[0], boot=instance[1].hex()))
             self._lost[instance] = _Lost(url, self._clock())
+            self.lost_count += 1
 
     def is_lost(self, instance: Instance) -> bool:
         """Whether an instance is lost, and may be taken over yet."""
@@ -126,6 +130,9 @@ class Adoptions:
 
     def take(self, instance: Instance, heir: RemoteStorage) -> None:
         """Take note that an instance was taken over."""
+        self.taken_over_count += (
+            instance in self._lost
+        )  # else its heir registers again with a controller that restarted
         self.on_registered(instance)
         self.taken[instance] = heir
 

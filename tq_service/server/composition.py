@@ -42,7 +42,7 @@ from tq_service.server.watches import Watches
 from tq_service.storage.blobs.base import BlobStore, DurableBlobStore
 from tq_service.storage.blobs.memory import MemoryBlobs
 from tq_service.storage.blobs.segments import SegmentBlobs
-from tq_service.storage.engine import StorageEngine
+from tq_service.storage.engine import EngineStat, StorageEngine
 from tq_service.version import VERSION
 from tq_service.wire.credentials import Credentials
 from tq_service.wire.shared_memory import check_supported
@@ -128,11 +128,17 @@ class Storage:
             return "none"
         return f"{status.url} ({settings.mirror_required} of {settings.mirror_copies} copies required)"
 
+    def _adopted(self) -> list[StorageEngine]:
+        """Return the engines that have what was taken over."""
+        return [] if self.mirroring is None else [each.engine for each in self.mirroring.adopted.values()]
+
+    def adopted_stats(self) -> list[EngineStat]:
+        """Return sizes and counts of what was taken over from others; the quota is that of its own engine."""
+        return [engine.stat() for engine in self._adopted()]
+
     def partition_of(self, put_id: bytes) -> str | None:
         """Return the partition of a complete put, also of one that was taken over; None for one that is not here."""
-        engines = [self.engine]
-        if self.mirroring is not None:
-            engines += [adopted.engine for adopted in self.mirroring.adopted.values()]
+        engines = [self.engine, *self._adopted()]
         found = {partition for engine in engines if (partition := engine.partition_of(put_id)) is not None}
         # Two puts under one id: such a name is in no token but those for all partitions.
         return found.pop() if len(found) == 1 else "\0" if found else None
@@ -345,9 +351,12 @@ class Metrics:
     def add(self, controller: Controller | None, storage: Storage | None, store: StateStore | None) -> None:
         """Show what the process has, once it was recovered."""
         if controller is not None:
-            self.shown.add_controller(controller.catalog, controller.backlogs, controller.storages.counts)
+            storages = controller.storages
+            self.shown.add_controller(
+                controller.catalog, controller.backlogs, storages.counts, storages.adoption_counts
+            )
         if storage is not None:
-            self.shown.add_storage(storage.engine.storage_id, storage.engine.stat)
+            self.shown.add_storage(storage.engine.storage_id, storage.engine.stat, storage.adopted_stats)
         if store is not None:
             self.shown.add_log(store.lag)
 

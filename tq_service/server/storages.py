@@ -236,6 +236,10 @@ class StorageRegistry:
         there = sum(storage.capacity() is not None for storage in self._storages.values())
         return there, len(self._storages) - there
 
+    def adoption_counts(self) -> tuple[int, int]:
+        """Return how often storage services with a mirror were lost, and how often their puts were taken over."""
+        return self.adoptions.lost_count, self.adoptions.taken_over_count
+
     def endpoint_of(self, storage_id: str, boot_id: bytes) -> StorageEndpoint | None:
         """Return how clients reach an instance of a storage service, None where that is not known at present.
 
