@@ -469,7 +469,7 @@ class StorageStatus:
         is_silent: whether it has been silent for too long to get puts.
         mirror: how its mirror was at the last heartbeat; None: it has none.
         is_adopted: whether these are puts of a lost storage service of this name that the one at `address` has taken
-            over.
+            over; `used_bytes` and `max_bytes` are those of that one, whose quota they count for.
     """
 
     storage_id: str
@@ -518,6 +518,15 @@ class ServiceStatus:
     waits: tuple[PartitionWait, ...]
     revision: Revision
     controllers: tuple[ControllerStatus, ...] = ()
+
+    @property
+    def own_storages(self) -> list[StorageStatus]:
+        """The storage services under their own names, whose bytes and quotas may be summed up."""
+        return [storage for storage in self.storages if not storage.is_adopted]
+
+    def heir_of(self, adopted: StorageStatus) -> str | None:
+        """Return the name of the storage service that has taken puts over, None where it has not registered."""
+        return next((each.storage_id for each in self.own_storages if each.address == adopted.address), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,7 +51,7 @@ def as_document(status: ServiceStatus) -> dict[str, Any]:
 
 def header_of(status: ServiceStatus, address: str) -> list[str]:
     """Return what the service is, in lines."""
-    service, storages = status.service, status.storages
+    service, storages = status.service, status.own_storages
     used = sum(each.used_bytes for each in storages)
     quotas = [each.max_bytes for each in storages]
     quota = "no quota" if None in quotas else decimal(sum(each or 0 for each in quotas))
@@ -64,9 +64,34 @@ def header_of(status: ServiceStatus, address: str) -> list[str]:
         f"durability {service.durability}{where}  {security}",
         f"storage {decimal(used)} of {quota} in {len(storages)} storage service{'s' * (len(storages) != 1)}"
         + (f", {silent} silent" if silent else ""),
+        *_mirror_lines(status),
         *map(_controller_line, status.controllers),
     ]
     return [part for line in lines for part in _wrapped(line, terminal_width())]
+
+
+def _mirror_lines(status: ServiceStatus) -> Iterator[str]:
+    """Yield how the mirrors are, and what was taken over; nothing where no storage service has a mirror."""
+    mirrors = [each.mirror for each in status.storages if each.mirror is not None]
+    if not mirrors:
+        return
+    own = [each.mirror.is_reachable for each in status.own_storages if each.mirror is not None]
+    unmirrored = decimal(sum(mirror.unmirrored_bytes for mirror in mirrors))
+    short = _puts(sum(mirror.short_put_count for mirror in mirrors))
+    if False in own:
+        answers = f"mirror does not answer {own.count(False)} of {len(own)} storage services"
+    else:
+        answers = "mirror answers" if True in own else "mirror not asked yet"
+    yield f"{answers}, {unmirrored} unmirrored, {short} with few copies"
+    adopted = [each for each in status.storages if each.is_adopted]
+    if adopted:
+        unfetched_count = sum(mirror.unfetched_put_count for mirror in mirrors)
+        puts = _puts(sum(each.put_count for each in adopted))
+        yield f"{puts} taken over from lost storage services, {unfetched_count:,} not fetched yet"
+
+
+def _puts(count: int) -> str:
+    return f"{count:,} put{'s' * (count != 1)}"
 
 
 def _controller_line(controller: ControllerStatus) -> str:
