@@ -7,6 +7,7 @@ from typing import Any
 from tq_service.client import PartitionUpdate, Revision, WatchUpdate
 from tq_service.results import (
     FieldStatus,
+    MirrorStatus,
     PartitionDescription,
     PartitionSummary,
     PartitionWait,
@@ -34,6 +35,35 @@ def storage(storage_id: str = "s0", **values: Any) -> StorageStatus:
         "heard_ago_seconds": None, "is_silent": False, **values,
     }  # fmt: skip
     return StorageStatus(storage_id=storage_id, **given)
+
+
+def mirror(*, is_reachable: bool | None = True, **values: Any) -> MirrorStatus:
+    given = {"url": "s3://bucket/prefix", "unmirrored_bytes": 0, "short_put_count": 0, **values}
+    return MirrorStatus(is_reachable=is_reachable, **given)
+
+
+def mirrored() -> tuple[StorageStatus, ...]:
+    """Return storage services with mirrors: s1 has taken over what s0 had, and s0 is there again."""
+    return (
+        storage(
+            "s0",
+            address="10.0.0.1:1",
+            heard_ago_seconds=1.0,
+            mirror=mirror(is_reachable=False, unmirrored_bytes=3_400_000),
+        ),
+        storage(
+            "s0",
+            address="10.0.0.2:1",
+            heard_ago_seconds=1.0,
+            mirror=mirror(is_reachable=None, unfetched_put_count=2),
+            is_adopted=True,
+            max_bytes=None,
+            used_bytes=100,
+            put_count=7,
+        ),
+        storage("s1", address="10.0.0.2:1", heard_ago_seconds=1.0, mirror=mirror(short_put_count=1_234)),
+        storage("s2", address="10.0.0.3:1", heard_ago_seconds=1.0),
+    )
 
 
 def task(name: str = "update", **values: Any) -> TaskStatus:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from typing import Any
@@ -13,8 +14,10 @@ import numpy as np
 import pytest
 from live_server import LoopThread
 from page_server import running_page
+from page_statuses import mirror, mirrored, status, storage
 
 import tq_service as tq
+from tq_service.results import ServiceStatus
 from tq_service.testing import ServiceProcess
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
@@ -69,6 +72,26 @@ class Page:
         self.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
         media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
         self.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+
+
+class FakeClient:
+    """Answers `status` with one status, whatever it is by then."""
+
+    address, namespace = "tq.example:50051", ""
+
+    def __init__(self) -> None:
+        self.answer = status()
+
+    async def status(self, **_: Any) -> ServiceStatus:
+        return self.answer
+
+    @asynccontextmanager
+    async def watch(self, *_: Any, **__: Any) -> AsyncIterator[AsyncIterator[Any]]:
+        async def nothing() -> AsyncIterator[Any]:
+            await asyncio.Event().wait()
+            yield
+
+        yield nothing()
 
 
 @asynccontextmanager
@@ -278,3 +301,39 @@ def test_the_claims_that_hold_leases_are_in_the_details(page: Page, client: tq.C
     page.one(".more").click()
     page.wait(lambda: "w19: 1 for " in page.text(".details") and "2 claims more" in page.text(".details"), "leases")
     assert "w20" not in page.text(".details")
+
+
+def test_mirrors_are_in_the_storage_section_where_there_are_any(browser: Any, loop_thread: LoopThread) -> None:
+    client, page = FakeClient(), Page(browser)
+    serving = running_page(client, interval_seconds=0.1)
+    url = loop_thread.run(serving.__aenter__())
+    try:
+        page.resize(1400, 1000)
+        browser.get(f"{url}/")
+        page.wait(lambda: page.text("#state-text") == "serving", "the first frame")
+        lines = "return [...document.querySelectorAll('#storages .mirror')].filter((node) => node.offsetParent).map"
+        assert page.script(f"{lines}((node) => node.textContent)") == []
+        client.answer = status(storages=mirrored())
+        page.wait(lambda: len(page.texts("#storages li")) == 4, "four storage services")
+        assert page.script(f"{lines}((node) => node.textContent)") == [
+            "mirror s3://bucket/prefix does not answer · 3.4 MB unmirrored",
+            "mirror s3://bucket/prefix not asked yet · 0 bytes unmirrored · 2 puts not fetched yet",
+            "mirror s3://bucket/prefix answers · 0 bytes unmirrored · 1,234 puts with few copies",
+        ]
+        assert page.texts("#storages .adopted .pair span") == ["s0", "taken over by s1"]
+        assert page.script("return document.querySelector('.adopted .bar').offsetParent") is None
+        assert page.text("#tiles article:nth-child(4) .note") == "10.0 % of the quota"  # of three, not of four
+        colors = []
+        for scheme in ("light", "dark"):
+            page.resize(320, 800, scheme)
+            assert page.script("return document.documentElement.scrollWidth - innerWidth") <= 0
+            wide = "return [...document.querySelectorAll('#storages .mirror, #storages .pair span')].filter((node) => "
+            assert page.script(wide + "node.scrollWidth > node.clientWidth + 1 && node.clientWidth).length") == 0
+            colors += page.script(f"{lines}((node) => getComputedStyle(node).color)")
+        assert len(set(colors)) == 6  # bad, soft and warn, in light and dark
+        client.answer = status(storages=(storage(mirror=mirror()),))
+        page.wait(lambda: page.script(f"{lines}((node) => node.className)") == ["mirror soft"], "it is well again")
+        assert browser.get_log("browser") == []
+    finally:
+        browser.get("about:blank")
+        loop_thread.run(serving.__aexit__(None, None, None))

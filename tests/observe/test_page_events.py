@@ -69,6 +69,15 @@ def test_restarts_and_silent_storage_services_are_noted() -> None:
     assert events[-1]["text"].endswith("it has 1 partition")
 
 
+def test_what_was_taken_over_is_no_storage_service_of_its_name() -> None:
+    there, adopted = storage("s0"), storage("s0", is_adopted=True, is_silent=True)
+    log = EventLog()
+    for moment in (0.0, 1.0):  # it would be silent and heard in turns
+        log.compare(status(storages=(there, adopted)), status(storages=(there, adopted)), moment)
+    log.compare(status(storages=(there,)), status(storages=(there, adopted)), 2.0)
+    assert log.shown(3.0) == []
+
+
 def test_partitions_that_come_and_go_do_not_push_out_what_happened_to_the_service() -> None:
     log = EventLog()
     log.note(0.0, "away", "the service is away")

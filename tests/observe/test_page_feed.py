@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from page_statuses import partition, status, update, wait
+from page_statuses import mirrored, partition, status, update, wait
 
 from tq_service.client import WatchUpdate
 from tq_service.errors import DeadlineError, UnauthenticatedError, UnavailableError
@@ -77,6 +77,22 @@ async def test_a_frame_has_all_that_the_page_shows() -> None:
     assert [each["partition"] for each in frame["status"]["waits"]] == ["train@0", "trian@0"]
     assert frame["status"]["totals"]["max_bytes"] == 1000
     assert frame["status"]["storages"][0]["id"] == "s0"
+
+
+async def test_a_frame_has_mirrors_and_counts_what_was_taken_over_once() -> None:
+    plain, frame = await frames_of(status(), status(storages=mirrored()))
+    assert (plain["status"]["storages"][0]["mirror"], plain["status"]["storages"][0]["is_adopted"]) == (None, False)
+    shown = frame["status"]["storages"]
+    assert [(each["id"], each["is_adopted"], each["heir"]) for each in shown] == [
+        ("s0", False, None), ("s0", True, "s1"), ("s1", False, None), ("s2", False, None),
+    ]  # fmt: skip
+    assert [each["mirror"] and each["mirror"]["is_reachable"] for each in shown] == [False, None, True, None]
+    assert shown[1]["mirror"] == {
+        "url": "s3://bucket/prefix", "is_reachable": None, "unmirrored_bytes": 0, "short_put_count": 0,
+        "unfetched_put_count": 2,
+    }  # fmt: skip
+    totals = frame["status"]["totals"]
+    assert (totals["used_bytes"], totals["max_bytes"], totals["curves"]["used"]) == (300, 3000, [100, 300])
 
 
 async def test_a_service_that_is_away_leaves_its_last_state_and_is_noted_once() -> None:

@@ -67,8 +67,9 @@ class EventLog:
             count = len(status.partitions)
             what = "1 partition" if count == 1 else f"{count:,} partitions"
             self.note(now, "restarted", f"the service was restarted; it has {what}")
-        silent = {storage.storage_id: storage.is_silent for storage in before.storages}
-        for storage in status.storages:
+        # What was taken over is silent with its heir, and may have the name of a storage service that is there.
+        silent = {storage.storage_id: storage.is_silent for storage in before.own_storages}
+        for storage in status.own_storages:
             if storage.is_silent and not silent.get(storage.storage_id):
                 self.note(now, "silent", "does not answer its controller", name=storage.storage_id)
             elif not storage.is_silent and silent.get(storage.storage_id):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from dataclasses import asdict
 from typing import Any, Final
 
 from tq_service.observe.page.trends import Balance, PartitionTrend, Trends, recent_mean, rounded
@@ -13,6 +14,7 @@ from tq_service.results import (
     PartitionWait,
     RecentBatch,
     ServiceStatus,
+    StorageStatus,
     TaskStatus,
 )
 
@@ -52,18 +54,7 @@ def status_of(status: ServiceStatus, trends: Trends, now: float) -> dict[str, An
             "auth": service.auth,
             "shared_memory": service.shared_memory,
         },
-        "storages": [
-            {
-                "id": storage.storage_id,
-                "address": storage.address,
-                "used_bytes": storage.used_bytes,
-                "max_bytes": storage.max_bytes,
-                "put_count": storage.put_count,
-                "heard_ago_seconds": storage.heard_ago_seconds,
-                "is_silent": storage.is_silent,
-            }
-            for storage in status.storages
-        ],
+        "storages": [_storage(status, storage) for storage in status.storages],
         "totals": _totals(status, trends),
         "partitions": [_partition(by_name[name], trends.partitions[name]) for name in shown],
         "hidden_partition_count": len(by_name) - len(shown),
@@ -76,9 +67,24 @@ def status_of(status: ServiceStatus, trends: Trends, now: float) -> dict[str, An
     }
 
 
+def _storage(status: ServiceStatus, storage: StorageStatus) -> dict[str, Any]:
+    return {
+        "id": storage.storage_id,
+        "address": storage.address,
+        "used_bytes": storage.used_bytes,
+        "max_bytes": storage.max_bytes,
+        "put_count": storage.put_count,
+        "heard_ago_seconds": storage.heard_ago_seconds,
+        "is_silent": storage.is_silent,
+        "is_adopted": storage.is_adopted,
+        "heir": status.heir_of(storage) if storage.is_adopted else None,
+        "mirror": None if storage.mirror is None else asdict(storage.mirror),
+    }
+
+
 def _totals(status: ServiceStatus, trends: Trends) -> dict[str, Any]:
     tasks = [task for partition in status.partitions for task in partition.tasks]
-    quotas = [storage.max_bytes for storage in status.storages]
+    quotas = [storage.max_bytes for storage in status.own_storages]
     return {
         "partition_count": len(status.partitions),
         "open_count": sum(not partition.summary.sealed for partition in status.partitions),
@@ -87,7 +93,7 @@ def _totals(status: ServiceStatus, trends: Trends) -> dict[str, Any]:
         "present_count": sum(partition.summary.present_count for partition in status.partitions),
         "held_count": sum(partition.held_count for partition in status.partitions),
         "failed_count": sum(partition.failed_count for partition in status.partitions),
-        "used_bytes": sum(storage.used_bytes for storage in status.storages),
+        "used_bytes": sum(storage.used_bytes for storage in status.own_storages),
         "max_bytes": None if None in quotas else sum(quota or 0 for quota in quotas),
         "waiting_claim_count": sum(wait.reason.waiting_count for wait in status.waits),
         "waiting_put_count": sum(partition.waiting_put_count for partition in status.partitions),

@@ -116,7 +116,7 @@ class Trends:
         self.inserted_per_second.append(None if span is None else rounded(inserted_count / span))
         self.delivered_per_second.append(None if span is None else rounded(delivered_count / span))
         self.present.append(sum(partition.summary.present_count for partition in status.partitions))
-        self.used_bytes.append(sum(storage.used_bytes for storage in status.storages))
+        self.used_bytes.append(sum(storage.used_bytes for storage in status.own_storages))
         self._forget(status)
         self._follow_waits(status, now)
 

@@ -640,24 +640,43 @@ function renderLimits(status) {
   show(byId("staleness-panel"), limits.length > 0);
 }
 
+function mirrorFacts(mirror) {
+  const answers = mirror.is_reachable === null ? "not asked yet" : mirror.is_reachable ? "answers" : "does not answer";
+  const facts = [`mirror ${mirror.url} ${answers}`, `${bytes(mirror.unmirrored_bytes)} unmirrored`];
+  if (mirror.short_put_count) facts.push(`${counted(mirror.short_put_count, "put", "puts")} with few copies`);
+  if (mirror.unfetched_put_count) facts.push(`${counted(mirror.unfetched_put_count, "put", "puts")} not fetched yet`);
+  return facts.join(" · ");
+}
+
+function mirrorTone(mirror) {
+  if (mirror.is_reachable === false) return "is-bad";
+  return mirror.short_put_count ? "is-warn" : "soft";
+}
+
 function renderStorages(status) {
   list(
     byId("storages"),
     status.storages,
-    (storage) => storage.id,
-    () => make("li", "", make("p", "pair", make("span"), make("span")), makeBar(["used"], "bar thin"), make("p", "soft")),
+    (storage) => JSON.stringify([storage.id, storage.is_adopted]), // what was taken over keeps its name
+    () => make("li", "", make("p", "pair", make("span"), make("span")), makeBar(["used"], "bar thin"), make("p", "soft"), make("p", "soft mirror")),
     (node, storage) => {
-      const [pair, bar, note] = node.children;
+      const [pair, bar, note, mirror] = node.children;
       const share = storage.max_bytes ? storage.used_bytes / storage.max_bytes : 0;
+      const used = storage.max_bytes ? `${bytes(storage.used_bytes)} of ${bytes(storage.max_bytes)}` : bytes(storage.used_bytes);
       write(pair.children[0], storage.id);
-      write(pair.children[1], storage.max_bytes ? `${bytes(storage.used_bytes)} of ${bytes(storage.max_bytes)}` : bytes(storage.used_bytes));
+      write(pair.children[1], storage.is_adopted ? `taken over by ${storage.heir ?? "another one"}` : used);
       updateBar(bar, [share], 1);
       mark(bar.firstChild, "class", fill(share));
+      mark(node, "class", storage.is_adopted ? "adopted" : null);
+      show(bar, !storage.is_adopted); // its bytes are those of the one that has taken it over
       const notes = [counted(storage.put_count, "put", "puts"), storage.address || "in the controller"];
       if (storage.heard_ago_seconds !== null) notes.push(`heard ${span(storage.heard_ago_seconds)} ago`);
       if (storage.is_silent) notes.push("silent");
       write(note, notes.join(" · "));
       note.className = storage.is_silent ? "is-bad" : "soft";
+      write(mirror, storage.mirror ? mirrorFacts(storage.mirror) : "");
+      mirror.className = `mirror ${storage.mirror ? mirrorTone(storage.mirror) : "soft"}`;
+      show(mirror, storage.mirror !== null);
     },
   );
   show(byId("storages-none"), status.storages.length === 0);
