@@ -27,7 +27,7 @@ import msgpack
 
 from tq_service.errors import DataLossError
 from tq_service.objects.base import LARGEST_OBJECT_BYTES, Buffer
-from tq_service.objects.names import ObjectName
+from tq_service.objects.names import ObjectName, check_segment
 
 WINDOW: Final = 8192
 """Most objects that are written after a list."""
@@ -69,11 +69,18 @@ class PutObject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """The names of all objects of one instance of a storage service."""
+    """The names of all objects of one instance of a storage service.
+
+    Raises:
+        InvalidArgumentError: the name of the storage service has characters that names of objects may not have.
+    """
 
     cluster: str
     storage_id: str
     boot_id: bytes
+
+    def __post_init__(self) -> None:
+        check_segment("storage_id", self.storage_id)
 
     def pieces(self, stored: PutObject) -> list[str]:
         """Return the names of the pieces of an object."""
