@@ -16,20 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 import tq_service as tq
-from benchmarks.harness import ROOT, Options, interleave_async, main, median, median_ratio, run_async
+from benchmarks.engines import ENGINES, Engine, start_engines
+from benchmarks.harness import Options, interleave_async, main, median, median_ratio, run_async
 from benchmarks.report import Cell, Report
 from tq_service.objects.base import ObjectStore
 from tq_service.objects.names import ObjectName
 from tq_service.objects.registry import make_object_store
 from tq_service.objects.remover import Remover
 from tq_service.testing import ServiceProcess
-
-sys.path.append(str(ROOT / "tests"))  # servers of engines, which the contract suite starts
-from object_engines import ENGINES, Engine
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = {"64 KiB": 64 * KIB, "1 MiB": MIB, "16 MiB": 16 * MIB}
@@ -123,17 +120,7 @@ def run(options: Options) -> Report:
     """Measure."""
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        engines: dict[str, Engine] = {}
-        missing: list[str] = []
-        for name in sorted(ENGINES.keys() - {_SKIPPED}):
-            (directory / name).mkdir()
-            engine = ENGINES[name](directory / name)
-            stack.callback(engine.stop)
-            try:
-                engine.start()
-                engines[name] = engine
-            except pytest.skip.Exception as reason:
-                missing.append(f"{name}: {reason}")
+        engines, missing = start_engines(stack, directory, sorted(ENGINES.keys() - {_SKIPPED}))
         server = stack.enter_context(ServiceProcess("--shared-memory", "off"))
         rows = run_async(_measure(options, server.address, engines))
     return Report(
@@ -144,7 +131,7 @@ def run(options: Options) -> Report:
         notes=[
             "one call after the other; servers of engines are on this machine; one copy; a file is synced",
             "rate beside the service: 2 is twice as fast, of the same run; the service's put has a commit besides",
-            *missing,
+            *(f"{name}: {reason}" for name, reason in missing.items()),
         ],
     )
 

@@ -258,21 +258,26 @@ class ValkeyEngine(Engine):
 
 
 class MooncakeEngine(Engine):
-    """A master and two processes that offer memory, on nodes 127.0.0.2 and 127.0.0.3; the client is on 127.0.0.1."""
+    """A master and two processes that offer memory, on nodes 127.0.0.2 and 127.0.0.3; the client is on 127.0.0.1.
+
+    Attributes:
+        offered_bytes: memory that each process offers.
+    """
 
     counts_nodes = True
     lease_seconds = 2
+    offered_bytes: tuple[int, ...] = (128 << 20, 128 << 20)
 
     def start(self) -> None:
         binary = self.binary()
         port, admin = free_ports(2)
-        self._start_pool(binary, port, admin, "192m", (128 << 20, 128 << 20), "")
+        self._start_pool(binary, port, admin, self.offered_bytes, "")
         self.url = f"mooncake://127.0.0.1:{port}?admin=127.0.0.1:{admin}&host=127.0.0.1&timeout_seconds=10"
 
     def start_full(self) -> None:
         """Start another pool, which takes a few MiB."""
         port, admin = free_ports(2)
-        self._start_pool(self.binary(), port, admin, "16m", (16 << 20,), "full-")
+        self._start_pool(self.binary(), port, admin, (16 << 20,), "full-")
         self.full_url = f"mooncake://127.0.0.1:{port}?admin=127.0.0.1:{admin}&host=127.0.0.1&timeout_seconds=10"
 
     @staticmethod
@@ -286,7 +291,7 @@ class MooncakeEngine(Engine):
             pytest.skip(f"Mooncake cannot be loaded: {error} (Debian: libibverbs1, ibverbs-providers)")
         return Path(next(iter(spec.submodule_search_locations))) / "mooncake_master"
 
-    def _start_pool(self, binary: Path, port: int, admin: int, _: str, offered: tuple[int, ...], log: str) -> None:
+    def _start_pool(self, binary: Path, port: int, admin: int, offered: tuple[int, ...], log: str) -> None:
         self.spawn(
             binary,
             "-rpc_address=127.0.0.1",
