@@ -42,9 +42,9 @@ probes: Final[list[Probe]] = []
 
 
 class ProbeNotes:
-    """Keeps what happens in a worker process until its parent is told, whose probes are those that count.
+    """Keeps what happens in a worker process until its parent is notified, whose probes are those that count.
 
-    A probe that a fork has left here counts where nobody looks, or, with prometheus-client's files for several
+    A probe that a fork has left here counts where nothing reads it, or, with prometheus-client's files for several
     processes, what the parent counts as well; so this one takes the place of all.
     """
 
