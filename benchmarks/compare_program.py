@@ -16,8 +16,8 @@ from contextlib import ExitStack, contextmanager
 import numpy as np
 
 import tq_service as tq
-from benchmarks import durability_cost
 from benchmarks.compare_service import checked_package
+from benchmarks.durability_load import Load
 from benchmarks.harness import median
 from benchmarks.insert_rate import LARGE_COUNT, put_rate
 from benchmarks.peer_program import Commands, serve
@@ -89,8 +89,8 @@ class _Loads:
         self._stack.callback(lambda: self._runner.run(client.aclose()))
         return client
 
-    def _durability_load(self, kind: str) -> durability_cost.Load:
-        load = durability_cost.Load(self._async_client(kind), _PART)
+    def _durability_load(self, kind: str) -> Load:
+        load = Load(self._async_client(kind), _PART)
         self._runner.run(load.start())
         return load
 

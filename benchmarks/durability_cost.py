@@ -1,204 +1,284 @@
-"""What does it cost that nothing acknowledged is lost, when a process dies or when the machine does?
+"""What does it cost that nothing acknowledged is lost: of a process, of the machine, of one machine among several?
 
-The same load on services that keep nothing, that survive the death of any process, and that survive the machine's. One
-client process with one event loop plays 8 producers and 8 ranks. Bytes go over the wire to one service of each kind,
-and as shared memory to another. Where there is an etcd, also on a controller whose journal is in three members of it,
-with a storage service apart, beside the same two processes in memory.
+The same load on services that differ in what survives. Each is a controller and a storage service, two processes: in
+memory; the same once more as control; with data directories that survive the death of any process, or the machine's;
+with the controller's journal in three members of etcd; and with the storage service's puts a second time in an engine
+(`--mirror`), with 1 copy required, for each engine that is here, and with none required for one of them.
+
+A round lets each service make each load for a moment; the order of loads, and of services within a load, is drawn each
+time. Of each figure the ratio to memory is taken round by round; the table has medians. Servers of etcd and of engines
+are on this machine, too: what is compared is work for its cores and disk, not networks.
+
+    python -m benchmarks.durability_cost
+    python -m benchmarks.durability_cost --columns control mirror --engines valkey s3 --rounds 21
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
-import itertools
+import math
+import os
 import random
 import sys
-import tempfile
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack, ExitStack
-from pathlib import Path
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
 
-import numpy as np
+import grpc
+import psutil
 
 import tq_service as tq
-from benchmarks.harness import Options, interleave_async, main, median, median_ratio, run_async
+from benchmarks.compare import median_with_interval
+from benchmarks.durability_load import BATCH_SIZE, PRODUCER_COUNT, RANK_COUNT, SMALL_ROW_BYTES, Load, Rate
+from benchmarks.durability_services import COLUMNS, CONTROL, ENGINE_KEYS, MEMORY, Service, Services
+from benchmarks.harness import Options, command_line, given_options, median, median_ratio, run_async, show
 from benchmarks.report import Aim, Cell, Plot, Report
-from chaos.cluster import free_ports
-from chaos.etcd import etcd_members
-from tq_service.testing import ServiceProcess
+from tq_service.dataplane.shared_memory.client import SWITCH_VARIABLE
+from tq_service.errors import TqError, UnavailableError
+from tq_service.v1.storage_service_pb2 import StatRequest
+from tq_service.v1.storage_service_pb2_grpc import StorageServiceStub
 
-MODES = ("memory", "process", "disk")
-APART = ("apart", "etcd")  # controller and storage service are two processes
-PRODUCER_COUNT = 8
-RANK_COUNT = 8
-BATCH_SIZE = 8
-_SAMPLE_COUNT = 32_768
-_CLAIM_COUNT = 1_536
-_STEP_COUNT = 96
-_SMALL_PUT_COUNT = 512
-_SMALL_ROW_BYTES = 2_048
-_TENSOR_BYTES = 16 << 20
-_TENSOR_ROW_COUNT = 64
 _WANTED = 0.8
-_TIMEOUT_SECONDS = 120.0
+_ROUNDS, _SECONDS = 7, 0.4
+_PART, _QUICK_PART = 4, 8
+_LARGE_BYTES, _QUICK_LARGE_BYTES = 64 << 20, 8 << 20
+_LARGE_PUTS_EACH = 2
+_TIMEOUT_SECONDS = 60.0
+_LOOK_SECONDS = 0.1
+_MOST_LOOKS = 15
+_IDLE_CORES = 0.5
 
-Rate = Callable[[], Awaitable[float]]
+Rates = Mapping[str, Mapping[str, Sequence[float]]]
+"""For each figure, for each column, the rate of each round."""
 
 
-class Load:
-    """The ways to make the same load on one service; each returns a rate.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is measured, and how much.
 
-    Args:
-        client: of the service.
-        part: by how much less than everything is done.
+    Attributes:
+        rounds: how often each service makes each load.
+        seconds: of each load of each service in each round, at least one unit of it.
+        columns: which of `COLUMNS` are compared with memory.
+        engines: which engines mirrors are in, names of `ENGINE_KEYS`.
+        quick: whether units are small and nothing is waited for in between.
     """
 
-    def __init__(self, client: tq.AsyncClient, part: int) -> None:
-        self._client = client
-        self._part = part
-        self._numbers = itertools.count()
-        self._tensor = np.random.default_rng(17).random((_TENSOR_ROW_COUNT, _TENSOR_BYTES // _TENSOR_ROW_COUNT // 8))
-
-    async def start(self) -> None:
-        """Put what is claimed."""
-        await self._client.put({"x": np.arange(_SAMPLE_COUNT)}, partition_id="claims")
-
-    async def _claim(self, partition_id: str, task: str, rank: int, batch_index: int) -> None:
-        meta = await self._client.get_meta(
-            partition_id=partition_id, task_name=task, data_fields=["x"], batch_size=BATCH_SIZE, dp_rank=rank,
-            dp_size=RANK_COUNT, batch_index=batch_index,
-        )  # fmt: skip
-        if meta.size != BATCH_SIZE:
-            raise RuntimeError(f"got {meta.size} samples, expected {BATCH_SIZE}")
-
-    async def ranked_claims(self) -> float:
-        """Claims a second of ranks, from samples that are there."""
-        task, count = f"task-{next(self._numbers)}", _CLAIM_COUNT // RANK_COUNT // self._part
-
-        async def consume(rank: int) -> None:
-            for batch_index in range(count):
-                await self._claim("claims", task, rank, batch_index)
-
-        return await _rate(map(consume, range(RANK_COUNT)), count * RANK_COUNT)
-
-    async def queue_claims(self) -> float:
-        """Claims a second of queue workers, each of which is a change of its own."""
-        task, count = f"task-{next(self._numbers)}", _CLAIM_COUNT // RANK_COUNT // self._part
-
-        async def consume(_worker: int) -> None:
-            for _ in range(count):
-                await self._client.get_meta(
-                    partition_id="claims", task_name=task, data_fields=["x"], batch_size=BATCH_SIZE
-                )
-
-        return await _rate(map(consume, range(RANK_COUNT)), count * RANK_COUNT)
-
-    async def steps(self) -> float:
-        """Claims a second while producers put what is claimed, one put for each batch of all ranks."""
-        partition_id, count = f"steps-{next(self._numbers)}", _STEP_COUNT // self._part
-        data = {"x": np.zeros((RANK_COUNT * BATCH_SIZE, _SMALL_ROW_BYTES // 8))}
-
-        async def produce(producer: int) -> None:
-            for _ in range(producer, count, PRODUCER_COUNT):
-                await self._client.put(data, partition_id=partition_id)
-
-        async def consume(rank: int) -> None:
-            for batch_index in range(count):
-                await self._claim(partition_id, "train", rank, batch_index)
-
-        work = [*map(produce, range(PRODUCER_COUNT)), *map(consume, range(RANK_COUNT))]
-        rate = await _rate(work, count * RANK_COUNT)
-        await self._client.clear_partition(partition_id)
-        return rate
-
-    async def small_puts(self) -> float:
-        """Puts a second of one sample each."""
-        partition_id, count = f"small-{next(self._numbers)}", _SMALL_PUT_COUNT // PRODUCER_COUNT // self._part
-        data = {"x": np.zeros((1, _SMALL_ROW_BYTES // 8))}
-
-        async def produce(_producer: int) -> None:
-            for _ in range(count):
-                await self._client.put(data, partition_id=partition_id)
-
-        rate = await _rate(map(produce, range(PRODUCER_COUNT)), count * PRODUCER_COUNT)
-        await self._client.clear_partition(partition_id)
-        return rate
-
-    async def large_puts(self) -> float:
-        """GB/s of producers that put a tensor each; what was there before was cleared."""
-        count = PRODUCER_COUNT // self._part
-
-        async def produce(_producer: int) -> None:
-            await self._client.put({"x": self._tensor}, partition_id="large")
-
-        rate = await _rate(map(produce, range(count)), count * _TENSOR_BYTES / 1e9)
-        await self._client.clear_partition("large")
-        return rate
+    rounds: int = _ROUNDS
+    seconds: float = _SECONDS
+    columns: Collection[str] = COLUMNS
+    engines: Sequence[str] = tuple(ENGINE_KEYS)
+    quick: bool = False
 
 
-async def _rate(work: object, amount: float) -> float:
-    started = time.perf_counter()
-    await asyncio.gather(*work)  # type: ignore[misc]
-    return amount / (time.perf_counter() - started)
+def _part(plan: Plan) -> int:
+    return _QUICK_PART if plan.quick else _PART
 
 
-def _cases(wire: Load, shared: Load) -> dict[str, Rate]:
+def _large_bytes(plan: Plan) -> int:
+    return _QUICK_LARGE_BYTES if plan.quick else _LARGE_BYTES
+
+
+def _cases(wire: Load, shared: Load, plan: Plan) -> dict[str, Rate]:
+    large = f"of {_large_bytes(plan) >> 20} MiB, {PRODUCER_COUNT // _part(plan)} at a time"
     return {
         f"claims/s of {RANK_COUNT} ranks": wire.ranked_claims,
         f"claims/s of {RANK_COUNT} queue workers": wire.queue_claims,
         f"claims/s of {RANK_COUNT} ranks while {PRODUCER_COUNT} producers put": wire.steps,
         f"puts/s of one sample by {PRODUCER_COUNT} producers": wire.small_puts,
-        f"put GB/s by {PRODUCER_COUNT} producers over the wire": wire.large_puts,
-        f"put GB/s by {PRODUCER_COUNT} producers on one host": shared.large_puts,
+        f"put GB/s {large}, over the wire": wire.large_puts,
+        f"put GB/s {large}, in shared memory": shared.large_puts,
     }
 
 
-async def _measure(options: Options, addresses: Mapping[str, tuple[str, str]]) -> Report:
-    part = 8 if options.quick else 1
-    of_mode: dict[str, dict[str, Rate]] = {}
+@contextmanager
+def _without_shared_memory() -> Iterator[None]:
+    """Have clients reach services over the wire only, whose addresses they first use within the block."""
+    before = os.environ.get(SWITCH_VARIABLE)
+    os.environ[SWITCH_VARIABLE] = "off"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[SWITCH_VARIABLE]
+        else:
+            os.environ[SWITCH_VARIABLE] = before
+
+
+async def _wait_until_mirrored(storage: StorageServiceStub) -> None:
+    """Wait until a storage service owes its mirror nothing.
+
+    Raises:
+        UnavailableError: that takes too long.
+    """
+    end = time.monotonic() + _TIMEOUT_SECONDS
+    while waiting := (await storage.Stat(StatRequest())).mirror.unmirrored_bytes:
+        if time.monotonic() > end:
+            raise UnavailableError(f"{waiting} bytes are not in the mirror after {_TIMEOUT_SECONDS:g} s")
+        await asyncio.sleep(_LOOK_SECONDS / 10)
+
+
+async def _cases_of(service: Service, plan: Plan, stack: AsyncExitStack) -> dict[str, Rate]:
+    """Return the rates of a service by figure, over the wire and in shared memory by a client each."""
+    before_clear = None
+    if service.is_mirrored_afterwards:
+        # A clear would spare the mirror what it has not written yet.
+        channel = await stack.enter_async_context(grpc.aio.insecure_channel(service.storage_address))
+        before_clear = partial(_wait_until_mirrored, StorageServiceStub(channel))
+
+    async def load() -> Load:
+        client = await stack.enter_async_context(tq.AsyncClient(service.address, timeout=_TIMEOUT_SECONDS))
+        large = {"tensor_bytes": _large_bytes(plan), "large_puts_each": _LARGE_PUTS_EACH}
+        return Load(client, _part(plan), before_clear=before_clear, **large)
+
+    wire, shared = await load(), await load()
+    with _without_shared_memory():
+        await wire.start()
+    return _cases(wire, shared, plan)
+
+
+async def _turn(unit: Rate, seconds: float) -> float:
+    """Return the rate over units of a load, one after the other for so many seconds, at least one."""
+    end, inverse = time.perf_counter() + seconds, [1 / await unit()]
+    while time.perf_counter() < end:
+        inverse.append(1 / await unit())
+    return len(inverse) / sum(inverse)
+
+
+def _busy_seconds() -> float:
+    """Return the time on processors of all processes that this one has started."""
+    seconds = 0.0
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            seconds += times.user + times.system
+    return seconds
+
+
+async def _wait_until_idle() -> None:
+    """Wait until what the last service, its engine or etcd still had to do is done: the next one must not pay for it.
+
+    It takes a second and a half at most.
+    """
+    before = _busy_seconds()
+    for _ in range(_MOST_LOOKS):
+        await asyncio.sleep(_LOOK_SECONDS)
+        now = _busy_seconds()
+        if now - before < _IDLE_CORES * _LOOK_SECONDS:
+            return
+        before = now
+
+
+class _Rounds:
+    """Measures services in rounds.
+
+    Attributes:
+        rates: of each figure and column, one a round.
+        failed: why columns were left out after they had begun.
+    """
+
+    def __init__(self, of_column: Mapping[str, Mapping[str, Rate]], plan: Plan) -> None:
+        self._of_column = dict(of_column)
+        self._plan = plan
+        self._rng = random.Random(0)
+        self._figures = list(of_column[MEMORY])
+        self.rates: dict[str, dict[str, list[float]]] = {
+            figure: {column: [] for column in of_column} for figure in self._figures
+        }
+        self.failed: list[str] = []
+
+    async def run(self) -> None:
+        """Measure, after one round of one unit each that does not count."""
+        if not self._plan.quick:
+            await self._round(0.0, is_counted=False)
+        started = time.monotonic()
+        for number in range(1, self._plan.rounds + 1):
+            await self._round(self._plan.seconds, is_counted=True)
+            left = (time.monotonic() - started) / number * (self._plan.rounds - number)
+            print(f"round {number} of {self._plan.rounds}; {left / 60:.1f} minutes left", file=sys.stderr, flush=True)
+
+    async def _round(self, seconds: float, *, is_counted: bool) -> None:
+        for figure in self._rng.sample(self._figures, len(self._figures)):
+            for column in self._rng.sample(list(self._of_column), len(self._of_column)):
+                if not self._plan.quick:
+                    await _wait_until_idle()
+                try:
+                    rate = await _turn(self._of_column[column][figure], seconds)
+                except TqError as error:
+                    self._leave_out(column, figure, error)
+                else:
+                    if is_counted:
+                        self.rates[figure][column].append(rate)
+
+    def _leave_out(self, column: str, figure: str, error: TqError) -> None:
+        """Go on without a column, so that the others are not lost with it."""
+        if column == MEMORY:
+            raise error
+        reason = f"{column}: left out, since it failed ({figure}): {error}"
+        print(reason, file=sys.stderr, flush=True)
+        self.failed.append(reason)
+        del self._of_column[column]
+        for rates in self.rates.values():
+            del rates[column]
+
+
+async def _measure(services: Sequence[Service], plan: Plan) -> tuple[Rates, list[str]]:
     async with AsyncExitStack() as stack:
-        for mode, pair in addresses.items():
-            wire, shared = [
-                Load(await stack.enter_async_context(tq.AsyncClient(one, timeout=_TIMEOUT_SECONDS)), part)
-                for one in pair
-            ]
-            await wire.start()
-            of_mode[mode] = _cases(wire, shared)
-        rows: list[list[Cell]] = []
-        for what in of_mode[MODES[0]]:
-            rates = await interleave_async({mode: of_mode[mode][what] for mode in addresses}, options.repeats)
-            ratios = [median_ratio(rates[mode], rates["memory"]) for mode in MODES[1:]]
-            cells: list[Cell] = [what, *(median(rates[mode]) for mode in MODES), *ratios]
-            if "etcd" in rates:
-                cells += [*(median(rates[mode]) for mode in APART), median_ratio(rates["etcd"], rates["apart"])]
-            rows.append(cells)
-    return _report(rows, has_etcd="etcd" in addresses)
+        of_column = {service.column: await _cases_of(service, plan, stack) for service in services}
+        rounds = _Rounds(of_column, plan)
+        await rounds.run()
+        return rounds.rates, rounds.failed
 
 
-def _report(rows: list[list[Cell]], *, has_etcd: bool) -> Report:
+def _ratios(rates: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    return {column: median_ratio(each, rates[MEMORY]) for column, each in rates.items() if column != MEMORY}
+
+
+def _intervals(figure: str, rates: Mapping[str, Sequence[float]]) -> str:
+    found = []
+    for column, each in rates.items():
+        if column != MEMORY:
+            ratio = median_with_interval([one / base for one, base in zip(each, rates[MEMORY], strict=True)])
+            if math.isfinite(ratio.high):
+                found.append(f"{column} {ratio.low:.2f} to {ratio.high:.2f}")
+    return f"95 % intervals, {figure}: {', '.join(found)}" if found else ""
+
+
+def _report(all_rates: Rates, plan: Plan, missing: Sequence[str]) -> Report:
+    ratios = {figure: _ratios(rates) for figure, rates in all_rates.items()}
+    columns = list(next(iter(ratios.values())))
+    rows: list[list[Cell]] = [
+        [figure, median(all_rates[figure][MEMORY]), *each.values()] for figure, each in ratios.items()
+    ]
     return Report(
         name="durability_cost",
-        question="What does it cost that nothing acknowledged is lost, when a process dies or when the machine does?",
-        columns=[
-            "what",
-            *MODES,
-            "process / memory",
-            "disk / memory",
-            *((*APART, "etcd / apart") if has_etcd else ()),
-        ],
+        question="What does it cost that nothing acknowledged is lost, beside a service that keeps it in memory?",
+        columns=["what", MEMORY, *(f"{column} / {MEMORY}" for column in columns)],
         rows=rows,
         notes=[
-            f"batches of {BATCH_SIZE}; small puts of {_SMALL_ROW_BYTES} B a sample, large ones of "
-            f"{_TENSOR_BYTES >> 20} MiB; GB are 10^9 bytes",
-            "while producers put: one put of all samples of a batch_index for each",
-            "one client process with one event loop, services of one process; data directories on the disk of the "
-            "directory for temporary files",
-            "apart: a controller and a storage service, in memory; etcd: the same with the journal in three members of "
-            "etcd, on the same machine and disk"
-            if has_etcd
-            else "no etcd on this machine: its column is left out",
+            f"{plan.rounds} rounds of {plan.seconds:g} s for each figure and column; median ratios of the same round; "
+            f"{CONTROL} is a second service in memory",
+            "each column is a controller and a storage service, and has one client process with one event loop in "
+            "common with the others; servers of etcd and of engines are on the same machine",
+            "process, disk: data directories of both, on the disk of the directory for temporary files; etcd: the "
+            "controller's journal in three members, bytes in memory; mirrors: state and bytes in memory, bytes a "
+            "second time in the engine, 1 copy required where nothing else is said",
+            "the files of mirror: file are synced; Valkey has a replica, which is not waited for; S3 is SeaweedFS; "
+            "Mooncake is over TCP",
+            f"batches of {BATCH_SIZE}; small puts of {SMALL_ROW_BYTES} B a sample; GB are 10^9 bytes; while producers "
+            "put: one put of all samples of a batch_index for each",
+            "0 required: the rate while producers put; what the mirror does after the last put is not in it",
+            *missing,
+            *filter(None, (_intervals(figure, rates) for figure, rates in all_rates.items())),
         ],
-        aims=[Aim(what=f"{row[0]}, process / memory", measured=_number(row[4]), wanted=_WANTED) for row in rows],
+        aims=[
+            Aim(what=f"{figure}, process / memory", measured=each["process"], wanted=_WANTED)
+            for figure, each in ratios.items()
+            if "process" in each
+        ],
         plots=[
             Plot(
                 name="durability_cost",
@@ -206,63 +286,49 @@ def _report(rows: list[list[Cell]], *, has_etcd: bool) -> Report:
                 x_label="",
                 y_label="of the rate in memory",
                 bars=True,
-                series={
-                    mode: [(str(row[0]), float(row[column] or 0)) for row in rows]
-                    for column, mode in ((4, "process"), (5, "disk"))
-                },
+                series={column: [(figure, each[column]) for figure, each in ratios.items()] for column in columns},
             )
         ],
     )
 
 
-def _number(cell: Cell) -> float | None:
-    return cell if isinstance(cell, float) else None
-
-
-def _apart(stack: ExitStack) -> dict[str, tuple[str, str]]:
-    """Start controllers with storage services apart, one with its journal in etcd; none where there is no etcd."""
-    directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tq-durability-")))
-    ports = free_ports(6, random.Random())
-    try:
-        members = etcd_members(list(zip(ports[:3], ports[3:], strict=True)), directory)
-    except FileNotFoundError:
-        return {}
-    for member in members.values():
-        member.start()
-        stack.callback(member.end)
-    journal = "etcd://" + ",".join(f"127.0.0.1:{port}" for port in ports[:3])
-    addresses = {}
-    for mode in APART:
-        pair = []
-        for sharing in ("off", "auto"):
-            secret = ["--internal-secret-file", str(directory / f"secret-{mode}-{sharing}")]
-            flags = ["--role", "controller", *secret]
-            if mode == "etcd":
-                flags += ["--journal", journal, "--cluster", sharing, "--data-dir", str(directory / sharing)]
-            address = stack.enter_context(ServiceProcess(*flags)).address
-            storage = ["--role", "storage", "--controller", address, "--shared-memory", sharing, *secret]
-            stack.enter_context(ServiceProcess(*storage))
-            pair.append(address)
-        addresses[mode] = (pair[0], pair[1])
-    return addresses
+def measure(plan: Plan) -> Report:
+    """Start what is compared, measure it, and stop it."""
+    with ExitStack() as stack:
+        services = Services(stack, plan.columns, plan.engines)
+        rates, failed = run_async(_measure(services.running, plan))
+    return _report(rates, plan, [*services.missing, *failed])
 
 
 def run(options: Options) -> Report:
-    """Measure."""
-    with ExitStack() as stack:
-        addresses = {}
-        for mode in MODES:
-            pair = []
-            for sharing in ("off", "auto"):
-                flags = ["--shared-memory", sharing]
-                if mode != "memory":
-                    directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="tq-durability-"))
-                    flags += ["--data-dir", directory, "--durability", mode]
-                pair.append(stack.enter_context(ServiceProcess(*flags)).address)
-            addresses[mode] = (pair[0], pair[1])
-        addresses |= _apart(stack)
-        return run_async(_measure(options, addresses))
+    """Measure all columns."""
+    return measure(_plan(options))
+
+
+def _plan(options: Options, given: argparse.Namespace | None = None) -> Plan:
+    chosen = {} if given is None else {name: getattr(given, name) for name in ("seconds", "columns", "engines")}
+    if options.quick:
+        chosen["seconds"] = 0.0
+    return Plan(rounds=options.repeats, quick=options.quick, **chosen)
+
+
+def main() -> int:
+    """Measure the columns that are chosen."""
+    parser = command_line(run)
+    parser.set_defaults(repeats=_ROUNDS)
+    parser.add_argument("--rounds", dest="repeats", type=int, help="the same as --repeats; 6 or more for intervals")
+    parser.add_argument("--seconds", type=float, default=_SECONDS, help="of each figure of each column in each round")
+    parser.add_argument("--columns", nargs="+", choices=COLUMNS, default=COLUMNS, help="what is beside memory")
+    parser.add_argument(
+        "--engines", nargs="+", choices=tuple(ENGINE_KEYS), default=tuple(ENGINE_KEYS), help="of mirrors"
+    )
+    given = parser.parse_args()
+    options = given_options(given)
+    if options.repeats < 1:
+        parser.error(f"--rounds: got {options.repeats}, expected at least 1")
+    show(measure(_plan(options, given)), given)
+    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(run))
+    sys.exit(main())

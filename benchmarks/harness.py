@@ -102,15 +102,29 @@ def p50_p99(seconds: Sequence[Sequence[float]]) -> tuple[float, float]:
     return float(p50), float(p99)
 
 
-def main(run: Callable[[Options], Report]) -> int:
-    """Run a benchmark as a program: print its table, or its JSON."""
+def command_line(run: Callable[[Options], Report]) -> argparse.ArgumentParser:
+    """Return the parser of the flags that every benchmark has, for one that adds its own."""
     parser = argparse.ArgumentParser(description=(sys.modules[run.__module__].__doc__ or "").split("\n", maxsplit=1)[0])
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--repeats", type=int, default=_LEAST_REPEATS, help="how often each case is measured")
     parser.add_argument("--quick", action="store_true", help="little of everything, to see that it works")
     parser.add_argument("--without", action="append", default=[], choices=PEER_NAMES, help="leave this peer out")
-    given = parser.parse_args()
+    return parser
+
+
+def given_options(given: argparse.Namespace) -> Options:
+    """Return the options that the flags of every benchmark say."""
     repeats = 2 if given.quick else given.repeats
-    report = run(Options(repeats=repeats, quick=given.quick, without=frozenset(given.without)))
+    return Options(repeats=repeats, quick=given.quick, without=frozenset(given.without))
+
+
+def show(report: Report, given: argparse.Namespace) -> None:
+    """Print a report as its flags ask for."""
     print(report.to_json() if given.json else report.to_text())
+
+
+def main(run: Callable[[Options], Report]) -> int:
+    """Run a benchmark as a program: print its table, or its JSON."""
+    given = command_line(run).parse_args()
+    show(run(given_options(given)), given)
     return 0

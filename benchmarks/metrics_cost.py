@@ -21,7 +21,7 @@ import numpy as np
 import psutil
 
 import tq_service as tq
-from benchmarks.durability_cost import Load
+from benchmarks.durability_load import Load
 from benchmarks.harness import Options, interleave_async, main, median, run_async
 from benchmarks.report import Aim, Cell, Report
 from tq_service.config import load_settings
