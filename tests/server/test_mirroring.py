@@ -5,11 +5,15 @@ import logging
 
 import pytest
 
+from tq_service.durable import codec
 from tq_service.errors import InvalidArgumentError, UnavailableError
 from tq_service.objects.memory import MemoryObjects, MemoryPool
 from tq_service.server import mirroring
 from tq_service.server.mirroring import Mirroring, Registration
 from tq_service.server.supervisor import Supervisor
+from tq_service.storage.engine import StorageEngine
+from tq_service.storage.index.put_journal import PutStored
+from tq_service.storage.mirror.layout import pack_puts
 
 
 def mirroring_of(pool):
@@ -45,3 +49,31 @@ async def test_an_engine_that_cannot_be_reached_yet_is_shown_so_until_it_answers
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     await its.close()
+
+
+async def test_what_was_taken_over_for_another_controller_is_looked_up_again():
+    pool = MemoryPool({"one": 1 << 20, "two": 1 << 20})
+    lost, heir = mirroring_of(pool), mirroring_of(pool)
+    mirror, writer = lost.mirror_of("s", b"b" * 16, Registration())
+    own = StorageEngine(max_bytes=None, storage_id="heir")
+    running = [
+        asyncio.create_task(lost.run(mirror, lambda _: asyncio.sleep(0))),
+        asyncio.create_task(
+            heir.run(heir.mirror_of("heir", b"h" * 16, Registration())[0], lambda _: asyncio.sleep(3600))
+        ),
+    ]
+    put = PutStored(put_id=b"p" * 16, partition_id="train", row_count=1, columns=(), size_bytes=0, owner=b"o" * 16)
+    while not mirror.stat().is_reachable or not heir._opened.is_set():  # noqa: ASYNC110  (there is no event)
+        await asyncio.sleep(0)
+    first = await heir.adopt("s", b"b" * 16, own, b"1" * 16)
+    assert await heir.adopt("s", b"b" * 16, own, b"1" * 16) is first  # a call that is repeated
+    assert first.engine.stat().put_count == 0
+    await writer.write(b"o" * 16, "train", [b"p" * 16], pack_puts([(codec.encode_put(put), [])]))
+    again = await heir.adopt("s", b"b" * 16, own, b"2" * 16)
+    assert again is not first
+    assert again.engine.stat().put_count == 1
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+    await heir.let_go(again)
+    await asyncio.gather(heir.close(), lost.close())

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from tq_service.domain.tables.cells import Put
-from tq_service.errors import AlreadyExistsError, LimitExceededError
+from tq_service.errors import AlreadyExistsError, DataLossError, LimitExceededError, PreconditionError
 from tq_service.internal.v1.storage_registry_pb2 import RegisterStorageRequest
 from tq_service.server import storages
 from tq_service.server.storage_servicer import EngineDriver, endpoint_of
@@ -94,20 +94,70 @@ async def test_a_service_comes_back_to_its_name_when_the_other_one_with_it_is_si
             assert registry.endpoint_of("a", heartbeat.storage.boot_id) == heartbeat.storage
 
 
+def lost_and_heirs(count=1):
+    """Return a storage service, the same that comes back empty, and others that have taken the puts of the first."""
+    lost, back = (registration("a", boot_id=run * 16, run_id=run * 16, port=run[0]) for run in (b"1", b"2"))
+    heirs = [registration("a", boot_id=b"1" * 16, run_id=bytes([number]) * 16, port=number) for number in range(count)]
+    for each in (lost, back, *heirs):
+        each.mirror.url = "file:///m"
+    for each in heirs:
+        each.is_adopted = True
+    return lost, back, *heirs
+
+
+def ask(registry, instance, port):
+    """Have it noted that the storage service at a port was asked to take over what is lost."""
+    lost = registry.adoptions._lost[instance]
+    lost.asked_at, lost.address = 0.0, f"localhost:{port}"
+
+
 async def test_a_lost_service_counts_once_and_an_heir_that_registers_again_not_at_all():
     """A controller that has started again hears of what was taken over before, which it has not lost."""
-    lost, back = (registration("a", boot_id=run * 16, run_id=run * 16, port=run[0]) for run in (b"1", b"2"))
-    heir = registration("a", boot_id=b"1" * 16, run_id=b"3" * 16, port=3)
-    for each in (lost, back, heir):
-        each.mirror.url = "file:///m"
-    heir.is_adopted = True
+    lost, back, heir = lost_and_heirs()
     async with registry_of() as registry:
         for heartbeat in (lost, back, back):
             registry.on_heartbeat(heartbeat)
         assert registry.adoption_counts() == (1, 0)
+        ask(registry, ("a", b"1" * 16), 0)
         for _ in range(2):
             registry.on_heartbeat(heir)
         assert registry.adoption_counts() == (1, 1)
     async with registry_of() as registry:
         registry.on_heartbeat(heir)
         assert registry.adoption_counts() == (0, 0)
+
+
+async def test_no_put_is_committed_at_a_storage_service_that_is_lost():
+    """It may live, cut off from the controller alone, and take puts that its heir has not seen in the mirror."""
+    lost, back, heir = lost_and_heirs()
+    put = Put("a", b"1" * 16, os.urandom(16))
+    async with registry_of() as registry:
+        registry.on_heartbeat(lost)
+        registry.check_not_lost(put)
+        registry.adoptions.lose(put[:2], "file:///m")  # it is silent, and nothing has taken its name
+        ask(registry, put[:2], 0)
+        for heartbeat in (heir, back):
+            with (
+                pytest.raises(DataLossError, match=r"was lost since the put.* put the data again"),
+                registry.redeemed(put, [], "train", b"receipt"),
+            ):
+                pass
+            registry.on_heartbeat(heartbeat)
+        registry.check_not_lost(Put("a", b"2" * 16, os.urandom(16)))
+
+
+async def test_an_heir_of_before_the_lost_one_was_here_lets_go():
+    lost, back, early, asked = lost_and_heirs(2)
+    async with registry_of() as registry:
+        registry.on_heartbeat(lost)
+        with pytest.raises(PreconditionError, match="was here under boot"):
+            registry.on_heartbeat(early)
+        registry.on_heartbeat(back)  # so that the first one is lost
+        with pytest.raises(PreconditionError, match="let go of them"):
+            registry.on_heartbeat(early)
+        ask(registry, ("a", b"1" * 16), 1)
+        with pytest.raises(PreconditionError, match="are being taken over by the one at localhost:1"):
+            registry.on_heartbeat(early)
+        for _ in range(2):
+            registry.on_heartbeat(asked)
+        assert registry.adoption_counts() == (1, 1)

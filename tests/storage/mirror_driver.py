@@ -29,6 +29,12 @@ class Nodes:
         self.engine = self.mirror = self.writer = self._objects = self._running = None
         self.may_remove = True
 
+    def heir(self):
+        """Return one on other nodes with the same pool, which may take over while this one goes on."""
+        other = Nodes(copies=self.copies, required=self.required, **self.settings)
+        other.pool, other.names = self.pool, self.names
+        return other
+
     async def start(self, generation=0, left=()):
         self._objects = MemoryObjects(self.pool)
         await self._objects.open("service", 0)

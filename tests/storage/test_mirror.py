@@ -132,6 +132,38 @@ async def test_one_that_may_be_taken_for_lost_removes_nothing():
     await nodes.kill()
 
 
+async def test_what_a_lost_one_puts_that_goes_on_is_found_by_the_next_heir():
+    """It was cut off from the controller, taken over, heard of again by another controller, and lost for good then."""
+    nodes = Nodes()
+    await put(await nodes.start(), 1, small(1))
+    first = nodes.heir()
+    await put(await first.take_over(), 2, small(2))
+    await first.listed()
+    await put(nodes.engine, 3, small(3))  # after the list of the generation that is later than its own
+    await first.kill()
+    await nodes.kill()
+    second = nodes.heir()
+    heir = await second.take_over()
+    await heir.check([put_id(number) for number in (1, 2, 3)])
+    for number in (1, 2, 3):
+        assert read(heir, [number], runs(["x"], (0, 0, 4)))["x"][0, 0] == number
+    await second.kill()
+
+
+async def test_a_put_that_an_heir_has_dropped_is_not_brought_back_by_an_older_list():
+    nodes = Nodes()
+    engine = await nodes.start()
+    await asyncio.gather(put(engine, 1, small(1)), put(engine, 2, small(2)))  # one object
+    await nodes.listed()
+    await nodes.kill()
+    first = nodes.heir()
+    (await first.take_over()).free([cells(1)])
+    await first.listed()
+    await first.kill()
+    left = await nodes.left()
+    assert [each.put_ids for each in left.objects] == [{put_id(2)}]
+
+
 async def test_what_is_damaged_in_the_mirror_is_lost_and_nothing_else():
     nodes = Nodes()
     engine = await nodes.start()

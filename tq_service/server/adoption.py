@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -78,6 +79,8 @@ class Adoptions:
         self._clock = clock
         self._lost: dict[Instance, _Lost] = {}
         self._left_nothing: set[Instance] = set()
+        self._present: set[Instance] = set()  # that registered here themselves, and were not taken over since
+        self._run_id = os.urandom(16)
         self._expected: set[Instance] = set()
         self._expected_until = 0.0
 
@@ -97,6 +100,10 @@ class Adoptions:
         """Whether an instance is lost, and may be taken over yet."""
         return instance in self._lost
 
+    def takes_no_puts(self, instance: Instance) -> bool:
+        """Whether puts that an instance takes now may be lost: its heir may have looked into the mirror before."""
+        return instance in self._lost or instance in self.taken
+
     def check_not_taken(self, instance: Instance) -> None:
         """Refuse a storage service whose puts were, or are being, taken over.
 
@@ -111,12 +118,18 @@ class Adoptions:
             )
 
     def check_heir(self, instance: Instance, address: str) -> None:
-        """Refuse an heir that was silent itself, so that another one was asked.
+        """Refuse an heir that was silent itself, so that another one was asked, or one of before the lost one was here.
 
         Raises:
             PreconditionError: it was.
         """
         lost = self._lost.get(instance)
+        if instance in self._present and (lost is None or not lost.address):
+            # It may lack puts: it has looked into the mirror for a controller before this one.
+            raise PreconditionError(
+                f"storage service {instance[0]!r} was here under boot {instance[1].hex()} after its puts were taken "
+                f"over by the one at {address}; let go of them"
+            )
         if lost is not None and lost.address not in {"", address}:
             raise PreconditionError(
                 f"the puts of storage service {instance[0]!r} under boot {instance[1].hex()} are being taken over by "
@@ -125,16 +138,20 @@ class Adoptions:
 
     def on_registered(self, instance: Instance) -> None:
         """Take note that an instance is there itself."""
-        self._expected.discard(instance)
-        self._lost.pop(instance, None)
+        self._present.add(instance)
+        self._found(instance)
 
     def take(self, instance: Instance, heir: RemoteStorage) -> None:
-        """Take note that an instance was taken over."""
-        self.taken_over_count += (
-            instance in self._lost
-        )  # else its heir registers again with a controller that restarted
-        self.on_registered(instance)
+        """Take note that an instance was taken over, or that its heir is still there."""
+        # An heir that registers again, as with a controller that has started again, has taken nothing over now.
+        self.taken_over_count += instance in self._lost
+        self._present.discard(instance)
+        self._found(instance)
         self.taken[instance] = heir
+
+    def _found(self, instance: Instance) -> None:
+        self._expected.discard(instance)
+        self._lost.pop(instance, None)
 
     async def run(self) -> None:
         """Look for lost storage services until it is cancelled."""
@@ -191,7 +208,7 @@ class Adoptions:
 
     async def _ask(self, instance: Instance, lost: _Lost, heir: RemoteStorage) -> None:
         try:
-            count = await heir.adopt(instance)
+            count = await heir.adopt(instance, self._run_id)
         except (NotFoundError, DataLossError) as error:
             _log.error(LogMessage("a lost storage service has left nothing", storage=instance[0], error=error))
             self._left_nothing.add(instance)

@@ -277,6 +277,7 @@ class Checkpoints:
         header.controller_id = self._storages.controller_id
         with self._storages.placing(put):
             await driver.put(header, columns, Seconds(_CAPACITY_SECONDS + header.size_bytes / _BYTES_A_SECOND))
+            self._storages.check_not_lost(put)
         return put
 
     @contextlib.contextmanager

@@ -56,6 +56,7 @@ class Adopted:
         mirror: its mirror.
         keys: for its receipts, of which it gives none.
         registration: of it under the old name.
+        run_id: of the controller's process that asked.
         tasks: what it does in the background.
     """
 
@@ -63,6 +64,7 @@ class Adopted:
     mirror: Mirror
     keys: ReceiptKeys
     registration: Registration
+    run_id: bytes
     tasks: list[asyncio.Task[None]]
 
 
@@ -148,25 +150,35 @@ class Mirroring:
         self._opened.set()
         await mirror.run()
 
-    async def adopt(self, storage_id: str, boot_id: bytes, own: StorageEngine) -> Adopted:
+    async def adopt(self, storage_id: str, boot_id: bytes, own: StorageEngine, run_id: bytes) -> Adopted:
         """Take over the puts of a storage service that is lost, under the quota of this service's own engine.
+
+        Args:
+            storage_id: its name.
+            boot_id: its boot.
+            own: the engine of this service.
+            run_id: of the controller's process that asks. What was taken over for an earlier one is looked up again:
+                the lost one may have been back since, and have taken puts.
 
         Raises:
             NotFoundError: the mirror has nothing of it.
             UnavailableError: the mirror does not answer.
             DataLossError: what leads to the puts is damaged.
         """
-        if boot_id in self.adopted:
-            return self.adopted[boot_id]
+        known = self.adopted.get(boot_id)
+        if known is not None:
+            if known.run_id == run_id:
+                return known
+            await self.let_go(known)
         task = self._adopting.get(boot_id)
         if task is None:
             task = self._adopting[boot_id] = asyncio.get_running_loop().create_task(
-                self._adopt(storage_id, boot_id, own)
+                self._adopt(storage_id, boot_id, own, run_id)
             )
             task.add_done_callback(lambda _: self._adopting.pop(boot_id, None))
         return await asyncio.shield(task)
 
-    async def _adopt(self, storage_id: str, boot_id: bytes, own: StorageEngine) -> Adopted:
+    async def _adopt(self, storage_id: str, boot_id: bytes, own: StorageEngine, run_id: bytes) -> Adopted:
         if not self._opened.is_set():
             raise UnavailableError(f"the mirror {self._url} was not reached yet; try again")
         names = Names(cluster=CLUSTER, storage_id=storage_id, boot_id=boot_id)
@@ -178,7 +190,9 @@ class Mirroring:
             storage_id=storage_id, boot_id=boot_id, max_bytes=None, mirror=mirror, quota_of=own, clock=time.monotonic
         )
         count = engine.take_over(left.objects)
-        adopted = Adopted(engine=engine, mirror=mirror, keys=ReceiptKeys(), registration=registration, tasks=[])
+        adopted = Adopted(
+            engine=engine, mirror=mirror, keys=ReceiptKeys(), registration=registration, run_id=run_id, tasks=[]
+        )
         self.adopted[boot_id] = adopted
         _log.warning(
             LogMessage("took over the puts of a lost storage service", storage=storage_id, boot=boot_id, count=count)

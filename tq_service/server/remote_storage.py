@@ -195,8 +195,12 @@ class RemoteStorage:
             self._to_confirm[put_id] = None
             self._deliver()
 
-    async def adopt(self, instance: tuple[str, bytes]) -> int:
+    async def adopt(self, instance: tuple[str, bytes], run_id: bytes) -> int:
         """Have it take over the puts of a lost instance; return how many there are.
+
+        Args:
+            instance: name and boot.
+            run_id: of this controller's process.
 
         Raises:
             NotFoundError: its mirror has nothing of that.
@@ -204,7 +208,11 @@ class RemoteStorage:
         """
         storage_id, boot_id = instance
         request = storage_control_pb2.AdoptRequest(
-            storage_id=storage_id, boot_id=boot_id, controller_id=self._controller_id, epoch=self._epoch
+            storage_id=storage_id,
+            boot_id=boot_id,
+            controller_id=self._controller_id,
+            epoch=self._epoch,
+            run_id=run_id,
         )
         with _typed_errors():
             answer = await self._peer.stub.Adopt(request, timeout=_ADOPT_SECONDS, metadata=self._peer.metadata())

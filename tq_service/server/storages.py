@@ -291,7 +291,10 @@ class StorageRegistry:
             storage = self._storages.get(endpoint.storage_id)
         if isinstance(storage, RemoteStorage) and storage.is_same(request):
             storage.on_heartbeat(request)
-            self.adoptions.on_registered(instance)
+            if request.is_adopted:
+                self.adoptions.take(instance, storage)
+            else:
+                self.adoptions.on_registered(instance)
         elif request.is_adopted:
             storage = self._register_heir(request)
         else:
@@ -464,6 +467,7 @@ class StorageRegistry:
                 f"storage service {put.storage_id!r} has restarted since the put; put the data again",
                 metadata={"storage_id": put.storage_id},
             )
+        self.check_not_lost(put)
         opened = storage.open_receipt(put.put_id, partition_id, receipt)
         if opened.columns_digest != columns_digest(columns):
             got = ", ".join(f"{column.spec.name} ({column.spec.describe()})" for column in columns)
@@ -476,6 +480,7 @@ class StorageRegistry:
         def check() -> None:
             if commits.is_freed:
                 raise UnavailableError(f"put {put.put_id.hex()} was freed while it was committed again; put it again")
+            self.check_not_lost(put)
             storage.check_held(put.put_id, partition_id)
 
         commits = self._committing.setdefault(put, _Commits())
@@ -499,6 +504,22 @@ class StorageRegistry:
                 storage.spend(receipt)
         if commits.is_answered and not commits.is_freed and put not in self._committed:
             self.discard([put])
+
+    def check_not_lost(self, put: Put) -> None:
+        """Refuse a put whose storage service is lost to this controller, though it may live and take puts.
+
+        Another one may have looked into the mirror before the put was written to it. A put that was committed before
+        its storage service was seen to be lost is found there, where it had to have a copy.
+
+        Raises:
+            DataLossError: it is.
+        """
+        if self.adoptions.takes_no_puts(put[:2]):
+            raise DataLossError(
+                f"storage service {put.storage_id!r} was lost since the put, and another one takes its puts over; put "
+                "the data again",
+                metadata={"storage_id": put.storage_id},
+            )
 
     def is_committed(self, put: Put) -> bool:
         """Whether some samples have their cells in this put."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, TypeVar
 
-from tq_service.errors import NotFoundError
+from tq_service.errors import NotFoundError, UnavailableError
 from tq_service.objects.base import LARGEST_OBJECT_BYTES, ObjectMissingError, ObjectStore
 from tq_service.storage.index.put_journal import PutStored
 from tq_service.storage.mirror.layout import (
@@ -69,23 +69,39 @@ async def find_left(
         DataLossError: its list is damaged.
     """
     begun = await _copies(objects, [names.heir(number) for number in range(1, _MOST_GENERATIONS)])
-    generation = newest = max((number for number, count in enumerate(begun, 1) if count), default=0)
+    newest = max((number for number, count in enumerate(begun, 1) if count), default=0)
+    found: dict[tuple[int, int], PutObject] = {}
+    has_list = False
+    # Of all generations: the writer of an early one may have come back, and have gone on after a later one began. What
+    # a later list says of an object is newer; what was dropped since is dropped again once the controller is asked.
+    for generation in range(newest + 1):
+        some = await _of_generation(objects, names, codec, generation, int(clock()))
+        has_list |= some is not None
+        found |= {(each.generation, each.number): each for each in some or ()}
+    if not has_list:
+        raise NotFoundError(
+            f"the mirror has no list of puts of storage service {names.storage_id!r} under boot {names.boot_id.hex()}; "
+            "either it had no mirror, or it ended before its first put",
+        )
+    oldest_first = [found[key] for key in sorted(found)]
+    return Left(next_generation=newest + 1, objects=await _there(objects, names, oldest_first, copies))
+
+
+async def _of_generation(
+    objects: ObjectStore, names: Names, codec: PutCodec, generation: int, now: int
+) -> list[PutObject] | None:
+    """Return the objects that the last list of a generation leads to; None where it has no list: it wrote nothing."""
     for _ in range(_TRIES):
-        second = await _last_list(objects, names, generation, int(clock()))
-        if second is None and generation:
-            generation -= 1  # the one that took over ended before its first list: it wrote nothing
-        elif second is None:
-            break
-        else:
-            try:
-                listed_number, listed = unpack_list(await _read_list(objects, names, generation, second))
-            except ObjectMissingError:  # there is a newer one
-                continue
-            found = [*listed, *await _after_list(objects, names, codec, generation, listed_number)]
-            return Left(next_generation=newest + 1, objects=await _there(objects, names, found, copies))
-    raise NotFoundError(
-        f"the mirror has no list of puts of storage service {names.storage_id!r} under boot {names.boot_id.hex()}; "
-        "either it had no mirror, or it ended before its first put",
+        second = await _last_list(objects, names, generation, now)
+        if second is None:
+            return None
+        try:
+            listed_number, listed = unpack_list(await _read_list(objects, names, generation, second))
+        except ObjectMissingError:  # there is a newer one
+            continue
+        return [*listed, *await _after_list(objects, names, codec, generation, listed_number)]
+    raise UnavailableError(
+        f"the lists of storage service {names.storage_id!r} in the mirror go before they are read; try again"
     )
 
 
