@@ -55,7 +55,7 @@ async def test_what_was_taken_over_for_another_controller_is_looked_up_again():
     pool = MemoryPool({"one": 1 << 20, "two": 1 << 20})
     lost, heir = mirroring_of(pool), mirroring_of(pool)
     mirror, writer = lost.mirror_of("s", b"b" * 16, Registration())
-    own = StorageEngine(max_bytes=None, storage_id="heir")
+    own = StorageEngine(max_bytes=None, storage_id="heir", put_ttl_seconds=7.0)
     running = [
         asyncio.create_task(lost.run(mirror, lambda _: asyncio.sleep(0))),
         asyncio.create_task(
@@ -67,7 +67,7 @@ async def test_what_was_taken_over_for_another_controller_is_looked_up_again():
         await asyncio.sleep(0)
     first = await heir.adopt("s", b"b" * 16, own, b"1" * 16)
     assert await heir.adopt("s", b"b" * 16, own, b"1" * 16) is first  # a call that is repeated
-    assert first.engine.stat().put_count == 0
+    assert (first.engine.stat().put_count, first.engine.put_ttl_seconds) == (0, 7.0)
     await writer.write(b"o" * 16, "train", [b"p" * 16], pack_puts([(codec.encode_put(put), [])]))
     again = await heir.adopt("s", b"b" * 16, own, b"2" * 16)
     assert again is not first

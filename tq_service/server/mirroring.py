@@ -187,7 +187,13 @@ class Mirroring:
         mirror, writer = self.mirror_of(storage_id, boot_id, registration, left.next_generation)
         await writer.begin_generation()
         engine = StorageEngine(
-            storage_id=storage_id, boot_id=boot_id, max_bytes=None, mirror=mirror, quota_of=own, clock=time.monotonic
+            storage_id=storage_id,
+            boot_id=boot_id,
+            max_bytes=None,
+            put_ttl_seconds=own.put_ttl_seconds,
+            mirror=mirror,
+            quota_of=own,
+            clock=time.monotonic,
         )
         count = engine.take_over(left.objects)
         adopted = Adopted(

@@ -89,6 +89,7 @@ class StorageEngine:
         boot_id: 16 random bytes: what another boot stored is gone.
         run_id: 16 random bytes, new for every engine.
         storage_id: name of this storage service.
+        put_ttl_seconds: as above.
     """
 
     def __init__(
@@ -114,6 +115,7 @@ class StorageEngine:
         self.boot_id = os.urandom(16) if boot_id is None else boot_id
         self.run_id = os.urandom(16)
         self.storage_id = storage_id
+        self.put_ttl_seconds = put_ttl_seconds
         self._clock = clock
         self._admission: Admission
         if quota_of is None:
