@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Final, Literal
+from typing import ClassVar, Final, Literal
 
 import tq_service as tq
 from chaos.actors import NAMED_TASK, RANK_TASK, REQUESTS, USES, WORKER_TASK, described
@@ -18,7 +18,7 @@ from chaos.client_process import STOP_FILE
 from chaos.cluster import Cluster, Process, wait_until
 from chaos.content import FIELDS, REWARD, rewards_of, wrong_fields
 from chaos.leases import worker_violations
-from chaos.model import Samples, claims_of, rank_violations
+from chaos.model import Claim, Samples, claims_of, rank_violations
 
 Target = Literal["controller", "storage", "both", "twice", "client", "rolling restart"]
 
@@ -74,6 +74,8 @@ class Scenario:
         report: gets what comes of it.
         say: gets a line about each fault.
     """
+
+    _replayed_at_end: ClassVar[int | None] = None  # claims of each kind of actors that are asked for again; None: all
 
     def __init__(
         self,
@@ -198,8 +200,7 @@ class Scenario:
         yield from Samples.recorded(self._directory).held_violations(self._directory)
         yield from self._check_consumed()
         for kind in REQUESTS:
-            count = len(claims_of(self._directory, kind))
-            yield from self._replay(kind, self._rng.sample(range(count), min(_REPLAYED_CLAIMS, count)))
+            yield from self._replay(kind, self._some_claims(kind, _REPLAYED_CLAIMS))
 
     def _check_samples(self, read_count: int | None) -> Iterator[str]:
         """Compare what is there with what was acknowledged, and the bytes of so many samples; None: of all."""
@@ -242,10 +243,14 @@ class Scenario:
             self._report.read_count += len(some)
             yield from (f"wrong bytes: {wrong}" for wrong in wrong_fields(some, batch))
 
-    def _replay(self, kind: str, chosen: Sequence[int] | None = None) -> Iterator[str]:
-        """Ask for claims again, those `chosen` of all that actors of a kind have logged."""
+    def _some_claims(self, kind: str, most: int | None) -> list[Claim]:
+        """Return some of the claims that actors of a kind have logged; None: all of them."""
         claims = claims_of(self._directory, kind)
-        for claim in claims if chosen is None else [claims[number] for number in chosen]:
+        return claims if most is None else self._rng.sample(claims, min(most, len(claims)))
+
+    def _replay(self, kind: str, claims: Sequence[Claim]) -> Iterator[str]:
+        """Ask for claims of actors of a kind again."""
+        for claim in claims:
             asked = REQUESTS[kind](self._name, claim.rank, claim.batch_index, max_wait=0.0)
             try:
                 answer = described(self._client.get_meta(**asked))
@@ -275,7 +280,7 @@ class Scenario:
         yield from rank_violations(self._directory, live, kind="named", uses=USES)
         yield from worker_violations(self._directory, live)
         for kind in REQUESTS:
-            yield from self._replay(kind)
+            yield from self._replay(kind, self._some_claims(kind, self._replayed_at_end))
         self._report.acknowledged_count += len(samples.acknowledged)
         self._report.claim_count += len(claims_of(self._directory))
         self._client.clear_partition(self._name)

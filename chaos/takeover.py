@@ -23,7 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import grpc
 import numpy as np
@@ -61,6 +61,8 @@ _TARGETS: Final = (
 
 class TakeoverScenario(Scenario):
     """One partition under load, while parts of the cluster go."""
+
+    _replayed_at_end: ClassVar[int | None] = 300  # each is a write to etcd, or waits for those before it
 
     def __init__(
         self,
