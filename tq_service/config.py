@@ -241,6 +241,13 @@ class _StorageAndDurability(_Section):
         description="Copies that a put must have in the mirror before it is complete; 0 mirrors it afterwards, so that "
         "the latest puts are lost with this service.",
     )
+    mirror_memory_bytes: Size | None = Field(
+        None,
+        ge=1,
+        description="Memory for puts: those used longest ago leave it once the mirror has their copies, and come back "
+        "when they are read, so that max_bytes may exceed memory. What comes and is read at a time is on top. For "
+        "engines whose objects survive the loss of power. Default: all puts stay in memory.",
+    )
     mirror_offered_bytes: Size = Field(
         0,
         ge=0,
@@ -491,7 +498,9 @@ class ServeSettings(_Limits, _Security, _Batches, _Cluster, _StorageAndDurabilit
 
     @model_validator(mode="after")
     def _mirror_fits(self) -> ServeSettings:
-        given = sorted({"mirror_copies", "mirror_required", "mirror_offered_bytes"} & self.model_fields_set)
+        given = sorted(
+            {"mirror_copies", "mirror_required", "mirror_memory_bytes", "mirror_offered_bytes"} & self.model_fields_set
+        )
         if self.mirror is None:
             if given:
                 raise ValueError(
@@ -507,6 +516,15 @@ class ServeSettings(_Limits, _Security, _Batches, _Cluster, _StorageAndDurabilit
             raise ValueError("mirror takes the place of the files in data_dir for puts; leave one of the two out")
         if "://" not in self.mirror:
             raise ValueError("mirror is no URL; expected one such as s3://bucket/prefix or file:///mnt/shared")
+        if (
+            self.mirror_memory_bytes is not None
+            and self.max_bytes is not None
+            and self.mirror_memory_bytes > self.max_bytes
+        ):
+            raise ValueError(
+                f"mirror_memory_bytes is {self.mirror_memory_bytes}, max_bytes {self.max_bytes}; the quota of all puts "
+                "is at least what may be in memory of them: raise max_bytes, or leave mirror_memory_bytes out"
+            )
         if self.mirror_required > self.mirror_copies:
             raise ValueError(
                 f"mirror_required is {self.mirror_required}, mirror_copies {self.mirror_copies}; no put could ever be "

@@ -445,6 +445,7 @@ class MirrorStatus:
         unmirrored_bytes: bytes of puts that do not have the copies required yet, complete or not.
         short_put_count: puts that have these, and fewer copies than asked for.
         unfetched_put_count: puts that were taken over from another storage service and not fetched yet.
+        spilled_bytes: bytes that count as used and are in the mirror alone: they have left memory.
     """
 
     url: str
@@ -452,6 +453,7 @@ class MirrorStatus:
     unmirrored_bytes: int
     short_put_count: int
     unfetched_put_count: int = 0
+    spilled_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

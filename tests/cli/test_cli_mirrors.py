@@ -93,6 +93,19 @@ def test_storage_ls_shows_mirrors_below_in_80_columns(monkeypatch: pytest.Monkey
     assert as_json[1]["mirror"]["unfetched_put_count"] == 3
 
 
+def test_what_has_left_memory_is_shown_where_some_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    spilling = storage("storage-0", 1, mirror=mirror(spilled_bytes=5_600_000))
+    shown = listed(monkeypatch, spilling, storage("storage-1", 2, mirror=mirror()))
+    assert max(map(len, shown.splitlines())) <= 80
+    assert words(shown)[-3:] == [
+        "storage mirror answers unmirrored few copies unfetched spilled",
+        "storage-0 s3://bucket/pre… yes 0 bytes 0 0 5.6 MB",
+        "storage-1 s3://bucket/pre… yes 0 bytes 0 0 0 bytes",
+    ]
+    header = header_of(status(spilling), "controller:50051")
+    assert header[3:] == ["mirror answers, 0 bytes unmirrored, 0 puts with few copies, 5.6 MB there alone"]
+
+
 def test_an_heir_that_has_not_registered_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "taken over by another one" in " ".join(words(listed(monkeypatch, MIRRORED[1])))
 

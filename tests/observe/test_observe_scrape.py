@@ -236,7 +236,7 @@ def test_a_mirror_is_in_it_and_what_was_taken_over(start_server: StartServer, tm
 
     one = start_server(**flags)
     controller.client().put({"x": np.arange(4)}, partition_id="train")
-    counts = {"unmirrored_bytes": 0, "short_puts": 0, "adopted_puts": 0, "unfetched_puts": 0}
+    counts = {"unmirrored_bytes": 0, "short_puts": 0, "adopted_puts": 0, "unfetched_puts": 0, "spilled_bytes": 0}
     wait_for(lambda: mirror_of(one) == {"answers": 1, **counts})
     one.stop()
     one = start_server(**flags)  # it comes back empty, and takes over what it has left
@@ -256,7 +256,7 @@ def test_a_storage_service_has_one_series_for_all_that_it_mirrors() -> None:
             max_bytes=None, used_bytes=0, pooled_bytes=0, put_count=puts, uncommitted_put_count=0,
             mirror=MirrorStatus(
                 url="file:///m", is_reachable=is_reachable, unmirrored_bytes=unmirrored, short_put_count=short,
-                unfetched_put_count=unfetched,
+                unfetched_put_count=unfetched, spilled_bytes=100,
             ),
         )  # fmt: skip
 
@@ -268,7 +268,10 @@ def test_a_storage_service_has_one_series_for_all_that_it_mirrors() -> None:
         }
 
     shown = values(stat(True, 10, 1, 0, 7), stat(False, 5, 2, 3, 4), stat(None, 0, 0, 1, 2))
-    assert shown == {"answers": 0, "unmirrored_bytes": 15, "short_puts": 3, "adopted_puts": 6, "unfetched_puts": 4}
+    assert shown == {
+        "answers": 0, "unmirrored_bytes": 15, "short_puts": 3, "adopted_puts": 6, "unfetched_puts": 4,
+        "spilled_bytes": 300,
+    }  # fmt: skip
     assert values(stat(True, 10, 1, 0, 7), stat(None, 0, 0, 1, 2))["answers"] == 1
     assert "answers" not in values(stat(None, 0, 0, 0, 0))
 

@@ -11,13 +11,14 @@ from mirror_driver import Nodes, put, turns_until
 from property_settings import examples
 
 from tq_service.errors import NotFoundError, UnavailableError
+from tq_service.storage.index import residents
 from tq_service.storage.mirror import adoption, layout, mirror, writer
 from tq_service.wire import shared_memory
 
 FIELDS = ("dense", "jagged", "object")
 STEPS = st.lists(
     st.sampled_from(["put", "put", "puts", "put_shared", "free_rows", "free_rows", "free_field", "free_put", "refuse",
-                     "lose", "lose", "lose_twice", "fetch", "list", "read"]),
+                     "lose", "lose", "lose_twice", "fetch", "list", "read", "spill", "spill"]),
     min_size=5,
     max_size=40,
 )  # fmt: skip
@@ -26,8 +27,8 @@ STEPS = st.lists(
 class Model:
     """The engine with its mirror, and beside it what each live cell holds: all of it outlives the engine."""
 
-    def __init__(self, rng):
-        self.nodes = Nodes()
+    def __init__(self, rng, memory_bytes):
+        self.nodes = Nodes(memory_bytes=memory_bytes)
         self.rng = rng
         self.cells = {}
         self.put_count = 0
@@ -124,6 +125,16 @@ class Model:
     async def fetch(self):
         await self.engine.scrub()
 
+    async def spill(self):
+        """What is over the memory there is leaves it, as far as the mirror has it and nothing of it is freed."""
+        self.engine.trim()
+        its = self.engine._residents
+        if its is None:
+            return
+        assert its.spilled_bytes == its.memory.spilled_bytes == sum(blob.charge for blob in its._spilled.values())
+        assert self.engine.stat().used_bytes >= its.spilled_bytes
+        assert all(self.nodes.mirror.is_unfetched(each) for each in its._spilled)
+
     async def list(self):
         await self.nodes.listed()
 
@@ -167,6 +178,7 @@ def _small():
         patch.setattr(adoption, "_SECONDS_BACK", 600)
         for module in (adoption, writer):
             patch.setattr(module, "WINDOW", 64)
+        patch.setattr(residents, "_KEPT_SECONDS", 0.0)
         for module in (adoption, layout, mirror):
             patch.setattr(module, "LARGEST_OBJECT_BYTES", 3000)
         patch.setattr(layout.cut, "__defaults__", (3000,))
@@ -174,10 +186,10 @@ def _small():
 
 
 @examples(30)
-@given(STEPS, st.integers(0, 2**32 - 1))
-def test_a_lost_service_takes_nothing_that_was_acknowledged(steps, seed):
+@given(STEPS, st.integers(0, 2**32 - 1), st.sampled_from([None, 1, 5000]))
+def test_a_lost_service_takes_nothing_that_was_acknowledged(steps, seed, memory_bytes):
     async def run():
-        model = Model(np.random.default_rng(seed))
+        model = Model(np.random.default_rng(seed), memory_bytes)
         await model.start()
         for name in steps:
             await getattr(model, name)()

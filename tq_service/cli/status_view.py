@@ -82,7 +82,9 @@ def _mirror_lines(status: ServiceStatus) -> Iterator[str]:
         answers = f"mirror does not answer {own.count(False)} of {len(own)} storage services"
     else:
         answers = "mirror answers" if True in own else "mirror not asked yet"
-    yield f"{answers}, {unmirrored} unmirrored, {short} with few copies"
+    spilled_bytes = sum(mirror.spilled_bytes for mirror in mirrors)
+    spilled = f", {decimal(spilled_bytes)} there alone" if spilled_bytes else ""
+    yield f"{answers}, {unmirrored} unmirrored, {short} with few copies{spilled}"
     adopted = [each for each in status.storages if each.is_adopted]
     if adopted:
         unfetched_count = sum(mirror.unfetched_put_count for mirror in mirrors)

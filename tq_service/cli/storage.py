@@ -48,7 +48,8 @@ def ls(as_json: AsJson = False, **service: Any) -> None:
         for each in status.storages
     ]
     print_table("storage, address, >used, >quota, >puts, >heard, state", rows)
-    mirrors = [
+    is_spilling = any(each.mirror is not None and each.mirror.spilled_bytes for each in status.storages)
+    mirrors: list[tuple[object, ...]] = [
         (
             each.storage_id,
             mirror.url,
@@ -56,13 +57,15 @@ def ls(as_json: AsJson = False, **service: Any) -> None:
             decimal(mirror.unmirrored_bytes),
             mirror.short_put_count,
             mirror.unfetched_put_count,
-        )
+            decimal(mirror.spilled_bytes),
+        )[: None if is_spilling else -1]
         for each in status.storages
         if (mirror := each.mirror) is not None
     ]
     if mirrors:
         typer.echo()
-        print_table("storage, mirror, answers, >unmirrored, >few copies, >unfetched", mirrors)
+        columns = "storage, mirror, answers, >unmirrored, >few copies, >unfetched"
+        print_table(columns + ", >spilled" * is_spilling, mirrors)
 
 
 def _quota(storage: StorageStatus) -> str | None:

@@ -26,6 +26,7 @@ _log = logging.getLogger(__name__)
 _ALIVE_TIMES: Final = 4  # a lease is kept alive so often in its time
 _MARGIN_SHARE: Final = 0.1  # of a lease, for clocks that do not go alike
 _LOOK_SECONDS: Final = 1.0
+_RETRY_SECONDS: Final = 0.1  # another member is asked, while etcd may be choosing its own leader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,16 +99,18 @@ class Lease:
         return time.monotonic() < self.held_until
 
     def _keep_alive(self) -> None:
-        while not self._closed.wait(self._seconds / _ALIVE_TIMES):
-            asked_at = time.monotonic()
+        pause = interval = self._seconds / _ALIVE_TIMES
+        while not self._closed.wait(pause):
+            asked_at, pause = time.monotonic(), _RETRY_SECONDS
             try:
-                seconds = self._etcd.keep_alive(self.id, timeout=self._seconds / _ALIVE_TIMES)
+                seconds = self._etcd.keep_alive(self.id, timeout=interval)
             except JournalUnreachableError as error:
                 if not self._closed.is_set():
                     _log.debug(LogMessage("the lease was not kept alive", error=error))
                 continue
             except InvalidArgumentError as error:
                 _log.error(LogMessage("the lease cannot be kept alive", error=error))
+                pause = interval
                 continue
             if seconds <= 0:
                 self.held_until, self.is_over = 0.0, True
@@ -115,6 +118,7 @@ class Lease:
                     self._on_lost()
                 return
             self.held_until = asked_at + min(self._seconds, seconds) * (1 - _MARGIN_SHARE)
+            pause = interval
 
     def close(self) -> None:
         """End it, with its keys, so that another controller need not wait for its time to pass."""

@@ -362,6 +362,11 @@ def _of_mirror(storage_id: str, own: EngineStat, adopted: Sequence[EngineStat]) 
             "Of them, those whose bytes were not fetched yet.",
             sum(mirror.unfetched_put_count for mirror in mirrors),
         ),
+        (
+            "spilled_bytes",
+            "Bytes that count as used and are in the mirror alone.",
+            sum(mirror.spilled_bytes for mirror in mirrors),
+        ),
     ):
         yield _storage_gauge(storage_id, f"mirror_{name}", text, value)
 

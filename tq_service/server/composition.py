@@ -92,6 +92,7 @@ class Storage:
             blobs=_open_blobs(settings, store),
             boot_id=boot_id,
             mirror=self.mirror,
+            memory_bytes=settings.mirror_memory_bytes,
         )
         self.endpoint = endpoint_of(self.engine, settings.advertised_address(port))
         self.shared_memory = _open_shared_memory(settings, self.engine.boot_id)
@@ -449,15 +450,24 @@ def _open_mirroring(settings: ServeSettings, port: int, supervisor: Supervisor) 
     """Make the mirror that the settings name, None where they name none.
 
     Raises:
-        InvalidArgumentError: its engine is not known or not installed, or makes fewer copies than are required.
+        InvalidArgumentError: its engine is not known or not installed, makes fewer copies than are required, or keeps
+            them too briefly for puts that leave memory.
     """
     if settings.mirror is None:
         return None
     from tq_service.objects.options import redacted  # noqa: PLC0415  (a service without a mirror does without)
     from tq_service.objects.registry import make_object_store  # noqa: PLC0415  (as above)
 
+    objects = make_object_store(settings.mirror)
+    if settings.mirror_memory_bytes is not None and objects.abilities.survives != "power":
+        raise InvalidArgumentError(
+            f"mirror_memory_bytes goes with an engine whose objects survive the loss of power, and those of "
+            f"{redacted(settings.mirror)} are known to survive that of a {objects.abilities.survives}; where it keeps "
+            "them on disks, add survives=power to its URL; else leave mirror_memory_bytes out",
+            field="mirror_memory_bytes",
+        )
     return Mirroring(
-        make_object_store(settings.mirror),
+        objects,
         url=redacted(settings.mirror),
         node=settings.advertised_address(port) or settings.host,
         copies=settings.mirror_copies,

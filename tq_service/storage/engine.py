@@ -27,6 +27,7 @@ from tq_service.storage.index.put_journal import EncodedPut, PutJournal, PutLog,
 from tq_service.storage.index.put_table import Confirmations, Overdue, PutTable, RecoveredPut
 from tq_service.storage.index.reading import Reading, check_sound, open_reading
 from tq_service.storage.index.reconciliation import Reconciliation, cells_besides
+from tq_service.storage.index.residents import Memory, Residents
 from tq_service.storage.mirror.layout import PutObject
 from tq_service.storage.mirror.mirror import Mirror
 from tq_service.wire.columns import ColumnShape
@@ -83,7 +84,10 @@ class StorageEngine:
         boot_id: of the engine whose puts are recovered; None: a new one.
         blobs: where the bytes are; None: in memory of this process.
         mirror: where they are a second time, for blobs in memory; None: nowhere.
-        quota_of: the engine whose quota it shares; None: it has its own.
+        quota_of: the engine whose quota and memory it shares; None: it has its own.
+        memory_bytes: most bytes in memory, but for those that come and are read at this moment: puts of which nothing
+            was freed leave it, those used longest ago first, once the mirror has their copies, and are fetched when
+            they are read. The quota is about all puts. None: all stay in memory.
 
     Attributes:
         boot_id: 16 random bytes: what another boot stored is gone.
@@ -104,6 +108,7 @@ class StorageEngine:
         blobs: BlobStore | None = None,
         mirror: Mirror | None = None,
         quota_of: StorageEngine | None = None,
+        memory_bytes: int | None = None,
     ) -> None:
         if max_bytes is not None and max_bytes <= 0:
             raise InvalidArgumentError(f"max_bytes is {max_bytes}; expected at least 1, or None", field="max_bytes")
@@ -120,8 +125,11 @@ class StorageEngine:
         self._admission: Admission
         if quota_of is None:
             self._admission = Admission(max_bytes, reserve_share, clock, on_shortage=self._compact_until)
+            memory = None if memory_bytes is None else Memory(memory_bytes)
         else:
             self._admission = quota_of._admission
+            memory = None if quota_of._residents is None else quota_of._residents.memory
+        self._residents: Residents | None = None if memory is None else Residents(memory, clock)
         self._store = MemoryBlobs() if blobs is None else blobs
         self._memfds = MemfdBlobs()
         for store in (self._store, self._memfds):
@@ -135,8 +143,10 @@ class StorageEngine:
                     f"a mirror goes with puts in memory, got {type(self._store).__name__}; leave blobs out",
                     field="blobs",
                 )
-            mirror.on_fetched, mirror.may_fetch = self._on_fetched, self._admission.has_free
+            mirror.on_fetched, mirror.may_fetch = self._on_fetched, self._has_memory
         self._puts = PutTable(put_ttl_seconds, clock)
+        if mirror is not None:
+            self._puts.load_with(_not_fetched)
         self._pending: dict[bytes, PendingPut] = {}
         self._holed: dict[bytes, None] = {}  # puts with dead cells that still take memory
         self._trimmed_at = clock()
@@ -247,6 +257,7 @@ class StorageEngine:
         self._puts.confirmations(owner).forget(put_id)
         if (state := self._reconciliations.get(owner)) is not None:
             state.staying.add(put_id)
+        self._spill()
         return True
 
     def check_complete(self, put_id: bytes, partition_id: str) -> None:
@@ -319,6 +330,8 @@ class StorageEngine:
         """Free the memory of all puts, and leave what the mirror has of them; call it after `close`."""
         for put_ids in self._puts.slices():
             for put_id in put_ids:
+                if self._residents is not None:
+                    self._residents.forget(put_id)
                 self._puts.pop(put_id).release()
 
     def is_for_existing_rows(self, put_id: bytes) -> bool:
@@ -472,6 +485,7 @@ class StorageEngine:
     def trim(self) -> None:
         """Return pooled memory that was not needed; call it regularly."""
         now = self._clock()
+        self._spill()
         self._store.trim(max(now - self._trimmed_at, 0.0))
         self._trimmed_at = now
 
@@ -533,6 +547,7 @@ class StorageEngine:
         """
         check_sound(put_ids, self.damaged, self.storage_id)
         reading = open_reading(self._puts, runs, put_ids)
+        self._use(put_ids)
         self._read_bytes += sum(column.value_bytes for column in reading.headers)
         return reading
 
@@ -552,7 +567,7 @@ class StorageEngine:
             damaged_put_count=len(self.damaged),
             written_bytes=self._written_bytes,
             read_bytes=self._read_bytes,
-            mirror=None if self._mirror is None else self._mirror.stat(),
+            mirror=None if self._mirror is None else self._mirror.stat(*self._spilled()),
         )
 
     # Outliving the process
@@ -580,7 +595,8 @@ class StorageEngine:
         return self._needed_journal.records()
 
     async def check(self, put_ids: Collection[bytes]) -> None:
-        """Have the bytes of recovered puts here, and look at them, before they are first read."""
+        """Have the bytes of recovered and spilled puts here, and look at those of the first, before they are read."""
+        self._use(put_ids)  # those that are here stay, while the others are fetched
         if self._backing is not None:
             await self._backing.check(put_ids)
 
@@ -613,6 +629,8 @@ class StorageEngine:
         put.tables()[:] = data[: put.tables_bytes]
         blob.view()[:] = data[put.tables_bytes :]
         self._puts.replace(record.put_id, put)
+        if self._residents is not None:
+            self._residents.fetched(record.put_id)
         for action in self._when_fetched.pop(record.put_id, ()):
             if record.put_id in self._puts:
                 action()
@@ -623,6 +641,56 @@ class StorageEngine:
 
     def _defer(self, put_id: bytes, action: Callable[[], None]) -> None:
         self._when_fetched.setdefault(put_id, []).append(action)
+        if self._mirror is not None:
+            self._mirror.fetch_soon(put_id)
+
+    # Memory
+
+    def _has_memory(self) -> bool:
+        """Whether there is memory for puts that no reader has asked for."""
+        memory_is_free = self._residents is None or self._residents.memory.has_free(self._admission.used_bytes)
+        return memory_is_free and self._admission.has_free()
+
+    def _spilled(self) -> tuple[int, int]:
+        """Return how many puts are spilled, and their bytes."""
+        return (0, 0) if self._residents is None else self._residents.spilled()
+
+    def _use(self, put_ids: Iterable[bytes]) -> None:
+        if self._residents is not None:
+            for put_id in put_ids:
+                self._residents.use(put_id)
+
+    def _spill(self) -> None:
+        """Have puts leave memory that the mirror has, those used longest ago first, as far as there are too many."""
+        if self._residents is None:
+            return
+        excess = self._residents.memory.to_spill(self._admission.used_bytes)
+        if not excess:
+            return
+        for put_id in self._residents.coldest():
+            if not self._may_spill(put_id):
+                self._residents.put_off(put_id)
+                continue
+            values = self._puts[put_id].values
+            blob = LocalBlob(self._store, 0, b"")
+            blob.charge = values.charge
+            self._admission.add(blob.charge)  # before those of the memory are given back: the quota is about all puts
+            self._puts.unload(put_id, blob)
+            self._residents.spill(put_id, blob)
+            values.release()
+            excess -= blob.charge
+            if excess <= 0:
+                return
+
+    def _may_spill(self, put_id: bytes) -> bool:
+        waiting = self._puts.confirmations_of(put_id)
+        return (
+            not waiting.is_waiting(put_id)
+            and not waiting.is_recovered(put_id)
+            and self._puts[put_id].is_whole()
+            and self._mirror is not None
+            and self._mirror.spill(put_id)
+        )
 
     @property
     def damaged(self) -> Mapping[bytes, str]:
@@ -643,6 +711,9 @@ class StorageEngine:
             self._backing.record(pending.put_id, stored, pending.checksum)
         self._puts.add(pending.put_id, stored)
         self._written_bytes += stored.values.charge
+        if self._residents is not None:
+            self._residents.add(pending.put_id)
+            self._spill()
 
     def _abort(self, pending: PendingPut, stored: StoredPut | None) -> None:
         if self._pending.get(pending.put_id) is pending:
@@ -653,6 +724,8 @@ class StorageEngine:
     def _drop(self, put_id: bytes) -> None:
         self._note_freed(put_id)
         blob = self._puts.pop(put_id)
+        if self._residents is not None:
+            self._residents.forget(put_id)
         self._holed.pop(put_id, None)
         self._when_fetched.pop(put_id, None)
         if self._backing is None:

@@ -420,6 +420,7 @@ class MirrorStatus(google.protobuf.message.Message):
     UNMIRRORED_BYTES_FIELD_NUMBER: builtins.int
     SHORT_PUT_COUNT_FIELD_NUMBER: builtins.int
     UNFETCHED_PUT_COUNT_FIELD_NUMBER: builtins.int
+    SPILLED_BYTES_FIELD_NUMBER: builtins.int
     url: builtins.str
     """The engine, without user, password and settings, such as "s3://bucket/prefix"."""
     is_reachable: builtins.bool
@@ -430,6 +431,8 @@ class MirrorStatus(google.protobuf.message.Message):
     """Puts that have these, and fewer copies than asked for."""
     unfetched_put_count: builtins.int
     """Puts that were taken over from another storage service and not fetched yet."""
+    spilled_bytes: builtins.int
+    """Bytes that count as used and are in the mirror alone: they have left memory."""
     def __init__(
         self,
         *,
@@ -438,9 +441,10 @@ class MirrorStatus(google.protobuf.message.Message):
         unmirrored_bytes: builtins.int = ...,
         short_put_count: builtins.int = ...,
         unfetched_put_count: builtins.int = ...,
+        spilled_bytes: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_is_reachable", b"_is_reachable", "is_reachable", b"is_reachable"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_is_reachable", b"_is_reachable", "is_reachable", b"is_reachable", "short_put_count", b"short_put_count", "unfetched_put_count", b"unfetched_put_count", "unmirrored_bytes", b"unmirrored_bytes", "url", b"url"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_is_reachable", b"_is_reachable", "is_reachable", b"is_reachable", "short_put_count", b"short_put_count", "spilled_bytes", b"spilled_bytes", "unfetched_put_count", b"unfetched_put_count", "unmirrored_bytes", b"unmirrored_bytes", "url", b"url"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_is_reachable", b"_is_reachable"]) -> typing.Literal["is_reachable"] | None: ...
 
 global___MirrorStatus = MirrorStatus

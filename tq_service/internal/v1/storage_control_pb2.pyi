@@ -32,8 +32,8 @@ class AdoptRequest(google.protobuf.message.Message):
     epoch: builtins.int
     """Its epoch, as in RegisterStorageResponse."""
     run_id: builtins.bytes
-    """16 random bytes of its process. Puts that were taken over for another one are looked up in the mirror again: the lost
-    one may have been back meanwhile.
+    """16 random bytes of its process. Puts that were taken over for another one are looked up in the mirror again: the
+    lost one may have been back meanwhile.
     """
     def __init__(
         self,

@@ -68,7 +68,7 @@ class OnlyLeader(Middleware):
             try:
                 answer = await behavior(request, context)
             except asyncio.CancelledError:
-                if task not in self._ended or task.uncancel():  # by the caller, who has left
+                if task not in self._ended or task.uncancel():  # by the caller, which has left
                     raise
                 raise self._refusal() from None
             except Exception:  # what it says may be of a state that is not that of the cluster any more

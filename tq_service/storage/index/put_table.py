@@ -141,7 +141,7 @@ class Confirmations:
 
 
 class RecoveredPut(NamedTuple):
-    """What is in memory of a put that was recovered and not needed since: its blob and its owner."""
+    """What is in memory of a put that was recovered or unloaded, and not needed since: its blob and its owner."""
 
     values: Blob
     owner: bytes
@@ -173,11 +173,20 @@ class PutTable(Mapping[bytes, StoredPut]):
             puts: their blobs and owners.
             load: makes the put of a blob when it is needed.
         """
-        self._load = load
+        self.load_with(load)
         for put_id, put in puts.items():
             self._shard(put_id)[put_id] = put
             self.confirmations(put.owner).add_recovered(put_id)
         self._count = len(puts)
+
+    def load_with(self, load: Callable[[bytes, Blob], StoredPut]) -> None:
+        """Make puts of blobs with a function when they are needed."""
+        self._load = load
+
+    def unload(self, put_id: bytes, values: Blob) -> None:
+        """Have a blob in the place of a put, until it is loaded or replaced."""
+        shard = self._shard(put_id)
+        shard[put_id] = RecoveredPut(values, shard[put_id].owner)
 
     def add(self, put_id: bytes, put: StoredPut) -> None:
         """Add a put, which waits for its confirmation from now on."""

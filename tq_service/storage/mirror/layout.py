@@ -12,7 +12,8 @@ all of them are.
 Engines that cannot list names are found through lists. Objects are numbered, and a list says which ones are there, and
 the number of the next one; at most `WINDOW` objects are written after a list before there is another one. So a list and
 the existence of so many names tell all that was ever acknowledged. Lists are named by the second they were written in,
-and searched for backwards from now. Every taking over begins a generation, with lists of its own.
+and searched for backwards from now. Every taking over begins a generation, with lists of its own;
+and the next heir looks at those of all generations, since the writer of an earlier one may have gone on.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ Rows that are freed, and compaction, change memory alone: an object goes with th
 that was taken for dead destroys nothing that another one has taken over.
 
 Puts that were taken over are unfetched: known by name, owner and partition. They are fetched when first read, and
-all of them in the background.
+all of them in the background. Spilled ones, which have left memory, are fetched when they are read, or some of their
+cells are to be freed.
 """
 
 from __future__ import annotations
@@ -157,17 +158,20 @@ class Mirror:
         self._small_count = 0  # batches of small puts that are being written
         self._tasks: set[asyncio.Task[None]] = set()
         self._unfetched: dict[bytes, PutObject] = {}
+        self._wanted: dict[bytes, bool] = {}  # of these: fetched though not read; whether memory is had for it at once
+        self._is_wanted = asyncio.Event()
         self._fetching: dict[PutObject, asyncio.Task[None]] = {}
         self._unmirrored_bytes = self._short_put_count = 0
 
-    def stat(self) -> MirrorStatus:
-        """Return how it is."""
+    def stat(self, spilled_count: int = 0, spilled_bytes: int = 0) -> MirrorStatus:
+        """Return how it is, with the puts that its engine has spilled."""
         return MirrorStatus(
             url=self._url,
             is_reachable=self._writer.is_reachable,
             unmirrored_bytes=self._unmirrored_bytes,
             short_put_count=self._short_put_count,
-            unfetched_put_count=len(self._unfetched),
+            unfetched_put_count=len(self._unfetched) - spilled_count,
+            spilled_bytes=spilled_bytes,
         )
 
     def on_unreachable(self, error: UnavailableError) -> None:
@@ -176,7 +180,12 @@ class Mirror:
 
     async def run(self) -> None:
         """Do what is done in the background until it is cancelled."""
-        await self._writer.run()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._writer.run())
+            while True:
+                await self._is_wanted.wait()
+                self._is_wanted.clear()
+                await self.scrub()
 
     async def close(self) -> None:
         """Write nothing any more; objects stay for the storage service that takes the puts over."""
@@ -338,6 +347,7 @@ class Mirror:
         """Free the memory of a put at once, and have its object removed soon."""
         self.forget(put_id)
         self._unfetched.pop(put_id, None)
+        self._wanted.pop(put_id, None)
         copy = self._copies.pop(put_id, None)
         if copy is not None:
             self._abandon(copy)
@@ -366,7 +376,22 @@ class Mirror:
         """Forget whether a put is sound; return whether it was damaged."""
         return self.damaged.pop(put_id, None) is not None
 
-    # Puts that were taken over
+    # Puts that are not in memory
+
+    def spill(self, put_id: bytes) -> bool:
+        """Have a put in the mirror alone, unfetched; return whether its copies there are complete."""
+        copy = self._copies.get(put_id)
+        if copy is None or copy.stored is None or copy.blob is not None or copy.stored.is_short:
+            return False
+        if put_id in self.damaged:
+            return False
+        self._unfetched[put_id] = copy.stored
+        return True
+
+    def fetch_soon(self, put_id: bytes) -> None:
+        """Have a put that is unfetched fetched in the background."""
+        self._wanted[put_id] = True
+        self._is_wanted.set()
 
     def take_over(self, objects: Iterable[PutObject]) -> dict[bytes, bytes]:
         """Take over what the objects have; of a put that is in several, the last one counts.
@@ -383,6 +408,7 @@ class Mirror:
                 self._copies[put_id] = _Copy(put_id, (stored.owner, stored.partition_id), stored)
                 self._short_put_count += stored.is_short
                 self._unfetched[put_id] = stored
+                self._wanted[put_id] = False
                 owners[put_id] = stored.owner
         return owners
 
@@ -412,12 +438,16 @@ class Mirror:
                         )
 
     async def scrub(self) -> None:
-        """Fetch all puts that are unfetched, one object after the other, as far as there is memory for them."""
-        while self._unfetched:
-            if not self.may_fetch():
+        """Fetch puts that were taken over or are wanted, one object after the other, as there is memory for them."""
+        while self._wanted:
+            put_id, is_due = next(iter(self._wanted.items()))
+            stored = self._unfetched.get(put_id)
+            if stored is None:
+                self._wanted.pop(put_id, None)
+                continue
+            if not is_due and not self.may_fetch():
                 await asyncio.sleep(_RETRY_SECONDS)
                 continue
-            put_id, stored = next(iter(self._unfetched.items()))
             await asyncio.wait([self._start_fetch(stored)])
             await asyncio.sleep(_RETRY_SECONDS if put_id in self._unfetched else _FETCH_PAUSE_SECONDS)
 

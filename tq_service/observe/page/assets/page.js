@@ -645,6 +645,7 @@ function mirrorFacts(mirror) {
   const facts = [`mirror ${mirror.url} ${answers}`, `${bytes(mirror.unmirrored_bytes)} unmirrored`];
   if (mirror.short_put_count) facts.push(`${counted(mirror.short_put_count, "put", "puts")} with few copies`);
   if (mirror.unfetched_put_count) facts.push(`${counted(mirror.unfetched_put_count, "put", "puts")} not fetched yet`);
+  if (mirror.spilled_bytes) facts.push(`${bytes(mirror.spilled_bytes)} there alone`);
   return facts.join(" · ");
 }
 
