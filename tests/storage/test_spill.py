@@ -125,6 +125,30 @@ async def test_freed_cells_of_a_spilled_put_go_once_it_is_fetched_in_the_backgro
     assert nodes.put_objects() == []
 
 
+async def test_a_put_that_is_spilled_while_the_rest_of_its_object_is_fetched_is_fetched_too():
+    nodes = Nodes(memory_bytes=1)
+    engine = await nodes.start()
+    await asyncio.gather(*(put(engine, number, {"x": np.full((4, 8), number)}, confirm=False) for number in (0, 1)))
+    assert len(nodes.put_objects()) == 1
+    engine.confirm(put_id(1))
+    assert in_memory(nodes, 2) == [0]
+    checks, wake = [], nodes.mirror._wake
+
+    def spill_what_was_passed(stored, record, data):
+        wake(stored, record, data)
+        if not checks:  # the first of the object, which is in memory
+            engine.confirm(put_id(0))
+            checks.append(asyncio.create_task(engine.check([put_id(0)])))
+
+    nodes.mirror._wake = spill_what_was_passed
+    await engine.check([put_id(1)])
+    await asyncio.gather(*checks)
+    assert len(checks) == 1
+    for number in (0, 1):
+        assert read(engine, [number], runs(["x"], (0, 0, 4)))["x"][0, 0] == number
+    await nodes.kill()
+
+
 async def test_a_put_that_is_being_read_has_its_memory_until_the_end(nodes, clock):
     engine = nodes.engine
     await put(engine, 0, rows(0))

@@ -38,6 +38,7 @@ _MOST_GATHERED: Final = 64
 _FIRST_PAUSE_SECONDS: Final = 0.05
 _LAST_PAUSE_SECONDS: Final = 1.0
 _FETCH_PAUSE_SECONDS: Final = 0.001
+_FETCH_TRIES: Final = 2
 _RETRY_SECONDS: Final = 1.0
 _NOTHING: Final[Sequence[Buffer]] = ()
 _Kind: TypeAlias = tuple[bytes, str]
@@ -427,15 +428,18 @@ class Mirror:
         Raises:
             UnavailableError: the engine does not answer.
         """
-        if self._unfetched:
+        if not self._unfetched:
+            return
+        for _ in range(_FETCH_TRIES):  # a fetch that was under way may have passed a put that was spilled since
             objects = {id(stored): stored for put_id in put_ids if (stored := self._unfetched.get(put_id)) is not None}
-            if objects:
-                await asyncio.wait([self._start_fetch(stored) for stored in objects.values()])
-                for put_id in put_ids:
-                    if put_id in self._unfetched:
-                        raise UnavailableError(
-                            f"put {put_id.hex()} cannot be fetched from the mirror now: {self._writer.error}; try again"
-                        )
+            if not objects:
+                return
+            await asyncio.wait([self._start_fetch(stored) for stored in objects.values()])
+        for put_id in put_ids:
+            if put_id in self._unfetched:
+                raise UnavailableError(
+                    f"put {put_id.hex()} cannot be fetched from the mirror now: {self._writer.error}; try again"
+                )
 
     async def scrub(self) -> None:
         """Fetch puts that were taken over or are wanted, one object after the other, as there is memory for them."""
