@@ -99,17 +99,17 @@ class FakeStorage(StorageServiceServicer):
 
 
 @contextlib.asynccontextmanager
-async def serving(controller=None, storage=None, port=0):
+async def serving(controller=None, storage=None, port=0, options=(), host="127.0.0.1"):
     """Yield the address of a server with these servicers."""
-    server = grpc.aio.server()
+    server = grpc.aio.server(options=options)
     if controller is not None:
         add_ControllerServiceServicer_to_server(controller, server)
     if storage is not None:
         add_StorageServiceServicer_to_server(storage, server)
-    port = server.add_insecure_port(f"127.0.0.1:{port}")
+    port = server.add_insecure_port(f"{host}:{port}")
     await server.start()
     try:
-        yield f"127.0.0.1:{port}"
+        yield f"{host}:{port}"
     finally:
         await server.stop(0)
 

@@ -10,7 +10,7 @@ import socket
 import ssl
 import threading
 import time
-from typing import Final
+from typing import Final, NamedTuple
 
 from tq_service.addresses import cause_of, hosts_and_ports
 from tq_service.wire.credentials import CA_VARIABLE, Tls
@@ -66,53 +66,71 @@ class ConnectionCheck:
                 self.finding, self._is_running, self._done_at = finding, False, time.monotonic()
 
 
+class _Target(NamedTuple):
+    """One address of a name."""
+
+    family: socket.AddressFamily
+    ip: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.ip}]:{self.port}" if self.family == socket.AF_INET6 else f"{self.ip}:{self.port}"
+
+    def connect(self) -> socket.socket:
+        connection = socket.socket(self.family, socket.SOCK_STREAM)
+        try:
+            connection.settimeout(_STEP_SECONDS)
+            connection.connect((self.ip, self.port))
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+
 def find_fault(address: str, tls: Tls | None) -> str | None:
     """Return what is wrong with the first that listens at one of the addresses; None where none does, or it is right.
 
     Takes up to two seconds for each address of the name.
     """
-    for family, target in _resolve(address):
+    for target in _resolve(address):
         try:
-            with _connect(family, target):
-                pass
+            first = target.connect()
         except OSError:
             continue
-        there = f"[{target[0]}]:{target[1]}" if family == socket.AF_INET6 else f"{target[0]}:{target[1]}"
         try:
-            return _fault_of(family, target, there, address, tls)
+            with first:
+                return _fault_of(first, target, address, tls)
         except TimeoutError:
-            return f"{there} takes connections and does not answer"
+            return f"{target} takes connections and does not answer"
         except OSError:  # closed by the other side: gRPC's words say as much
             return None
     return None
 
 
-def _fault_of(
-    family: socket.AddressFamily, target: tuple[str, int], there: str, address: str, tls: Tls | None
-) -> str | None:
-    speaks_tls = _speaks_tls(family, target)
+def _fault_of(first: socket.socket, target: _Target, address: str, tls: Tls | None) -> str | None:
+    speaks_tls = _speaks_tls(first)
     if tls is None:
         if speaks_tls:
-            return f"{there} speaks TLS and this client does not; give tls=, or set {CA_VARIABLE}"
-        return None if _speaks_http2(family, target) else f"what listens at {there} does not speak gRPC"
+            return f"{target} speaks TLS and this client does not; give tls=, or set {CA_VARIABLE}"
+        return None if _speaks_http2(target) else f"what listens at {target} does not speak gRPC"
     if not speaks_tls:
-        return f"{there} does not speak TLS and this client does; leave out tls= and {CA_VARIABLE}, or serve with TLS"
-    return _fault_of_certificate(family, target, hosts_and_ports(address)[0][0], tls)
+        return f"{target} does not speak TLS and this client does; leave out tls= and {CA_VARIABLE}, or serve with TLS"
+    return _fault_of_certificate(target, hosts_and_ports(address)[0][0], tls)
 
 
-def _speaks_tls(family: socket.AddressFamily, target: tuple[str, int]) -> bool:
+def _speaks_tls(connection: socket.socket) -> bool:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # nothing is sent but the greeting
     context.set_alpn_protocols(["h2"])
     try:
-        with _connect(family, target) as connection, context.wrap_socket(connection):
+        with context.wrap_socket(connection):
             return True
     except ssl.SSLError as error:
         return "ALERT" in (error.reason or "")
 
 
-def _speaks_http2(family: socket.AddressFamily, target: tuple[str, int]) -> bool:
-    with _connect(family, target) as connection:
+def _speaks_http2(target: _Target) -> bool:
+    with target.connect() as connection:
         header = _greet(connection)
         return len(header) == _FRAME_HEADER_BYTES and header[3] == _SETTINGS_FRAME
 
@@ -129,7 +147,7 @@ def _greet(connection: socket.socket) -> bytes:
     return header
 
 
-def _fault_of_certificate(family: socket.AddressFamily, target: tuple[str, int], host: str, tls: Tls) -> str | None:
+def _fault_of_certificate(target: _Target, host: str, tls: Tls) -> str | None:
     if tls.ca is None:
         return None  # the authorities that gRPC knows are not ours to ask
     try:
@@ -137,7 +155,7 @@ def _fault_of_certificate(family: socket.AddressFamily, target: tuple[str, int],
         if tls.cert is not None:
             context.load_cert_chain(tls.cert, tls.key)
         context.set_alpn_protocols(["h2"])
-        with _connect(family, target) as connection, context.wrap_socket(connection, server_hostname=host) as secured:
+        with target.connect() as connection, context.wrap_socket(connection, server_hostname=host) as secured:
             # With TLS 1.3 a server sees the client's certificate after the client's part of the handshake.
             is_accepted = len(_greet(secured)) == _FRAME_HEADER_BYTES
     except ssl.SSLCertVerificationError as error:
@@ -149,23 +167,12 @@ def _fault_of_certificate(family: socket.AddressFamily, target: tuple[str, int],
     return "the service ends connections without a client's certificate; give cert and key in tls="
 
 
-def _connect(family: socket.AddressFamily, target: tuple[str, int]) -> socket.socket:
-    connection = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        connection.settimeout(_STEP_SECONDS)
-        connection.connect(target)
-    except BaseException:
-        connection.close()
-        raise
-    return connection
-
-
-def _resolve(address: str) -> list[tuple[socket.AddressFamily, tuple[str, int]]]:
-    found: dict[tuple[socket.AddressFamily, tuple[str, int]], None] = {}
+def _resolve(address: str) -> list[_Target]:
+    found: dict[_Target, None] = {}
     for host, port in hosts_and_ports(address):
         try:
             for family, _, _, _, target in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-                found[family, (str(target[0]), port)] = None
+                found[_Target(family, str(target[0]), port)] = None
         except OSError:
             continue
     return list(found)[:_MOST_ADDRESSES]

@@ -44,7 +44,7 @@ from tq_service.server.supervisor import FAILED_EXIT_CODE, FailingWith, Supervis
 from tq_service.v1.controller_service_pb2_grpc import add_ControllerServiceServicer_to_server
 from tq_service.v1.storage_service_pb2_grpc import add_StorageServiceServicer_to_server
 from tq_service.version import VERSION
-from tq_service.wire.connection import LISTENING_OPTIONS
+from tq_service.wire.connection import CONTROLLER_CONNECTION_SECONDS, LISTENING_OPTIONS
 
 if TYPE_CHECKING:
     from tq_service.server.cluster_member import ClusterMember
@@ -296,6 +296,12 @@ def _add_cluster_service(cluster: ClusterMember, server: Any) -> None:
     add_ClusterServiceServicer_to_server(SnapshotServicer(cluster.store), server)
 
 
+def _cluster_options(settings: ServeSettings) -> tuple[tuple[str, int], ...]:
+    if settings.cluster is None:
+        return ()
+    return (("grpc.max_connection_age_ms", CONTROLLER_CONNECTION_SECONDS * 1000),)
+
+
 def _make_server(settings: ServeSettings) -> grpc.aio.Server:
     return grpc.aio.server(
         options=[
@@ -310,6 +316,7 @@ def _make_server(settings: ServeSettings) -> grpc.aio.Server:
             ("grpc.server.max_pending_requests", _MOST_PENDING_CALLS),
             ("grpc.server.max_pending_requests_hard_limit", _MOST_PENDING_CALLS),
             *LISTENING_OPTIONS,
+            *_cluster_options(settings),
         ],
     )
 

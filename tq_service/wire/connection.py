@@ -18,11 +18,20 @@ CONNECTION_OPTIONS: Final = (
     ("grpc.http2.max_pings_without_data", 0),  # a long poll has no data for long; 0: no bound
 )
 
-_SWIFT_KEEPALIVE: Final = {
+_OF_CLUSTER: Final[dict[str, Any]] = {
     "grpc.keepalive_time_ms": 1_500,
     "grpc.keepalive_timeout_ms": 2_000,
     "grpc.http2.ping_timeout_ms": 2_000,
+    # Of a name with several addresses each connection takes one by chance: the first may be a standby that is cut off.
+    "grpc.dns_min_time_between_resolutions_ms": 1_000,
+    "grpc.service_config": '{"loadBalancingConfig": [{"pick_first": {"shuffleAddressList": true}}]}',
 }
+
+CONTROLLER_CONNECTION_SECONDS: Final = 30
+"""For how long a controller of a cluster keeps a connection for new calls; those that run on it go on.
+
+A client that has one name for all of them, of which the load balancer knows the one that leads, comes to that one.
+"""
 
 
 def cluster_options(options: Iterable[tuple[str, Any]]) -> tuple[tuple[str, Any], ...]:
@@ -30,7 +39,7 @@ def cluster_options(options: Iterable[tuple[str, Any]]) -> tuple[tuple[str, Any]
 
     One that was paused or cut off is noticed before its lease ends, so that calls that wait on it go to the next one.
     """
-    return tuple((dict(options) | _SWIFT_KEEPALIVE).items())  # of an option that is there twice gRPC takes the first
+    return tuple((dict(options) | _OF_CLUSTER).items())  # of an option that is there twice gRPC takes the first
 
 
 CLUSTER_OPTIONS: Final = cluster_options(CONNECTION_OPTIONS)

@@ -27,7 +27,7 @@ from tq_service.dataplane._sync.drivers import Driver, GrpcDriver
 from tq_service.dataplane.shared_memory.client import HostLink
 from tq_service.errors import CallCancelledError, PreconditionError, TqError, UnavailableError
 from tq_service.wire.controllers import Controllers
-from tq_service.wire.credentials import Credentials, Metadata, Tls, open_channel
+from tq_service.wire.credentials import Credentials, Metadata, Signature, Tls, open_channel
 from tq_service.wire.error_table import status_from_trailers
 
 T = TypeVar("T")
@@ -46,7 +46,7 @@ class Endpoint:
 
     def __init__(self, address: str, calls: Calls) -> None:
         self.address = address
-        self.opened_with = calls.credentials.signature()
+        self.opened_with = calls.opening()
         options = CLUSTER_CHANNEL_OPTIONS if calls.controllers.has_several else CHANNEL_OPTIONS
         self.channel = open_channel(address, calls.credentials, options)
         self.controller: ControllerStub = CONTROLLER_STUB(self.channel)
@@ -74,7 +74,7 @@ class Endpoint:
             failure = self._calls.namespace.explain(error_of(error, self.address, self._outage.finding))
             if isinstance(failure, UnavailableError):
                 self._calls.controllers.note(self.address, failure)
-                self._calls.follow_files()
+                self._calls.leave_outdated()
                 if is_retried:
                     self._outage.lasts(began, failure, deadline.remaining())
             elif status_from_trailers(error.trailing_metadata()) is not None:
@@ -98,7 +98,7 @@ class Channels:
 
     Attributes:
         endpoints: by address.
-        outdated: those whose certificates have been replaced since; calls may be under way on them.
+        outdated: those that are to be opened in another way by now; calls may be under way on them.
     """
 
     def __init__(self) -> None:
@@ -229,11 +229,15 @@ class Calls:
         if self.closed:
             raise PreconditionError("the client is closed; make a new one")
 
-    def follow_files(self) -> None:
-        """Leave channels whose certificates have been replaced since; calls that are under way on them may end."""
-        signature, here = self.credentials.signature(), self._here()
+    def opening(self) -> tuple[Signature, bool]:
+        """Return what decides how a channel is opened: the files, and whether there are several controllers."""
+        return self.credentials.signature(), self.controllers.has_several
+
+    def leave_outdated(self) -> None:
+        """Leave channels that would be opened in another way by now; calls that are under way on them may end."""
+        opening, here = self.opening(), self._here()
         for address, endpoint in list(here.endpoints.items()):
-            if endpoint.opened_with != signature and here.endpoints.pop(address, None) is endpoint:
+            if endpoint.opened_with != opening and here.endpoints.pop(address, None) is endpoint:
                 endpoint.link.close()
                 here.outdated.append(endpoint)
 
