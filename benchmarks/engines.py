@@ -12,9 +12,10 @@ import pytest
 from benchmarks.harness import ROOT
 
 sys.path.append(str(ROOT / "tests"))  # where the contract suite has them
-from object_engines import ENGINES, Engine, MooncakeEngine
+from object_engines import ENGINES, Engine, MooncakeEngine, SeaweedEngine
 
 _MOONCAKE_BYTES = (1 << 30, 1 << 30)
+_SEAWEED_VOLUMES = 100
 
 
 def start_engines(stack: ExitStack, directory: Path, names: Iterable[str]) -> tuple[dict[str, Engine], dict[str, str]]:
@@ -36,6 +37,8 @@ def start_engines(stack: ExitStack, directory: Path, names: Iterable[str]) -> tu
         if isinstance(engine, MooncakeEngine):
             # What is removed keeps its memory until its lease is over, and a benchmark puts again before that.
             engine.offered_bytes = _MOONCAKE_BYTES
+        elif isinstance(engine, SeaweedEngine):
+            engine.volume_count = _SEAWEED_VOLUMES
         stack.callback(engine.stop)
         try:
             engine.start()

@@ -166,7 +166,10 @@ class S3StandInEngine(Engine):
 
 
 class SeaweedEngine(Engine):
+    """A server of SeaweedFS, whose volumes of 256 MB keep what was removed until they are vacuumed."""
+
     keeps_over_restart = True
+    volume_count = 20
 
     def start(self) -> None:
         need("obstore")
@@ -186,7 +189,7 @@ class SeaweedEngine(Engine):
             "master.volumeSizeLimitMB": "256",
             "volume.port": volume,
             "volume.port.grpc": volume_grpc,
-            "volume.max": "20",
+            "volume.max": str(self.volume_count),
             "filer.port": filer,
             "filer.port.grpc": filer_grpc,
             "s3.port": s3,
