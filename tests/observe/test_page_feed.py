@@ -89,7 +89,7 @@ async def test_a_frame_has_mirrors_and_counts_what_was_taken_over_once() -> None
     assert [each["mirror"] and each["mirror"]["is_reachable"] for each in shown] == [False, None, True, None]
     assert shown[1]["mirror"] == {
         "url": "s3://bucket/prefix", "is_reachable": None, "unmirrored_bytes": 0, "short_put_count": 0,
-        "unfetched_put_count": 2,
+        "unfetched_put_count": 2, "spilled_bytes": 0,
     }  # fmt: skip
     totals = frame["status"]["totals"]
     assert (totals["used_bytes"], totals["max_bytes"], totals["curves"]["used"]) == (300, 3000, [100, 300])

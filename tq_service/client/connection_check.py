@@ -10,7 +10,8 @@ import socket
 import ssl
 import threading
 import time
-from typing import Final, NamedTuple
+from collections.abc import Callable
+from typing import Final, NamedTuple, TypeVar
 
 from tq_service.addresses import cause_of, hosts_and_ports
 from tq_service.wire.credentials import CA_VARIABLE, Tls
@@ -22,7 +23,9 @@ _FRESH_SECONDS: Final = 5.0
 # The beginning of a connection of HTTP/2 and an empty SETTINGS frame, RFC 9113, sections 3.4 and 6.5.
 _HTTP2_HELLO: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 _FRAME_HEADER_BYTES: Final = 9
+_PIECE_BYTES: Final = 1 << 16
 _SETTINGS_FRAME: Final = 4
+T = TypeVar("T")
 
 
 class ConnectionCheck:
@@ -123,10 +126,10 @@ def _speaks_tls(connection: socket.socket) -> bool:
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # nothing is sent but the greeting
     context.set_alpn_protocols(["h2"])
     try:
-        with context.wrap_socket(connection):
-            return True
+        _Secured(connection, context)
     except ssl.SSLError as error:
         return "ALERT" in (error.reason or "")
+    return True
 
 
 def _speaks_http2(target: _Target) -> bool:
@@ -135,7 +138,41 @@ def _speaks_http2(target: _Target) -> bool:
         return len(header) == _FRAME_HEADER_BYTES and header[3] == _SETTINGS_FRAME
 
 
-def _greet(connection: socket.socket) -> bytes:
+class _Secured:
+    """A connection with TLS, without a socket of Python's ssl: that is left open where it is reset at this moment.
+
+    Raises:
+        OSError: the handshake fails.
+    """
+
+    def __init__(self, connection: socket.socket, context: ssl.SSLContext, host: str | None = None) -> None:
+        self._connection = connection
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_hostname=host)
+        self._run(self._tls.do_handshake)
+
+    def sendall(self, data: bytes) -> None:
+        self._run(lambda: self._tls.write(data))
+
+    def recv(self, size: int) -> bytes:
+        return self._run(lambda: self._tls.read(size))
+
+    def _run(self, step: Callable[[], T]) -> T:
+        while True:
+            try:
+                result = step()
+            except ssl.SSLWantReadError:
+                self._connection.sendall(self._outgoing.read())
+                if received := self._connection.recv(_PIECE_BYTES):
+                    self._incoming.write(received)
+                else:
+                    self._incoming.write_eof()
+            else:
+                self._connection.sendall(self._outgoing.read())
+                return result
+
+
+def _greet(connection: socket.socket | _Secured) -> bytes:
     """Return the header of the first frame that answers the greeting, less where the connection ends before."""
     connection.sendall(_HTTP2_HELLO)
     header = b""
@@ -155,9 +192,9 @@ def _fault_of_certificate(target: _Target, host: str, tls: Tls) -> str | None:
         if tls.cert is not None:
             context.load_cert_chain(tls.cert, tls.key)
         context.set_alpn_protocols(["h2"])
-        with target.connect() as connection, context.wrap_socket(connection, server_hostname=host) as secured:
+        with target.connect() as connection:
             # With TLS 1.3 a server sees the client's certificate after the client's part of the handshake.
-            is_accepted = len(_greet(secured)) == _FRAME_HEADER_BYTES
+            is_accepted = len(_greet(_Secured(connection, context, host))) == _FRAME_HEADER_BYTES
     except ssl.SSLCertVerificationError as error:
         return cause_of(str(error)) + f" ({error.verify_message})"
     except (ssl.SSLError, ConnectionError):
