@@ -123,7 +123,14 @@ class Model:
             await self.nodes.start()
 
     async def fetch(self):
+        """What was taken over is fetched as far as there is memory: here there is, for as long as it takes."""
+        its = self.engine._residents
+        limit = 0 if its is None else its.memory.limit
+        if its is not None:
+            its.memory.limit = 1 << 40
         await self.engine.scrub()
+        if its is not None:
+            its.memory.limit = limit
 
     async def spill(self):
         """What is over the memory there is leaves it, as far as the mirror has it and nothing of it is freed."""
@@ -152,7 +159,7 @@ class Model:
     async def close(self):
         await self.read()
         live = {number for _, number, _ in self.cells}
-        await self.engine.scrub()
+        await self.fetch()
         assert self.engine.stat().put_count == len(live)
         assert not self.engine.damaged
         self.engine.free([cells(number) for number in range(self.put_count)])

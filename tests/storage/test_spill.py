@@ -194,3 +194,21 @@ def test_more_memory_than_quota_is_refused():
             role="storage", controller="localhost:1", mirror="file:///tmp?survives=power", max_bytes=1 << 20,
             mirror_memory_bytes=2 << 20,
         )  # fmt: skip
+
+
+async def test_cells_freed_of_what_was_taken_over_do_not_bring_it_into_memory_before_there_is_some(nodes):
+    for number in range(10):
+        await put(nodes.engine, number, rows(number))
+    await nodes.listed()
+    await nodes.kill()
+    heir = await nodes.take_over()
+    heir.free([cells(number, 1, 2) for number in range(10)])
+    scrubbing = asyncio.create_task(heir.scrub())
+    await turns_until(lambda: heir.stat().used_bytes >= 2 * PUT_BYTES)
+    for _ in range(300):
+        await asyncio.sleep(0)
+    assert heir.stat().used_bytes <= 5 * PUT_BYTES
+    await heir.check([put_id(9)])
+    assert np.array_equal(read(heir, [9], runs(["x"], (0, 0, 1), (0, 3, 1)))["x"], rows(9)["x"][:2])
+    scrubbing.cancel()
+    await asyncio.gather(scrubbing, return_exceptions=True)

@@ -203,14 +203,15 @@ class ClusterMember:
         was_held = True
         while True:
             await asyncio.sleep(max(_LOOK_SECONDS, lease.held_until - time.monotonic()))
-            if lease.is_held == was_held:
+            is_held = lease.is_held
+            if is_held == was_held:
                 continue
-            was_held = lease.is_held
-            if was_held:
+            was_held = is_held
+            if is_held:
                 _log.info(LogMessage("etcd has kept the lease; calls are answered again", cluster=self._keys.cluster))
             else:
                 _log.warning(LogMessage("the lease may have ended; calls are refused", cluster=self._keys.cluster))
-            on_standing(was_held)
+            on_standing(is_held)
 
     async def _restore(self, catalog: Catalog) -> int:
         """Bring back the newest snapshot; that of the leader, where the log has not what comes after the own one."""

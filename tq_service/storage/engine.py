@@ -642,7 +642,7 @@ class StorageEngine:
     def _defer(self, put_id: bytes, action: Callable[[], None]) -> None:
         self._when_fetched.setdefault(put_id, []).append(action)
         if self._mirror is not None:
-            self._mirror.fetch_soon(put_id)
+            self._mirror.fetch_to_free(put_id)
 
     # Memory
 

@@ -38,7 +38,6 @@ _MOST_GATHERED: Final = 64
 _FIRST_PAUSE_SECONDS: Final = 0.05
 _LAST_PAUSE_SECONDS: Final = 1.0
 _FETCH_PAUSE_SECONDS: Final = 0.001
-_FETCH_TRIES: Final = 2
 _RETRY_SECONDS: Final = 1.0
 _NOTHING: Final[Sequence[Buffer]] = ()
 _Kind: TypeAlias = tuple[bytes, str]
@@ -159,8 +158,11 @@ class Mirror:
         self._small_count = 0  # batches of small puts that are being written
         self._tasks: set[asyncio.Task[None]] = set()
         self._unfetched: dict[bytes, PutObject] = {}
-        self._wanted: dict[bytes, bool] = {}  # of these: fetched though not read; whether memory is had for it at once
-        self._is_wanted = asyncio.Event()
+        # Of these, what is fetched though it is not read: what was taken over, as there is memory for it; spilled puts
+        # with cells to be freed, which makes memory.
+        self._adopted: dict[bytes, None] = {}
+        self._to_free: dict[bytes, None] = {}
+        self._has_to_free = asyncio.Event()
         self._fetching: dict[PutObject, asyncio.Task[None]] = {}
         self._unmirrored_bytes = self._short_put_count = 0
 
@@ -184,8 +186,8 @@ class Mirror:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._writer.run())
             while True:
-                await self._is_wanted.wait()
-                self._is_wanted.clear()
+                await self._has_to_free.wait()
+                self._has_to_free.clear()
                 await self.scrub()
 
     async def close(self) -> None:
@@ -347,8 +349,7 @@ class Mirror:
     def drop(self, put_id: bytes, blob: Blob) -> None:
         """Free the memory of a put at once, and have its object removed soon."""
         self.forget(put_id)
-        self._unfetched.pop(put_id, None)
-        self._wanted.pop(put_id, None)
+        self._leave_unfetched(put_id)
         copy = self._copies.pop(put_id, None)
         if copy is not None:
             self._abandon(copy)
@@ -389,10 +390,15 @@ class Mirror:
         self._unfetched[put_id] = copy.stored
         return True
 
-    def fetch_soon(self, put_id: bytes) -> None:
-        """Have a put that is unfetched fetched in the background."""
-        self._wanted[put_id] = True
-        self._is_wanted.set()
+    def fetch_to_free(self, put_id: bytes) -> None:
+        """Have a spilled put fetched in the background; one that was taken over is anyway, when there is memory."""
+        if put_id not in self._adopted:
+            self._to_free[put_id] = None
+            self._has_to_free.set()
+
+    def _leave_unfetched(self, put_id: bytes) -> None:
+        for puts in (self._unfetched, self._adopted, self._to_free):
+            puts.pop(put_id, None)
 
     def take_over(self, objects: Iterable[PutObject]) -> dict[bytes, bytes]:
         """Take over what the objects have; of a put that is in several, the last one counts.
@@ -409,7 +415,7 @@ class Mirror:
                 self._copies[put_id] = _Copy(put_id, (stored.owner, stored.partition_id), stored)
                 self._short_put_count += stored.is_short
                 self._unfetched[put_id] = stored
-                self._wanted[put_id] = False
+                self._adopted[put_id] = None
                 owners[put_id] = stored.owner
         return owners
 
@@ -430,11 +436,14 @@ class Mirror:
         """
         if not self._unfetched:
             return
-        for _ in range(_FETCH_TRIES):  # a fetch that was under way may have passed a put that was spilled since
+        for _ in range(2):
             objects = {id(stored): stored for put_id in put_ids if (stored := self._unfetched.get(put_id)) is not None}
             if not objects:
                 return
+            was_under_way = not self._fetching.keys().isdisjoint(objects.values())
             await asyncio.wait([self._start_fetch(stored) for stored in objects.values()])
+            if not was_under_way:  # else once more: such a fetch may have passed a put that was spilled since
+                break
         for put_id in put_ids:
             if put_id in self._unfetched:
                 raise UnavailableError(
@@ -442,16 +451,13 @@ class Mirror:
                 )
 
     async def scrub(self) -> None:
-        """Fetch puts that were taken over or are wanted, one object after the other, as there is memory for them."""
-        while self._wanted:
-            put_id, is_due = next(iter(self._wanted.items()))
-            stored = self._unfetched.get(put_id)
-            if stored is None:
-                self._wanted.pop(put_id, None)
-                continue
-            if not is_due and not self.may_fetch():
+        """Fetch spilled puts with cells to be freed, and what was taken over, as far as there is memory for that."""
+        while self._to_free or self._adopted:
+            put_id = next(iter(self._to_free or self._adopted))
+            if not self._to_free and not self.may_fetch():
                 await asyncio.sleep(_RETRY_SECONDS)
                 continue
+            stored = self._unfetched[put_id]
             await asyncio.wait([self._start_fetch(stored)])
             await asyncio.sleep(_RETRY_SECONDS if put_id in self._unfetched else _FETCH_PAUSE_SECONDS)
 
@@ -471,7 +477,7 @@ class Mirror:
                 raise DataLossError(f"object {stored.number} has {len(data)} bytes, its records end at {heads}")
         except DataLossError as error:
             for put_id in [each for each in stored.put_ids if self._unfetched.get(each) is stored]:
-                del self._unfetched[put_id]
+                self._leave_unfetched(put_id)
                 self.mark_damaged(put_id, error.message)
             return
         except TqError as error:
@@ -492,6 +498,7 @@ class Mirror:
             self._unfetched[record.put_id] = stored
             self._writer.error = f"there is no memory for it ({error})"
             return
+        self._leave_unfetched(record.put_id)
         if put is not None and stored.is_to_renew:
             older = self._copies[record.put_id]
             copy = self._copies[record.put_id] = self._begin(record.put_id, put)
