@@ -596,6 +596,22 @@ def test_pauses_double_to_a_bound_and_only_for_unavailable():
         backoff.after(tq.KeyNotFoundError("no"))
 
 
+def test_the_leader_that_is_named_is_asked_at_once_and_only_once_without_a_pause():
+    named = tq.NotLeaderError("it stands by", metadata={"leader_address": "c:1"})
+    backoff = Backoff(Deadline.after(3600), draw=lambda: 1.0)
+    assert [round(backoff.after(named), 3) for _ in range(4)] == [0, 0.1, 0, 0.2]
+    backoff = Backoff(Deadline.after(3600), draw=lambda: 1.0)
+    assert [round(backoff.after(each), 3) for each in (named, DRAINING, named, DRAINING, named)] == [0, 0.1, 0, 0.2, 0]
+
+
+def test_the_controllers_of_a_cluster_are_asked_in_short_pauses():
+    unknown = tq.NotLeaderError("it stands by", metadata={"leader_address": ""})
+    backoff = Backoff(Deadline.after(3600), draw=lambda: 1.0)
+    pauses = [backoff.after(DRAINING) for _ in range(5)]
+    pauses += [backoff.after(each) for each in (unknown, DRAINING, DRAINING)]
+    assert [round(each, 3) for each in pauses] == [0.05, 0.1, 0.2, 0.4, 0.5, 0.2, 0.2, 0.2]
+
+
 def test_the_time_that_is_left_is_used_for_further_tries_and_the_last_reason_told():
     backoff = Backoff(Deadline.after(0.2), draw=lambda: 1.0)
     pauses = []

@@ -14,7 +14,7 @@ import grpc
 
 from tq_service.addresses import cause_of
 from tq_service.client.connection_check import ConnectionCheck
-from tq_service.errors import DeadlineError, TqError, UnavailableError
+from tq_service.errors import DeadlineError, NotLeaderError, TqError, UnavailableError
 from tq_service.log_message import LogMessage
 from tq_service.wire.credentials import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, Tls
 from tq_service.wire.error_table import from_rpc_error, status_from_trailers
@@ -28,6 +28,8 @@ FIRST_PAUSE_SECONDS: Final = 0.05
 SHORTEST_TRY_SECONDS: Final = 0.02
 _LONGEST_TRY_SECONDS: Final = 1e9  # gRPC takes a deadline that 64 bits of nanoseconds cannot hold for one long past
 LONGEST_PAUSE_SECONDS: Final = 0.5
+LONGEST_CLUSTER_PAUSE_SECONDS: Final = 0.2
+"""Shorter, since a try asks the next controller: with three, the one that leads now may be the third that is asked."""
 
 _GRPC_MESSAGE: Final = "grpc_message"
 _FINDING: Final = "finding"
@@ -52,16 +54,22 @@ class Deadline:
 
 @dataclass(slots=True)
 class Backoff:
-    """The pauses between the tries of one call: doubled each time, with jitter, until the deadline."""
+    """The pauses between the tries of one call: doubled each time, with jitter, until the deadline.
+
+    There is none before the controller is asked that another one names as the leader, but after each such try there is:
+    both may be wrong.
+    """
 
     deadline: Deadline
     draw: Callable[[], float] = field(default=random.random)
     tries: int = 0
     _last: UnavailableError | None = field(default=None, init=False)
+    _longest: float = field(default=LONGEST_PAUSE_SECONDS, init=False)
+    _has_followed: bool = field(default=False, init=False)
 
     def pause(self) -> float:
         """Return the next pause in seconds: between half of its step and the whole."""
-        step = min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * (1 << min(self.tries, 16)))
+        step = min(self._longest, FIRST_PAUSE_SECONDS * (1 << min(self.tries, 16)))
         self.tries += 1
         return step * (0.5 + self.draw() / 2)
 
@@ -78,10 +86,15 @@ class Backoff:
         if not isinstance(failure, UnavailableError):
             raise failure
         self._last = failure
+        names_leader = False
+        if isinstance(failure, NotLeaderError):
+            self._longest = LONGEST_CLUSTER_PAUSE_SECONDS
+            names_leader = bool(failure.metadata.get("leader_address"))
         pause, remaining = self.pause(), self.deadline.remaining()
         if remaining < SHORTEST_TRY_SECONDS:
             raise self._given_up(failure) from failure
-        return min(pause, remaining / 2)
+        self._has_followed = names_leader and not self._has_followed
+        return 0.0 if self._has_followed else min(pause, remaining / 2)
 
     def _given_up(self, failure: UnavailableError, more: str = "") -> UnavailableError:
         times = "once" if self.tries == 1 else f"{self.tries} times"

@@ -37,6 +37,7 @@ _log = logging.getLogger(__name__)
 _CALL_SECONDS = 5.0
 _CLUSTER_CALL_SECONDS = 1.5
 _RETRY_SECONDS = 0.25
+_CLUSTER_RETRY_SECONDS = 0.1  # the next controller is asked; one that has just begun to lead cannot have reads answered
 _REFUSED_SECONDS = 5.0
 _REFUSALS = {
     grpc.StatusCode.UNAUTHENTICATED,
@@ -105,7 +106,7 @@ async def register_storage(
             except (grpc.aio.AioRpcError, TqError) as error:
                 if isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.FAILED_PRECONDITION:
                     raise PreconditionError(error.details() or "the puts were taken over") from error
-                await asyncio.sleep(_pause_after(error, outage))
+                await asyncio.sleep(_pause_after(error, outage, has_several=controllers.has_several))
                 continue
             outage.is_over()
             interval_seconds = read_seconds("heartbeat_interval", answer.heartbeat_interval)
@@ -185,7 +186,7 @@ class _Registry:
             raise
 
 
-def _pause_after(error: grpc.aio.AioRpcError | TqError, outage: PeerOutage) -> float:
+def _pause_after(error: grpc.aio.AioRpcError | TqError, outage: PeerOutage, *, has_several: bool) -> float:
     """Log why the controller did not take a registration, and return how long to wait with the next.
 
     The storage service stays healthy meanwhile: it answers reads, and a probe that restarts it would lose samples.
@@ -194,6 +195,6 @@ def _pause_after(error: grpc.aio.AioRpcError | TqError, outage: PeerOutage) -> f
         error = PreconditionError(_TAKES_NONE)
     if isinstance(error, grpc.aio.AioRpcError) and error.code() not in _REFUSALS:
         outage.lasts("does not answer", error)
-        return _RETRY_SECONDS
+        return _CLUSTER_RETRY_SECONDS if has_several else _RETRY_SECONDS
     outage.lasts("rejects this service", error, logging.ERROR)
     return _REFUSED_SECONDS
