@@ -14,6 +14,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import TypeVar
 
+from tq_service.daemon_threads import outcome_of
 from tq_service.errors import UnavailableError
 from tq_service.objects.base import Buffer
 from tq_service.objects.sealed import fill
@@ -92,7 +93,7 @@ class CallThreads:
                 future.set_result(outcome)
 
         def work() -> None:
-            outcome = _outcome_of(call)
+            outcome = outcome_of(call)
             with contextlib.suppress(RuntimeError):  # the loop is closed: nothing awaits the result any more
                 loop.call_soon_threadsafe(deliver, outcome)
 
@@ -153,16 +154,3 @@ class CallThreads:
 
     def _late(self, timeout_seconds: float, detail: str) -> UnavailableError:
         return UnavailableError(f"{self._name} did not answer within {timeout_seconds:g} s ({detail})")
-
-
-def _outcome_of(call: Callable[[], T]) -> Callable[[], T]:
-    try:
-        result = call()
-    except BaseException as error:  # whatever it is, it belongs to the caller that waits
-        raised = error
-
-        def reraise() -> T:
-            raise raised
-
-        return reraise
-    return lambda: result

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from tq_service.daemon_threads import start_daemon_thread
 from tq_service.domain.plan import (
     Indexes,
     LengthSource,
@@ -22,7 +23,6 @@ from tq_service.domain.plan import (
     View,
 )
 from tq_service.errors import SamplerError, SamplerTimeoutError, TqError
-from tq_service.samplers.daemon_threads import start_daemon_thread
 from tq_service.schema import MOST_SAMPLES
 
 T = TypeVar("T")

@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint
 from typing import Any
 
+from tq_service.daemon_threads import run_in_daemon_thread
 from tq_service.domain.plan import Sampler
 from tq_service.errors import UnknownSamplerError, nearest
 from tq_service.samplers.chosen import ChosenSampler
-from tq_service.samplers.daemon_threads import run_in_daemon_thread
 from tq_service.samplers.grpo_group_n import GRPOGroupNSampler
 from tq_service.samplers.options import SamplerInfo, build_sampler, describe_sampler
 from tq_service.samplers.packed import PackedSampler

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -41,7 +42,7 @@ class SnapshotServicer(ClusterServiceServicer):
         number, path = await self._store.newest_snapshot()
         file = await asyncio.to_thread(path.open, "rb")  # open, it stays readable once a newer one has replaced it
         with file:
-            size = path.stat().st_size
+            size = os.fstat(file.fileno()).st_size
             while part := await asyncio.to_thread(file.read, _PART_BYTES):
                 yield pb.FetchSnapshotResponse(number=number, size_bytes=size, data=part)
 
@@ -56,18 +57,21 @@ async def fetch_snapshot(address: str, credentials: Credentials, directory: Path
     """
     peer: Peer[ClusterServiceAsyncStub] = Peer(address, credentials, ClusterServiceStub)
     async with contextlib.aclosing(peer):
-        call = peer.stub.FetchSnapshot(pb.FetchSnapshotRequest(), timeout=_FETCH_SECONDS, metadata=peer.metadata())
-        parts, number, size = [], 0, -1
-        async for part in call:
-            number, size = part.number, part.size_bytes
-            parts.append(part.data)
-    if sum(map(len, parts)) != size:
-        raise UnavailableError(f"the snapshot of {address} ended after {sum(map(len, parts))} of {size} bytes")
-    await asyncio.to_thread(_write, snapshot_path(directory, number), parts)
+        parts = aiter(
+            peer.stub.FetchSnapshot(pb.FetchSnapshotRequest(), timeout=_FETCH_SECONDS, metadata=peer.metadata())
+        )
+        part = await anext(parts, None)
+        if part is None:
+            raise UnavailableError(f"the snapshot of {address} ended before it began")
+        number, size, count = part.number, part.size_bytes, 0
+        writer = FileWriter(snapshot_path(directory, number))
+        try:
+            while part is not None:
+                count += await asyncio.to_thread(writer.file.write, part.data)
+                part = await anext(parts, None)
+            if count != size:
+                raise UnavailableError(f"the snapshot of {address} ended after {count} of {size} bytes")
+            await asyncio.to_thread(writer.commit)
+        finally:
+            writer.abort()
     return number
-
-
-def _write(path: Path, parts: list[bytes]) -> None:
-    with FileWriter(path) as writer:
-        for part in parts:
-            writer.file.write(part)

@@ -19,8 +19,8 @@ def start_daemon_thread(call: Callable[[], T], *, thread_name: str) -> asyncio.F
     """Run `call` in a thread of its own.
 
     Returns:
-        A future of a function that returns what the call returned, or raises what it raised. (A future cannot carry
-        every exception itself.) Cancelling the future does not stop the thread.
+        A future of what `outcome_of` returns, since a future cannot carry every exception itself. Cancelling it does
+        not stop the thread.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Callable[[], T]] = loop.create_future()
@@ -30,7 +30,7 @@ def start_daemon_thread(call: Callable[[], T], *, thread_name: str) -> asyncio.F
             future.set_result(outcome)
 
     def run() -> None:
-        outcome = _outcome_of(call)
+        outcome = outcome_of(call)
         with contextlib.suppress(RuntimeError):  # the loop is closed: nothing awaits the result any more
             loop.call_soon_threadsafe(deliver, outcome)
 
@@ -44,7 +44,8 @@ async def run_in_daemon_thread(call: Callable[[], T], *, thread_name: str) -> T:
     return outcome()
 
 
-def _outcome_of(call: Callable[[], T]) -> Callable[[], T]:
+def outcome_of(call: Callable[[], T]) -> Callable[[], T]:
+    """Make a call, and return a function that returns what it returned, or raises what it raised."""
     try:
         result = call()
     except BaseException as error:  # whatever it is, it belongs to the caller that waits
