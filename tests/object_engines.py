@@ -275,7 +275,7 @@ class MooncakeEngine(Engine):
         binary = self.binary()
         port, admin = free_ports(2)
         self._start_pool(binary, port, admin, self.offered_bytes, "")
-        self.url = f"mooncake://127.0.0.1:{port}?admin=127.0.0.1:{admin}&host=127.0.0.1&timeout_seconds=10"
+        self.url = f"mooncake://127.0.0.1:{port}?admin=127.0.0.1:{admin}&timeout_seconds=10"
 
     def start_full(self) -> None:
         """Start another pool, which takes a few MiB."""

@@ -604,6 +604,23 @@ def test_the_leader_that_is_named_is_asked_at_once_and_only_once_without_a_pause
     assert [round(backoff.after(each), 3) for each in (named, DRAINING, named, DRAINING, named)] == [0, 0.1, 0, 0.2, 0]
 
 
+def test_the_last_reason_is_that_of_the_leader_and_not_of_a_standby_that_names_it():
+    named = tq.NotLeaderError("it stands by", metadata={"leader_address": "c:1"})
+    unknown = tq.NotLeaderError("none is known", metadata={"leader_address": ""})
+    for failures, words in (
+        ((named, DRAINING, named), "draining"),
+        ((DRAINING, unknown, named), "it stands by"),
+        ((DRAINING, unknown), "none is known"),
+        ((named, named), "it stands by"),
+    ):
+        backoff = Backoff(Deadline.after(3600))
+        for failure in failures[:-1]:
+            backoff.after(failure)
+        backoff.deadline = Deadline.after(0.0)
+        with pytest.raises(tq.UnavailableError, match=f"{words}.*; tried for"):
+            backoff.after(failures[-1])
+
+
 def test_the_controllers_of_a_cluster_are_asked_in_short_pauses():
     unknown = tq.NotLeaderError("it stands by", metadata={"leader_address": ""})
     backoff = Backoff(Deadline.after(3600), draw=lambda: 1.0)

@@ -2,13 +2,16 @@
 
 import asyncio
 import logging
+import socket
 
 import pytest
 
+from tq_service.config import ServeSettings
 from tq_service.durable import codec
 from tq_service.errors import InvalidArgumentError, UnavailableError
 from tq_service.objects.memory import MemoryObjects, MemoryPool
 from tq_service.server import mirroring
+from tq_service.server.composition import _node_of
 from tq_service.server.mirroring import Mirroring, Registration
 from tq_service.server.supervisor import Supervisor
 from tq_service.storage.engine import StorageEngine
@@ -77,3 +80,17 @@ async def test_what_was_taken_over_for_another_controller_is_looked_up_again():
     await asyncio.gather(*running, return_exceptions=True)
     await heir.let_go(again)
     await asyncio.gather(heir.close(), lost.close())
+
+
+@pytest.mark.parametrize(
+    ("given", "node"),
+    [
+        ({"advertise": "tq-storage-0.tq.svc:50051"}, "tq-storage-0.tq.svc"),
+        ({"advertise": "10.0.0.7"}, "10.0.0.7"),
+        ({"host": "127.0.0.1"}, "127.0.0.1"),
+        ({"host": "0.0.0.0"}, socket.gethostname()),
+    ],
+)
+def test_the_node_of_a_storage_service_is_a_host_without_its_port(given, node):
+    settings = ServeSettings(role="storage", controller="c:50051", mirror="memory://pool", insecure=True, **given)
+    assert _node_of(settings, 50051) == node

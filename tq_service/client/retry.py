@@ -85,14 +85,15 @@ class Backoff:
             raise self._given_up(self._last, ", and once more without an answer") from self._last
         if not isinstance(failure, UnavailableError):
             raise failure
-        self._last = failure
         names_leader = False
         if isinstance(failure, NotLeaderError):
             self._longest = LONGEST_CLUSTER_PAUSE_SECONDS
             names_leader = bool(failure.metadata.get("leader_address"))
+        if self._last is None or isinstance(self._last, NotLeaderError) or not names_leader:
+            self._last = failure  # else it is what the leader itself answered, or why it cannot be reached
         pause, remaining = self.pause(), self.deadline.remaining()
         if remaining < SHORTEST_TRY_SECONDS:
-            raise self._given_up(failure) from failure
+            raise self._given_up(self._last) from failure
         self._has_followed = names_leader and not self._has_followed
         return 0.0 if self._has_followed else min(pause, remaining / 2)
 

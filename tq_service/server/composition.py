@@ -11,6 +11,7 @@ import socket
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
+from tq_service.addresses import hosts_and_ports
 from tq_service.config import ServeSettings, default_shared_memory_dir, join_address
 from tq_service.dataplane.shared_memory.server import SharedMemoryServer, make_private
 from tq_service.domain.admission.limits import Limits
@@ -469,12 +470,18 @@ def _open_mirroring(settings: ServeSettings, port: int, supervisor: Supervisor) 
     return Mirroring(
         objects,
         url=redacted(settings.mirror),
-        node=settings.advertised_address(port) or settings.host,
+        node=_node_of(settings, port),
         copies=settings.mirror_copies,
         required=settings.mirror_required,
         offered_bytes=settings.mirror_offered_bytes,
         supervisor=supervisor,
     )
+
+
+def _node_of(settings: ServeSettings, port: int) -> str:
+    """Return the host at which clients reach this storage service: an engine does not count copies on it."""
+    pairs = hosts_and_ports(settings.advertised_address(port))
+    return pairs[0][0] if pairs else settings.host
 
 
 def _open_segments(settings: ServeSettings, store: StateStore | None) -> SegmentBlobs:
