@@ -18,6 +18,7 @@ from cluster_support import KEYS, running_etcd
 from etcd_stand_in import EtcdStandIn
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from live_server import AnyClient, ClientKind, LiveServer, StartServer
+from scraping import scrape
 
 import tq_service as tq
 from tq_service.cli.status_view import header_of
@@ -389,6 +390,30 @@ def test_a_standby_writes_snapshots_of_its_own_and_starts_from_them(
     kill(leader, etcd)
     wait_for(lambda: leads(again))
     assert {each.partition_id for each in again.client().list_partitions()} == {"before", "after"}
+
+
+def test_metrics_say_which_one_leads_and_partitions_are_counted_once(
+    start_controller: StartController, etcd: EtcdStandIn
+) -> None:
+    leader = start_controller("a", metrics_port=0)
+    wait_for(lambda: leads(leader))
+    leader.client().create_partition("train@0")
+    standby = start_controller("b", metrics_port=0)
+    wait_for(lambda: "train@0" in standby.app.controller.catalog.names())  # type: ignore[union-attr]
+    of_standby = standby.app.cluster.member_id  # type: ignore[union-attr]
+    wait_for(lambda: scrape(leader).get(("tq_service_standby_lag_records", "test", of_standby)) == 0)
+    of_leader = scrape(leader)
+    assert of_leader["tq_service_controller_leads", "test"] == 1
+    assert of_leader["tq_service_partitions", "train"] == 1
+    assert of_leader["tq_service_storages", "lost"] == of_leader["tq_service_storages", "available"] == 0
+    found = scrape(standby)
+    assert found["tq_service_controller_leads", "test"] == 0
+    names = {name for name, *_ in found}
+    assert not names & {"tq_service_partitions", "tq_service_samples", "tq_service_storages"}
+    assert "tq_service_standby_lag_records" not in names
+    kill(leader, etcd)
+    wait_for(lambda: scrape(standby)["tq_service_controller_leads", "test"] == 1)
+    assert scrape(standby)["tq_service_partitions", "train"] == 1
 
 
 def test_what_is_restored_is_there_after_a_takeover(

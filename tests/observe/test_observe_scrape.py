@@ -7,11 +7,9 @@ import re
 import ssl
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,39 +26,9 @@ from tq_service.storage.engine import EngineStat
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from live_server import LiveServer, LoopThread, StartServer
+from scraping import fetch, scrape
 
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
-
-
-class Answer(NamedTuple):
-    status: int
-    kind: str
-    text: str
-
-
-def fetch(
-    live: LiveServer, path: str = "/metrics", *, tls: ssl.SSLContext | None = None, method: str = "GET", **headers: str
-) -> Answer:
-    assert live.app.metrics is not None
-    scheme = "http" if tls is None else "https"
-    url = f"{scheme}://127.0.0.1:{live.app.metrics.port}{path}"
-    request = urllib.request.Request(url, headers=headers, method=method)
-    try:
-        answer = urllib.request.urlopen(request, timeout=20, context=tls)
-    except urllib.error.HTTPError as error:
-        answer = error
-    with answer:
-        return Answer(answer.status, answer.headers["Content-Type"], answer.read().decode())
-
-
-def scrape(live: LiveServer, **options: Any) -> dict[tuple[str, ...], float]:
-    """Return the values by name and the values of their labels, in the order of the labels' names."""
-    text = fetch(live, **options).text
-    return {
-        (sample.name, *(sample.labels[name] for name in sorted(sample.labels))): sample.value
-        for family in parse_text(text)
-        for sample in family.samples
-    }
 
 
 @pytest.fixture(scope="module")

@@ -113,7 +113,8 @@ class ServiceMetrics:
         self._waiting_count = waiting_count
         self._groups: PartitionGroups | None = None
         self._backlogs: Backlogs | None = None
-        self._storage_counts: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        self._storage_counts: Callable[[], Mapping[str, int]] = dict
+        self._cluster: tuple[str, Callable[[], bool], Callable[[], Mapping[str, int]]] | None = None
         self._adoption_counts: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self._storage: tuple[str, Callable[[], EngineStat], Callable[[], Sequence[EngineStat]]] | None = None
         self._lag: Callable[[], LogLag] | None = None
@@ -126,7 +127,7 @@ class ServiceMetrics:
         self,
         catalog: Catalog,
         backlogs: Backlogs,
-        storage_counts: Callable[[], tuple[int, int]],
+        storage_counts: Callable[[], Mapping[str, int]],
         adoption_counts: Callable[[], tuple[int, int]],
     ) -> None:
         """Show a controller.
@@ -134,7 +135,7 @@ class ServiceMetrics:
         Args:
             catalog: its partitions, those that were recovered.
             backlogs: what its tasks have left.
-            storage_counts: returns how many storage services are there, and how many are silent.
+            storage_counts: returns how many storage services there are, by state.
             adoption_counts: returns how often storage services with a mirror were lost, and how often taken over.
         """
         self._groups, self._backlogs = PartitionGroups(catalog), backlogs
@@ -147,6 +148,19 @@ class ServiceMetrics:
                 padding.of(sampler).observe(batch.padding_share)
 
         catalog.on_batch.append(count)
+
+    def add_cluster(self, name: str, leads: Callable[[], bool], lags: Callable[[], Mapping[str, int]]) -> None:
+        """Show the cluster of controllers that the controller is of.
+
+        What several controllers know alike, such as the partitions, is shown by the one that leads alone: sums over all
+        of them would count it more than once.
+
+        Args:
+            name: of the cluster.
+            leads: returns whether this controller leads, and may answer.
+            lags: returns how many records the others are behind, by their names; asked while this one leads.
+        """
+        self._cluster = name, leads, lags
 
     def add_storage(
         self, storage_id: str, stat: Callable[[], EngineStat], adopted: Callable[[], Sequence[EngineStat]]
@@ -183,10 +197,14 @@ class ServiceMetrics:
                 for metric in family:
                     metrics.append(metric)
                     await slices.turn()
-            if self._groups is not None and self._backlogs is not None:
+            if self._groups is not None and self._backlogs is not None and self._leads:
                 left = MOST_LINES - _LINES_LEFT - sum(len(metric.samples) + 2 for metric in metrics)
                 metrics += await self._of_partitions(self._groups, self._backlogs, left, slices)
             return metrics
+
+    @property
+    def _leads(self) -> bool:
+        return self._cluster is None or self._cluster[1]()
 
     def _of_process(self) -> Iterator[Metric]:
         yield InfoMetricFamily("tq_service_build", "Versions, and what the process is.", value=self._info)
@@ -201,13 +219,14 @@ class ServiceMetrics:
         )
         _add(lag, (), self._instruments.loop_lag)
         yield lag
-        if self._groups is not None:
-            there, silent = self._storage_counts()
+        if self._cluster is not None:
+            yield from self._of_cluster(*self._cluster)
+        if self._groups is not None and self._leads:
             storages = GaugeMetricFamily(
-                "tq_service_storages", "Storage services that have registered with the controller.", labels=["state"]
+                "tq_service_storages", "Storage services that the controller knows.", labels=["state"]
             )
-            storages.add_metric(["available"], there)
-            storages.add_metric(["silent"], silent)
+            for state, count in self._storage_counts().items():
+                storages.add_metric([state], count)
             yield storages
             lost, taken_over = self._adoption_counts()
             yield CounterMetricFamily(
@@ -223,6 +242,24 @@ class ServiceMetrics:
             yield from _of_mirror(storage_id, own, adopted())
         if self._lag is not None:
             yield from _of_log(self._lag())
+
+    def _of_cluster(
+        self, name: str, leads: Callable[[], bool], lags: Callable[[], Mapping[str, int]]
+    ) -> Iterator[Metric]:
+        leading = GaugeMetricFamily(
+            "tq_service_controller_leads", "1: this controller leads its cluster.", labels=["cluster"]
+        )
+        leading.add_metric([name], float(leads()))
+        yield leading
+        if leads():
+            behind = GaugeMetricFamily(
+                "tq_service_standby_lag_records",
+                "How many records of the journal a standby has not applied yet, as the leader sees it.",
+                labels=["cluster", "controller"],
+            )
+            for controller, count in lags().items():
+                behind.add_metric([name, controller], count)
+            yield behind
 
     def _of_calls(self) -> Iterator[Metric]:
         calls = list(self._instruments.calls.values())

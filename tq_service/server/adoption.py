@@ -96,6 +96,11 @@ class Adoptions:
             self._lost[instance] = _Lost(url, self._clock())
             self.lost_count += 1
 
+    @property
+    def waiting_count(self) -> int:
+        """How many are lost and not taken over yet."""
+        return len(self._lost)
+
     def is_lost(self, instance: Instance) -> bool:
         """Whether an instance is lost, and may be taken over yet."""
         return instance in self._lost

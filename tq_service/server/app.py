@@ -131,7 +131,7 @@ class App:
         if self.state_store is not None and self.cluster is None:
             recover(self.state_store, self.controller, self.storage, supervisor)
         if self.metrics is not None:
-            self.metrics.add(self.controller, self.storage, self.state_store)
+            self.metrics.add(self.controller, self.storage, self.state_store, self.cluster)
         self._add_services(settings, instruments)
 
     @classmethod

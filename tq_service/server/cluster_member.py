@@ -124,6 +124,11 @@ class ClusterMember:
         return 0 if self._leader is None else self._leader.epoch
 
     @property
+    def name(self) -> str:
+        """Of the cluster."""
+        return self._keys.cluster
+
+    @property
     def member_id(self) -> str:
         """Its name among the controllers, which stays as long as its data directory does."""
         return self._member_id
@@ -151,6 +156,10 @@ class ClusterMember:
             if each.member_id != self._member_id
         ]
         return [own, *others]
+
+    def lags(self) -> dict[str, int]:
+        """Return how many records the others are behind, by their names; while this one leads."""
+        return {each.name: each.lag_count for each in self.statuses() if not each.is_leader}
 
     # Its life
 

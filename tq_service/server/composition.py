@@ -350,7 +350,13 @@ class Metrics:
         self.port = self._endpoint.port
         _log.info(LogMessage("metrics are served", address=join_address(settings.metrics_host, self.port)))
 
-    def add(self, controller: Controller | None, storage: Storage | None, store: StateStore | None) -> None:
+    def add(
+        self,
+        controller: Controller | None,
+        storage: Storage | None,
+        store: StateStore | None,
+        cluster: ClusterMember | None,
+    ) -> None:
         """Show what the process has, once it was recovered."""
         if controller is not None:
             storages = controller.storages
@@ -361,6 +367,8 @@ class Metrics:
             self.shown.add_storage(storage.engine.storage_id, storage.engine.stat, storage.adopted_stats)
         if store is not None:
             self.shown.add_log(store.lag)
+        if cluster is not None:
+            self.shown.add_cluster(cluster.name, lambda: cluster.may_answer, cluster.lags)
 
     async def close(self) -> None:
         """Close the port."""

@@ -231,10 +231,13 @@ class StorageRegistry:
         storages = [*self._storages.values(), *self.adoptions.taken.values()]
         return [storage.status() for storage in sorted(storages, key=lambda each: each.storage_id)]
 
-    def counts(self) -> tuple[int, int]:
-        """Return how many storage services can be used, and how many have registered and are silent."""
+    def counts(self) -> dict[str, int]:
+        """Return how many storage services can be used, have registered and are silent, or are lost and not taken over.
+
+        One that is lost may still count as silent.
+        """
         there = sum(storage.capacity() is not None for storage in self._storages.values())
-        return there, len(self._storages) - there
+        return {"available": there, "silent": len(self._storages) - there, "lost": self.adoptions.waiting_count}
 
     def adoption_counts(self) -> tuple[int, int]:
         """Return how often storage services with a mirror were lost, and how often their puts were taken over."""
