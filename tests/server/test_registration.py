@@ -7,9 +7,16 @@ import os
 import pytest
 
 from tq_service.domain.tables.cells import Put
-from tq_service.errors import AlreadyExistsError, DataLossError, LimitExceededError, PreconditionError
+from tq_service.errors import (
+    AlreadyExistsError,
+    DataLossError,
+    DeadlineError,
+    LimitExceededError,
+    PreconditionError,
+    UnavailableError,
+)
 from tq_service.internal.v1.storage_registry_pb2 import RegisterStorageRequest
-from tq_service.server import storages
+from tq_service.server import remote_storage, storages
 from tq_service.server.storage_servicer import EngineDriver, endpoint_of
 from tq_service.server.storages import EmbeddedStorage, StorageRegistry
 from tq_service.storage.engine import StorageEngine
@@ -105,10 +112,11 @@ def lost_and_heirs(count=1):
     return lost, back, *heirs
 
 
-def ask(registry, instance, port):
-    """Have it noted that the storage service at a port was asked to take over what is lost."""
+def ask(registry, instance, heir):
+    """Have it noted that a storage service was asked to take over what is lost; it shows that when it registers."""
     lost = registry.adoptions._lost[instance]
-    lost.asked_at, lost.address = 0.0, f"localhost:{port}"
+    lost.heir = f"heir-{heir.storage.address}"
+    heir.run_id = lost.search_id
 
 
 async def test_a_lost_service_counts_once_and_an_heir_that_registers_again_not_at_all():
@@ -118,7 +126,7 @@ async def test_a_lost_service_counts_once_and_an_heir_that_registers_again_not_a
         for heartbeat in (lost, back, back):
             registry.on_heartbeat(heartbeat)
         assert registry.adoption_counts() == (1, 0)
-        ask(registry, ("a", b"1" * 16), 0)
+        ask(registry, ("a", b"1" * 16), heir)
         for _ in range(2):
             registry.on_heartbeat(heir)
         assert registry.adoption_counts() == (1, 1)
@@ -135,7 +143,7 @@ async def test_no_put_is_committed_at_a_storage_service_that_is_lost():
         registry.on_heartbeat(lost)
         registry.check_not_lost(put)
         registry.adoptions.lose(put[:2], "file:///m")  # it is silent, and nothing has taken its name
-        ask(registry, put[:2], 0)
+        ask(registry, put[:2], heir)
         for heartbeat in (heir, back):
             with (
                 pytest.raises(DataLossError, match=r"was lost since the put.* put the data again"),
@@ -155,9 +163,188 @@ async def test_an_heir_of_before_the_lost_one_was_here_lets_go():
         registry.on_heartbeat(back)  # so that the first one is lost
         with pytest.raises(PreconditionError, match="let go of them"):
             registry.on_heartbeat(early)
-        ask(registry, ("a", b"1" * 16), 1)
-        with pytest.raises(PreconditionError, match="are being taken over by the one at localhost:1"):
+        ask(registry, ("a", b"1" * 16), asked)
+        with pytest.raises(PreconditionError, match="are being taken over by 'heir-localhost:1'"):
             registry.on_heartbeat(early)
         for _ in range(2):
             registry.on_heartbeat(asked)
         assert registry.adoption_counts() == (1, 1)
+
+
+@contextlib.asynccontextmanager
+async def watched(*heartbeats, clock, takes_heartbeats=lambda: True):
+    """Yield a registry with storage services, which looks for lost ones when `look` is called."""
+    registry = StorageRegistry(
+        None, 2.0, Credentials(None, None, None), takes_heartbeats=takes_heartbeats
+    )  # fmt: skip
+    registry.adoptions._clock = clock.now
+    for each in heartbeats:
+        registry.on_heartbeat(each)
+    try:
+        yield registry
+    finally:
+        await registry.close()
+
+
+class Clock:
+    """Goes on when it is asked to; storage services have been silent for so long, too."""
+
+    def __init__(self, monkeypatch):
+        self.at = 1000.0
+        monkeypatch.setattr(remote_storage.time, "monotonic", self.now)
+
+    def now(self):
+        return self.at
+
+    def go_on(self, registry, seconds, *, heard=()):
+        """Let time pass, in which some storage services register."""
+        for _ in range(int(seconds / 0.5)):
+            self.at += 0.5
+            for each in heard:
+                registry.on_heartbeat(each)
+            registry.adoptions.look()
+
+
+class Heirs:
+    """Answers what storage services are asked: to take over."""
+
+    def __init__(self, monkeypatch, answer=0):
+        self.asked = []
+        self.answer = answer
+
+        async def adopt(heir, instance, search_id):
+            self.asked.append((heir.storage_id, instance[0], search_id))
+            if isinstance(self.answer, Exception):
+                raise self.answer
+            return self.answer
+
+        monkeypatch.setattr(remote_storage.RemoteStorage, "adopt", adopt)
+
+
+def mirrored(*names):
+    found = [
+        registration(name, boot_id=name.encode() * 16, run_id=name.encode() * 16, port=ord(name)) for name in names
+    ]
+    for each in found:
+        each.mirror.url = "file:///m"
+    return found
+
+
+def adopted_by(lost, search_id, port):
+    heir = registration(lost.storage.storage_id, boot_id=lost.storage.boot_id, run_id=search_id, port=port)
+    heir.mirror.url, heir.is_adopted = "file:///m", True
+    return heir
+
+
+async def turns(count=20):
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def test_nobody_is_lost_while_the_controller_itself_takes_no_heartbeats(monkeypatch):
+    """As where etcd is away, or the disk is full: all storage services are silent then, one after the other."""
+    clock, heirs, takes = Clock(monkeypatch), Heirs(monkeypatch), True
+    a, b = mirrored("a", "b")
+    async with watched(a, b, clock=clock, takes_heartbeats=lambda: takes) as registry:
+        clock.go_on(registry, 5.0)
+        takes = False
+        clock.go_on(registry, 30.0)
+        takes = True
+        clock.go_on(registry, 5.0)
+        registry.on_heartbeat(a)
+        registry.on_heartbeat(b)
+        clock.go_on(registry, 5.0, heard=[a, b])
+        await turns()
+        assert registry.adoption_counts() == (0, 0)
+        clock.go_on(registry, 7.0, heard=[b])  # and then one of them is
+        await turns()
+        assert [asked[:2] for asked in heirs.asked] == [("b", "a")]
+
+
+async def test_nobody_is_lost_since_the_controller_was_paused(monkeypatch):
+    clock, heirs = Clock(monkeypatch), Heirs(monkeypatch)
+    a, b = mirrored("a", "b")
+    async with watched(a, b, clock=clock) as registry:
+        clock.go_on(registry, 1.0, heard=[a, b])
+        clock.at += 30.0
+        registry.on_heartbeat(b)  # the first one that is read
+        clock.go_on(registry, 3.0)
+        clock.go_on(registry, 2.0, heard=[a, b])
+        assert registry.adoption_counts() == (0, 0)
+        assert not heirs.asked
+
+
+@pytest.mark.parametrize("answer", [UnavailableError("the mirror is away"), DeadlineError("slow"), 3])
+async def test_one_that_was_silent_may_come_back_until_its_heir_has_registered(monkeypatch, answer):
+    clock, heirs = Clock(monkeypatch), Heirs(monkeypatch, answer)
+    a, b = mirrored("a", "b")
+    async with watched(a, b, clock=clock) as registry:
+        clock.go_on(registry, 7.0, heard=[b])
+        await turns()
+        assert registry.counts()["lost"] == 1
+        registry.on_heartbeat(a)
+        assert registry.counts() == {"available": 2, "silent": 0, "lost": 0}
+        registry.check_not_lost(Put("a", b"a" * 16, b"p" * 16))
+        with pytest.raises(PreconditionError, match="was here under boot"):  # so that it lets go
+            registry.on_heartbeat(adopted_by(a, heirs.asked[0][2], ord("b")))
+        registry.on_heartbeat(a)
+        clock.go_on(registry, 7.0, heard=[b])  # lost again: the heir of then has not seen what was put since
+        await turns()
+        first, second = heirs.asked[0][2], heirs.asked[-1][2]
+        assert first != second
+        with pytest.raises(PreconditionError, match="are being taken over"):
+            registry.on_heartbeat(adopted_by(a, first, ord("b")))
+        registry.on_heartbeat(adopted_by(a, second, ord("b")))
+        with pytest.raises(PreconditionError, match="comes back empty"):
+            registry.on_heartbeat(a)
+
+
+async def test_an_heir_that_takes_long_is_asked_again_and_no_other_one(monkeypatch):
+    clock, heirs = Clock(monkeypatch), Heirs(monkeypatch, DeadlineError("slow"))
+    a, b, c = mirrored("a", "b", "c")
+    async with watched(a, b, c, clock=clock) as registry:
+        clock.go_on(registry, 6.5, heard=[b, c])
+        for _ in range(5):
+            await turns()
+            clock.go_on(registry, 0.5, heard=[b, c])
+        asked = {heir for heir, *_ in heirs.asked}
+        assert len(asked) == 1
+        assert len(heirs.asked) > 3
+        assert len({search_id for *_, search_id in heirs.asked}) == 1
+        for _ in range(30):  # but not for ever
+            await turns()
+            clock.go_on(registry, 0.5, heard=[b, c])
+        assert {heir for heir, *_ in heirs.asked} == {"b", "c"}
+
+
+async def test_the_next_heir_is_asked_where_one_refuses_and_the_first_to_register_has_the_puts(monkeypatch):
+    clock, heirs = Clock(monkeypatch), Heirs(monkeypatch, UnavailableError("its mirror is away"))
+    a, b, c = mirrored("a", "b", "c")
+    async with watched(a, b, c, clock=clock) as registry:
+        clock.go_on(registry, 6.5, heard=[b, c])
+        await turns()
+        clock.go_on(registry, 0.5, heard=[b, c])
+        await turns()
+        assert {heir for heir, *_ in heirs.asked} == {"b", "c"}
+        search_id = heirs.asked[0][2]
+        registry.on_heartbeat(adopted_by(a, search_id, ord("b")))  # it could after all
+        with pytest.raises(PreconditionError, match="alive; let go of them"):
+            registry.on_heartbeat(adopted_by(a, search_id, ord("c")))
+        assert registry.adoption_counts() == (1, 1)
+
+
+async def test_an_heir_that_was_silent_may_come_back_too(monkeypatch):
+    clock, heirs = Clock(monkeypatch), Heirs(monkeypatch, UnavailableError("the mirror is away"))
+    a, b, c = mirrored("a", "b", "c")
+    async with watched(a, b, c, clock=clock) as registry:
+        clock.go_on(registry, 6.5, heard=[b, c])
+        await turns()
+        heir = adopted_by(a, heirs.asked[0][2], ord("b"))
+        heir.put_count = 1
+        registry.on_heartbeat(heir)
+        clock.go_on(registry, 7.0, heard=[b, c])
+        await turns()
+        assert registry.counts()["lost"] == 1
+        registry.on_heartbeat(heir)
+        assert registry.counts()["lost"] == 0
+        assert registry.endpoint_of("a", a.storage.boot_id).address == f"localhost:{ord('b')}"

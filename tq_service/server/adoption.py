@@ -11,19 +11,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
-from tq_service.errors import DataLossError, NotFoundError, PreconditionError, TqError
+from tq_service.errors import DataLossError, DeadlineError, NotFoundError, PreconditionError, TqError
 from tq_service.log_message import LogMessage
 from tq_service.server.remote_storage import RemoteStorage
 from tq_service.server.supervisor import Supervisor
 
 _log = logging.getLogger(__name__)
 _LOOKS_A_HEARTBEAT: Final = 4
+_MOST_LATE_ANSWERS: Final = 20
 Instance: TypeAlias = tuple[str, bytes]
 """Name and boot of a storage service."""
 
@@ -35,27 +37,35 @@ class _Lost:
     Attributes:
         url: of its mirror; empty: not known.
         since: when it was seen to be lost.
-        asked_at: when an heir was asked last; None: none was.
+        search_id: 16 random bytes, shown by heirs that have looked into the mirror since then.
+        heir: name of the storage service that was asked last; empty: none was.
+        agreed_at: when that one said that it has the puts, and is about to register; None: it has not.
+        late_count: how often that one was asked and did not answer in time.
         refused: names of heirs that could not.
         asking: the call to the heir.
-        address: of the heir that was asked last.
     """
 
     url: str
     since: float
-    asked_at: float | None = None
+    search_id: bytes = field(default_factory=lambda: os.urandom(16))
+    heir: str = ""
+    agreed_at: float | None = None
+    late_count: int = 0
     refused: set[str] = field(default_factory=set)
     asking: asyncio.Task[None] | None = None
-    address: str = ""
 
 
 class Adoptions:
     """Has the puts of lost storage services taken over. Confined to the event loop.
 
+    A storage service that was silent may come back until an heir has registered: that one lets go then, and has
+    removed nothing. One whose silence is that of this controller, which could not take heartbeats, is not lost.
+
     Args:
         storages: those that are registered, by name.
         heartbeat_seconds: how often they register.
         supervisor: runs the calls to heirs.
+        takes_heartbeats: whether this controller can take heartbeats now.
         clock: monotonic seconds.
 
     Attributes:
@@ -69,6 +79,7 @@ class Adoptions:
         storages: Mapping[str, object],
         heartbeat_seconds: float,
         supervisor: Supervisor,
+        takes_heartbeats: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.taken: dict[Instance, RemoteStorage] = {}
@@ -76,11 +87,13 @@ class Adoptions:
         self._storages = storages
         self._heartbeat_seconds = heartbeat_seconds
         self._supervisor = supervisor
+        self._takes_heartbeats = takes_heartbeats
         self._clock = clock
+        self._looked_at: float | None = None
+        self._silence_counts_from = -math.inf  # three heartbeats after this controller could take none
         self._lost: dict[Instance, _Lost] = {}
         self._left_nothing: set[Instance] = set()
         self._present: set[Instance] = set()  # that registered here themselves, and were not taken over since
-        self._run_id = os.urandom(16)
         self._expected: set[Instance] = set()
         self._expected_until = 0.0
 
@@ -115,30 +128,36 @@ class Adoptions:
         Raises:
             PreconditionError: they are.
         """
-        lost = self._lost.get(instance)
-        if instance in self.taken or (lost is not None and lost.asked_at is not None):
+        if instance in self.taken:
             raise PreconditionError(
                 f"storage service {instance[0]!r} was silent for too long under boot {instance[1].hex()}, and another "
                 "one has taken its puts over; start it again, so that it comes back empty"
             )
 
-    def check_heir(self, instance: Instance, address: str) -> None:
-        """Refuse an heir that was silent itself, so that another one was asked, or one of before the lost one was here.
+    def check_heir(self, instance: Instance, address: str, search_id: bytes) -> None:
+        """Refuse an heir that looked into the mirror before the lost one was here last: it may lack puts.
+
+        Of several that were asked since, the first one to register has the puts.
+
+        Args:
+            instance: what it has taken over.
+            address: of the heir.
+            search_id: with which it was asked.
 
         Raises:
-            PreconditionError: it was.
+            PreconditionError: it did, or may have.
         """
         lost = self._lost.get(instance)
-        if instance in self._present and (lost is None or not lost.address):
-            # It may lack puts: it has looked into the mirror for a controller before this one.
+        if lost is not None and lost.heir:
+            if search_id != lost.search_id:
+                raise PreconditionError(
+                    f"the puts of storage service {instance[0]!r} under boot {instance[1].hex()} are being taken over "
+                    f"by {lost.heir!r}; let go of them"
+                )
+        elif instance in self._present:
             raise PreconditionError(
                 f"storage service {instance[0]!r} was here under boot {instance[1].hex()} after its puts were taken "
                 f"over by the one at {address}; let go of them"
-            )
-        if lost is not None and lost.address not in {"", address}:
-            raise PreconditionError(
-                f"the puts of storage service {instance[0]!r} under boot {instance[1].hex()} are being taken over by "
-                f"the one at {lost.address}; let go of them"
             )
 
     def on_registered(self, instance: Instance) -> None:
@@ -166,7 +185,21 @@ class Adoptions:
 
     def look(self) -> None:
         """Find what is lost by now, and ask heirs."""
+        now = self._clock()
+        is_late = self._looked_at is not None and now - self._looked_at > self._heartbeat_seconds
+        self._looked_at = now
+        takes_heartbeats = self._takes_heartbeats()
+        if is_late or not takes_heartbeats:  # late, as after the process was paused, it may have missed some
+            self._silence_counts_from = now + 3 * self._heartbeat_seconds
+        if not takes_heartbeats:
+            return
         remote = [each for each in self._storages.values() if isinstance(each, RemoteStorage)]
+        if now >= self._silence_counts_from:
+            self._lose_silent(remote, now)
+        for instance, lost in self._lost.items():
+            self._have_adopted(instance, lost, remote)
+
+    def _lose_silent(self, remote: Iterable[RemoteStorage], now: float) -> None:
         silent: set[str] = set()  # addresses
         for each in remote:
             if each.mirror is not None and each.capacity() is None:
@@ -180,21 +213,18 @@ class Adoptions:
                 else:  # nothing of it is left
                     del self.taken[instance]
                     self._supervisor.start(f"leaving storage {instance[0]}", heir.close(), may_end=True)
-        if self._expected and self._clock() > self._expected_until:
+        if self._expected and now > self._expected_until:
             if any(each.mirror is not None for each in remote):
                 for instance in self._expected:
                     self.lose(instance, "")
             self._expected = set()
-        for instance, lost in self._lost.items():
-            self._have_adopted(instance, lost, remote)
 
     def _have_adopted(self, instance: Instance, lost: _Lost, remote: Iterable[RemoteStorage]) -> None:
-        """Ask an heir with the same mirror, that with the most free bytes; again where it does not register."""
+        """Ask an heir with the same mirror: the one asked before, unless it refused, or that with most free bytes."""
         if lost.asking is not None and not lost.asking.done():
             return
-        now = self._clock()
-        if lost.asked_at is not None and not lost.refused and now - lost.asked_at < 2 * self._heartbeat_seconds:
-            return  # it has answered, and is about to register
+        if lost.agreed_at is not None and self._clock() - lost.agreed_at < 2 * self._heartbeat_seconds:
+            return  # it is about to register
         heirs = [
             (capacity.free_bytes, each)
             for each in remote
@@ -206,18 +236,31 @@ class Adoptions:
         if not heirs:
             lost.refused.clear()
             return
-        heir = max(heirs, key=lambda each: each[0])[1]
-        lost.asked_at, lost.address = now, heir.endpoint.address
+        heir = max(heirs, key=lambda each: (each[1].storage_id == lost.heir, each[0]))[1]
+        if heir.storage_id != lost.heir:
+            lost.late_count = 0
+        lost.heir, lost.agreed_at = heir.storage_id, None
         what = f"having storage {instance[0]} taken over by {heir.storage_id}"
         lost.asking = self._supervisor.start(what, self._ask(instance, lost, heir), may_end=True)
 
     async def _ask(self, instance: Instance, lost: _Lost, heir: RemoteStorage) -> None:
         try:
-            count = await heir.adopt(instance, self._run_id)
+            count = await heir.adopt(instance, lost.search_id)
         except (NotFoundError, DataLossError) as error:
             _log.error(LogMessage("a lost storage service has left nothing", storage=instance[0], error=error))
-            self._left_nothing.add(instance)
-            self._lost.pop(instance, None)
+            if self._lost.get(instance) is lost:
+                self._left_nothing.add(instance)
+                del self._lost[instance]
+        except DeadlineError:
+            # It goes on, and is asked again: others would be as slow, and begin from the beginning.
+            lost.late_count += 1
+            if lost.late_count >= _MOST_LATE_ANSWERS:
+                lost.refused.add(heir.storage_id)
+            _log.warning(
+                LogMessage(
+                    "still looking for the puts of a lost storage service", storage=instance[0], heir=heir.storage_id
+                )
+            )
         except TqError as error:
             _log.warning(
                 LogMessage("puts cannot be taken over", storage=instance[0], heir=heir.storage_id, error=error.message)
@@ -225,6 +268,7 @@ class Adoptions:
             lost.refused.add(heir.storage_id)
         else:
             lost.refused.clear()
+            lost.agreed_at = self._clock()
             seconds = round(self._clock() - lost.since, 2)
             _log.warning(
                 LogMessage(

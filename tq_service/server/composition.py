@@ -256,6 +256,9 @@ class Controller:
             controller_id=controller_id,
             epoch=lambda: 0 if cluster is None else cluster.epoch,
             after_durable=_at_once if store is None else store.after_durable,
+            takes_heartbeats=lambda: (
+                (cluster is None or cluster.may_answer) and (store is None or not store.is_failing)
+            ),
             supervisor=supervisor,
         )
         self.catalog.on_freed = self.storages.free

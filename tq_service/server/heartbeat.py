@@ -38,13 +38,12 @@ _CALL_SECONDS = 5.0
 _CLUSTER_CALL_SECONDS = 1.5
 _RETRY_SECONDS = 0.25
 _CLUSTER_RETRY_SECONDS = 0.1  # the next controller is asked; one that has just begun to lead cannot have reads answered
-_REFUSED_SECONDS = 5.0
+_REFUSED_SECONDS = 1.0  # less than a heartbeat: one that was silent for three is taken for lost
 _REFUSALS = {
     grpc.StatusCode.UNAUTHENTICATED,
     grpc.StatusCode.PERMISSION_DENIED,
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.ALREADY_EXISTS,
-    grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
 _TAKES_NONE = (
     "it takes no further storage services; start it with the internal_secret_file of this one, or with tokens of role "

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from tq_service.durable import codec
@@ -56,7 +57,7 @@ class Adopted:
         mirror: its mirror.
         keys: for its receipts, of which it gives none.
         registration: of it under the old name.
-        run_id: of the controller's process that asked.
+        search_id: with which the controller asked.
         tasks: what it does in the background.
     """
 
@@ -64,7 +65,7 @@ class Adopted:
     mirror: Mirror
     keys: ReceiptKeys
     registration: Registration
-    run_id: bytes
+    search_id: bytes
     tasks: list[asyncio.Task[None]]
 
 
@@ -113,7 +114,7 @@ class Mirroring:
         self._offered_bytes = offered_bytes
         self._opened = asyncio.Event()
         self.adopted: dict[bytes, Adopted] = {}
-        self._adopting: dict[bytes, asyncio.Task[Adopted]] = {}
+        self._adopting: dict[bytes, tuple[bytes, asyncio.Task[Adopted]]] = {}
         self._supervisor = supervisor
         self._register: Callable[[Adopted], Coroutine[Any, Any, None]] | None = None
 
@@ -150,35 +151,54 @@ class Mirroring:
         self._opened.set()
         await mirror.run()
 
-    async def adopt(self, storage_id: str, boot_id: bytes, own: StorageEngine, run_id: bytes) -> Adopted:
+    async def adopt(self, storage_id: str, boot_id: bytes, own: StorageEngine, search_id: bytes) -> Adopted:
         """Take over the puts of a storage service that is lost, under the quota of this service's own engine.
 
         Args:
             storage_id: its name.
             boot_id: its boot.
             own: the engine of this service.
-            run_id: of the controller's process that asks. What was taken over for an earlier one is looked up again:
-                the lost one may have been back since, and have taken puts.
+            search_id: with which the controller asks. What was taken over for an earlier one is looked up again: the
+                lost one may have been back since, and have taken puts.
 
         Raises:
             NotFoundError: the mirror has nothing of it.
             UnavailableError: the mirror does not answer.
             DataLossError: what leads to the puts is damaged.
         """
-        known = self.adopted.get(boot_id)
-        if known is not None:
-            if known.run_id == run_id:
-                return known
-            await self.let_go(known)
-        task = self._adopting.get(boot_id)
-        if task is None:
-            task = self._adopting[boot_id] = asyncio.get_running_loop().create_task(
-                self._adopt(storage_id, boot_id, own, run_id)
-            )
-            task.add_done_callback(lambda _: self._adopting.pop(boot_id, None))
+        asked_id, task = self._adopting.get(boot_id, (search_id, None))
+        if task is None or asked_id != search_id:
+            task = asyncio.get_running_loop().create_task(self._adopt_after(task, storage_id, boot_id, own, search_id))
+            self._adopting[boot_id] = search_id, task
+            task.add_done_callback(partial(self._end_adopting, boot_id))
         return await asyncio.shield(task)
 
-    async def _adopt(self, storage_id: str, boot_id: bytes, own: StorageEngine, run_id: bytes) -> Adopted:
+    def _end_adopting(self, boot_id: bytes, done: asyncio.Task[Adopted]) -> None:
+        if boot_id in self._adopting and self._adopting[boot_id][1] is done:
+            del self._adopting[boot_id]
+        if not done.cancelled():
+            done.exception()  # its callers may have gone
+
+    async def _adopt_after(
+        self,
+        earlier: asyncio.Task[Adopted] | None,
+        storage_id: str,
+        boot_id: bytes,
+        own: StorageEngine,
+        search_id: bytes,
+    ) -> Adopted:
+        """Take over, once an earlier search has ended; what that one has found is let go of."""
+        if earlier is not None:
+            earlier.cancel()
+            await asyncio.wait((earlier,))
+        known = self.adopted.get(boot_id)
+        if known is not None:
+            if known.search_id == search_id:
+                return known
+            await self.let_go(known)
+        return await self._adopt(storage_id, boot_id, own, search_id)
+
+    async def _adopt(self, storage_id: str, boot_id: bytes, own: StorageEngine, search_id: bytes) -> Adopted:
         if not self._opened.is_set():
             raise UnavailableError(f"the mirror {self._url} was not reached yet; try again")
         names = Names(cluster=CLUSTER, storage_id=storage_id, boot_id=boot_id)
@@ -195,9 +215,10 @@ class Mirroring:
             quota_of=own,
             clock=time.monotonic,
         )
+        engine.run_id = search_id  # by which the controller knows an heir of this search
         count = engine.take_over(left.objects)
         adopted = Adopted(
-            engine=engine, mirror=mirror, keys=ReceiptKeys(), registration=registration, run_id=run_id, tasks=[]
+            engine=engine, mirror=mirror, keys=ReceiptKeys(), registration=registration, search_id=search_id, tasks=[]
         )
         self.adopted[boot_id] = adopted
         _log.warning(

@@ -195,12 +195,12 @@ class RemoteStorage:
             self._to_confirm[put_id] = None
             self._deliver()
 
-    async def adopt(self, instance: tuple[str, bytes], run_id: bytes) -> int:
+    async def adopt(self, instance: tuple[str, bytes], search_id: bytes) -> int:
         """Have it take over the puts of a lost instance; return how many there are.
 
         Args:
             instance: name and boot.
-            run_id: of this controller's process.
+            search_id: of this search for an heir.
 
         Raises:
             NotFoundError: its mirror has nothing of that.
@@ -212,7 +212,7 @@ class RemoteStorage:
             boot_id=boot_id,
             controller_id=self._controller_id,
             epoch=self._epoch,
-            run_id=run_id,
+            search_id=search_id,
         )
         with _typed_errors():
             answer = await self._peer.stub.Adopt(request, timeout=_ADOPT_SECONDS, metadata=self._peer.metadata())

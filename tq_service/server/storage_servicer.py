@@ -519,7 +519,7 @@ class StorageServicer:
                 f"storage service {self._engine.storage_id!r} has no mirror to take puts over from; start it with the "
                 "setting mirror"
             )
-        adopted = await self._mirroring.adopt(request.storage_id, request.boot_id, self._engine, request.run_id)
+        adopted = await self._mirroring.adopt(request.storage_id, request.boot_id, self._engine, request.search_id)
         return storage_control_pb2.AdoptResponse(put_count=adopted.engine.stat().put_count)
 
 

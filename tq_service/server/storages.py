@@ -184,6 +184,7 @@ class StorageRegistry:
         controller_id: of this controller, the owner of its puts, the same over restarts; None: a new one.
         epoch: returns which controller of a cluster this one is, 0 where it is alone.
         after_durable: calls something once all that has changed here so far cannot be lost any more.
+        takes_heartbeats: whether heartbeats are taken now, and not refused before they come here.
         supervisor: runs the background tasks; None: one of its own.
     """
 
@@ -197,6 +198,7 @@ class StorageRegistry:
         controller_id: bytes | None = None,
         epoch: Callable[[], int] = lambda: 0,
         after_durable: Callable[[Callable[[], None]], None] = lambda callback: callback(),
+        takes_heartbeats: Callable[[], bool] = lambda: True,
         supervisor: Supervisor | None = None,
     ) -> None:
         self.controller_id = os.urandom(16) if controller_id is None else controller_id
@@ -216,7 +218,7 @@ class StorageRegistry:
         self._giving_back: asyncio.Task[None] | None = None
         self._after_durable = after_durable
         self._supervisor = supervisor or Supervisor()
-        self.adoptions = Adoptions(self._storages, heartbeat_seconds, self._supervisor)
+        self.adoptions = Adoptions(self._storages, heartbeat_seconds, self._supervisor, takes_heartbeats)
         self._leaving: deque[Sequence[Freed]] = deque()  # freed as soon as their removal is durable
         self._has_puts_elsewhere = False
         self._is_closed = False
@@ -287,8 +289,9 @@ class StorageRegistry:
         endpoint = request.storage
         instance = endpoint.storage_id, endpoint.boot_id
         if request.is_adopted:
-            self.adoptions.check_heir(instance, endpoint.address)
             storage: Storage | None = self.adoptions.taken.get(instance)
+            if not (isinstance(storage, RemoteStorage) and storage.is_same(request)):
+                self.adoptions.check_heir(instance, endpoint.address, request.run_id)
         else:
             self.adoptions.check_not_taken(instance)
             storage = self._storages.get(endpoint.storage_id)

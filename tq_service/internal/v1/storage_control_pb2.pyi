@@ -22,7 +22,7 @@ class AdoptRequest(google.protobuf.message.Message):
     BOOT_ID_FIELD_NUMBER: builtins.int
     CONTROLLER_ID_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
-    RUN_ID_FIELD_NUMBER: builtins.int
+    SEARCH_ID_FIELD_NUMBER: builtins.int
     storage_id: builtins.str
     """StorageEndpoint.storage_id of the lost one."""
     boot_id: builtins.bytes
@@ -31,9 +31,10 @@ class AdoptRequest(google.protobuf.message.Message):
     """The controller that asks."""
     epoch: builtins.int
     """Its epoch, as in RegisterStorageResponse."""
-    run_id: builtins.bytes
-    """16 random bytes of its process. Puts that were taken over for another one are looked up in the mirror again: the
-    lost one may have been back meanwhile.
+    search_id: builtins.bytes
+    """16 random bytes, new each time that a storage service was seen to be lost; the heir registers with them as its
+    run_id. Puts that were taken over for another search are looked up in the mirror again: the lost one may have been
+    back meanwhile.
     """
     def __init__(
         self,
@@ -42,9 +43,9 @@ class AdoptRequest(google.protobuf.message.Message):
         boot_id: builtins.bytes = ...,
         controller_id: builtins.bytes = ...,
         epoch: builtins.int = ...,
-        run_id: builtins.bytes = ...,
+        search_id: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "controller_id", b"controller_id", "epoch", b"epoch", "run_id", b"run_id", "storage_id", b"storage_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "controller_id", b"controller_id", "epoch", b"epoch", "search_id", b"search_id", "storage_id", b"storage_id"]) -> None: ...
 
 global___AdoptRequest = AdoptRequest
 

@@ -36,7 +36,9 @@ class RegisterStorageRequest(google.protobuf.message.Message):
     used_bytes: builtins.int
     """Bytes that it stores and has reserved for puts under way."""
     run_id: builtins.bytes
-    """Random 16 bytes, new at every start of its process, also where the boot stays since it has kept its puts."""
+    """Random 16 bytes, new at every start of its process, also where the boot stays since it has kept its puts.
+    With is_adopted the search_id with which it was asked to take them over.
+    """
     receipts_from: builtins.int
     """The receipts of this controller's puts with lower numbers are void from now on."""
     controller_id: builtins.bytes

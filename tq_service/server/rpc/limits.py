@@ -96,11 +96,12 @@ class RunningCalls(Middleware):
 
     def admit(self, method: Method, details: grpc.HandlerCallDetails) -> Caller | None:
         """Refuse a call that is one too many."""
-        return self._one_too_many if self.count >= self._most and not method.is_open else None
+        is_one_too_many = self.count >= self._most and not _is_exempt(method)
+        return self._one_too_many if is_one_too_many else None
 
     def wrap(self, method: Method, caller: Caller, behavior: Behavior) -> Behavior:
         """Return what counts the calls of a method, and those that are rejected for a limit or a quota."""
-        weight = 0 if method.is_open or caller is self._one_too_many else 1
+        weight = 0 if _is_exempt(method) or caller is self._one_too_many else 1
 
         async def call(request: Any, context: Context) -> Any:
             self.count += weight
@@ -119,6 +120,11 @@ class RunningCalls(Middleware):
         if self.rejected:
             _log.warning(LogMessage("rejected calls beyond a limit or quota", **dict(self.rejected.most_common())))
             self.rejected.clear()
+
+
+def _is_exempt(method: Method) -> bool:
+    """Return whether a call does not count: a probe, or one of a service: refused heartbeats look like a lost one."""
+    return method.is_open or method.is_internal
 
 
 def _too_many(limit_name: str, got: int, limit: int, whose: str) -> LimitExceededError:
