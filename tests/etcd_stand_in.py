@@ -48,6 +48,7 @@ class EtcdStandIn:
         self.refusals = self.lost_answers = self.write_count = 0
         self.users: dict[str, str] = {}
         self.tokens: set[str] = set()
+        self.token_refusal = grpc.StatusCode.UNAUTHENTICATED, "etcdserver: invalid auth token"
         self._changed = threading.Condition()
         self._events: list[tuple[int, pb.EtcdEvent]] = []
         self._leases: dict[int, tuple[float, int]] = {}  # when each ends, and its seconds
@@ -148,7 +149,7 @@ class EtcdStandIn:
 
     def _check_token(self, context: Any) -> None:
         if dict(context.invocation_metadata()).get("token") not in self.tokens:
-            context.abort(grpc.StatusCode.UNAUTHENTICATED, "etcdserver: invalid auth token")
+            context.abort(*self.token_refusal)
 
     def _header(self) -> pb.EtcdHeader:
         return pb.EtcdHeader(cluster_id=7, member_id=1, revision=self.revision, raft_term=2)

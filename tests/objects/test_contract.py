@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 
 import pytest
-from object_engines import ENGINES, Engine
+from object_engines import ENGINES, Engine, MooncakeEngine
 
 from tq_service.errors import AlreadyExistsError, DataLossError, InvalidArgumentError, UnavailableError
 from tq_service.objects.base import LARGEST_OBJECT_BYTES, ObjectMissingError, ObjectStore
@@ -35,8 +35,30 @@ async def store(engine: Engine) -> AsyncIterator[ObjectStore]:
 
 
 @pytest.fixture
+async def beside(engine: Engine) -> AsyncIterator[ObjectStore]:
+    """The store of a process on the first node of the engine, which has the copies of others in its own memory."""
+    if not isinstance(engine, MooncakeEngine):
+        pytest.skip("this engine keeps no copies with those that use it")
+    store = make_object_store(engine.url)
+    await store.open("127.0.0.2", 0)
+    yield store
+    await store.aclose()
+
+
+@pytest.fixture
 def name() -> ObjectName:
     return ObjectName(cluster=f"c{uuid.uuid4().hex}", storage_id="storage-0", instance="0a", put_id="01")
+
+
+async def test_a_copy_on_the_own_node_counts_for_an_heir_and_not_for_a_writer(
+    store: ObjectStore, beside: ObjectStore, name: ObjectName
+) -> None:
+    assert await store.put(str(name), [b"of another node"], copies=2) == 2
+    assert await beside.copies([str(name)]) == [2]
+    own = name.retried()
+    assert await beside.put(str(own), [b"of this node"], copies=2) == 1
+    assert await store.copies([str(own)]) >= [1]
+    await remove(store, [str(name), str(own)])
 
 
 async def read(store: ObjectStore, name: ObjectName, size: int, start: int = 0) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
@@ -67,6 +67,31 @@ async def test_an_engine_that_is_away_is_asked_again(
     await remover.wait_empty()
     assert remover.last_error is None
     assert not pool.objects
+
+
+async def test_names_that_cannot_be_removed_keep_no_others_from_it(
+    pool: MemoryPool, objects: MemoryObjects, remover: Remover, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tq_service.objects.remover._NAMES_A_CALL", 1)
+    stuck, remove = NAMES[0], objects.remove
+
+    async def refuses_one(names: Sequence[str]) -> list[str]:
+        if stuck in names:
+            raise UnavailableError("permission denied")
+        return await remove(names)
+
+    monkeypatch.setattr(objects, "remove", refuses_one)
+    for name in NAMES:
+        await objects.put(name, [b"x"], copies=1)
+    remover.remove(NAMES)
+    while remover.pending_count > 1:  # noqa: ASYNC110  (the same)
+        await asyncio.sleep(0)
+    assert list(pool.objects) == [stuck]
+    assert remover.last_error is not None
+    monkeypatch.setattr(objects, "remove", remove)
+    await remover.wait_empty()
+    assert not pool.objects
+    assert remover.last_error is None
 
 
 async def test_what_is_pending_stays_when_it_is_closed(pool: MemoryPool, objects: MemoryObjects) -> None:

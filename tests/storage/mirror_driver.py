@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from dataclasses import replace
 
 from engine_driver import begin, begin_shared, put_id
 
@@ -16,6 +17,14 @@ from tq_service.wire import shared_memory
 from tq_service.wire.frames import iter_frames
 
 NODE_BYTES = 64 << 20
+
+
+class ListingObjects(MemoryObjects):
+    """An engine that finds names by their beginning."""
+
+    @property
+    def abilities(self):
+        return replace(super().abilities, lists_by_prefix=True)
 
 
 class Nodes:
@@ -60,7 +69,8 @@ class Nodes:
         await self.mirror.close()
 
     async def left(self):
-        objects = MemoryObjects(self.pool)
+        """Return what is found in the mirror: now by asking for names, now by listing them."""
+        objects = (ListingObjects if len(self.pool.objects) % 2 else MemoryObjects)(self.pool)
         await objects.open("heir", 0)
         return await find_left(objects, self.names, codec, copies=self.copies)
 

@@ -210,3 +210,22 @@ async def test_a_read_of_a_put_that_cannot_be_fetched_now_is_to_be_tried_again()
 def test_settings_of_a_mirror_that_do_not_fit_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         ServeSettings(**settings)
+
+
+async def test_what_the_mirror_has_not_yet_it_gets_before_a_stop_if_there_is_time():
+    nodes = Nodes(required=0)
+    engine = await nodes.start()
+    await put(engine, 1, small(1))
+    await turns_until(lambda: not engine.stat().mirror.unmirrored_bytes)
+    nodes.pool.gate = asyncio.Event()
+    await put(engine, 2, small(2))
+    await put(engine, 3, LARGE)
+    assert await nodes.mirror.settle(0.01) == engine.stat().mirror.unmirrored_bytes > LARGE["x"].nbytes
+    asyncio.get_running_loop().call_later(0.01, nodes.pool.gate.set)
+    assert await nodes.mirror.settle(60.0) == 0
+    names = nodes.put_objects()
+    assert len(names) == 3
+    await nodes.kill()
+    await put(engine, 4, small(4))
+    await asyncio.sleep(0.05)
+    assert nodes.put_objects() == names

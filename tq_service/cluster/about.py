@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 from tq_service.cluster.etcd import Etcd, is_created_at, put
 from tq_service.cluster.keys import ClusterKeys
@@ -74,4 +75,9 @@ def published(etcd: Etcd, keys: ClusterKeys) -> list[MemberRecord]:
     Raises:
         JournalUnreachableError: etcd does not answer.
     """
-    return [MemberRecord(**json.loads(each.value)) for each in etcd.get_all(keys.members, seconds=0.0)]
+    return [_member_of(json.loads(each.value)) for each in etcd.get_all(keys.members, seconds=0.0)]
+
+
+def _member_of(values: dict[str, Any]) -> MemberRecord:
+    """Return a controller from what it wrote, which may have more of a newer version."""
+    return MemberRecord(**{each.name: values[each.name] for each in fields(MemberRecord)})

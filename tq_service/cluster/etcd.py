@@ -35,6 +35,8 @@ _TRIED_AGAIN: Final = {
     grpc.StatusCode.UNKNOWN,
     grpc.StatusCode.INTERNAL,
 }
+# What etcd says, under different codes in different versions, where another token may be taken.
+_OF_TOKENS: Final = ("auth token", "revision of auth store", "revision in header")
 _METHODS: Final[dict[type[Any], tuple[str, type[Any]]]] = {
     pb.EtcdRangeRequest: ("KV/Range", pb.EtcdRangeResponse),
     pb.EtcdTxnRequest: ("KV/Txn", pb.EtcdTxnResponse),
@@ -151,8 +153,9 @@ class Etcd:
                 raise JournalUnreachableError(f"the connection to etcd at {address} is closed ({error})") from None
             except grpc.RpcError as error:
                 code, details = error.code(), error.details() or ""
-                if "auth token" in details and self._token is not None and not is_last:
-                    self._token = None  # it has expired, or etcd has begun again
+                is_refused = code is grpc.StatusCode.UNAUTHENTICATED or any(each in details for each in _OF_TOKENS)
+                if is_refused and self._token is not None and not is_last:
+                    self._token = None  # it has expired, etcd has begun again, or users or their rights have changed
                     continue
                 if code in _TRIED_AGAIN:
                     self._next_member(address)

@@ -89,6 +89,7 @@ class EtcdLog:
         self._end_value = b""  # what etcd has for it
         self._attempt: Batch | None = None  # of which it is not known whether it was written
         self._seen = BEGINNING
+        self._followed_from = 0  # number of the first record that a standby needs; it has the others from a snapshot
         self._is_loss_accepted = False
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="tq-log")
 
@@ -197,6 +198,7 @@ class EtcdLog:
                 loop.call_soon_threadsafe(changed.set)
 
         watch = self._etcd.watch(self._keys.last, notify)
+        self._followed_from = number
         seen = 0
         try:
             while True:
@@ -245,7 +247,7 @@ class EtcdLog:
     @property
     def last_number(self) -> int:
         """Number of the last record that is durable, or that a standby has read."""
-        return self._durable or self._seen.number
+        return self._durable or max(self._seen.number, self._followed_from - 1)
 
     # Appending
 

@@ -49,14 +49,14 @@ class Abilities:
         fixed_copies: copies that each object has because the engine itself decides so; None where `put` decides. More
             than these cannot be required of it.
         reads_ranges: whether a part of an object is fetched without the rest of it.
-        lists_names: whether `list_names` works.
+        lists_by_prefix: whether `list_names` looks at the names with the prefix alone; else at all that there are.
     """
 
     survives: Literal["process", "node", "power"]
     largest_object_bytes: int = LARGEST_OBJECT_BYTES
     fixed_copies: int | None = None
     reads_ranges: bool = True
-    lists_names: bool = True
+    lists_by_prefix: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +141,8 @@ class ObjectStore(ABC):
     async def copies(self, names: Sequence[str]) -> list[int]:
         """Return how many complete copies each object has; 0: there is none, or the object is half written.
 
+        One on the node of this process counts here: another process may have placed it there.
+
         Raises:
             UnavailableError: the engine did not answer.
         """
@@ -178,15 +180,15 @@ class ObjectStore(ABC):
     async def aclose(self) -> None:
         """Leave the engine; calls under way end with an error. Objects stay. A second call does nothing."""
 
+    @abstractmethod
     def list_names(self, prefix: str) -> AsyncIterator[Sequence[str]]:
         """Yield the names of complete objects that begin with `prefix`, in any order, a page at a time.
 
-        What is put or removed meanwhile may be missing or be there. Only where `abilities.lists_names`.
+        What is put or removed meanwhile may be missing or be there.
 
         Raises:
             UnavailableError: the engine did not answer.
         """
-        raise TypeError(f"{type(self).__name__} cannot list names below {prefix!r}")
 
     async def remove_below(self, prefix: str) -> bool:
         """Remove the objects whose names begin with `prefix`, such as those of an instance that is gone; see `remove`.

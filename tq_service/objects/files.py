@@ -84,7 +84,7 @@ class FileObjects(ThreadedObjects):
 
     @property
     def abilities(self) -> Abilities:
-        return Abilities(survives=self._survives, fixed_copies=1)
+        return Abilities(survives=self._survives, fixed_copies=1, lists_by_prefix=True)
 
     async def remove_below(self, prefix: str) -> bool:
         await self._run(lambda: self._remove_files(list(self._below(prefix))))

@@ -134,7 +134,7 @@ class MooncakeObjects(ThreadedObjects):
             )
         if code:
             raise self._failed(name, code)
-        made = self._copies([name])[0]
+        made = len(self._nodes([name])[name] - {self._host})
         if not made:
             raise UnavailableError(
                 f"{self.place}: object {name} was acknowledged, but no other node has it; put it again"
@@ -189,19 +189,17 @@ class MooncakeObjects(ThreadedObjects):
         return int(size) - HEADER_BYTES
 
     def _copies(self, names: Sequence[str]) -> list[int]:
+        nodes = self._nodes(names)
+        return [len(nodes[name]) for name in names]
+
+    def _nodes(self, names: Sequence[str]) -> dict[str, set[str]]:
+        """Return the nodes on which complete copies are."""
         # What has no replicas is missing in the answer, and so is everything where the master does not answer.
         existing = [name for name, exists in zip(names, self._exists(names), strict=True) if exists]
         replicas = self._store.batch_get_replica_desc(existing) if existing else {}
         if existing and not replicas:
             self._exists(existing)
-        return [self._count(replicas.get(name, ())) for name in names]
-
-    def _count(self, replicas: Sequence[Any]) -> int:
-        hosts = set()
-        for replica in replicas:
-            if replica.is_memory_replica() and replica.status.name == "COMPLETE":
-                hosts.add(host_of(replica.get_memory_descriptor().buffer_descriptor.transport_endpoint))
-        return len(hosts - {self._host})
+        return {name: _hosts_of(replicas.get(name, ())) for name in names}
 
     def _exists(self, names: Sequence[str]) -> list[bool]:
         codes = self._store.batch_is_exist(list(names))
@@ -242,6 +240,14 @@ class MooncakeObjects(ThreadedObjects):
                 self._staging.buffer = None
                 raise self._failed("register_buffer", code)
         return buffer
+
+
+def _hosts_of(replicas: Sequence[Any]) -> set[str]:
+    return {
+        host_of(replica.get_memory_descriptor().buffer_descriptor.transport_endpoint)
+        for replica in replicas
+        if replica.is_memory_replica() and replica.status.name == "COMPLETE"
+    }
 
 
 _MOST_STAGED_BYTES: Final = LARGEST_OBJECT_BYTES + HEADER_BYTES

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
 from typing import Final
 
 from tq_service.errors import TqError
 from tq_service.objects.base import ObjectStore
 
 _NAMES_A_CALL: Final = 500
+_MOST_FAILURES: Final = 8
 
 
 class Remover:
@@ -20,7 +22,7 @@ class Remover:
     says which instance of which storage service wrote it.
 
     Attributes:
-        last_error: what the engine answered last, None when it removed what it was asked to or put it off.
+        last_error: what the engine answered last to a call that failed, None when all calls were answered since.
     """
 
     def __init__(
@@ -88,10 +90,7 @@ class Remover:
                 await asyncio.sleep(self._interval_seconds)
                 continue
             self._wanted.clear()
-            try:
-                is_any_put_off, self.last_error = await self._remove_once(), None
-            except TqError as error:  # the engine is away; all that is pending is asked again
-                is_any_put_off, self.last_error = True, error
+            is_any_put_off = await self._remove_once()
             if not self.pending_count:
                 self._empty.set()
                 continue
@@ -100,19 +99,42 @@ class Remover:
             self._wanted.set()
 
     async def _remove_once(self) -> bool:
-        """Ask for all that is pending; return whether something is to be asked again."""
-        is_any_put_off = False
-        for prefix in list(self._prefixes):
-            if await self._objects.remove_below(prefix):
-                self._prefixes.pop(prefix, None)
-            else:
-                is_any_put_off = True
+        """Ask for all that is pending; return whether something is to be asked again.
+
+        A call that fails keeps nothing else from being removed, but after some of them the engine is away.
+        """
+        is_any_put_off, failure_count, last_error = False, 0, None
         names = list(self._names)
-        for first in range(0, len(names), _NAMES_A_CALL):
-            some = names[first : first + _NAMES_A_CALL]
-            again = set(await self._objects.remove(some))
-            is_any_put_off |= bool(again)
-            for name in some:
-                if name not in again:
-                    self._names.pop(name, None)
+        calls: list[Callable[[], Awaitable[bool]]] = [partial(self._remove_prefix, each) for each in self._prefixes]
+        calls += [
+            partial(self._remove_names, names[first : first + _NAMES_A_CALL])
+            for first in range(0, len(names), _NAMES_A_CALL)
+        ]
+        for call in calls:
+            try:
+                is_any_put_off |= not await call()
+            except TqError as error:
+                is_any_put_off, last_error = True, error
+                failure_count += 1
+                if failure_count >= _MOST_FAILURES:
+                    break
+        self.last_error = last_error
         return is_any_put_off
+
+    async def _remove_prefix(self, prefix: str) -> bool:
+        is_gone = await self._objects.remove_below(prefix)
+        if is_gone:
+            self._prefixes.pop(prefix, None)
+        return is_gone
+
+    async def _remove_names(self, names: Sequence[str]) -> bool:
+        try:
+            again = set(await self._objects.remove(names))
+        except BaseException:
+            for name in names:  # the others have their turn first
+                self._names[name] = self._names.pop(name, None)
+            raise
+        for name in names:
+            if name not in again:
+                self._names.pop(name, None)
+        return not again

@@ -68,7 +68,7 @@ class S3Objects(ThreadedObjects):
 
     @property
     def abilities(self) -> Abilities:
-        return Abilities(survives=self._survives, fixed_copies=self._copy_count)
+        return Abilities(survives=self._survives, fixed_copies=self._copy_count, lists_by_prefix=True)
 
     def _make_store(self, url: EngineUrl) -> S3Store:
         endpoint = url.text("endpoint", "")

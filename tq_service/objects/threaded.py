@@ -130,8 +130,8 @@ class ThreadedObjects(ObjectStore):
     @abstractmethod
     def _capacity(self) -> Capacity: ...
 
-    def _list(self, prefix: str) -> list[str]:
-        raise TypeError(f"{self.engine} cannot list names below {prefix!r}")
+    @abstractmethod
+    def _list(self, prefix: str) -> list[str]: ...
 
     @abstractmethod
     def _close(self) -> None: ...

@@ -28,6 +28,7 @@ _LARGEST_BYTES: Final = (512 << 20) - HEADER_BYTES
 """A value has at most 512 MiB."""
 _NAMES_A_SCAN: Final = 1000
 _NAMES_A_CALL: Final = 500
+_PROBE: Final = "!probe-"  # in no name of an object
 
 
 class ValkeyObjects(ThreadedObjects):
@@ -135,7 +136,7 @@ class ValkeyObjects(ThreadedObjects):
                 pipeline.exists(self._prefix + name)
             if replica_count:
                 # A replica that has acknowledged this write has all those before it.
-                pipeline.set(f"{self._prefix}.probe-{secrets.token_hex(8)}", b"", px=1000)
+                pipeline.set(_probe_beside(self._prefix + some[0]), b"", px=1000)
                 pipeline.wait(replica_count, self._wait_ms)
             answers = pipeline.execute()
             copies = 1 + (answers[-1] if replica_count else 0)
@@ -156,7 +157,7 @@ class ValkeyObjects(ThreadedObjects):
         )
         keys = self._client.scan_iter(match=f"{pattern}*", count=_NAMES_A_SCAN)
         names = {key.decode().removeprefix(self._prefix) for key in keys}
-        return [name for name in names if not name.startswith(".probe-")]
+        return [name for name in names if _PROBE not in name]
 
     def _capacity(self) -> Capacity:
         infos = self._info("memory")
@@ -196,6 +197,12 @@ class ValkeyObjects(ThreadedObjects):
         for server, some in grouped.values():
             for first in range(0, len(some), _NAMES_A_CALL):
                 yield server, some[first : first + _NAMES_A_CALL]
+
+
+def _probe_beside(key: str) -> str:
+    """Return a key for a moment, in the slot of another one: in a cluster others may be on another server."""
+    tagged = key if "{" in key else f"{{{key}}}"
+    return f"{tagged}{_PROBE}{secrets.token_hex(8)}"
 
 
 def _replica_count(server: Any) -> int:

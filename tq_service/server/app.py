@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import signal
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
@@ -280,11 +281,17 @@ class App:
         self.listener.close()
 
     async def stop(self, grace_seconds: float) -> None:
-        """Drain: say so to health checks, end the waits, let running calls finish, then stop."""
+        """Drain: say so to health checks, end the waits, let running calls finish, then stop.
+
+        What is left of the time is for puts that the mirror does not have yet.
+        """
+        ends_at = time.monotonic() + grace_seconds
         self._drain()
         if self.storage is not None:
             self.storage.drain()
         await self._stop_server(grace_seconds)
+        if self.storage is not None:
+            await self.storage.settle(ends_at - time.monotonic())
         await self._closing.aclose()
 
 

@@ -185,6 +185,11 @@ class Storage:
         if self.shared_memory is not None:
             self.shared_memory.drain()
 
+    async def settle(self, seconds: float) -> None:
+        """Let the mirror have what it has not yet, for so long at most: no process has it after this one."""
+        if self.mirror is not None and (unmirrored_bytes := await self.mirror.settle(seconds)):
+            _log.warning(LogMessage("stops although the mirror has not all puts", unmirrored_bytes=unmirrored_bytes))
+
     def close(self) -> None:
         """Share no more memory."""
         if self.shared_memory is not None:

@@ -9,11 +9,12 @@ An object has whole puts of one owner and partition: how many, the sizes of each
 values. What is larger than an engine takes is cut into pieces, of which the first is written last: where that is there,
 all of them are.
 
-Engines that cannot list names are found through lists. Objects are numbered, and a list says which ones are there, and
-the number of the next one; at most `WINDOW` objects are written after a list before there is another one. So a list and
-the existence of so many names tell all that was ever acknowledged. Lists are named by the second they were written in,
-and searched for backwards from now. Every taking over begins a generation, with lists of its own;
-and the next heir looks at those of all generations, since the writer of an earlier one may have gone on.
+What there is is found through lists, since few engines find names by their beginning without a look at all that they
+have. Objects are numbered, and a list says which ones are there, and the number of the next one; at most `WINDOW`
+objects are written after a list before there is another one. So a list and the existence of so many names tell all that
+was ever acknowledged. Lists are named by the second they were written in, and searched for backwards from now. Every
+taking over begins a generation, with lists of its own; and the next heir looks at those of all generations, since the
+writer of an earlier one may have gone on.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import msgpack
 
 from tq_service.errors import DataLossError
 from tq_service.objects.base import LARGEST_OBJECT_BYTES, Buffer
-from tq_service.objects.names import ObjectName, check_segment
+from tq_service.objects.names import ObjectName, check_segment, instance_prefix
 
 WINDOW: Final = 8192
 """Most objects that are written after a list."""
@@ -82,6 +83,11 @@ class Names:
 
     def __post_init__(self) -> None:
         check_segment("storage_id", self.storage_id)
+
+    @property
+    def prefix(self) -> str:
+        """What all of them begin with."""
+        return instance_prefix(self.cluster, self.storage_id, self.boot_id.hex())
 
     def pieces(self, stored: PutObject) -> list[str]:
         """Return the names of the pieces of an object."""

@@ -165,6 +165,7 @@ class Mirror:
         self._has_to_free = asyncio.Event()
         self._fetching: dict[PutObject, asyncio.Task[None]] = {}
         self._unmirrored_bytes = self._short_put_count = 0
+        self._is_closed = False
 
     def stat(self, spilled_count: int = 0, spilled_bytes: int = 0) -> MirrorStatus:
         """Return how it is, with the puts that its engine has spilled."""
@@ -190,8 +191,19 @@ class Mirror:
                 self._has_to_free.clear()
                 await self.scrub()
 
+    async def settle(self, seconds: float) -> int:
+        """Wait until all puts have their copies, for so long at most; return the bytes of those that have not."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + seconds
+        for kind, batch in list(self._gathered.items()):
+            self._send(kind, batch)
+        while self._tasks and loop.time() < end:
+            await asyncio.wait(self._tasks, timeout=end - loop.time())
+        return self._unmirrored_bytes
+
     async def close(self) -> None:
         """Write nothing any more; objects stay for the storage service that takes the puts over."""
+        self._is_closed = True
         tasks = [*self._tasks, *self._fetching.values()]
         for task in tasks:
             task.cancel()
@@ -268,7 +280,7 @@ class Mirror:
             self._send(copy.kind, batch)
 
     def _send(self, kind: _Kind, batch: _Batch) -> None:
-        if self._gathered.get(kind) is batch:
+        if self._gathered.get(kind) is batch and not self._is_closed:
             del self._gathered[kind]
             self._small_count += 1
             self._start(batch).add_done_callback(self._end_small)
