@@ -373,6 +373,21 @@ def test_a_standby_that_is_far_behind_gets_a_snapshot_of_the_leader(
     assert len(late.client().list_partitions()) == 5
 
 
+def test_a_leader_writes_the_snapshot_that_another_one_needs(
+    start_controller: StartController, etcd: EtcdStandIn
+) -> None:
+    leader = start_controller("a")
+    wait_for(lambda: leads(leader))
+    store = leader.app.state_store
+    assert store is not None
+    old, _ = leader.loop.run(store.newest_snapshot(0))
+    leader.client().create_partition("train")
+    assert leader.loop.run(store.newest_snapshot(old))[0] == old
+    newer, path = leader.loop.run(store.newest_snapshot(old + 1))
+    assert newer > old
+    assert path.exists()
+
+
 def test_a_standby_writes_snapshots_of_its_own_and_starts_from_them(
     start_controller: StartController, etcd: EtcdStandIn
 ) -> None:

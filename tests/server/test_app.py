@@ -9,8 +9,8 @@ from grpc_health.v1 import health_pb2
 
 import tq_service as tq
 from tq_service.config import ServeSettings
-from tq_service.errors import JournalDamagedError
-from tq_service.server import converters
+from tq_service.errors import JournalDamagedError, JournalUnreachableError
+from tq_service.server import app, converters
 from tq_service.server.app import running
 
 
@@ -77,3 +77,26 @@ async def test_health_says_so_from_that_moment():
             app.supervisor.on_fatal(lambda _failure: statuses.append(app.health._statuses[""]))
             app.supervisor.fatal("over")
     assert statuses == [health_pb2.HealthCheckResponse.NOT_SERVING]
+
+
+async def test_a_controller_waits_for_its_etcd_and_stops_while_it_does(monkeypatch, caplog):
+    starts = []
+
+    async def start(settings, supervisor):
+        starts.append(supervisor)
+        if len(starts) < 3:
+            raise JournalUnreachableError("etcd does not answer")
+        return "app"
+
+    monkeypatch.setattr(app.App, "start", start)
+    monkeypatch.setattr(app, "_ETCD_RETRY_SECONDS", 0.01)
+    stopping = asyncio.Event()
+    assert await app._started(ServeSettings(insecure=True), asyncio.Event(), stopping) == "app"
+    assert len(set(map(id, starts))) == 3
+    assert caplog.text.count("waits for etcd") == 2
+    starts.clear()
+    monkeypatch.setattr(app, "_ETCD_RETRY_SECONDS", 60.0)
+    asyncio.get_running_loop().call_later(0.05, stopping.set)
+    async with asyncio.timeout(10.0):
+        assert await app._started(ServeSettings(insecure=True), asyncio.Event(), stopping) is None
+    assert len(starts) == 1

@@ -27,7 +27,7 @@ class Store:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    async def newest_snapshot(self) -> tuple[int, Path]:
+    async def newest_snapshot(self, least_number: int) -> tuple[int, Path]:
         return NUMBER, self.path
 
 
@@ -60,8 +60,8 @@ def names_in(directory: Path) -> set[str]:
     return {path.name for path in directory.iterdir()}
 
 
-async def fetch(address: str, directory: Path) -> int:
-    return await fetch_snapshot(address, Credentials(None, None, None), directory)
+async def fetch(address: str, directory: Path, least_number: int = NUMBER) -> int:
+    return await fetch_snapshot(address, Credentials(None, None, None), directory, least_number)
 
 
 async def test_it_arrives_as_it_was_also_where_a_newer_one_replaces_it_meanwhile(tmp_path: Path) -> None:
@@ -87,4 +87,11 @@ async def test_of_one_that_ends_early_nothing_is_left(tmp_path: Path, parts: lis
     async with serving(SendsParts(parts)) as address:
         with pytest.raises(UnavailableError, match=words):
             await fetch(address, tmp_path)
+    assert not names_in(tmp_path)
+
+
+async def test_one_that_is_older_than_what_is_needed_is_not_written(tmp_path: Path) -> None:
+    async with serving(SendsParts([CONTENT])) as address:
+        with pytest.raises(UnavailableError, match="snapshot 7, at least 8 is needed"):
+            await fetch(address, tmp_path, NUMBER + 1)
     assert not names_in(tmp_path)

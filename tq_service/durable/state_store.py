@@ -457,9 +457,9 @@ class StateStore:
 
     # Snapshots
 
-    async def newest_snapshot(self) -> tuple[int, Path]:
-        """Return the number and the file of the newest snapshot, written first where there is none."""
-        if not snapshot_numbers(self.data_dir.path):
+    async def newest_snapshot(self, least_number: int) -> tuple[int, Path]:
+        """Return number and file of the newest snapshot, written first where none has a number of so much at least."""
+        if max(snapshot_numbers(self.data_dir.path), default=-1) < least_number:
             await self.take_snapshot()
         number = snapshot_numbers(self.data_dir.path)[-1]
         return number, snapshot_path(self.data_dir.path, number)

@@ -9,14 +9,14 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tq_service.addresses import split_addresses
 from tq_service.config import ServeSettings, format_size, join_address
-from tq_service.errors import ServiceFailedError, TqError
+from tq_service.errors import JournalUnreachableError, ServiceFailedError, TqError
 from tq_service.internal.v1.storage_control_pb2_grpc import add_StorageControlServiceServicer_to_server
 from tq_service.internal.v1.storage_registry_pb2_grpc import add_StorageRegistryServiceServicer_to_server
 from tq_service.log_message import LogMessage
@@ -55,6 +55,7 @@ _log = logging.getLogger(__name__)
 CONTROLLER_SERVICE = "tq_service.v1.ControllerService"
 _HOUSEKEEPING_SECONDS = 5.0
 _MOST_PENDING_CALLS = 100_000
+_ETCD_RETRY_SECONDS: Final = 1.0
 _ABORT_SECONDS = 2.0
 
 
@@ -343,13 +344,13 @@ async def serve(settings: ServeSettings, *, announce: Callable[[str], None]) -> 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
-    supervisor = Supervisor()
-    supervisor.on_fatal(lambda _failure: failed.set())
     try:
-        app = await App.start(settings, supervisor)
+        app = await _started(settings, failed, stopping)
     except (OSError, TqError) as error:
         _log.error(LogMessage("the service cannot start", error=error))
         return 1
+    if app is None:
+        return 0
     announce(f"listening on {join_address(settings.host, app.port)} (role {settings.role})")
     announce(_what_it_is(app, settings))
     if await _comes_before(stopping.wait(), failed):
@@ -358,6 +359,25 @@ async def serve(settings: ServeSettings, *, announce: Callable[[str], None]) -> 
             return 0
     await app.abort()
     return FAILED_EXIT_CODE
+
+
+async def _started(settings: ServeSettings, failed: asyncio.Event, stopping: asyncio.Event) -> App | None:
+    """Return the process once it listens, None where it is to stop before; waits for etcd, which may start later.
+
+    Raises:
+        OSError, TqError: it cannot start.
+    """
+    while not stopping.is_set():
+        supervisor = Supervisor()
+        supervisor.on_fatal(lambda _failure: failed.set())
+        try:
+            return await App.start(settings, supervisor)
+        except JournalUnreachableError as error:
+            _log.warning(LogMessage("the service waits for etcd, and starts once that answers", error=error))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_ETCD_RETRY_SECONDS):
+                await stopping.wait()
+    return None
 
 
 def _what_it_is(app: App, settings: ServeSettings) -> str:

@@ -246,11 +246,11 @@ class ClusterMember:
                 await asyncio.sleep(self._lease_seconds)
                 continue
             try:
-                found = await fetch_snapshot(leader.address, self._credentials, self.store.data_dir.path)
-                if found >= number:
-                    return found
+                return await fetch_snapshot(leader.address, self._credentials, self.store.data_dir.path, number)
             except (grpc.aio.AioRpcError, TqError, OSError) as error:
-                _log.warning(LogMessage("the leader sends no snapshot", address=leader.address, error=error))
+                _log.warning(
+                    LogMessage("the leader sends no snapshot that is needed", address=leader.address, error=error)
+                )
             await asyncio.sleep(_PAUSE_SECONDS)
 
     def _has_log_from(self, number: int) -> bool:

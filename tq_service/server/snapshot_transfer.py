@@ -39,7 +39,7 @@ class SnapshotServicer(ClusterServiceServicer):
         self, request: pb.FetchSnapshotRequest, context: Context
     ) -> AsyncIterator[pb.FetchSnapshotResponse]:
         """Send it in parts."""
-        number, path = await self._store.newest_snapshot()
+        number, path = await self._store.newest_snapshot(request.least_number)
         file = await asyncio.to_thread(path.open, "rb")  # open, it stays readable once a newer one has replaced it
         with file:
             size = os.fstat(file.fileno()).st_size
@@ -47,8 +47,8 @@ class SnapshotServicer(ClusterServiceServicer):
                 yield pb.FetchSnapshotResponse(number=number, size_bytes=size, data=part)
 
 
-async def fetch_snapshot(address: str, credentials: Credentials, directory: Path) -> int:
-    """Write the newest snapshot of a controller into a data directory, and return its number.
+async def fetch_snapshot(address: str, credentials: Credentials, directory: Path, least_number: int) -> int:
+    """Write a snapshot of a controller into a data directory, and return its number, which is so much at least.
 
     Raises:
         grpc.aio.AioRpcError: the controller does not send it.
@@ -58,12 +58,16 @@ async def fetch_snapshot(address: str, credentials: Credentials, directory: Path
     peer: Peer[ClusterServiceAsyncStub] = Peer(address, credentials, ClusterServiceStub)
     async with contextlib.aclosing(peer):
         parts = aiter(
-            peer.stub.FetchSnapshot(pb.FetchSnapshotRequest(), timeout=_FETCH_SECONDS, metadata=peer.metadata())
+            peer.stub.FetchSnapshot(
+                pb.FetchSnapshotRequest(least_number=least_number), timeout=_FETCH_SECONDS, metadata=peer.metadata()
+            )
         )
         part = await anext(parts, None)
         if part is None:
             raise UnavailableError(f"the snapshot of {address} ended before it began")
         number, size, count = part.number, part.size_bytes, 0
+        if number < least_number:
+            raise UnavailableError(f"{address} sent snapshot {number}, at least {least_number} is needed")
         writer = FileWriter(snapshot_path(directory, number))
         try:
             while part is not None:

@@ -15,7 +15,7 @@ _sym_db = _symbol_database.Default()
 from tq_service.v1 import method_rule_pb2 as tq__service_dot_v1_dot_method__rule__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$tq_service/internal/v1/cluster.proto\x12\x16tq_service.internal.v1\x1a\x1ftq_service/v1/method_rule.proto\"\x16\n\x14\x46\x65tchSnapshotRequest\"I\n\x15\x46\x65tchSnapshotResponse\x12\x0e\n\x06number\x18\x01 \x01(\x03\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x32\x8e\x01\n\x0e\x43lusterService\x12|\n\rFetchSnapshot\x12,.tq_service.internal.v1.FetchSnapshotRequest\x1a-.tq_service.internal.v1.FetchSnapshotResponse\"\x0c\x90\x02\x01\xd2\xd7\x1b\x05\n\x01\x05\x10\x03\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$tq_service/internal/v1/cluster.proto\x12\x16tq_service.internal.v1\x1a\x1ftq_service/v1/method_rule.proto\",\n\x14\x46\x65tchSnapshotRequest\x12\x14\n\x0cleast_number\x18\x01 \x01(\x03\"I\n\x15\x46\x65tchSnapshotResponse\x12\x0e\n\x06number\x18\x01 \x01(\x03\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x32\x8e\x01\n\x0e\x43lusterService\x12|\n\rFetchSnapshot\x12,.tq_service.internal.v1.FetchSnapshotRequest\x1a-.tq_service.internal.v1.FetchSnapshotResponse\"\x0c\x90\x02\x01\xd2\xd7\x1b\x05\n\x01\x05\x10\x03\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -25,9 +25,9 @@ if _descriptor._USE_C_DESCRIPTORS == False:
   _globals['_CLUSTERSERVICE'].methods_by_name['FetchSnapshot']._options = None
   _globals['_CLUSTERSERVICE'].methods_by_name['FetchSnapshot']._serialized_options = b'\220\002\001\322\327\033\005\n\001\005\020\003'
   _globals['_FETCHSNAPSHOTREQUEST']._serialized_start=97
-  _globals['_FETCHSNAPSHOTREQUEST']._serialized_end=119
-  _globals['_FETCHSNAPSHOTRESPONSE']._serialized_start=121
-  _globals['_FETCHSNAPSHOTRESPONSE']._serialized_end=194
-  _globals['_CLUSTERSERVICE']._serialized_start=197
-  _globals['_CLUSTERSERVICE']._serialized_end=339
+  _globals['_FETCHSNAPSHOTREQUEST']._serialized_end=141
+  _globals['_FETCHSNAPSHOTRESPONSE']._serialized_start=143
+  _globals['_FETCHSNAPSHOTRESPONSE']._serialized_end=216
+  _globals['_CLUSTERSERVICE']._serialized_start=219
+  _globals['_CLUSTERSERVICE']._serialized_end=361
 # @@protoc_insertion_point(module_scope)

@@ -18,9 +18,15 @@ class FetchSnapshotRequest(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    LEAST_NUMBER_FIELD_NUMBER: builtins.int
+    least_number: builtins.int
+    """The snapshot is to be of this number at least: another one is written where the newest is older."""
     def __init__(
         self,
+        *,
+        least_number: builtins.int = ...,
     ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["least_number", b"least_number"]) -> None: ...
 
 global___FetchSnapshotRequest = FetchSnapshotRequest
 
