@@ -7,14 +7,16 @@ service had that is lost for good is read from others. Two threads beside them m
 all the time, one reads samples of all storage services. The exit code is 1 for a broken guarantee.
 
 Faults: a leader, a standby, a member of etcd or a storage service is killed; stopped for 30 s and let go on; or cut off
-from the others for 12 s, so that packets go nowhere and no side is notified. Storage services keep puts in memory and
-in the mirror: one that is killed is lost with all its bytes.
+from the others for 12 s, so that packets go nowhere and no side is notified. Or all members of etcd are cut off from
+each other for twice as long, after which all goes on, and no storage service was taken for lost. Storage services keep
+puts in memory and in the mirror: one that is killed is lost with all its bytes.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import os
 import random
 import signal
@@ -42,6 +44,8 @@ _SUPERSEDED_SECONDS: Final = 30.0
 _STALE_CALLS: Final = 8
 _SHOWN_VIOLATIONS: Final = 50
 _MOST_READ_PAUSE_SECONDS: Final = 10.0
+_HEARD_SECONDS: Final = 8.0  # after which a storage service that was silent would have been taken for lost
+_ETCD_OUTAGE: Final = "part all etcd"
 _TARGETS: Final = (
     "kill leader",
     "stop leader",
@@ -52,6 +56,7 @@ _TARGETS: Final = (
     "kill etcd",
     "stop etcd",
     "cut etcd",
+    _ETCD_OUTAGE,
     "lose storage",
     "kill storage",
     "stop storage",
@@ -113,7 +118,7 @@ class TakeoverScenario(Scenario):
         return self._parts.etcd_names if "etcd" in target else STORAGES
 
     def _faults(self) -> dict[str, Callable[[str, str], None]]:
-        return {"kill": self._kill, "lose": self._lose, "stop": self._stop, "cut": self._cut}
+        return {"kill": self._kill, "lose": self._lose, "stop": self._stop, "cut": self._cut, "part": self._part}
 
     def _kill(self, target: str, name: str) -> None:
         """Kill a process, which is started again at once; a storage service comes back empty."""
@@ -186,6 +191,23 @@ class TakeoverScenario(Scenario):
         if name not in self._parts.etcd_names:
             self._expect_its_end(name)
         self._parts.held.discard(name)
+
+    def _part(self, _: str, __: str) -> None:
+        """Cut all members of etcd off from each other, so that none of them can change anything."""
+        ended_count, names = len(self._parts.ended), self._parts.etcd_names
+        pairs = list(itertools.combinations(names, 2))
+        for one, other in pairs:
+            self._parts.cut(one, [other])
+        try:
+            time.sleep(2 * self._cut_seconds)
+        finally:
+            for one, other in pairs:
+                self._parts.mend(one, [other])
+        wait_until(lambda: self._parts.leader() is not None, _START_SECONDS)
+        time.sleep(_HEARD_SECONDS)
+        for name, code in self._parts.ended[ended_count:]:
+            if name in STORAGES:
+                self._violated(f"{name} has ended with {code} since etcd was away, and nothing else was")
 
     def _cut_from(self, target: str, name: str) -> Sequence[str]:
         if name in STORAGES:
@@ -293,7 +315,7 @@ def _print_report(
         print(
             f"{target:32} {len(both):6} {change_median:17.2f} {change_most:6.2f} {read_median:17.2f} {read_most:6.2f}"
         )
-    every = [pair for both in pauses.values() for pair in both]
+    every = [pair for target, both in pauses.items() if target != _ETCD_OUTAGE for pair in both]
     long_changes = sum(change > most_change_pause for change, _ in every)
     long_reads = sum(read > _MOST_READ_PAUSE_SECONDS for _, read in every)
     print(f"pauses of changes over {most_change_pause:g} s: {long_changes}; of reads over 10 s: {long_reads}")
