@@ -12,6 +12,7 @@ from tq_service.config import ServeSettings
 from tq_service.errors import InvalidArgumentError, QuotaExceededError
 from tq_service.server.composition import _open_mirroring
 from tq_service.server.supervisor import Supervisor
+from tq_service.storage.engine import StorageEngine
 from tq_service.wire import shared_memory
 
 ROWS, PUT_BYTES = 4, 4 << 14
@@ -159,6 +160,40 @@ async def test_a_put_that_is_being_read_has_its_memory_until_the_end(nodes, cloc
         assert nodes.mirror.is_unfetched(put_id(0))
         assert b"".join(bytes(part) for part in reading.chunks())[-8:] == bytes(8)
     assert engine.stat().used_bytes == 6 * PUT_BYTES
+
+
+async def test_what_an_heir_took_over_leaves_memory_again_beyond_its_quota(clock):
+    """Also where its own puts never leave it: those have no other place that is sure."""
+    lost = Nodes(max_bytes=8 * PUT_BYTES, reserve_share=0.0, clock=lambda: clock.now)
+    await lost.start()
+    for number in range(6):
+        await put(lost.engine, number, rows(number))
+    await lost.listed()
+    await lost.kill()
+    own = StorageEngine(max_bytes=8 * PUT_BYTES, reserve_share=0.0, clock=lambda: clock.now)
+    for number in range(10, 16):
+        await put(own, number, rows(number))
+    lost.settings = {"max_bytes": None, "quota_of": own, "clock": lambda: clock.now}
+    heir = await lost.take_over()
+    for number in range(6):
+        await heir.check([put_id(number)])
+        assert value(heir, number)
+        heir.confirm(put_id(number))
+    assert own.stat().used_bytes == 12 * PUT_BYTES
+    assert len(in_memory(lost, 6)) == 6  # they were read just now
+    clock.now += 11
+    heir.trim()
+    assert len(in_memory(lost, 6)) <= 2
+    assert own.stat().used_bytes == 12 * PUT_BYTES
+    assert heir.stat().mirror.spilled_bytes >= 4 * PUT_BYTES
+    for number in range(6):
+        await heir.check([put_id(number)])
+        assert value(heir, number)
+    for number in range(10, 16):
+        assert value(own, number)
+    heir.free([cells(number) for number in range(6)])
+    await turns_until(lambda: own.stat().used_bytes == 6 * PUT_BYTES)
+    await lost.kill()
 
 
 async def test_an_heir_fetches_no_more_than_there_is_memory_for(nodes):

@@ -245,7 +245,7 @@ class App:
         self.calls.report()
         if self.storage is None:
             return
-        self.storage.engine.trim()
+        self.storage.trim()
         if self.controller is None:
             return
         expired = 0

@@ -185,6 +185,11 @@ class Storage:
         if self.shared_memory is not None:
             self.shared_memory.drain()
 
+    def trim(self) -> None:
+        """Give back memory that is not needed; to be called regularly."""
+        for engine in (self.engine, *self._adopted()):
+            engine.trim()
+
     async def settle(self, seconds: float) -> None:
         """Let the mirror have what it has not yet, for so long at most: no process has it after this one."""
         if self.mirror is not None and (unmirrored_bytes := await self.mirror.settle(seconds)):

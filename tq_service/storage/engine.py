@@ -126,9 +126,11 @@ class StorageEngine:
         if quota_of is None:
             self._admission = Admission(max_bytes, reserve_share, clock, on_shortage=self._compact_until)
             memory = None if memory_bytes is None else Memory(memory_bytes)
+            # What is taken over may exceed the quota, and is in the mirror whatever becomes of this process.
+            self._adopted_memory = Memory(max_bytes) if memory is None and max_bytes is not None else memory
         else:
             self._admission = quota_of._admission
-            memory = None if quota_of._residents is None else quota_of._residents.memory
+            memory = quota_of._adopted_memory
         self._residents: Residents | None = None if memory is None else Residents(memory, clock)
         self._store = MemoryBlobs() if blobs is None else blobs
         self._memfds = MemfdBlobs()
