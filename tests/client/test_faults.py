@@ -507,6 +507,18 @@ async def test_lost_bytes_name_the_samples_that_were_there(kind):
     assert raised.value.metadata["global_indexes"] == "11,12"
 
 
+async def test_a_storage_service_that_takes_its_own_puts_over_again_is_believed_once_it_has(kind):
+    """It said that they are lost before the controller knew, and is their place again after they were away."""
+    lost = tq.DataLossError("storage one has started again, and came back empty")
+    storage = FakeStorage(get_answers=[lost, lost, answer_of([7])])
+    here, away = located([endpoint("one")], [0]), located([endpoint("one", is_away=True)], [0])
+    locate = Script(*(pb.LocateResponse(meta=each) for each in (here, here, away, here)))
+    async with serving(FakeController(Locate=locate), storage) as address:
+        client = make_client(kind, address, timeout=20)
+        assert (await client.get_data(partition_id="p", keys=["k"], data_fields=["x"]))["x"].tolist() == [7]
+        await client.aclose()
+
+
 @pytest.mark.parametrize("fault", ["down", "hung", "unknown"])
 async def test_a_storage_service_out_of_reach_is_named_with_what_lies_there(kind, fault):
     one, two = FakeStorage(get_answers=[answer_of([0, 3])]), FakeStorage(get_answers=[asyncio.Event()])

@@ -5,9 +5,11 @@ import time
 
 import pytest
 
-from tq_service.errors import InvalidArgumentError, PutNotFoundError, UnavailableError
+from tq_service.errors import DataLossError, InvalidArgumentError, PutNotFoundError, UnavailableError
 from tq_service.internal.v1.put_receipt_pb2 import PutReceipt
 from tq_service.server.receipts import ReceiptBook, ReceiptKeys
+from tq_service.server.storage_servicer import EngineDriver
+from tq_service.storage.engine import StorageEngine
 
 OWNER, PUT_ID = b"c" * 16, b"p" * 16
 
@@ -120,3 +122,14 @@ def test_a_receipt_costs_a_few_microseconds(book):
             )
         best = min(best, time.perf_counter() - began)
     assert best / 100 < 100e-6  # 10 us when the machine is idle
+
+
+def test_a_storage_service_calls_nothing_lost_before_a_controller_knows_that_it_has_started_again():
+    engine, keys = StorageEngine(max_bytes=None), ReceiptKeys()
+    driver = EngineDriver(engine, None, keys)
+    assert driver.engine_of(engine.boot_id) is engine
+    with pytest.raises(UnavailableError, match="no controller knows that yet"):
+        driver.engine_of(b"e" * 16)
+    keys.renew(b"c" * 16, b"k" * 32)
+    with pytest.raises(DataLossError, match="came back empty"):
+        driver.engine_of(b"e" * 16)

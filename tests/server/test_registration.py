@@ -348,3 +348,50 @@ async def test_an_heir_that_was_silent_may_come_back_too(monkeypatch):
         registry.on_heartbeat(heir)
         assert registry.counts()["lost"] == 0
         assert registry.endpoint_of("a", a.storage.boot_id).address == f"localhost:{ord('b')}"
+
+
+async def test_what_a_storage_service_had_taken_over_is_lost_when_it_starts_again(monkeypatch):
+    """Its readers are not to hear from the new process that their samples are gone."""
+    clock, heirs = Clock(monkeypatch), Heirs(monkeypatch)
+    a, b, c = mirrored("a", "b", "c")
+    async with watched(a, b, c, clock=clock) as registry:
+        clock.go_on(registry, 6.5, heard=[b, c])
+        await turns()
+        heir = adopted_by(a, heirs.asked[0][2], ord("b"))
+        registry.on_heartbeat(heir)
+        instance = "a", a.storage.boot_id
+        assert registry.endpoint_of(*instance).address == f"localhost:{ord('b')}"
+        moved = mirrored("b")[0]
+        moved.storage.address = "localhost:7"  # the same process, at another address
+        registry.on_heartbeat(moved)
+        assert registry.endpoint_of(*instance) is not None
+        again = registration("b", boot_id=b"B" * 16, run_id=b"B" * 16, port=ord("b"))
+        again.mirror.url = "file:///m"
+        registry.on_heartbeat(mirrored("b")[0])
+        registry.on_heartbeat(again)
+        assert registry.endpoint_of(*instance) is None
+        assert registry.endpoint_of("b", b.storage.boot_id) is None
+        clock.go_on(registry, 0.5, heard=[again, c])
+        await turns()
+        assert [asked[1] for asked in heirs.asked] == ["a", "a", "b"] or [asked[1] for asked in heirs.asked] == [
+            "a",
+            "b",
+            "a",
+        ]
+
+
+@pytest.mark.parametrize("has_mirror", [True, False])
+async def test_after_a_start_of_the_controller_it_is_open_who_has_an_instance_that_is_not_here(monkeypatch, has_mirror):
+    clock = Clock(monkeypatch)
+    (a,) = mirrored("a")
+    back = registration("a", boot_id=b"A" * 16, run_id=b"A" * 16, port=1)
+    if has_mirror:
+        back.mirror.url = "file:///m"
+    async with watched(clock=clock) as registry:
+        registry.adoptions.expect([("a", a.storage.boot_id)])
+        registry.on_heartbeat(back)
+        found = registry.endpoint_of("a", a.storage.boot_id)
+        assert (found is None) == has_mirror  # else it is gone, as the process that is there says
+        heir = adopted_by(a, b"search", 2)
+        registry.on_heartbeat(heir)  # of the controller before
+        assert registry.endpoint_of("a", a.storage.boot_id) == heir.storage

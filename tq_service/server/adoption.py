@@ -102,6 +102,16 @@ class Adoptions:
         self._expected = set(instances)
         self._expected_until = self._clock() + 3 * self._heartbeat_seconds
 
+    def lose_held_at(self, address: str) -> None:
+        """Take note that a storage service has started again: what it had taken over is lost with its memory."""
+        for instance, heir in self.taken.items():
+            if heir.endpoint.address == address:
+                self.lose(instance, "" if heir.mirror is None else heir.mirror.url)
+
+    def forget_expected(self, storage_id: str) -> None:
+        """Take note that what is expected of a name is gone for good: it is back, empty and without a mirror."""
+        self._expected -= {each for each in self._expected if each[0] == storage_id}
+
     def lose(self, instance: Instance, url: str) -> None:
         """Take note that an instance is lost, with its mirror."""
         if instance not in self._lost and instance not in self._left_nothing:
@@ -113,6 +123,10 @@ class Adoptions:
     def waiting_count(self) -> int:
         """How many are lost and not taken over yet."""
         return len(self._lost)
+
+    def may_come(self, instance: Instance) -> bool:
+        """Whether it is not known yet who has an instance: it is lost, or expected since this controller started."""
+        return instance in self._lost or instance in self._expected
 
     def is_lost(self, instance: Instance) -> bool:
         """Whether an instance is lost, and may be taken over yet."""

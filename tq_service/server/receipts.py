@@ -33,6 +33,11 @@ class ReceiptKeys:
         self._freed: dict[bytes, int] = {}  # by controller: the number of its last FreeCells that was taken
         self._epochs: dict[bytes, int] = {}  # by controller: the highest that was seen
 
+    @property
+    def is_registered(self) -> bool:
+        """Whether a controller has registered the storage service since it started."""
+        return bool(self._keys)
+
     def check_epoch(self, controller_id: bytes, epoch: int) -> None:
         """Refuse a controller of a cluster that another one has superseded; a higher epoch is remembered.
 

@@ -136,6 +136,10 @@ class RemoteStorage:
         """Whether it is this run of this service at this address that registers."""
         return (self.endpoint, self._run_id) == (request.storage, request.run_id)
 
+    def has_restarted(self, request: storage_registry_pb2.RegisterStorageRequest) -> bool:
+        """Whether a heartbeat is of another process than this one."""
+        return request.run_id != self._run_id
+
     def has_replaced(self, request: storage_registry_pb2.RegisterStorageRequest) -> bool:
         """Whether this is a process that registered before this one: the two have one name, and both live."""
         return request.run_id != self._run_id and request.run_id in self._earlier_run_ids

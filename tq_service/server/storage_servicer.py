@@ -71,10 +71,13 @@ def endpoint_of(engine: StorageEngine, address: str) -> metadata_pb2.StorageEndp
 class EngineDriver:
     """An `AsyncDriver` for the engine of this process, on its event loop; the servicer stores and reads through it."""
 
-    def __init__(self, engine: StorageEngine, mirroring: Mirroring | None = None) -> None:
-        """Take the engine, and what was taken over from others."""
+    def __init__(
+        self, engine: StorageEngine, mirroring: Mirroring | None = None, keys: ReceiptKeys | None = None
+    ) -> None:
+        """Take the engine, what was taken over from others, and what controllers elsewhere have registered it."""
         self._engine = engine
         self._mirroring = mirroring
+        self._keys = keys
 
     @contextlib.asynccontextmanager
     async def storing(
@@ -145,6 +148,7 @@ class EngineDriver:
 
         Raises:
             DataLossError: they were not.
+            UnavailableError: they were not, and no controller knows yet that this process has started again.
             InvalidArgumentError: it is the id of no engine.
         """
         if boot_id == self._engine.boot_id:
@@ -152,6 +156,11 @@ class EngineDriver:
         adopted = None if self._mirroring is None else self._mirroring.engine(boot_id)
         if adopted is None:
             check_passed_on("boot_id", boot_id)
+            if self._keys is not None and not self._keys.is_registered:
+                raise UnavailableError(
+                    f"storage service {self._engine.storage_id!r} has started again, and no controller knows that yet, "
+                    "which may have these cells taken over; try again"
+                )
             raise DataLossError(
                 f"storage service {self._engine.storage_id!r} has restarted since these cells were put, and came back "
                 f"empty; put them again, or clear them",
@@ -194,9 +203,9 @@ class StorageServicer:
     ) -> None:
         self._engine = engine
         self._mirroring = mirroring
-        self._driver = EngineDriver(engine, mirroring)
         self._commits = commits
         self._keys = keys or ReceiptKeys()
+        self._driver = EngineDriver(engine, mirroring, self._keys if commits is None else None)
         self._controller_id = controller_id
         self._stall_seconds = stall_seconds
         self._waiting = waiting or WaitingCalls()

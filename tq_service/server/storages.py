@@ -250,7 +250,7 @@ class StorageRegistry:
 
         One that is gone with its puts is where the name is now: that says so to its readers.
         """
-        if self.adoptions.is_lost((storage_id, boot_id)):
+        if self.adoptions.may_come((storage_id, boot_id)):
             return None
         storage = self._find(storage_id, boot_id) or self._storages.get(storage_id)
         return None if storage is None else storage.endpoint
@@ -369,9 +369,13 @@ class StorageRegistry:
         storage = self._make(request, replaced)
         if replaced is not None:
             self._close(replaced)
+            if replaced.has_restarted(request):
+                self.adoptions.lose_held_at(replaced.endpoint.address)
             if replaced.boot_id != storage.boot_id and replaced.mirror is not None:
                 self.adoptions.lose((replaced.storage_id, replaced.boot_id), replaced.mirror.url)
         self.adoptions.on_registered((storage.storage_id, storage.boot_id))
+        if storage.mirror is None:
+            self.adoptions.forget_expected(storage.storage_id)
         _log.info(LogMessage("storage registered", storage=endpoint.storage_id, address=endpoint.address))
         self._storages[endpoint.storage_id] = storage
         self._has_puts_elsewhere = True
@@ -572,7 +576,7 @@ class StorageRegistry:
         Raises:
             DataLossError: it is not there under this boot.
         """
-        if self.adoptions.is_lost((storage_id, boot_id)):
+        if self.adoptions.may_come((storage_id, boot_id)):
             raise UnavailableError(f"the puts of storage service {storage_id!r} are being taken over; try again")
         storage = self._find(storage_id, boot_id)
         if storage is None:

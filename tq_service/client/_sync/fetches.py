@@ -187,7 +187,7 @@ class FetchCalls(Base):
                 now = self._find_storage(located, read, deadline)
                 if now == storage and loss_count:
                     raise
-                storage, loss_count = now, loss_count + 1
+                storage, loss_count = now, loss_count + 1 if now == storage else 0
                 raise UnavailableError(error.message, metadata=error.metadata) from error
             except UnavailableError:
                 with suppress(DeadlineError, UnavailableError):  # that of the storage service says more
