@@ -313,29 +313,40 @@ mirror: {{ $v.mirror.secretName | quote }}
 {{- end }}
 {{- end -}}
 
-{{/* Kubernetes' own probe of gRPC cannot do TLS. */}}
-{{- define "tq.probe" -}}
+{{/* Kubernetes' own probe of gRPC cannot do TLS. `alive` asks whether the process runs and takes connections: with TLS it
+     only connects, since a handshake fails once the certificate has expired, which a restart does not mend, and would
+     restart all pods at once. */}}
+{{- define "tq.alive" -}}
 {{- if .root.Values.tls.enabled -}}
-exec: {command: [tq-service, health, {{ with .service }}--service, {{ . }}, {{ end }}--timeout, "4"]}
+tcpSocket: {port: grpc}
+{{- else -}}
+grpc: {port: 50051, service: ""}
+{{- end }}
+timeoutSeconds: 4
+{{- end -}}
+
+{{/* Readiness verifies the certificate as clients do, so that they are not sent to a pod that they cannot use. */}}
+{{- define "tq.ready" -}}
+{{- if .root.Values.tls.enabled -}}
+exec: {command: [tq-service, health, {{ with .ready }}--service, {{ . }}, {{ end }}--timeout, "4"]}
 timeoutSeconds: 6
 {{- else -}}
-grpc: {port: 50051, service: {{ .service | quote }}}
+grpc: {port: 50051, service: {{ .ready | quote }}}
 timeoutSeconds: 4
 {{- end }}
 {{- end -}}
 
 {{- define "tq.probes" -}}
-{{- $any := dict "root" .root "service" "" -}}
 startupProbe:
-  {{- include "tq.probe" $any | nindent 2 }}
+  {{- include "tq.alive" . | nindent 2 }}
   periodSeconds: 2
   failureThreshold: {{ div .root.Values.startupSeconds 2 }}
 readinessProbe:
-  {{- include "tq.probe" (dict "root" .root "service" .ready) | nindent 2 }}
+  {{- include "tq.ready" . | nindent 2 }}
   periodSeconds: {{ ternary 5 2 .root.Values.tls.enabled }}
   failureThreshold: 2
 livenessProbe:  # a minute, since what takes a service that long may also end by itself
-  {{- include "tq.probe" $any | nindent 2 }}
+  {{- include "tq.alive" . | nindent 2 }}
   periodSeconds: 10
   failureThreshold: 6
 {{- end -}}
