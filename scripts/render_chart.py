@@ -41,8 +41,8 @@ def values_table() -> str:
     path: list[str] = []
     above: list[str] = []
     for line in (CHART / "values.yaml").read_text().splitlines():
-        if line.startswith("#"):
-            above.append(line.removeprefix("# "))
+        if line.lstrip().startswith("#"):
+            above.append(line.lstrip().removeprefix("# "))
         elif not line:
             above = []
         elif (found := VALUE.fullmatch(line)) is not None:

@@ -51,6 +51,9 @@ def test_each_profile_lints(profile: str, further: tuple[str, ...]) -> None:
         ("insecure=true,storage.replicas=1,journal.clientCertificate=true", "needs journal.tlsSecretName"),
         ("insecure=true,mirror.url=s3://bucket", "set storage.replicas to 2 or more"),
         ("insecure=true,storage.replicas=2,mirror.url=s3://b,mirror.required=2", "got 2, expected at most"),
+        ("insecure=true,mirror.memoryGiB=2", "set mirror.url"),
+        ("insecure=true,storage.replicas=2,mirror.url=s3://b,mirror.memoryGiB=17", "got 17, expected at most"),
+        ("insecure=true,storage.replicas=2,storage.memoryGiB=16", "got 16, expected at least 17"),
         ("insecure=true,controller.persistence.sizeGiB=8", "got 8, expected at least 9"),
         ("insecure=true,storage.replicas=1,storage.quotaGiB=40", "got 24, expected at least 41"),
         ("insecure=true,storage.replicas=2,storage.kind=DaemonSet", "got storage.replicas 2 with"),
@@ -85,7 +88,68 @@ def test_settings_are_passed_on_by_name() -> None:
 def test_resources_that_are_given_win_over_those_of_the_quota() -> None:
     values = ("--set", "controller.resources.limits.memory=64Gi,controller.resources.requests.cpu=4")
     ((_, spec),) = services(load(template(*INSECURE, *values)))
-    assert container(spec)["resources"] == {"limits": {"memory": "64Gi"}, "requests": {"cpu": 4, "memory": "9Gi"}}
+    assert container(spec)["resources"] == {"limits": {"memory": "64Gi"}, "requests": {"cpu": 4, "memory": "64Gi"}}
+
+
+def memory_of(*arguments: str) -> dict[str, tuple[str, str]]:
+    """Return request and limit of what runs `serve`, by its name without that of the release."""
+    found = {}
+    for manifest, spec in services(load(template(*arguments))):
+        resources = container(spec)["resources"]
+        memory = resources["requests"]["memory"], resources["limits"]["memory"]
+        found[manifest["metadata"]["name"].removeprefix("tq-service-")] = memory
+    return found
+
+
+@needs_helm
+@pytest.mark.parametrize(
+    ("profile", "values", "memory"),
+    [
+        ((), "controller.quotaGiB=2", {"controller": ("7Gi", "7Gi")}),
+        ((), "controller.memoryGiB=30", {"controller": ("39Gi", "39Gi")}),
+        ((), "controller.resources.requests.memory=2Gi", {"controller": ("2Gi", "2Gi")}),
+        (
+            (),
+            "controller.resources.requests.memory=2Gi,controller.resources.limits.memory=3Gi",
+            {"controller": ("2Gi", "3Gi")},
+        ),
+        (STORAGE, "storage.quotaGiB=20", {"controller": ("5Gi", "5Gi"), "storage": ("21Gi", "21Gi")}),
+        (HA, "storage.memoryGiB=0", {"controller": ("5Gi", "5Gi"), "storage": ("17Gi", "17Gi")}),
+        (HA, "mirror.offeredGiB=8", {"controller": ("5Gi", "5Gi"), "storage": ("33Gi", "33Gi")}),
+        (
+            HA,
+            "storage.memoryGiB=0,mirror.offeredGiB=8,mirror.memoryGiB=4",
+            {"controller": ("5Gi", "5Gi"), "storage": ("13Gi", "13Gi")},
+        ),
+    ],
+)
+def test_memory_is_for_what_is_stored_and_for_the_state_of_the_controller(
+    profile: tuple[str, ...], values: str, memory: dict[str, tuple[str, str]]
+) -> None:
+    assert memory_of(*profile, *INSECURE, "--set", values) == memory
+
+
+@needs_helm
+def test_the_memory_of_the_controller_bounds_its_samples_unless_that_is_given() -> None:
+    for arguments, count in {
+        ("--set", "controller.memoryGiB=10"): "15000000",
+        ("--set-string", "settings.max_samples=7"): "7",
+        ("--set-string", "controller.settings.max_samples=8"): "8",
+    }.items():
+        for manifest, spec in services(load(template(*STORAGE, *INSECURE, *arguments))):
+            if manifest["metadata"]["name"].endswith("-controller"):
+                assert environment(spec, "pod-0")["TQ_MAX_SAMPLES"] == count
+
+
+@needs_helm
+def test_memory_for_puts_is_that_of_the_mirror() -> None:
+    values = ("--set", "mirror.url=s3://bucket,mirror.memoryGiB=4")
+    (given,) = [
+        environment(spec, "pod-0")
+        for manifest, spec in services(load(template(*HA, *INSECURE, *values)))
+        if manifest["metadata"]["name"].endswith("-storage")
+    ]
+    assert (given["TQ_MIRROR_MEMORY_BYTES"], given["TQ_MAX_BYTES"]) == ("4GiB", "16GiB")
 
 
 @needs_helm

@@ -92,6 +92,12 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- if gt (int $v.mirror.required) (int $v.mirror.copies) -}}
 {{- fail (printf "mirror.required: got %d, expected at most mirror.copies, %d" (int $v.mirror.required) (int $v.mirror.copies)) -}}
 {{- end -}}
+{{- if and $v.mirror.memoryGiB (not $v.mirror.url) -}}
+{{- fail "mirror.memoryGiB is for puts that the mirror has: set mirror.url, or leave it 0" -}}
+{{- end -}}
+{{- if gt (int $v.mirror.memoryGiB) (int $v.storage.quotaGiB) -}}
+{{- fail (printf "mirror.memoryGiB: got %d, expected at most storage.quotaGiB, %d: the quota of all puts is at least what is in memory of them" (int $v.mirror.memoryGiB) (int $v.storage.quotaGiB)) -}}
+{{- end -}}
 {{- range $name, $part := dict "controller" $v.controller "storage" $v.storage -}}
 {{- $stores := or (eq $name "storage") (not (include "tq.isSplit" $)) -}}
 {{- if and $stores $part.persistence.enabled (not (and $v.mirror.url (eq $name "storage"))) (lt (int $part.persistence.sizeGiB) (int (add $part.quotaGiB 1))) -}}
@@ -239,11 +245,18 @@ affinity:
 - {name: TQ_MIRROR, value: {{ $v.mirror.url | quote }}}
 - {name: TQ_MIRROR_COPIES, value: {{ $v.mirror.copies | quote }}}
 - {name: TQ_MIRROR_REQUIRED, value: {{ $v.mirror.required | quote }}}
+{{- if $v.mirror.memoryGiB }}
+- {name: TQ_MIRROR_MEMORY_BYTES, value: {{ printf "%dGiB" (int $v.mirror.memoryGiB) }}}
+{{- end }}
 {{- if $v.mirror.offeredGiB }}
 - {name: TQ_MIRROR_OFFERED_BYTES, value: {{ printf "%dGiB" (int $v.mirror.offeredGiB) }}}
 {{- end }}
 {{- end }}
-{{- range $name, $value := merge (deepCopy .part.settings) $v.settings }}
+{{- $settings := merge (deepCopy .part.settings) $v.settings }}
+{{- if and (ne .role "storage") (not (hasKey $settings "max_samples")) }}
+- {name: TQ_MAX_SAMPLES, value: {{ mul 1500000 (int $v.controller.memoryGiB) | quote }}}
+{{- end }}
+{{- range $name, $value := $settings }}
 - {name: TQ_{{ upper $name }}, value: {{ $value | quote }}}
 {{- end }}
 {{- end -}}
@@ -351,11 +364,31 @@ livenessProbe:  # a minute, since what takes a service that long may also end by
   failureThreshold: 6
 {{- end -}}
 
+{{/* What a service may need, as a number of GiB: what it stores, the state of a controller, and 1 for the process and what
+     comes and is read at a time. */}}
+{{- define "tq.memoryGiB" -}}
+{{- $v := .root.Values -}}
+{{- $state := ternary 0 $v.controller.memoryGiB (eq .role "storage") -}}
+{{- $stored := ternary 0 .part.quotaGiB (eq .role "controller") -}}
+{{- $offered := 0 -}}
+{{- if and (eq .role "storage") $v.mirror.url -}}
+{{- $stored = default $stored $v.mirror.memoryGiB -}}
+{{- $offered = $v.mirror.offeredGiB -}}
+{{- end -}}
+{{- $sum := add 1 $state $stored $offered -}}
+{{- if eq .role "storage" -}}
+{{- if and $v.storage.memoryGiB (lt (int $v.storage.memoryGiB) (int $sum)) -}}
+{{- fail (printf "storage.memoryGiB: got %d, expected at least %d: what is stored, what is offered to the engine, and 1 GiB; or 0, which is that sum" (int $v.storage.memoryGiB) (int $sum)) -}}
+{{- end -}}
+{{- default $sum $v.storage.memoryGiB -}}
+{{- else -}}
+{{- $sum -}}
+{{- end -}}
+{{- end -}}
+
 {{/* The container of a service. */}}
 {{- define "tq.serviceContainer" -}}
-{{- $stored := ternary 1 .part.quotaGiB (eq .role "controller") -}}
-{{- $offered := ternary .root.Values.mirror.offeredGiB 0 (eq .role "storage") -}}
-{{- $memory := printf "%dGi" (int (add 1 $stored $offered)) -}}
+{{- $memory := printf "%dGi" (int (include "tq.memoryGiB" .)) -}}
 name: tq-service
 image: {{ include "tq.image" .root }}
 imagePullPolicy: {{ .root.Values.image.pullPolicy }}
@@ -366,8 +399,12 @@ ports:
   - {name: metrics, containerPort: 9464}
 {{- end }}
 {{ include "tq.probes" . }}
-{{- $memories := dict "requests" (dict "memory" $memory) "limits" (dict "memory" $memory) }}
-resources: {{- toYaml (merge (deepCopy .part.resources) $memories) | nindent 2 }}
+{{- $resources := deepCopy .part.resources }}
+{{- $request := dig "requests" "memory" "" $resources }}
+{{- $limit := dig "limits" "memory" "" $resources }}
+{{- /* One that is given alone is both: beside the sum it could be a limit below the request. */}}
+{{- $memories := dict "requests" (dict "memory" (coalesce $request $limit $memory)) "limits" (dict "memory" (coalesce $limit $request $memory)) }}
+resources: {{- toYaml (merge $resources $memories) | nindent 2 }}
 securityContext: {{- include "tq.securityContext" . | nindent 2 }}
 {{- end -}}
 
