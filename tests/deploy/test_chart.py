@@ -15,6 +15,8 @@ from manifests import (
     PROFILES,
     SECURED,
     STORAGE,
+    Case,
+    cases,
     container,
     environment,
     load,
@@ -25,7 +27,10 @@ from manifests import (
     template,
 )
 
+from tq_service.config import ServeSettings
 from tq_service.version import VERSION
+
+each_case = pytest.mark.parametrize("case", list(cases()))
 
 
 @needs_helm
@@ -59,8 +64,13 @@ def test_each_profile_lints(profile: str, further: tuple[str, ...]) -> None:
         ("insecure=true,storage.replicas=2,storage.kind=DaemonSet", "got storage.replicas 2 with"),
         ("tls.enabled=true,auth.enabled=true,storage.replicas=1,storage.kind=DaemonSet", "a certificate cannot name"),
         ("insecure=true,checkpoint.enabled=true,controller.persistence.enabled=false", "needs a place"),
+        ("insecure=true,storage.replicas=1,settings.max_bytes=8GiB", "settings.max_bytes: the chart sets"),
+        ("insecure=true,controller.settings.data_dir=/data", "use controller.persistence or storage.persistence"),
+        ("insecure=true,storage.settings.mirror=s3://b", "itself: use mirror.url"),
         ("insecure=true,controler.replicas=1", "controler"),  # from here on by values.schema.json
         ("insecure=true,settings.max_samples=1000000", "max_samples"),
+        ("insecure=true,settings.max_sampels=a", "max_sampels"),
+        ("insecure=true,controller.settings.max_sampels=a", "max_sampels"),
         ("insecure=true,controller.durability=memory", "durability"),
         ("insecure=true,image.digest=sha256:12", "digest"),
         ("insecure=true,storage.replicas=2,mirror.url=valkey://tq:secret@valkey", "mirror/url"),  # a password in values
@@ -82,6 +92,18 @@ def test_settings_are_passed_on_by_name() -> None:
     assert given["tq-service-storage"]["TQ_MAX_PUTS"] == "7"
     assert given["tq-service-controller"]["TQ_MAX_SAMPLES"] == "50000000"
     assert "TQ_MAX_PUTS" not in given["tq-service-controller"]
+
+
+@each_case
+def test_settings_of_the_chart_s_own_are_named_where_others_are_refused(case: Case) -> None:
+    helpers = (CHART / "templates/_helpers.tpl").read_text()
+    named = re.search(r'define "tq.ownSettings" -}}\n(.*?)\n{{- end', helpers, re.DOTALL)
+    assert named is not None
+    own = {line.partition(":")[0] for line in named[1].splitlines()}
+    assert own <= ServeSettings.model_fields.keys()
+    for _, spec in services(case.manifests()):
+        given = {name.removeprefix("TQ_").lower() for name in environment(spec, "pod-0") if name.startswith("TQ_")}
+        assert given - own <= {"max_samples", "audit_repeat_seconds"}  # which give way to those that are given
 
 
 @needs_helm
@@ -214,8 +236,10 @@ def test_what_is_stale_is_named_and_the_check_fails(tmp_path: Path, capsys: pyte
     renderer.find_helm = lambda: None
     renderer.readme = lambda: "new"
     renderer.README = tmp_path / "README.md"
+    renderer.schema = lambda: "{}"
+    renderer.SCHEMA = tmp_path / "values.schema.json"
     assert renderer.main(["--check"]) == 1
-    assert "stale: alerts.yml, README.md: run 'make generate'" in capsys.readouterr().err
+    assert "stale: alerts.yml, README.md, values.schema.json: run 'make generate'" in capsys.readouterr().err
     assert not copy.exists()
     assert renderer.main([]) == 0
     assert copy.read_text() == source.read_text()

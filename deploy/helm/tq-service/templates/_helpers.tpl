@@ -59,6 +59,47 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- if and (gt (int .Values.controller.replicas) 1) (eq .Values.controller.readiness "leader") }}true{{ end -}}
 {{- end -}}
 
+{{/* Settings that the chart sets itself, and by which of its values. */}}
+{{- define "tq.ownSettings" -}}
+role: storage.replicas
+host: host
+port: no value (it is 50051)
+advertise: no value (it is the name of the pod)
+controller: no value (it is the name of the Service, or of the controllers' pods)
+storage_id: no value (it is the name of the pod, or of its node)
+grace_seconds: graceSeconds
+log_level: logLevel
+log_format: logFormat
+data_dir: controller.persistence or storage.persistence
+durability: controller.durability or storage.durability
+checkpoint_dir: checkpoint.persistence or checkpoint.existingClaim
+max_bytes: controller.quotaGiB or storage.quotaGiB
+shared_memory: sharedMemory.hostPath
+shared_memory_dir: sharedMemory.hostPath
+insecure: insecure
+tls_cert: tls.enabled and tls.secretName
+tls_key: tls.enabled and tls.secretName
+tls_ca: tls.enabled and tls.secretName
+tls_client_ca: tls.clientCertificates
+auth_tokens_file: auth.enabled and auth.secretName
+internal_secret_file: internalSecret.secretName
+metrics_port: monitoring.enabled
+metrics_host: monitoring.enabled and host
+journal: journal.etcd
+cluster: journal.cluster
+lease_seconds: journal.leaseSeconds
+etcd_user: journal.user
+etcd_password_file: journal.passwordSecretName
+etcd_ca: journal.tlsSecretName
+etcd_cert: journal.tlsSecretName and journal.clientCertificate
+etcd_key: journal.tlsSecretName and journal.clientCertificate
+mirror: mirror.url
+mirror_copies: mirror.copies
+mirror_required: mirror.required
+mirror_memory_bytes: mirror.memoryGiB
+mirror_offered_bytes: mirror.offeredGiB
+{{- end -}}
+
 {{/* Values that contradict each other. */}}
 {{- define "tq.check" -}}
 {{- $v := .Values -}}
@@ -70,6 +111,14 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- end -}}
 {{- if not (or $v.insecure (and $v.tls.enabled $v.auth.enabled)) -}}
 {{- fail "every pod that reaches the service could read and clear everything: set tls.enabled=true and auth.enabled=true (values-secured.yaml; README.md says how to make the Secrets), or insecure=true where the network itself is trusted" -}}
+{{- end -}}
+{{- $own := fromYaml (include "tq.ownSettings" .) -}}
+{{- range $where, $settings := dict "settings" $v.settings "controller.settings" $v.controller.settings "storage.settings" $v.storage.settings -}}
+{{- range $name, $_ := $settings -}}
+{{- if hasKey $own $name -}}
+{{- fail (printf "%s.%s: the chart sets this one itself: use %s" $where $name (get $own $name)) -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 {{- if and (gt (int $v.controller.replicas) 1) (not $v.journal.etcd) -}}
 {{- fail (printf "got controller.replicas %d without journal.etcd: controllers know of each other by a journal that they share; name etcd's members, or use 1" (int $v.controller.replicas)) -}}
@@ -216,7 +265,6 @@ affinity:
 {{- end }}
 {{- if $v.auth.enabled }}
 - {name: TQ_AUTH_TOKENS_FILE, value: /etc/tq-service/auth/tokens.toml}
-- {name: TQ_AUDIT_REPEAT_SECONDS, value: "10"}
 {{- end }}
 {{- if include "tq.isSplit" .root }}
 - {name: TQ_INTERNAL_SECRET_FILE, value: /etc/tq-service/internal/secret}
@@ -253,8 +301,11 @@ affinity:
 {{- end }}
 {{- end }}
 {{- $settings := merge (deepCopy .part.settings) $v.settings }}
-{{- if and (ne .role "storage") (not (hasKey $settings "max_samples")) }}
-- {name: TQ_MAX_SAMPLES, value: {{ mul 1500000 (int $v.controller.memoryGiB) | quote }}}
+{{- if ne .role "storage" }}
+{{- $settings = merge $settings (dict "max_samples" (mul 1500000 (int $v.controller.memoryGiB) | toString)) }}
+{{- end }}
+{{- if $v.auth.enabled }}
+{{- $settings = merge $settings (dict "audit_repeat_seconds" "10") }}
 {{- end }}
 {{- range $name, $value := $settings }}
 - {name: TQ_{{ upper $name }}, value: {{ $value | quote }}}
