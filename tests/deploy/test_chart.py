@@ -64,6 +64,7 @@ def test_each_profile_lints(profile: str, further: tuple[str, ...]) -> None:
         ("insecure=true,storage.replicas=2,storage.kind=DaemonSet", "got storage.replicas 2 with"),
         ("tls.enabled=true,auth.enabled=true,storage.replicas=1,storage.kind=DaemonSet", "a certificate cannot name"),
         ("insecure=true,checkpoint.enabled=true,controller.persistence.enabled=false", "needs a place"),
+        ("insecure=true,checkpoint.existingClaim=c,checkpoint.persistence.enabled=true", "leave one of the two out"),
         ("insecure=true,storage.replicas=1,settings.max_bytes=8GiB", "settings.max_bytes: the chart sets"),
         ("insecure=true,controller.settings.data_dir=/data", "use controller.persistence or storage.persistence"),
         ("insecure=true,storage.settings.mirror=s3://b", "itself: use mirror.url"),
@@ -190,6 +191,19 @@ def test_rollouts_and_budgets_do_not_wait_for_standbys_that_are_never_ready(
     assert container(spec)["readinessProbe"]["grpc"]["service"] == service
     assert controllers["spec"].get("updateStrategy") == strategy
     assert {each["metadata"]["name"] for each in manifests if each["kind"] == "PodDisruptionBudget"} == budgets
+
+
+@needs_helm
+@pytest.mark.parametrize("schedule", ["true", "false"])
+def test_controllers_have_their_checkpoints_in_the_claim_that_is_given(schedule: str) -> None:
+    values = ("--set", f"checkpoint.existingClaim=shared,checkpoint.enabled={schedule}")
+    manifests = load(template(*HA, *INSECURE, *values))
+    controllers, spec = next(each for each in services(manifests) if each[0]["spec"]["replicas"] == 3)
+    assert {each["metadata"]["name"] for each in controllers["spec"]["volumeClaimTemplates"]} == {"data"}
+    assert {"name": "checkpoints", "persistentVolumeClaim": {"claimName": "shared"}} in spec["volumes"]
+    directory = environment(spec, "pod-0")["TQ_CHECKPOINT_DIR"]
+    assert {"name": "checkpoints", "mountPath": directory} in container(spec)["volumeMounts"]
+    assert ("CronJob" in {each["kind"] for each in manifests}) == (schedule == "true")
 
 
 @needs_helm

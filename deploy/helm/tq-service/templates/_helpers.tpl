@@ -161,8 +161,11 @@ mirror_offered_bytes: mirror.offeredGiB
 {{- fail (printf "got storage.replicas %d with storage.kind DaemonSet, expected 1: there is one on each node that storage.nodeSelector chooses" (int $v.storage.replicas)) -}}
 {{- end -}}
 {{- end -}}
-{{- if and $v.checkpoint.enabled (not $v.controller.persistence.enabled) (not $v.checkpoint.persistence.enabled) -}}
-{{- fail "checkpoint.enabled needs a place: controller.persistence.enabled or checkpoint.persistence.enabled" -}}
+{{- if and $v.checkpoint.existingClaim $v.checkpoint.persistence.enabled -}}
+{{- fail "got both of checkpoint.existingClaim and checkpoint.persistence.enabled: leave one of the two out" -}}
+{{- end -}}
+{{- if and $v.checkpoint.enabled (not $v.controller.persistence.enabled) (not $v.checkpoint.persistence.enabled) (not $v.checkpoint.existingClaim) -}}
+{{- fail "checkpoint.enabled needs a place: controller.persistence.enabled, checkpoint.persistence.enabled or checkpoint.existingClaim" -}}
 {{- end -}}
 {{- end -}}
 
@@ -357,6 +360,9 @@ mirror: {{ $v.mirror.secretName | quote }}
 
 {{- define "tq.serviceVolumes" -}}
 {{- $v := .root.Values -}}
+{{- if and .hasCheckpoints $v.checkpoint.existingClaim }}
+- {name: checkpoints, persistentVolumeClaim: {claimName: {{ $v.checkpoint.existingClaim | quote }}}}
+{{- end }}
 {{- if and (ne .role "controller") $v.sharedMemory.hostPath }}
 - {name: shared-memory, hostPath: {path: {{ $v.sharedMemory.hostPath | quote }}, type: Directory}}
 {{- end }}
