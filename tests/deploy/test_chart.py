@@ -226,6 +226,21 @@ def test_a_release_of_another_name_has_it_in_all_names_and_addresses() -> None:
 
 
 @needs_helm
+def test_the_notes_say_how_to_look_into_it() -> None:
+    def look(*arguments: str) -> str:
+        done = run_helm("install", "tq-service", ".", "--namespace", "tq", "--dry-run=client", *arguments)
+        assert done.returncode == 0, done.stderr
+        text = done.stdout.partition("Look into it")[2].partition("status\n")[0]
+        return " ".join(text.replace("\\\n", "").split())
+
+    assert look(*INSECURE) == "kubectl --namespace tq exec tq-service-controller-0 -- tq-service"
+    assert look(*SECURED, "--set", "auth.clientSecretName=mine") == (
+        'kubectl --namespace tq exec tq-service-controller-0 -- env TQ_TOKEN="$(kubectl --namespace tq get secret mine '
+        "-o jsonpath='{.data.read\\.token}' | base64 -d)\" tq-service"
+    )
+
+
+@needs_helm
 def test_an_image_is_named_by_its_digest_or_its_tag() -> None:
     digest = f"sha256:{'0' * 64}"
     for values, image in {
