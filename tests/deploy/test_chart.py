@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from manifests import (
@@ -303,6 +305,29 @@ def test_the_schema_knows_each_value_and_no_other() -> None:
             compare(value, properties[name], f"{path}.{name}")
 
     compare(yaml.safe_load((CHART / "values.yaml").read_text()), schema, "")
+
+
+def test_each_value_has_a_meaning_in_the_table() -> None:
+    import yaml
+
+    schema = json.loads((CHART / "values.schema.json").read_text())
+
+    def names(values: dict[str, Any], part: dict[str, Any], above: str = "") -> Iterator[str]:
+        part = schema["$defs"][str(part["$ref"]).removeprefix("#/$defs/")] if "$ref" in part else part
+        for name, value in values.items():
+            known = part["properties"][name]
+            if (
+                isinstance(value, dict)
+                and name != "resources"
+                and ("properties" in known or "persistence" in str(known))
+            ):
+                yield from names(value, known, f"{above}{name}.")
+            else:  # labels and the like are values whole
+                yield f"{above}{name}"
+
+    described = re.findall(r"^\| `([\w.]+)` \| .* \| .+ \|$", program("render_chart").values_table(), re.MULTILINE)
+    assert len(described) > 100
+    assert set(names(yaml.safe_load((CHART / "values.yaml").read_text()), schema)) - set(described) == set()
 
 
 def test_helm_is_taken_out_of_the_archives_that_it_comes_in(tmp_path: Path) -> None:
