@@ -209,6 +209,24 @@ def test_controllers_have_their_checkpoints_in_the_claim_that_is_given(schedule:
 
 
 @needs_helm
+def test_the_page_is_opened_from_namespaces_of_its_own() -> None:
+    values = ("--set", "networkPolicy.pageNamespaceLabels.kubernetes\\.io/metadata\\.name=ingress")
+    policies = {
+        each["metadata"]["name"]: each["spec"]["ingress"]
+        for each in load(template(*INSECURE, *ALL, *values))
+        if each["kind"] == "NetworkPolicy"
+    }
+    namespaces = {
+        port["port"]: rule["from"][0]["namespaceSelector"]["matchLabels"]["kubernetes.io/metadata.name"]
+        for rules in policies.values()
+        for rule in rules
+        for port in rule["ports"]
+        if port["port"] != "grpc"
+    }
+    assert namespaces == {"metrics": "monitoring", "http": "ingress"}
+
+
+@needs_helm
 def test_a_mirror_takes_the_place_of_volumes() -> None:
     manifests = load(template(*HA, *INSECURE))
     kept = {each["metadata"]["name"]: "volumeClaimTemplates" in each["spec"] for each, _ in services(manifests)}
