@@ -16,6 +16,9 @@ OF_THE_PLACE = {"TQ_MAX_BYTES", "TQ_LOG_FORMAT", "TQ_INTERNAL_SECRET_FILE"}
 BY_MEMORY = {"TQ_MAX_SAMPLES"}
 """Of the memory that a pod is given, which containers of Compose share."""
 
+METRICS = {"TQ_METRICS_PORT", "TQ_METRICS_HOST"}
+"""Which the chart gives with monitoring.enabled."""
+
 
 def compose() -> dict[str, Any]:
     """Return the file with the defaults of its variables."""
@@ -37,7 +40,7 @@ def test_services_get_the_variables_that_the_chart_gives_them() -> None:
         names = {name for name in chart if name.startswith("TQ_")}
         for name, service in of_role(role).items():
             given = service["environment"]
-            assert given.keys() == names - BY_MEMORY, name
+            assert given.keys() == names - BY_MEMORY | METRICS, name
             for variable in names - ADDRESSES - OF_THE_PLACE - BY_MEMORY:
                 assert str(given[variable]) == chart[variable], variable
 
