@@ -20,7 +20,7 @@ from tq_service.config import ServeSettings
 ROOT = Path(__file__).parent.parent
 CHART = ROOT / "deploy/helm/tq-service"
 RENDERED = ROOT / "deploy/kubernetes"
-NAMESPACE = "tq-service"
+NAMESPACE = "tq"
 COPIES = {
     CHART / "files/alerts.yml": ROOT / "deploy/observability/alerts.yml",
     CHART / "files/tq_service.json": ROOT / "deploy/observability/grafana/tq_service.json",

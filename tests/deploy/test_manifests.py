@@ -295,6 +295,7 @@ def test_kustomizations_name_what_is_beside_them_and_the_image_in_it(directory: 
     kustomization = yaml.safe_load((directory.parent / "kustomization.yaml").read_text())
     expected = {"apiVersion", "kind", "namespace", "resources", "images"}
     assert kustomization.keys() == expected
+    assert kustomization["namespace"] == "tq"
     manifests: list[Manifest] = []
     for name in kustomization["resources"]:
         manifests += load((directory.parent / name).read_text())
@@ -312,6 +313,9 @@ def test_examples_of_engines_are_as_kubernetes_has_them(path: Path, version: str
     ((_, pod),) = pods(manifests)
     assert container(pod["spec"])["securityContext"]["capabilities"] == {"drop": ["ALL"]}
     values = yaml.safe_load((CHART / "values-ha.yaml").read_text())
+    # values-ha.yaml names them without a namespace, so they are where the chart's page installs it.
+    assert yaml.safe_load((path.parent / "kustomization.yaml").read_text())["namespace"] == "tq"
+    assert set(re.findall(r"--namespace (\S+)", (CHART / "README.md").read_text())) == {"tq"}
     closed = [values["networkPolicy"][name] for name in ("etcdPodLabels", "enginePodLabels")]
     assert pod["metadata"]["labels"] in closed
 
@@ -327,6 +331,6 @@ def test_kubectl_builds_the_kustomizations(directory: Path) -> None:
     built = load(done.stdout)
     names = yaml.safe_load((directory / "kustomization.yaml").read_text())["resources"]
     assert len(built) == sum(len(load((directory / name).read_text())) for name in names)
-    assert {each["metadata"]["namespace"] for each in built} == {"tq-service"}
+    assert {each["metadata"]["namespace"] for each in built} == {"tq"}
     for manifest in built:
         kubernetes_validate.validate(manifest, "1.36", strict=True)
