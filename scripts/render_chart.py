@@ -1,11 +1,13 @@
 """Write what kustomize users take in place of the chart into deploy/kubernetes; `--check` only compares.
 
-So are the chart's own copies of alerts and dashboard, since a chart can read no file outside of it, and the table of
-values in its page. Where there is no helm, on the path or beside this Python, only these are written or compared.
+So are the chart's own copies of alerts and dashboard, since a chart can read no file outside of it, the names of
+settings in its schema, and the table of values in its page. Where there is no helm, on the path or beside this Python,
+only these are written or compared.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -13,10 +15,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from tq_service.config import ServeSettings
+
 ROOT = Path(__file__).parent.parent
 CHART = ROOT / "deploy/helm/tq-service"
 RENDERED = ROOT / "deploy/kubernetes"
-NAMESPACE = "tq-service"
+NAMESPACE = "tq"
 COPIES = {
     CHART / "files/alerts.yml": ROOT / "deploy/observability/alerts.yml",
     CHART / "files/tq_service.json": ROOT / "deploy/observability/grafana/tq_service.json",
@@ -31,6 +35,7 @@ RENDERINGS = {
 
 
 README = CHART / "README.md"
+SCHEMA = CHART / "values.schema.json"
 BEGIN, END = "<!-- values: begin, by scripts/render_chart.py -->\n", "<!-- values: end -->"
 VALUE = re.compile(r"(?P<indent> *)(?P<name>\w+):(?P<value> [^#]*?| *\"[^\"]*\"[^#]*?)?(?: +# (?P<meaning>.*))?")
 
@@ -41,8 +46,8 @@ def values_table() -> str:
     path: list[str] = []
     above: list[str] = []
     for line in (CHART / "values.yaml").read_text().splitlines():
-        if line.startswith("#"):
-            above.append(line.removeprefix("# "))
+        if line.lstrip().startswith("#"):
+            above.append(line.lstrip().removeprefix("# "))
         elif not line:
             above = []
         elif (found := VALUE.fullmatch(line)) is not None:
@@ -60,6 +65,13 @@ def readme() -> str:
     """Return the chart's page with the table as it has to be."""
     before, _, rest = README.read_text().partition(BEGIN)
     return f"{before}{BEGIN}{values_table()}{END}{rest.partition(END)[2]}"
+
+
+def schema() -> str:
+    """Return the schema of values with the names of settings that there are, so that a misspelt one is refused."""
+    parsed = json.loads(SCHEMA.read_text())
+    parsed["$defs"]["settings"]["propertyNames"] = {"enum": sorted(ServeSettings.model_fields)}
+    return json.dumps(parsed, indent=2) + "\n"
 
 
 def find_helm() -> str | None:
@@ -84,6 +96,7 @@ def wanted() -> Iterator[tuple[Path, str]]:
     for copy, source in COPIES.items():
         yield copy, source.read_text()
     yield README, readme()
+    yield SCHEMA, schema()
     helm = find_helm()
     if helm is None:
         print("no helm: deploy/kubernetes is not looked at (scripts/get_helm.py gets one)", file=sys.stderr)

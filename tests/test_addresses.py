@@ -110,6 +110,12 @@ def test_the_environment_has_addresses_of_the_same_kind(kind, monkeypatch):
             "TLS handshake failed",
         ),
         (
+            "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:1: Tls handshake failed "
+            "(TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL: error:1000007d:SSL routines:OPENSSL_internal:"
+            "CERTIFICATE_VERIFY_FAILED: certificate has expired: OK",
+            "the certificate of the service has expired",
+        ),
+        (
             "failed to connect to all addresses; last error: UNAVAILABLE: ipv4:127.0.0.1:1: Handshake read failed "
             "(recvmsg:Connection reset by peer (104))",
             "TLS handshake failed",

@@ -23,6 +23,7 @@ _LIST: Final = re.compile(r"(ipv[46]:)(.*)", re.DOTALL)
 _CAUSES: Final = (
     ("connection refused", "connection refused"),
     ("misformatted domain name|domain name not found|errors resolving|dns resolution|lookup|c-ares", "name not found"),
+    ("certificate has expired", "the certificate of the service has expired"),
     ("certificate_verify_failed|certificate verify failed", "the certificate of the service is not trusted"),
     ("hostname verification check failed|not in peer certificate", "the certificate of the service names another host"),
     ("handshake|ssl_error", "TLS handshake failed"),

@@ -22,6 +22,24 @@ from tq_service.errors import InvalidArgumentError
 
 ENV_PREFIX = "TQ_"
 CONFIG_VARIABLE = "TQ_CONFIG"
+CLIENT_VARIABLES: Final = frozenset(
+    {
+        "TQ_ADDRESS",
+        "TQ_NAMESPACE",
+        "TQ_PRE_ALLOC_SAMPLE_NUM",
+        "TQ_SHARED_MEMORY",
+        "TQ_SHARED_MEMORY_DIR",
+        "TQ_TLS_CA",
+        "TQ_TLS_CERT",
+        "TQ_TLS_KEY",
+        "TQ_TOKEN",
+        "TQ_TOKEN_FILE",
+    }
+)
+"""Those that clients read; they may be set where a service starts."""
+# What Kubernetes sets in pods for a Service whose name begins so: TQ_X_SERVICE_HOST, TQ_X_PORT=tcp://..., and others.
+_LINK_NAME: Final = re.compile(r"TQ_\w+_(SERVICE_(HOST|PORT)(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
+_LINK_VALUE: Final = re.compile(r"(tcp|udp|sctp)://.*")
 
 Role = Literal["controller", "storage", "all"]
 Source = Literal["flag", "env", "file", "default"]
@@ -615,6 +633,21 @@ def load_settings(flags: Mapping[str, object], config: Path | None = None) -> Lo
     except ValidationError as error:
         raise InvalidArgumentError(_explain(error, sources, config)) from None
     return LoadedSettings(settings=settings, sources=sources, config=config)
+
+
+def unknown_variables() -> dict[str, str | None]:
+    """Return the variables `TQ_*` of this process that neither settings nor clients have, each with the nearest one.
+
+    Most are misspelt settings, which have no effect.
+    """
+    known = {f"{ENV_PREFIX}{name.upper()}" for name in ServeSettings.model_fields} | CLIENT_VARIABLES
+    known.add(CONFIG_VARIABLE)
+    found: dict[str, str | None] = {}
+    for name, value in sorted(os.environ.items()):
+        is_link = _LINK_NAME.fullmatch(name) or (name.endswith("_PORT") and _LINK_VALUE.fullmatch(value))
+        if name.startswith(ENV_PREFIX) and name not in known and not is_link:
+            found[name] = next(iter(difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.8)), None)
+    return found
 
 
 def _read_file(path: Path) -> dict[str, object]:

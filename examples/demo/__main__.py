@@ -196,7 +196,7 @@ def _check_modules() -> None:
     missing = {module: extra for module, extra in NEEDED_MODULES.items() if importlib.util.find_spec(module) is None}
     if missing:
         extras = ",".join(sorted(set(missing.values())))
-        raise ValueError(f"the demo needs {', '.join(missing)}; install them with: pip install 'tq-service[{extras}]'")
+        raise ValueError(f"the demo needs {', '.join(missing)}; install them with: pip install '.[{extras}]'")
 
 
 def _clear_partitions(client: tq.Client) -> None:

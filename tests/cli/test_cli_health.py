@@ -1,10 +1,14 @@
 """`tq-service health` against the standard health service."""
 
+import json
 from collections.abc import Iterator
 from concurrent import futures
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import grpc
 import pytest
+import trustme
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from typer.testing import CliRunner
 
@@ -74,6 +78,40 @@ def test_an_address_may_lack_its_port_and_be_nothing_else(monkeypatch: pytest.Mo
     monkeypatch.setenv("TQ_PORT", "tcp://10.0.0.1:50051")
     result = CliRunner().invoke(app, ["health"])
     assert "TQ_PORT: got 'tcp://10.0.0.1:50051', expected the port" in str(result.exception)
+
+
+def test_of_several_addresses_one_that_serves_is_enough(probed: tuple[health.HealthServicer, int]) -> None:
+    servicer, port = probed
+    address = f"127.0.0.1:{port}"
+    servicer.set("", SERVING)
+    result = CliRunner().invoke(app, ["health", "--address", f"127.0.0.1:1,{address}", "--json"])
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert json.loads(result.stdout) == {"address": address, "status": "SERVING"}
+    servicer.set("", NOT_SERVING)
+    result = CliRunner().invoke(app, ["health", "--address", f"127.0.0.1:1,{address}"])
+    assert (result.exit_code, result.stdout) == (1, "NOT_SERVING\n")
+    assert result.stderr == "error: cannot reach 127.0.0.1:1: connection refused\n"
+    result = CliRunner().invoke(app, ["health", "--address", "127.0.0.1:1,127.0.0.1:2"])
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.count("connection refused") == 2
+
+
+def test_an_expired_certificate_is_called_so(tmp_path: Path) -> None:
+    authority = trustme.CA()
+    yesterday = datetime.now(UTC) - timedelta(days=1)
+    issued = authority.issue_cert("127.0.0.1", not_before=yesterday - timedelta(days=1), not_after=yesterday)
+    pair = issued.private_key_pem.bytes(), issued.cert_chain_pems[0].bytes()
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([pair]))
+    server.start()
+    try:
+        authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+        result = CliRunner().invoke(
+            app, ["health", "--address", f"127.0.0.1:{port}", "--tls-ca", str(tmp_path / "ca.pem")]
+        )
+    finally:
+        server.stop(None).wait()
+    assert result.stderr == f"error: cannot reach 127.0.0.1:{port}: the certificate of the service has expired\n"
 
 
 def test_nobody_there_is_one_line_and_exit_code_1() -> None:

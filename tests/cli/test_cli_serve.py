@@ -5,6 +5,7 @@ import socket
 import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import grpc
 import psutil
@@ -115,3 +116,13 @@ def test_roles_can_be_processes_of_their_own() -> None:
         assert not placed.embedded
         for process in (storage, controller):
             assert process.stop() == 0
+
+
+def test_a_misspelt_variable_is_warned_of_once(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with ServiceProcess(env={"TQ_MAX_BYTE": "1GiB"}, log=log) as service:
+        service.send_signal(signal.SIGTERM)
+        assert service.wait(20) == 0
+    (line,) = [line for line in log.read_text().splitlines() if "no settings" in line]
+    assert "variables that are no settings have no effect" in line
+    assert "TQ_MAX_BYTE (did you mean TQ_MAX_BYTES?)" in line

@@ -1,6 +1,7 @@
 """Settings: flag over environment over file over default, and messages that name the place to correct."""
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -9,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+import tq_service
 from tq_service.cli import app
 from tq_service.config import (
+    CLIENT_VARIABLES,
     ServeSettings,
     default_max_bytes,
     format_size,
@@ -19,6 +22,7 @@ from tq_service.config import (
     load_settings,
     memory_limit_bytes,
     parse_size,
+    unknown_variables,
 )
 from tq_service.errors import InvalidArgumentError
 
@@ -261,3 +265,40 @@ def test_help_shows_defaults_the_way_they_are_given() -> None:
     for default in ("[default: 256MiB]", "[default: false]", "[default: 127.0.0.1]"):
         assert default in shown
     assert "[default: None]" not in shown
+
+
+def test_variables_that_nothing_reads_are_named_with_the_nearest_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("TQ_")]:
+        monkeypatch.delenv(name)
+    links = {
+        "TQ_SERVICE_SERVICE_HOST": "10.0.0.1",
+        "TQ_SERVICE_SERVICE_PORT_GRPC": "50051",
+        "TQ_SERVICE_PORT": "tcp://10.0.0.1:50051",
+        "TQ_SERVICE_PORT_50051_TCP_ADDR": "10.0.0.1",
+    }
+    for name, value in {
+        **links,
+        "TQ_MAX_BYTES": "1GiB",
+        "TQ_CONFIG": "tq.toml",
+        "TQ_ADDRESS": "c1",
+        "TQ_MAX_BYTE": "1GiB",
+        "TQ_METRIC_PORT": "9464",
+        "TQ_COLOR": "red",
+        "TQX": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    assert unknown_variables() == {
+        "TQ_COLOR": None,
+        "TQ_MAX_BYTE": "TQ_MAX_BYTES",
+        "TQ_METRIC_PORT": "TQ_METRICS_PORT",
+    }
+
+
+def test_variables_of_clients_are_those_that_the_package_reads() -> None:
+    settings = {f"TQ_{name.upper()}" for name in ServeSettings.model_fields}
+    package = Path(tq_service.__file__).parent
+    texts = (path.read_text() for path in package.rglob("*.py") if path.name != "config.py")
+    read = {name for text in texts for name in re.findall(r"[\"'](TQ_[A-Z_]+)[\"']", text)}
+    tls = {f"TQ_TLS_{name}" for name in ("CA", "CERT", "KEY")}
+    assert CLIENT_VARIABLES - tls <= read
+    assert read <= settings | CLIENT_VARIABLES | {"TQ_CONFIG"}

@@ -56,7 +56,8 @@ HA_ALL = (
     "--set",
     "controller.readiness=member,journal.cluster=runs,journal.tlsSecretName=etcd-tls,journal.clientCertificate=true,"
     "journal.user=tq,journal.passwordSecretName=etcd-user,mirror.url=mooncake://master:50051,mirror.secretName=engine,"
-    "mirror.copies=2,mirror.required=0,mirror.offeredGiB=8",
+    "mirror.copies=2,mirror.required=0,mirror.offeredGiB=8,storage.memoryGiB=41,"
+    "checkpoint.enabled=true,checkpoint.existingClaim=checkpoints",
 )
 PROFILES = {"single": (), "storage": STORAGE, "ha": HA}
 

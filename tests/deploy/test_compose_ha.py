@@ -13,6 +13,12 @@ ADDRESSES = {"TQ_ADVERTISE", "TQ_CONTROLLER", "TQ_JOURNAL", "TQ_STORAGE_ID", "TQ
 OF_THE_PLACE = {"TQ_MAX_BYTES", "TQ_LOG_FORMAT", "TQ_INTERNAL_SECRET_FILE"}
 """Less memory, logs for reading, and a secret that the controllers make in a volume."""
 
+BY_MEMORY = {"TQ_MAX_SAMPLES"}
+"""Of the memory that a pod is given, which containers of Compose share."""
+
+METRICS = {"TQ_METRICS_PORT", "TQ_METRICS_HOST"}
+"""Which the chart gives with monitoring.enabled."""
+
 
 def compose() -> dict[str, Any]:
     """Return the file with the defaults of its variables."""
@@ -34,8 +40,8 @@ def test_services_get_the_variables_that_the_chart_gives_them() -> None:
         names = {name for name in chart if name.startswith("TQ_")}
         for name, service in of_role(role).items():
             given = service["environment"]
-            assert given.keys() == names, name
-            for variable in names - ADDRESSES - OF_THE_PLACE:
+            assert given.keys() == names - BY_MEMORY | METRICS, name
+            for variable in names - ADDRESSES - OF_THE_PLACE - BY_MEMORY:
                 assert str(given[variable]) == chart[variable], variable
 
 

@@ -57,6 +57,8 @@ def live(loop_thread: LoopThread, tmp_path_factory: pytest.TempPathFactory) -> I
         client.put({"x": np.arange(4)}, partition_id="train@0", custom_meta=entries)
         rank = {"dp_rank": 0, "dp_size": 1, "batch_index": 0}
         client.get_meta(partition_id="train@0", task_name="t", data_fields=["x"], batch_size=2, **rank)
+        assert started.app.metrics is not None
+        started.app.metrics.shown.add_cluster("runs", lambda: True, lambda: {"c2": 0})  # tests/cluster has a real one
         yield started
 
 
@@ -111,6 +113,21 @@ def test_each_alert_has_its_section() -> None:
     alerts = re.findall(r"- alert: (\w+)", ALERTS)
     assert re.findall(r"^### (Tq\w+)$", PAGE, re.MULTILINE) == alerts
     assert re.findall(r"runbook: docs/operations\.md#(\w+)", ALERTS) == [alert.lower() for alert in alerts]
+
+
+def test_services_of_one_prometheus_are_not_merged() -> None:
+    """By their namespaces and instances: partitions, tasks and samplers of two services may have the same names."""
+    sums = re.findall(r"\bby \(([^)]*)\)", ALERTS)
+    assert len(sums) > 10
+    assert all(by.startswith("namespace, ") for by in sums)
+    assert all("instance" in by for by in sums if by != "namespace, cluster")  # of which the instances are the members
+    variables = {variable["name"]: variable for variable in DASHBOARD["templating"]["list"]}
+    for name in ("namespace", "instance", "group"):
+        assert (variables[name]["includeAll"], variables[name]["allValue"]) == (True, ".*")
+    for expression in expressions():
+        for name, chosen in re.findall(rf"({NAME.pattern})(\{{.*?\}})?", expression):
+            if not name.startswith(("tq_service_client_", "tq_service_loader_", "tq_service_build_info")):
+                assert 'namespace=~"$namespace", instance=~"$instance"' in chosen, expression
 
 
 def test_panels_do_not_overlap() -> None:

@@ -95,7 +95,7 @@ def main() -> None:
         _fail(str(error), _hint(error), 1)
     except ModuleNotFoundError as error:
         extra = {"matplotlib": "plots", "torch": "data", "tensordict": "data"}.get(error.name or "")
-        hint = f"pip install 'tq-service[{extra}]'" if extra else f"pip install {error.name}"
+        hint = f"pip install '.[{extra}]' in a clone of the repository" if extra else f"pip install {error.name}"
         _fail(f"this needs the module {error.name}, which is not installed", hint, 1)
     except KeyboardInterrupt:
         sys.exit(130)

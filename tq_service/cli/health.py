@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import contextlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tq_service.addresses import cause_of
+from tq_service.addresses import cause_of, split_addresses
 from tq_service.cli.addresses import probed_address
 from tq_service.cli.options import with_address
 from tq_service.cli.output import AsJson, print_json
 
+if TYPE_CHECKING:
+    from tq_service import Tls
+
 EXAMPLES = """\
   tq-service health
   tq-service health --address controller:50051 --timeout 2
+  tq-service health --address c1,c2,c3 --service tq_service.v1.ControllerService
   tq-service health --tls-ca ca.pem --json"""
 
 
 _ADDRESS_HELP = (
-    "The service, as host:port, or the host alone for port 50051. Default: the port of TQ_PORT, else 50051, on this "
-    "machine."
+    "The service, as host:port, or the host alone for port 50051; of several with commas between them each is asked, "
+    "and one that is SERVING is enough. Default: the port of TQ_PORT, else 50051, on this machine."
 )
 
 
@@ -32,32 +38,49 @@ def _command(
     **given: Any,
 ) -> None:
     """Print the health of the service; exit code 0 when it is SERVING, else 1."""
+    answers, errors = _ask(split_addresses(probed_address(given["address"])), service, timeout, given["tls"])
+    serving = [target for target, status in answers.items() if status == "SERVING"]
+    if not serving:
+        for error in errors:
+            typer.echo(f"error: {error}", err=True)
+    if answers:
+        target = serving[0] if serving else next(iter(answers))
+        if as_json:
+            print_json({"address": target, "status": answers[target]})
+        else:
+            typer.echo(answers[target])
+    if not serving:
+        raise typer.Exit(1)
+
+
+def _ask(targets: Sequence[str], service: str, timeout: float, tls: Tls | None) -> tuple[dict[str, str], list[str]]:
+    """Return the answers by address, and what went wrong; all are asked at once, so that the timeout is that of all."""
     import grpc  # noqa: PLC0415  (`--help` does without)
     from grpc_health.v1 import health_pb2, health_pb2_grpc  # noqa: PLC0415  (`--help` does without)
 
-    target = probed_address(given["address"])
-    tls = given["tls"]  # no token: health is open
-    with (
-        grpc.insecure_channel(target) if tls is None else grpc.secure_channel(target, tls.channel_credentials())
-    ) as channel:
-        try:
-            answer = health_pb2_grpc.HealthStub(channel).Check(
-                health_pb2.HealthCheckRequest(service=service), timeout=timeout
+    answers: dict[str, str] = {}
+    errors = []
+    request = health_pb2.HealthCheckRequest(service=service)
+    with contextlib.ExitStack() as channels:
+        calls = {}
+        for target in targets:  # no token: health is open
+            channel = channels.enter_context(
+                grpc.insecure_channel(target) if tls is None else grpc.secure_channel(target, tls.channel_credentials())
             )
-        except grpc.RpcError as error:
-            if error.code() is grpc.StatusCode.UNAVAILABLE:
-                reason = f"cannot reach {target}: {cause_of(error.details() or '')}"
-            else:
-                reason = f"{target}: {error.code().name}: {error.details()}"
-            typer.echo(f"error: {reason}", err=True)
-            raise typer.Exit(1) from None
-    status = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
-    if as_json:
-        print_json({"address": target, "status": status})
-    else:
-        typer.echo(status)
-    if status != "SERVING":
-        raise typer.Exit(1)
+            calls[target] = health_pb2_grpc.HealthStub(channel).Check.future(request, timeout=timeout)
+        for target, call in calls.items():
+            try:
+                status = call.result().status
+            except grpc.RpcError as error:
+                if error.code() is grpc.StatusCode.UNAVAILABLE:
+                    errors.append(f"cannot reach {target}: {cause_of(error.details() or '')}")
+                else:
+                    errors.append(f"{target}: {error.code().name}: {error.details()}")
+                continue
+            answers[target] = health_pb2.HealthCheckResponse.ServingStatus.Name(status)
+            if answers[target] == "SERVING":
+                break
+    return answers, errors
 
 
 command = with_address(_command, _ADDRESS_HELP)

@@ -14,7 +14,8 @@ import typer
 
 from tq_service.cli.log_lines import configure_logging
 from tq_service.cli.settings_options import show_settings, with_setting_flags
-from tq_service.config import CONFIG_VARIABLE, ServeSettings, load_settings
+from tq_service.config import CONFIG_VARIABLE, ServeSettings, load_settings, unknown_variables
+from tq_service.log_message import LogMessage
 
 EXAMPLES = """\
   tq-service serve
@@ -22,6 +23,8 @@ EXAMPLES = """\
   tq-service serve --host 0.0.0.0 --tls-cert tq.pem --tls-key tq.key --auth-tokens-file tokens.toml
   tq-service serve --role storage --port 50052 --controller localhost:50051
   TQ_PORT=6000 tq-service serve --config tq.toml --show-config"""
+
+_log = logging.getLogger(__name__)
 
 
 @with_setting_flags
@@ -48,6 +51,9 @@ def command(
 
 def _run(settings: ServeSettings) -> int:
     configure_logging(settings.log_level, settings.log_format, settings.audit_file)
+    if unknown := unknown_variables():
+        named = [f"{name} (did you mean {near}?)" if near else name for name, near in unknown.items()]
+        _log.warning(LogMessage("variables that are no settings have no effect", variables=", ".join(named)))
     from tq_service.server.app import serve  # noqa: PLC0415  (--show-config and --help do without the server)
     from tq_service.server.process import loop_factory  # noqa: PLC0415  (as above)
     from tq_service.server.supervisor import FAILED_EXIT_CODE  # noqa: PLC0415  (as above)

@@ -59,6 +59,47 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- if and (gt (int .Values.controller.replicas) 1) (eq .Values.controller.readiness "leader") }}true{{ end -}}
 {{- end -}}
 
+{{/* Settings that the chart sets itself, and by which of its values. */}}
+{{- define "tq.ownSettings" -}}
+role: storage.replicas
+host: host
+port: no value (it is 50051)
+advertise: no value (it is the name of the pod)
+controller: no value (it is the name of the Service, or of the controllers' pods)
+storage_id: no value (it is the name of the pod, or of its node)
+grace_seconds: graceSeconds
+log_level: logLevel
+log_format: logFormat
+data_dir: controller.persistence or storage.persistence
+durability: controller.durability or storage.durability
+checkpoint_dir: checkpoint.persistence or checkpoint.existingClaim
+max_bytes: controller.quotaGiB or storage.quotaGiB
+shared_memory: sharedMemory.hostPath
+shared_memory_dir: sharedMemory.hostPath
+insecure: insecure
+tls_cert: tls.enabled and tls.secretName
+tls_key: tls.enabled and tls.secretName
+tls_ca: tls.enabled and tls.secretName
+tls_client_ca: tls.clientCertificates
+auth_tokens_file: auth.enabled and auth.secretName
+internal_secret_file: internalSecret.secretName
+metrics_port: monitoring.enabled
+metrics_host: monitoring.enabled and host
+journal: journal.etcd
+cluster: journal.cluster
+lease_seconds: journal.leaseSeconds
+etcd_user: journal.user
+etcd_password_file: journal.passwordSecretName
+etcd_ca: journal.tlsSecretName
+etcd_cert: journal.tlsSecretName and journal.clientCertificate
+etcd_key: journal.tlsSecretName and journal.clientCertificate
+mirror: mirror.url
+mirror_copies: mirror.copies
+mirror_required: mirror.required
+mirror_memory_bytes: mirror.memoryGiB
+mirror_offered_bytes: mirror.offeredGiB
+{{- end -}}
+
 {{/* Values that contradict each other. */}}
 {{- define "tq.check" -}}
 {{- $v := .Values -}}
@@ -70,6 +111,14 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- end -}}
 {{- if not (or $v.insecure (and $v.tls.enabled $v.auth.enabled)) -}}
 {{- fail "every pod that reaches the service could read and clear everything: set tls.enabled=true and auth.enabled=true (values-secured.yaml; README.md says how to make the Secrets), or insecure=true where the network itself is trusted" -}}
+{{- end -}}
+{{- $own := fromYaml (include "tq.ownSettings" .) -}}
+{{- range $where, $settings := dict "settings" $v.settings "controller.settings" $v.controller.settings "storage.settings" $v.storage.settings -}}
+{{- range $name, $_ := $settings -}}
+{{- if hasKey $own $name -}}
+{{- fail (printf "%s.%s: the chart sets this one itself: use %s" $where $name (get $own $name)) -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 {{- if and (gt (int $v.controller.replicas) 1) (not $v.journal.etcd) -}}
 {{- fail (printf "got controller.replicas %d without journal.etcd: controllers know of each other by a journal that they share; name etcd's members, or use 1" (int $v.controller.replicas)) -}}
@@ -92,6 +141,12 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- if gt (int $v.mirror.required) (int $v.mirror.copies) -}}
 {{- fail (printf "mirror.required: got %d, expected at most mirror.copies, %d" (int $v.mirror.required) (int $v.mirror.copies)) -}}
 {{- end -}}
+{{- if and $v.mirror.memoryGiB (not $v.mirror.url) -}}
+{{- fail "mirror.memoryGiB is for puts that the mirror has: set mirror.url, or leave it 0" -}}
+{{- end -}}
+{{- if gt (int $v.mirror.memoryGiB) (int $v.storage.quotaGiB) -}}
+{{- fail (printf "mirror.memoryGiB: got %d, expected at most storage.quotaGiB, %d: the quota of all puts is at least what is in memory of them" (int $v.mirror.memoryGiB) (int $v.storage.quotaGiB)) -}}
+{{- end -}}
 {{- range $name, $part := dict "controller" $v.controller "storage" $v.storage -}}
 {{- $stores := or (eq $name "storage") (not (include "tq.isSplit" $)) -}}
 {{- if and $stores $part.persistence.enabled (not (and $v.mirror.url (eq $name "storage"))) (lt (int $part.persistence.sizeGiB) (int (add $part.quotaGiB 1))) -}}
@@ -106,8 +161,11 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- fail (printf "got storage.replicas %d with storage.kind DaemonSet, expected 1: there is one on each node that storage.nodeSelector chooses" (int $v.storage.replicas)) -}}
 {{- end -}}
 {{- end -}}
-{{- if and $v.checkpoint.enabled (not $v.controller.persistence.enabled) (not $v.checkpoint.persistence.enabled) -}}
-{{- fail "checkpoint.enabled needs a place: controller.persistence.enabled or checkpoint.persistence.enabled" -}}
+{{- if and $v.checkpoint.existingClaim $v.checkpoint.persistence.enabled -}}
+{{- fail "got both of checkpoint.existingClaim and checkpoint.persistence.enabled: leave one of the two out" -}}
+{{- end -}}
+{{- if and $v.checkpoint.enabled (not $v.controller.persistence.enabled) (not $v.checkpoint.persistence.enabled) (not $v.checkpoint.existingClaim) -}}
+{{- fail "checkpoint.enabled needs a place: controller.persistence.enabled, checkpoint.persistence.enabled or checkpoint.existingClaim" -}}
 {{- end -}}
 {{- end -}}
 
@@ -210,7 +268,6 @@ affinity:
 {{- end }}
 {{- if $v.auth.enabled }}
 - {name: TQ_AUTH_TOKENS_FILE, value: /etc/tq-service/auth/tokens.toml}
-- {name: TQ_AUDIT_REPEAT_SECONDS, value: "10"}
 {{- end }}
 {{- if include "tq.isSplit" .root }}
 - {name: TQ_INTERNAL_SECRET_FILE, value: /etc/tq-service/internal/secret}
@@ -239,11 +296,21 @@ affinity:
 - {name: TQ_MIRROR, value: {{ $v.mirror.url | quote }}}
 - {name: TQ_MIRROR_COPIES, value: {{ $v.mirror.copies | quote }}}
 - {name: TQ_MIRROR_REQUIRED, value: {{ $v.mirror.required | quote }}}
+{{- if $v.mirror.memoryGiB }}
+- {name: TQ_MIRROR_MEMORY_BYTES, value: {{ printf "%dGiB" (int $v.mirror.memoryGiB) }}}
+{{- end }}
 {{- if $v.mirror.offeredGiB }}
 - {name: TQ_MIRROR_OFFERED_BYTES, value: {{ printf "%dGiB" (int $v.mirror.offeredGiB) }}}
 {{- end }}
 {{- end }}
-{{- range $name, $value := merge (deepCopy .part.settings) $v.settings }}
+{{- $settings := merge (deepCopy .part.settings) $v.settings }}
+{{- if ne .role "storage" }}
+{{- $settings = merge $settings (dict "max_samples" (mul 1500000 (int $v.controller.memoryGiB) | toString)) }}
+{{- end }}
+{{- if $v.auth.enabled }}
+{{- $settings = merge $settings (dict "audit_repeat_seconds" "10") }}
+{{- end }}
+{{- range $name, $value := $settings }}
 - {name: TQ_{{ upper $name }}, value: {{ $value | quote }}}
 {{- end }}
 {{- end -}}
@@ -293,6 +360,9 @@ mirror: {{ $v.mirror.secretName | quote }}
 
 {{- define "tq.serviceVolumes" -}}
 {{- $v := .root.Values -}}
+{{- if and .hasCheckpoints $v.checkpoint.existingClaim }}
+- {name: checkpoints, persistentVolumeClaim: {claimName: {{ $v.checkpoint.existingClaim | quote }}}}
+{{- end }}
 {{- if and (ne .role "controller") $v.sharedMemory.hostPath }}
 - {name: shared-memory, hostPath: {path: {{ $v.sharedMemory.hostPath | quote }}, type: Directory}}
 {{- end }}
@@ -313,38 +383,69 @@ mirror: {{ $v.mirror.secretName | quote }}
 {{- end }}
 {{- end -}}
 
-{{/* Kubernetes' own probe of gRPC cannot do TLS. */}}
-{{- define "tq.probe" -}}
+{{/* Kubernetes' own probe of gRPC cannot do TLS. `alive` asks whether the process runs and takes connections: with TLS it
+     only connects, since a handshake fails once the certificate has expired, which a restart does not mend, and would
+     restart all pods at once. */}}
+{{- define "tq.alive" -}}
 {{- if .root.Values.tls.enabled -}}
-exec: {command: [tq-service, health, {{ with .service }}--service, {{ . }}, {{ end }}--timeout, "4"]}
+tcpSocket: {port: grpc}
+{{- else -}}
+grpc: {port: 50051, service: ""}
+{{- end }}
+timeoutSeconds: 4
+{{- end -}}
+
+{{/* Readiness verifies the certificate as clients do, so that they are not sent to a pod that they cannot use. */}}
+{{- define "tq.ready" -}}
+{{- if .root.Values.tls.enabled -}}
+exec: {command: [tq-service, health, {{ with .ready }}--service, {{ . }}, {{ end }}--timeout, "4"]}
 timeoutSeconds: 6
 {{- else -}}
-grpc: {port: 50051, service: {{ .service | quote }}}
+grpc: {port: 50051, service: {{ .ready | quote }}}
 timeoutSeconds: 4
 {{- end }}
 {{- end -}}
 
 {{- define "tq.probes" -}}
-{{- $any := dict "root" .root "service" "" -}}
 startupProbe:
-  {{- include "tq.probe" $any | nindent 2 }}
+  {{- include "tq.alive" . | nindent 2 }}
   periodSeconds: 2
   failureThreshold: {{ div .root.Values.startupSeconds 2 }}
 readinessProbe:
-  {{- include "tq.probe" (dict "root" .root "service" .ready) | nindent 2 }}
+  {{- include "tq.ready" . | nindent 2 }}
   periodSeconds: {{ ternary 5 2 .root.Values.tls.enabled }}
   failureThreshold: 2
 livenessProbe:  # a minute, since what takes a service that long may also end by itself
-  {{- include "tq.probe" $any | nindent 2 }}
+  {{- include "tq.alive" . | nindent 2 }}
   periodSeconds: 10
   failureThreshold: 6
 {{- end -}}
 
+{{/* What a service may need, as a number of GiB: what it stores, the state of a controller, and 1 for the process and what
+     comes and is read at a time. */}}
+{{- define "tq.memoryGiB" -}}
+{{- $v := .root.Values -}}
+{{- $state := ternary 0 $v.controller.memoryGiB (eq .role "storage") -}}
+{{- $stored := ternary 0 .part.quotaGiB (eq .role "controller") -}}
+{{- $offered := 0 -}}
+{{- if and (eq .role "storage") $v.mirror.url -}}
+{{- $stored = default $stored $v.mirror.memoryGiB -}}
+{{- $offered = $v.mirror.offeredGiB -}}
+{{- end -}}
+{{- $sum := add 1 $state $stored $offered -}}
+{{- if eq .role "storage" -}}
+{{- if and $v.storage.memoryGiB (lt (int $v.storage.memoryGiB) (int $sum)) -}}
+{{- fail (printf "storage.memoryGiB: got %d, expected at least %d: what is stored, what is offered to the engine, and 1 GiB; or 0, which is that sum" (int $v.storage.memoryGiB) (int $sum)) -}}
+{{- end -}}
+{{- default $sum $v.storage.memoryGiB -}}
+{{- else -}}
+{{- $sum -}}
+{{- end -}}
+{{- end -}}
+
 {{/* The container of a service. */}}
 {{- define "tq.serviceContainer" -}}
-{{- $stored := ternary 1 .part.quotaGiB (eq .role "controller") -}}
-{{- $offered := ternary .root.Values.mirror.offeredGiB 0 (eq .role "storage") -}}
-{{- $memory := printf "%dGi" (int (add 1 $stored $offered)) -}}
+{{- $memory := printf "%dGi" (int (include "tq.memoryGiB" .)) -}}
 name: tq-service
 image: {{ include "tq.image" .root }}
 imagePullPolicy: {{ .root.Values.image.pullPolicy }}
@@ -355,8 +456,12 @@ ports:
   - {name: metrics, containerPort: 9464}
 {{- end }}
 {{ include "tq.probes" . }}
-{{- $memories := dict "requests" (dict "memory" $memory) "limits" (dict "memory" $memory) }}
-resources: {{- toYaml (merge (deepCopy .part.resources) $memories) | nindent 2 }}
+{{- $resources := deepCopy .part.resources }}
+{{- $request := dig "requests" "memory" "" $resources }}
+{{- $limit := dig "limits" "memory" "" $resources }}
+{{- /* One that is given alone is both: beside the sum it could be a limit below the request. */}}
+{{- $memories := dict "requests" (dict "memory" (coalesce $request $limit $memory)) "limits" (dict "memory" (coalesce $limit $request $memory)) }}
+resources: {{- toYaml (merge $resources $memories) | nindent 2 }}
 securityContext: {{- include "tq.securityContext" . | nindent 2 }}
 {{- end -}}
 
