@@ -102,6 +102,9 @@ class Slow(ThreadedObjects):
         self.in_use -= 1
         return [1 for _ in names]
 
+    def _list(self, prefix: str) -> list[str]:
+        return []
+
     def _close(self) -> None:
         self.is_closed, self.closed_in_use = True, self.in_use
 

@@ -125,7 +125,7 @@ class Adoptions:
         return len(self._lost)
 
     def may_come(self, instance: Instance) -> bool:
-        """Whether it is not known yet who has an instance: it is lost, or expected since this controller started."""
+        """Whether it is open yet where an instance is: it is lost, or expected since this controller started."""
         return instance in self._lost or instance in self._expected
 
     def is_lost(self, instance: Instance) -> bool:

@@ -43,6 +43,7 @@ _log = logging.getLogger(__name__)
 _PUBLISH_SECONDS: Final = 1.0
 _PAUSE_SECONDS: Final = 0.2
 _CATCH_UP_SECONDS: Final = 0.05
+_NEAR_RECORDS: Final = 50
 _LOOK_SECONDS: Final = 0.05  # at a lease that may have ended
 
 
@@ -279,12 +280,15 @@ class ClusterMember:
             self._supervisor.fatal("its lease has ended, so that another controller leads")
 
     async def _catch_up(self, following: asyncio.Task[None]) -> None:
-        """Return once this controller has applied what the log has now, unless no other one leads."""
-        end_number = 1
-        with contextlib.suppress(JournalUnreachableError):
-            end_number = (await asyncio.to_thread(self._journal.end)).number
-        while self.last_number < end_number and not following.done():
+        """Return once this controller has nearly all that the log has, unless no other one leads.
+
+        The log goes on meanwhile. One that is far behind is not to be elected before others, which would lead at once.
+        """
+        while not following.done():
             with contextlib.suppress(JournalUnreachableError):
+                end_number = (await asyncio.to_thread(self._journal.end)).number
+                if end_number - self.last_number <= _NEAR_RECORDS:
+                    return
                 leader = await asyncio.to_thread(self._election.leader)
                 if leader is None:
                     return
