@@ -72,9 +72,18 @@ async def test_what_was_taken_over_for_another_controller_is_looked_up_again():
     assert await heir.adopt("s", b"b" * 16, own, b"1" * 16) is first  # a call that is repeated
     assert (first.engine.stat().put_count, first.engine.put_ttl_seconds) == (0, 7.0)
     await writer.write(b"o" * 16, "train", [b"p" * 16], pack_puts([(codec.encode_put(put), [])]))
-    again = await heir.adopt("s", b"b" * 16, own, b"2" * 16)
-    assert again is not first
+    pool.gate = asyncio.Event()
+    late = asyncio.create_task(heir.adopt("s", b"b" * 16, own, b"2" * 16))
+    await asyncio.sleep(0)
+    asking = asyncio.create_task(heir.adopt("s", b"b" * 16, own, b"3" * 16))  # while that one looks into the mirror
+    await asyncio.sleep(0)
+    pool.gate.set()
+    with pytest.raises(UnavailableError, match="was lost again since"):
+        await late
+    again = await asking
+    assert again.search_id == b"3" * 16
     assert again.engine.stat().put_count == 1
+    assert heir.adopted == {b"b" * 16: again}
     for task in running:
         task.cancel()
     await asyncio.gather(*running, return_exceptions=True)

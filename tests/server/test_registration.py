@@ -241,6 +241,13 @@ async def turns(count=20):
         await asyncio.sleep(0)
 
 
+async def heir_of_silent(registry, clock, heirs, lost, *, heard):
+    """Let one storage service be silent until another one is asked; return how "b" registers what it took over."""
+    clock.go_on(registry, 6.5, heard=heard)
+    await turns()
+    return adopted_by(lost, heirs.asked[0][2], ord("b"))
+
+
 async def test_nobody_is_lost_while_the_controller_itself_takes_no_heartbeats(monkeypatch):
     """As where etcd is away, or the disk is full: all storage services are silent then, one after the other."""
     clock, heirs, takes = Clock(monkeypatch), Heirs(monkeypatch), True
@@ -321,15 +328,13 @@ async def test_the_next_heir_is_asked_where_one_refuses_and_the_first_to_registe
     clock, heirs = Clock(monkeypatch), Heirs(monkeypatch, UnavailableError("its mirror is away"))
     a, b, c = mirrored("a", "b", "c")
     async with watched(a, b, c, clock=clock) as registry:
-        clock.go_on(registry, 6.5, heard=[b, c])
-        await turns()
+        heir = await heir_of_silent(registry, clock, heirs, a, heard=[b, c])
         clock.go_on(registry, 0.5, heard=[b, c])
         await turns()
         assert {heir for heir, *_ in heirs.asked} == {"b", "c"}
-        search_id = heirs.asked[0][2]
-        registry.on_heartbeat(adopted_by(a, search_id, ord("b")))  # it could after all
+        registry.on_heartbeat(heir)  # it could after all
         with pytest.raises(PreconditionError, match="alive; let go of them"):
-            registry.on_heartbeat(adopted_by(a, search_id, ord("c")))
+            registry.on_heartbeat(adopted_by(a, heir.run_id, ord("c")))
         assert registry.adoption_counts() == (1, 1)
 
 
@@ -337,9 +342,7 @@ async def test_an_heir_that_was_silent_may_come_back_too(monkeypatch):
     clock, heirs = Clock(monkeypatch), Heirs(monkeypatch, UnavailableError("the mirror is away"))
     a, b, c = mirrored("a", "b", "c")
     async with watched(a, b, c, clock=clock) as registry:
-        clock.go_on(registry, 6.5, heard=[b, c])
-        await turns()
-        heir = adopted_by(a, heirs.asked[0][2], ord("b"))
+        heir = await heir_of_silent(registry, clock, heirs, a, heard=[b, c])
         heir.put_count = 1
         registry.on_heartbeat(heir)
         clock.go_on(registry, 7.0, heard=[b, c])
@@ -355,9 +358,7 @@ async def test_what_a_storage_service_had_taken_over_is_lost_when_it_starts_agai
     clock, heirs = Clock(monkeypatch), Heirs(monkeypatch)
     a, b, c = mirrored("a", "b", "c")
     async with watched(a, b, c, clock=clock) as registry:
-        clock.go_on(registry, 6.5, heard=[b, c])
-        await turns()
-        heir = adopted_by(a, heirs.asked[0][2], ord("b"))
+        heir = await heir_of_silent(registry, clock, heirs, a, heard=[b, c])
         registry.on_heartbeat(heir)
         instance = "a", a.storage.boot_id
         assert registry.endpoint_of(*instance).address == f"localhost:{ord('b')}"

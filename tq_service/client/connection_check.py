@@ -16,6 +16,7 @@ from typing import Final, NamedTuple, TypeVar
 from tq_service.addresses import cause_of, hosts_and_ports
 from tq_service.wire.credentials import CA_VARIABLE, Tls
 
+_EXPIRED: Final = 10  # OpenSSL's X509_V_ERR_CERT_HAS_EXPIRED
 _STEP_SECONDS: Final = 0.5  # to connect, and as long again for an answer
 _MOST_ADDRESSES: Final = 4
 _FRESH_SECONDS: Final = 5.0
@@ -196,7 +197,8 @@ def _fault_of_certificate(target: _Target, host: str, tls: Tls) -> str | None:
             # With TLS 1.3 a server sees the client's certificate after the client's part of the handshake.
             is_accepted = len(_greet(_Secured(connection, context, host))) == _FRAME_HEADER_BYTES
     except ssl.SSLCertVerificationError as error:
-        return cause_of(str(error)) + f" ({error.verify_message})"
+        cause = cause_of(str(error))
+        return cause if error.verify_code == _EXPIRED else f"{cause} ({error.verify_message})"
     except (ssl.SSLError, ConnectionError):
         is_accepted = False
     if is_accepted or tls.cert is not None:

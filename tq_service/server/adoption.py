@@ -124,7 +124,7 @@ class Adoptions:
         """How many are lost and not taken over yet."""
         return len(self._lost)
 
-    def may_come(self, instance: Instance) -> bool:
+    def is_awaited(self, instance: Instance) -> bool:
         """Whether it is open yet where an instance is: it is lost, or expected since this controller started."""
         return instance in self._lost or instance in self._expected
 

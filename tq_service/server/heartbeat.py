@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 _CALL_SECONDS = 5.0
 _CLUSTER_CALL_SECONDS = 1.5
 _RETRY_SECONDS = 0.25
-_CLUSTER_RETRY_SECONDS = 0.1  # the next controller is asked; one that has just begun to lead cannot have reads answered
+_CLUSTER_RETRY_SECONDS = 0.1  # the next controller is asked; one that has begun to lead does not know where bytes are
 _REFUSED_SECONDS = 1.0  # less than a heartbeat: one that was silent for three is taken for lost
 _REFUSALS = {
     grpc.StatusCode.UNAUTHENTICATED,

@@ -171,7 +171,12 @@ class Mirroring:
             task = asyncio.get_running_loop().create_task(self._adopt_after(task, storage_id, boot_id, own, search_id))
             self._adopting[boot_id] = search_id, task
             task.add_done_callback(partial(self._end_adopting, boot_id))
-        return await asyncio.shield(task)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if not task.cancelled():  # else the caller has left
+                raise
+            raise UnavailableError("the storage service was back, and was lost again since; ask again") from None
 
     def _end_adopting(self, boot_id: bytes, done: asyncio.Task[Adopted]) -> None:
         if boot_id in self._adopting and self._adopting[boot_id][1] is done:

@@ -250,7 +250,7 @@ class StorageRegistry:
 
         One that is gone with its puts is where the name is now: that says so to its readers.
         """
-        if self.adoptions.may_come((storage_id, boot_id)):
+        if self.adoptions.is_awaited((storage_id, boot_id)):
             return None
         storage = self._find(storage_id, boot_id) or self._storages.get(storage_id)
         return None if storage is None else storage.endpoint
@@ -576,7 +576,7 @@ class StorageRegistry:
         Raises:
             DataLossError: it is not there under this boot.
         """
-        if self.adoptions.may_come((storage_id, boot_id)):
+        if self.adoptions.is_awaited((storage_id, boot_id)):
             raise UnavailableError(f"the puts of storage service {storage_id!r} are being taken over; try again")
         storage = self._find(storage_id, boot_id)
         if storage is None:
