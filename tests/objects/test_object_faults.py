@@ -146,14 +146,14 @@ async def test_fewer_copies_than_asked_for_are_counted(engine: Engine, store: Ob
 
 
 async def test_a_store_that_does_not_answer_is_unavailable_and_the_loop_goes_on(
-    engine: Engine, name: ObjectName
+    engine: Engine, store: ObjectStore, name: ObjectName
 ) -> None:
     if not engine.processes and not isinstance(engine, S3StandInEngine):
         pytest.skip("this engine has no server")
     url = f"{engine.url.partition('&timeout_seconds')[0].partition('?timeout_seconds')[0]}"
-    store = make_object_store(f"{url}{'&' if '?' in url else '?'}timeout_seconds=4")
-    await store.open("127.0.0.1", 0)
-    await store.put(str(name), [b"bytes"], copies=1)
+    await store.put(str(name), [b"bytes"], copies=1)  # patiently: a server that has just started makes its first volume
+    impatient = make_object_store(f"{url}{'&' if '?' in url else '?'}timeout_seconds=4")
+    await impatient.open("127.0.0.1", 0)
     turns = 0
 
     async def count() -> None:
@@ -166,15 +166,15 @@ async def test_a_store_that_does_not_answer_is_unavailable_and_the_loop_goes_on(
     with engine.paused():
         before = turns
         calls = (
-            store.put(str(name.retried()), [bytes(MIB)], copies=1),
-            store.size(str(name)),
-            store.copies([str(name)]),
+            impatient.put(str(name.retried()), [bytes(MIB)], copies=1),
+            impatient.size(str(name)),
+            impatient.copies([str(name)]),
         )
         answers = await asyncio.gather(*calls, return_exceptions=True)
         assert [type(answer) for answer in answers] == [UnavailableError] * 3
         assert turns - before > 20, "the loop stood still"
     counter.cancel()
-    await store.aclose()
+    await impatient.aclose()
 
 
 async def test_what_a_restart_leaves(engine: Engine, store: ObjectStore, name: ObjectName) -> None:
