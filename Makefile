@@ -88,6 +88,7 @@ generate: $(INSTALLED) $(HELM)
 
 # Messages and methods without comments, as descriptors: a fresh clone without history or network can be checked.
 accept-protos: $(INSTALLED)
+	@$(BIN)/buf breaking protos --against protos/accepted.binpb > /dev/null || $(BIN)/python scripts/raise_protocol.py
 	$(BIN)/buf build protos --exclude-source-info --output protos/accepted.binpb
 
 check: lint typecheck $(HELM)

@@ -167,3 +167,13 @@ def cause_of(details: str) -> str:
     """Return in plain words what gRPC says of a connection that failed; its own words where they are not known."""
     text = details.lower()
     return next((cause for pattern, cause in _CAUSES if re.search(pattern, text)), details)
+
+
+def redacted(url: str) -> str:
+    """Return a URL without user, password and query, fit for messages and logs."""
+    scheme, separator, rest = url.partition("://")
+    if not separator:
+        return "(no URL)"
+    place = rest.partition("?")[0].partition("#")[0]
+    host, slash, path = place.partition("/")
+    return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}"

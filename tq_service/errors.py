@@ -221,6 +221,12 @@ class LeaseExpiredError(PreconditionError):
     reason = "LEASE_EXPIRED"
 
 
+class ProtocolMismatchError(PreconditionError):
+    """Client and service are of versions that would misread each other; the message names both."""
+
+    reason = "PROTOCOL_MISMATCH"
+
+
 class DataDirError(PreconditionError):
     """The data directory cannot be used: another process has it, it is of a later format, damaged, or not writable."""
 

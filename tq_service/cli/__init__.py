@@ -32,6 +32,12 @@ _COMMANDS = {
 }
 
 
+_EXTRAS = {
+    "matplotlib": "plots", "torch": "data", "tensordict": "data", "starlette": "ui", "uvicorn": "ui",
+    "prometheus_client": "metrics", "opentelemetry": "traces",
+}  # fmt: skip
+
+
 class _CommandsOnDemand(TyperGroup):
     """Imports a command's module when the command is asked for.
 
@@ -72,9 +78,9 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from tq_service.version import VERSION  # noqa: PLC0415  (needed by this flag only)
+        from tq_service.version import BUILD  # noqa: PLC0415  (needed by this flag only)
 
-        typer.echo(f"tq-service {VERSION}")
+        typer.echo(f"tq-service {BUILD}")
         raise typer.Exit
 
 
@@ -94,8 +100,8 @@ def main() -> None:
     except (TqError, ConnectionError, TimeoutError) as error:
         _fail(str(error), _hint(error), 1)
     except ModuleNotFoundError as error:
-        extra = {"matplotlib": "plots", "torch": "data", "tensordict": "data"}.get(error.name or "")
-        hint = f"pip install '.[{extra}]' in a clone of the repository" if extra else f"pip install {error.name}"
+        extra = _EXTRAS.get((error.name or "").partition(".")[0])
+        hint = f"install the extra {extra!r}, tq-service[{extra}]" if extra else f"pip install {error.name}"
         _fail(f"this needs the module {error.name}, which is not installed", hint, 1)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -11,7 +11,7 @@ from tq_service.cli.addresses import open_client
 from tq_service.cli.options import with_service
 from tq_service.cli.output import AsJson, print_json
 from tq_service.errors import TqError
-from tq_service.version import VERSION
+from tq_service.version import BUILD
 
 EXAMPLES = """\
   tq-service version
@@ -26,7 +26,7 @@ def command(
     **service: Any,
 ) -> None:
     """Print the versions of this program and of the service; exit code 1 where that does not answer."""
-    own = {"version": VERSION, "python": platform.python_version()}
+    own = {"version": BUILD, "python": platform.python_version()}
     if client_only:
         _print(own, [], as_json)
         return

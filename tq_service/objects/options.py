@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import parse_qs, unquote, urlsplit
 
+from tq_service.addresses import redacted
 from tq_service.errors import InvalidArgumentError
 
 _TRUE: Final = frozenset({"1", "true", "yes", "on"})
@@ -122,13 +123,3 @@ class EngineUrl:
 
     def _wrong(self, name: str, value: str, expected: str) -> InvalidArgumentError:
         return InvalidArgumentError(f"{self.redacted}: {name} is {value!r}, expected {expected}", field=name)
-
-
-def redacted(url: str) -> str:
-    """Return a URL without user, password and settings, to be shown."""
-    scheme, separator, rest = url.partition("://")
-    if not separator:
-        return "(no URL)"
-    place = rest.partition("?")[0].partition("#")[0]
-    host, slash, path = place.partition("/")
-    return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}"

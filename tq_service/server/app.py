@@ -40,11 +40,12 @@ from tq_service.server.rpc.errors import ErrorStatuses
 from tq_service.server.rpc.limits import RunningCalls, WaitingCalls
 from tq_service.server.rpc.metrics import CallMetrics
 from tq_service.server.rpc.middleware import Middleware
+from tq_service.server.rpc.protocol import OnlyThisProtocol
 from tq_service.server.storage_servicer import SERVICE as STORAGE_SERVICE
 from tq_service.server.supervisor import FAILED_EXIT_CODE, FailingWith, Supervisor, regularly
 from tq_service.v1.controller_service_pb2_grpc import add_ControllerServiceServicer_to_server
 from tq_service.v1.storage_service_pb2_grpc import add_StorageServiceServicer_to_server
-from tq_service.version import VERSION
+from tq_service.version import BUILD
 from tq_service.wire.connection import CONTROLLER_CONNECTION_SECONDS, LISTENING_OPTIONS
 
 if TYPE_CHECKING:
@@ -171,7 +172,7 @@ class App:
             middleware.append(CallMetrics(instruments))
         if settings.traces:
             middleware.append(call_spans())
-        middleware += [ErrorStatuses(), self.calls, self.listener.access_control(partition_of)]
+        middleware += [ErrorStatuses(), self.calls, OnlyThisProtocol(), self.listener.access_control(partition_of)]
         if self.cluster is not None:
             from tq_service.server.rpc.leading import OnlyLeader  # noqa: PLC0415  (a controller alone does without)
 
@@ -385,7 +386,7 @@ def _what_it_is(app: App, settings: ServeSettings) -> str:
     quota = format_size(settings.max_bytes)
     has_shared_memory = app.storage is not None and app.storage.shared_memory is not None
     facts = {
-        "version": VERSION,
+        "version": BUILD,
         "durability": settings.effective_durability,
         "data directory": settings.data_dir or "none",
         "quota": "none" if app.storage is None else quota,

@@ -11,7 +11,7 @@ import socket
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from tq_service.addresses import hosts_and_ports
+from tq_service.addresses import hosts_and_ports, redacted
 from tq_service.config import ServeSettings, default_shared_memory_dir, join_address
 from tq_service.dataplane.shared_memory.server import SharedMemoryServer, make_private
 from tq_service.domain.admission.limits import Limits
@@ -44,7 +44,7 @@ from tq_service.storage.blobs.base import BlobStore, DurableBlobStore
 from tq_service.storage.blobs.memory import MemoryBlobs
 from tq_service.storage.blobs.segments import SegmentBlobs
 from tq_service.storage.engine import EngineStat, StorageEngine
-from tq_service.version import VERSION
+from tq_service.version import BUILD
 from tq_service.wire.credentials import Credentials
 from tq_service.wire.shared_memory import check_supported
 
@@ -347,7 +347,7 @@ class Metrics:
             ) from error
         self.shown = ServiceMetrics(
             instruments,
-            facts={"version": VERSION, "role": settings.role},
+            facts={"version": BUILD, "role": settings.role},
             running_count=lambda: calls.count,
             waiting_count=lambda: waiting.count,
         )
@@ -477,7 +477,6 @@ def _open_mirroring(settings: ServeSettings, port: int, supervisor: Supervisor) 
     """
     if settings.mirror is None:
         return None
-    from tq_service.objects.options import redacted  # noqa: PLC0415  (a service without a mirror does without)
     from tq_service.objects.registry import make_object_store  # noqa: PLC0415  (as above)
 
     objects = make_object_store(settings.mirror)

@@ -18,7 +18,7 @@ from tq_service.server.peer import Peer, PeerOutage
 from tq_service.server.receipts import ReceiptKeys
 from tq_service.storage.engine import StorageEngine
 from tq_service.v1.metadata_pb2 import MirrorStatus, StorageEndpoint
-from tq_service.version import VERSION
+from tq_service.version import BUILD
 from tq_service.wire.connection import CLUSTER_OPTIONS, CONNECTION_OPTIONS
 from tq_service.wire.controllers import Controllers
 from tq_service.wire.credentials import Credentials
@@ -94,7 +94,7 @@ async def register_storage(
                 receipts_from=overdue.receipts_from,
                 controller_id=controller_id,
                 put_count=stat.put_count,
-                version=VERSION,
+                version=BUILD,
                 mirror=None if stat.mirror is None else to_message(MirrorStatus, stat.mirror),
                 is_adopted=is_adopted,
             )

@@ -20,7 +20,7 @@ from tq_service.domain.status import description_of
 from tq_service.results import ControllerStatus, PartitionWait, ServiceInfo
 from tq_service.server.storages import StorageRegistry
 from tq_service.v1 import controller_service_pb2 as pb
-from tq_service.version import VERSION
+from tq_service.version import BUILD
 from tq_service.wire.mapper import to_message
 
 _MOST_PAGE_BYTES: Final = 1 << 20  # but for the last partition of the page
@@ -45,7 +45,7 @@ class Identity:
         """Return it, for a caller that may know of all partitions, or of some; the id is that of its history."""
         settings = self._settings
         return ServiceInfo(
-            version=VERSION,
+            version=BUILD,
             instance_id=instance_id,
             role=settings.role,
             uptime_seconds=time.monotonic() - self._started_at,

@@ -36,7 +36,7 @@ from tq_service.storage.cells import PutCells
 from tq_service.storage.engine import StorageEngine
 from tq_service.v1.controller_service_pb2 import PlacePutResponse
 from tq_service.v1.metadata_pb2 import StorageEndpoint
-from tq_service.version import VERSION
+from tq_service.version import BUILD
 from tq_service.wire.columns import ColumnShape, columns_digest
 from tq_service.wire.credentials import Credentials
 from tq_service.wire.durations import to_duration
@@ -85,7 +85,7 @@ class EmbeddedStorage:
             used_bytes=stat.used_bytes,
             max_bytes=stat.max_bytes,
             put_count=stat.put_count,
-            version=VERSION,
+            version=BUILD,
             heard_ago_seconds=None,
             is_silent=False,
         )

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Final
 
+from tq_service.version import USER_AGENT
+
 CONNECTION_OPTIONS: Final = (
+    ("grpc.primary_user_agent", USER_AGENT),
     # A service that starts late or comes back is found within half a second; gRPC's own pauses grow to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 500),

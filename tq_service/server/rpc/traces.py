@@ -9,7 +9,7 @@ from opentelemetry import propagate, trace
 from tq_service.server.rpc.method_table import Method
 from tq_service.server.rpc.metrics import CODES, name_code
 from tq_service.server.rpc.middleware import Behavior, Caller, Context, Middleware
-from tq_service.version import VERSION
+from tq_service.version import BUILD
 from tq_service.wait_clock import WaitClock, wait_clock
 
 _FAULTS: Final = {"Unknown", "DeadlineExceeded", "Unimplemented", "Internal", "Unavailable", "DataLoss"}
@@ -19,7 +19,7 @@ class CallSpans(Middleware):
     """Makes spans; where they go is up to the provider that the program around the service has configured."""
 
     def __init__(self) -> None:
-        self._tracer = trace.get_tracer("tq_service", VERSION)
+        self._tracer = trace.get_tracer("tq_service", BUILD)
         self._fields = frozenset(propagate.get_global_textmap().fields)
 
     def wrap(self, method: Method, caller: Caller, behavior: Behavior) -> Behavior:
