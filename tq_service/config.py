@@ -17,7 +17,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, TypeAdapter, ValidationError, model_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
-from tq_service.addresses import DEFAULT_PORT, normal_address, normal_addresses
+from tq_service.addresses import DEFAULT_PORT, normal_address, normal_addresses, redacted
 from tq_service.errors import InvalidArgumentError
 
 ENV_PREFIX = "TQ_"
@@ -74,9 +74,11 @@ def format_size(size_bytes: int | None) -> str:
 
 
 def format_setting(name: str, value: object) -> str:
-    """Return the value of a setting the way it would be given; empty where there is none."""
+    """Return the value of a setting the way it would be given, a URL without its password; empty for None."""
     if name.endswith("_bytes") and (value is None or isinstance(value, int)):
         return format_size(value)
+    if isinstance(value, str) and "://" in value:
+        return redacted(value)
     return str(value).lower() if isinstance(value, bool) else "" if value is None else str(value)
 
 
@@ -124,6 +126,8 @@ def _checked_journal(text: str) -> str:
     scheme, separator, members = text.partition("://")
     if scheme != "etcd" or not separator or not members.strip("/"):
         raise ValueError("expected etcd://host:port,host:port,...")
+    if "@" in members:
+        raise ValueError("expected addresses without a user; give etcd_user and etcd_password_file instead")
     return f"etcd://{','.join(normal_address(each, ETCD_PORT) for each in members.rstrip('/').split(','))}"
 
 
@@ -677,6 +681,8 @@ def _explain(error: ValidationError, sources: Mapping[str, Source], config: Path
             continue
         name = str(problem["loc"][0])
         got = problem["input"]
+        if isinstance(got, str) and "@" in got and "://" in got:  # it may hold a password
+            got = redacted(got)
         place = {
             "flag": f"--{name.replace('_', '-')}",
             "env": f"{ENV_PREFIX}{name.upper()}",

@@ -302,3 +302,30 @@ def test_variables_of_clients_are_those_that_the_package_reads() -> None:
     tls = {f"TQ_TLS_{name}" for name in ("CA", "CERT", "KEY")}
     assert CLIENT_VARIABLES - tls <= read
     assert read <= settings | CLIENT_VARIABLES | {"TQ_CONFIG"}
+
+
+STORAGE = ("--role", "storage", "--controller", "localhost:1")
+
+
+@pytest.mark.parametrize("form", [(), ("--json",)])
+def test_settings_are_shown_without_passwords(form: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TQ_MIRROR", "valkey://me:geheim@store:6379/tq?secret=geheim")
+    shown = CliRunner().invoke(app, ["serve", "--show-config", *form, *STORAGE])
+    assert shown.exit_code == 0
+    assert "valkey://store:6379/tq" in shown.stdout
+    assert "geheim" not in shown.stdout
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ("--journal", "etcd://me:geheim@one:2379"),
+        ("--journal", "http://me:geheim@one:2379"),
+        ("--controller", "http://me:geheim@one:2379"),
+        ("--mirror", "valkey://me:geheim@store"),
+    ],
+)
+def test_errors_of_settings_show_no_passwords(given: tuple[str, ...]) -> None:
+    refused = CliRunner().invoke(app, ["serve", *given])
+    assert isinstance(refused.exception, InvalidArgumentError)
+    assert "geheim" not in str(refused.exception)

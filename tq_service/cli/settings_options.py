@@ -47,7 +47,13 @@ def show_settings(loaded: LoadedSettings, *, as_json: bool) -> None:
     names = list(ServeSettings.model_fields)
     if as_json:
         values = loaded.settings.model_dump(mode="json")
-        shown = {name: {"value": values[name], "source": loaded.sources[name]} for name in names}
+        shown = {
+            name: {
+                "value": loaded.shown(name) if isinstance(values[name], str) else values[name],
+                "source": loaded.sources[name],
+            }
+            for name in names
+        }
         print_json(shown)
         return
     places = {"file": f"file {loaded.config}", "env": f"env {ENV_PREFIX}"}
