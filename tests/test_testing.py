@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import psutil
 import pytest
 
 import tq_service as tq
-from tq_service.testing import ListeningProcess, ServiceProcess
+from tq_service.testing import COMMAND, ListeningProcess, ServiceProcess
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "testing.md"
 
@@ -95,6 +96,44 @@ def test_an_address_that_comes_in_parts_is_read_whole() -> None:
     text = f"import sys, time\nfor part in {parts}: sys.stdout.write(part)\ntime.sleep(600)"
     with ListeningProcess(program(text)) as listening:
         assert (listening.address, listening.port) == ("here:71", 71)
+
+
+def test_a_program_that_prints_more_than_a_pipe_holds_goes_on(tmp_path: Path) -> None:
+    printed = tmp_path / "printed"
+    text = f"""
+import pathlib, time
+print("listening on here:7", flush=True)
+for _ in range(1000):
+    print("x" * 1000, flush=True)
+pathlib.Path({str(printed)!r}).touch()
+time.sleep(600)
+"""
+    with ListeningProcess(program(text)) as listening:
+        while not printed.exists():  # the time limit of the test ends this
+            assert listening.exit_code is None
+            time.sleep(0.01)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "command",
+    [
+        program("import time; from tq_service.testing import ServiceProcess\nwith ServiceProcess(): time.sleep(600)"),
+        [*COMMAND, "bench", "--seconds", "600"],
+    ],
+    ids=["program", "bench"],
+)
+def test_a_service_ends_with_the_program_that_started_it(command: list[str], number: signal.Signals) -> None:
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as starter:
+        services: list[psutil.Process] = []
+        try:
+            while not any(each.net_connections() for each in services):  # until it listens
+                assert starter.poll() is None
+                services = psutil.Process(starter.pid).children()
+                time.sleep(0.05)
+        finally:
+            starter.send_signal(number)
+    assert [each.pid for each in psutil.wait_procs(services, timeout=60)[1]] == []
 
 
 def test_what_does_not_end_is_killed() -> None:

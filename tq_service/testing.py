@@ -8,6 +8,7 @@ import selectors
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,7 +32,8 @@ class ListeningProcess:
 
         start ... stop | kill -> start ...
 
-    Not for several threads at once.
+    Not for several threads at once. A thread of its own reads and drops the rest of the program's stdout, so that a
+    program that prints more than a pipe holds does not stop.
 
     Args:
         command: the program and its arguments.
@@ -43,6 +45,8 @@ class ListeningProcess:
         start_seconds: how long it may take to listen.
         stop_seconds: how long it may take to end after SIGTERM before it is killed.
     """
+
+    _stdin: int = subprocess.DEVNULL
 
     def __init__(
         self,
@@ -88,7 +92,7 @@ class ListeningProcess:
         try:
             self._process = subprocess.Popen(
                 self.command,
-                stdin=subprocess.DEVNULL,
+                stdin=self._stdin,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 env=self._env,
@@ -102,7 +106,10 @@ class ListeningProcess:
             self._address = self._wait_until_listening(self._process)
         except BaseException:
             self.kill()
+            if self._process.stdout is not None:
+                self._process.stdout.close()
             raise
+        threading.Thread(target=_drain, args=(self._process,), daemon=True).start()
 
     def _wait_until_listening(self, process: subprocess.Popen[bytes]) -> str:
         assert process.stdout is not None  # noqa: S101  (Popen was asked to make it)
@@ -180,8 +187,8 @@ class ListeningProcess:
             subprocess.TimeoutExpired: it still runs.
         """
         code = self.process.wait(timeout)
-        if self.process.stdout is not None:
-            self.process.stdout.close()
+        if self.process.stdin is not None:
+            self.process.stdin.close()
         return code
 
     def stop(self) -> int:
@@ -198,14 +205,22 @@ class ListeningProcess:
         return self.wait()
 
 
+def _drain(process: subprocess.Popen[bytes]) -> None:
+    """Read and drop what a program prints, until it and whatever has its stdout have ended."""
+    assert process.stdout is not None  # noqa: S101  (Popen was asked to make it)
+    with process.stdout as stdout:
+        while os.read(stdout.fileno(), _READ_BYTES):
+            pass
+
+
 class ServiceProcess(ListeningProcess):
     """`tq-service serve` as a process of its own, on a free port of this machine's loopback address.
 
         with ServiceProcess("--max-bytes", "1GiB") as service, tq.Client(service.address) as client:
             ...
 
-    It keeps its port when it is started again. Settings in the environment (`TQ_*`) are meant for other services, and
-    this one has none of them.
+    It keeps its port when it is started again, and ends with this process, however that ends. It ignores settings in
+    the environment (`TQ_*`).
 
     Args:
         *flags: of `tq-service serve`.
@@ -218,6 +233,9 @@ class ServiceProcess(ListeningProcess):
         start_seconds: how long it may take to listen.
         stop_seconds: how long it may take to end after SIGTERM before it is killed.
     """
+
+    # It reads its end of this pipe. The other end closes with this process, also if that is killed.
+    _stdin = subprocess.PIPE
 
     def __init__(
         self,
@@ -235,7 +253,7 @@ class ServiceProcess(ListeningProcess):
         kept = [] if data_dir is None else ["--data-dir", str(data_dir)]
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("TQ_")}
         super().__init__(
-            [*command, "serve", *where, "--log-level", "warning", *kept, *flags],
+            [*command, "serve", "--stop-with-stdin", *where, "--log-level", "warning", *kept, *flags],
             env={**inherited, **(env or {})},
             cwd=cwd,
             log=log,

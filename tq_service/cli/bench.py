@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from typing import Annotated, Any
 
 import typer
@@ -44,16 +45,22 @@ def _command(
     from tq_service.testing import ServiceProcess  # noqa: PLC0415  (as above)
 
     async def run(target: str, **credentials: Any) -> list[Figure]:
+        measuring = asyncio.current_task()
+        if measuring is not None:  # SIGTERM too removes what the benchmark stored; SIGINT does by itself
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, measuring.cancel)
         async with AsyncClient(target, **credentials) as client:
             return await measure(client, seconds=seconds, ranks=ranks, size_bytes=size_bytes)
 
-    if given["address"]:
-        with open_client(timeout=_ANSWER_SECONDS, **given):  # else a wrong address would be tried for a minute
-            pass
-        figures = asyncio.run(run(given.pop("address"), **given))
-    else:
-        with ServiceProcess() as service:
-            figures = asyncio.run(run(service.address, token=False, tls=False))
+    try:
+        if given["address"]:
+            with open_client(timeout=_ANSWER_SECONDS, **given):  # else a wrong address would be tried for a minute
+                pass
+            figures = asyncio.run(run(given.pop("address"), **given))
+        else:
+            with ServiceProcess() as service:
+                figures = asyncio.run(run(service.address, token=False, tls=False))
+    except asyncio.CancelledError:
+        raise typer.Exit(128 + signal.SIGTERM) from None
     if as_json:
         print_json(figures)
         return

@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Annotated
 
@@ -36,6 +38,13 @@ def command(
         bool, typer.Option("--show-config", help="Print every setting with its source, and exit.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --show-config: as JSON.")] = False,
+    stop_with_stdin: Annotated[
+        bool,
+        typer.Option(
+            "--stop-with-stdin",
+            help="Stop when standard input ends: if it is a pipe, the service ends with the program that started it.",
+        ),
+    ] = False,
     **flags: object,
 ) -> None:
     """Run the service until SIGTERM or SIGINT, which let running calls finish.
@@ -46,6 +55,8 @@ def command(
     if show_config:
         show_settings(loaded, as_json=as_json)
         return
+    if stop_with_stdin:
+        threading.Thread(target=_stop_with_stdin, daemon=True).start()
     raise typer.Exit(_run(loaded.settings))
 
 
@@ -65,6 +76,12 @@ def _run(settings: ServeSettings) -> int:
             sys.stdout.flush()
             os._exit(code)  # without waiting for threads that may hang on what made it fail
         return code
+
+
+def _stop_with_stdin() -> None:
+    while os.read(sys.stdin.fileno(), 4096):  # not sys.stdin.read: a thread in it would hold a lock that exits take
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _announce(line: str) -> None:

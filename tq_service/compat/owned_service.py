@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
-import threading
-import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
@@ -14,7 +9,6 @@ from typing import Any, Final
 from tq_service.testing import ServiceProcess
 
 _TOKEN_NAME: Final = "run"  # noqa: S105  (a name)
-_LOOK_SECONDS: Final = 0.5
 
 
 class OwnedService:
@@ -39,8 +33,7 @@ class OwnedService:
         if host is not None:
             self.token, tokens = _new_token(Path(self._directory.name) / "tokens.toml")
             flags += ["--host", host, "--insecure", "--auth-tokens-file", str(tokens)]
-        command = (sys.executable, "-m", __spec__.name, str(os.getpid()))
-        self._process = ServiceProcess(*flags, command=command, start_new_session=True)
+        self._process = ServiceProcess(*flags, start_new_session=True)
         try:
             self._process.start()
         except BaseException:
@@ -67,23 +60,3 @@ def _new_token(path: Path) -> tuple[str, Path]:
     secret = new_secret()
     append_token(path, make_token(name=_TOKEN_NAME, sha256=digest_of(secret), roles=["admin"], prefixes=[""]))
     return secret, path
-
-
-def _end_with(parent: int) -> None:
-    """End this process as soon as it has another parent."""
-    while os.getppid() == parent:
-        time.sleep(_LOOK_SECONDS)
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def main() -> None:
-    """Run the command line `tq-service` for as long as the process lives whose id is the first argument."""
-    parent = int(sys.argv.pop(1))
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    from tq_service.cli import main as serve  # noqa: PLC0415
-
-    serve()
-
-
-if __name__ == "__main__":
-    main()
