@@ -23,7 +23,7 @@ from tq_service.cli.addresses import _complete_partition, _complete_task
 from tq_service.cli.status_view import blocks_of, fitting
 from tq_service.errors import PartitionNotFoundError, TaskNotFoundError
 from tq_service.testing import COMMAND, ServiceProcess
-from tq_service.version import VERSION
+from tq_service.version import BUILD
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +120,7 @@ def test_explain_says_why_claims_wait(client: tq.Client, address: str, monkeypat
 
 def test_status_as_json(filled: tq.Client) -> None:
     shown = document("status")
-    assert (shown["service"]["version"], shown["service"]["durability"], shown["waits"]) == (VERSION, "memory", [])
+    assert (shown["service"]["version"], shown["service"]["durability"], shown["waits"]) == (BUILD, "memory", [])
     assert [storage["put_count"] for storage in shown["storages"]] == [1]
     first, second = shown["partitions"]
     assert first["partition_id"] == "train@0"
@@ -137,7 +137,7 @@ def test_status_as_json(filled: tq.Client) -> None:
 
 def test_status_for_people(filled: tq.Client, address: str) -> None:
     shown = invoke("status")
-    assert re.match(rf"tq-service {VERSION}  {address}  up \d+\w*  instance [0-9a-f]{{8}}\n", shown)
+    assert re.match(rf"tq-service {re.escape(BUILD)}  {address}  up \d+\w*  instance [0-9a-f]{{8}}\n", shown)
     assert "durability memory  tls off, tokens off\n" in shown
     assert " in 1 storage service\n" in shown
     lines = [line.split() for line in shown.splitlines()]
@@ -247,6 +247,60 @@ def test_samples_can_be_peeked_at(filled: tq.Client) -> None:
     assert invoke("partition", "peek", "train@1") == "partition 'train@1' has no samples\n"
 
 
+def test_samples_that_are_cleared_while_they_are_peeked_at_are_looked_up_again(
+    client: tq.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = client.put({"x": np.arange(2)}, partition_id="train")
+    get_data, got = tq.Client.get_data, list[Any]()
+
+    def cleared_before_it_is_read(self: tq.Client, *args: Any, **given: Any) -> Any:
+        got.append(args)
+        if len(got) == 1:
+            client.put({"x": np.arange(2, 4)}, partition_id="train")
+            client.clear_samples(first)
+        return get_data(self, *args, **given)
+
+    monkeypatch.setattr(tq.Client, "get_data", cleared_before_it_is_read)
+    shown = document("partition", "peek", "train", "--limit", "2")
+    assert [(each["global_index"], each["fields"]) for each in shown] == [(2, {"x": 2}), (3, {"x": 3})]
+
+
+@pytest.mark.parametrize("clear", ["clear_samples", "clear_partition"])
+def test_a_partition_of_which_all_is_cleared_while_it_is_peeked_at(
+    client: tq.Client, clear: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meta = client.put({"x": np.arange(2)}, partition_id="train")
+    get_data = tq.Client.get_data
+
+    def cleared_before_it_is_read(self: tq.Client, *args: Any, **given: Any) -> Any:
+        getattr(client, clear)(meta if clear == "clear_samples" else "train")
+        if clear == "clear_partition":
+            client.create_partition("train")
+        return get_data(self, *args, **given)
+
+    monkeypatch.setattr(tq.Client, "get_data", cleared_before_it_is_read)
+    assert invoke("partition", "peek", "train") == "partition 'train' has no samples\n"
+
+
+def test_a_status_that_is_watched_through_a_pipe_comes_line_by_line(filled: tq.Client, address: str) -> None:
+    watched = subprocess.Popen(
+        [*COMMAND, "status", "--watch", "0.1", "--address", address], stdout=subprocess.PIPE, text=True
+    )
+    with watched, contextlib.ExitStack() as ending:
+        ending.callback(watched.kill)
+        assert watched.stdout is not None
+        headers = [line for line in (watched.stdout.readline() for _ in range(24)) if line.startswith("tq-service ")]
+        assert len(headers) > 1
+        watched.stdout.close()
+        assert watched.wait(timeout=60) == 1  # its reader has ended
+
+
+def test_titles_stay_on_one_line_over_short_names(client: tq.Client) -> None:
+    client.put({"x": np.arange(2)}, partition_id="p")
+    client.get_meta(partition_id="p", task_name="t", data_fields=["x"], batch_size=2)
+    assert ["TASK", "DELIVERED", "RATE", "WAITING", "FOR"] in lines_of("status")
+
+
 def test_tasks_are_shown_and_start_over(filled: tq.Client) -> None:
     lines = lines_of("task", "show", "train@0", "update")
     assert lines[0] == ["task", "update", "of", "partition", "train@0"]
@@ -289,15 +343,15 @@ def test_dead_lettered_samples_are_listed_and_delivered_again(client: tq.Client)
 
 def test_storages_samplers_and_versions(client: tq.Client, address: str) -> None:
     (storage,) = document("storage", "ls")
-    assert (storage["put_count"], storage["is_silent"], storage["version"]) == (0, False, VERSION)
+    assert (storage["put_count"], storage["is_silent"], storage["version"]) == (0, False, BUILD)
     assert lines_of("storage", "ls")[1][1] == address
     samplers = {one["name"]: one for one in document("sampler", "ls")}
     assert {"sequential", "grpo_group_n", "rank_aware", "seqlen_balanced"} <= set(samplers)
     assert samplers["grpo_group_n"]["options"][0]["name"] == "n_samples_per_prompt"
     assert all(name in invoke("sampler", "ls") for name in samplers)
-    assert lines_of("version") == [["client", VERSION, *lines_of("version", "--client")[0][2:]],
-                                   ["service", VERSION, "(all", "at", f"{address})"]]  # fmt: skip
-    assert document("version")["services"] == [{"address": address, "role": "all", "version": VERSION}]
+    assert lines_of("version") == [["client", BUILD, *lines_of("version", "--client")[0][2:]],
+                                   ["service", BUILD, "(all", "at", f"{address})"]]  # fmt: skip
+    assert document("version")["services"] == [{"address": address, "role": "all", "version": BUILD}]
 
 
 def test_shells_complete_names_of_the_service(filled: tq.Client, address: str) -> None:

@@ -13,7 +13,7 @@ import typer
 import yaml
 from typer.testing import CliRunner
 
-from tq_service.cli import _COMMANDS, app
+from tq_service.cli import _COMMANDS, app, main
 from tq_service.testing import COMMAND
 
 ROOT = Path(__file__).parent.parent.parent
@@ -49,7 +49,7 @@ def test_each_verb_has_help_and_json_and_where_it_calls_the_service_an_address(n
 
 def test_the_overview_names_every_command_without_importing_them() -> None:
     code = (
-        "import sys; from typer.testing import CliRunner; from tq_service.cli import app;"
+        "import sys; from typer.testing import CliRunner; from tq_service.cli import app, main;"
         "print(CliRunner().invoke(app, ['--help']).stdout);"
         "print(sorted({'grpc', 'torch', 'pydantic', 'rich'} & set(sys.modules)))"
     )
@@ -85,6 +85,27 @@ def test_errors_are_one_line_of_one_form_and_a_hint(arguments: list[str], exit_c
     lines = result.stderr.splitlines()
     assert lines[0].startswith(error)
     assert [line for line in lines[1:] if not line.startswith("hint: ")] == []
+
+
+@pytest.mark.parametrize("name", ["partition", "task", "deadletter", "storage", "sampler", "checkpoint", "token"])
+def test_the_help_of_a_group_has_whole_sentences(name: str) -> None:
+    shown = CliRunner().invoke(app, [name, "--help"]).stdout
+    listed = shown.partition("Commands:\n")[2].partition("\n\n")[0]
+    assert "..." not in listed
+    assert len(re.findall(r"[.]$", listed, re.MULTILINE)) >= len(re.findall(r"^  \w", listed, re.MULTILINE)) > 0
+
+
+@pytest.mark.parametrize(("module", "extra"), [("uvicorn", "ui"), ("starlette.routing", "ui"), ("tensordict", "data")])
+def test_a_missing_module_is_an_error_that_names_its_extra(
+    module: str, extra: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing(**_options: Any) -> None:
+        raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+
+    monkeypatch.setattr("tq_service.cli.app", missing)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert (ended.value.code, f"tq-service[{extra}]" in capsys.readouterr().err) == (1, True)
 
 
 def test_the_version_is_told() -> None:

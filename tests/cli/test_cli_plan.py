@@ -98,3 +98,12 @@ def test_a_file_that_is_not_there_is_a_usage_error(tmp_path):
     result = plan("--lengths", tmp_path / "none")
     assert result.exit_code == 2
     assert "cannot be read" in result.output
+
+
+@pytest.mark.parametrize(("content", "columns"), [("5\n7\n", ()), ("tokens\n5\n7\n", ("--column", "tokens"))])
+def test_a_byte_order_mark_is_not_part_of_a_file(tmp_path, content, columns):
+    path = tmp_path / "excel.csv"
+    path.write_text(content, encoding="utf-8-sig")
+    result = plan("--lengths", path, *columns, "--dp-size", 2)
+    assert result.exit_code == 0, result.output
+    assert "2 samples of 5 to 7 tokens, 12 together" in result.output

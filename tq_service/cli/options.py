@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from tq_service.cli.addresses import ADDRESS_HELP
 
@@ -19,6 +19,8 @@ _TLS_FILES: Final = {
     "cert": "Certificate (PEM) of this client, for a service that asks for one.",
     "key": "Private key (PEM) of that certificate.",
 }
+
+_WHOLE: Final = 10_000  # characters: more than any sentence has
 
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask first.")]
 
@@ -36,6 +38,18 @@ class GroupedOptions(TyperCommand):
         for title, records in groups.items():
             with formatter.section(title):
                 formatter.write_dl(records)
+
+
+class VerbGroup(TyperGroup):
+    """Lists its verbs with the first sentence of each, whole; typer would cut it to one line."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write them."""
+        verbs = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
+        with formatter.section("Commands"):
+            formatter.write_dl(
+                [(name, each.get_short_help_str(limit=_WHOLE)) for name, each in verbs.items() if each is not None]
+            )
 
 
 def option(name: str, kind: Any, info: Any, default: Any = None) -> inspect.Parameter:
@@ -108,6 +122,7 @@ def _address(help_text: str) -> inspect.Parameter:
 def make_group(summary: str, examples: str) -> typer.Typer:
     """Return a noun, whose verbs are added with `verb`."""
     return typer.Typer(
+        cls=VerbGroup,
         add_completion=False,
         rich_markup_mode=None,
         no_args_is_help=True,

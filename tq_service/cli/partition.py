@@ -11,10 +11,10 @@ import typer
 from tq_service.cli.addresses import Partition, open_client
 from tq_service.cli.options import Yes, make_group, verb
 from tq_service.cli.output import AsJson, console, print_json, print_table, table
-from tq_service.errors import InvalidArgumentError
+from tq_service.errors import FieldNotFoundError, InvalidArgumentError, SampleNotFoundError, StaleIncarnationError
 
 if TYPE_CHECKING:
-    from tq_service.client import PartitionDescription
+    from tq_service.client import BatchMeta, Client, PartitionDescription
 
 EXAMPLES = """\
   tq-service partition ls train@
@@ -26,6 +26,7 @@ EXAMPLES = """\
 group = make_group("List, show, seal and clear partitions, and peek at their samples.", EXAMPLES)
 
 _MOST_SHOWN = 6  # values of a tensor
+_MOST_LOOK_UPS = 5  # of samples that are cleared before they are read
 
 
 @verb(group, "ls")
@@ -126,21 +127,7 @@ def peek(
 ) -> None:
     """Show the first samples of a partition: names, custom_meta and what their fields hold."""
     with open_client(**service) as client:
-        meta, _ = client.lookup_samples(partition, limit=limit)
-        rows: list[dict[str, Any]] = []
-        for place in range(meta.size):
-            one = meta.select_samples([place])
-            fields = [name for name, has in one.produced.items() if has.all() and (field is None or name in field)]
-            data = client.get_data(one, data_fields=fields) if fields else {}
-            rows.append(
-                {
-                    "global_index": one.global_indexes[0],
-                    "key": one.keys[0] if one.keys else None,
-                    "group": one.groups[0] if one.groups else None,
-                    "custom_meta": one.custom_meta[0] if one.custom_meta else {},
-                    "fields": {name: data[name][0] for name in fields},
-                }
-            )
+        rows = _first_samples(client, partition, limit, field)
     if as_json:
         print_json([{**row, "fields": {name: plain(value) for name, value in row["fields"].items()}} for row in rows])
         return
@@ -153,6 +140,39 @@ def peek(
         width = max(map(len, shown), default=0)
         for name, value in shown.items():
             typer.echo(f"  {name:<{width}}  {value}")
+
+
+def _first_samples(client: Client, partition: str, limit: int, wanted: list[str] | None) -> list[dict[str, Any]]:
+    """Return the first samples of a partition, looked up again if a running job cleared some before they were read.
+
+    The first read imports torch, which takes seconds; the next ones are quick.
+    """
+    for _ in range(_MOST_LOOK_UPS):
+        meta, _cursor = client.lookup_samples(partition, limit=limit)
+        rows = [_peeked(client, meta.select_samples([place]), wanted) for place in range(meta.size)]
+        if None not in rows:
+            break
+    return [row for row in rows if row is not None]
+
+
+def _peeked(client: Client, sample: BatchMeta, wanted: list[str] | None) -> dict[str, Any] | None:
+    """Return a sample with its data, None if it has been cleared since it was looked up."""
+    fields = [name for name, has in sample.produced.items() if has.all() and (wanted is None or name in wanted)]
+    data: Any = {}
+    if fields:
+        try:
+            data = client.get_data(sample, data_fields=fields, missing="skip")
+        except (FieldNotFoundError, SampleNotFoundError, StaleIncarnationError):  # nothing is left, or all is new
+            return None
+        if not len(data[fields[0]]):
+            return None
+    return {
+        "global_index": sample.global_indexes[0],
+        "key": sample.keys[0] if sample.keys else None,
+        "group": sample.groups[0] if sample.groups else None,
+        "custom_meta": sample.custom_meta[0] if sample.custom_meta else {},
+        "fields": {name: data[name][0] for name in fields},
+    }
 
 
 def plain(value: Any) -> Any:

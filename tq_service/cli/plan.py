@@ -74,7 +74,7 @@ def command(
 def _read(path: Path, columns: list[str]) -> list[int]:
     """Return the token counts of a file."""
     try:
-        with path.open(newline="") as lines:
+        with path.open(newline="", encoding="utf-8-sig") as lines:  # Excel begins its files with a byte order mark
             if not columns:
                 return [_count(line, f"line {number}") for number, line in enumerate(lines, 1) if line.strip()]
             rows = csv.DictReader(lines)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
@@ -34,7 +35,12 @@ def command(
     watch: Annotated[
         float | None,
         typer.Option(
-            "--watch", "-w", metavar="SECONDS", min=0.1, help="Show it again every so many seconds.", show_default=False
+            "--watch",
+            "-w",
+            metavar="SECONDS",
+            min=0.1,
+            help="Show it again every so many seconds; into a pipe, one after the other.",
+            show_default=False,
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; with --watch one line each time.")] = False,
@@ -44,7 +50,7 @@ def command(
     from tq_service.cli.status_view import as_document, blocks_of, header_of, print_blocks  # noqa: PLC0415  (as --help)
 
     with open_client(**service) as client:
-        if watch is not None and not as_json:
+        if watch is not None and not as_json and _is_screen():
             _watch(client, partitions or (), prefix, watch)
             return
         for status in _repeated(client, partitions or (), prefix, watch):
@@ -52,6 +58,8 @@ def command(
                 print_json(as_document(status), indent=2 if watch is None else None)
             else:
                 print_blocks(header_of(status, client.address), *blocks_of(status))
+                if watch is not None:
+                    typer.echo()  # flushes too: a pipe's reader sees each status as soon as it is printed
 
 
 def read(client: Client, names: list[str] | tuple[str, ...], prefix: str) -> ServiceStatus:
@@ -79,12 +87,19 @@ def read(client: Client, names: list[str] | tuple[str, ...], prefix: str) -> Ser
     return replace(shown[0], partitions=tuple(partitions), waits=tuple(waits))
 
 
+def _is_screen() -> bool:
+    """Return whether stdout is a terminal that can show each status in place of the one before it."""
+    from tq_service.cli.output import console  # noqa: PLC0415  (only for people)
+
+    return sys.stdout.isatty() and not console().is_dumb_terminal
+
+
 def _repeated(client: Client, names: Any, prefix: str, seconds: float | None) -> Iterator[ServiceStatus]:
-    """Yield the status now, and every so many seconds; while the service is away, say so on stderr."""
+    """Yield the status now, and every so many seconds; report on stderr while there is none to show."""
     while True:
         try:
             yield read(client, names, prefix)
-        except (UnavailableError, DeadlineError) as error:
+        except (UnavailableError, DeadlineError, PartitionNotFoundError) as error:
             if seconds is None:
                 raise
             typer.echo(f"error: {error.message}; trying again", err=True)

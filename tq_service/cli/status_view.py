@@ -26,6 +26,7 @@ from tq_service.results import (
 _LEAST_WIDTH: Final = 60
 _MOST_NAME: Final = 24  # longer names of tasks have a line of their own
 _PIPED_WIDTH: Final = 80
+_TASK_TITLE: Final = "TASK"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +132,7 @@ def blocks_of(status: ServiceStatus, width: int | None = None) -> tuple[str, lis
     for wait in status.waits:
         waits.setdefault(wait.partition_id, []).append(wait.reason)
     known = {each.summary.partition_id: each for each in status.partitions}
-    names = [reason.task_name for reasons in waits.values() for reason in reasons]
+    names = [_TASK_TITLE, *(reason.task_name for reasons in waits.values() for reason in reasons)]
     delivered, rates = ["DELIVERED"], ["RATE"]
     for partition in known.values():
         for task in partition.tasks:
@@ -140,12 +141,12 @@ def blocks_of(status: ServiceStatus, width: int | None = None) -> tuple[str, lis
             rates.append(_rate(task))
     layout = _Layout(
         width=width,
-        name=min(_MOST_NAME, max(map(len, names), default=4)),
+        name=min(_MOST_NAME, max(map(len, names))),
         delivered=max(map(len, delivered)),
         rate=max(map(len, rates)),
     )
     blocks = [_block(name, known.get(name), waits.get(name, []), layout) for name in sorted({*known, *waits})]
-    return "\n".join(layout.row("TASK", "DELIVERED", "RATE", "WAITING FOR")), blocks
+    return "\n".join(layout.row(_TASK_TITLE, "DELIVERED", "RATE", "WAITING FOR")), blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
