@@ -197,6 +197,12 @@ class _Network(_Section):
         description="Idle timeout of streaming calls: a client that takes longer to send or to receive 64 KiB has "
         "its call aborted and its memory released.",
     )
+    min_stream_rate_bytes: Size = Field(
+        8 * 2**20,
+        ge=0,
+        description="Bytes per second that the streams of puts and gets must move, together and after 10 s, while puts "
+        "wait for capacity; of n streams, those that move less than an nth are aborted. 0: any rate.",
+    )
 
 
 class _Process(_Section):
@@ -403,6 +409,15 @@ class _Limits(_Section):
     """Limits."""
 
     max_connections: int = Field(16_384, ge=1, description="Open connections; further ones are closed.")
+    first_call_seconds: float = Field(
+        10.0,
+        gt=0,
+        description="Time in which a connection must make its first call, with a valid token if tokens are needed, or "
+        "else it is closed. Health checks do not count.",
+    )
+    idle_connection_seconds: float = Field(
+        600.0, gt=0, description="Time without any call after which a connection is closed; clients reconnect."
+    )
     max_streams: int = Field(
         4_096, ge=1, description="Concurrent calls of one connection; its client queues further ones."
     )

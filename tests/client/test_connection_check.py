@@ -124,6 +124,13 @@ def test_another_program(authority):
         assert find_fault(f"localhost:{port}", None) == silent
 
 
+@pytest.mark.parametrize("has_tls", [False, True])
+def test_a_service_that_closes_new_connections_is_not_called_another_program(authority, has_tls):
+    with other_program(b"") as port:
+        found = find_fault(f"localhost:{port}", tq.Tls(ca=authority.ca) if has_tls else None)
+    assert found == f"127.0.0.1:{port} closes new connections without an answer; the service may have max_connections"
+
+
 def test_a_check_runs_once_at_a_time_and_is_forgotten_when_the_service_answers(authority):
     with grpc_server(authority.issue("service")) as port:
         check = ConnectionCheck(f"localhost:{port}", None)

@@ -24,6 +24,7 @@ import tq_service as tq
 from tq_service.domain.lookup import name_token
 from tq_service.server.audit import LOGGER_NAME, AuditLine
 from tq_service.server.rpc.method_table import METHODS
+from tq_service.server.tokens import digest_of, format_entry, make_token, remove_token
 from tq_service.v1 import commit_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import storage_service_pb2 as storage_pb
@@ -484,3 +485,61 @@ def test_without_a_certificate_no_call_arrives(start_server: StartServer, tmp_pa
                         call(channel, name, request, bearer(secret))
                     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         assert (client.describe_partition("mine/a"), client.storage_stat()) == before
+
+
+@pytest.mark.parametrize("end", ["removed", "expired", "another role"])
+@pytest.mark.parametrize("kind", ["watch", "wait", "put"])
+def test_calls_that_last_end_with_their_token(guarded: Guarded, kind: str, end: str) -> None:
+    live, name = guarded.live, f"t{request_id().hex()}"
+    expires = datetime(2999, 1, 1, tzinfo=UTC) if end == "expired" else None
+    secret = add_token(guarded.tokens, name, ["read", "produce", "consume"], (f"{name}/",), expires=expires)
+    guarded.read_tokens()
+    is_over = threading.Event()
+
+    def parts() -> Iterator[storage_pb.PutRequest]:
+        columns = encode_columns({"x": np.zeros(1_000_000)})
+        header = storage_pb.PutHeader(
+            put_id=request_id(), partition_id=f"{name}/p", row_count=columns[0].row_count,
+            columns=[encode_header(column) for column in columns], size_bytes=sum(each.value_bytes for each in columns),
+        )  # fmt: skip
+        yield storage_pb.PutRequest(header=header)
+        is_over.wait(60)
+
+    wait = pb.GetMetaRequest(
+        partition_id=f"{name}/p", task_name="t", data_fields=["x"], batch_size=1, request_id=request_id()
+    )
+    wait.max_wait.FromSeconds(50)
+    calls: dict[str, Callable[[], Any]] = {
+        "watch": lambda: list(live.controller.Watch(pb.WatchRequest(), metadata=bearer(secret), timeout=60)),
+        "wait": lambda: live.controller.GetMeta(wait, metadata=bearer(secret), timeout=60),
+        "put": lambda: live.storage.Put(parts(), metadata=bearer(secret), timeout=60),
+    }
+    ended: list[Any] = []
+
+    def run() -> None:
+        try:
+            calls[kind]()
+        except grpc.RpcError as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    access = live.app.listener._access
+    assert access is not None
+    while not access._lasting._owners:  # the time limit of the test ends this
+        assert not ended
+    live.loop.run(live.app.listener._look())
+    assert not ended
+    remove_token(guarded.tokens, name)
+    if end != "removed":
+        past = datetime(2020, 1, 1, tzinfo=UTC) if end == "expired" else None
+        text = guarded.tokens.read_text()
+        entry = make_token(name=name, sha256=digest_of(secret), roles=["read"], prefixes=[f"{name}/"], expires=past)
+        guarded.tokens.write_text(text + format_entry(entry))
+    for _ in range(2):  # a file is read once it has stayed the same for a look
+        live.loop.run(live.app.listener._look())
+    thread.join(60)
+    is_over.set()
+    (error,) = ended
+    assert error.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert not access._lasting._owners

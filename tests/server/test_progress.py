@@ -1,11 +1,14 @@
 """How slowly the other side of a stream may go."""
 
 import asyncio
+import time
 
+import grpc
+import numpy as np
 import pytest
 
 from tq_service.errors import DeadlineError
-from tq_service.server.progress import LEAST_PROGRESS_BYTES, Progress, received
+from tq_service.server.progress import GRACE_SECONDS, LEAST_PROGRESS_BYTES, LeastRate, Progress, received
 from tq_service.server.rpc.limits import wait_until
 
 SECONDS = 1000.0
@@ -67,7 +70,7 @@ async def test_parts_come_in_order_until_their_end():
         for number in range(3):
             yield number
 
-    assert [part async for part in received(parts(), SECONDS, lambda _: 1)] == [0, 1, 2]
+    assert [part async for part in received(parts(), Progress(SECONDS, ""), lambda _: 1)] == [0, 1, 2]
 
 
 async def test_parts_that_stop_coming_end_the_stream():
@@ -75,10 +78,90 @@ async def test_parts_that_stop_coming_end_the_stream():
         yield 1
         await never()
 
-    stream = received(parts(), 0.01, lambda _: LEAST_PROGRESS_BYTES)
+    stream = received(parts(), Progress(0.01, "nothing came"), lambda _: LEAST_PROGRESS_BYTES)
     assert await anext(stream) == 1
     with pytest.raises(DeadlineError):
         await anext(stream)
+
+
+RATE = 1000
+
+
+class Stream:
+    """A stream whose other side is waited for, in a task of its own."""
+
+    def __init__(self, rates, *, waited, moved):
+        self.progress = Progress(SECONDS, "nothing came")
+        self._rates, self._waited, self._moved = rates, waited, moved
+        self.task = asyncio.create_task(self._run())
+
+    async def _run(self):
+        with self._rates.watching(self.progress):
+            self.progress._waited_seconds = self._waited
+            self.progress.moved(self._moved)
+            await self.progress.wait_for(never())
+
+    async def is_ended(self):
+        await asyncio.wait([self.task], timeout=0)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        if not self.task.done():
+            return False
+        with pytest.raises(DeadlineError, match="min_stream_rate_bytes") as ended:
+            self.task.result()
+        return ended.value.metadata["limit_name"] == "min_stream_rate_bytes"
+
+    def cancel(self):
+        self.task.cancel()
+
+
+@pytest.mark.parametrize(
+    ("waited", "moved", "is_slow"),
+    [
+        (GRACE_SECONDS, 0, False),  # the grace period
+        (GRACE_SECONDS + 10, 10 * RATE, False),
+        (GRACE_SECONDS + 10, 10 * RATE - 1, True),
+        (GRACE_SECONDS + 1, 0, True),
+        (900.0, LEAST_PROGRESS_BYTES * 2, True),  # enough for stall_seconds
+    ],
+)
+async def test_a_stream_that_is_slower_than_the_rate_is_ended(clock, waited, moved, is_slow):
+    rates = LeastRate(RATE)
+    stream = Stream(rates, waited=waited, moved=moved)
+    await asyncio.sleep(0)
+    rates.enforce()
+    assert await stream.is_ended() is is_slow
+    stream.cancel()
+
+
+async def test_streams_share_the_rate(clock):
+    rates = LeastRate(RATE)
+    fast = Stream(rates, waited=GRACE_SECONDS + 10, moved=10 * RATE // 2)
+    slow = Stream(rates, waited=GRACE_SECONDS + 10, moved=10 * RATE // 2 - 1)
+    await asyncio.sleep(0)
+    rates.enforce()
+    assert [await slow.is_ended(), await fast.is_ended()] == [True, False]
+    rates.enforce()  # alone now, it must keep to all of it
+    assert await fast.is_ended()
+
+
+async def test_a_stream_that_the_service_does_not_wait_for_is_not_slow(clock):
+    rates = LeastRate(RATE)
+    progress = Progress(SECONDS, "nothing came")
+    with rates.watching(progress):
+        await progress.wait_for(clock.takes(SECONDS * 0.9))
+        rates.enforce()
+    assert await progress.wait_for(clock.takes(1.0, "part")) == "part"
+    assert not rates._streams
+
+
+async def test_a_rate_of_zero_ends_none(clock):
+    rates = LeastRate(0)
+    stream = Stream(rates, waited=900.0, moved=0)
+    await asyncio.sleep(0)
+    rates.enforce()
+    assert not await stream.is_ended()
+    stream.cancel()
 
 
 class Call:
@@ -91,4 +174,29 @@ class Call:
 
 def test_a_wait_ends_before_the_call_so_that_its_refusal_arrives(clock):
     clock.now = 100.0
-    assert [wait_until(Call(remaining)) for remaining in (None, 40.0, 2.0)] == [None, 139.0, 101.5]
+    assert [wait_until(Call(remaining)) for remaining in (None, 40.0, 2.0)] == [
+        None,
+        pytest.approx(137.6),
+        pytest.approx(101.43),
+    ]
+
+
+async def test_a_wait_ends_before_the_timeout_of_the_client_however_grpc_rounds_it():
+    limits = []
+
+    async def answer(_request, context):
+        now = time.monotonic()
+        limits.append(wait_until(context) - now)
+        return b""
+
+    server = grpc.aio.server()
+    handler = grpc.unary_unary_rpc_method_handler(answer)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("a", {"b": handler}),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    timeouts = np.exp(np.random.default_rng(3).uniform(np.log(2), np.log(100_000), 1000)).tolist()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        for timeout in timeouts:
+            await channel.unary_unary("/a/b")(b"", timeout=timeout)
+    await server.stop(None)
+    assert [pair for pair in zip(limits, timeouts, strict=True) if not pair[0] < pair[1]] == []

@@ -113,10 +113,13 @@ def find_fault(address: str, tls: Tls | None) -> str | None:
 
 def _fault_of(first: socket.socket, target: _Target, address: str, tls: Tls | None) -> str | None:
     speaks_tls = _speaks_tls(first)
+    answer = b"" if speaks_tls else _greeting(target)
+    if not speaks_tls and not answer:
+        return f"{target} closes new connections without an answer; the service may have max_connections"
     if tls is None:
         if speaks_tls:
             return f"{target} speaks TLS and this client does not; give tls=, or set {CA_VARIABLE}"
-        return None if _speaks_http2(target) else f"what listens at {target} does not speak gRPC"
+        return None if _is_http2(answer) else f"what listens at {target} does not speak gRPC"
     if not speaks_tls:
         return f"{target} does not speak TLS and this client does; leave out tls= and {CA_VARIABLE}, or serve with TLS"
     return _fault_of_certificate(target, hosts_and_ports(address)[0][0], tls)
@@ -133,10 +136,17 @@ def _speaks_tls(connection: socket.socket) -> bool:
     return True
 
 
-def _speaks_http2(target: _Target) -> bool:
-    with target.connect() as connection:
-        header = _greet(connection)
-        return len(header) == _FRAME_HEADER_BYTES and header[3] == _SETTINGS_FRAME
+def _greeting(target: _Target) -> bytes:
+    """Return the beginning of what answers an HTTP/2 client; nothing if the connection is closed before."""
+    try:
+        with target.connect() as connection:
+            return _greet(connection)
+    except ConnectionError:
+        return b""
+
+
+def _is_http2(header: bytes) -> bool:
+    return len(header) == _FRAME_HEADER_BYTES and header[3] == _SETTINGS_FRAME
 
 
 class _Secured:

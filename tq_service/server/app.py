@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import TYPE_CHECKING, Any, Final
 
 import grpc
@@ -30,6 +30,7 @@ from tq_service.server.composition import (
     open_state_store,
     recover,
 )
+from tq_service.server.connections import Connections
 from tq_service.server.health import Health
 from tq_service.server.listener import Listener
 from tq_service.server.process import collect_garbage, tuned_process
@@ -58,6 +59,7 @@ _HOUSEKEEPING_SECONDS = 5.0
 _MOST_PENDING_CALLS = 100_000
 _ETCD_RETRY_SECONDS: Final = 1.0
 _ABORT_SECONDS = 2.0
+_LOOK_SECONDS = 1.0
 
 
 class App:
@@ -88,10 +90,12 @@ class App:
         self._server = _make_server(settings)
         self._stopping: asyncio.Task[None] | None = None
         self._only_leader: OnlyLeader | None = None
+        self._end_slow_streams: Callable[[], Awaitable[None]] | None = None
         closing.push_async_callback(self._stop_server, 0)
         self.port = self.listener.listen(self._server)
         self.health = Health()
         self.calls = RunningCalls(settings.max_calls)
+        self._connections = Connections(settings.max_connections, settings.first_call_seconds)
         self.waiting = WaitingCalls(settings.max_waiting_calls, settings.max_waiting_calls_per_client)
         instruments = None if settings.metrics_port is None else Instruments()
         self.metrics: Metrics | None = None
@@ -172,7 +176,13 @@ class App:
             middleware.append(CallMetrics(instruments))
         if settings.traces:
             middleware.append(call_spans())
-        middleware += [ErrorStatuses(), self.calls, OnlyThisProtocol(), self.listener.access_control(partition_of)]
+        middleware += [
+            ErrorStatuses(),
+            self.calls,
+            OnlyThisProtocol(),
+            self.listener.access_control(partition_of),
+            self._connections,
+        ]
         if self.cluster is not None:
             from tq_service.server.rpc.leading import OnlyLeader  # noqa: PLC0415  (a controller alone does without)
 
@@ -186,6 +196,7 @@ class App:
         services = []
         if self.storage is not None:
             servicer: Any = self.storage.servicer(settings, self.controller, self.waiting)
+            self._end_slow_streams = servicer.end_slow_streams
             server.add_generic_rpc_handlers((servicer.bulk_handler(),))  # the first that has a method serves it
             add_StorageServiceServicer_to_server(servicer, server)
             if takes_services and self.controller is None:  # one in the same process uses its storage without calls
@@ -218,6 +229,9 @@ class App:
         # One bad round of either is logged, and the next one comes: rounds do not depend on each other.
         self.supervisor.start("following the files of certificate and tokens", self.listener.watch())
         self.supervisor.start("housekeeping", regularly(_HOUSEKEEPING_SECONDS, self._keep_house))
+        self.supervisor.start("closing idle connections", self._sweep_connections())
+        if self._end_slow_streams is not None:
+            self.supervisor.start("ending slow streams", regularly(_LOOK_SECONDS, self._end_slow_streams))
         self.supervisor.start("collecting garbage", collect_garbage())
         if self.metrics is not None:
             self.supervisor.start("measuring the event loop", self.metrics.shown.measure_loop())
@@ -244,6 +258,7 @@ class App:
 
     async def _keep_house(self) -> None:
         self.calls.report()
+        self._connections.report()
         if self.storage is None:
             return
         self.storage.trim()
@@ -255,6 +270,12 @@ class App:
             await asyncio.sleep(0)
         if expired:
             _log.warning(LogMessage("puts expired without a commit; their producers probably died", count=expired))
+
+    async def _sweep_connections(self) -> None:
+        pause = 0.0
+        while True:
+            await asyncio.sleep(pause)
+            pause = await self._connections.sweep(self.port)
 
     def _fail(self, _failure: ServiceFailedError) -> None:
         """Say so to health checks, and end all calls: none is answered from what is in memory."""
@@ -318,6 +339,8 @@ def _make_server(settings: ServeSettings) -> grpc.aio.Server:
             ("grpc.max_metadata_size", settings.max_metadata_bytes),
             ("grpc.absolute_max_metadata_size", settings.max_metadata_bytes),
             ("grpc.max_allowed_incoming_connections", settings.max_connections),
+            ("grpc.max_connection_idle_ms", round(settings.idle_connection_seconds * 1000)),
+            ("grpc.server_handshake_timeout_ms", round(settings.first_call_seconds * 1000)),
             ("grpc.max_concurrent_streams", settings.max_streams),
             ("grpc.max_send_message_length", -1),
             ("grpc.so_reuseport", 0),  # a second server on the port is a mistake, not a second worker

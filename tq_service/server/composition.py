@@ -117,6 +117,7 @@ class Storage:
             controller_id=b"" if controller is None else controller.storages.controller_id,
             shared_memory=self.shared_memory,
             stall_seconds=settings.stall_seconds,
+            min_stream_rate_bytes=settings.min_stream_rate_bytes,
             waiting=waiting,
             max_puts=settings.max_puts,
             max_uncommitted_puts=settings.max_uncommitted_puts,

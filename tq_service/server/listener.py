@@ -49,6 +49,7 @@ class Listener:
             self._certificate = ServerCertificate(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
         self._tokens = None if settings.auth_tokens_file is None else TokenFile(settings.auth_tokens_file)
         self._audit = Audit(settings.audit_repeat_seconds)
+        self._access: AccessControl | None = None
         tls = None
         if settings.tls_ca is not None or settings.tls_cert is not None:
             tls = Tls(ca=settings.tls_ca, cert=settings.tls_cert, key=settings.tls_key)
@@ -107,13 +108,14 @@ class Listener:
             partition_of: returns the partition of a complete put of this storage service, None for one not here; None:
                 there is none.
         """
-        return AccessControl(
+        self._access = AccessControl(
             self._audit,
             self._tokens,
             secret=self.credentials.secret,
             partition_of=partition_of,
             stall_seconds=self._settings.stall_seconds,
         )
+        return self._access
 
     def scrape_access(self, loop: asyncio.AbstractEventLoop) -> Access:
         """Return what secures the port for metrics, which show the names of all partitions and tasks."""
@@ -142,6 +144,8 @@ class Listener:
         for files in (self._certificate, self._tokens, self.credentials.secret):
             if files is not None:
                 files.reload()
+        if self._access is not None:
+            self._access.end_revoked()
         self._audit.flush()
 
     def close(self) -> None:

@@ -29,7 +29,7 @@ from tq_service.log_message import LogMessage
 from tq_service.schema import check_id, check_name, check_passed_on
 from tq_service.server.commits import Commits
 from tq_service.server.mirroring import Mirroring
-from tq_service.server.progress import LEAST_PROGRESS_BYTES, Progress, received
+from tq_service.server.progress import LEAST_PROGRESS_BYTES, LeastRate, Progress, received
 from tq_service.server.receipts import ReceiptKeys, not_registered
 from tq_service.server.rpc.limits import RETRY_AFTER_SECONDS, WaitingCalls, wait_until
 from tq_service.storage.cells import PutCells
@@ -180,6 +180,7 @@ class StorageServicer:
         controller_id: of the one in this process.
         shared_memory: takes and gives memory shared with clients of this host, where it can.
         stall_seconds: how long the client of a stream may neither send nor take anything.
+        min_stream_rate_bytes: bytes per second that all streams must move together while puts wait for capacity.
         waiting: counts the calls that wait for capacity.
         max_puts: puts there may be.
         max_uncommitted_puts: of them, puts that wait for a commit that does not come with them.
@@ -196,6 +197,7 @@ class StorageServicer:
         controller_id: bytes = b"",
         shared_memory: SharedMemoryServer | None = None,
         stall_seconds: float = 60.0,
+        min_stream_rate_bytes: int = 0,
         waiting: WaitingCalls | None = None,
         max_puts: int = sys.maxsize,
         max_uncommitted_puts: int = sys.maxsize,
@@ -208,11 +210,17 @@ class StorageServicer:
         self._driver = EngineDriver(engine, mirroring, self._keys if commits is None else None)
         self._controller_id = controller_id
         self._stall_seconds = stall_seconds
+        self._least_rate = LeastRate(min_stream_rate_bytes)
         self._waiting = waiting or WaitingCalls()
         self._max_puts = max_puts
         self._max_uncommitted_puts = max_uncommitted_puts
         self._shared_memory = shared_memory
         self._endpoint = endpoint
+
+    async def end_slow_streams(self) -> None:
+        """End the streams that hold bytes, and move them too slowly, while puts wait for capacity."""
+        if self._engine.has_waiting_puts:
+            self._least_rate.enforce()
 
     def bulk_handler(self) -> grpc.GenericRpcHandler:
         """Return the handlers of the bulk methods, whose frames are coded by hand: instead of the generated ones."""
@@ -223,8 +231,9 @@ class StorageServicer:
     async def Put(self, parts: AsyncIterator[Part], context: Context) -> pb.PutResponse:
         async def receive_frames(pending: PendingPut) -> None:
             await context.send_initial_metadata(((SEND_AS_KEY, SEND_AS_FRAMES),))
-            async for part in parts:
-                await pending.write(_frame(part))
+            with self._least_rate.watching(progress):
+                async for part in parts:
+                    await pending.write(_frame(part))
 
         async def receive_fds(pending: PendingPut, session: Session) -> None:
             with session.awaiting(header.put_id) as take_fds:
@@ -240,7 +249,8 @@ class StorageServicer:
                 except OSError as error:
                     raise UnavailableError(f"the shared memory of a put cannot be used: {error}") from error
 
-        parts = received(parts, self._stall_seconds, _progress_bytes)
+        progress = Progress(self._stall_seconds, f"fewer than {LEAST_PROGRESS_BYTES} bytes came")
+        parts = received(parts, progress, _progress_bytes)
         header = await _read_header(parts)
         session = self._session_for_put(header)
         if session is None:
@@ -403,11 +413,12 @@ class StorageServicer:
 
     async def Get(self, request: pb.GetRequest, context: Context) -> None:
         async def send(header: pb.GetHeader, without: Collection[int] = ()) -> None:
-            await progress.wait_for(context.write(header))
-            async for part in reading.parts(without):
-                for frame in iter_frames(part):
-                    await progress.wait_for(context.write(frame))
-                    progress.moved(sum(map(len, frame)))
+            with self._least_rate.watching(progress):
+                await progress.wait_for(context.write(header))
+                async for part in reading.parts(without):
+                    for frame in iter_frames(part):
+                        await progress.wait_for(context.write(frame))
+                        progress.moved(sum(map(len, frame)))
 
         progress = Progress(self._stall_seconds, f"fewer than {LEAST_PROGRESS_BYTES} bytes of the answer were taken")
         with await self._driver.open(request) as reading:
@@ -473,7 +484,8 @@ class StorageServicer:
         state, engine = None, self._engine
         controller_id, epoch = b"", 0
         try:
-            async for part in received(parts, self._stall_seconds, lambda _: LEAST_PROGRESS_BYTES):
+            progress = Progress(self._stall_seconds, "the next part of the list did not come")
+            async for part in received(parts, progress, lambda _: LEAST_PROGRESS_BYTES):
                 if state is None:
                     self._keys.check_epoch(part.controller_id, part.epoch)
                     epoch, controller_id = part.epoch, part.controller_id

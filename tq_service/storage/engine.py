@@ -523,6 +523,11 @@ class StorageEngine:
                 self._compact(some.put_id)
         self._admission.admit()  # holes that are too small to close for themselves may serve puts that wait
 
+    @property
+    def has_waiting_puts(self) -> bool:
+        """Whether puts wait for capacity."""
+        return self._admission.has_waiting
+
     def drain(self) -> None:
         """End the waits for capacity: the service is about to stop."""
         self._admission.drain()

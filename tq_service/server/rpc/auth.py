@@ -17,6 +17,7 @@ from tq_service.server.rpc.middleware import (
     Behavior,
     Caller,
     Context,
+    EndableCalls,
     Middleware,
     Refusal,
     passing_answers,
@@ -79,6 +80,19 @@ class AccessControl(Middleware):
         self._unknown_token = _stranger(_BAD_TOKEN, "unknown token")
         self._known: Mapping[str, Token] = {}
         self._callers: dict[str, Caller] = {}
+        self._lasting = EndableCalls()
+
+    def end_revoked(self) -> None:
+        """End the calls that wait or stream and whose token has expired, or is not in the file as it was."""
+        if self._tokens is None:
+            return
+        known = self._tokens.tokens
+
+        def error_of(token: Token) -> UnauthenticatedError | None:
+            is_valid = known.get(token.sha256) == token and not token.is_expired()
+            return None if is_valid else UnauthenticatedError(_BAD_TOKEN)
+
+        self._lasting.end(error_of)
 
     def admit(self, method: Method, details: grpc.HandlerCallDetails) -> Caller:
         """Return the caller, by the metadata of a call."""
@@ -146,7 +160,10 @@ class AccessControl(Middleware):
                 check(request, context)
             return await behavior(request, context)
 
-        return call
+        lasts = method.waits or method.has_request_stream or method.has_response_stream
+        if token is None or token is _SERVICE or not lasts:
+            return call
+        return lambda request, context: self._lasting.run(call(request, context), token)
 
     def _partitions_named_by(self, method: Method) -> Callable[[Any], Iterable[str]]:
         """Return what finds the partitions that a request names, by themselves and by their puts."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any, Protocol
 
 from tq_service.errors import NotLeaderError
 from tq_service.server.rpc.method_table import Method
-from tq_service.server.rpc.middleware import Behavior, Caller, Context, Middleware, passing_answers
+from tq_service.server.rpc.middleware import Behavior, Caller, Context, EndableCalls, Middleware, passing_answers
 
 
 class Standing(Protocol):
@@ -42,14 +41,11 @@ class OnlyLeader(Middleware):
 
     def __init__(self, standing: Standing) -> None:
         self._standing = standing
-        self._running: set[asyncio.Task[Any]] = set()
-        self._ended: set[asyncio.Task[Any]] = set()  # of these: cancelled by `end_calls`
+        self._running = EndableCalls()
 
     def end_calls(self) -> None:
         """Refuse the calls that are under way; what they have changed may stay, as where an answer is lost."""
-        for task in self._running - self._ended:
-            self._ended.add(task)
-            task.cancel()
+        self._running.end(lambda _owner: self._refusal())
 
     def wrap(self, method: Method, caller: Caller, behavior: Behavior) -> Behavior:
         """Return what answers a method where this controller leads; probes are answered by each one."""
@@ -63,21 +59,12 @@ class OnlyLeader(Middleware):
         async def call(request: Any, context: Context) -> Any:
             if not standing.may_answer:
                 raise self._refusal()
-            task: Any = asyncio.current_task()
-            self._running.add(task)
             try:
-                answer = await behavior(request, context)
-            except asyncio.CancelledError:
-                if task not in self._ended or task.uncancel():  # by the caller, which has left
-                    raise
-                raise self._refusal() from None
+                answer = await self._running.run(behavior(request, context))
             except Exception:  # what it says may be of a state that is not that of the cluster any more
                 if not standing.may_answer:
                     raise self._refusal() from None
                 raise
-            finally:
-                self._running.discard(task)
-                self._ended.discard(task)
             if not standing.may_answer:
                 raise self._refusal()
             return answer

@@ -8,7 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 import grpc
 
@@ -21,10 +21,16 @@ _log = logging.getLogger(__name__)
 RETRY_AFTER_SECONDS = 1.0
 
 
+_ROUNDED_SHARE: Final = 0.035
+"""gRPC rounds timeouts up on the way, and sends one of up to 3.3 % more if it has just sent that (both measured)."""
+
+
 def wait_until(context: Context) -> float | None:
     """Return until when a call may wait, by `time.monotonic`, so that a refusal still arrives before its deadline."""
     remaining = context.time_remaining()
-    return None if remaining is None else time.monotonic() + remaining - min(1.0, remaining / 4)
+    if remaining is None:
+        return None
+    return time.monotonic() + remaining * (1 - _ROUNDED_SHARE) - min(1.0, remaining / 4)
 
 
 class WaitingCalls:

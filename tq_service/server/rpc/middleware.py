@@ -6,6 +6,7 @@ context; it returns the answer, or writes each of a stream of them to the contex
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -73,6 +74,43 @@ class Middleware:
         Runs once for each method and caller, so that what has nothing to do for a method costs its calls nothing.
         """
         return behavior
+
+
+class EndableCalls:
+    """Calls that are under way and can be ended from outside, with an error. Confined to one event loop."""
+
+    def __init__(self) -> None:
+        self._owners: dict[asyncio.Task[Any], Any] = {}
+        self._errors: dict[asyncio.Task[Any], TqError] = {}  # of those that were ended
+
+    def end(self, error_of: Callable[[Any], TqError | None]) -> None:
+        """End calls; what they have changed may stay, as where an answer is lost.
+
+        Args:
+            error_of: returns the error of a call by its owner, None for one that goes on.
+        """
+        for task, owner in self._owners.items():
+            if task not in self._errors and (error := error_of(owner)) is not None:
+                self._errors[task] = error
+                task.cancel()
+
+    async def run(self, call: Awaitable[Any], owner: Any = None) -> Any:
+        """Return what a call of the current task returns, which `end` may end meanwhile.
+
+        Raises:
+            TqError: it was ended.
+        """
+        task: Any = asyncio.current_task()
+        self._owners[task] = owner
+        try:
+            return await call
+        except asyncio.CancelledError:
+            if task not in self._errors or task.uncancel():  # by the caller, which has left
+                raise
+            raise self._errors[task] from None
+        finally:
+            del self._owners[task]
+            self._errors.pop(task, None)
 
 
 def passing_answers(method: Method, behavior: Behavior, each: Callable[[Any], Awaitable[Any]]) -> Behavior:

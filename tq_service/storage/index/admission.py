@@ -84,6 +84,11 @@ class Admission:
         self.used_bytes -= size
         self.admit()
 
+    @property
+    def has_waiting(self) -> bool:
+        """Whether puts wait for capacity."""
+        return any(not waiter.granted.done() for waiter in (*self._existing, *self._new))
+
     def has_free(self) -> bool:
         """Whether there is capacity at all."""
         return self.max_bytes is None or self.used_bytes < self.max_bytes

@@ -1,0 +1,170 @@
+"""Closes connections that make no authenticated call, so that callers without a token cannot take all of them.
+
+gRPC bounds the number of connections and does not know which are worth keeping. A call that passes the access control
+marks its connection. A sweep over the sockets of this process closes unmarked ones after `first_call_seconds`, and the
+oldest of them at once if one address has too many.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import logging
+import os
+import socket
+import stat
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from tq_service.daemon_threads import run_in_daemon_thread
+from tq_service.log_message import LogMessage
+from tq_service.server.rpc.method_table import Method
+from tq_service.server.rpc.middleware import Behavior, Caller, Context, Middleware
+
+_log = logging.getLogger(__name__)
+
+SWEEP_SECONDS: Final = 1.0
+FULL_SWEEP_SECONDS: Final = 0.1
+"""Between sweeps while few connections are free."""
+
+_SHARE: Final = 8
+"""One address may have this part of all connections unauthenticated at once, and as many connections at the least."""
+_FILES: Final = Path("/proc/self/fd")
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Connection:
+    """A socket of the server.
+
+    Attributes:
+        inode: tells it from a later one with the same descriptor.
+        peer: as gRPC names it, such as "ipv4:10.0.0.1:4711".
+        address: of the peer, without its port.
+        since: when it was first seen, by `time.monotonic`.
+    """
+
+    inode: int
+    peer: str
+    address: str
+    since: float
+
+
+class Connections(Middleware):
+    """Marks the connections of admitted calls and closes the others; comes after the access control.
+
+    The event loop owns `_admitted_at`, the one sweep that is under way `_connections`. Without /proc nothing is swept.
+
+    Args:
+        most: connections that the server takes.
+        first_call_seconds: how long a connection may be without such a call.
+    """
+
+    def __init__(self, most: int, first_call_seconds: float) -> None:
+        self._most = most
+        self._share = max(_SHARE, most // _SHARE)
+        self._first_call_seconds = first_call_seconds
+        self._admitted_at: dict[str, float] = {}  # by peer
+        self._connections: dict[int, _Connection] = {}  # by descriptor
+        self._closed_count = 0
+
+    def wrap(self, method: Method, caller: Caller, behavior: Behavior) -> Behavior:
+        """Return what marks the connection of a call; probes and refused calls mark none."""
+        if method.is_open or caller.refusal is not None:
+            return behavior
+        admitted_at = self._admitted_at
+
+        async def call(request: Any, context: Context) -> Any:
+            peer = context.peer()
+            if peer not in admitted_at:
+                admitted_at[peer] = time.monotonic()
+            return await behavior(request, context)
+
+        return call
+
+    async def sweep(self, port: int) -> float:
+        """Close the unmarked connections to a port that are too old or too many.
+
+        Returns:
+            Seconds until the next sweep.
+        """
+        now, admitted = time.monotonic(), set(self._admitted_at)
+        present, closed_count = await run_in_daemon_thread(
+            lambda: self._close_idle(port, admitted, now), thread_name="tq-connections"
+        )
+        self._closed_count += closed_count
+        for peer in admitted - present:  # one that came during this sweep is not in it yet
+            if self._admitted_at[peer] < now - SWEEP_SECONDS:
+                del self._admitted_at[peer]
+        return FULL_SWEEP_SECONDS if len(present) > self._most * 3 // 4 else SWEEP_SECONDS
+
+    def report(self) -> None:
+        """Log how many were closed since the last report."""
+        if self._closed_count:
+            _log.warning(LogMessage("closed connections without an authenticated call", count=self._closed_count))
+            self._closed_count = 0
+
+    def _close_idle(self, port: int, admitted: set[str], now: float) -> tuple[set[str], int]:
+        """Return the peers that are connected, and how many connections were closed. Runs in a thread."""
+        self._connections = dict(_look(port, self._connections, now))
+        strangers: dict[str, list[tuple[float, int]]] = defaultdict(list)
+        for descriptor, each in self._connections.items():
+            if each.peer not in admitted:
+                strangers[each.address].append((each.since, descriptor))
+        closed_count = 0
+        for found in strangers.values():
+            found.sort()
+            surplus = len(found) - self._share
+            for place, (since, descriptor) in enumerate(found):
+                if place < surplus or since <= now - self._first_call_seconds:
+                    closed_count += _close(descriptor, self._connections[descriptor].inode)
+        return {each.peer for each in self._connections.values()}, closed_count
+
+
+def _look(port: int, known: dict[int, _Connection], now: float) -> Iterator[tuple[int, _Connection]]:
+    """Yield the connections to a port by descriptor; known ones cost one system call each."""
+    try:
+        names = os.listdir(_FILES)  # noqa: PTH208  (thousands of them, each second)
+    except OSError:
+        return
+    for name in names:
+        descriptor = int(name)
+        try:
+            status = os.fstat(descriptor)
+        except OSError:  # closed since
+            continue
+        if not stat.S_ISSOCK(status.st_mode):
+            continue
+        before = known.get(descriptor)
+        if before is not None and before.inode == status.st_ino:
+            yield descriptor, before
+        elif (place := _peer_of(descriptor, port)) is not None:
+            yield descriptor, _Connection(inode=status.st_ino, peer=place[0], address=place[1], since=now)
+
+
+def _peer_of(descriptor: int, port: int) -> tuple[str, str] | None:
+    """Return the peer of a connection that came in at a port, as gRPC names it, and its address; else None."""
+    try:
+        with socket.socket(fileno=os.dup(descriptor)) as connection:
+            if connection.family not in {socket.AF_INET, socket.AF_INET6} or connection.getsockname()[1] != port:
+                return None
+            host, peer_port = connection.getpeername()[:2]
+    except OSError:  # closed since, or it listens
+        return None
+    address = ipaddress.ip_address(host.partition("%")[0])
+    address = getattr(address, "ipv4_mapped", None) or address
+    if address.version == 4:
+        return f"ipv4:{address}:{peer_port}", str(address)
+    return f"ipv6:%5B{address}%5D:{peer_port}", str(address)
+
+
+def _close(descriptor: int, inode: int) -> bool:
+    """Shut a connection down, of which gRPC then closes the descriptor; return whether it was still that one."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+        if os.fstat(connection.fileno()).st_ino == inode:
+            connection.shutdown(socket.SHUT_RDWR)
+            return True
+    return False
