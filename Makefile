@@ -24,7 +24,7 @@ BASE ?= HEAD
 # A test waits about half of its time, for timeouts and for other processes.
 TEST_PROCESSES ?= $(shell expr 2 \* $$(nproc 2> /dev/null || sysctl -n hw.ncpu) + 1)
 # Tests that only read the sources: `make check` runs them, and `make test` does not run them again.
-LINTS := $(patsubst %,tests/test_%.py,error_metadata layers no_pickle pages words)
+LINTS := $(patsubst %,tests/test_%.py,error_metadata layers no_pickle pages trace_path words)
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
