@@ -23,7 +23,6 @@ REPLACED = {
     r"run_?ahead|run ahead": "staleness limit",
     r"thaw|thaws|freeze_?partition": "restore, snapshot",
     r"taken back": "released, revoked",
-    r"who leaves": "a disconnect",
     r"folders?": "directory",
     r"evened out|even shares": "balanced",
     r"dice": "rng",
