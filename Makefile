@@ -1,7 +1,8 @@
 # The verbs of this repository; each makes .venv when it is missing or older than pyproject.toml.
 #
 #   make install            .venv with torch, the package and the tools
-#   make test               the tests
+#   make test               the tests, in less than 8 minutes on two cores
+#   make test-all           the tests, with those that are left to the night
 #   make properties         the property and model tests with thousands of examples each
 #   make demo               a tiny policy trained through the service, which is killed halfway; about two minutes
 #   make soak               an hour's worth of load in 5 minutes, in memory and durable: does the service stay small
@@ -10,7 +11,7 @@
 #   make compare BASE=...   is this tree slower than that commit? 20 to 25 minutes
 #   make compat             verl's own code over TransferQueue and over the service: every answer compared, bit for bit
 #   make demo-verl          verl's own trainer while the service and a worker are killed: what is lost, what trained twice
-#   make check              format, lint, types, protos, generated code, layers: all that CI asks besides the tests
+#   make check              format, lint, types, protos, generated code, layers, words: all that CI asks besides the tests
 #   make accept-protos      the protos as they are now become what `make check` holds later ones against
 #
 # Torch is installed first and alone, so that its build can be chosen: on Linux, PyPI's is for CUDA and has some GB. For
@@ -20,7 +21,10 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BASE ?= HEAD
-TEST_PROCESSES ?= 2
+# A test waits about half of its time, for timeouts and for other processes.
+TEST_PROCESSES ?= $(shell expr 2 \* $$(nproc 2> /dev/null || sysctl -n hw.ncpu) + 1)
+# Tests that only read the sources: `make check` runs them, and `make test` does not run them again.
+LINTS := $(patsubst %,tests/test_%.py,error_metadata layers no_pickle pages trace_path words)
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -31,10 +35,10 @@ export PYTHON
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install format lint typecheck generate accept-protos check test properties chaos fuzz soak bench compare compat demo demo-verl clean FORCE
+.PHONY: help install format lint typecheck generate accept-protos check test test-all properties chaos fuzz soak bench compare compat demo demo-verl clean FORCE
 
 help:
-	@sed -n '3,14s/^# *//p' Makefile
+	@sed -n '3,15s/^# *//p' Makefile
 	@echo "also: format lint typecheck generate bench clean"
 
 # A virtual environment whose interpreter is gone (after an upgrade of Python, or a move of the directory) is stale too.
@@ -96,11 +100,13 @@ check: lint typecheck $(HELM)
 	$(BIN)/python scripts/unasync.py --check
 	$(BIN)/python scripts/settings_table.py --check
 	$(BIN)/python scripts/render_chart.py --check
-	$(BIN)/python -m pytest --quiet tests/test_layers.py
+	$(BIN)/python scripts/prose.py --check
+	$(BIN)/python -m pytest --quiet $(LINTS)
 
 # Tests of one file stay together, in the order of the files: the long ones are among the first.
-test: $(INSTALLED) $(NODE_PACKAGES) $(HELM) $(ETCD)
-	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+test test-all: $(INSTALLED) $(NODE_PACKAGES) $(HELM) $(ETCD)
+	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(LINTS:%=--ignore=%) \
+		$(if $(filter test,$@),-m "not nightly")
 
 properties: $(INSTALLED)
 	$(BIN)/python -m pytest -m hypothesis --hypothesis-profile many --ignore tests/fuzz --timeout 3600 \

@@ -25,6 +25,15 @@ def etcd_program() -> str:
     return program
 
 
+def why_no_etcd() -> str:
+    """Return why tests of a real etcd are skipped, or an empty text if there is one."""
+    try:
+        etcd_program()
+    except FileNotFoundError as error:
+        return str(error)
+    return ""
+
+
 def etcd_members(
     ports: Sequence[tuple[int, int]], directory: Path, hosts: Sequence[Host] | None = None
 ) -> dict[str, Process]:

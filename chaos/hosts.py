@@ -65,7 +65,10 @@ class Host:
 
 
 class Network:
-    """The hosts, one of which is that of this program and has the first address."""
+    """The hosts, one of which is that of this program and has the first address.
+
+    Use it in a `with`: the hosts end with the block. They also end if this program is killed.
+    """
 
     def __init__(self) -> None:
         self.here = Host(f"{_PREFIX}.1", (), _BRIDGE)
@@ -75,10 +78,19 @@ class Network:
         self.here.run("ip", "addr", "add", f"{self.here.ip}/24", "dev", _BRIDGE)
         self.here.run("ip", "link", "set", _BRIDGE, "up")
 
+    def __enter__(self) -> Network:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
     def add(self) -> Host:
         """Return a new host with a cable."""
         number = len(self._holders) + 2
-        holder = subprocess.Popen(["unshare", "-n", "sleep", "infinity"], stdin=subprocess.DEVNULL)
+        # It reads until this program ends, however it ends, and keeps nothing of this program open.
+        holder = subprocess.Popen(
+            ["unshare", "-n", "cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         self._holders.append(holder)
         _wait_for_namespace(holder.pid)
         host = Host(f"{_PREFIX}.{number}", ("nsenter", "-t", str(holder.pid), "-n"), "eth0")
@@ -105,11 +117,11 @@ class Network:
         """End the hosts; the rest of the network goes with the namespaces of this program."""
         for holder in self._holders:
             holder.kill()
-            holder.wait()
+            holder.communicate()
 
 
 def _wait_for_namespace(pid: int) -> None:
     """Wait until a process that was started by unshare has its own network."""
     mine = Path("/proc/self/ns/net").readlink()
-    while Path(f"/proc/{pid}/ns/net").readlink() == mine or Path(f"/proc/{pid}/comm").read_text() != "sleep\n":
+    while Path(f"/proc/{pid}/ns/net").readlink() == mine or Path(f"/proc/{pid}/comm").read_text() != "cat\n":
         pass

@@ -37,7 +37,7 @@ class ReplicatedCluster(Cluster):
     are held.
 
     Args:
-        network: gets the hosts.
+        network: gets the hosts; its owner ends them.
         directory: gets data and logs.
         lease_seconds: of the leader.
         mirror: URL of the engine that keeps the puts of storage services; None: a directory that all of them share.
@@ -152,14 +152,13 @@ class ReplicatedCluster(Cluster):
         return [f"{name} ended with {code}" for name, code in self.ended if code not in expected]
 
     def close(self) -> None:
-        """Kill what runs, and end the hosts."""
+        """Kill the processes."""
         self._is_closing.set()
         if self._restarting.is_alive():
             self._restarting.join()
         for process in self.processes.values():
             process.send(signal.SIGCONT)
             process.end()
-        self._network.close()
 
 
 def answers(address: str, timeout_seconds: float = _ANSWER_SECONDS) -> bool:

@@ -268,34 +268,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     output.mkdir(parents=True)
     _say(f"seed {given.seed}, lease {given.lease_seconds:g} s, logs and data in {output}")
     rng, report, pauses = random.Random(given.seed), Report(), {}
-    cluster = ReplicatedCluster(Network(), output, given.lease_seconds, given.mirror)
-    try:
-        cluster.start()
-        _wait_until_ready(cluster.address)
-        with ChangeProbe(cluster.address) as changes, ReadProbe(cluster.address) as reads:
-            for number, start in enumerate(range(0, given.rounds, given.rounds_per_scenario)):
-                scenario = TakeoverScenario(
-                    changes=changes,
-                    reads=reads,
-                    stop_seconds=given.stop_seconds,
-                    cut_seconds=given.cut_seconds,
-                    lease_seconds=given.lease_seconds,
-                    pauses=pauses,
-                    cluster=cluster,
-                    name=f"scenario-{number}",
-                    directory=output / f"scenario-{number}",
-                    rng=rng,
-                    seed=given.seed,
-                    report=report,
-                    say=_say,
-                )
-                rounds = min(given.rounds_per_scenario, given.rounds - start)
-                if not scenario.run(rounds, given.seconds, given.targets):
-                    break
-            report.violations += changes.violations() + reads.violations
-        report.violations += [f"log of {line}" for line in cluster.failures()] + cluster.wrong_ends()
-    finally:
-        cluster.close()
+    with Network() as network:
+        cluster = ReplicatedCluster(network, output, given.lease_seconds, given.mirror)
+        try:
+            cluster.start()
+            _wait_until_ready(cluster.address)
+            with ChangeProbe(cluster.address) as changes, ReadProbe(cluster.address) as reads:
+                for number, start in enumerate(range(0, given.rounds, given.rounds_per_scenario)):
+                    scenario = TakeoverScenario(
+                        changes=changes,
+                        reads=reads,
+                        stop_seconds=given.stop_seconds,
+                        cut_seconds=given.cut_seconds,
+                        lease_seconds=given.lease_seconds,
+                        pauses=pauses,
+                        cluster=cluster,
+                        name=f"scenario-{number}",
+                        directory=output / f"scenario-{number}",
+                        rng=rng,
+                        seed=given.seed,
+                        report=report,
+                        say=_say,
+                    )
+                    rounds = min(given.rounds_per_scenario, given.rounds - start)
+                    if not scenario.run(rounds, given.seconds, given.targets):
+                        break
+                report.violations += changes.violations() + reads.violations
+            report.violations += [f"log of {line}" for line in cluster.failures()] + cluster.wrong_ends()
+        finally:
+            cluster.close()
     _print_report(report, pauses, cluster, changes.count, given.lease_seconds + 1)
     print(f"{len(report.violations)} violations; seed {given.seed}; logs and data in {output}")
     return 1 if report.violations else 0

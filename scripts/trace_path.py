@@ -169,6 +169,19 @@ def report(paths: Paths, *, with_files: bool) -> str:
     return "\n".join(lines)
 
 
+def too_long(paths: Paths, most: list[tuple[str, int]], most_of_all: list[tuple[str, int]]) -> list[str]:
+    """Return a line for each path that exceeds a limit: of files of the core, or of all that are written by hand."""
+    return [
+        f"{operation}: {found} files of {', '.join(CORE)}, expected {limit} at most"
+        for operation, limit in most
+        if (found := len(core_of(paths[operation]))) > limit
+    ] + [
+        f"{operation}: {found} files of all layers, expected {limit} at most"
+        for operation, limit in most_of_all
+        if (found := len(written_of(paths[operation]))) > limit
+    ]
+
+
 def limit(text: str) -> tuple[str, int]:
     """Return operation and number of `put=14`."""
     operation, _, number = text.partition("=")
@@ -190,18 +203,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         paths = asyncio.run(trace(Path(directory), in_memory=arguments.in_memory))
     print(report(paths, with_files=arguments.files))
-    too_long = [
-        f"{operation}: {found} files of {', '.join(CORE)}, expected {most} at most"
-        for operation, most in arguments.most
-        if (found := len(core_of(paths[operation]))) > most
-    ] + [
-        f"{operation}: {found} files of all layers, expected {most} at most"
-        for operation, most in arguments.most_of_all
-        if (found := len(written_of(paths[operation]))) > most
-    ]
-    for line in too_long:
+    wrong = too_long(paths, arguments.most, arguments.most_of_all)
+    for line in wrong:
         print(line, file=sys.stderr)
-    return int(bool(too_long))
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import subprocess
 import sys
@@ -64,25 +65,36 @@ def test_no_path_through_all_layers_is_longer_than_it_may_be() -> None:
     found = files_by_operation(done.stdout)
     assert not any(file.startswith("durable/") for file in found["put"])
     assert "dataplane/_async/drivers.py" in found["put"] & found["get"]
-    done = traced("--in-memory", "--most-of-all", "get=1", "put=1000")
-    assert done.returncode == 1
-    assert done.stderr.startswith("get: ")
-    assert "put" not in done.stderr
 
 
-def test_a_path_that_is_too_long_fails_and_is_named() -> None:
-    done = traced("--most", "put=1", "ack=1000")
-    assert done.returncode == 1
-    assert done.stderr.startswith("put: ")
-    assert "expected 1 at most" in done.stderr
-    assert "ack" not in done.stderr
+PATHS = {"put": ["domain/a.py", "domain/b.py", "client/c.py", "v1/d_pb2.py"], "ack": ["domain/a.py"]}
 
 
-@pytest.mark.parametrize("limit", ["puts=3", "put", "put=many", "put=-1"])
-def test_a_limit_for_nothing_is_refused(limit: str) -> None:
-    done = traced("--most", limit)
-    assert done.returncode == 2
-    assert repr(limit) in done.stderr
+def test_a_path_that_is_too_long_is_named(trace_path: Any) -> None:
+    core = "put: 2 files of domain, samplers, durable, expected 1 at most"
+    assert trace_path.too_long(PATHS, [("put", 1), ("ack", 1)], []) == [core]
+    assert trace_path.too_long(PATHS, [("put", 2), ("ack", 1)], [("put", 3)]) == []
+    assert trace_path.too_long(PATHS, [], [("put", 2)]) == ["put: 3 files of all layers, expected 2 at most"]
+
+
+def test_a_path_that_is_too_long_fails(
+    trace_path: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def trace(directory: Path, *, in_memory: bool) -> dict[str, list[str]]:
+        return PATHS
+
+    monkeypatch.setattr(trace_path, "trace", trace)
+    for limits, code in ((["--most", "put=1", "ack=1"], 1), (["--most", "put=2", "--most-of-all", "put=3"], 0)):
+        monkeypatch.setattr(sys, "argv", ["trace_path.py", *limits])
+        assert trace_path.main() == code
+        assert capsys.readouterr().err.startswith("put: 2 files") is bool(code)
+
+
+def test_a_limit_for_nothing_is_refused(trace_path: Any) -> None:
+    for limit in ("puts=3", "put", "put=many", "put=-1"):
+        with pytest.raises(argparse.ArgumentTypeError, match=repr(limit)):
+            trace_path.limit(limit)
+    assert trace_path.limit("put=3") == ("put", 3)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import grpc
 import pytest
 from certificates import Authority
 from client_support import make_client
+from fault_seconds import FAULT_SECONDS
 
 import tq_service as tq
 from tq_service.addresses import hosts_and_ports
@@ -156,13 +157,13 @@ async def test_errors_and_warnings_begin_with_what_was_found(kind, authority, ca
     monkeypatch.setattr(retry, "_WARN_AFTER_SECONDS", 1000.0)  # what was found is said before
     caplog.set_level(logging.WARNING, "tq_service.client")
     with grpc_server(authority.issue("service")) as port:
-        client = make_client(kind, f"localhost:{port}", timeout=5)
+        client = make_client(kind, f"localhost:{port}", timeout=2 * FAULT_SECONDS)
         with pytest.raises(tq.UnavailableError) as raised:
             await client.list_partitions()
         await client.aclose()
     finding = f"127.0.0.1:{port} speaks TLS and this client does not; give tls=, or set TQ_TLS_CA"
     cause = f"cannot reach localhost:{port}: {finding}"
-    assert str(raised.value).startswith(f"{cause}; tried for 5 s (")
+    assert str(raised.value).startswith(f"{cause}; tried for {2 * FAULT_SECONDS:g} s (")
     assert "do both sides agree" not in str(raised.value)
     assert raised.value.metadata["grpc_message"] in str(raised.value)
     assert [cause in record.getMessage() for record in caplog.records] == [True]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from client_support import make_client
 from fake_server import FakeController, FakeStorage, Script, serving
+from fault_seconds import FAULT_SECONDS
 
 import tq_service as tq
 from tq_service.client.retry import Backoff, Deadline
@@ -372,10 +373,10 @@ async def test_a_commit_that_is_never_answered_tells_of_the_whole_put(kind, monk
     async with serving(storage=storage) as storage_address:
         place = Script(pb.PlacePutResponse(storages=[endpoint("two", storage_address)]))
         async with serving(FakeController(PlacePut=place, Commit=Script(DRAINING))) as address:
-            client = make_client(kind, address, timeout=2.0)
+            client = make_client(kind, address, timeout=FAULT_SECONDS)
             # The last try may have begun too late for an answer.
-            said = r"^the server is draining; tried for 2 s \(\d+ times(, and once more without an answer)?\)$"
-            with pytest.raises(tq.UnavailableError, match=said) as raised:
+            said = rf"tried for {FAULT_SECONDS:g} s \(\d+ times(, and once more without an answer)?\)$"
+            with pytest.raises(tq.UnavailableError, match=f"^the server is draining; {said}") as raised:
                 await client.put({"x": torch.zeros(2)}, partition_id="p")
             await client.aclose()
     assert raised.value.message.count("tried") == 1
@@ -529,9 +530,11 @@ async def test_a_storage_service_out_of_reach_is_named_with_what_lies_there(kind
         async with serving(FakeController(Locate=locate), one) as address:
             client = make_client(kind, address)
             kind_of_error = tq.DeadlineError if fault == "hung" else tq.UnavailableError
-            words = rf"'two'.*{address_of_two}.* did not answer within 2 s; it holds 'x' of 2 of the 4 samples"
+            words = rf"'two'.*{address_of_two}.* did not answer within {FAULT_SECONDS:g} s; it holds 'x' of 2 of the 4"
             with pytest.raises(kind_of_error, match=words) as raised:
-                await client.get_data(partition_id="p", global_indexes=range(10, 14), data_fields=["x"], timeout=2.0)
+                await client.get_data(
+                    partition_id="p", global_indexes=range(10, 14), data_fields=["x"], timeout=FAULT_SECONDS
+                )
             await client.aclose()
     assert raised.value.metadata["storage_id"] == "two"
     assert raised.value.metadata["address"] == address_of_two
@@ -543,8 +546,9 @@ async def test_a_storage_service_out_of_reach_is_named_where_the_controller_hang
     locate = Script(pb.LocateResponse(meta=place), asyncio.Event())
     async with serving(FakeController(Locate=locate), FakeStorage(get_answers=[answer_of([0])])) as address:
         client = make_client(kind, address)
-        with pytest.raises(tq.UnavailableError, match=r"'two'.* did not answer within 2 s; it holds 'x' of 1 of the 2"):
-            await client.get_data(partition_id="p", global_indexes=[10, 11], data_fields=["x"], timeout=2.0)
+        words = rf"'two'.* did not answer within {FAULT_SECONDS:g} s; it holds 'x' of 1 of the 2"
+        with pytest.raises(tq.UnavailableError, match=words):
+            await client.get_data(partition_id="p", global_indexes=[10, 11], data_fields=["x"], timeout=FAULT_SECONDS)
         await client.aclose()
     assert len(locate.requests) == 2
 

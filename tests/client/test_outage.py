@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from client_support import make_client
 from fake_server import FakeController, Script, serving
+from fault_seconds import FAULT_SECONDS
 
 import tq_service as tq
 from tq_service.client import retry as module
@@ -95,7 +96,7 @@ async def test_calls_that_cannot_connect_warn_once_for_all_and_tell_of_the_end(k
     partitions = Script(pb.ListPartitionsResponse())
     calls = [asyncio.ensure_future(client.list_partitions()) for _ in range(3)]
     with pytest.raises(tq.UnavailableError):
-        await client.list_partitions(timeout=2)
+        await client.list_partitions(timeout=FAULT_SECONDS)
     async with serving(FakeController(ListPartitions=partitions), port=free_port):
         assert await asyncio.gather(*calls) == [[]] * 3
         await client.aclose()
@@ -111,13 +112,14 @@ async def test_calls_that_cannot_connect_warn_once_for_all_and_tell_of_the_end(k
 
 async def test_the_final_error_says_why_first_and_keeps_the_words_of_grpc(kind, free_port):
     address = f"127.0.0.1:{free_port}"
-    client = make_client(kind, address, timeout=2)
+    client = make_client(kind, address, timeout=FAULT_SECONDS)
     with pytest.raises(tq.UnavailableError) as raised:
         await client.list_partitions()
     await client.aclose()
     assert re.fullmatch(
-        rf"cannot reach {address}: connection refused; tried for 2 s \(\d+ times\); is the service running there, "
-        r"and do both sides agree on TLS and certificates\? \(gRPC: .*Connection refused\)",
+        rf"cannot reach {address}: connection refused; tried for {FAULT_SECONDS:g} s \(\d+ times\); "
+        r"is the service running there, and do both sides agree on TLS and certificates\? "
+        r"\(gRPC: .*Connection refused\)",
         str(raised.value),
     )
     assert raised.value.metadata["address"] == address

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from certificates import Authority, add_token, replace
+from fault_seconds import FAULT_SECONDS
 from live_server import AnyClient, ClientKind, LoopThread, StartServer
 
 import tq_service as tq
@@ -174,7 +175,10 @@ def test_clients_whose_tls_does_not_fit_are_told_to_look_there(
         (deployment.address, tq.Tls(ca=tls.ca), "without a client's certificate"),
         (open_address, tls, "does not speak TLS and this client does"),
     ):
-        with tq.Client(address, tls=unfit, timeout=5) as client, pytest.raises(tq.UnavailableError, match=told):
+        with (
+            tq.Client(address, tls=unfit, timeout=2 * FAULT_SECONDS) as client,
+            pytest.raises(tq.UnavailableError, match=told),
+        ):
             client.list_partitions()
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fault_seconds import FAULT_SECONDS
 
 import tq_service as tq
 from tq_service.server.supervisor import FAILED_EXIT_CODE
@@ -32,7 +33,7 @@ def test_a_fault_ends_the_process_and_the_next_one_has_what_was_answered(server,
         meta = client.put({"x": np.arange(4.0)[:, None]}, partition_id="train")
         assert client.get_meta(**asks, max_wait=0, sampler=f"e2e_saboteurs:{saboteur}").status == "not_yet"
         before = state(client, meta)
-    with tq.Client(server.address, timeout=3.0) as client, pytest.raises(tq.TqError):
+    with tq.Client(server.address, timeout=2 * FAULT_SECONDS) as client, pytest.raises(tq.TqError):
         if saboteur == "LosesAnswers":
             client.put({"x": np.full((3, 1), 9.0)}, partition_id="train")
         else:

@@ -18,7 +18,11 @@ _PUTS = 24
 _TIMEOUT_SECONDS = 60.0
 
 
-@pytest.fixture(params=sorted(ENGINES.keys() - {"memory"}))  # which is in one process
+# Not "memory", which one process has for itself. `make test` tries one engine here; each passes tests/objects too.
+_NAMES = sorted(ENGINES.keys() - {"memory"})
+
+
+@pytest.fixture(params=[pytest.param(name, marks=() if name == "file" else pytest.mark.nightly) for name in _NAMES])
 def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engine]:
     made = ENGINES[request.param](tmp_path)
     try:

@@ -100,12 +100,19 @@ def has_retry_info(call: Any) -> bool:
 def call_raw(
     server: LiveServer, method: str, messages: Iterable[bytes], timeout: float = 20.0, metadata: Any = None
 ) -> bytes:
-    """Send bytes as the messages of a call."""
+    """Send bytes as the messages of a call, and return the bytes of its response.
+
+    A `Watch` never ends, so this returns its first message.
+    """
     described = DESCRIBED[method]
     make = getattr(server.channel, shape_of(described))(method)
     answer = make(
         iter(messages) if described.client_streaming else next(iter(messages)), timeout=timeout, metadata=metadata
     )
+    if described.name == "Watch":
+        first: bytes = next(answer)
+        answer.cancel()
+        return first
     return b"".join(answer) if described.server_streaming else answer
 
 

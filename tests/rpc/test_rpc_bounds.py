@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from fault_seconds import FAULT_SECONDS
 from live_server import AnyClient, LiveServer, StartServer
 from rpc_samples import new_id
 
@@ -99,7 +100,7 @@ def test_an_insert_waits_and_is_refused_in_time(client: AnyClient) -> None:
     client.create_partition("p", staleness_limits=[tq.StalenessLimit(task_name="t", max_samples=1)])
     client.insert("p", 1)
     with pytest.raises(tq.StalenessLimitError) as caught:
-        client.insert("p", 1, timeout=1.0)
+        client.insert("p", 1, timeout=FAULT_SECONDS)
     assert caught.value.retry_after_seconds
     assert caught.value.metadata == {
         "limit_name": "max_samples", "got": "2", "limit": "1", "task_name": "t",
@@ -114,7 +115,7 @@ def test_over_the_bound_until_the_deadline_nothing_is_left(client: AnyClient, co
     client.put(rows(300), partition_id="p")
     before = client.storage_stat()
     with pytest.raises(tq.QuotaExceededError, match="300000") as caught:
-        client.put(rows(count), partition_id="p", timeout=3.0)
+        client.put(rows(count), partition_id="p", timeout=FAULT_SECONDS)
     assert caught.value.retry_after_seconds
     after = client.storage_stat()
     assert (after.used_bytes, after.put_count) == (before.used_bytes, before.put_count)
@@ -185,7 +186,7 @@ def test_a_put_at_a_storage_service_of_its_own_waits_with_its_commit(threads: Th
         client.create_partition("p", staleness_limits=[tq.StalenessLimit(task_name="t", max_samples=1)])
         client.put(rows(1), partition_id="p")
         with pytest.raises(tq.StalenessLimitError):
-            client.put(rows(1), partition_id="p", timeout=1.0)
+            client.put(rows(1), partition_id="p", timeout=FAULT_SECONDS)
         call = threads.submit(lambda: client.put(rows(1), partition_id="p"))
         until(lambda: client.describe_partition("p").waiting_put_count == 1)
         client.get_meta(partition_id="p", task_name="t", data_fields=["x"], batch_size=1)

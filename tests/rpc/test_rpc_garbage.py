@@ -205,7 +205,7 @@ def test_requests_say_something_sensible_before_they_are_garbled(start_server: S
             call_raw(server, method, [message])
         except grpc.RpcError as error:
             call: Any = error
-            assert call.code() is not CODE.INVALID_ARGUMENT, f"{name}: {call.details()}"
+            assert call.code() not in {CODE.INVALID_ARGUMENT, CODE.DEADLINE_EXCEEDED}, f"{name}: {call.details()}"
 
 
 def garbled(random_: random.Random, data: bytes) -> bytes:

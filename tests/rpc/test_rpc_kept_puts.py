@@ -30,6 +30,7 @@ class Deployment:
         self._directory = directory
         self.controller = self._start_controller(0)
         self.storage = self._start_storage()
+        self.wait(lambda stat: self.storage.app.storage.receipt_keys.is_registered)
 
     def _start_controller(self, port: int) -> LiveServer:
         return self._start(port=port, role="controller", data_dir=self._directory / "controller", durability="process")

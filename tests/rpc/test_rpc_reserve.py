@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from fault_seconds import FAULT_SECONDS
 from live_server import LiveServer, StartServer
 from rpc_samples import new_id
 
@@ -62,7 +63,7 @@ def test_new_samples_never_take_the_reserve(service: Service, liar: Callable[[],
     before = storage.storage.Stat(storage_pb.StatRequest())
     liar()
     with pytest.raises(tq.QuotaExceededError):
-        client.put({"x": np.zeros((10, size // 10), np.uint8)}, partition_id="train", timeout=3.0)
+        client.put({"x": np.zeros((10, size // 10), np.uint8)}, partition_id="train", timeout=FAULT_SECONDS)
     assert client.describe_partition("train").live_count == 10
     deadline = time.monotonic() + 60
     while (stat := storage.storage.Stat(storage_pb.StatRequest())).used_bytes > before.used_bytes:
