@@ -33,7 +33,7 @@ class Guarded:
 
     @property
     def marked(self) -> dict[str, float]:
-        return self.live.app._connections._admitted_at
+        return self.live.app._peers.since
 
     def sweep(self) -> None:
         self.live.loop.run(self.live.app._connections.sweep(self.live.app.port))
@@ -113,7 +113,7 @@ def test_peers_are_named_as_grpc_names_them(loop_thread: LoopThread, host: str) 
             client.list_partitions()
             loop_thread.run(live.app._connections.sweep(live.app.port))
             seen = {each.peer for each in live.app._connections._connections.values()}
-            assert set(live.app._connections._admitted_at) <= seen != set()
+            assert set(live.app._peers.since) <= seen != set()
 
 
 @pytest.mark.parametrize("kind", CLIENT_KINDS)
@@ -123,8 +123,8 @@ def test_an_idle_connection_is_closed_and_its_client_connects_again(
     server = start_server(idle_connection_seconds=0.2, shared_memory="off")
     client = server.client(kind)
     client.list_partitions()
-    (first,) = server.app._connections._admitted_at
-    while first in server.app._connections._admitted_at:
+    (first,) = server.app._peers.since
+    while first in server.app._peers.since:
         server.loop.run(server.app._connections.sweep(server.app.port))
     assert client.list_partitions() == []
-    assert first not in server.app._connections._admitted_at
+    assert first not in server.app._peers.since

@@ -38,10 +38,9 @@ from tq_service.server.rpc.access_log import AccessLog
 from tq_service.server.rpc.adapter import Services
 from tq_service.server.rpc.durability import DurableAnswers
 from tq_service.server.rpc.errors import ErrorStatuses
-from tq_service.server.rpc.limits import RunningCalls, WaitingCalls
+from tq_service.server.rpc.limits import AdmittedPeers, RunningCalls, WaitingCalls
 from tq_service.server.rpc.metrics import CallMetrics
 from tq_service.server.rpc.middleware import Middleware
-from tq_service.server.rpc.protocol import OnlyThisProtocol
 from tq_service.server.storage_servicer import SERVICE as STORAGE_SERVICE
 from tq_service.server.supervisor import FAILED_EXIT_CODE, FailingWith, Supervisor, regularly
 from tq_service.v1.controller_service_pb2_grpc import add_ControllerServiceServicer_to_server
@@ -95,7 +94,8 @@ class App:
         self.port = self.listener.listen(self._server)
         self.health = Health()
         self.calls = RunningCalls(settings.max_calls)
-        self._connections = Connections(settings.max_connections, settings.first_call_seconds)
+        self._peers = AdmittedPeers()
+        self._connections = Connections(self._peers, settings.max_connections, settings.first_call_seconds)
         self.waiting = WaitingCalls(settings.max_waiting_calls, settings.max_waiting_calls_per_client)
         instruments = None if settings.metrics_port is None else Instruments()
         self.metrics: Metrics | None = None
@@ -179,9 +179,8 @@ class App:
         middleware += [
             ErrorStatuses(),
             self.calls,
-            OnlyThisProtocol(),
             self.listener.access_control(partition_of),
-            self._connections,
+            self._peers,
         ]
         if self.cluster is not None:
             from tq_service.server.rpc.leading import OnlyLeader  # noqa: PLC0415  (a controller alone does without)

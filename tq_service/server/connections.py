@@ -18,12 +18,11 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from tq_service.daemon_threads import run_in_daemon_thread
 from tq_service.log_message import LogMessage
-from tq_service.server.rpc.method_table import Method
-from tq_service.server.rpc.middleware import Behavior, Caller, Context, Middleware
+from tq_service.server.rpc.limits import AdmittedPeers
 
 _log = logging.getLogger(__name__)
 
@@ -53,37 +52,24 @@ class _Connection:
     since: float
 
 
-class Connections(Middleware):
-    """Marks the connections of admitted calls and closes the others; comes after the access control.
+class Connections:
+    """Closes connections of which no call was admitted. Without /proc it does nothing.
 
-    The event loop owns `_admitted_at`, the one sweep that is under way `_connections`. Without /proc nothing is swept.
+    The event loop owns `_admitted_at`, the one sweep that is under way `_connections`.
 
     Args:
+        admitted: the peers of admitted calls.
         most: connections that the server takes.
         first_call_seconds: how long a connection may be without such a call.
     """
 
-    def __init__(self, most: int, first_call_seconds: float) -> None:
+    def __init__(self, admitted: AdmittedPeers, most: int, first_call_seconds: float) -> None:
         self._most = most
         self._share = max(_SHARE, most // _SHARE)
         self._first_call_seconds = first_call_seconds
-        self._admitted_at: dict[str, float] = {}  # by peer
+        self._admitted_at = admitted.since
         self._connections: dict[int, _Connection] = {}  # by descriptor
         self._closed_count = 0
-
-    def wrap(self, method: Method, caller: Caller, behavior: Behavior) -> Behavior:
-        """Return what marks the connection of a call; probes and refused calls mark none."""
-        if method.is_open or caller.refusal is not None:
-            return behavior
-        admitted_at = self._admitted_at
-
-        async def call(request: Any, context: Context) -> Any:
-            peer = context.peer()
-            if peer not in admitted_at:
-                admitted_at[peer] = time.monotonic()
-            return await behavior(request, context)
-
-        return call
 
     async def sweep(self, port: int) -> float:
         """Close the unmarked connections to a port that are too old or too many.

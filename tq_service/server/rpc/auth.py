@@ -1,14 +1,20 @@
-"""Access control: by the token of a call, or by the secret that services share, and by the rule of its method."""
+"""Access control: by the protocol and token of a call, or by the secret that services share, and by its rule."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from typing import Any, Final, Literal
 from urllib.parse import unquote
 
 import grpc
 
-from tq_service.errors import PartitionNotFoundError, PermissionDeniedError, UnauthenticatedError
+from tq_service.errors import (
+    PartitionNotFoundError,
+    PermissionDeniedError,
+    ProtocolMismatchError,
+    UnauthenticatedError,
+)
 from tq_service.server.audit import Audit, AuditLine
 from tq_service.server.internal_secret import INTERNAL_KEY, InternalSecret
 from tq_service.server.progress import Progress
@@ -24,6 +30,7 @@ from tq_service.server.rpc.middleware import (
     shown_partitions,
 )
 from tq_service.server.tokens import ALL_PARTITIONS, Token, TokenFile, digest_of, make_token
+from tq_service.version import BUILD, PROTOCOL, USER_AGENT
 from tq_service.wire.credentials import TOKEN_KEY, TOKEN_SCHEME
 
 SCRAPE: Final = "GET /metrics"
@@ -39,6 +46,7 @@ _WRONG_PROOF: Final = (
     "the internal secret of the caller is not that of this service; give all services of a deployment the same "
     "internal_secret_file"
 )
+_AGENT: Final = re.compile(r"tq-service/(\S+) \(protocol (\d+)\)")
 _SERVICE: Final = make_token(name="internal-secret", sha256="0" * 64, roles=["service"], prefixes=[ALL_PARTITIONS])
 """Stands for the secret that services share, which lets a call do what a token of role service does."""
 
@@ -96,9 +104,14 @@ class AccessControl(Middleware):
 
     def admit(self, method: Method, details: grpc.HandlerCallDetails) -> Caller:
         """Return the caller, by the metadata of a call."""
-        if method.is_open or (self._tokens is None and method.is_for_clients):
+        if method.is_open:
             return self._anyone
-        bearer, proof = _credentials_in(details.invocation_metadata or ())
+        metadata = details.invocation_metadata or ()
+        if (other := _other_protocol(metadata)) is not None:
+            return other
+        if self._tokens is None and method.is_for_clients:
+            return self._anyone
+        bearer, proof = _credentials_in(metadata)
         if self._secret is not None and proof is not None and self._secret.accepts(proof):
             return self._service
         if self._tokens is None:
@@ -273,6 +286,23 @@ def _showing_its_own(method: Method, token: Token, behavior: Behavior) -> Behavi
 
 def _stranger(message: str, reason: str, name: str = "") -> Caller:
     return Caller(name=name, refusal=Refusal(make_error=lambda: UnauthenticatedError(message), reason=reason))
+
+
+def _other_protocol(metadata: Iterable[Any]) -> Caller | None:
+    """Return a caller to refuse, if its user agent names another protocol; clients in other languages name none."""
+    agent = next((str(value) for key, value in metadata if key == "user-agent"), "")
+    if agent.startswith(USER_AGENT) or (match := _AGENT.match(agent)) is None or int(match[2]) == PROTOCOL:
+        return None
+    build, protocol = match.groups()
+
+    def make_error() -> ProtocolMismatchError:
+        return ProtocolMismatchError(
+            f"the caller is tq-service {build} with protocol {protocol}; expected protocol {PROTOCOL}, of this "
+            f"service, tq-service {BUILD}. Install the same version on both sides.",
+            metadata={"got": protocol, "expected": str(PROTOCOL), "version": BUILD},
+        )
+
+    return Caller(refusal=Refusal(make_error=make_error, reason="another protocol"))
 
 
 def _lack(method: Method, token: Token) -> Refusal | None:

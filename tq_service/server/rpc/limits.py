@@ -79,6 +79,31 @@ class WaitingCalls:
                 del counts[client]
 
 
+class AdmittedPeers(Middleware):
+    """Knows the connections of which a call was admitted: of a caller with a valid token if the service has tokens.
+
+    Attributes:
+        since: when each was first admitted by `time.monotonic`, by peer; who follows the connections removes them.
+    """
+
+    def __init__(self) -> None:
+        self.since: dict[str, float] = {}
+
+    def wrap(self, method: Method, caller: Caller, behavior: Behavior) -> Behavior:
+        """Return what notes the peer of a call; probes and refused calls do not count."""
+        if method.is_open or caller.refusal is not None:
+            return behavior
+        since = self.since
+
+        async def call(request: Any, context: Context) -> Any:
+            peer = context.peer()
+            if peer not in since:
+                since[peer] = time.monotonic()
+            return await behavior(request, context)
+
+        return call
+
+
 class RunningCalls(Middleware):
     """Counts the calls that are being answered, and rejects those beyond a limit before anything of them is read.
 
