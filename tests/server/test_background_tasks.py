@@ -127,6 +127,8 @@ async def test_no_task_of_a_service_at_rest_is_without_a_supervisor(tmp_path):
             "following the files of certificate and tokens",
             "housekeeping",
             "collecting garbage",
+            "closing idle connections",
+            "ending slow streams",
             "having lost puts taken over",
             "registering this storage service with its controller",
             "reconciling storage s",

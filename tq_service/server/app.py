@@ -30,7 +30,7 @@ from tq_service.server.composition import (
     open_state_store,
     recover,
 )
-from tq_service.server.connections import Connections
+from tq_service.server.connections import SWEEP_SECONDS, Connections
 from tq_service.server.health import Health
 from tq_service.server.listener import Listener
 from tq_service.server.process import collect_garbage, tuned_process
@@ -228,7 +228,9 @@ class App:
         # One bad round of either is logged, and the next one comes: rounds do not depend on each other.
         self.supervisor.start("following the files of certificate and tokens", self.listener.watch())
         self.supervisor.start("housekeeping", regularly(_HOUSEKEEPING_SECONDS, self._keep_house))
-        self.supervisor.start("closing idle connections", self._sweep_connections())
+        self.supervisor.start(
+            "closing idle connections", regularly(SWEEP_SECONDS, lambda: self._connections.sweep(self.port))
+        )
         if self._end_slow_streams is not None:
             self.supervisor.start("ending slow streams", regularly(_LOOK_SECONDS, self._end_slow_streams))
         self.supervisor.start("collecting garbage", collect_garbage())
@@ -269,12 +271,6 @@ class App:
             await asyncio.sleep(0)
         if expired:
             _log.warning(LogMessage("puts expired without a commit; their producers probably died", count=expired))
-
-    async def _sweep_connections(self) -> None:
-        pause = 0.0
-        while True:
-            await asyncio.sleep(pause)
-            pause = await self._connections.sweep(self.port)
 
     def _fail(self, _failure: ServiceFailedError) -> None:
         """Say so to health checks, and end all calls: none is answered from what is in memory."""

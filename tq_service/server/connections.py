@@ -26,9 +26,8 @@ from tq_service.server.rpc.limits import AdmittedPeers
 
 _log = logging.getLogger(__name__)
 
-SWEEP_SECONDS: Final = 1.0
-FULL_SWEEP_SECONDS: Final = 0.1
-"""Between sweeps while few connections are free."""
+SWEEP_SECONDS: Final = 0.1
+_LEISURE_SECONDS: Final = 1.0
 
 _SHARE: Final = 8
 """One address may have this part of all connections unauthenticated at once, and as many connections at the least."""
@@ -70,22 +69,25 @@ class Connections:
         self._admitted_at = admitted.since
         self._connections: dict[int, _Connection] = {}  # by descriptor
         self._closed_count = 0
+        self._due_at = 0.0
 
-    async def sweep(self, port: int) -> float:
-        """Close the unmarked connections to a port that are too old or too many.
+    async def sweep(self, port: int) -> None:
+        """Close the connections to a port without an admitted call that are too old or too many.
 
-        Returns:
-            Seconds until the next sweep.
+        To be called every `SWEEP_SECONDS`; while connections are not scarce it looks at every tenth time only.
         """
         now, admitted = time.monotonic(), set(self._admitted_at)
+        if now < self._due_at:
+            return
         present, closed_count = await run_in_daemon_thread(
             lambda: self._close_idle(port, admitted, now), thread_name="tq-connections"
         )
         self._closed_count += closed_count
         for peer in admitted - present:  # one that came during this sweep is not in it yet
-            if self._admitted_at[peer] < now - SWEEP_SECONDS:
+            if self._admitted_at.get(peer, now) < now - _LEISURE_SECONDS:
                 del self._admitted_at[peer]
-        return FULL_SWEEP_SECONDS if len(present) > self._most * 3 // 4 else SWEEP_SECONDS
+        is_scarce = len(present) > self._most * 3 // 4
+        self._due_at = now + (0.0 if is_scarce else _LEISURE_SECONDS)
 
     def report(self) -> None:
         """Log how many were closed since the last report."""
