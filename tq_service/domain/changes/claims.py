@@ -72,6 +72,23 @@ class TaskSeen(TaskChange):
         return prepared.open_task(self.task_name)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskForgotten(TaskChange):
+    """A task of which nothing is on record was forgotten: the calls that asked for it were refused."""
+
+    def prepare(self, state: State) -> tuple[Partition, TaskLedger] | None:
+        """Find the task; None if it was declared with the partition, or something is on record."""
+        partition, task = self.find(state)
+        is_kept = self.task_name in partition.settings.tasks or not task.is_unused
+        return None if is_kept else (partition, task)
+
+    def apply(self, state: State, prepared: tuple[Partition, TaskLedger], step: Step) -> None:
+        """Drop the task's ledger."""
+        partition, task = prepared
+        partition.drop_task(task.name)
+        step.tasks.append((partition, task.name))
+
+
 # Claims
 
 
