@@ -268,11 +268,11 @@ async def test_nothing_more_is_cleared_under_a_name_that_was_used_again(catalog)
 class FailingSampler(Sampler):
     name = "failing"
 
-    def __init__(self, *, is_quick):
-        self.is_quick = is_quick
+    def __init__(self, *, inline):
+        self.is_inline = inline
 
     def runs_inline(self, request):
-        return self.is_quick
+        return self.is_inline
 
     def plan(self, view, request):
         raise ValueError("no plan")
@@ -281,8 +281,8 @@ class FailingSampler(Sampler):
 REFUSED = {
     "epoch": ({"epoch": 3}, StaleEpochError),
     "where": ({"where": (Condition(column="tag", operator=">", values=(1,)),)}, InvalidArgumentError),
-    "sampler": ({"sampler": FailingSampler(is_quick=True)}, SamplerError),
-    "sampler off the loop": ({"sampler": FailingSampler(is_quick=False)}, SamplerError),
+    "sampler": ({"sampler": FailingSampler(inline=True)}, SamplerError),
+    "sampler off the loop": ({"sampler": FailingSampler(inline=False)}, SamplerError),
 }
 
 
@@ -312,7 +312,7 @@ async def test_a_refused_call_leaves_a_task_for_which_others_wait_or_that_was_de
     await turns()
     for name, task in (("val", "declared"), ("train", "waited for")):
         with pytest.raises(SamplerError):
-            await claim(catalog, name=name, task=task, sampler=FailingSampler(is_quick=True))
+            await claim(catalog, name=name, task=task, sampler=FailingSampler(inline=True))
         assert list(catalog.get(name).tasks) == [task]
     catalog.write("train", b"", new_write(1, ("x",)))
     assert (await waiting).answer.rows.tolist() == [0, 1]
