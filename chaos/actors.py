@@ -176,8 +176,12 @@ class Worker(Actor):
             await asyncio.sleep(LEASE_SECONDS * self.rng.uniform(0.5, 1.5))
         elif fate < 0.15:
             self.log.write("release", indexes=indexes)
-            await self.client.release(meta)
-            self.log.write("released", indexes=indexes)
+            try:
+                await self.client.release(meta)
+            except tq.LeaseExpiredError as late:
+                self.log.write("release_late", indexes=indexes, error=str(late))
+            else:
+                self.log.write("released", indexes=indexes)
             return
         self.log.write("ack", indexes=indexes)
         try:

@@ -56,8 +56,9 @@ def reward_worker() -> None:
                 continue
             for position, answer in enumerate(client.get_data(meta)["answer"]):
                 sample = meta.select_samples([position])
-                client.put({"reward": torch.tensor([score(answer)])}, metadata=sample)
+                reward = torch.tensor([score(answer)])
                 try:
+                    client.put({"reward": reward}, metadata=sample)
                     client.ack(sample)  # or the whole batch at once: then the lease runs out for all of it
                 except tq.LeaseExpiredError as error:  # slower than the lease: another worker has it now
                     print(f"too late: {error}")

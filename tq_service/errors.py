@@ -168,7 +168,7 @@ class RankDisagreementError(PreconditionError):
 
 
 class PartitionSealedError(PreconditionError):
-    """New samples for a sealed partition."""
+    """New samples for a sealed partition, or an upsert that would overwrite samples of it."""
 
     reason = "PARTITION_SEALED"
 
@@ -216,7 +216,7 @@ class ClaimReleasedError(PreconditionError):
 
 
 class LeaseExpiredError(PreconditionError):
-    """The lease ran out, so that others may do the same work; what was to be acknowledged is not."""
+    """The lease ran out, so that others may do the same work; nothing is acknowledged, released or written."""
 
     reason = "LEASE_EXPIRED"
 

@@ -87,7 +87,7 @@ async def test_every_call_is_about_partitions_of_the_namespace(kind, tmp_path):
             assert (update.partition_id, update.samples.full_partition_id) == ("train", "run-7/train")
         assert {one.partition_id for one in (meta, inserted, found, leased)} == {"train"}
         assert leased.full_partition_id == "run-7/train"
-        assert await call("clear_samples", leased) == 2
+        assert await call("clear_samples", meta.select_samples([0, 1])) == 2
         assert await call("clear_samples", partition_id="train", keys=["c"]) == 1
         await call("clear_partition", "train")
         await client.aclose()

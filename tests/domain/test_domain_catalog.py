@@ -12,18 +12,22 @@ from tq_service.domain.admission.limits import Limits
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.claims.wait_queue import NotYet
 from tq_service.domain.clearing import Clearing
+from tq_service.domain.history import Selection as Selected
 from tq_service.domain.partition import Partition, PartitionSettings
 from tq_service.domain.selection import Selection
+from tq_service.domain.tables.meta import Condition
 from tq_service.errors import (
     AlreadyExistsError,
     InvalidArgumentError,
     LimitExceededError,
     PartitionClearedError,
     PartitionNotFoundError,
+    SamplerError,
+    StaleEpochError,
     StaleIncarnationError,
     UnavailableError,
 )
-from tq_service.samplers import PlanRunner
+from tq_service.samplers import PlanRunner, Sampler
 from tq_service.schema import EndCounts, FieldSpec, Layout
 
 
@@ -256,3 +260,59 @@ async def test_nothing_more_is_cleared_under_a_name_that_was_used_again(catalog)
     with pytest.raises(StaleIncarnationError):
         await beginning
     assert catalog.get("train").table.present_count == 300
+
+
+# Tasks whose calls are refused
+
+
+class FailingSampler(Sampler):
+    name = "failing"
+
+    def __init__(self, *, inline):
+        self.is_inline = inline
+
+    def runs_inline(self, request):
+        return self.is_inline
+
+    def plan(self, view, request):
+        raise ValueError("no plan")
+
+
+REFUSED = {
+    "epoch": ({"epoch": 3}, StaleEpochError),
+    "where": ({"where": (Condition(column="tag", operator=">", values=(1,)),)}, InvalidArgumentError),
+    "sampler": ({"sampler": FailingSampler(inline=True)}, SamplerError),
+    "sampler off the loop": ({"sampler": FailingSampler(inline=False)}, SamplerError),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("rank", [None, (0, 1, 0)])
+async def test_refused_calls_leave_no_task(catalog, name, rank):
+    arguments, error = REFUSED[name]
+    partition = catalog.write("train", b"", new_write(4, ("x",), meta=[{"tag": "a"}] * 4)).partition
+    columns, listeners = list(partition.table.columns), len(partition.on_rows)
+    for number in range(300):
+        with pytest.raises(error):
+            await claim(catalog, rank, task=f"eval {number}", **arguments)
+    assert not partition.tasks
+    assert list(partition.table.columns) == columns
+    assert (len(partition.on_rows), len(partition.on_reset)) == (listeners, listeners)
+    assert catalog.history.since(1, Selected(prefix="", is_shown=lambda _name: True)).partitions[0].task_names == []
+    assert (await claim(catalog, rank, task="eval 0")).answer
+    with pytest.raises(error):  # what is on record stays
+        await claim(catalog, rank if rank is None else (0, 1, 1), task="eval 0", **arguments)
+    assert list(partition.tasks) == ["eval 0"]
+
+
+async def test_a_refused_call_leaves_a_task_for_which_others_wait_or_that_was_declared(catalog):
+    catalog.create("val", PartitionSettings(tasks=("declared",)))
+    catalog.write("train", b"", new_write(1, ("x",)))
+    waiting = claim(catalog, task="waited for", batch_size=2)
+    await turns()
+    for name, task in (("val", "declared"), ("train", "waited for")):
+        with pytest.raises(SamplerError):
+            await claim(catalog, name=name, task=task, sampler=FailingSampler(inline=True))
+        assert list(catalog.get(name).tasks) == [task]
+    catalog.write("train", b"", new_write(1, ("x",)))
+    assert (await waiting).answer.rows.tolist() == [0, 1]

@@ -174,6 +174,44 @@ async def test_a_call_that_comes_again_does_not_start_a_second_plan_beside_one_t
     assert not bench.planner._queue
 
 
+async def test_gaps_are_closed_though_plans_overlap_all_the_time(bench):
+    """Each of two samplers looks at the rows while the other one does, for as long as samples come and go."""
+    calls = [
+        bench.ask(sampler=SlowSampler(SequentialSampler(), turns=number), batch_size=1000, micro_batch_size=number)
+        for number in (5, 8)
+    ]
+    most = 0
+    for _ in range(1000):
+        clear(bench.partition, np.array(bench.insert(100)))
+        await turns(1)
+        most = max(most, bench.partition.table.count)
+    assert bench.partition.table.present_count == 0
+    assert most < 12_000
+    for call in calls:
+        call.cancel()
+
+
+async def test_a_plan_waits_for_others_to_close_many_gaps(bench, hanging):
+    hung = bench.ask(sampler=hanging)
+    await under_way(hanging)
+    table = bench.partition.table
+    for _ in range(10):
+        clear(bench.partition, np.array(bench.insert(1000)))
+    assert (table.count, table.pin_count) == (10_000, 1)
+    slow = SlowSampler(SequentialSampler(), turns=1)
+    call = bench.ask(sampler=slow, batch_size=1, micro_batch_size=1)
+    await turns(20)
+    bench.insert(1)
+    assert slow.call_count == 0
+    assert rows(await finished(bench.ask(batch_size=1))) == [10_000]  # one that plans at once waits for nothing
+    hung.cancel()
+    await asyncio.wait([hung])
+    hanging.go.set()
+    bench.insert(1)
+    assert rows(await finished(call)) == [10_001]
+    assert table.count < 10
+
+
 async def test_the_end_of_a_planner_ends_its_plans(bench, hanging):
     calls = [bench.ask(rank, sampler=hanging) for rank in (None, RANK)]
     await under_way(hanging)

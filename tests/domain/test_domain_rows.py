@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from tq_service.domain.states import CLEARED
 from tq_service.domain.tables import table as table_module
 from tq_service.domain.tables.table import RowTable
 
@@ -79,12 +80,24 @@ def test_rows_are_found_between_closed_gaps():
 
 def test_positions_stay_while_a_reader_needs_them():
     table, _ = table_of(3000)
-    table.pin_count += 1
-    table.remove(np.arange(2500))
-    assert table.count == 3000
-    table.pin_count -= 1
+    with table.pinned():
+        table.remove(np.arange(2500))
+        assert table.count == 3000
     table.remove(np.array([2500]))
     assert table.count == table.present_count == 499
+
+
+def test_slices_have_each_row_once_while_rows_are_added_removed_and_moved():
+    table, _ = table_of(40_000)
+    seen = []
+    for rows in table.slices(1000):
+        seen += table.index.data[rows][table.state.data[rows] != CLEARED].tolist()
+        removed = [index for index in range(max(0, seen[-1] - 900), seen[-1] + 1) if found(table, [index]) != [-1]]
+        table.remove(table.find(np.array(removed, np.int64)))  # behind the slice, so that those ahead are moved
+        table.append(100)
+    assert seen == list(range(40_000))
+    assert table.count < 40_000
+    assert list(table_of(0)[0].slices(10)) == []
 
 
 def test_a_snapshot_has_the_rows_that_were_removed_and_moved_since():

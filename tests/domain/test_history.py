@@ -16,7 +16,7 @@ from tq_service.domain.catalog import Catalog
 from tq_service.domain.changes.claims import ConsumptionReset, QueueClaimed
 from tq_service.domain.changes.partitions import PartitionSealed
 from tq_service.domain.changes.samples import MetaSet, SamplesCleared, SamplesWritten
-from tq_service.domain.history import KEPT_ROWS, MOST_ROWS, MOST_UNREAD, Reader, Selection
+from tq_service.domain.history import KEPT_ROWS, MOST_ROWS, MOST_UNREAD, MOST_UNREAD_ROWS, Reader, Selection
 from tq_service.domain.partition import Partition, PartitionSettings
 from tq_service.errors import CompactedError, InvalidArgumentError
 from tq_service.results import Revision
@@ -222,6 +222,29 @@ def test_changes_without_a_watcher_are_put_aside_and_hold_no_partition_for_long(
     for _ in range(2 * MOST_UNREAD):
         put(catalog, 1)
         assert len(history.unread) <= MOST_UNREAD
+
+
+def test_of_a_cleared_partition_is_kept_that_it_is_gone(catalog: Catalog) -> None:
+    history, indexes = catalog.history, np.arange(200)
+    for number in range(50):
+        name = f"train@{number}"
+        catalog.write(name, b"", new_write(200, ("x",), keys=[f"{number}-{row}" for row in indexes]))
+        catalog.write(name, b"", new_write(200, ("y",), indexes=np.roll(indexes, 1)))
+        history.mark()  # what is written from now on is another change
+        catalog.write(name, b"", new_write(200, ("z",), indexes=np.roll(indexes, 2)))
+        catalog.commit(SamplesCleared(partition_id=name, global_indexes=indexes[:100]))
+        assert len(history._order) == 4
+        catalog.remove(name, b"")
+        assert (len(history._order), len(history._pasts), len(history._cleared)) == (0, 0, number + 1)
+
+
+def test_many_rows_that_were_written_are_not_put_aside(catalog: Catalog) -> None:
+    history, count = catalog.history, MOST_UNREAD_ROWS + 1
+    put(catalog, count)
+    for _ in range(MOST_UNREAD - 2):
+        catalog.write("train", b"", new_write(count, ("y",), indexes=np.roll(np.arange(count), 1)))
+        assert sum(len(rows) for _, written, _ in history.unread for _, rows in written) <= count
+    assert history._weight <= KEPT_ROWS + 2 * count
 
 
 def test_what_is_kept_is_bounded_and_more_is_kept_while_a_watcher_needs_it(catalog: Catalog) -> None:

@@ -25,6 +25,7 @@ from tq_service.domain.changes.claims import (
     LeaseExpired,
     NamedEndReached,
     QueueClaimed,
+    TaskForgotten,
     TaskSeen,
 )
 from tq_service.domain.changes.partitions import PartitionCleared, PartitionCreated, PartitionSealed, StateReplaced
@@ -64,6 +65,8 @@ STORY = [
     ),
     GroupsClosed(names=["g1"], **TRAIN),
     TaskSeen(**TASK),
+    TaskSeen(**TRAIN, task_name="refused"),
+    TaskForgotten(**TRAIN, task_name="refused"),
     BatchPlanned(batch_spec=batch_spec(), plan=plan_of(range(2)), **TASK),
     QueueClaimed(request_id=FIRST, **LEASED, **TASK),
     ClaimExtended(request_id=FIRST, lease_seconds=90.0, **TASK),

@@ -349,3 +349,36 @@ def test_all_that_is_known_is_refused_of_more_samples_than_one_answer_is_about(
     assert caught.value.field == "return_all_meta"
     assert before == (snapshot(client) if way != "apart" else client.describe_partition("train").summary)
     assert put("abc").size == 3
+
+
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("named", ["claim", "written", "keys", "indexes"])
+def test_samples_that_were_cleared_are_named_though_their_fields_went_with_them(
+    client: AnyClient, named: str, count: int
+) -> None:
+    written = client.put({"x": torch.arange(4)}, partition_id="train", keys=list("abcd"))
+    meta = client.get_meta(partition_id="train", task_name="t", data_fields=["x"], batch_size=4)
+    client.clear_samples(meta.select_samples(range(count)))
+    ways: dict[str, dict[str, Any]] = {
+        "claim": {"metadata": meta},
+        "written": {"metadata": written},
+        "keys": {"partition_id": "train", "keys": list("abcd"), "data_fields": ["x"]},
+        "indexes": {"partition_id": "train", "global_indexes": range(4), "data_fields": ["x"]},
+    }
+    says = "no key 'a'" if named == "keys" else rf"no sample 0 \({count} of 4 are missing\).*were cleared"
+    with pytest.raises(tq.NotFoundError, match=says) as refused:
+        client.get_data(**ways[named])
+    assert isinstance(refused.value, tq.KeyNotFoundError if named == "keys" else tq.SampleNotFoundError)
+    assert client.get_data(**ways[named], missing="skip")["x"].tolist() == list(range(count, 4))
+    with pytest.raises(tq.FieldNotFoundError, match="no field 'y'"):
+        client.get_data(**{**ways[named], "data_fields": ["y"]})
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_samples_that_failed_are_named_though_their_fields_went_with_them(client: AnyClient, count: int) -> None:
+    client.put({"x": torch.arange(4)}, partition_id="train")
+    meta = client.get_meta(partition_id="train", task_name="t", data_fields=["x"], batch_size=4)
+    client.put(metadata=meta.select_samples(range(count)), state="failed")
+    with pytest.raises(tq.CellNotFoundError, match=r"sample 0 .* has no 'x', and gets none: it has failed"):
+        client.get_data(meta)
+    assert client.get_data(meta, missing="skip")["x"].tolist() == list(range(count, 4))

@@ -9,16 +9,18 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
 import torch
-from live_server import AnyClient, LiveServer
+from live_server import AnyClient, LiveServer, StartServer
 from rpc_samples import violations_of
 
 import tq_service as tq
+from tq_service.v1 import commit_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.wire.durations import read_seconds, to_duration
 
@@ -87,7 +89,9 @@ def test_what_is_not_acknowledged_in_time_goes_to_another(server: LiveServer, cl
     assert client.ack(slow.select_samples([1])) == 0
     with pytest.raises(tq.LeaseExpiredError):
         client.extend(slow, LONG)
-    assert client.release(slow) == 0
+    with pytest.raises(tq.LeaseExpiredError, match="0, 2"):
+        client.release(slow)
+    assert client.release(slow.select_samples([1])) == 0
     assert client.check_consumption("train", "t").leased_count == 2
     assert client.ack(again) == 2
     assert client.get_meta(**ASKS, batch_size=1).status == "end"
@@ -238,6 +242,180 @@ def test_a_reset_ends_the_leases(client: AnyClient) -> None:
         client.ack(meta.select_samples([1]))
     again = client.get_meta(**ASKS, batch_size=2, lease=LONG)
     assert (again.global_indexes, again.delivery_counts) == ([1], (1,))
+
+
+# What a worker may do with the batch that it got.
+CHANGES: dict[str, Callable[[AnyClient, tq.BatchMeta], Any]] = {
+    "values": lambda c, meta: c.put({"y": torch.full((meta.size,), 7)}, metadata=meta),
+    "a new column": lambda c, meta: c.put({"z": torch.full((meta.size,), 7)}, metadata=meta),
+    "values and state": lambda c, meta: c.put({"y": torch.full((meta.size,), 7)}, metadata=meta, state="held"),
+    "custom_meta with a put": lambda c, meta: c.put(metadata=meta, custom_meta={"reward": np.full(meta.size, 7.0)}),
+    "custom_meta": lambda c, meta: c.set_custom_meta(meta, {"reward": np.full(meta.size, 7.0)}),
+    "held": lambda c, meta: c.put(metadata=meta, state="held"),
+    "failed": lambda c, meta: c.put(metadata=meta, state="failed"),
+    "cleared": lambda c, meta: c.clear_samples(meta),
+    "cleared where": lambda c, meta: c.clear_samples(meta, where=[("reward", ">", 0)]),
+    "acknowledged": lambda c, meta: c.ack(meta),
+    "extended": lambda c, meta: c.extend(meta, LONG),
+    "released": lambda c, meta: c.release(meta),
+}
+
+
+@pytest.fixture(params=["memory", "data_dir", "split"])
+def service(request: pytest.FixtureRequest, start_server: StartServer, tmp_path: Any) -> LiveServer:
+    """A service that keeps samples in memory, on disk, or with a storage service of its own."""
+    if request.param == "data_dir":
+        return start_server(data_dir=str(tmp_path))
+    if request.param == "memory":
+        return start_server()
+    controller = start_server(role="controller")
+    start_server(role="storage", controller=controller.address)
+    return controller
+
+
+def stored(client: AnyClient) -> Any:
+    """Return all that writes change."""
+    meta, _ = client.lookup_samples("train")
+    partition = client.describe_partition("train")
+    data = client.get_data(meta, data_fields=["x", "y"])
+    counts = partition.live_count, partition.held_count, partition.failed_count
+    return data["x"].tolist(), data["y"].tolist(), meta.custom_meta, sorted(meta.data_fields), counts
+
+
+def test_a_worker_whose_lease_ran_out_changes_nothing(service: LiveServer, client_kind: Any) -> None:
+    client, other = service.client(client_kind), service.client()
+    client.put({"x": torch.arange(3)}, partition_id="train", custom_meta={"reward": np.ones(3)})
+    slow = client.get_meta(**ASKS, batch_size=3, lease=SHORT)
+    successor = other.get_meta(**ASKS, batch_size=3, lease=LONG, max_wait=20.0)
+    other.put({"y": torch.full((3,), 2)}, metadata=successor, custom_meta={"reward": np.full(3, 2.0)})
+    assert other.ack(successor.select_samples([0])) == 1
+    before = stored(other)
+    for name, change in CHANGES.items():
+        for part in (slow, slow.select_samples([0]), slow.chunk(2)[1], tq.BatchMeta.concat(slow.chunk(3))):
+            with pytest.raises(tq.LeaseExpiredError, match="no longer leased to this worker"):
+                change(client, part)
+            assert stored(other) == before, name
+    assert other.check_consumption("train", "t").leased_count == 2
+    for change in CHANGES.values():  # the successor may do all of it
+        change(other, successor.select_samples([2]))
+    assert other.ack(successor.select_samples([1])) == 1
+    assert service.client().put({"y": torch.full((2,), 5)}, metadata=successor.select_samples([0, 1])).size == 2
+
+
+def test_a_claim_that_was_lost_in_another_way_changes_nothing(client: AnyClient) -> None:
+    put_rows(client, 2, custom_meta={"reward": np.ones(2)})
+    client.put({"y": torch.arange(2)}, metadata=client.lookup_samples("train")[0])
+
+    def claim(task_name: str, lease: float, **more: Any) -> tq.BatchMeta:
+        return client.get_meta(**{**ASKS, "task_name": task_name}, batch_size=2, lease=lease, max_wait=20.0, **more)
+
+    released = claim("released", LONG)
+    client.release(released)
+    dead = claim("dead", SHORT, max_deliveries=1)
+    while not client.check_consumption("train", "dead").dead_lettered_count:
+        pass
+    redelivered = claim("redelivered", SHORT)
+    assert claim("redelivered", LONG).delivery_counts == (2, 2)  # to the same worker
+    reset = claim("reset", LONG)
+    client.reset_consumption("train", "reset")
+    unknown = replace(claim("unknown", LONG), claim_id=os.urandom(16))  # the service lost it
+    before = stored(client)
+    for lost in (released, dead, redelivered, reset, unknown):
+        for name, change in CHANGES.items():
+            if name != "released":  # which is what is wanted, for those that did not expire
+                with pytest.raises(tq.LeaseExpiredError):
+                    change(client, lost)
+                assert stored(client) == before, name
+
+
+def test_a_write_to_a_part_that_is_lost_writes_nothing(client: AnyClient) -> None:
+    put_rows(client, 4, custom_meta={"reward": np.ones(4)})
+    client.put({"y": torch.zeros(4, dtype=torch.int64)}, metadata=client.lookup_samples("train")[0])
+    meta = client.get_meta(**ASKS, batch_size=4, lease=LONG)
+    assert client.ack(meta.select_samples([0])) == 1
+    assert client.release(meta.select_samples([3])) == 1
+    before = stored(client)
+    for name in ("values", "a new column", "custom_meta", "failed", "cleared"):
+        with pytest.raises(tq.LeaseExpiredError, match="samples 3 are no longer"):
+            CHANGES[name](client, meta)
+        assert stored(client) == before, name
+    client.put({"y": torch.full((3,), 4)}, metadata=meta.select_samples([0, 1, 2]))  # acknowledged, and leased
+    assert client.clear_samples(meta.select_samples([0, 1])) == 2
+    assert client.clear_samples(meta.select_samples([0, 1, 2])) == 1  # those that are gone are no reason to refuse it
+    assert client.get_meta(**ASKS, batch_size=1).global_indexes == [3]
+
+
+def test_writes_that_name_no_leased_claim_are_not_checked(client: AnyClient) -> None:
+    put_rows(client, 4, keys=list("abcd"))
+    unleased = client.get_meta(**ASKS, batch_size=2)
+    named = client.get_meta(**ASKS, batch_size=2, claim_name="n")
+    rank = client.get_meta(**{**RANKED, "task_name": "ranks", "batch_size": 4})
+    leased = client.get_meta(**{**ASKS, "task_name": "leased"}, batch_size=4, lease=LONG)
+    for task_name in ("t", "ranks", "leased"):
+        client.reset_consumption("train", task_name)
+    for value, meta in enumerate((unleased, named, rank)):
+        client.put({"y": torch.full((meta.size,), value)}, metadata=meta)
+        client.set_custom_meta(meta, [{"v": value}] * meta.size)
+    with pytest.raises(tq.LeaseExpiredError):
+        client.put({"y": torch.full((4,), 8)}, metadata=leased)
+    found, _ = client.lookup_samples("train", leased.keys)
+    client.put({"y": torch.full((4,), 9)}, metadata=found)
+    client.put({"z": torch.full((4,), 9)}, partition_id="train", keys=leased.keys, key_mode="existing")
+    assert client.get_data(found, data_fields=["y"])["y"].tolist() == [9] * 4
+
+
+def test_a_worker_goes_on_after_a_restart_if_its_lease_did_not_run_out(
+    start_server: StartServer, tmp_path: Any
+) -> None:
+    server = start_server(data_dir=str(tmp_path))
+    client = server.client()
+    put_rows(client, 3)
+    request = pb.GetMetaRequest(request_id=os.urandom(16), batch_size=1, lease=to_duration(LONG), **ASKS)
+    server.controller.GetMeta(request)
+    held = client.get_meta(**ASKS, batch_size=1, lease=LONG)
+    client.put({"y": torch.tensor([1])}, metadata=held)
+    lost = client.get_meta(**ASKS, batch_size=1, lease=SHORT)
+    while task_of(client).leased_count > 2:
+        pass
+    server.stop()
+    server = start_server(data_dir=str(tmp_path))
+    client = server.client()
+    retried = server.controller.GetMeta(request).meta
+    batch = tq.BatchMeta.from_proto(retried, claim_id=retried.claim_request_id, task_name="t")
+    for meta in (batch, held):
+        client.put({"y": torch.tensor([2])}, metadata=meta)
+        assert client.ack(meta) == 1
+    with pytest.raises(tq.LeaseExpiredError):
+        client.put({"y": torch.tensor([3])}, metadata=lost)
+
+
+def test_a_claim_is_named_with_the_indexes_of_its_samples(server: LiveServer, client: AnyClient) -> None:
+    put_rows(client, 2, keys=["a", "b"])
+    meta = client.get_meta(**ASKS, batch_size=1, lease=LONG)
+    claim = {"task_name": "t", "claim_request_id": meta.claim_id}
+    where = {"partition_id": "train", "incarnation": meta.incarnation}
+    write = {**where, "row_count": 1, "claim": claim}
+    calls: dict[str, Callable[[], object]] = {
+        "by key": lambda: server.controller.ClearSamples(
+            pb.ClearSamplesRequest(request_id=os.urandom(16), **where, keys=["a"], claim=claim)
+        ),
+        "of no samples": lambda: server.controller.Commit(
+            commit_pb2.CommitRequest(request_id=os.urandom(16), write=write)
+        ),
+        "another sample": lambda: server.controller.SetCustomMeta(
+            pb.SetCustomMetaRequest(request_id=os.urandom(16), **where, global_indexes=[1], claim=claim)
+        ),
+        "no id": lambda: server.controller.Commit(
+            commit_pb2.CommitRequest(
+                request_id=os.urandom(16), write={**write, "global_indexes": [0], "claim": {"task_name": "t"}}
+            )
+        ),
+    }
+    for name, call in calls.items():
+        with pytest.raises(grpc.RpcError) as refused:
+            call()
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT, name
+    assert client.describe_partition("train").summary.present_count == 2
 
 
 REFUSED: dict[str, tuple[Callable[[AnyClient], object], str]] = {

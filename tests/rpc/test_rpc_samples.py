@@ -261,3 +261,27 @@ def test_samplers_are_listed(client: AnyClient) -> None:
     assert (options["overlong"].type, options["overlong"].default_json) == ("one of error, truncate, drop", '"error"')
     assert "more tokens than a pack holds" in options["overlong"].summary
     assert all(one.summary for one in listed.values())
+
+
+def test_another_run_does_not_overwrite_the_samples_of_a_sealed_partition(client: AnyClient) -> None:
+    keys = ["a", "b"]
+    client.put({"x": torch.tensor([1, 2])}, partition_id="train", keys=keys)
+    client.put({"x": torch.tensor([3, 4])}, partition_id="train", keys=keys)  # until it is sealed
+    client.seal_partition("train")
+    where: dict[str, Any] = {"partition_id": "train"}
+    for more in ({"keys": keys}, {"keys": ["b"]}, {"keys": keys, "key_mode": "upsert", "custom_meta": [{"v": 1}] * 2}):
+        count = len(more["keys"])
+        with pytest.raises(tq.PartitionSealedError, match=r"has field 'x' already, perhaps from another run.*existing"):
+            client.put({"x": torch.zeros(count, dtype=torch.int64), "y": torch.zeros(count)}, **where, **more)
+    found, _ = client.lookup_samples("train")
+    assert client.get_data(found, data_fields=["x"])["x"].tolist() == [3, 4]
+    assert (found.data_fields, found.custom_meta) == (["x"], [{}, {}])
+    # What comes late to samples of the same run.
+    client.put({"reward": torch.ones(1)}, **where, keys=["b"])
+    client.put({"reward": torch.ones(1)}, **where, keys=["a"])
+    client.put(**where, keys=keys, custom_meta=[{"v": 2}] * 2)
+    client.put({"reward": torch.full((2,), 2.0)}, **where, keys=keys, key_mode="existing")
+    client.put({"x": torch.tensor([5, 6])}, metadata=found)
+    with pytest.raises(tq.PartitionSealedError, match="has field 'reward' already"):
+        client.put({"reward": torch.ones(2)}, **where, keys=keys)
+    assert client.get_data(client.lookup_samples("train")[0])["reward"].tolist() == [2.0, 2.0]

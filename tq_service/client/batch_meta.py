@@ -154,6 +154,13 @@ class BatchMeta:
         return Namespace(self.namespace).full_name(self.partition_id)
 
     @property
+    def leased_claim(self) -> pb.LeasedClaim | None:
+        """The claim that a write to its samples is checked against; None: they are not of one leased claim."""
+        if self.lease_seconds is None or not self.claim_id:
+            return None
+        return pb.LeasedClaim(task_name=self.task_name, claim_request_id=self.claim_id)
+
+    @property
     def consumed(self) -> NDArray[np.bool_] | None:
         """Of a look-up for a task, whether it has consumed each sample `(size,)`, leased ones included; else None."""
         return self._is_in(SampleConsumption.CONSUMED, SampleConsumption.LEASED)

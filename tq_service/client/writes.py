@@ -165,6 +165,7 @@ def fill_write(
             incarnation=None if metadata is None else metadata.incarnation,
             row_count=rows,
             global_indexes=None if metadata is None else metadata.indexes,
+            claim=None if metadata is None else metadata.leased_claim,
             group_size=group_size or 0,
             **others,
         )

@@ -133,6 +133,7 @@ class Backlogs:
                     continue
                 partition = self._queued.pop(task)
                 is_there = self._catalog.find(partition.partition_id, missing_ok=True) is partition
+                is_there = is_there and partition.tasks.get(task.name) is task
                 if is_there and self._is_due(partition, task, loop.time()):
                     marks = self._marks(partition, task)
                     backlog, work_seconds = await self._look(partition, task, slices)
@@ -161,17 +162,13 @@ class Backlogs:
 
     async def _look(self, partition: Partition, task: TaskLedger, slices: Slices) -> tuple[Backlog, float]:
         """Return a backlog, and for how long the loop was used."""
-        look, table, used_seconds = _Look(partition, task, self._readiness(partition, task)), partition.table, 0.0
+        look, used_seconds = _Look(partition, task, self._readiness(partition, task)), 0.0
         loop = asyncio.get_running_loop()
-        table.pin_count += 1  # the positions of rows stay as they are
-        try:
-            for start in range(0, table.count, _SLICE_ROWS):
-                began_at = loop.time()
-                look.look(slice(start, min(start + _SLICE_ROWS, table.count)))
-                used_seconds += loop.time() - began_at
-                await slices.turn()
-        finally:
-            table.pin_count -= 1
+        for rows in partition.table.slices(_SLICE_ROWS):
+            began_at = loop.time()
+            look.look(rows)
+            used_seconds += loop.time() - began_at
+            await slices.turn()
         return look.backlog(), used_seconds
 
     def _readiness(self, partition: Partition, task: TaskLedger) -> Readiness | None:

@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar
 
 from tq_service.domain.admission.limits import Limits
 from tq_service.domain.admission.queue import AdmissionQueue
-from tq_service.domain.changes.claims import LeaseExpired, TaskSeen
+from tq_service.domain.changes.claims import LeaseExpired, TaskForgotten, TaskSeen
 from tq_service.domain.changes.partitions import PartitionCleared, PartitionCreated
 from tq_service.domain.changes.samples import (
     CheckedWrite,
@@ -23,11 +23,11 @@ from tq_service.domain.changes.samples import (
     check_write,
 )
 from tq_service.domain.changes.state_machine import Change, RequestAnswered, State, StateMachine, Step
-from tq_service.domain.claims.ledger import LeaseTimer, QueueClaim, TaskLedger
+from tq_service.domain.claims.ledger import LeaseTimer, QueueClaim, TaskLedger, check_epoch
 from tq_service.domain.claims.planner import Planner, RunsPlans
 from tq_service.domain.claims.request import ClaimRequest
 from tq_service.domain.claims.wait_queue import Answer, LoopYielder, NotYet
-from tq_service.domain.history import MOST_UNREAD, ChangeHistory
+from tq_service.domain.history import MOST_UNREAD, MOST_UNREAD_ROWS, ChangeHistory
 from tq_service.domain.idempotency import IdempotencyCache
 from tq_service.domain.lookup_wait import LookupWait
 from tq_service.domain.partition import Listeners, Partition, PartitionSettings, PartitionSnapshot
@@ -188,7 +188,8 @@ class Catalog:
         for partition in step.consumed:
             partition.on_consumed()
         history = self.history
-        if history.is_awaited or step.removed or step.cleared or len(history.unread) >= MOST_UNREAD:
+        is_due = history.is_awaited or step.removed or step.cleared or len(history.unread) >= MOST_UNREAD
+        if is_due or any(len(rows) > MOST_UNREAD_ROWS and type(rows) is not range for _, rows in step.written):
             history.note(step)
         else:
             history.unread.append((step.created, step.written, step.tasks))
@@ -453,6 +454,17 @@ class Catalog:
             task = self.commit(TaskSeen(partition_id=partition.partition_id, task_name=task_name))
         return task
 
+    def _forget_unused(self, partition: Partition, task_name: str) -> None:
+        """Forget a task after a call of it was refused, if nothing is on record of it and no other call waits."""
+        planner = self._known_planner(partition, task_name)
+        is_over = planner is None or self._is_draining or self.machine.refusal is not None
+        if is_over or planner is None or not planner.is_idle or not partition.tasks[task_name].is_unused:
+            return
+        self.commit(TaskForgotten(partition_id=partition.partition_id, task_name=task_name))
+        if task_name not in partition.tasks:
+            planner.close()
+            del self._serving_of(partition).planners[task_name]
+
     def _commit_in(self, partition: Partition, change: Change, prepared: Any = None) -> Any:
         """Make a change of a partition, unless it was cleared: another may have its name by now."""
         if self._partitions.get(partition.partition_id) is not partition:
@@ -546,7 +558,14 @@ class Catalog:
                 return Claimed(None, NotYet())
         self.check_not_draining()
         partition.check_incarnation(incarnation)
-        answer = await self.planner(partition, request.task_name).claim(request, max(0.0, deadline - loop.time()))
+        name = request.task_name
+        if name not in partition.tasks:
+            check_epoch(name, 0, request.epoch)
+        try:
+            answer = await self.planner(partition, name).claim(request, max(0.0, deadline - loop.time()))
+        except TqError:
+            self._forget_unused(partition, name)
+            raise
         return Claimed(partition, answer)
 
     async def wait_for_samples(

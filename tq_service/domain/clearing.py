@@ -8,7 +8,9 @@ from typing import Final
 import numpy as np
 
 from tq_service.domain.catalog import Catalog
+from tq_service.domain.changes.claims import check_claim
 from tq_service.domain.changes.samples import SamplesCleared
+from tq_service.domain.claims.request import LeasedClaim
 from tq_service.domain.plan import Indexes
 from tq_service.domain.selection import Selection
 
@@ -26,6 +28,8 @@ class Clearing:
         partition_id: the partition.
         incarnation: that is meant; empty: whichever there is at the first part.
         selection: the samples.
+        claim: the leased claim that they are of, all of which it must hold before any is cleared, and those of each
+            part in the step that clears it; None: no claim is asked about.
         missing_ok: whether there is nothing to clear where the partition is not there, or not any more.
     """
 
@@ -36,19 +40,28 @@ class Clearing:
         incarnation: bytes,
         selection: Selection,
         *,
+        claim: LeasedClaim | None = None,
         missing_ok: bool = False,
     ) -> None:
         self._catalog = catalog
         self._partition_id = partition_id
         self._incarnation = incarnation
         self._selection = selection
+        self._claim = claim
         self._missing_ok = missing_ok
         self._place: int | None = 0  # where the next part begins
         self._part = self._last = selection.indexes[:0]
         self._cleared_count = 0
 
     async def begin(self) -> None:
-        """Clear all but the last part."""
+        """Clear all but the last part.
+
+        Raises:
+            LeaseExpiredError, InvalidArgumentError: see `check_claim`.
+        """
+        partition = self._catalog.find(self._partition_id, self._incarnation, missing_ok=self._missing_ok)
+        if partition is not None and self._claim is not None:
+            check_claim(partition, self._claim, self._selection.indexes)
         self._last = self._take()
         while self._part.size or self._place is not None:
             self._clear()
@@ -62,7 +75,7 @@ class Clearing:
 
     def _clear(self) -> None:
         if self._last.size:
-            change = SamplesCleared(partition_id=self._partition_id, global_indexes=self._last)
+            change = SamplesCleared(partition_id=self._partition_id, global_indexes=self._last, claim=self._claim)
             self._cleared_count += self._catalog.commit(change) or 0
 
     def _take(self) -> Indexes:

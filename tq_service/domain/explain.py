@@ -45,7 +45,7 @@ class Explainer:
     def __init__(self, catalog: Catalog, runner: RunsPlans) -> None:
         self._catalog = catalog
         self._runner = runner
-        self._recent: dict[object, tuple[float, asyncio.Task[WaitReason]]] = {}
+        self._recent: dict[object, asyncio.Task[WaitReason]] = {}
 
     async def explain(self, partition_id: str, request: ClaimRequest, names: Collection[str]) -> WaitReason:
         """Return why a claim has nothing yet.
@@ -62,12 +62,13 @@ class Explainer:
         if partition.table.count <= _SLICE_ROWS:
             return await self._look(partition, request)
         rank = request.rank
-        key = partition, request.task_name, request.spec, None if rank is None else rank.batch_index
-        now = asyncio.get_running_loop().time()
-        self._recent = {each: one for each, one in self._recent.items() if now - one[0] <= _FRESH_SECONDS}
-        if key not in self._recent:
-            self._recent[key] = now, asyncio.ensure_future(self._look(partition, request))
-        return await asyncio.shield(self._recent[key][1])
+        # Not of the partition itself, which would stay in memory after it was cleared.
+        key = partition.incarnation, request.task_name, request.spec, None if rank is None else rank.batch_index
+        look = self._recent.get(key)
+        if look is None:
+            look = self._recent[key] = asyncio.ensure_future(self._look(partition, request))
+            asyncio.get_running_loop().call_later(_FRESH_SECONDS, self._recent.pop, key)
+        return await asyncio.shield(look)
 
     async def _look(self, partition: Partition, request: ClaimRequest) -> WaitReason:
         queue = self._catalog.admission_queue(partition.partition_id)
@@ -157,21 +158,19 @@ class Explanation:
         self._fields = request.batch_spec.data_fields
         self._left_count = 0
         self._lacking: Counter[tuple[str, str]] = Counter()  # by kind and name, as in `NotReady`
-        self._ready: list[Indexes] = []
+        self._ready: list[Indexes] = []  # global indexes, since positions may change between the slices
 
     async def reason(self, *, waiting_put_count: int, put_waits_for: str) -> WaitReason:
         """Return why the claim waits, as far as the partition knows."""
         table, task = self._partition.table, self._task
-        table.pin_count += 1  # the positions of rows stay as they are
-        try:
-            for start in range(0, table.count, _SLICE_ROWS):
-                self._look(slice(start, min(start + _SLICE_ROWS, table.count)))
-                await asyncio.sleep(0)
-            # In a thread, since it sorts all rows that are ready. Rows may change meanwhile: the counts of groups are
-            # as little of one moment as those of the slices.
-            groups = await asyncio.to_thread(self._groups, np.concatenate([np.zeros(0, np.int64), *self._ready]))
-        finally:
-            table.pin_count -= 1
+        for rows in table.slices(_SLICE_ROWS):
+            self._look(rows)
+            await asyncio.sleep(0)
+        ready = table.find(np.concatenate([np.zeros(0, np.int64), *self._ready]))
+        # In a thread, since it sorts all rows that are ready. Rows may change meanwhile: the counts of groups are as
+        # little of one moment as those of the slices.
+        with table.pinned():
+            groups = await asyncio.to_thread(self._groups, ready[ready >= 0])
         lacks = [
             NotReady(kind=kind, name=name, sample_count=count) for (kind, name), count in self._lacking.items() if count
         ]
@@ -215,7 +214,7 @@ class Explanation:
             self._count("where", condition.column, live & ~partition.meta.holds(condition, rows)[0])
         if self._length is not None:
             self._count("length", "", live & (readiness.lengths(rows) < 0))
-        self._ready.append(np.flatnonzero(readiness.ready(rows)) + rows.start)
+        self._ready.append(partition.table.index.data[rows][readiness.ready(rows)])
 
     def _count(self, kind: str, name: str, mask: NDArray[np.bool_]) -> None:
         self._lacking[kind, name] += int(np.count_nonzero(mask))

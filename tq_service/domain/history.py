@@ -19,7 +19,7 @@ a time, or when a revision is asked for.
 from __future__ import annotations
 
 import os
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -41,6 +41,7 @@ _CLEARED_ROWS: Final = 32  # a partition that is gone
 ROWS_OF_A_PART: Final = 1 << 12
 _ROWS_AT_ONCE: Final = 1 << 16  # in which each comes once
 MOST_UNREAD: Final = 64  # groups of changes
+MOST_UNREAD_ROWS: Final = 1 << 12  # rows in no range, of one such group: more are noted at once, and then bounded
 _UNKNOWN: Final = 1  # when partitions were made that were there before the history
 
 
@@ -210,7 +211,7 @@ class ChangeHistory:
         self.on_change: Callable[[], None] = lambda: None
         self._pasts: dict[Partition, _Past] = {}  # in the order of their last changes
         self._cleared: deque[_Cleared] = deque()
-        self._order: deque[tuple[_Past, _Rows]] = deque()  # all rows that are kept, in order
+        self._order: OrderedDict[_Rows, _Past] = OrderedDict()  # all rows that are kept, the oldest first
         self._weight = 0
         self._trimmed_from = KEPT_ROWS  # weight from which on to look whether something can be forgotten
         self._forgotten_at = 0  # the last of the partitions that are gone and forgotten
@@ -243,8 +244,10 @@ class ChangeHistory:
                 past.tasks_at = number
                 if task_name is None:
                     past.all_tasks_at = past.facts_at = number
-                else:
+                elif task_name in partition.tasks:
                     past.task_at[task_name] = number
+                else:
+                    past.task_at.pop(task_name, None)  # it was forgotten
         self.unread.clear()
         if self._weight >= self._trimmed_from:
             self._trim()
@@ -280,14 +283,16 @@ class ChangeHistory:
         ):  # no watcher is between the two
             return
         past.rows.append(rows)
-        self._order.append((past, rows))
+        self._order[rows] = past
         self._weight += rows.weight
 
     def _forget(self, partition: Partition) -> None:
         """Keep of a partition only that it is gone."""
         past = self._pasts.pop(partition, None) or _Past(_UNKNOWN, _UNKNOWN)
-        self._weight += _CLEARED_ROWS - sum(rows.weight for rows in past.rows)
-        past.rows.clear()
+        self._weight += _CLEARED_ROWS
+        for rows in past.rows:
+            self._weight -= rows.weight
+            del self._order[rows]
         gone = _Cleared(self._number, past.made_at, partition.partition_id, partition.incarnation)
         self._cleared.append(gone)
 
@@ -295,9 +300,7 @@ class ChangeHistory:
         """Forget the oldest changes until few enough are kept: those that no reader needs, or any if they are many."""
         needed_from = min((reader.revision for reader in self.readers), default=self._number) + 1
         while self._weight > KEPT_ROWS:
-            while self._order and (not self._order[0][0].rows or self._order[0][0].rows[0] is not self._order[0][1]):
-                self._order.popleft()  # its partition is gone
-            oldest = self._order[0][1].revision if self._order else self._number + 1
+            oldest = next(iter(self._order)).revision if self._order else self._number + 1
             oldest = min(oldest, self._cleared[0].revision if self._cleared else oldest)
             if oldest > self._number or (oldest >= needed_from and self._weight <= MOST_ROWS):
                 break
@@ -306,7 +309,7 @@ class ChangeHistory:
                 self._forgotten_at = oldest
                 self._weight -= _CLEARED_ROWS
                 continue
-            past, rows = self._order.popleft()
+            rows, past = self._order.popitem(last=False)
             past.rows.popleft()
             past.forgotten_at = rows.revision
             self._weight -= rows.weight

@@ -208,14 +208,17 @@ def _lengths(names: Sequence[str | None]) -> Indexes:
 
 
 def check_fields(partition: Partition, names: Sequence[str]) -> None:
-    """Refuse fields that a partition has not."""
+    """Refuse fields that a partition does not have."""
     for name in names:
         if name not in partition.cells.fields:
-            known = nearest(name, partition.cells.fields)
-            raise FieldNotFoundError(
-                f"partition {partition.partition_id!r} has no field {name!r}; {known}",
-                metadata={"partition_id": partition.partition_id, "field_name": name},
-            )
+            raise _no_field(partition, name)
+
+
+def _no_field(partition: Partition, name: str) -> FieldNotFoundError:
+    return FieldNotFoundError(
+        f"partition {partition.partition_id!r} has no field {name!r}; {nearest(name, partition.cells.fields)}",
+        metadata={"partition_id": partition.partition_id, "field_name": name},
+    )
 
 
 def locate(
@@ -238,12 +241,13 @@ def locate(
         skip_missing_fields: whether fields may be missing, and are left out where not all samples have them.
 
     Raises:
-        FieldNotFoundError: there is no such field.
+        FieldNotFoundError: there is no such field. A field is forgotten with its last cell: samples that have failed or
+            were cleared are named instead.
         KeyNotFoundError, SampleNotFoundError, CellNotFoundError: something is missing that may not be.
         InvalidArgumentError: too many are named, or by index and by key.
     """
-    if not skip_missing_fields:
-        check_fields(partition, names)
+    if not skip_missing_fields and (unknown := [name for name in names if partition.cells.spec_of_none(name) is None]):
+        raise _no_field(partition, unknown[0])
     _check_named("keys", len(keys))
     _check_named("global_indexes", indexes.size)
     if keys and indexes.size:
@@ -256,6 +260,9 @@ def locate(
     if skip_missing_fields:
         names = [name for name in names if partition.cells.produced([name], positions[found]).all()]
     else:
+        states = partition.state.data[positions[found]]
+        if states.size and not (states == FAILED).any():
+            check_fields(partition, names)
         found[found] = partition.cells.produced(names, positions[found])
     if not found.all() and not skip_missing:
         raise _missing_cell(partition, names, rows[~found])
@@ -276,20 +283,23 @@ def _rows_of_keys(partition: Partition, keys: Sequence[str], *, skip_missing: bo
 
 
 def _missing_cell(partition: Partition, names: Sequence[str], rows: Indexes) -> CellNotFoundError:
-    positions = partition.table.find(rows[:1])
-    lacking = [name for name in names if not partition.cells.produced([name], positions)[0]]
-    key = partition.key.data[positions[0]]
-    if partition.state.data[positions[0]] == FAILED:
+    """Return the error of samples that lack a field; one that has failed, and so never gets it, is named first."""
+    failed = rows[partition.state.data[partition.table.find(rows)] == FAILED]
+    row = (failed if failed.size else rows)[:1]
+    position = partition.table.find(row)
+    lacking = [name for name in names if not partition.cells.produced([name], position)[0]]
+    key = partition.key.data[position[0]]
+    if failed.size:
         why = ", and gets none: it has failed, so that what is put for it is dropped"
     else:
         why = f" yet ({rows.size} samples lack a field); a claim waits for it"
     return CellNotFoundError(
-        f"sample {int(rows[0])}{'' if key is None else f' (key {key!r})'} of partition {partition.partition_id!r} has "
+        f"sample {int(row[0])}{'' if key is None else f' (key {key!r})'} of partition {partition.partition_id!r} has "
         f"no {', '.join(map(repr, lacking))}{why}; leave it out with skip_missing, or its fields with "
         f"skip_missing_fields",
         metadata={
             "partition_id": partition.partition_id,
-            "global_index": str(rows[0]),
+            "global_index": str(row[0]),
             "field_names": ",".join(lacking),
         },
     )

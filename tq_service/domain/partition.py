@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from tq_service.domain.claims.ledger import TaskLedger, TaskSnapshot
+from tq_service.domain.claims.ledger import TaskLedger, TaskSnapshot, task_columns
 from tq_service.domain.plan import Indexes
 from tq_service.domain.states import FAILED, HELD, LIVE
 from tq_service.domain.tables.cells import CellTable
@@ -243,6 +243,12 @@ class Partition:
         """Open the ledger of a task that has none."""
         task = self.tasks[name] = TaskLedger(name, self.table, self.state, backlog=self.open_count)
         return task
+
+    def drop_task(self, name: str) -> None:
+        """Have no task of this name any more; nothing may be on record of it."""
+        del self.tasks[name]
+        for column in task_columns(name):
+            self.table.drop_column(column)
 
     def check_task(self, name: str) -> None:
         """Refuse a task that is not one of those that were declared."""

@@ -177,18 +177,13 @@ async def _redelivery_of(partition: Partition, task: TaskLedger) -> Redelivery:
     if task.deliveries.is_blank:
         return Redelivery()
     table, count, dead_lettered = partition.table, 0, list[int]()
-    table.pin_count += 1  # the positions of rows stay as they are
-    try:
-        for start in range(0, table.count, _SLICE_ROWS):
-            rows = slice(start, min(start + _SLICE_ROWS, table.count))
-            is_there = table.state.data[rows] != CLEARED
-            count += int(np.count_nonzero(is_there & (task.deliveries.data[rows] > 1)))
-            if task.dead_lettered_count and len(dead_lettered) < _MOST_DEAD_LETTERED:
-                found = np.flatnonzero(is_there & (task.claim.data[rows] == DEAD_LETTERED))
-                dead_lettered += table.index.data[rows][found].tolist()
-            await asyncio.sleep(0)
-    finally:
-        table.pin_count -= 1
+    for rows in table.slices(_SLICE_ROWS):
+        is_there = table.state.data[rows] != CLEARED
+        count += int(np.count_nonzero(is_there & (task.deliveries.data[rows] > 1)))
+        if task.dead_lettered_count and len(dead_lettered) < _MOST_DEAD_LETTERED:
+            found = np.flatnonzero(is_there & (task.claim.data[rows] == DEAD_LETTERED))
+            dead_lettered += table.index.data[rows][found].tolist()
+        await asyncio.sleep(0)
     return Redelivery(redelivered_count=count, dead_lettered_indexes=tuple(dead_lettered[:_MOST_DEAD_LETTERED]))
 
 

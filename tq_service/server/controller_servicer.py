@@ -154,7 +154,8 @@ class ControllerServicer(
         indexes = decode_integers(request.global_indexes)
         columns = check_json(decode_meta_columns(request.custom_meta, indexes.size))
         self.catalog.limits.check_meta(partition, columns)
-        change = MetaSet(partition_id=partition.partition_id, global_indexes=indexes, columns=columns)
+        claim = converters.leased_claim(request)
+        change = MetaSet(partition_id=partition.partition_id, global_indexes=indexes, columns=columns, claim=claim)
         self.catalog.commit(change)
         return pb.SetCustomMetaResponse()
 
@@ -170,6 +171,7 @@ class ControllerServicer(
             request.partition_id,
             request.incarnation,
             converters.cleared_selection(request),
+            claim=converters.leased_claim(request),
             missing_ok=request.missing_ok,
         )
         if self.catalog.recorded(request.request_id, pb.ClearSamplesResponse) is None:

@@ -17,7 +17,7 @@ from google.protobuf.struct_pb2 import Struct
 from tq_service.domain.catalog import Claimed
 from tq_service.domain.changes.samples import SampleWrite, Written
 from tq_service.domain.claims.ledger import QueueClaim
-from tq_service.domain.claims.request import BatchSpec, ClaimRequest, ClaimSpec, LeaseTerms, Rank
+from tq_service.domain.claims.request import BatchSpec, ClaimRequest, ClaimSpec, LeasedClaim, LeaseTerms, Rank
 from tq_service.domain.lookup import Page, no_page_token
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Indexes, RankPlan
@@ -100,7 +100,17 @@ def sample_write(
         meta=check_json(decode_meta_columns(write.custom_meta, write.row_count)),
         put=put,
         columns=[_column_write(column) for column in columns],
+        claim=leased_claim(write),
     )
+
+
+def leased_claim(
+    request: commit_pb2.SampleWrite | pb.SetCustomMetaRequest | pb.ClearSamplesRequest,
+) -> LeasedClaim | None:
+    """Return the claim under which samples are changed, None where none is named."""
+    if not request.HasField("claim"):
+        return None
+    return LeasedClaim(task_name=request.claim.task_name, request_id=request.claim.claim_request_id)
 
 
 def keys_of(write: commit_pb2.SampleWrite) -> Sequence[str]:
@@ -254,6 +264,12 @@ def cleared_selection(request: pb.ClearSamplesRequest) -> Selection:
     """Return the samples to be cleared: where none is named, all that satisfy the conditions, if there are any."""
     where = tuple(read_message(Condition, each) for each in request.where)
     indexes = decode_integers(request.global_indexes)
+    if request.HasField("claim") and (request.keys or request.groups or not indexes.size):
+        raise InvalidArgumentError(
+            "claim is given without global_indexes, or with keys or groups; name the samples of the claim by their "
+            "indexes alone",
+            field="claim",
+        )
     is_all = bool(where) and not (indexes.size or request.keys or request.groups)
     return Selection(indexes=indexes, keys=request.keys, groups=request.groups, is_all=is_all, where=where)
 

@@ -247,7 +247,8 @@ class Watches:
         partition = changed.partition
         if not self._history.is_there(partition):
             return
-        tasks = [partition.tasks[name] for name in changed.task_names]
+        known = map(partition.tasks.get, changed.task_names)
+        tasks = [task for task in known if task is not None]  # else it was forgotten since
         part = pb.PartitionChange(
             partition_id=partition.partition_id,
             incarnation=partition.incarnation,

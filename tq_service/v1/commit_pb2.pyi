@@ -29,7 +29,9 @@ class _KeyModeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTy
     KEY_MODE_UNSPECIFIED: _KeyMode.ValueType  # 0
     """Not given: UPSERT for puts with keys."""
     KEY_MODE_UPSERT: _KeyMode.ValueType  # 1
-    """A known key names its sample, an unknown one makes a sample."""
+    """A known key names its sample, an unknown one makes a sample. In a sealed partition a write adds columns to known
+    samples: one that would overwrite a column is PARTITION_SEALED, since it may be of another run. EXISTING overwrites.
+    """
     KEY_MODE_NEW: _KeyMode.ValueType  # 2
     """Every key makes a sample; one that is known is ALREADY_EXISTS."""
     KEY_MODE_EXISTING: _KeyMode.ValueType  # 3
@@ -41,7 +43,9 @@ class KeyMode(_KeyMode, metaclass=_KeyModeEnumTypeWrapper):
 KEY_MODE_UNSPECIFIED: KeyMode.ValueType  # 0
 """Not given: UPSERT for puts with keys."""
 KEY_MODE_UPSERT: KeyMode.ValueType  # 1
-"""A known key names its sample, an unknown one makes a sample."""
+"""A known key names its sample, an unknown one makes a sample. In a sealed partition a write adds columns to known
+samples: one that would overwrite a column is PARTITION_SEALED, since it may be of another run. EXISTING overwrites.
+"""
 KEY_MODE_NEW: KeyMode.ValueType  # 2
 """Every key makes a sample; one that is known is ALREADY_EXISTS."""
 KEY_MODE_EXISTING: KeyMode.ValueType  # 3
@@ -66,6 +70,7 @@ class SampleWrite(google.protobuf.message.Message):
     GROUP_SIZE_FIELD_NUMBER: builtins.int
     STATE_FIELD_NUMBER: builtins.int
     CUSTOM_META_FIELD_NUMBER: builtins.int
+    CLAIM_FIELD_NUMBER: builtins.int
     partition_id: builtins.str
     """The partition, 1 to 512 printable characters. It is made with default settings where it does not exist."""
     incarnation: builtins.bytes
@@ -103,6 +108,10 @@ class SampleWrite(google.protobuf.message.Message):
     def custom_meta(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[tq_service.v1.metadata_pb2.MetaColumn]:
         """custom_meta of the samples. A value replaces one that is there; columns that are not named stay as they are."""
 
+    @property
+    def claim(self) -> tq_service.v1.metadata_pb2.LeasedClaim:
+        """The claim whose samples `global_indexes` are; needs them. Unset: the write is not checked against a lease."""
+
     def __init__(
         self,
         *,
@@ -116,9 +125,10 @@ class SampleWrite(google.protobuf.message.Message):
         group_size: builtins.int = ...,
         state: tq_service.v1.metadata_pb2.SampleState.ValueType = ...,
         custom_meta: collections.abc.Iterable[tq_service.v1.metadata_pb2.MetaColumn] | None = ...,
+        claim: tq_service.v1.metadata_pb2.LeasedClaim | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["groups", b"groups", "keys", b"keys"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["custom_meta", b"custom_meta", "global_indexes", b"global_indexes", "group_size", b"group_size", "groups", b"groups", "incarnation", b"incarnation", "key_mode", b"key_mode", "keys", b"keys", "partition_id", b"partition_id", "row_count", b"row_count", "state", b"state"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["claim", b"claim", "groups", b"groups", "keys", b"keys"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["claim", b"claim", "custom_meta", b"custom_meta", "global_indexes", b"global_indexes", "group_size", b"group_size", "groups", b"groups", "incarnation", b"incarnation", "key_mode", b"key_mode", "keys", b"keys", "partition_id", b"partition_id", "row_count", b"row_count", "state", b"state"]) -> None: ...
 
 global___SampleWrite = SampleWrite
 

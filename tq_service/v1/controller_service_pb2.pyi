@@ -1242,6 +1242,7 @@ class SetCustomMetaRequest(google.protobuf.message.Message):
     INCARNATION_FIELD_NUMBER: builtins.int
     GLOBAL_INDEXES_FIELD_NUMBER: builtins.int
     CUSTOM_META_FIELD_NUMBER: builtins.int
+    CLAIM_FIELD_NUMBER: builtins.int
     request_id: builtins.bytes
     """16 random bytes that the client makes for this change and sends again with each retry. Of other lengths:
     INVALID_ARGUMENT.
@@ -1260,6 +1261,10 @@ class SetCustomMetaRequest(google.protobuf.message.Message):
     def custom_meta(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[tq_service.v1.metadata_pb2.MetaColumn]:
         """The columns, each with the values for these samples in their order. Columns that are not named stay as they are."""
 
+    @property
+    def claim(self) -> tq_service.v1.metadata_pb2.LeasedClaim:
+        """The claim whose samples they are. Unset: the write is not checked against a lease."""
+
     def __init__(
         self,
         *,
@@ -1268,8 +1273,10 @@ class SetCustomMetaRequest(google.protobuf.message.Message):
         incarnation: builtins.bytes = ...,
         global_indexes: collections.abc.Iterable[builtins.int] | None = ...,
         custom_meta: collections.abc.Iterable[tq_service.v1.metadata_pb2.MetaColumn] | None = ...,
+        claim: tq_service.v1.metadata_pb2.LeasedClaim | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["custom_meta", b"custom_meta", "global_indexes", b"global_indexes", "incarnation", b"incarnation", "partition_id", b"partition_id", "request_id", b"request_id"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["claim", b"claim"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["claim", b"claim", "custom_meta", b"custom_meta", "global_indexes", b"global_indexes", "incarnation", b"incarnation", "partition_id", b"partition_id", "request_id", b"request_id"]) -> None: ...
 
 global___SetCustomMetaRequest = SetCustomMetaRequest
 
@@ -1574,6 +1581,7 @@ class ClearSamplesRequest(google.protobuf.message.Message):
     MISSING_OK_FIELD_NUMBER: builtins.int
     GROUPS_FIELD_NUMBER: builtins.int
     WHERE_FIELD_NUMBER: builtins.int
+    CLAIM_FIELD_NUMBER: builtins.int
     request_id: builtins.bytes
     """16 random bytes that the client makes for this change and sends again with each retry. Of other lengths:
     INVALID_ARGUMENT.
@@ -1606,6 +1614,12 @@ class ClearSamplesRequest(google.protobuf.message.Message):
         group is named, all samples are meant that do. Empty: no condition.
         """
 
+    @property
+    def claim(self) -> tq_service.v1.metadata_pb2.LeasedClaim:
+        """The claim whose samples `global_indexes` are; needs them, and neither keys nor groups. Unset: the call is not checked
+        against a lease.
+        """
+
     def __init__(
         self,
         *,
@@ -1617,8 +1631,10 @@ class ClearSamplesRequest(google.protobuf.message.Message):
         missing_ok: builtins.bool = ...,
         groups: collections.abc.Iterable[builtins.str] | None = ...,
         where: collections.abc.Iterable[global___Condition] | None = ...,
+        claim: tq_service.v1.metadata_pb2.LeasedClaim | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["global_indexes", b"global_indexes", "groups", b"groups", "incarnation", b"incarnation", "keys", b"keys", "missing_ok", b"missing_ok", "partition_id", b"partition_id", "request_id", b"request_id", "where", b"where"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["claim", b"claim"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["claim", b"claim", "global_indexes", b"global_indexes", "groups", b"groups", "incarnation", b"incarnation", "keys", b"keys", "missing_ok", b"missing_ok", "partition_id", b"partition_id", "request_id", b"request_id", "where", b"where"]) -> None: ...
 
 global___ClearSamplesRequest = ClearSamplesRequest
 

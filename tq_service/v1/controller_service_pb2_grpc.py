@@ -213,8 +213,9 @@ class ControllerServiceServicer(object):
         `request_id`, is UNAVAILABLE, or was cancelled. Errors: RESOURCE_EXHAUSTED (no capacity), NOT_FOUND (unknown key or
         sample; PUT_NOT_FOUND: the receipt is void, so put the data again under a new put_id), ALREADY_EXISTS (a key
         exists, or the put is committed under another request_id), FAILED_PRECONDITION (PARTITION_SEALED,
-        STALE_INCARNATION; SAMPLE_FAILED where `state` would make a failed sample live or held), INVALID_ARGUMENT (counts,
-        dtype, layout or shape differ), DATA_LOSS (the storage service has restarted and lost the put: put the data again).
+        STALE_INCARNATION; SAMPLE_FAILED where `state` would make a failed sample live or held; LEASE_EXPIRED: see
+        `SampleWrite.claim`), INVALID_ARGUMENT (counts, dtype, layout or shape differ), DATA_LOSS (the storage service has
+        restarted and lost the put: put the data again).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -238,8 +239,8 @@ class ControllerServiceServicer(object):
         """Releases a queue claim, or some samples of a leased one. Changes: they are claimable again, and a later GetMeta
         under the request_id of the claim is rejected (CLAIM_RELEASED; LEASE_EXPIRED once the lease of the rest has run
         out). That of an unknown claim too: a client releases what it may have been delivered, and the release may come
-        before the GetMeta. Idempotent, does not block. Errors:
-        NOT_FOUND (a task that is not one of those the partition was created with).
+        before the GetMeta. Idempotent, does not block. Errors: NOT_FOUND (a task that is not one of those the partition was
+        created with), FAILED_PRECONDITION (LEASE_EXPIRED: the lease of samples that are named ran out).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -301,7 +302,8 @@ class ControllerServiceServicer(object):
 
     def SetCustomMeta(self, request, context):
         """Writes custom_meta of samples; values merge with what is there. Changes: these columns; waiting claims may become
-        ready. Idempotent. Does not block. Errors: NOT_FOUND, INVALID_ARGUMENT (a value is no JSON, or too large).
+        ready. Idempotent. Does not block. Errors: NOT_FOUND, INVALID_ARGUMENT (a value is no JSON, or too large),
+        FAILED_PRECONDITION (STALE_INCARNATION; LEASE_EXPIRED: see `claim`).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -340,8 +342,8 @@ class ControllerServiceServicer(object):
     def ClearSamples(self, request, context):
         """Removes samples, many of them in steps of 32,768; other calls between the steps see some of them gone and some
         not. Changes: their cells, keys and claims are gone; their indexes are never used again. Unknown keys and indexes
-        are ignored. Idempotent under `request_id`, does not block. Errors, unless `missing_ok`: NOT_FOUND (partition),
-        FAILED_PRECONDITION (STALE_INCARNATION).
+        are ignored. Idempotent under `request_id`, does not block. Errors: FAILED_PRECONDITION (LEASE_EXPIRED: see `claim`);
+        unless `missing_ok`: NOT_FOUND (partition), FAILED_PRECONDITION (STALE_INCARNATION).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

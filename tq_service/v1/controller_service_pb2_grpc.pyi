@@ -70,8 +70,9 @@ class ControllerServiceStub:
     `request_id`, is UNAVAILABLE, or was cancelled. Errors: RESOURCE_EXHAUSTED (no capacity), NOT_FOUND (unknown key or
     sample; PUT_NOT_FOUND: the receipt is void, so put the data again under a new put_id), ALREADY_EXISTS (a key
     exists, or the put is committed under another request_id), FAILED_PRECONDITION (PARTITION_SEALED,
-    STALE_INCARNATION; SAMPLE_FAILED where `state` would make a failed sample live or held), INVALID_ARGUMENT (counts,
-    dtype, layout or shape differ), DATA_LOSS (the storage service has restarted and lost the put: put the data again).
+    STALE_INCARNATION; SAMPLE_FAILED where `state` would make a failed sample live or held; LEASE_EXPIRED: see
+    `SampleWrite.claim`), INVALID_ARGUMENT (counts, dtype, layout or shape differ), DATA_LOSS (the storage service has
+    restarted and lost the put: put the data again).
     """
 
     GetMeta: grpc.UnaryUnaryMultiCallable[
@@ -95,8 +96,8 @@ class ControllerServiceStub:
     """Releases a queue claim, or some samples of a leased one. Changes: they are claimable again, and a later GetMeta
     under the request_id of the claim is rejected (CLAIM_RELEASED; LEASE_EXPIRED once the lease of the rest has run
     out). That of an unknown claim too: a client releases what it may have been delivered, and the release may come
-    before the GetMeta. Idempotent, does not block. Errors:
-    NOT_FOUND (a task that is not one of those the partition was created with).
+    before the GetMeta. Idempotent, does not block. Errors: NOT_FOUND (a task that is not one of those the partition was
+    created with), FAILED_PRECONDITION (LEASE_EXPIRED: the lease of samples that are named ran out).
     """
 
     AckClaim: grpc.UnaryUnaryMultiCallable[
@@ -158,7 +159,8 @@ class ControllerServiceStub:
         tq_service.v1.controller_service_pb2.SetCustomMetaResponse,
     ]
     """Writes custom_meta of samples; values merge with what is there. Changes: these columns; waiting claims may become
-    ready. Idempotent. Does not block. Errors: NOT_FOUND, INVALID_ARGUMENT (a value is no JSON, or too large).
+    ready. Idempotent. Does not block. Errors: NOT_FOUND, INVALID_ARGUMENT (a value is no JSON, or too large),
+    FAILED_PRECONDITION (STALE_INCARNATION; LEASE_EXPIRED: see `claim`).
     """
 
     CloseGroups: grpc.UnaryUnaryMultiCallable[
@@ -197,8 +199,8 @@ class ControllerServiceStub:
     ]
     """Removes samples, many of them in steps of 32,768; other calls between the steps see some of them gone and some
     not. Changes: their cells, keys and claims are gone; their indexes are never used again. Unknown keys and indexes
-    are ignored. Idempotent under `request_id`, does not block. Errors, unless `missing_ok`: NOT_FOUND (partition),
-    FAILED_PRECONDITION (STALE_INCARNATION).
+    are ignored. Idempotent under `request_id`, does not block. Errors: FAILED_PRECONDITION (LEASE_EXPIRED: see `claim`);
+    unless `missing_ok`: NOT_FOUND (partition), FAILED_PRECONDITION (STALE_INCARNATION).
     """
 
     ClearPartition: grpc.UnaryUnaryMultiCallable[
@@ -359,8 +361,9 @@ class ControllerServiceAsyncStub:
     `request_id`, is UNAVAILABLE, or was cancelled. Errors: RESOURCE_EXHAUSTED (no capacity), NOT_FOUND (unknown key or
     sample; PUT_NOT_FOUND: the receipt is void, so put the data again under a new put_id), ALREADY_EXISTS (a key
     exists, or the put is committed under another request_id), FAILED_PRECONDITION (PARTITION_SEALED,
-    STALE_INCARNATION; SAMPLE_FAILED where `state` would make a failed sample live or held), INVALID_ARGUMENT (counts,
-    dtype, layout or shape differ), DATA_LOSS (the storage service has restarted and lost the put: put the data again).
+    STALE_INCARNATION; SAMPLE_FAILED where `state` would make a failed sample live or held; LEASE_EXPIRED: see
+    `SampleWrite.claim`), INVALID_ARGUMENT (counts, dtype, layout or shape differ), DATA_LOSS (the storage service has
+    restarted and lost the put: put the data again).
     """
 
     GetMeta: grpc.aio.UnaryUnaryMultiCallable[
@@ -384,8 +387,8 @@ class ControllerServiceAsyncStub:
     """Releases a queue claim, or some samples of a leased one. Changes: they are claimable again, and a later GetMeta
     under the request_id of the claim is rejected (CLAIM_RELEASED; LEASE_EXPIRED once the lease of the rest has run
     out). That of an unknown claim too: a client releases what it may have been delivered, and the release may come
-    before the GetMeta. Idempotent, does not block. Errors:
-    NOT_FOUND (a task that is not one of those the partition was created with).
+    before the GetMeta. Idempotent, does not block. Errors: NOT_FOUND (a task that is not one of those the partition was
+    created with), FAILED_PRECONDITION (LEASE_EXPIRED: the lease of samples that are named ran out).
     """
 
     AckClaim: grpc.aio.UnaryUnaryMultiCallable[
@@ -447,7 +450,8 @@ class ControllerServiceAsyncStub:
         tq_service.v1.controller_service_pb2.SetCustomMetaResponse,
     ]
     """Writes custom_meta of samples; values merge with what is there. Changes: these columns; waiting claims may become
-    ready. Idempotent. Does not block. Errors: NOT_FOUND, INVALID_ARGUMENT (a value is no JSON, or too large).
+    ready. Idempotent. Does not block. Errors: NOT_FOUND, INVALID_ARGUMENT (a value is no JSON, or too large),
+    FAILED_PRECONDITION (STALE_INCARNATION; LEASE_EXPIRED: see `claim`).
     """
 
     CloseGroups: grpc.aio.UnaryUnaryMultiCallable[
@@ -486,8 +490,8 @@ class ControllerServiceAsyncStub:
     ]
     """Removes samples, many of them in steps of 32,768; other calls between the steps see some of them gone and some
     not. Changes: their cells, keys and claims are gone; their indexes are never used again. Unknown keys and indexes
-    are ignored. Idempotent under `request_id`, does not block. Errors, unless `missing_ok`: NOT_FOUND (partition),
-    FAILED_PRECONDITION (STALE_INCARNATION).
+    are ignored. Idempotent under `request_id`, does not block. Errors: FAILED_PRECONDITION (LEASE_EXPIRED: see `claim`);
+    unless `missing_ok`: NOT_FOUND (partition), FAILED_PRECONDITION (STALE_INCARNATION).
     """
 
     ClearPartition: grpc.aio.UnaryUnaryMultiCallable[
@@ -656,8 +660,9 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         `request_id`, is UNAVAILABLE, or was cancelled. Errors: RESOURCE_EXHAUSTED (no capacity), NOT_FOUND (unknown key or
         sample; PUT_NOT_FOUND: the receipt is void, so put the data again under a new put_id), ALREADY_EXISTS (a key
         exists, or the put is committed under another request_id), FAILED_PRECONDITION (PARTITION_SEALED,
-        STALE_INCARNATION; SAMPLE_FAILED where `state` would make a failed sample live or held), INVALID_ARGUMENT (counts,
-        dtype, layout or shape differ), DATA_LOSS (the storage service has restarted and lost the put: put the data again).
+        STALE_INCARNATION; SAMPLE_FAILED where `state` would make a failed sample live or held; LEASE_EXPIRED: see
+        `SampleWrite.claim`), INVALID_ARGUMENT (counts, dtype, layout or shape differ), DATA_LOSS (the storage service has
+        restarted and lost the put: put the data again).
         """
 
     @abc.abstractmethod
@@ -685,8 +690,8 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         """Releases a queue claim, or some samples of a leased one. Changes: they are claimable again, and a later GetMeta
         under the request_id of the claim is rejected (CLAIM_RELEASED; LEASE_EXPIRED once the lease of the rest has run
         out). That of an unknown claim too: a client releases what it may have been delivered, and the release may come
-        before the GetMeta. Idempotent, does not block. Errors:
-        NOT_FOUND (a task that is not one of those the partition was created with).
+        before the GetMeta. Idempotent, does not block. Errors: NOT_FOUND (a task that is not one of those the partition was
+        created with), FAILED_PRECONDITION (LEASE_EXPIRED: the lease of samples that are named ran out).
         """
 
     @abc.abstractmethod
@@ -762,7 +767,8 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.SetCustomMetaResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.SetCustomMetaResponse]]:
         """Writes custom_meta of samples; values merge with what is there. Changes: these columns; waiting claims may become
-        ready. Idempotent. Does not block. Errors: NOT_FOUND, INVALID_ARGUMENT (a value is no JSON, or too large).
+        ready. Idempotent. Does not block. Errors: NOT_FOUND, INVALID_ARGUMENT (a value is no JSON, or too large),
+        FAILED_PRECONDITION (STALE_INCARNATION; LEASE_EXPIRED: see `claim`).
         """
 
     @abc.abstractmethod
@@ -809,8 +815,8 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[tq_service.v1.controller_service_pb2.ClearSamplesResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.ClearSamplesResponse]]:
         """Removes samples, many of them in steps of 32,768; other calls between the steps see some of them gone and some
         not. Changes: their cells, keys and claims are gone; their indexes are never used again. Unknown keys and indexes
-        are ignored. Idempotent under `request_id`, does not block. Errors, unless `missing_ok`: NOT_FOUND (partition),
-        FAILED_PRECONDITION (STALE_INCARNATION).
+        are ignored. Idempotent under `request_id`, does not block. Errors: FAILED_PRECONDITION (LEASE_EXPIRED: see `claim`);
+        unless `missing_ok`: NOT_FOUND (partition), FAILED_PRECONDITION (STALE_INCARNATION).
         """
 
     @abc.abstractmethod

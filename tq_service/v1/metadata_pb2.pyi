@@ -618,6 +618,30 @@ class IndexRanges(google.protobuf.message.Message):
 global___IndexRanges = IndexRanges
 
 @typing.final
+class LeasedClaim(google.protobuf.message.Message):
+    """A claim with a lease. A change of its samples is refused with LEASE_EXPIRED unless the claim holds them, or has
+    acknowledged them, in the step that makes the change.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TASK_NAME_FIELD_NUMBER: builtins.int
+    CLAIM_REQUEST_ID_FIELD_NUMBER: builtins.int
+    task_name: builtins.str
+    """The consumer that made the claim."""
+    claim_request_id: builtins.bytes
+    """`BatchMeta.claim_request_id` of the claim."""
+    def __init__(
+        self,
+        *,
+        task_name: builtins.str = ...,
+        claim_request_id: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["claim_request_id", b"claim_request_id", "task_name", b"task_name"]) -> None: ...
+
+global___LeasedClaim = LeasedClaim
+
+@typing.final
 class BatchMeta(google.protobuf.message.Message):
     """Names samples and says where they are and how they are to be used."""
 

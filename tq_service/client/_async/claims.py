@@ -282,7 +282,8 @@ class AsyncClaimCalls(AsyncBase):
     async def release(self, metadata: BatchMeta, *, timeout: float | None = None) -> int:
         """Release samples that a queue worker got and will not process: they are claimable again at once.
 
-        A released delivery does not count for `max_deliveries`. What the worker no longer holds is ignored.
+        A released delivery does not count for `max_deliveries`. Samples that were acknowledged, released, cleared or
+        reset before are ignored.
 
         Args:
             metadata: the batch, as `get_meta` answered it; of a leased one also a part of it, of whole groups whole
@@ -293,6 +294,7 @@ class AsyncClaimCalls(AsyncBase):
             The number of samples that are claimable again; 0 where `metadata` is no claim of a queue worker.
 
         Raises:
+            LeaseExpiredError: the lease of some of the samples ran out; none is released.
             InvalidArgumentError: `metadata` has a part of a claim without a lease, or of a group.
         """
         if not metadata.claim_id or not metadata.size:

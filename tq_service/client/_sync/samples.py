@@ -100,7 +100,10 @@ class SampleCalls(Base):
                 another dtype, another number of dimensions, or a declared layout that does not take these rows.
             UnsupportedObjectError: a Python object that only pickle could carry; nothing was sent.
             KeyNotFoundError, AlreadyExistsError: a key does not fit `key_mode`.
-            PartitionSealedError: new samples for a sealed partition.
+            PartitionSealedError: new samples for a sealed partition, or an upsert there of columns that their samples
+                have already, perhaps from another run; `key_mode="existing"` overwrites them.
+            LeaseExpiredError: `metadata` is of a leased claim, and samples are no longer leased to this worker, which
+                has not acknowledged them either; nothing is written. See `ack`.
             StaleIncarnationError: the partition of `metadata` has been cleared.
             QuotaExceededError: no capacity until the deadline, or more than the quota.
         """
@@ -255,6 +258,7 @@ class SampleCalls(Base):
         Raises:
             InvalidArgumentError: a value is nothing that JSON has, or too large.
             SampleNotFoundError: a sample was cleared.
+            LeaseExpiredError: samples of a leased claim are no longer this worker's, see `put`; nothing is written.
             StaleIncarnationError: the partition was created again.
         """
         check_is_batch(metadata)
@@ -271,6 +275,7 @@ class SampleCalls(Base):
             incarnation=metadata.incarnation,
             global_indexes=metadata.indexes,
             custom_meta=encode_meta_columns(columns),
+            claim=metadata.leased_claim,
         )
 
     def lookup_samples(
@@ -407,6 +412,7 @@ class SampleCalls(Base):
         Raises:
             PartitionNotFoundError: there is no such partition.
             StaleIncarnationError: the partition of `metadata` was created again.
+            LeaseExpiredError: samples of a leased claim are no longer this worker's, see `put`; none is removed.
             InvalidArgumentError: samples are named besides groups, or a condition does not fit its column.
         """
         if metadata is not None:
@@ -420,6 +426,7 @@ class SampleCalls(Base):
             groups=groups,
             where=condition_messages(where),
             missing_ok=missing_ok,
+            claim=None if metadata is None else metadata.leased_claim,
         )
         is_named = any(names is not None for names in (metadata, keys, global_indexes, groups))
         if not (request.global_indexes or request.keys or request.groups or (request.where and not is_named)):

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tq_service.domain.changes.state_machine import Change, State, Step
 from tq_service.domain.claims.grouping import Grouping
 from tq_service.domain.claims.ledger import QueueClaim, RecordedPlan, TaskLedger
-from tq_service.domain.claims.request import BatchSpec, LeaseTerms
+from tq_service.domain.claims.request import BatchSpec, LeasedClaim, LeaseTerms
 from tq_service.domain.claims.runs import groups_in_runs
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Indexes
@@ -70,6 +70,23 @@ class TaskSeen(TaskChange):
         """Open the task's ledger."""
         step.tasks.append((prepared, self.task_name))
         return prepared.open_task(self.task_name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskForgotten(TaskChange):
+    """A task of which nothing is on record was forgotten: the calls that asked for it were refused."""
+
+    def prepare(self, state: State) -> tuple[Partition, TaskLedger] | None:
+        """Find the task; None if it was declared with the partition, or something is on record."""
+        partition, task = self.find(state)
+        is_kept = self.task_name in partition.settings.tasks or not task.is_unused
+        return None if is_kept else (partition, task)
+
+    def apply(self, state: State, prepared: tuple[Partition, TaskLedger], step: Step) -> None:
+        """Drop the task's ledger."""
+        partition, task = prepared
+        partition.drop_task(task.name)
+        step.tasks.append((partition, task.name))
 
 
 # Claims
@@ -171,7 +188,8 @@ class NamedEndReached(TaskChange):
 class ClaimReleased(ClaimChange):
     """A queue claim was released: what is left of it can be claimed again.
 
-    What the claim does not hold any more is ignored, as is an unknown claim: a client releases what it may have got.
+    Samples that the claim acknowledged or released before are ignored, as is an unknown claim: a client releases what
+    it may have got.
 
     Attributes:
         global_indexes: samples of a leased claim; None: all that are left of it.
@@ -186,9 +204,12 @@ class ClaimReleased(ClaimChange):
         """Find what is released; None where nothing is, and the request_id stays as it is.
 
         Raises:
+            LeaseExpiredError: the lease of samples that are named ran out.
             InvalidArgumentError: only a part of a claim without a lease is named, or of a group that stays whole.
         """
         partition, task, claim = self.find_claim(state)
+        if self.global_indexes is not None and task.ended.has_expired(self.request_id):
+            _check_leased(partition, task, self.request_id, self.global_indexes)
         if claim is None:
             return (partition, task, None, np.zeros(0, np.int64)) if self.is_final else None
         positions = _left(partition, task, claim, self.global_indexes)
@@ -226,14 +247,9 @@ class ClaimAcked(ClaimChange):
             PreconditionError: the claim was made without a lease.
         """
         partition, task, claim = self.find_claim(state)
+        _check_leased(partition, task, self.request_id, self.global_indexes)
         if claim is None:
-            _check_cleared(partition, task, self.request_id, self.global_indexes)
             return None
-        _lease_of(task, claim)
-        if self.global_indexes is not None:
-            _check_held(partition, task, claim, self.global_indexes)
-        elif task.ended.has_expired(self.request_id):
-            raise _is_over(task)
         positions = _left(partition, task, claim, self.global_indexes)
         return (partition, task, claim, positions) if positions.size else None
 
@@ -385,6 +401,33 @@ def _reopened(partition: Partition, positions: Indexes, step: Step) -> None:
 # Checks
 
 
+def check_claim(partition: Partition, claim: LeasedClaim, rows: Indexes) -> None:
+    """Refuse a write to samples of a leased claim unless the claim holds them, or has acknowledged them.
+
+    Samples that have failed or were cleared are no reason to refuse it: no other worker will process them.
+
+    Raises:
+        LeaseExpiredError: samples are no longer the claim's.
+        InvalidArgumentError: samples were never in the claim.
+        PreconditionError: the claim was made without a lease.
+        TaskNotFoundError: there is no such task.
+    """
+    _check_leased(partition, partition.known_task(claim.task_name), claim.request_id, rows)
+
+
+def _check_leased(partition: Partition, task: TaskLedger, request_id: bytes, rows: Indexes | None) -> None:
+    """Refuse a worker that does not hold, and has not acknowledged, samples of its claim; None: all of them."""
+    claim = task.claims.get(request_id)
+    if claim is None:
+        _check_cleared(partition, task, request_id, rows)
+        return
+    _lease_of(task, claim)
+    if rows is not None:
+        _check_held(partition, task, claim, rows)
+    elif task.ended.has_expired(request_id):
+        raise _is_over(task)
+
+
 def _left(partition: Partition, task: TaskLedger, claim: QueueClaim, rows: Indexes | None) -> Indexes:
     """Return the positions of what a claim holds of some samples, of all where none are named.
 
@@ -412,14 +455,14 @@ def _lease_of(task: TaskLedger, claim: QueueClaim) -> LeaseTerms:
     if claim.lease is None:
         raise PreconditionError(
             f"this claim of task {task.name!r} has no lease, so its samples were done when they were delivered; ask "
-            "with a lease to acknowledge them",
+            "with a lease to acknowledge them, or name none with a write",
             metadata={"task_name": task.name},
         )
     return claim.lease
 
 
 def _check_cleared(partition: Partition, task: TaskLedger, request_id: bytes, rows: Indexes | None) -> None:
-    """Refuse to acknowledge for a claim that is gone, unless it went with its samples when they were cleared."""
+    """Refuse a claim that is gone, unless it went with its samples when they were cleared."""
     if rows is None or rows.size == 0 or task.ended.has_expired(request_id):
         raise _is_over(task, rows)
     there = rows[(partition.table.find(rows) >= 0) | (rows < 0) | (rows >= partition.inserted_count)]
@@ -431,8 +474,8 @@ def _check_held(partition: Partition, task: TaskLedger, claim: QueueClaim, rows:
     foreign = rows[~np.isin(rows, claim.rows)]
     if foreign.size:
         raise InvalidArgumentError(
-            f"samples {_named(foreign)} were never in this claim of task {task.name!r}; acknowledge each claim by the "
-            f"batch it came with",
+            f"samples {_named(foreign)} were never in this claim of task {task.name!r}; name the samples of a claim by "
+            f"the batch it came with",
             field="global_indexes",
         )
     positions = partition.table.find(rows)

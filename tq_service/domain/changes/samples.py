@@ -17,7 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tq_service.custom_meta import MetaColumn
+from tq_service.domain.changes.claims import check_claim
 from tq_service.domain.changes.state_machine import Change, State, Step
+from tq_service.domain.claims.request import LeasedClaim
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Indexes
 from tq_service.domain.states import FAILED, STATE_CODES, is_open
@@ -35,6 +37,9 @@ from tq_service.errors import (
 )
 from tq_service.schema import FieldSpec, KeyMode, SampleState
 
+# A write was checked against its claim when it was made; the log need not know of it.
+_CHECKED_ONCE = {"is_encoded": False}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleWrite:
@@ -48,6 +53,7 @@ class SampleWrite:
         names: what is known of keys and groups already; None: nothing.
         put: where the columns are, None for metadata and state only.
         columns: the columns of the put.
+        claim: the leased claim that the samples of `global_indexes` are of; None: the write is not checked against one.
 
     Raises:
         InvalidArgumentError: no sample is named where they must be existing ones.
@@ -64,8 +70,10 @@ class SampleWrite:
     meta: Sequence[MetaColumn] = ()
     put: Put | None = None
     columns: Sequence[ColumnWrite] = ()
+    claim: LeasedClaim | None = field(default=None, metadata=_CHECKED_ONCE)
 
     def __post_init__(self) -> None:
+        _check_claim_has_rows(self.claim, self.global_indexes)
         if self.key_mode == "existing" and self.keys is None and self.global_indexes is None:
             raise InvalidArgumentError(
                 "key_mode is existing, but neither keys nor global_indexes name the samples; give one of them",
@@ -159,12 +167,15 @@ class MetaSet(Change):
     partition_id: str
     global_indexes: Indexes
     columns: Sequence[MetaColumn]
+    claim: LeasedClaim | None = field(default=None, metadata=_CHECKED_ONCE)
 
     def prepare(self, state: State) -> FoundRows:
         """Find the samples and see whether the columns take the values."""
         partition = state.partition(self.partition_id)
         if self.global_indexes.size == 0:
             raise InvalidArgumentError("global_indexes is empty; name at least one sample", field="global_indexes")
+        if self.claim is not None:
+            check_claim(partition, self.claim, self.global_indexes)
         positions = partition.positions_of(self.global_indexes)
         partition.meta.check(self.columns, positions.size)
         return partition, positions
@@ -203,10 +214,13 @@ class SamplesCleared(Change):
 
     partition_id: str
     global_indexes: Indexes
+    claim: LeasedClaim | None = field(default=None, metadata=_CHECKED_ONCE)
 
     def prepare(self, state: State) -> FoundRows | None:
         """Find those that are there."""
         partition = state.partition(self.partition_id)
+        if self.claim is not None:
+            check_claim(partition, self.claim, self.global_indexes)
         positions = partition.table.find(self.global_indexes)
         positions = distinct(positions[positions >= 0], partition.table.count)
         return (partition, positions) if positions.size else None
@@ -304,12 +318,29 @@ def check_write(partition: Partition, write: SampleWrite) -> CheckedWrite:
             f"existing; clear the partition to start over, or use another one",
             metadata={"partition_id": partition.partition_id},
         )
+    if partition.sealed and write.keys is not None and write.key_mode == "upsert" and positions is not None:
+        _check_not_overwritten(partition, write, write.keys, positions)
     specs = partition.cells.merged_specs(write.columns, positions)
     partition.meta.check(write.meta, write.row_count)
     if positions is not None and write.state is not None and write.state is not SampleState.FAILED:
         _check_not_failed(partition, positions[positions >= 0])
     groups = None if write.groups is None else _check_groups(partition, write, write.groups, positions)
     return CheckedWrite(partition=partition, positions=positions, new_count=new_count, groups=groups, specs=specs)
+
+
+def _check_not_overwritten(partition: Partition, write: SampleWrite, keys: Sequence[str], positions: Indexes) -> None:
+    """Refuse to overwrite columns of a sealed partition by an upsert: it looks like another run under the same name."""
+    for column in write.columns:
+        if column.spec.name not in partition.cells.fields:
+            continue
+        is_there = partition.cells.produced([column.spec.name], positions)
+        if is_there.any():
+            raise PartitionSealedError(
+                f"partition {partition.partition_id!r} is sealed, and key {keys[int(np.argmax(is_there))]!r} has field "
+                f"{column.spec.name!r} already, perhaps from another run; clear the partition to start over, or use "
+                f"another one, or a namespace for each run; put with key_mode existing to overwrite it",
+                metadata={"partition_id": partition.partition_id},
+            )
 
 
 def _check_groups(
@@ -368,6 +399,8 @@ def _find_rows(partition: Partition, write: SampleWrite) -> Indexes | None:
     if write.global_indexes is not None:
         if write.keys is not None:
             raise InvalidArgumentError("a write names its samples by index or by key, not by both", field="keys")
+        if write.claim is not None:
+            check_claim(partition, write.claim, write.global_indexes)
         return partition.positions_of(write.global_indexes)
     keys, index = write.keys, partition.key_index
     if keys is None:
@@ -392,3 +425,10 @@ def _find_rows(partition: Partition, write: SampleWrite) -> Indexes | None:
             metadata={"partition_id": partition.partition_id, "key": key},
         )
     return positions
+
+
+def _check_claim_has_rows(claim: LeasedClaim | None, global_indexes: Indexes | None) -> None:
+    if claim is not None and global_indexes is None:
+        raise InvalidArgumentError(
+            "claim is given without global_indexes; name the samples of the claim by their indexes", field="claim"
+        )

@@ -308,9 +308,10 @@ class TaskLedger(TaskFacts):
     def __init__(self, name: str, table: RowTable, state: Column, *, backlog: int) -> None:
         super().__init__(name=name, backlog=backlog)
         self.leased_count = 0
-        self.claim = table.column(f"claim/{name}", np.int64, UNCLAIMED)
-        self.deliveries = table.column(f"deliveries/{name}", np.int32, 0)
-        self.uses = table.column(f"uses/{name}", np.int32, 0)
+        claim, deliveries, uses = task_columns(name)
+        self.claim = table.column(claim, np.int64, UNCLAIMED)
+        self.deliveries = table.column(deliveries, np.int32, 0)
+        self.uses = table.column(uses, np.int32, 0)
         self.batches: dict[int, Batch] = {}
         self.claims: dict[bytes, QueueClaim] = {}
         self.leases: dict[bytes, QueueClaim] = {}
@@ -323,6 +324,12 @@ class TaskLedger(TaskFacts):
         self._table = table
         self._state = state
         self._by_serial: dict[int, Batch | QueueClaim] = {}
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether nothing is on record: no claim, end, epoch or release."""
+        is_first = self.epoch == 0 and self.serial == CONSUMED_EARLIER
+        return is_first and self.end is None and not (self.ended or self.names.past)
 
     # Snapshots
 
@@ -387,12 +394,7 @@ class TaskLedger(TaskFacts):
 
     def check_epoch(self, epoch: int | None) -> None:
         """Refuse a caller that means another epoch."""
-        if epoch is not None and epoch != self.epoch:
-            raise StaleEpochError(
-                f"task {self.name!r} is at epoch {self.epoch}, got epoch {epoch}; its consumption was reset since: "
-                f"take the epoch of CheckConsumption",
-                metadata={"task_name": self.name, "got": str(epoch), "expected": str(self.epoch)},
-            )
+        check_epoch(self.name, self.epoch, epoch)
 
     def recorded(self, request: ClaimRequest) -> RankPlan | QueueClaim | EndCounts | None:
         """Return the recorded answer to a request, None where there is none yet."""
@@ -805,6 +807,21 @@ class TaskLedger(TaskFacts):
             batch = self.batches[self._without_rows.pop(0)]
         self._drop(batch)
         del self.batches[batch.batch_index]
+
+
+def task_columns(name: str) -> tuple[str, str, str]:
+    """Return the names of the columns of a task: `claim`, `deliveries` and `uses`."""
+    return f"claim/{name}", f"deliveries/{name}", f"uses/{name}"
+
+
+def check_epoch(name: str, epoch: int, got: int | None) -> None:
+    """Refuse a caller that means another epoch than that of a task; None: whichever it is."""
+    if got is not None and got != epoch:
+        raise StaleEpochError(
+            f"task {name!r} is at epoch {epoch}, got epoch {got}; its consumption was reset since: take the epoch of "
+            f"CheckConsumption",
+            metadata={"task_name": name, "got": str(got), "expected": str(epoch)},
+        )
 
 
 class LeaseTimer:

@@ -72,6 +72,7 @@ _MOST_PLANS = 4  # off the loop at a time, those that are long under way apart
 _LONG_PLAN_SECONDS = 1.0
 _LEAST_HEAD_START_SECONDS = 0.01
 _MOST_REPLANS = 8
+_CLOSED_AT_ONCE = 1 << 12  # rows that changed, as many as gaps are closed for in a step
 _MOST_BATCHES_AHEAD = 1 << 10  # where plans do not consume what they deliver, so that any batch_index could be planned
 
 
@@ -159,6 +160,15 @@ class Planner:
     def waiting_count(self) -> int:
         """Number of calls that wait."""
         return len(self._queue)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no call waits, and no plan is made."""
+        return not self._queue
+
+    def close(self) -> None:
+        """Serve no calls any more, while it is idle."""
+        self._search.close()
 
     @property
     def last_request(self) -> ClaimRequest | None:
@@ -610,6 +620,10 @@ class PlanSearch:
         self._ready = ReadyIndex(partition, task.name)
         self.epoch = task.epoch
 
+    def close(self) -> None:
+        """Look for no plans any more."""
+        self._ready.close()
+
     @property
     def marks(self) -> tuple[int, int, int, int, int]:
         """Versions of all that plans depend on; what is equal at two moments has not changed between them."""
@@ -637,6 +651,7 @@ class PlanSearch:
         """
         begun_at = self._task.serial, self._task.epoch
         for _ in range(_MOST_REPLANS):
+            await self._close_gaps()
             was_heavy = await self._sort_rows(request)
             if self._is_over(begun_at[1]):
                 return None
@@ -729,19 +744,30 @@ class PlanSearch:
 
     async def _run_off_loop(self, sampler: Sampler, view: PartitionView, wanted: PlanRequest) -> Plan | None:
         """Run the sampler while the positions of rows stay as they are."""
-        table = self._partition.table
         view.leave_loop()
-        table.pin_count += 1
-        try:
+        with self._partition.table.pinned():
             plan = await self._runner.run(sampler, view, wanted)
-        finally:
-            table.pin_count -= 1
         view.rejoin_loop()
         return plan
 
     def _view(self, request: ClaimRequest, *, no_more: bool = False) -> PartitionView:
         length = self._runner.length(request.sampler)
         return PartitionView(self._partition, self._task, self._ready, request.batch_spec, length, no_more=no_more)
+
+    async def _close_gaps(self) -> None:
+        """Close gaps of the table if these are many, in short steps, once all plans of the partition are over.
+
+        Else plans that overlap all the time would have the table grow without end. Plans have a time limit.
+        """
+        table = self._partition.table
+        while table.has_many_gaps:
+            if table.pin_count:
+                unpinned = asyncio.Event()
+                table.when_unpinned(unpinned.set)
+                await unpinned.wait()
+            else:
+                table.close_gaps(_CLOSED_AT_ONCE)
+                await asyncio.sleep(0)
 
     async def _sort_rows(self, request: ClaimRequest) -> bool:
         """Sort the rows of a claim in its order as far as it needs, in short steps; return whether it took any."""

@@ -144,6 +144,22 @@ class LeaseTerms:
             check_range("max_deliveries", self.max_deliveries, 0, hint=hint)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeasedClaim:
+    """A claim with a lease, under which samples are changed.
+
+    Raises:
+        InvalidArgumentError: the name or the id is malformed.
+    """
+
+    task_name: str
+    request_id: bytes
+
+    def __post_init__(self) -> None:
+        check_name("task_name", self.task_name)
+        check_id("claim_request_id", self.request_id)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ClaimSpec:
     """What all ranks of a task ask for alike, batch after batch. Calls with equal specs are served by the same plans.

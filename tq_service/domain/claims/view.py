@@ -49,6 +49,11 @@ class ReadyIndex:
         partition.on_rows.append(self._note)
         partition.on_reset.append(self._forget)
 
+    def close(self) -> None:
+        """Hear of no changes any more."""
+        self._partition.on_rows.remove(self._note)
+        self._partition.on_reset.remove(self._forget)
+
     def _forget(self, task_name: str) -> None:
         """Forget all: rows that were not written to may be ready again."""
         if task_name == self._task_name:

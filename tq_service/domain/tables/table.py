@@ -15,7 +15,9 @@ costs a copy of a few thousand values at most, however long the column is, and o
 closed: rows are moved to the front, some thousands with each step that adds or removes others, and about twice as many
 as these. So no step takes long, and the end is reached before the table has grown by much. A gap keeps its index, by
 which the rows around it are found; only what moved rows have left behind has none. No row is moved while a reader on
-another thread needs positions to stay (`pin_count`).
+another thread needs positions to stay (`pinned`). Such a reader first waits for the others to end if gaps are many
+(`has_many_gaps`), so that readers which overlap all the time do not keep gaps for good. A reader that goes over the
+rows of a table in slices, with turns for others between, pins nothing (`slices`).
 
 Many rows at once are added in two parts: capacity for them is reserved in steps, between which everything else goes
 on, and the step that adds them writes only their values (`reserve_capacity`).
@@ -27,6 +29,7 @@ on, and the step that adds them writes only their values (`reserve_capacity`).
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import operator
 import sys
@@ -60,6 +63,7 @@ _GROWTH: Final = 1 << 14  # values by which a long column grows at least
 _CAPACITY_STEP: Final = 1 << 16  # rows for which capacity is reserved in a step
 _FIRST_CAPACITY = 64
 _LEAST_GAPS = 1024
+_MANY_GAPS = 1 << 13  # beyond two for each row
 _FEW = 64
 _MARKED_SHARE = 16
 _NO_INDEX = -1  # of what rows have left behind as gaps are closed
@@ -330,13 +334,17 @@ class RowTable(Table):
         readable: columns that samplers, `where` and `order_by` find by name, as they find custom_meta.
     """
 
-    __slots__ = ("_closing", "index", "next_index", "pin_count", "present_count", "readable", "state")
+    __slots__ = (
+        "_closing", "_when_unpinned",
+        "index", "next_index", "pin_count", "present_count", "readable", "state",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         super().__init__()
         self.present_count = 0  # rows without the gaps
         self.next_index = 0
         self.pin_count = 0  # readers on other threads that need positions to stay
+        self._when_unpinned: list[Callable[[], object]] = []
         self.readable: dict[str, Column] = {}
         self._closing: tuple[int, int] | None = None  # where the next row goes, and where it is looked for
         self.index = self.column("index", np.int64, _NO_INDEX)
@@ -419,7 +427,7 @@ class RowTable(Table):
         """
         if self.pin_count:
             return
-        gaps = self.count - self.present_count
+        gaps = self.gap_count
         if self._closing is None and (gaps < _LEAST_GAPS or gaps <= self.present_count):
             return
         to, start = self._closing or (0, 0)
@@ -446,6 +454,44 @@ class RowTable(Table):
                 column.write(moved, column.data[source])
                 column.write(left, column.fill)
         return end_of_moved
+
+    @property
+    def gap_count(self) -> int:
+        """Positions without a row."""
+        return self.count - self.present_count
+
+    @property
+    def has_many_gaps(self) -> bool:
+        """Whether there are so many that a reader should not pin the table before they are closed."""
+        return self.gap_count > _MANY_GAPS + 2 * self.present_count
+
+    @contextlib.contextmanager
+    def pinned(self) -> Iterator[None]:
+        """Have all positions stay as they are, for a reader on another thread, until the end of the `with`."""
+        self.pin_count += 1
+        try:
+            yield
+        finally:
+            self.pin_count -= 1
+            if not self.pin_count:
+                waiting, self._when_unpinned = self._when_unpinned, []
+                for notify in waiting:
+                    notify()
+
+    def when_unpinned(self, notify: Callable[[], object]) -> None:
+        """Call this once as soon as no reader pins the table."""
+        self._when_unpinned.append(notify)
+
+    def slices(self, count: int) -> Iterator[slice]:
+        """Yield the positions of all rows of this moment, so many at a time at most, in order.
+
+        Each slice is of the moment at which it is asked for: rows may be added, removed and moved between two of them.
+        """
+        end_index, index = self.next_index, 0
+        while (start := self.position_from(index)) < (end := self.position_from(end_index)):
+            stop = min(start + count, end)
+            index = int(self.index.data[start:stop].max()) + 1
+            yield slice(start, stop)
 
     def find(self, indexes: Indexes) -> Indexes:
         """Return the position `(n,)` of each global index, -1 for one that is not there."""

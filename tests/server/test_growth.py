@@ -1,0 +1,116 @@
+"""What a service keeps does not grow with the partitions that it had: all that their cycle makes goes with them."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import sys
+import threading
+import types
+from collections import Counter, deque
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from live_server import AnyClient, StartServer
+
+import tq_service as tq
+from tq_service.domain.history import ChangeHistory
+from tq_service.domain.idempotency import IdempotencyCache
+
+_NOT_FOLLOWED = (
+    type, types.ModuleType, types.FrameType, types.CodeType, threading.Thread, asyncio.AbstractEventLoop,
+    IdempotencyCache,  # its answers go by their age
+)  # fmt: skip
+
+
+def reachable(root: object) -> Iterator[object]:
+    """Yield all objects that one holds, itself included."""
+    globals_of_modules = {id(vars(module)) for module in list(sys.modules.values()) if hasattr(module, "__dict__")}
+    seen, left = {id(root)}, [root]
+    while left:
+        each = left.pop()
+        yield each
+        for other in gc.get_referents(each):
+            if id(other) not in seen and id(other) not in globals_of_modules and not isinstance(other, _NOT_FOLLOWED):
+                seen.add(id(other))
+                left.append(other)
+
+
+def entries(root: object) -> Counter[str]:
+    """Return how many entries the containers have that an object holds, by type."""
+    found: Counter[str] = Counter()
+    for each in reachable(root):
+        if isinstance(each, ChangeHistory):  # of the last thousands of partitions it keeps that they are gone
+            found["deque"] -= len(each._cleared)
+        if isinstance(each, dict | list | set | deque):
+            found[type(each).__name__] += len(each)
+        elif isinstance(each, np.ndarray):
+            found["ndarray"] += each.size
+    return found
+
+
+def cycle(client: AnyClient, number: int) -> None:
+    """Use a partition as a step of training does, by all kinds of calls, and clear it."""
+    name, asks = f"train@step_{number}", {"partition_id": f"train@step_{number}", "max_wait": 0.0}
+    keys = [f"{number}-{row}" for row in range(8)]
+    client.create_partition(
+        name, max_bytes=1 << 20, staleness_limits=[tq.StalenessLimit(task_name="ranks", max_samples=100)]
+    )
+    client.put(
+        {"x": torch.arange(8), "text": list("abcdefgh")}, partition_id=name, keys=keys, groups=list("aabbccdd"),
+        group_size=2, custom_meta={"version": np.full(8, number), "tag": list("abcdefgh")},
+    )  # fmt: skip
+    for at in range(3):
+        rows, _ = client.lookup_samples(name, keys[:: at + 1])
+        client.put({f"y{at}": torch.zeros(rows.size)}, metadata=rows)
+    worker = client.get_meta(**asks, task_name="reward", data_fields=["x"], batch_size=8, lease=60.0)
+    client.put({"reward": torch.zeros(8)}, metadata=worker)
+    client.ack(worker.select_samples(range(4)))
+    client.release(worker.select_samples(range(4, 6)))
+    named = {**asks, "task_name": "named", "data_fields": ["x"], "batch_size": 4, "claim_name": f"claim {number}"}
+    client.get_meta(**named)
+    ranked = {"task_name": "ranks", "data_fields": ["x"], "batch_size": 2, "dp_size": 2, "batch_index": 0}
+    for dp_rank in range(2):
+        client.get_data(client.get_meta(**asks, **ranked, dp_rank=dp_rank))
+    waits = client.get_meta(**asks, task_name="reward", data_fields=["never"], batch_size=8, explain=True)
+    assert waits.status == "not_yet"
+    with pytest.raises(tq.StaleEpochError):
+        client.get_meta(**asks, task_name=f"eval {number}", data_fields=["x"], batch_size=1, epoch=3)
+    with pytest.raises(tq.InvalidArgumentError):
+        client.get_meta(**asks, task_name="odd", data_fields=["x"], batch_size=1, where=[("tag", ">", 1)])
+    assert (
+        client.get_meta(
+            partition_id=f"none {number}", task_name="t", data_fields=["x"], batch_size=1, max_wait=0.0
+        ).size
+        == 0
+    )
+    client.describe_partition(name)
+    client.status()
+    client.reset_consumption(name, "ranks")
+    client.seal_partition(name)
+    client.clear_samples(partition_id=name, keys=keys[:4])
+    client.clear_partition(name)
+
+
+@pytest.mark.parametrize("kind", ["memory", "split"])
+def test_nothing_is_kept_of_partitions_that_were_cleared(start_server: StartServer, kind: str) -> None:
+    servers = [start_server()] if kind == "memory" else [start_server(role="controller")]
+    if kind == "split":
+        servers.append(start_server(role="storage", controller=servers[0].address))
+    client = servers[0].client()
+    numbers = itertools.count()
+
+    def kept(count: int) -> list[Counter[str]]:
+        for number in itertools.islice(numbers, count):
+            cycle(client, number)
+        while client.storage_stat(servers[-1].address).used_bytes:
+            pass
+        servers[0].settle()
+        gc.collect()
+        return [entries(server.app) for server in servers]
+
+    for few, many in zip(kept(8), kept(24), strict=True):
+        assert {name: (few[name], many[name]) for name in many if many[name] > few[name] + 16} == {}
