@@ -11,7 +11,7 @@ from padded_rows import LENGTHS, assert_pads_like, columns_of
 from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack
 
 from tq_service.errors import InvalidArgumentError, UnsupportedObjectError
-from tq_service.schema import DTYPE_SIZES, Layout
+from tq_service.schema import DTYPE_SIZES, FieldSpec, Layout
 from tq_service.wire.columns import decode_header, encode_header
 from tq_service.wire.decoding import decode_columns, to_tensordict
 from tq_service.wire.encoding import encode_columns
@@ -20,9 +20,9 @@ from tq_service.wire.frames import ColumnReceiver, iter_frames
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf", "ignore:The PyTorch API of nested tensors")
 
 
-def send(data, declared=None, *, as_torch=True, frame_bytes=7):
+def send(data, known=None, *, as_torch=True, frame_bytes=7):
     """Take data through headers and frames as a put and a get would."""
-    columns = encode_columns(data, declared)
+    columns = encode_columns(data, known)
     headers = [decode_header(encode_header(column), column.row_count) for column in columns]
     receiver = ColumnReceiver(headers)
     for parts in iter_frames((chunk for column in columns for chunk in column.chunks), frame_bytes):
@@ -200,7 +200,7 @@ def test_scalars_numbers_and_mixed_lists():
 
 
 def test_declared_layouts():
-    back = send({"y": ["a", "b"], "z": [1, 2]}, {"z": Layout.OBJECT})
+    back = send({"y": ["a", "b"], "z": [1, 2]}, {"z": FieldSpec("z", layout="object")})
     assert back == {"y": ["a", "b"], "z": [1, 2]}
 
 
@@ -292,8 +292,8 @@ def test_arrays_of_objects_of_several_dimensions_are_put_row_by_row():
 
 def test_objects_of_a_field_known_to_hold_tensors_are_tensors():
     numbers, tensors = NonTensorStack(*NUMBERS), NonTensorStack(*ROWS_OF_TENSORS)
-    assert send({"x": numbers}, {"x": Layout.DENSE})["x"].tolist() == NUMBERS
-    assert [row.tolist() for row in send({"x": tensors}, {"x": Layout.JAGGED})["x"]] == [[1, 1], [0, 0], [1, 1]]
+    assert send({"x": numbers}, {"x": FieldSpec("x", layout="dense")})["x"].tolist() == NUMBERS
+    assert [row.tolist() for row in send({"x": tensors}, {"x": FieldSpec("x", layout="jagged")})["x"]] == [[1, 1], [0, 0], [1, 1]]
 
 
 @pytest.mark.parametrize("items", [["a", "b"], [], ("a",) * 4, np.array(["a"], dtype=object)])
