@@ -275,7 +275,7 @@ def _encode_tensors(name: str, values: Sequence[Any], known: FieldSpec | None) -
     if _are_arrays(values):
         try:
             return _encode_arrays(name, values)
-        except (AttributeError, RuntimeError, TypeError):  # torch does not say of which field
+        except (AttributeError, RuntimeError):  # torch does not say of which field
             for row in values:
                 _check_values(name, row)
             raise
@@ -335,6 +335,8 @@ def _are_arrays(values: Sequence[Any]) -> bool:
 
 def _encode_arrays(name: str, values: Sequence[Any]) -> Column:
     rows = list(values)
+    for row in {type(row): row for row in rows}.values():
+        _check_values(name, row)
     if len({is_tensor_type(kind) for kind in set(map(type, rows))}) > 1:
         rows = [row if is_tensor(row) else _as_tensor(name, row) for row in rows]
     dim_counts = {row.ndim for row in rows}
