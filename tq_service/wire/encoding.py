@@ -126,7 +126,7 @@ def _encode_column(name: str, values: Any, known: FieldSpec | None) -> Column:
     if isinstance(values, np.ndarray):
         return _encode_list(name, _rows_of_array(values), _objects_unless_tensors(name, known))
     if _is_tensordict(values):
-        if not sys.modules["tensordict"].is_non_tensor(values):
+        if not _is_non_tensor(values):
             raise InvalidArgumentError(
                 f"field {name!r} is a nested TensorDict; put its columns as fields of their own", field="data"
             )
@@ -267,7 +267,7 @@ def _encode_list(name: str, values: Sequence[Any], known: FieldSpec | None) -> C
 
 
 def _is_non_tensor(value: Any) -> bool:
-    return _is_tensordict(value) and bool(sys.modules["tensordict"].is_non_tensor(value))
+    return _is_tensordict(value) and bool(sys.modules["tensordict"].utils.is_non_tensor(value))
 
 
 def _encode_tensors(name: str, values: Sequence[Any], known: FieldSpec | None) -> Column | None:
