@@ -79,9 +79,11 @@ class SampleCalls(Base):
         Args:
             data: a TensorDict, or a dict of columns: a dense tensor or array `(n, ...)`; a jagged nested tensor; a list
                 of tensors of one or more dimensions (jagged where they differ in shape, else dense); a list of numbers
-                (dense); a list of strings, bytes, None, JSON-like values or dicts with tensors (objects). Arrays of
-                objects, `NonTensorStack` and `NonTensorData` are objects whatever their rows are; `NonTensorData` of a
-                list is one item a row, of anything else one value for all rows. None: metadata or state only.
+                (dense; int64, float64 or bool); a list of lists of numbers (jagged, or dense if all have one length); a
+                list of strings, bytes, None, JSON-like values or dicts with tensors (objects). A field of objects takes
+                any list. Arrays of objects, `NonTensorStack` and `NonTensorData` are objects whatever their rows are;
+                `NonTensorData` is one value for all rows, as tensordict's `tolist()` has it. None: metadata or state
+                only.
             partition_id: the partition; made on first use.
             metadata: existing samples, instead of `partition_id`.
             keys: `n` unique names of the samples: a list, or an array of text.
