@@ -546,8 +546,8 @@ def merge_specs(known: FieldSpec, column: ColumnWrite, layout: Layout) -> FieldS
     is_jagged = -1 in widened or Layout.JAGGED in (layout, known.layout, new.layout)
     if -1 not in widened and new.layout is Layout.JAGGED:  # nothing differs yet
         # torch takes the first dimension of equal rows for the ragged one, so that it says nothing if there are others.
-        told = 0 if len(widened) == 1 else 1
-        widened = (*widened[:told], *new.row_shape[told:])
+        first = 0 if len(widened) == 1 else 1
+        widened = (*widened[:first], *new.row_shape[first:])
     return _unless_equal(known, replace(new, layout=Layout.JAGGED if is_jagged else Layout.DENSE, row_shape=widened))
 
 
