@@ -147,13 +147,14 @@ def test_a_part_owns_its_memory() -> None:
     assert -1 not in batch["input_ids"].values().tolist()
 
 
-def test_non_tensor_data_of_a_list_is_one_item_a_row() -> None:
-    data = TensorDict({"list": NonTensorData(["a", None, {"k": 1}]), "all": NonTensorData("b")}, batch_size=[3])
+def test_non_tensor_data_is_one_value_for_all_rows() -> None:
+    data = TensorDict({"list": NonTensorData([7, 8]), "all": NonTensorData("b")}, batch_size=[3])
     part = take_rows(data, [2, 0])
-    assert list(part["list"]) == [{"k": 1}, "a"]
+    assert list(part["list"]) == [[7, 8], [7, 8]]
     assert list(part["all"]) == ["b", "b"]
-    with pytest.raises(ValueError, match="3 items for 2 rows"):
-        take_rows(data[:2], [0])
+    assert list(take_rows(data[:2], [0])["list"]) == data[0:1].get("list").tolist() == [[7, 8]]
+    texts = TensorDict({"x": np.array(["a", "b", "c"])}, batch_size=[3])
+    assert list(take_rows(texts, [2, 0])["x"]) == ["c", "a"]
 
 
 def test_objects_are_counted_by_the_bytes_in_them() -> None:

@@ -124,6 +124,28 @@ def test_samples_that_are_all_of_one_length_are_packed_like_others(address: str,
     assert sorted(seen) == list(range(12))
 
 
+@pytest.mark.parametrize("lengths", [[9] * 6, [3] * 6, [5, 7, 7, 9, 3, 7], [9, 9, 9, 9, 5, 9]])
+def test_position_ids_put_one_trajectory_after_the_other_are_packed(
+    address: str, partition: str, lengths: list[int]
+) -> None:
+    """torch makes them ragged in their first dimension, which has no tokens, as long as there is one length only."""
+    with tq.Client(address) as client:
+        for index, length in enumerate(lengths):
+            data = columns(index, [length])
+            data["position_ids"] = torch.nested.as_nested_tensor(data["position_ids"].unbind(), layout=torch.jagged)
+            client.put(data, partition_id=partition, custom_meta=[{"total_lengths": length}])
+        client.seal_partition(partition)
+    seen = []
+    for pack in StreamingDataLoader(dataset_of(address, partition)):
+        seen += pack["index"].tolist()
+        assert pack["position_ids"].shape == (3, SIZE)
+        expected = columns(0, lengths)["position_ids"].unbind()
+        rows = unpack_sequences(pack)["position_ids"].unbind()
+        for row, index in zip(rows, pack["index"].tolist(), strict=True):
+            assert torch.equal(row, expected[index])
+    assert sorted(seen) == list(range(len(lengths)))
+
+
 def test_a_restart_and_a_reset_give_the_same_packs(address: str, partition: str) -> None:
     fill(address, partition, LENGTHS)
     with StreamingDataLoader(dataset_of(address, partition, replay_buffer_bytes=20_000)) as loader:

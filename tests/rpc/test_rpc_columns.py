@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from live_server import AnyClient, LiveServer
+from live_server import AnyClient, LiveServer, StartServer
 from padded_rows import LENGTHS, assert_pads_like, columns_of, made
 from rpc_rows import assert_same_rows, every_way, rows_of, ways  # noqa: F401  (a fixture)
 
 import tq_service as tq
+from tq_service.data import StreamingDataLoader, StreamingDataset
 
 
 def spec_of(client: AnyClient, partition: str, name: str = "x") -> tuple[str, str | None, tuple[int, ...] | None]:
@@ -70,6 +73,65 @@ def test_only_what_differs_is_ragged(client: AnyClient, default_layout: str) -> 
     assert_pads_like(alike, rows[:2])
 
 
+def nested(*rows: torch.Tensor, layout: torch.layout = torch.jagged) -> torch.Tensor:
+    return torch.nested.as_nested_tensor(list(rows), layout=layout)
+
+
+def strided(*rows: torch.Tensor) -> torch.Tensor:
+    return nested(*rows, layout=torch.strided)
+
+
+ONE, OTHER = made(0, (4, 5)), made(1, (4, 7))
+ORDERS: dict[str, Callable[[], list[Any]]] = {
+    "nested": lambda: [nested(ONE), nested(OTHER)],
+    "nested, of several rows": lambda: [nested(ONE, ONE), nested(OTHER, OTHER)],
+    "strided": lambda: [strided(ONE), strided(OTHER)],
+    "nested, then a list": lambda: [nested(ONE), [OTHER, made(2, (4, 6))]],
+    "a list, then nested": lambda: [[ONE], nested(OTHER)],
+    "dense, then nested": lambda: [ONE[None], nested(OTHER)],
+    "nested, then ragged in the second": lambda: [nested(ONE), nested(ONE, OTHER)],
+    "of three dimensions": lambda: [nested(made(0, (3, 4, 5))), nested(made(1, (3, 4, 7)))],
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("declared", ["auto", "jagged", "field"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_nested_tensors_of_equal_rows_do_not_say_what_is_ragged(
+    start_server: StartServer, tmp_path: Path, order: str, declared: str
+) -> None:
+    """torch makes (4, L) of one length ragged in the first dimension, which no two rows differ in."""
+    server = start_server(data_dir=str(tmp_path), durability="process")
+    client = server.client()
+    if declared == "field":
+        client.create_partition("train", fields=[tq.FieldSpec("x", layout="jagged")])
+    else:
+        client.create_partition("train", default_layout=declared)
+    parts = ORDERS[order]()
+    rows = [row for part in parts for row in (part if isinstance(part, list) else part.unbind())]
+    first = client.put({"x": parts[0]}, partition_id="train")
+    assert_same_rows(client.get_data(first)["x"], rows[: first.size])
+    for part in parts[1:]:
+        client.put({"x": part}, partition_id="train")
+    server.stop()
+    server = start_server(data_dir=str(tmp_path), durability="process")
+    client = server.client()
+    ragged_dim = rows[0].ndim
+    assert spec_of(client, "train") == ("int64", "jagged", (*rows[0].shape[:-1], -1))
+    for indexes in (range(len(rows)), [0], [len(rows) - 1]):
+        got = client.get_data(partition_id="train", global_indexes=indexes)["x"]
+        assert got._ragged_idx == ragged_dim
+        assert_same_rows(got, [rows[index] for index in indexes])
+    client.clear_samples(partition_id="train", global_indexes=[0])
+    client.put({"x": nested(rows[0])}, partition_id="train")
+    client.seal_partition("train")
+    dataset = StreamingDataset(
+        server.address, batch_size=8, data_fields=["x"], partition_id="train", task_name="t", max_wait=5.0
+    )
+    for batch, _ in StreamingDataLoader(dataset):
+        assert batch["x"]._ragged_idx == ragged_dim
+
+
 def test_a_field_that_is_declared_keeps_its_meaning(client: AnyClient) -> None:
     fields = [
         tq.FieldSpec("d", layout="dense"),
@@ -100,7 +162,7 @@ def test_rows_of_another_number_of_dimensions_are_refused(client: AnyClient) -> 
             client.put(data, partition_id="train")
     with pytest.raises(tq.FieldMismatchError, match="convert the rows to the dtype"):
         client.put({"x": torch.zeros(2, dtype=torch.int64)}, partition_id="train")
-    with pytest.raises(tq.FieldMismatchError, match="either tensors or objects"):
+    with pytest.raises(tq.FieldMismatchError, match="it holds tensors: put tensors"):
         client.put({"x": ["a", "b"]}, partition_id="train")
     assert client.describe_partition("train").summary.inserted_count == 2
 

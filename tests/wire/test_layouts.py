@@ -11,7 +11,7 @@ from padded_rows import LENGTHS, assert_pads_like, columns_of
 from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack
 
 from tq_service.errors import InvalidArgumentError, UnsupportedObjectError
-from tq_service.schema import DTYPE_SIZES, Layout
+from tq_service.schema import DTYPE_SIZES, FieldSpec, Layout
 from tq_service.wire.columns import decode_header, encode_header
 from tq_service.wire.decoding import decode_columns, to_tensordict
 from tq_service.wire.encoding import encode_columns
@@ -20,9 +20,9 @@ from tq_service.wire.frames import ColumnReceiver, iter_frames
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf", "ignore:The PyTorch API of nested tensors")
 
 
-def send(data, declared=None, *, as_torch=True, frame_bytes=7):
+def send(data, known=None, *, as_torch=True, frame_bytes=7):
     """Take data through headers and frames as a put and a get would."""
-    columns = encode_columns(data, declared)
+    columns = encode_columns(data, known)
     headers = [decode_header(encode_header(column), column.row_count) for column in columns]
     receiver = ColumnReceiver(headers)
     for parts in iter_frames((chunk for column in columns for chunk in column.chunks), frame_bytes):
@@ -199,8 +199,29 @@ def test_scalars_numbers_and_mixed_lists():
     assert back["none"] == [None, 1]
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("dtype", sorted(DTYPE_SIZES))
+@pytest.mark.parametrize("shape", [(1,), (1, 1), (1, 1, 1)])
+def test_one_value_with_any_stride(dtype, shape):
+    """Such as `values[:, -1]` of one trajectory: torch counts it as contiguous, whatever its stride."""
+    many = random_tensor(dtype, 2, 10)
+    value = many[1:, 7].as_strided(shape, (10,) * len(shape))
+    assert value.is_contiguous()
+    nested = torch.nested.nested_tensor_from_jagged(value.as_strided((1,), (10,)), torch.tensor([0, 1]))
+    back = send({"x": value, "l": [value], "o": NonTensorStack(value), "n": nested})
+    for row in (back["x"], back["l"][0], back["o"][0], back["n"].values()):
+        assert bits(row) == bits(many[1, 7:8])
+    assert back["o"][0].shape == value.shape
+
+
+def test_a_row_of_one_value_among_large_ones_has_any_stride():
+    large = torch.arange(1 << 17)
+    (back,) = send({"x": [large, torch.arange(20).reshape(2, 10)[:1, 3]]}, frame_bytes=1 << 20).values()
+    assert [row.tolist() for row in back.unbind()] == [large.tolist(), [3]]
+
+
 def test_declared_layouts():
-    back = send({"y": ["a", "b"], "z": [1, 2]}, {"z": Layout.OBJECT})
+    back = send({"y": ["a", "b"], "z": [1, 2]}, {"z": FieldSpec("z", layout="object")})
     assert back == {"y": ["a", "b"], "z": [1, 2]}
 
 
@@ -213,7 +234,7 @@ def test_tensordict_there_and_back():
                 "s": [1.0, 2.0, 3.0],
                 "j": [torch.ones(1), torch.ones(0), torch.ones(2)],
                 "o": objects,
-                "same": [[1], [1], [1]],
+                "same": [["a"], ["a"], ["a"]],
                 "nd": [torch.ones(1, 2), torch.ones(2, 1), torch.ones(0, 0)],
             }
         ),
@@ -225,42 +246,67 @@ def test_tensordict_there_and_back():
     for batch in (data, again):
         assert isinstance(batch["o"], list)
         assert batch["o"] == objects
-        assert batch["same"] == [[1], [1], [1]]
+        assert batch["same"] == [["a"]] * 3
         assert batch["j"].layout is torch.jagged
         assert [tuple(row.shape) for row in batch["nd"]] == [(1, 2), (2, 1), (0, 0)]
     assert data[1:]["o"] == objects[1:]
 
 
-def test_non_tensor_data_has_one_item_a_row_or_one_value_for_all():
-    columns = {
-        "list": NonTensorData(["a", None, {"k": 1}]),
-        "tuple": NonTensorData(("a", "b", "c")),
-        "lists": NonTensorData([["a"], [], ["b", "c"]]),
-        "numbers": NonTensorData([1, 2, 3]),
-        "array": NonTensorData(np.arange(3, dtype=np.int16)),
-        "objects": np.array(["a", None, 3], dtype=object),
-        "texts": np.array(["a", "b", "c"]),
-        "text": NonTensorData("a"),
-        "dict": NonTensorData({"k": [1, 2, 3]}),
-        "none": NonTensorData(None),
-        "stack": NonTensorStack(["a", "b", "c"], ["a"], []),
+VALUES = [
+    ["calc"],
+    ["a", "b"],
+    [7, 8],
+    [[1], []],
+    [],
+    ("a", "b"),
+    np.arange(2.0),
+    np.array(["a"]),
+    {"k": [1]},
+    None,
+    "a",
+]
+
+
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("row_count", [1, 2, 3])
+def test_non_tensor_data_is_one_value_for_all_rows_as_tensordict_has_it(value, row_count):
+    row = TensorDict({"x": NonTensorData(value), "n": torch.tensor(1)}, batch_size=[])
+    batch = TensorDict({"n": torch.arange(row_count)}, batch_size=[row_count])
+    forms = {
+        "set": batch.clone().set_non_tensor("x", value),
+        "given": TensorDict({"x": NonTensorData(value)}, batch_size=[row_count]),
+        "expanded": row.expand(row_count),
+        "stacked": torch.stack([row] * row_count),
+        "lazy": lazy_stack([row] * row_count).contiguous(),
+        "rebatched": row[None].expand(row_count).view(row_count),
+        "captured": TensorDict({"x": NonTensorData(value, batch_size=[row_count])}, batch_size=[row_count]),
     }
-    back = send(TensorDict(columns, batch_size=[3]))
-    assert [type(row) for row in back["array"]] == [np.int16] * 3
-    assert back == {
-        "numbers": [1, 2, 3],
-        "array": [0, 1, 2],
-        "list": ["a", None, {"k": 1}],
-        "tuple": ["a", "b", "c"],
-        "lists": [["a"], [], ["b", "c"]],
-        "objects": ["a", None, 3],
-        "texts": ["a", "b", "c"],
-        "text": ["a"] * 3,
-        "dict": [{"k": [1, 2, 3]}] * 3,
-        "none": [None] * 3,
-        "stack": [["a", "b", "c"], ["a"], []],
-    }
-    assert send({"x": NonTensorData(["a", "b"])})["x"] == ["a", "b"]
+    for name, data in forms.items():
+        back = send(data)["x"]
+        if isinstance(value, np.ndarray) and value.dtype.kind == "U" and len(value) == row_count:
+            assert back == value.tolist()  # as TensorDict({"x": array}) has it
+        else:
+            assert repr(back) == repr(data.get("x").tolist()) == repr([value] * row_count), name
+
+
+def test_arrays_of_objects_and_texts_in_a_tensordict_are_one_item_a_row():
+    texts, objects = np.array(["a", "b", "c"]), np.array(["a", None, 3], dtype=object)
+    back = send(TensorDict({"texts": texts, "objects": objects, "tuple": ("a", "b", "c")}, batch_size=[3]))
+    assert back == {"texts": ["a", "b", "c"], "objects": ["a", None, 3], "tuple": ["a", "b", "c"]}
+
+
+def test_non_tensor_data_without_a_batch_dimension_is_a_column():
+    for rows in (["a", "b"], ("a", "b"), np.array(["a", "b"])):
+        assert send({"x": NonTensorData(rows)})["x"] == ["a", "b"]
+
+
+@pytest.mark.parametrize("rows", [["a", "b"], [1.5, 2.5], [[1, 2], [3]], [None, {"a": 1}], [torch.ones(2)] * 2])
+def test_non_tensor_data_in_a_list_is_what_it_holds(rows):
+    stack = NonTensorStack(*map(NonTensorData, rows))
+    for values in ([NonTensorData(row) for row in rows], [stack[0], stack[1]], [NonTensorData(rows[0]), rows[1]]):
+        (column,) = encode_columns({"x": values})
+        assert column.spec.layout is Layout.OBJECT
+        assert repr(send({"x": values})["x"]) == repr(rows)
 
 
 NUMBERS = [1, 0, 2]
@@ -268,18 +314,79 @@ ROWS_OF_TENSORS = [torch.ones(2), torch.zeros(2), torch.ones(2)]
 
 
 @pytest.mark.parametrize("rows", [NUMBERS, [0.5, 1, True], [2, None, 3], ROWS_OF_TENSORS, [np.float32(1)] * 3])
-@pytest.mark.parametrize("hold", ["stack", "data", "array", "leaf"])
+@pytest.mark.parametrize("hold", ["stack", "array", "leaf"])
 def test_objects_stay_objects_whatever_they_are(hold, rows):
     array = np.empty(3, object)
     for position, row in enumerate(rows):
         array[position] = row
-    held = {"stack": NonTensorStack(*rows), "data": NonTensorData(rows), "array": array, "leaf": array}[hold]
+    held = {"stack": NonTensorStack(*rows), "array": array, "leaf": array}[hold]
     data = {"x": held} if hold == "array" else TensorDict({"x": held}, batch_size=[3])
     (column,) = encode_columns(data)
     assert column.spec.layout is Layout.OBJECT
     back = send(data)["x"]
     assert repr(back) == repr(rows)
     assert repr(send(to_tensordict({"x": back}, 3))["x"]) == repr(rows)
+
+
+def fake_tensor():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        return torch.ones(2, 3)
+
+
+class DTensor(torch.Tensor):
+    """Stands for torch's, which needs a process group."""
+
+    @staticmethod
+    def __new__(cls):
+        return torch.Tensor._make_wrapper_subclass(cls, (2, 3))
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return args[0] if func is torch.ops.aten.detach.default else NotImplemented
+
+    def full_tensor(self):
+        return torch.ones(2, 3)
+
+
+@pytest.mark.parametrize(("made", "hint"), [(fake_tensor, "FakeTensor"), (DTensor, r"DTensor.*full_tensor\(\)")])
+def test_tensors_without_values_here_are_refused_by_name(made, hint):
+    value = made()
+    for column in (value, [value] * 2, [value, torch.ones(2, 3)]):
+        with pytest.raises(InvalidArgumentError, match=f"field 'x' .*{hint}"):
+            encode_columns({"x": column})
+    with pytest.raises(UnsupportedObjectError, match=rf"x\[0\]\['a'\] is .*{hint}"):
+        encode_columns({"x": [{"a": value}]})
+
+
+def nested_of(values, offsets, lengths=None, ragged=1):
+    lengths = None if lengths is None else torch.tensor(lengths)
+    nested = torch.nested.nested_tensor_from_jagged(values, torch.tensor(offsets), lengths)
+    nested._ragged_idx = ragged
+    return nested
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: nested_of(torch.ones(4, 12), [0, 5, 12]),
+        lambda: nested_of(torch.ones(8, 5), [0, 4, 8], ragged=2),
+        lambda: nested_of(torch.ones(10), [0, 3, 12]),
+        lambda: nested_of(torch.ones(10), [0, 6, 3]),
+        lambda: nested_of(torch.ones(10), [-2, 3, 5]),
+        lambda: nested_of(torch.ones(5), [0, 2, 4], [3, 3]),
+        lambda: nested_of(torch.ones(10), [0, 2, 4], [-1, 2]),
+    ],
+)
+def test_nested_tensors_whose_parts_disagree_are_refused_by_name(made):
+    with pytest.raises(InvalidArgumentError, match=r"field 'x' is a nested tensor with values of shape .* offsets"):
+        encode_columns({"x": made()})
+
+
+def test_rows_of_a_nested_tensor_may_overlap():
+    back = send({"x": nested_of(torch.arange(10), [0, 2, 4], [3, 3])})["x"]
+    assert [row.tolist() for row in back.unbind()] == [[0, 1, 2], [2, 3, 4]]
 
 
 def test_arrays_of_objects_of_several_dimensions_are_put_row_by_row():
@@ -292,14 +399,12 @@ def test_arrays_of_objects_of_several_dimensions_are_put_row_by_row():
 
 def test_objects_of_a_field_known_to_hold_tensors_are_tensors():
     numbers, tensors = NonTensorStack(*NUMBERS), NonTensorStack(*ROWS_OF_TENSORS)
-    assert send({"x": numbers}, {"x": Layout.DENSE})["x"].tolist() == NUMBERS
-    assert [row.tolist() for row in send({"x": tensors}, {"x": Layout.JAGGED})["x"]] == [[1, 1], [0, 0], [1, 1]]
-
-
-@pytest.mark.parametrize("items", [["a", "b"], [], ("a",) * 4, np.array(["a"], dtype=object)])
-def test_non_tensor_data_of_another_number_of_items_is_refused(items):
-    with pytest.raises(InvalidArgumentError, match=rf"'x' .* {len(items)} items for 3 rows.*one item a row"):
-        encode_columns(TensorDict({"x": NonTensorData(items)}, batch_size=[3]))
+    assert send({"x": numbers}, {"x": FieldSpec("x", layout="dense")})["x"].tolist() == NUMBERS
+    assert [row.tolist() for row in send({"x": tensors}, {"x": FieldSpec("x", layout="jagged")})["x"]] == [
+        [1, 1],
+        [0, 0],
+        [1, 1],
+    ]
 
 
 @pytest.mark.parametrize("value", ["abc", {"a": 1}, None, 5, np.array(3)])
@@ -307,6 +412,78 @@ def test_one_value_for_all_rows_needs_a_number_of_rows(value):
     with pytest.raises(InvalidArgumentError, match=r"'x' is NonTensorData of one .* for how many rows"):
         encode_columns({"x": NonTensorData(value)})
     assert send({"x": NonTensorData(value, batch_size=[2])})["x"] == [value] * 2
+
+
+LISTS = [
+    ([[1, 2, 3], [4]], "int64", Layout.JAGGED, (-1,)),
+    ([[1, 2], [3, 4]], "int64", Layout.DENSE, (2,)),
+    ([[1], []], "int64", Layout.JAGGED, (-1,)),
+    ([[0.5], [1, 2]], "float64", Layout.JAGGED, (-1,)),
+    ([[True, False], [True]], "bool", Layout.JAGGED, (-1,)),
+    ([[np.float32(0.1)], [np.float32(2), np.float32(3)]], "float32", Layout.JAGGED, (-1,)),
+]
+
+
+@pytest.mark.parametrize(("rows", "dtype", "layout", "shape"), LISTS)
+def test_lists_of_numbers_are_rows_of_a_tensor(rows, dtype, layout, shape):
+    (column,) = encode_columns({"x": rows})
+    assert column.spec == FieldSpec("x", dtype, layout, shape)
+    assert [row.tolist() for row in send({"x": rows})["x"].unbind()] == [list(row) for row in rows]
+    assert send({"x": rows}, {"x": FieldSpec("x", layout="object")})["x"] == rows
+
+
+OTHER_LISTS = [
+    [[], []], [[1], None], [["a"], [1]], [[1], (2,)], [(1,), (2, 3)], [[True, 2], [3]], [[2**63], [1]], [[[1], [2, 3]]],
+    [[[1, 2], [3, 4]]], [[1, [2]], [3]], [[torch.tensor(1)], []], [[2**53 + 1], [0.5]], [[None], [1.0]],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", OTHER_LISTS)
+def test_other_lists_are_objects(rows):
+    (column,) = encode_columns({"x": rows})
+    assert column.spec.layout is Layout.OBJECT
+    assert repr(send({"x": rows})["x"]) == repr(rows)
+
+
+@pytest.mark.parametrize(
+    ("rows", "known", "shape"),
+    [
+        ([[], []], FieldSpec("x", "float32", Layout.JAGGED, (-1,)), (0,)),
+        ([[], []], FieldSpec("x", layout="jagged"), (0,)),
+        ([[], []], FieldSpec("x", "bfloat16", Layout.JAGGED, (-1, 3)), (0, 3)),
+        ([[[1, 2], [3, 4]], [[5, 6]]], FieldSpec("x", "int64", Layout.DENSE, (2, 2)), (-1, 2)),
+        ([[[1, 2], [3, 4]], []], FieldSpec("x", layout="jagged"), (-1, 2)),
+        ([[[1, 2], [3, 4]], [[], []]], FieldSpec("x", layout="jagged"), (2, -1)),
+    ],
+)
+def test_lists_that_do_not_say_it_are_tensors_in_a_field_of_tensors(rows, known, shape):
+    (column,) = encode_columns({"x": rows}, {"x": known})
+    assert (column.spec.dtype, column.spec.row_shape) == (known.dtype or "int64", shape)
+    back = send({"x": rows}, {"x": known})["x"]
+    assert [row.tolist() for row in back] == rows or not sum(map(len, rows))
+
+
+def test_nested_lists_without_a_shape_are_objects_in_any_field():
+    for rows in ([[[1], [2, 3]]], [[1], [[2]]], [[[1]], [["a"]]]):
+        (column,) = encode_columns({"x": rows}, {"x": FieldSpec("x", layout="jagged")})
+        assert column.spec.layout is Layout.OBJECT
+
+
+@given(
+    st.one_of(
+        st.lists(st.lists(st.integers(-(2**63), 2**63 - 1)), min_size=1),
+        st.lists(st.lists(st.floats(width=64)), min_size=1),
+        st.lists(st.lists(st.booleans()), min_size=1),
+        st.lists(st.lists(st.one_of(st.integers(), st.floats(), st.booleans(), st.none(), st.text(max_size=2)))),
+    )
+)
+def test_any_lists_come_back(rows):
+    if not rows:
+        return
+    back = send({"x": rows})["x"]
+    exact = [row.tolist() for row in back] if isinstance(back, torch.Tensor) else back
+    wanted = [list(map(float, row)) for row in rows] if getattr(back, "dtype", None) is torch.float64 else rows
+    assert repr(exact) == repr(wanted)
 
 
 def test_lazy_stacks_of_rows_of_different_length():

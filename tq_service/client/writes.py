@@ -24,7 +24,7 @@ from tq_service.client.namespace import Namespace
 from tq_service.client.requests import partition_of, request_of
 from tq_service.custom_meta import MetaColumn
 from tq_service.errors import InvalidArgumentError
-from tq_service.schema import Layout
+from tq_service.schema import FieldSpec
 from tq_service.v1 import commit_pb2, metadata_pb2
 from tq_service.v1.controller_service_pb2 import PlacePutResponse
 from tq_service.wire.columns import Column
@@ -199,10 +199,9 @@ def check_row_counts(columns: Sequence[Column], metadata: BatchMeta) -> None:
             )
 
 
-def declared_layouts(metadata: BatchMeta | None) -> dict[str, Layout]:
-    """Return the layouts that are known of the fields of a batch."""
-    specs = () if metadata is None else metadata.fields
-    return {spec.name: spec.layout for spec in specs if spec.layout is not None}
+def known_fields(metadata: BatchMeta | None) -> dict[str, FieldSpec]:
+    """Return what is known of the fields of a batch."""
+    return {} if metadata is None else {spec.name: spec for spec in metadata.fields}
 
 
 def put_nothing(data: Any, metadata: BatchMeta) -> BatchMeta:

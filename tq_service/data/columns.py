@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict, is_leaf_nontensor
+from tensordict import NonTensorData, NonTensorStack, TensorDict, is_tensor_collection
 
 from tq_service.wire.decoding import object_stack
 from tq_service.wire.encoding import non_tensor_rows
@@ -108,7 +108,7 @@ def flatten(batch: TensorDict) -> FlatBatch:
         raise ValueError(f"got a TensorDict of batch size {tuple(batch.batch_size)}; expected one dimension, (n,)")
     patterns = _Patterns()
     columns: dict[FieldKey, FlatColumn] = {}
-    for key in batch.keys(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor):
+    for key in batch.keys(include_nested=True, leaves_only=True, is_leaf=_is_leaf):
         value = batch.get(key)
         if not isinstance(value, torch.Tensor):
             columns[key] = ObjectColumn(rows=non_tensor_rows(str(key), value))
@@ -117,6 +117,11 @@ def flatten(batch: TensorDict) -> FlatBatch:
         else:
             columns[key] = DenseColumn(values=value)
     return FlatBatch(row_count=int(batch.batch_size[0]), columns=columns, patterns=tuple(patterns.known))
+
+
+def _is_leaf(kind: type) -> bool:
+    """Whether an entry of a TensorDict is a column; tensordict 0.6 has no public function for it."""
+    return not is_tensor_collection(kind) or issubclass(kind, NonTensorData | NonTensorStack)
 
 
 def build(flat: FlatBatch) -> TensorDict:

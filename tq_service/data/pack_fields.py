@@ -46,15 +46,43 @@ def flatten_tokens(data: TensorDict, options: PackOptions) -> FlatBatch:
     length, is_dense = _common_length(flat, options)
     columns, sizes = dict(flat.columns), dict[int, int]()
     for key, column in flat.columns.items():
-        if isinstance(column, DenseColumn) and column.values.ndim > 1:
-            dim = _token_dim(key, tuple(column.values.shape), length, options, is_dense=is_dense)
-            if dim is not None:
-                size = column.values.shape[dim + 1]
-                pattern = len(flat.patterns) + sizes.setdefault(size, len(sizes))
-                values = column.values.movedim(0, dim).flatten(dim, dim + 1)
-                columns[key] = JaggedColumn(values=values, pattern=pattern, ragged_dim=dim + 1)
+        dim, rows = None, _alike_rows(column, flat)
+        if rows is not None and isinstance(column, DenseColumn):
+            dim = _token_dim(key, tuple(rows.shape), length, options, is_dense=is_dense)
+        elif rows is not None:
+            dim = _other_token_dim(key, tuple(rows.shape), length, options)
+        if rows is not None and dim is not None:
+            size = rows.shape[dim + 1]
+            pattern = len(flat.patterns) + sizes.setdefault(size, len(sizes))
+            values = rows.movedim(0, dim).flatten(dim, dim + 1)
+            columns[key] = JaggedColumn(values=values, pattern=pattern, ragged_dim=dim + 1)
     made = (RowPattern.of_lengths(np.full(flat.row_count, size, np.int64)) for size in sizes)
     return FlatBatch(row_count=flat.row_count, columns=columns, patterns=(*flat.patterns, *made))
+
+
+def _alike_rows(column: FlatColumn, flat: FlatBatch) -> torch.Tensor | None:
+    """Return the rows `(n, ...)` of a column of equal rows of one or more dimensions, None of any other."""
+    if isinstance(column, DenseColumn):
+        return column.values if column.values.ndim > 1 else None
+    if not isinstance(column, JaggedColumn) or column.ragged_dim != 1 or not flat.row_count:
+        return None
+    pattern = flat.patterns[column.pattern]
+    is_alike = pattern.min_length == pattern.max_length
+    shape = (flat.row_count, pattern.max_length, *column.values.shape[1:])
+    return column.values.reshape(shape) if is_alike else None
+
+
+def _other_token_dim(key: FieldKey, shape: tuple[int, ...], length: int | None, options: PackOptions) -> int | None:
+    """Return the dimension of the tokens in equal rows of a nested tensor `(n, ...)`; None: the first, or unknown.
+
+    torch takes the first dimension of equal rows for the ragged one, whichever differs in other batches.
+    """
+    dims = [dim for dim, size in enumerate(shape[1:]) if size == length]
+    if key in (options.input_field, *options.keep_fields) or not dims:
+        return None
+    if key == POSITIONS:
+        return dims[-1]
+    return dims[0] if len(dims) == 1 else None
 
 
 def _common_length(flat: FlatBatch, options: PackOptions) -> tuple[int | None, bool]:

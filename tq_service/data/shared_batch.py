@@ -22,7 +22,7 @@ from tensordict import TensorDict
 from tq_service.data.batch import FetchedBatch
 from tq_service.data.columns import FlatBatch, build, flatten
 from tq_service.data.shared_buffers import SharedBufferRef, SharedBufferWriter
-from tq_service.wire.dtypes import Bytes
+from tq_service.wire.dtypes import Bytes, tensor_bytes
 
 _ALIGNMENT: Final = 64
 
@@ -86,7 +86,7 @@ def lay_out(batch: FetchedBatch) -> tuple[BatchLayout, list[tuple[int, Bytes]]]:
     for tensor in tensors:
         offset = -(-end // _ALIGNMENT) * _ALIGNMENT
         places.append(TensorPlace(offset=offset, dtype=tensor.dtype, shape=tuple(tensor.shape)))
-        parts.append((offset, _bytes_of(tensor)))
+        parts.append((offset, np.frombuffer(tensor_bytes(tensor), np.uint8)))
         end = offset + tensor.nbytes
     layout = BatchLayout(index=batch.index, size_bytes=end, pickle_bytes=pickled.nbytes, places=tuple(places))
     return layout, parts
@@ -115,13 +115,6 @@ def _collector(tensors: list[torch.Tensor]) -> Callable[[torch.Tensor], torch.Te
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.is_quantized
-
-
-def _bytes_of(tensor: torch.Tensor) -> Bytes:
-    whole = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    # Not reshape: a single element counts as contiguous whatever its stride, which view does not accept.
-    array: Bytes = whole.as_strided((whole.numel(),), (1,)).view(torch.uint8).numpy()
-    return array
 
 
 def _tensor_at(place: TensorPlace, buffer: Bytes) -> torch.Tensor:
@@ -153,7 +146,7 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) is torch.Tensor and _is_plain(value):
-            return _tensor_of, (pickle.PickleBuffer(_bytes_of(value).data), value.dtype, tuple(value.shape))
+            return _tensor_of, (pickle.PickleBuffer(tensor_bytes(value)), value.dtype, tuple(value.shape))
         return NotImplemented
 
 

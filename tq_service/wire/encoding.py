@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, Final
 
 import numpy as np
@@ -19,6 +20,7 @@ from tq_service.wire.dtypes import (
     exact_numbers,
     is_tensor,
     is_tensor_type,
+    subclass_problem,
     tensor_bytes,
 )
 from tq_service.wire.objects import encode_objects
@@ -29,23 +31,25 @@ _GATHER_BELOW_BYTES: Final = 64 << 10
 _OBJECT_KINDS: Final = "OUST"  # of numpy's dtypes
 
 
-def encode_columns(data: Any, declared: Mapping[str, Layout] | None = None) -> list[Column]:
+def encode_columns(data: Any, known: Mapping[str, FieldSpec] | None = None) -> list[Column]:
     """Return the columns of a put, without copying tensors that are contiguous and on the CPU.
 
     Args:
         data: a TensorDict of one batch dimension or a mapping of field names to columns of `n` rows each: a tensor or
             array `(n, ...)`; a nested tensor, or a list of tensors or arrays of one or more dimensions (jagged); a list
-            of numbers or 0-dim tensors (dense scalars, Python's float as float64); a list of anything else (objects).
-            `NonTensorData` is what `non_tensor_rows` says.
-        declared: layouts known beforehand; a field declared jagged takes rows of equal shape too, one declared object
-            takes any list. Objects that all are str become text, those that all are bytes bytes, others msgpack.
+            of numbers or 0-dim tensors (dense scalars, Python's int as int64, float as float64); a list of lists of
+            numbers (jagged, or dense if all have one length); a list of anything else (objects). `NonTensorData` is
+            described at `non_tensor_rows`.
+        known: fields as the partition has them. One of objects takes any list; for a field of tensors, lists of nested
+            lists of numbers, or of empty lists, are tensors too. Objects that all are str become text, those that all
+            are bytes bytes, others msgpack.
 
     Raises:
         InvalidArgumentError: no fields, no rows, row counts that differ, or values no column can hold.
         UnsupportedObjectError: an object that only pickle could carry.
     """
     columns = [
-        _encode_column(_checked_name(name), values, (declared or {}).get(name)) for name, values in _fields_of(data)
+        _encode_column(_checked_name(name), values, (known or {}).get(name)) for name, values in _fields_of(data)
     ]
     if not columns:
         raise InvalidArgumentError("data has no fields; put at least one column", field="data")
@@ -65,6 +69,12 @@ def encode_columns(data: Any, declared: Mapping[str, Layout] | None = None) -> l
     if not first.row_count:
         raise InvalidArgumentError("data has 0 rows; put at least one sample", field="data")
     return columns
+
+
+def has_lists(data: Any) -> bool:
+    """Whether data has a column that is a list, which is encoded by what its field is known to hold."""
+    is_mapping = isinstance(data, Mapping) and not _is_tensordict(data)
+    return is_mapping and any(isinstance(values, (list, tuple)) for values in data.values())
 
 
 def _checked_name(name: Any) -> str:
@@ -108,25 +118,34 @@ def _fields_of_tensordict(data: Any) -> list[tuple[Any, Any]]:
     return fields
 
 
-def _encode_column(name: str, values: Any, declared: Layout | None) -> Column:
+def _encode_column(name: str, values: Any, known: FieldSpec | None) -> Column:
     if is_tensor(values):
         return _encode_nested(name, values) if values.is_nested else _encode_dense(name, values)
     if isinstance(values, np.ndarray) and values.dtype.kind not in _OBJECT_KINDS:
         return _encode_dense(name, values)
     if isinstance(values, np.ndarray):
-        return _encode_list(name, _rows_of_array(values), declared or Layout.OBJECT)
+        return _encode_list(name, _rows_of_array(values), _objects_unless_tensors(name, known))
     if _is_tensordict(values):
-        if not sys.modules["tensordict"].is_non_tensor(values):
+        if not _is_non_tensor(values):
             raise InvalidArgumentError(
                 f"field {name!r} is a nested TensorDict; put its columns as fields of their own", field="data"
             )
-        return _encode_list(name, non_tensor_rows(name, values), declared or Layout.OBJECT)
+        return _encode_list(name, non_tensor_rows(name, values), _objects_unless_tensors(name, known))
     if not isinstance(values, (list, tuple)):
         raise InvalidArgumentError(
             f"field {name!r} is a {type(values).__name__}; put a tensor, an array or a list of one value per sample",
             field="data",
         )
-    return _encode_list(name, values, declared)
+    return _encode_list(name, values, known)
+
+
+def _holds_tensors(known: FieldSpec | None) -> bool:
+    return known is not None and known.layout in {Layout.DENSE, Layout.JAGGED}
+
+
+def _objects_unless_tensors(name: str, known: FieldSpec | None) -> FieldSpec | None:
+    """Return the field for rows that are objects by their container: of objects, unless it is known to hold tensors."""
+    return known if _holds_tensors(known) else FieldSpec(name, layout=Layout.OBJECT)
 
 
 def _rows_of_array(array: NDArray[Any]) -> list[Any]:
@@ -135,31 +154,29 @@ def _rows_of_array(array: NDArray[Any]) -> list[Any]:
 
 
 def non_tensor_rows(name: str, values: Any) -> list[Any]:
-    """Return the items of a `NonTensorStack` or of a `NonTensorData`, one for each row.
+    """Return the rows of a `NonTensorStack` or of a `NonTensorData`, as tensordict's `tolist()` has them.
 
-    A `NonTensorData` that holds a list, a tuple or a numpy array holds one item a row, as these do without it (a
-    TensorDict wraps arrays of objects and texts so). Anything else, a text or a dict, is one value for all rows.
+    A `NonTensorData` is one value for all of its rows, a list too. Two exceptions: an array of objects or texts with
+    one item per row holds the rows, since a TensorDict makes that of lists and arrays; and a `NonTensorData` without
+    a batch dimension, outside of a TensorDict, holds the rows if it holds a list, a tuple or an array.
 
     Raises:
-        InvalidArgumentError: it holds another number of items than there are rows, or one value for no known number.
+        InvalidArgumentError: it holds one value for an unknown number of rows.
     """
     items = values.data if isinstance(values, sys.modules["tensordict"].NonTensorData) else None
-    if not isinstance(items, (list, tuple)) and not (isinstance(items, np.ndarray) and items.ndim):
-        if not len(values.batch_size):
-            raise InvalidArgumentError(
-                f"field {name!r} is NonTensorData of one {type(items).__name__} that does not say for how many rows; "
-                "put it in a TensorDict, or give it a batch_size",
-                field="data",
-            )
-        return list(values.tolist())
-    row_count = int(values.batch_size[0]) if len(values.batch_size) else len(items)
-    if len(items) != row_count:
+    array = items if isinstance(items, np.ndarray) and items.ndim else None
+    if len(values.batch_size):
+        is_of_rows = array is not None and array.dtype.kind in _OBJECT_KINDS and len(array) == values.batch_size[0]
+        return list(values.tolist()) if array is None or not is_of_rows else _rows_of_array(array)
+    if array is not None:
+        return _rows_of_array(array)
+    if not isinstance(items, (list, tuple)):
         raise InvalidArgumentError(
-            f"field {name!r} is NonTensorData of a {type(items).__name__} of {len(items)} items for {row_count} rows; "
-            "give one item a row, or NonTensorStack(*[value] * n) for one value in all of n rows",
+            f"field {name!r} is NonTensorData of one {type(items).__name__} that does not say for how many rows; "
+            "put it in a TensorDict, or give it a batch_size",
             field="data",
         )
-    return _rows_of_array(items) if isinstance(items, np.ndarray) else list(items)
+    return list(items)
 
 
 def _encode_dense(name: str, values: Any) -> Column:
@@ -184,8 +201,10 @@ def _check_values(name: str, values: Any) -> None:
         problem = "nested tensors for rows; put each row as a plain tensor"
     elif values.layout is not sys.modules["torch"].strided:
         problem = f"layout {values.layout}; call to_dense() first"
+    elif values.is_meta:
+        problem = "tensors on the device 'meta', which have no values"
     else:
-        problem = "tensors on the device 'meta', which have no values" if values.is_meta else ""
+        problem = subclass_problem(values)
     if problem:
         raise InvalidArgumentError(f"field {name!r} has {problem}", field="data")
 
@@ -210,8 +229,14 @@ def _encode_nested(name: str, values: Any) -> Column:
         return _encode_rows(name, rows, (0,) if alike else ())
     ragged_dim = int(nested._ragged_idx) - 1  # torch has no public name for it
     if ragged_dim or nested.lengths() is not None:
-        return _encode_rows(name, list(nested.unbind()), (ragged_dim,))
+        try:
+            rows = list(nested.unbind())
+        except RuntimeError as error:
+            raise _inconsistent(name, nested) from error
+        return _encode_rows(name, rows, (ragged_dim,))
     offsets = nested.offsets().cpu().numpy().astype(np.int64, copy=False)
+    if offsets[0] < 0 or offsets[-1] > nested.values().shape[0] or (offsets[1:] < offsets[:-1]).any():
+        raise _inconsistent(name, nested)
     packed = nested.values()[int(offsets[0]) : int(offsets[-1])]
     dtype, chunk = _bytes_of(name, packed)
     shape = (-1, *map(int, packed.shape[1:]))
@@ -219,23 +244,85 @@ def _encode_nested(name: str, values: Any) -> Column:
     return _column(FieldSpec(name, dtype, Layout.JAGGED, shape), len(extents), extents, (chunk,))
 
 
-def _encode_list(name: str, values: Sequence[Any], declared: Layout | None) -> Column:
+def _inconsistent(name: str, nested: Any) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"field {name!r} is a nested tensor with values of shape {tuple(nested.values().shape)}, whose offsets "
+        f"{nested.offsets().tolist()[:8]} do not cut them into rows along ragged dimension {nested._ragged_idx}; make "
+        "it again from its rows, such as by torch.nested.as_nested_tensor(rows, layout=torch.jagged)",
+        field="data",
+    )
+
+
+def _encode_list(name: str, values: Sequence[Any], known: FieldSpec | None) -> Column:
     if not values:
         return _encode_dense(name, np.zeros(0, np.float32))  # refused for its 0 rows, with all others
-    if declared is not Layout.OBJECT:
-        if _are_arrays(values):
-            try:
-                return _encode_arrays(name, values)
-            except (AttributeError, RuntimeError):  # torch does not say of which field
-                for row in values:
-                    _check_values(name, row)
-                raise
-        kinds = set(map(type, values))
-        is_numpy = len(kinds) == 1 and issubclass(next(iter(kinds)), (np.number, np.bool_))
-        numbers = np.array(values) if is_numpy else exact_numbers(values, kinds)
-        if numbers is not None:
-            return _encode_dense(name, numbers)
+    if any(map(_is_non_tensor, {type(value): value for value in values}.values())):  # from iterating a NonTensorStack
+        values = [value.tolist() if _is_non_tensor(value) else value for value in values]
+        known = _objects_unless_tensors(name, known)
+    if known is None or known.layout is not Layout.OBJECT:
+        column = _encode_tensors(name, values, known)
+        if column is not None:
+            return column
     return _encode_objects(name, values)
+
+
+def _is_non_tensor(value: Any) -> bool:
+    return _is_tensordict(value) and bool(sys.modules["tensordict"].utils.is_non_tensor(value))
+
+
+def _encode_tensors(name: str, values: Sequence[Any], known: FieldSpec | None) -> Column | None:
+    """Return rows of tensors, arrays, numbers or lists of numbers as a column of tensors; None if they are others."""
+    if _are_arrays(values):
+        try:
+            return _encode_arrays(name, values)
+        except (AttributeError, RuntimeError):  # torch does not say of which field
+            for row in values:
+                _check_values(name, row)
+            raise
+    if set(map(type, values)) == {list}:
+        return _encode_number_lists(name, values, known)
+    numbers = _as_numbers(values)
+    return None if numbers is None else _encode_dense(name, numbers)
+
+
+def _as_numbers(values: Sequence[Any]) -> NDArray[Any] | None:
+    """Return numbers of Python, or of one type of numpy, as an array that holds each exactly; None if they are not."""
+    kinds = set(map(type, values))
+    is_numpy = len(kinds) == 1 and issubclass(next(iter(kinds)), (np.number, np.bool_))
+    return np.array(values) if is_numpy else exact_numbers(values, kinds)
+
+
+def _encode_number_lists(name: str, values: Sequence[list[Any]], known: FieldSpec | None) -> Column | None:
+    """Return rows of lists of numbers as a column of tensors; None if they are other lists.
+
+    Lists that are all empty may be lists of anything, and not all nested lists have a shape: both are tensors only in a
+    field that is known to hold tensors, so that it does not depend on the values of the first put what a field is.
+    """
+    items = list(chain.from_iterable(values))
+    shapes: list[tuple[int, ...]] = [(len(row),) for row in values]
+    if known is not None and _holds_tensors(known):
+        if items and type(items[0]) is list:
+            parts = [_unnested(row) for row in values]
+            items = list(chain.from_iterable(part for _, part in parts))
+            shapes = [shape for shape, _ in parts]
+        # An empty row does not show its further dimensions, nor its dtype.
+        full = next((shape for shape in shapes if 0 not in shape), known.row_shape or ())
+        shapes = [shape + tuple(max(size, 0) for size in full[len(shape) :] if 0 in shape) for shape in shapes]
+        if not items:
+            return _tensor_column(name, known.dtype or "int64", shapes, ())
+    numbers = _as_numbers(items)
+    if numbers is None or len(set(map(len, shapes))) > 1:
+        return None
+    return _tensor_column(name, dtype_name(numbers.dtype, f"field {name!r}"), shapes, (array_bytes(numbers),))
+
+
+def _unnested(row: list[Any]) -> tuple[tuple[int, ...], list[Any]]:
+    """Return the shape of nested lists as far as they have one, and what is in them."""
+    shape: tuple[int, ...] = (len(row),)
+    items = row
+    while items and set(map(type, items)) == {list} and len(set(map(len, items))) == 1:
+        shape, items = (*shape, len(items[0])), list(chain.from_iterable(items))
+    return shape, items
 
 
 def _are_arrays(values: Sequence[Any]) -> bool:
@@ -248,6 +335,8 @@ def _are_arrays(values: Sequence[Any]) -> bool:
 
 def _encode_arrays(name: str, values: Sequence[Any]) -> Column:
     rows = list(values)
+    for row in {type(row): row for row in rows}.values():
+        _check_values(name, row)
     if len({is_tensor_type(kind) for kind in set(map(type, rows))}) > 1:
         rows = [row if is_tensor(row) else _as_tensor(name, row) for row in rows]
     dim_counts = {row.ndim for row in rows}
@@ -277,15 +366,26 @@ def _encode_rows(name: str, rows: list[Any], ragged_dims: Sequence[int] = ()) ->
         rows: tensors, or arrays.
         ragged_dims: are ragged, besides those in which rows differ; where there are none the column is dense.
     """
-    shapes = np.array([row.shape for row in rows], dtype=np.int64).reshape(len(rows), -1)
-    is_ragged = (shapes != shapes[0]).any(axis=0)
-    is_ragged[list(ragged_dims)] = True
+    shapes = [tuple(row.shape) for row in rows]
     if sum(row.nbytes for row in rows) < _GATHER_BELOW_BYTES * len(rows):
         rows = [_concatenate(rows)]
     dtypes, chunks = zip(*(_bytes_of(name, row) for row in rows), strict=True)
+    return _tensor_column(name, dtypes[0], shapes, chunks, ragged_dims)
+
+
+def _tensor_column(
+    name: str,
+    dtype: str,
+    row_shapes: Sequence[tuple[int, ...]],
+    chunks: tuple[memoryview, ...],
+    ragged_dims: Sequence[int] = (),
+) -> Column:
+    shapes = np.array(row_shapes, np.int64).reshape(len(row_shapes), -1)
+    is_ragged = (shapes != shapes[0]).any(axis=0)
+    is_ragged[list(ragged_dims)] = True
     is_jagged = bool(is_ragged.any())
     shape = tuple(np.where(is_ragged, -1, shapes[0]).tolist())
-    spec = FieldSpec(name, dtypes[0], Layout.JAGGED if is_jagged else Layout.DENSE, shape)
+    spec = FieldSpec(name, dtype, Layout.JAGGED if is_jagged else Layout.DENSE, shape)
     return _column(spec, len(shapes), np.ascontiguousarray(shapes[:, is_ragged]) if is_jagged else None, chunks)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -38,6 +39,7 @@ DEFAULT_TIMEOUT_SECONDS = 60.0
 
 # A server that answers "not yet" sooner than this is not waiting on our behalf: pause before asking again.
 _SHORT_POLL_SECONDS: Final = 0.05
+_MOST_REFUSALS: Final = 64
 
 
 class AsyncEndpoint:
@@ -273,6 +275,7 @@ class AsyncBase:
         self._calls = AsyncCalls(self.address, self._credentials, self._namespace)
         self._background_calls = AsyncBackgroundCalls()
         self._placement = PlacementGrant()
+        self._refused_lists: deque[str] = deque(maxlen=_MOST_REFUSALS)  # partitions, see `put`
 
     @property
     def namespace(self) -> str:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -39,6 +40,7 @@ DEFAULT_TIMEOUT_SECONDS = 60.0
 
 # A server that answers "not yet" sooner than this is not waiting on our behalf: pause before asking again.
 _SHORT_POLL_SECONDS: Final = 0.05
+_MOST_REFUSALS: Final = 64
 
 
 class Endpoint:
@@ -274,6 +276,7 @@ class Base:
         self._calls = Calls(self.address, self._credentials, self._namespace)
         self._background_calls = BackgroundCalls()
         self._placement = PlacementGrant()
+        self._refused_lists: deque[str] = deque(maxlen=_MOST_REFUSALS)  # partitions, see `put`
 
     @property
     def namespace(self) -> str:

@@ -22,23 +22,31 @@ from tq_service.client.requests import (
     seconds,
 )
 from tq_service.client.retry import Deadline
-from tq_service.client.writes import check_row_counts, declared_layouts, fill_write, put_nothing, written_meta
+from tq_service.client.writes import check_row_counts, fill_write, known_fields, put_nothing, written_meta
 from tq_service.client_probes import probes
 from tq_service.dataplane._sync.drivers import driver
 from tq_service.dataplane.messages import put_header
 from tq_service.dataplane.parties import CONTROLLER_KIND
-from tq_service.errors import DataLossError, InvalidArgumentError, PutNotFoundError, TqError, UnavailableError
+from tq_service.errors import (
+    DataLossError,
+    FieldMismatchError,
+    InvalidArgumentError,
+    PartitionNotFoundError,
+    PutNotFoundError,
+    TqError,
+    UnavailableError,
+)
 from tq_service.results import Revision
-from tq_service.schema import KeyMode, SampleState
+from tq_service.schema import FieldSpec, KeyMode, SampleState
 from tq_service.v1 import commit_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1.metadata_pb2 import StorageEndpoint
 from tq_service.v1.storage_service_pb2 import PutHeader
 from tq_service.wire.columns import Column
 from tq_service.wire.durations import to_duration
-from tq_service.wire.encoding import encode_columns
+from tq_service.wire.encoding import encode_columns, has_lists
 from tq_service.wire.mapper import read_message
-from tq_service.wire.metadata import encode_meta_columns
+from tq_service.wire.metadata import decode_spec, encode_meta_columns
 
 _COMMIT_PATIENCE_SECONDS: Final = 5.0
 _MOST_LOSSES: Final = 3
@@ -71,9 +79,11 @@ class SampleCalls(Base):
         Args:
             data: a TensorDict, or a dict of columns: a dense tensor or array `(n, ...)`; a jagged nested tensor; a list
                 of tensors of one or more dimensions (jagged where they differ in shape, else dense); a list of numbers
-                (dense); a list of strings, bytes, None, JSON-like values or dicts with tensors (objects). Arrays of
-                objects, `NonTensorStack` and `NonTensorData` are objects whatever their rows are; `NonTensorData` of a
-                list is one item a row, of anything else one value for all rows. None: metadata or state only.
+                (dense; int64, float64 or bool); a list of lists of numbers (jagged, or dense if all have one length); a
+                list of strings, bytes, None, JSON-like values or dicts with tensors (objects). A field of objects takes
+                any list. Arrays of objects, `NonTensorStack` and `NonTensorData` are objects whatever their rows are;
+                `NonTensorData` is one value for all rows, as tensordict's `tolist()` has it. None: metadata or state
+                only.
             partition_id: the partition; made on first use.
             metadata: existing samples, instead of `partition_id`.
             keys: `n` unique names of the samples: a list, or an array of text.
@@ -115,7 +125,12 @@ class SampleCalls(Base):
             check_is_batch(metadata)
             if not metadata.size:
                 return put_nothing(data, metadata)
-        columns = encode_columns(data, declared_layouts(metadata)) if data is not None else []
+        deadline = self._deadline(timeout)
+        full_name = partition_of(self._namespace, partition_id, metadata)
+        known = known_fields(metadata)
+        if full_name in self._refused_lists and has_lists(data):
+            known |= self._fields_of(full_name, deadline)
+        columns = encode_columns(data, known) if data is not None else []
         if metadata is not None:
             check_row_counts(columns, metadata)
         header = PutHeader()
@@ -139,15 +154,51 @@ class SampleCalls(Base):
         request.request_id = new_id()
         request.return_all_meta = return_meta == "all"
         header.partition_id = request.write.partition_id
-        deadline = self._deadline(timeout)
         if columns:
             began_at = time.perf_counter()
-            answer = self._put_columns(header, request, columns, deadline)
+            answer = self._put_as_held(data, header, request, columns, deadline)
             for probe in probes:
                 probe.put(time.perf_counter() - began_at, header.size_bytes)
         else:
             answer = self._calls.unary(lambda to: to.controller.Commit, request, deadline)
         return written_meta(answer.meta, given, metadata, namespace=self._namespace, all_meta=answer.all_meta)
+
+    def _put_as_held(
+        self,
+        data: Any,
+        header: PutHeader,
+        request: commit_pb2.CommitRequest,
+        columns: Sequence[Column],
+        deadline: Deadline,
+    ) -> commit_pb2.CommitResponse:
+        """Put columns; where a field holds no such rows, put its list as it does, which only the service knows.
+
+        Further puts of lists to the partition ask it first, so that they are sent once.
+        """
+        try:
+            return self._put_columns(header, request, columns, deadline)
+        except FieldMismatchError:
+            if not has_lists(data):
+                raise
+            again = encode_columns(data, self._fields_of(header.partition_id, deadline))
+            if [column.spec for column in again] == [column.spec for column in columns]:
+                raise
+        if header.partition_id not in self._refused_lists:
+            self._refused_lists.append(header.partition_id)
+        request.request_id = new_id()
+        changed = put_header(
+            new_id(), again, partition_id=header.partition_id, for_existing_rows=header.for_existing_rows
+        )
+        return self._put_columns(changed, request, again, deadline)
+
+    def _fields_of(self, full_partition_id: str, deadline: Deadline) -> dict[str, FieldSpec]:
+        """Return what the fields of a partition hold, none of one that is not there."""
+        request = pb.DescribePartitionRequest(partition_id=full_partition_id)
+        try:
+            answer = self._calls.unary(lambda to: to.controller.DescribePartition, request, deadline)
+        except PartitionNotFoundError:
+            return {}
+        return {field.spec.name: decode_spec(field.spec) for field in answer.fields}
 
     def _put_columns(
         self, header: PutHeader, request: commit_pb2.CommitRequest, columns: Sequence[Column], deadline: Deadline

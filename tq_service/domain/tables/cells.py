@@ -520,8 +520,12 @@ def merge_specs(known: FieldSpec, column: ColumnWrite, layout: Layout) -> FieldS
     if new.row_shape is None:
         raise _mismatch(known, new, "say the row shape of every column")
     is_of_tensors = bool(known.dtype) or not _TENSORS.isdisjoint((layout, known.layout))
-    if is_of_tensors if new.layout is Layout.OBJECT else Layout.OBJECT in (layout, known.layout):
-        raise _mismatch(known, new, "put either tensors or objects into a field")
+    if is_of_tensors and new.layout is Layout.OBJECT:
+        hint = "it holds tensors: put tensors, arrays or lists of numbers, or declare the field as object beforehand"
+        raise _mismatch(known, new, hint)
+    if new.layout is not Layout.OBJECT and Layout.OBJECT in (layout, known.layout):
+        hint = "it holds objects: put its rows as a list, or declare the field as dense or jagged beforehand"
+        raise _mismatch(known, new, hint)
     if new.layout is Layout.OBJECT:
         if known.encoding in {Encoding.TEXT, Encoding.BYTES} and new.encoding is not known.encoding:
             hint = f"put {known.encoding} in every row, or declare the field without an encoding"
@@ -529,19 +533,21 @@ def merge_specs(known: FieldSpec, column: ColumnWrite, layout: Layout) -> FieldS
         return _unless_equal(known, replace(new, encoding=known.encoding))
     if known.dtype and known.dtype != new.dtype:
         raise _mismatch(known, new, "convert the rows to the dtype of the field, or put them into another one")
-    shape = new.row_shape if known.row_shape is None else known.row_shape
-    if len(shape) != len(new.row_shape):
+    given = column.fitting_shape
+    shape = given if known.row_shape is None else known.row_shape
+    if len(shape) != len(given):
         hint = "put rows of as many dimensions in every put: scalars (n,) beside scalars, rows (n, 1) beside rows"
         raise _mismatch(known, new, hint)
     if layout is Layout.JAGGED and not shape:
         raise _mismatch(known, new, "put rows of one or more dimensions, or declare the field dense for scalars")
-    given = new.row_shape if known.row_shape is None else column.fitting_shape
     widened = tuple(a if a == b else -1 for a, b in zip(shape, given, strict=True))
     if layout is Layout.DENSE and (new.layout is Layout.JAGGED or widened != given):
         raise _mismatch(known, new, "put rows of one shape, or declare the field as auto or jagged")
     is_jagged = -1 in widened or Layout.JAGGED in (layout, known.layout, new.layout)
-    if -1 not in widened and new.layout is Layout.JAGGED:
-        widened = new.row_shape  # nothing differs yet: where the rows say that they may
+    if -1 not in widened and new.layout is Layout.JAGGED:  # nothing differs yet
+        # torch takes the first dimension of equal rows for the ragged one, so that it says nothing if there are others.
+        first = 0 if len(widened) == 1 else 1
+        widened = (*widened[:first], *new.row_shape[first:])
     return _unless_equal(known, replace(new, layout=Layout.JAGGED if is_jagged else Layout.DENSE, row_shape=widened))
 
 
