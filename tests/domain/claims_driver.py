@@ -40,7 +40,6 @@ from tq_service.errors import (
     ClaimReleasedError,
     InvalidArgumentError,
     LeaseExpiredError,
-    MissingLengthError,
     PartitionClearedError,
     RankDisagreementError,
     SamplesClearedError,
@@ -137,7 +136,6 @@ class Call:
             claimed = await driver.catalog.claim(NAME, b"", self.request, max_wait)
         except TqError as error:
             self.error = error
-            self.had_lengths = driver.model.had_lengths
             self.error_epoch = driver.model.task(self.task).epoch
             self.loss = driver.model.task(self.task).past_names.get(self.name)
             return
@@ -439,8 +437,6 @@ class Driver:
 
     def check_nothing_to_give(self, name, asking):
         task = self.model.task(name)
-        if self.model.lacks_lengths(task, asking):
-            return
         with suppress(BlocksError):
             assert self.model.answer(task, asking) is None
 
@@ -535,9 +531,6 @@ class Driver:
             parts = task.batches[call.rank[2]] if call.rank else [task.rows_of_claims.get(call.request_id, [-1])]
             rows = [row for part in parts for row in part]
             assert any(row not in self.model.rows for row in rows)
-        elif isinstance(error, MissingLengthError):
-            assert call.asking.needs_length
-            assert call.asking.slow or not call.had_lengths  # lengths may come just after a slow plan
         elif not isinstance(error, SamplesClearedError):
             assert isinstance(error, InvalidArgumentError), error
             assert call.asking.grouped

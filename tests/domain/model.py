@@ -169,7 +169,6 @@ class Model:
         self.fields = {}
         self.groups = {}
         self.had_groups = False
-        self.had_lengths = False
         self.tasks = {}
         self.most_reusing = 1 << 10
 
@@ -246,7 +245,6 @@ class Model:
                     row.meta.pop(name, None)
                     if type(value) is int:  # others claims do not see
                         row.meta[name] = value
-                        self.had_lengths |= name == "total_lengths"
         self._forget_fields()
 
     def _forget_fields(self):
@@ -468,19 +466,6 @@ class Model:
             return
         if self.insert_size_gcd % asking.block_size:
             raise BlocksError
-
-    def lacks_lengths(self, task, asking):
-        return (
-            asking.needs_length
-            and not self.had_lengths
-            and any(
-                row.state == "live"
-                and row.index not in task.consumed | task.dead_lettered
-                and row.fields >= set(asking.fields)
-                and self.passes(asking, row)
-                for row in self.rows.values()
-            )
-        )
 
     # Claims
 

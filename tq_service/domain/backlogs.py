@@ -161,13 +161,15 @@ class Backlogs:
 
     async def _look(self, partition: Partition, task: TaskLedger, slices: Slices) -> tuple[Backlog, float]:
         """Return a backlog, and for how long the loop was used."""
-        look, table, used_seconds = _Look(partition, task, self._readiness(partition, task)), partition.table, 0.0
+        readiness, table, used_seconds = self._readiness(partition, task), partition.table, 0.0
+        look = _Look(partition, task, readiness)
+        size = _SLICE_ROWS if readiness is None else min(_SLICE_ROWS, readiness.at_once)
         loop = asyncio.get_running_loop()
         table.pin_count += 1  # the positions of rows stay as they are
         try:
-            for start in range(0, table.count, _SLICE_ROWS):
+            for start in range(0, table.count, size):
                 began_at = loop.time()
-                look.look(slice(start, min(start + _SLICE_ROWS, table.count)))
+                look.look(slice(start, min(start + size, table.count)))
                 used_seconds += loop.time() - began_at
                 await slices.turn()
         finally:

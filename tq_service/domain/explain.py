@@ -164,8 +164,9 @@ class Explanation:
         table, task = self._partition.table, self._task
         table.pin_count += 1  # the positions of rows stay as they are
         try:
-            for start in range(0, table.count, _SLICE_ROWS):
-                self._look(slice(start, min(start + _SLICE_ROWS, table.count)))
+            size = min(_SLICE_ROWS, Readiness(self._partition, task, self._request.batch_spec, None).at_once)
+            for start in range(0, table.count, size):
+                self._look(slice(start, min(start + size, table.count)))
                 await asyncio.sleep(0)
             # In a thread, since it sorts all rows that are ready. Rows may change meanwhile: the counts of groups are
             # as little of one moment as those of the slices.
@@ -214,7 +215,7 @@ class Explanation:
         for condition in batch_spec.where:
             self._count("where", condition.column, live & ~partition.meta.holds(condition, rows)[0])
         if self._length is not None:
-            self._count("length", "", live & (readiness.lengths(rows) < 0))
+            self._count("length", self._length.key, live & ~readiness.has_length(rows))
         self._ready.append(np.flatnonzero(readiness.ready(rows)) + rows.start)
 
     def _count(self, kind: str, name: str, mask: NDArray[np.bool_]) -> None:
@@ -334,7 +335,7 @@ def _shown(lack: NotReady) -> str:
         case "where":
             return f"for {count} the condition on {lack.name!r} does not hold"
         case "length":
-            return f"{count} have no length for the sampler"
+            return f"{count} have no length for the sampler in the custom_meta column {lack.name!r}"
         case "leased":
             return f"{count} are leased, the first for {lack.ends_in_seconds or 0:.0f} s more"
         case "group":

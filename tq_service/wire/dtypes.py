@@ -51,6 +51,22 @@ def is_tensor_type(kind: type) -> bool:
     return torch is not None and issubclass(kind, torch.Tensor)
 
 
+def subclass_problem(tensor: Any) -> str:
+    """Return why the values of a tensor cannot be read here; empty if they can.
+
+    Subclasses that dispatch torch's operations themselves wrap other tensors, or none, and have no bytes of their own.
+    """
+    kind = type(tensor)
+    torch = sys.modules["torch"]
+    if kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__ or tensor.is_nested:
+        return ""
+    if hasattr(tensor, "full_tensor"):
+        return "a DTensor, whose values are spread over ranks; put its full_tensor(), which all ranks of its mesh call"
+    if kind.__name__ == "FakeTensor":
+        return "a FakeTensor, which has no values; put a tensor that was computed"
+    return f"a {kind.__qualname__}, which wraps its values; put the plain tensor in it"
+
+
 def dtype_name(dtype: Any, what: str) -> str:
     """Return the name of a dtype of torch or numpy, whatever its byte order; `what` names its owner in the error.
 
@@ -90,7 +106,8 @@ def tensor_bytes(tensor: Any) -> memoryview:
     if not plain.numel():
         return memoryview(b"")
     torch = sys.modules["torch"]
-    view: memoryview = plain.reshape(-1).view(torch.uint8).numpy().data
+    # Not reshape: a single value counts as contiguous with any stride, which view does not accept.
+    view: memoryview = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data
     return view
 
 

@@ -19,6 +19,7 @@ from tq_service.wire.dtypes import (
     exact_numbers,
     is_tensor,
     is_tensor_type,
+    subclass_problem,
     tensor_bytes,
 )
 from tq_service.wire.objects import encode_objects
@@ -184,8 +185,10 @@ def _check_values(name: str, values: Any) -> None:
         problem = "nested tensors for rows; put each row as a plain tensor"
     elif values.layout is not sys.modules["torch"].strided:
         problem = f"layout {values.layout}; call to_dense() first"
+    elif values.is_meta:
+        problem = "tensors on the device 'meta', which have no values"
     else:
-        problem = "tensors on the device 'meta', which have no values" if values.is_meta else ""
+        problem = subclass_problem(values)
     if problem:
         raise InvalidArgumentError(f"field {name!r} has {problem}", field="data")
 
@@ -210,13 +213,28 @@ def _encode_nested(name: str, values: Any) -> Column:
         return _encode_rows(name, rows, (0,) if alike else ())
     ragged_dim = int(nested._ragged_idx) - 1  # torch has no public name for it
     if ragged_dim or nested.lengths() is not None:
-        return _encode_rows(name, list(nested.unbind()), (ragged_dim,))
+        try:
+            rows = list(nested.unbind())
+        except RuntimeError as error:
+            raise _inconsistent(name, nested) from error
+        return _encode_rows(name, rows, (ragged_dim,))
     offsets = nested.offsets().cpu().numpy().astype(np.int64, copy=False)
+    if offsets[0] < 0 or offsets[-1] > nested.values().shape[0] or (offsets[1:] < offsets[:-1]).any():
+        raise _inconsistent(name, nested)
     packed = nested.values()[int(offsets[0]) : int(offsets[-1])]
     dtype, chunk = _bytes_of(name, packed)
     shape = (-1, *map(int, packed.shape[1:]))
     extents = np.diff(offsets).reshape(-1, 1)
     return _column(FieldSpec(name, dtype, Layout.JAGGED, shape), len(extents), extents, (chunk,))
+
+
+def _inconsistent(name: str, nested: Any) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"field {name!r} is a nested tensor with values of shape {tuple(nested.values().shape)}, whose offsets "
+        f"{nested.offsets().tolist()[:8]} do not cut them into rows along ragged dimension {nested._ragged_idx}; make "
+        "it again from its rows, such as by torch.nested.as_nested_tensor(rows, layout=torch.jagged)",
+        field="data",
+    )
 
 
 def _encode_list(name: str, values: Sequence[Any], declared: Layout | None) -> Column:

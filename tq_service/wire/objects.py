@@ -21,7 +21,15 @@ import numpy as np
 
 from tq_service.errors import InvalidArgumentError, UnsupportedObjectError
 from tq_service.schema import DTYPE_SIZES
-from tq_service.wire.dtypes import dtype_name, has_torch, is_tensor, loaded_torch, make_values, tensor_bytes
+from tq_service.wire.dtypes import (
+    dtype_name,
+    has_torch,
+    is_tensor,
+    loaded_torch,
+    make_values,
+    subclass_problem,
+    tensor_bytes,
+)
 from tq_service.wire.object_codecs import ObjectCodec, codec_named, codec_of
 
 _TENSOR, _ARRAY, _NUMPY_SCALAR, _TUPLE, _SET, _FROZENSET, _BIG_INT, _COMPLEX, _OBJECT_ARRAY, _NAMED = range(1, 11)
@@ -114,6 +122,9 @@ def _extension(value: Any, depth: int) -> Any:
     if codec is not None:
         return _nested(_NAMED, [codec.name, _encoded(codec, value)], depth)
     if is_tensor(value) and _is_plain_tensor(value):
+        problem = subclass_problem(value)
+        if problem:
+            raise _Refused(f"is {problem}")
         header = [dtype_name(value.dtype, "a tensor"), list(value.shape), tensor_bytes(value)]
         return msgpack.ExtType(_TENSOR, msgpack.packb(header))
     if isinstance(value, np.generic) and _is_number(value.dtype):
