@@ -191,7 +191,7 @@ class Driver:
 
     def open_life(self):
         self.life += 1
-        self.model = Model(self.expected)
+        self.model = Model(self.expected, self.samples_per_round)
         self.model.most_reusing = ledger._MOST_REUSING
         settings = PartitionSettings(
             expected_samples=self.expected,
@@ -577,7 +577,11 @@ class Driver:
         size, inserted = self.samples_per_round, self.model.inserted
         is_whole = self.model.sealed or bool(size and inserted and inserted % size == 0)
         is_left = task.leased or any(self.model.is_open(task, row) for row in self.model.rows.values())
-        assert consumption_of(self.partition, name).complete == (task.end is not None or (is_whole and not is_left))
+        if task.end is None:
+            is_complete = is_whole and not is_left
+        else:  # of the rounds that had begun when it was reached
+            is_complete = size is None or task.end.consumed_count + task.end.skipped_count == inserted
+        assert consumption_of(self.partition, name).complete == is_complete
         assert real.epoch == task.epoch
         assert real.consumed_count == task.consumed_count
         assert real.backlog == sum(self.model.is_open(task, row) for row in self.model.rows.values())

@@ -160,8 +160,9 @@ class TaskModel:
 class Model:
     """One life of a partition."""
 
-    def __init__(self, expected=None):
+    def __init__(self, expected=None, samples_per_round=None):
         self.rows = {}
+        self.samples_per_round = samples_per_round
         self.inserted = 0
         self.insert_size_gcd = 0
         self.expected = expected
@@ -409,7 +410,9 @@ class Model:
     # What a task is to get
 
     def is_closed(self, asking):
-        return self.sealed or (asking.finite and self.inserted > 0)
+        return self.sealed or (
+            asking.finite and self.inserted > 0 and self.inserted % (self.samples_per_round or 1) == 0
+        )
 
     def pending(self, task, asking):
         """Return the rows that may still become ready, given that no new rows come."""

@@ -7,8 +7,9 @@ sampler that hangs holds up no claims of another kind, and commits, status and r
 
 A plan is made on a view of the moment, and recorded on the loop in the step in which all its rows are seen to be ready
 still. Nothing else serialises plans: of two that want the same rows the one that is recorded first has them, and the
-other is made again. Lest a slow sampler always comes second, a plan off the loop has a head start of the time that such
-plans of its line take: meanwhile later claims have no turn.
+other is made again. To keep slow samplers from starving, the plan after one that lost its rows looks past as many ready
+rows as others took meanwhile. A short plan off the loop also has a head start, in which later claims have no turn; a
+long one only after it has lost its rows several times in a row, so that there are too few rows to look past any.
 """
 
 from __future__ import annotations
@@ -73,6 +74,8 @@ _MOST_BATCHES_A_TURN = 64
 _MOST_PLANS = 4  # off the loop at a time, those that are long under way apart
 _LONG_PLAN_SECONDS = 1.0
 _LEAST_HEAD_START_SECONDS = 0.01
+_LONG_HEAD_START_SECONDS = 0.05
+_MOST_LOSSES = 2
 _MOST_REPLANS = 8
 _MOST_BATCHES_AHEAD = 256  # loaders ask for prefetch_factor * num_workers; the batches before it are planned as well
 
@@ -556,10 +559,15 @@ class Planner:
                 batch_index, waiter = self._task.next_batch_index, line.first()
                 if waiter is not None and not self._answer_recorded(waiter):
                     self._give_head_start(line)
-                    started_at = loop.time()
-                    found = await self._search.plan(waiter.request)
+                    started_at, consumed_count = loop.time(), self._task.consumed_count
+                    found = await self._search.plan(waiter.request, look_past=line.look_past)
                     # Twice what this one took, so that the next one is not late though it takes longer.
-                    line.head_start_seconds = max(2 * (loop.time() - started_at), _LEAST_HEAD_START_SECONDS)
+                    line.look_past = 2 * max(0, self._task.consumed_count - consumed_count)
+                    line.loss_count = line.loss_count + 1 if found is None else 0
+                    seconds = 2 * (loop.time() - started_at)
+                    if line.loss_count < _MOST_LOSSES:
+                        seconds = min(seconds, _LONG_HEAD_START_SECONDS)
+                    line.head_start_seconds = max(seconds, _LEAST_HEAD_START_SECONDS)
             finally:
                 line.planning = None
             while (waiter := line.first()) is not None and self._answer_recorded(waiter):
@@ -637,11 +645,19 @@ class PlanSearch:
             return found
         raise AssertionError("a plan was awaited on the event loop")
 
-    async def plan(self, request: ClaimRequest) -> Found | None:
+    async def plan(self, request: ClaimRequest, *, look_past: int = 0) -> Found | None:
         """Return a plan, the end, why there is none yet, or None where another claim was quicker or a reset came.
 
         There is no await between the check of a plan's rows and the return, so that the caller can record it.
+
+        Args:
+            request: the claim.
+            look_past: so many ready rows are left to others, if there is a plan of those behind them.
         """
+        if look_past:
+            found = await self._find(request, self._run_off_loop, look_past)
+            if found is None or isinstance(found, Planned):
+                return found
         begun_at = self._task.serial, self._task.epoch
         for _ in range(_MOST_REPLANS):
             was_heavy = await self._prepare_rows(request)
@@ -659,12 +675,14 @@ class PlanSearch:
             metadata={"sampler": request.sampler.name},
         )
 
-    async def _find(self, request: ClaimRequest, run: Run) -> Found | None:
+    async def _find(self, request: ClaimRequest, run: Run, look_past: int = 0) -> Found | None:
         """Return what the sampler's plans come to, each made by `run`; None: of rows that are not ready any more."""
         wanted, begun_at = request.plan_request, self.marks
         consumed = self._task.consumed_count, self._task.leased_count
-        view = self._view(request)
+        view = self._view(request, look_past=look_past)
         plan = await run(request.sampler, view, wanted)
+        if plan is None and look_past:
+            return NOT_LOOKED
         if plan is None:
             is_finished = request.batch_spec.finite and self._partition.may_end_finite
             is_closed = begun_at == self.marks and (self._partition.sealed or is_finished)
@@ -750,9 +768,17 @@ class PlanSearch:
         view.rejoin_loop()
         return plan
 
-    def _view(self, request: ClaimRequest, *, no_more: bool = False) -> PartitionView:
+    def _view(self, request: ClaimRequest, *, no_more: bool = False, look_past: int = 0) -> PartitionView:
         length = self._runner.length(request.sampler)
-        return PartitionView(self._partition, self._task, self._ready, request.batch_spec, length, no_more=no_more)
+        return PartitionView(
+            self._partition,
+            self._task,
+            self._ready,
+            request.batch_spec,
+            length,
+            no_more=no_more,
+            look_past=look_past,
+        )
 
     async def _prepare_rows(self, request: ClaimRequest) -> bool:
         """Sort the rows of a claim, or skip those that are not ready, in short steps; return whether it took any."""

@@ -141,6 +141,7 @@ class PartitionView:
         length: LengthSource | None,
         *,
         no_more: bool = False,
+        look_past: int = 0,
     ) -> None:
         self._partition = partition
         self._task = task
@@ -152,6 +153,7 @@ class PartitionView:
         self._origin = self._ordered  # of which `_ordered` is a copy on another thread
         # Rows left to look at; None off the loop, where there is no bound.
         self._loop_budget: int | None = _MOST_ON_LOOP if batch_spec.order_by else self._most_scanned
+        self._look_past = look_past  # so many of the first ready rows
         self.no_more = partition.sealed or no_more
         self.seen_count = 0
         self.exhausted = False
@@ -252,11 +254,12 @@ class PartitionView:
         Args:
             least: about how many are wanted at first; None: all.
         """
+        least = None if least is None else least + self._look_past
         scan = self._scan_table(least) if self._ordered is None else self._scan_order(self._ordered, least)
         for found, is_last in scan:
             self.seen_count = max(self.seen_count, found.size)
             self.exhausted |= is_last
-            yield found, is_last
+            yield found[self._look_past :], is_last
 
     def _scan_table(self, least: int | None) -> Iterator[tuple[Indexes, bool]]:
         """Look at growing stretches of the table, the last time at all that is left of it.
