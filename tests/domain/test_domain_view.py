@@ -25,6 +25,7 @@ from tq_service.domain.claims.grouping import Grouping
 from tq_service.domain.claims.view import PartitionView, ReadyIndex
 from tq_service.domain.plan import LengthSource, MustBeAwaited, Plan
 from tq_service.domain.tables.meta import Condition, Order
+from tq_service.domain.tables.names import GroupNames
 from tq_service.errors import InvalidArgumentError, MissingLengthError
 
 
@@ -295,6 +296,63 @@ def test_consumed_rows_are_compacted_away_under_a_running_task(train):
         clear(train, np.array(rows[:90]))
     assert taken == list(range(5000))
     assert train.table.count < 2500
+
+
+def test_ready_rows_that_no_claim_takes_are_not_in_the_way_of_others(train):
+    """Each scan would go over all consumed rows behind them."""
+    insert(train, 1, groups=["never"], group_size=4)
+    insert(train, 50_000, groups=[f"g{row // 4}" for row in range(50_000)], group_size=4)
+    insert(train, 1, groups=["nor this"], group_size=4)
+    consume(train, *range(1, 40_001))
+    key = (("x",), (), None)
+    for first in range(40_001, 40_061, 4):
+        assert groups(train, 4) == [[*range(first, first + 4)]]
+        assert train.ready_index.start(key) >= first
+        assert train.ready_index.apart(key).tolist() == [0]
+        consume(train, *range(first, first + 4))
+    insert(train, 3, groups=["never"] * 3, group_size=4)
+    consume(train, *range(40_061, 50_001))
+    assert groups(train, 4) == [[0, 50_002, 50_003, 50_004]]
+    consume(train, 0)
+    groups(train, 4)
+    assert not train.ready_index.apart(key).size
+
+
+def test_rows_apart_come_back_when_they_are_written_to_or_released(train):
+    insert(train, 1)
+    insert(train, 9000, ())
+    insert(train, 1)
+    assert ready(train, 1) == [0]
+    assert ready(train) == [0, 9001]
+    task = task_of(train, "t")
+    request = asks()
+    claim_rows(train, task, np.array([0]), request.request_id)
+    assert ready(train) == [9001]
+    release(train, task, request.request_id)
+    assert ready(train) == [0, 9001]
+    update(train, [3, 5000], ("x",))
+    assert ready(train) == [0, 3, 5000, 9001]
+    update(train, [0], state="held")
+    assert ready(train) == [3, 5000, 9001]
+    update(train, [0], state="live")
+    assert ready(train) == [0, 3, 5000, 9001]
+    clear(train, np.array([0, 5000]))
+    assert ready(train) == [3, 9001]
+
+
+def test_groups_that_are_added_while_another_thread_looks_do_no_harm(train, monkeypatch):
+    insert(train, 2, groups=["a", "a"])
+    insert(train, 2)  # rows are there before their groups are
+    real_zeros, names = np.zeros, GroupNames.of(["b", "c"])
+
+    def zeros(*arguments, **options):
+        monkeypatch.undo()
+        train.groups.add(train.groups.check(names, 0), 0, slice(2, 4))
+        return real_zeros(*arguments, **options)
+
+    grouping = Grouping(train, task_of(train, "t"), None)
+    monkeypatch.setattr(np, "zeros", zeros)
+    assert grouping.members(np.array([0])).tolist() == [0, 1]
 
 
 # Lengths and the rest

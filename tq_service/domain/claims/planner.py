@@ -654,7 +654,7 @@ class PlanSearch:
             request: the claim.
             look_past: so many ready rows are left to others, if there is a plan of those behind them.
         """
-        if look_past:
+        if look_past and self._view(request).has_ready(look_past + request.plan_request.total_size):
             found = await self._find(request, self._run_off_loop, look_past)
             if found is None or isinstance(found, Planned):
                 return found

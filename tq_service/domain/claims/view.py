@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator
 from functools import partial
@@ -196,6 +197,12 @@ class PartitionView:
             self._skip_closed()
         self._loop_budget = None
 
+    def has_ready(self, count: int) -> bool:
+        """Whether so many rows are ready, as far as the event loop has time to see; right after the view was made."""
+        with contextlib.suppress(MustBeAwaited):
+            return any(found.size >= count for found, _ in self._scan(count))
+        return False
+
     def rejoin_loop(self) -> None:
         """Keep what was found out on the other thread, which has ended."""
         if self._has_read_left:  # have the next view move the start before it leaves
@@ -272,7 +279,7 @@ class PartitionView:
         while True:
             end = min(self._count, start + size)
             while start < end:  # in parts, lest the interpreter lock is held for long
-                part_end = min(end, start + self._most_scanned)
+                part_end = min(end, start + (self._loop_budget or self._most_scanned))
                 found = np.concatenate([found, self._ready_between(start, part_end)])
                 self._spend(part_end - start, found, part_end)
                 start = part_end
@@ -436,11 +443,12 @@ class PartitionView:
         start, size = 0, _LEAST_CHUNK
         while start < self._count:  # mostly the first unready row tells
             open_rows, is_excluded = self._open_rows(start, start + size)
-            unready = open_rows[~(is_excluded | self._rows.ready(open_rows))]
+            kept = open_rows[~is_excluded]
+            unready = kept[~self._rows.ready(kept)]
             if unready.size and not (self.grouping is not None and bool(self.grouping.is_dead(unready).all())):
                 return False
             start, size = start + size, min(self._rows.at_once, 2 * size)
-            if start >= self._rows.at_once:
+            if start + size > self._rows.at_once:
                 yield None
         return True
 
