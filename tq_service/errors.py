@@ -68,7 +68,7 @@ class UnknownSamplerError(InvalidArgumentError):
 
 
 class MissingLengthError(InvalidArgumentError):
-    """A balancing sampler needs lengths, and no sample has one."""
+    """The `length_field` of a balancing sampler has scalars or objects, and no sample has a length."""
 
     reason = "MISSING_LENGTH"
 

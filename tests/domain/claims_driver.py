@@ -40,7 +40,6 @@ from tq_service.errors import (
     ClaimReleasedError,
     InvalidArgumentError,
     LeaseExpiredError,
-    MissingLengthError,
     PartitionClearedError,
     RankDisagreementError,
     SamplesClearedError,
@@ -137,7 +136,6 @@ class Call:
             claimed = await driver.catalog.claim(NAME, b"", self.request, max_wait)
         except TqError as error:
             self.error = error
-            self.had_lengths = driver.model.had_lengths
             self.error_epoch = driver.model.task(self.task).epoch
             self.loss = driver.model.task(self.task).past_names.get(self.name)
             return
@@ -193,7 +191,7 @@ class Driver:
 
     def open_life(self):
         self.life += 1
-        self.model = Model(self.expected)
+        self.model = Model(self.expected, self.samples_per_round)
         self.model.most_reusing = ledger._MOST_REUSING
         settings = PartitionSettings(
             expected_samples=self.expected,
@@ -439,8 +437,6 @@ class Driver:
 
     def check_nothing_to_give(self, name, asking):
         task = self.model.task(name)
-        if self.model.lacks_lengths(task, asking):
-            return
         with suppress(BlocksError):
             assert self.model.answer(task, asking) is None
 
@@ -535,9 +531,6 @@ class Driver:
             parts = task.batches[call.rank[2]] if call.rank else [task.rows_of_claims.get(call.request_id, [-1])]
             rows = [row for part in parts for row in part]
             assert any(row not in self.model.rows for row in rows)
-        elif isinstance(error, MissingLengthError):
-            assert call.asking.needs_length
-            assert call.asking.slow or not call.had_lengths  # lengths may come just after a slow plan
         elif not isinstance(error, SamplesClearedError):
             assert isinstance(error, InvalidArgumentError), error
             assert call.asking.grouped
@@ -584,7 +577,11 @@ class Driver:
         size, inserted = self.samples_per_round, self.model.inserted
         is_whole = self.model.sealed or bool(size and inserted and inserted % size == 0)
         is_left = task.leased or any(self.model.is_open(task, row) for row in self.model.rows.values())
-        assert consumption_of(self.partition, name).complete == (task.end is not None or (is_whole and not is_left))
+        if task.end is None:
+            is_complete = is_whole and not is_left
+        else:  # of the rounds that had begun when it was reached
+            is_complete = size is None or task.end.consumed_count + task.end.skipped_count == inserted
+        assert consumption_of(self.partition, name).complete == is_complete
         assert real.epoch == task.epoch
         assert real.consumed_count == task.consumed_count
         assert real.backlog == sum(self.model.is_open(task, row) for row in self.model.rows.values())

@@ -49,6 +49,10 @@ def jagged(name, lengths, *, dtype="int64"):
     return ColumnWrite(spec=spec, extents=np.array(lengths, np.int64)[:, None])
 
 
+def objects(name):
+    return ColumnWrite(spec=FieldSpec(name, layout=Layout.OBJECT, row_shape=()))
+
+
 def meta(entries):
     """Return custom_meta entries, one dict a sample, as columns; None removes a value."""
     columns = []

@@ -160,8 +160,9 @@ class TaskModel:
 class Model:
     """One life of a partition."""
 
-    def __init__(self, expected=None):
+    def __init__(self, expected=None, samples_per_round=None):
         self.rows = {}
+        self.samples_per_round = samples_per_round
         self.inserted = 0
         self.insert_size_gcd = 0
         self.expected = expected
@@ -169,7 +170,6 @@ class Model:
         self.fields = {}
         self.groups = {}
         self.had_groups = False
-        self.had_lengths = False
         self.tasks = {}
         self.most_reusing = 1 << 10
 
@@ -246,7 +246,6 @@ class Model:
                     row.meta.pop(name, None)
                     if type(value) is int:  # others claims do not see
                         row.meta[name] = value
-                        self.had_lengths |= name == "total_lengths"
         self._forget_fields()
 
     def _forget_fields(self):
@@ -411,7 +410,9 @@ class Model:
     # What a task is to get
 
     def is_closed(self, asking):
-        return self.sealed or (asking.finite and self.inserted > 0)
+        return self.sealed or (
+            asking.finite and self.inserted > 0 and self.inserted % (self.samples_per_round or 1) == 0
+        )
 
     def pending(self, task, asking):
         """Return the rows that may still become ready, given that no new rows come."""
@@ -468,19 +469,6 @@ class Model:
             return
         if self.insert_size_gcd % asking.block_size:
             raise BlocksError
-
-    def lacks_lengths(self, task, asking):
-        return (
-            asking.needs_length
-            and not self.had_lengths
-            and any(
-                row.state == "live"
-                and row.index not in task.consumed | task.dead_lettered
-                and row.fields >= set(asking.fields)
-                and self.passes(asking, row)
-                for row in self.rows.values()
-            )
-        )
 
     # Claims
 

@@ -1,5 +1,7 @@
 """custom_meta: types, merging, conditions and orders."""
 
+import itertools
+import operator
 import tracemalloc
 from dataclasses import replace
 
@@ -235,3 +237,28 @@ def test_values_go_with_their_rows():
     column = kept.meta.read("v", positions)
     assert column.values[:2].tolist() == [2000, 2999]
     assert column.present.tolist() == [True, True, False]
+
+
+NUMBERS = [
+    0, 1, -1, 0.5, -0.0, 2.5, 2**53 - 1, 2**53, 2**53 + 1, 2.0**53, -(2**53) - 1, 2**63 - 1, -(2**63), 2.0**63,
+    -(2.0**63), 2**62 + 1, 1e300, float("inf"), -float("inf"), float("nan"), True, False, 2**1100, 2**63,
+]  # fmt: skip
+COMPARED = {
+    "==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.float64, np.bool_])
+def test_numbers_are_compared_as_the_numbers_they_are(dtype):
+    """As Python compares them, which converts neither; so an integer is not that which a float rounds it to."""
+    of_dtype = {np.int64: int, np.float64: float, np.bool_: bool}[dtype]
+    known = [each for each in NUMBERS if isinstance(each, of_dtype) and (dtype != np.int64 or -(2**63) <= each < 2**63)]
+    data = np.array(known, dtype)
+    for name, compare in COMPARED.items():
+        for value in NUMBERS:
+            expected = [bool(compare(each, value)) for each in known]
+            assert Condition("v", name, (value,)).holds(data).tolist() == expected, (name, value)
+    for values in itertools.combinations(NUMBERS, 2):
+        expected = [any(each == value for value in values) for each in known]
+        assert Condition("v", "in", values).holds(data).tolist() == expected, values
+    assert not Condition("v", "in", ()).holds(data).any()

@@ -302,6 +302,29 @@ async def test_a_slow_sampler_that_has_waited_gets_what_comes_before_those_who_c
         assert rows(call) == [number]
 
 
+async def test_a_long_plan_does_not_stall_quick_claims_and_is_served(bench, monkeypatch):
+    """Once it has lost its rows it leaves as many to others as they are likely to take."""
+    loop = asyncio.get_running_loop()
+    real_time, skipped_seconds = loop.time, 0.0
+    monkeypatch.setattr(loop, "time", lambda: real_time() + skipped_seconds)
+    bench.insert(40)
+    slow = SlowSampler(SequentialSampler())
+    call = bench.ask(batch_size=4, sampler=slow)
+    await slow.started.wait()
+    assert rows(await finished(bench.ask(batch_size=4))) == [0, 1, 2, 3]
+    skipped_seconds = 100.0
+    slow.started.clear()
+    slow.go.set()
+    slow.go.clear()
+    await slow.started.wait()
+    skipped_seconds += 1.0
+    assert rows(await finished(bench.ask(batch_size=4))) == [4, 5, 6, 7]
+    assert rows(await finished(bench.ask(batch_size=4))) == [8, 9, 10, 11]
+    slow.go.set()
+    assert rows(await finished(call)) == [12, 13, 14, 15]
+    assert slow.call_count == 2
+
+
 async def test_a_head_start_ends_though_the_sampler_hangs_now(bench):
     slow = SlowSampler(SequentialSampler())
     slow.go.set()

@@ -21,6 +21,7 @@ from domain_support import (
     update,
 )
 
+from tq_service.domain.partition import PartitionSettings
 from tq_service.domain.states import CLEARED, FAILED, HELD, LIVE, UNCLAIMED
 from tq_service.errors import (
     InvalidArgumentError,
@@ -30,6 +31,7 @@ from tq_service.errors import (
     StaleIncarnationError,
     TaskNotFoundError,
 )
+from tq_service.schema import FieldSpec, StalenessLimit
 
 
 def recount(train):
@@ -243,3 +245,14 @@ def test_a_partition_that_lives_for_weeks_stays_small():
     for task in (trainer, reward):
         assert not (task._by_serial or task.batches or task.claims)
         assert (task.consumed_count, task.backlog) == (4800, 0)
+
+
+def test_settings_are_the_same_in_any_order():
+    one, two = FieldSpec("a", dtype="int64"), FieldSpec("b", dtype="float32")
+    limits = [StalenessLimit(task_name=name, max_samples=1) for name in "st"]
+    settings = [
+        PartitionSettings(fields=fields, tasks=tasks, staleness_limits=tuple(bounds))
+        for fields, tasks, bounds in [((one, two), ("s", "t"), limits), ((two, one), ("t", "s"), limits[::-1])]
+    ]
+    assert settings[0] == settings[1]
+    assert not settings[0].unlike(settings[1])

@@ -4,12 +4,13 @@ import asyncio
 
 import numpy as np
 import pytest
-from domain_support import SlowSampler, asks, clear, new_id, plan_of, reset, seal, turns, update
+from domain_support import DrawingSampler, SlowSampler, asks, clear, new_id, plan_of, reset, seal, turns, update
 from planner_bench import Bench, Whenever, finished, rows
 
 from tq_service.domain.claims.ledger import RecordedPlan
 from tq_service.domain.claims.wait_queue import NotYet
 from tq_service.domain.plan import Plan
+from tq_service.domain.status import consumption_of
 from tq_service.domain.tables.meta import Condition
 from tq_service.errors import (
     InvalidArgumentError,
@@ -46,6 +47,30 @@ async def test_who_asks_ahead_causes_the_batches_before_to_be_planned(bench):
     assert rows(await finished(bench.ask((0, 1, 2)))) == [4, 5]
     assert rows(await finished(bench.ask((0, 1, 0)))) == [0, 1]
     assert rows(await finished(bench.ask((0, 1, 1)))) == [2, 3]
+
+
+@pytest.mark.parametrize("sampler", [SequentialSampler(), DrawingSampler()])
+async def test_a_rank_that_miscounts_consumes_nothing(bench, sampler):
+    """The batches before the one it asks for would all be planned."""
+    bench.insert(10_000)
+    for index in (257, 1000, 2**40):
+        call = await finished(bench.ask((0, 2, index), batch_size=1, sampler=sampler))
+        assert isinstance(call.exception(), InvalidArgumentError)
+        assert f"batch_index is {index}; expected at most 256" in str(call.exception())
+    assert (bench.task.consumed_count, bench.task.next_batch_index) == (0, 0)
+    assert not isinstance((await finished(bench.ask((0, 2, 256), batch_size=1, sampler=sampler))).result(), NotYet)
+
+
+async def test_a_rank_that_waits_is_refused_once_a_reset_has_it_far_ahead(bench):
+    bench.insert(300)
+    await finished(bench.ask((0, 1, 200), batch_size=1))
+    waiting = bench.ask((0, 1, 400), batch_size=1)
+    await turns()
+    assert not waiting.done()
+    reset(bench.catalog, bench.task, keep_consumed=False)
+    await finished(waiting)
+    assert isinstance(waiting.exception(), InvalidArgumentError)
+    assert bench.task.consumed_count == 0
 
 
 def dispatch_count():
@@ -335,6 +360,29 @@ async def test_what_another_claim_spec_consumes_may_bring_the_end(bench):
     assert rows(await finished(bench.ask(data_fields=("x",)))) == [0, 1]
     await turns()
     assert waiting.result() == EndCounts(consumed_count=2)
+
+
+@pytest.mark.parametrize("rank", [(0, 1, 1), None])
+async def test_finite_ends_with_a_round_and_not_within_one(rank):
+    bench = Bench(samples_per_round=8)
+    bench.insert(4)
+    first = bench.ask(rank and (0, 1, 0), batch_size=4, finite=True)
+    assert rows(await finished(first)) == [0, 1, 2, 3]
+    second = bench.ask(rank, batch_size=4, finite=True)
+    await turns(20)
+    assert not second.done()
+    assert not consumption_of(bench.partition, "t").complete
+    bench.insert(4)
+    assert rows(await finished(second)) == [4, 5, 6, 7]
+    end = await finished(bench.ask(rank and (0, 1, 2), batch_size=4, finite=True))
+    assert end.result() == EndCounts(consumed_count=8)
+    assert consumption_of(bench.partition, "t").complete
+    bench.insert(4)
+    assert not consumption_of(bench.partition, "t").complete
+    bench.insert(4)
+    assert not consumption_of(bench.partition, "t").complete
+    reset(bench.catalog, bench.task, keep_consumed=True)
+    assert rows(await finished(bench.ask(rank and (0, 1, 0), batch_size=8, finite=True))) == [*range(8, 16)]
 
 
 async def test_finite_waits_for_a_first_sample_and_ends_with_what_there_is(bench):

@@ -6,13 +6,14 @@ import threading
 
 import numpy as np
 import pytest
-from domain_support import SlowSampler, clear, new_id, release, seal, turns, update
+from domain_support import SlowSampler, clear, meta, new_id, release, seal, set_meta, turns, update
 from planner_bench import Bench, Whenever, finished, rows
 
 from tq_service.domain.claims import wait_queue
 from tq_service.domain.plan import Plan
 from tq_service.errors import (
     ClaimReleasedError,
+    InvalidArgumentError,
     MissingLengthError,
     PartitionClearedError,
     SamplerError,
@@ -186,20 +187,46 @@ async def test_a_sampler_that_hangs_ends_with_its_time(bench):
     assert rows(await finished(bench.ask((0, 1, 0)))) == [0, 1]
 
 
-async def test_lengths_that_no_sample_has_are_an_error_and_missing_ones_wait(bench):
-    sampler = SeqlenBalancedSampler()
-    call = bench.ask((0, 1, 0), sampler=sampler, batch_size=1)
+@pytest.mark.parametrize("is_sealed", [False, True])
+@pytest.mark.parametrize("rank", [(0, 1, 0), None])
+async def test_lengths_that_come_later_are_waited_for(bench, rank, is_sealed):
+    """Whether or not a sample has one yet: set_custom_meta gives them to samples of a sealed partition too."""
+    call = bench.ask(rank, sampler=SeqlenBalancedSampler(), batch_size=1)
+    bench.insert(2)
+    if is_sealed:
+        seal(bench.catalog)
     await turns()
     assert not call.done()
+    set_meta(bench.catalog, np.array([1]), meta([{"total_lengths": 3}]))
+    assert rows(await finished(call)) == [1]
+    last = bench.ask(rank and (0, 1, 1), sampler=SeqlenBalancedSampler(), batch_size=1)
+    await turns()
+    assert not last.done()
+    update(bench.catalog, [0], meta=[{"total_lengths": 4}])
+    assert rows(await finished(last)) == [0]
+
+
+async def test_lengths_that_a_field_never_has_are_an_error(bench):
+    sampler = SeqlenBalancedSampler(length_field="x")
+    call = bench.ask((0, 1, 0), sampler=sampler, batch_size=1)
     bench.insert(1)
     await turns()
     assert isinstance(call.exception(), MissingLengthError)
-    bench.insert(1, meta=[{"total_lengths": 3}])
-    assert rows(await finished(bench.ask((0, 1, 0), sampler=sampler, batch_size=1))) == [1]
-    seal(bench.catalog)
-    last = bench.ask((0, 1, 1), sampler=sampler, batch_size=1)
-    await turns()
-    assert not last.done()
+    assert bench.task.consumed_count == 0
+
+
+@pytest.mark.parametrize("state", ["failed", "held", None])
+async def test_a_length_that_is_none_stops_no_one_but_those_who_would_get_it(bench, state):
+    sampler = SeqlenBalancedSampler()
+    bench.insert(1, () if state == "failed" else ("x",), state=state or "live", meta=[{"total_lengths": -1}])
+    if state is None:
+        assert rows(await finished(bench.ask((0, 1, 0), batch_size=1))) == [0]
+    bench.insert(2, meta=[{"total_lengths": 7}] * 2)
+    index = bench.task.next_batch_index
+    assert rows(await finished(bench.ask((0, 1, index), sampler=sampler))) == [1, 2]
+    bench.insert(1, meta=[{"total_lengths": 1e300}])
+    call = await finished(bench.ask((0, 1, index + 1), sampler=sampler, batch_size=1))
+    assert isinstance(call.exception(), InvalidArgumentError)
 
 
 # Claims whose rows go

@@ -11,6 +11,7 @@ from domain_support import (
     dense,
     insert,
     jagged,
+    objects,
     partition,
     plan_of,
     release,
@@ -24,6 +25,7 @@ from tq_service.domain.claims.grouping import Grouping
 from tq_service.domain.claims.view import PartitionView, ReadyIndex
 from tq_service.domain.plan import LengthSource, MustBeAwaited, Plan
 from tq_service.domain.tables.meta import Condition, Order
+from tq_service.domain.tables.names import GroupNames
 from tq_service.errors import InvalidArgumentError, MissingLengthError
 
 
@@ -197,12 +199,13 @@ def test_rows_far_behind_are_found_over_growing_stretches(train):
     insert(train, 10)
     insert(train, 100_000, ())
     insert(train, 10)
-    view = view_of(train)
-    assert view.ready(12).tolist() == [*range(120_000, 120_010), 220_010, 220_011]
-    assert view.exhausted
     first = view_of(train)
     assert first.ready(10).tolist() == list(range(120_000, 120_010))
     assert not first.exhausted
+    for _ in range(2):
+        view = view_of(train)
+        assert view.ready(12).tolist() == [*range(120_000, 120_010), 220_010, 220_011]
+        assert view.exhausted
 
 
 def test_groups_are_whole_across_stretches(train):
@@ -295,6 +298,63 @@ def test_consumed_rows_are_compacted_away_under_a_running_task(train):
     assert train.table.count < 2500
 
 
+def test_ready_rows_that_no_claim_takes_are_not_in_the_way_of_others(train):
+    """Each scan would go over all consumed rows behind them."""
+    insert(train, 1, groups=["never"], group_size=4)
+    insert(train, 50_000, groups=[f"g{row // 4}" for row in range(50_000)], group_size=4)
+    insert(train, 1, groups=["nor this"], group_size=4)
+    consume(train, *range(1, 40_001))
+    key = (("x",), (), None)
+    for first in range(40_001, 40_061, 4):
+        assert groups(train, 4) == [[*range(first, first + 4)]]
+        assert train.ready_index.start(key) >= first
+        assert train.ready_index.apart(key).tolist() == [0]
+        consume(train, *range(first, first + 4))
+    insert(train, 3, groups=["never"] * 3, group_size=4)
+    consume(train, *range(40_061, 50_001))
+    assert groups(train, 4) == [[0, 50_002, 50_003, 50_004]]
+    consume(train, 0)
+    groups(train, 4)
+    assert not train.ready_index.apart(key).size
+
+
+def test_rows_apart_come_back_when_they_are_written_to_or_released(train):
+    insert(train, 1)
+    insert(train, 9000, ())
+    insert(train, 1)
+    assert ready(train, 1) == [0]
+    assert ready(train) == [0, 9001]
+    task = task_of(train, "t")
+    request = asks()
+    claim_rows(train, task, np.array([0]), request.request_id)
+    assert ready(train) == [9001]
+    release(train, task, request.request_id)
+    assert ready(train) == [0, 9001]
+    update(train, [3, 5000], ("x",))
+    assert ready(train) == [0, 3, 5000, 9001]
+    update(train, [0], state="held")
+    assert ready(train) == [3, 5000, 9001]
+    update(train, [0], state="live")
+    assert ready(train) == [0, 3, 5000, 9001]
+    clear(train, np.array([0, 5000]))
+    assert ready(train) == [3, 9001]
+
+
+def test_groups_that_are_added_while_another_thread_looks_do_no_harm(train, monkeypatch):
+    insert(train, 2, groups=["a", "a"])
+    insert(train, 2)  # rows are there before their groups are
+    real_zeros, names = np.zeros, GroupNames.of(["b", "c"])
+
+    def zeros(*arguments, **options):
+        monkeypatch.undo()
+        train.groups.add(train.groups.check(names, 0), 0, slice(2, 4))
+        return real_zeros(*arguments, **options)
+
+    grouping = Grouping(train, task_of(train, "t"), None)
+    monkeypatch.setattr(np, "zeros", zeros)
+    assert grouping.members(np.array([0])).tolist() == [0, 1]
+
+
 # Lengths and the rest
 
 
@@ -310,11 +370,46 @@ def test_lengths_come_from_custom_meta_or_a_jagged_field(train):
     assert ready(train, length=LengthSource(key="n")) == [0]
 
 
-@pytest.mark.parametrize("value", [-1, 0.5, float("inf"), float("nan"), "long"])
-def test_lengths_must_be_counts(train, value):
-    insert(train, 1, meta=[{"n": value}])
+NO_COUNTS = [-1, 0.5, float("inf"), -float("inf"), float("nan"), 1e300, 2.0**63, 2**63, "long", True, [3], {"n": 3}]
+
+
+@pytest.mark.parametrize("value", NO_COUNTS, ids=repr)
+@pytest.mark.parametrize("order", [(), (Order("n"),)], ids=["unordered", "ordered"])
+def test_lengths_must_be_counts(train, value, order):
+    insert(train, 1, groups=["a"], group_size=1, meta=[{"n": value}])
+    for read in (ready, groups):
+        with pytest.raises(InvalidArgumentError, match=r"'n' of sample 0 is .*; expected a token count"):
+            read(train, length=LengthSource(key="n"), order_by=order)
     with pytest.raises(InvalidArgumentError, match="token count"):
-        ready(train, length=LengthSource(key="n"))
+        view_of(train, length=LengthSource(key="n")).lengths(np.array([0]))
+
+
+@pytest.mark.parametrize("value", NO_COUNTS, ids=repr)
+@pytest.mark.parametrize("order", [(), (Order("n"),)], ids=["unordered", "ordered"])
+def test_the_length_of_a_row_that_cannot_be_claimed_does_not_matter(train, value, order):
+    """It is failed, held, consumed, lacks a field, does not pass `where`, or its group is not whole."""
+    wrong = {"n": value, "kind": "bad"}
+    insert(train, 3, groups=["good"] * 3, group_size=3, meta=[{"n": 4, "kind": "good"}] * 3)
+    insert(train, 1, state="failed", meta=[wrong])
+    insert(train, 1, state="held", meta=[wrong])
+    insert(train, 2, meta=[wrong] * 2)
+    consume(train, 5)
+    clear(train, np.array([6]))
+    insert(train, 1, (), meta=[wrong])
+    insert(train, 1, groups=["begun"], group_size=2, meta=[wrong])
+    insert(train, 2, groups=["lost", "lost"], group_size=2, meta=[wrong, {}])
+    update(train, [10], state="failed")
+    asked = {"length": LengthSource(key="n"), "order_by": order}
+    assert groups(train, **asked) == [[0, 1, 2]]
+    assert groups(train, on_loop=False, **asked) == [[0, 1, 2]]
+    assert ready(train, where=(Condition("kind", "==", ("good",)),), **asked) == [0, 1, 2]
+
+
+def test_the_largest_counts(train):
+    insert(train, 2, meta=[{"n": 0}, {"n": 2**63 - 1}])
+    insert(train, 1, meta=[{"m": float(2**63 - 1024)}])
+    assert view_of(train, length=LengthSource(key="n")).lengths(np.array([0, 1])).tolist() == [0, 2**63 - 1]
+    assert view_of(train, length=LengthSource(key="m")).lengths(np.array([2])).tolist() == [2**63 - 1024]
 
 
 def test_whole_numbers_do_as_doubles(train):
@@ -322,18 +417,22 @@ def test_whole_numbers_do_as_doubles(train):
     assert view_of(train, length=LengthSource(key="n")).lengths(np.array([0, 1])).tolist() == [3, 4]
 
 
-def test_lengths_that_nobody_gives_are_an_error_only_where_rows_wait_for_them(train):
+@pytest.mark.parametrize(("column", "kind"), [(dense("ids"), "scalars"), (objects("ids"), "objects")])
+def test_a_length_field_without_lengths_is_an_error_once_rows_wait_for_nothing_else(train, column, kind):
     length = LengthSource(key="n", field="ids")
     insert(train, 1, ())
-    view_of(train, length=length).check_lengths()
-    update(train, [0], ("x",))
-    with pytest.raises(MissingLengthError, match="custom_meta"):
-        view_of(train, length=length).check_lengths()
-    consume(train, 0)
-    view_of(train, length=length).check_lengths()
-    insert(train, 1, ("x", jagged("ids", [3])))
+    view_of(train, length=length).check_length_field()  # no sample has the field, so lengths may come
+    insert(train, 1, [column])
+    view_of(train, length=length).check_length_field()  # both lack data too
+    insert(train, 4, [dense("x"), column])
+    view_of(train, length=LengthSource(key="n")).check_length_field()
+    with pytest.raises(MissingLengthError, match=f"'ids', which has {kind}; .* for samples 2, 3, 4 and others"):
+        view_of(train, length=length).check_length_field()
+    consume(train, 2, 3, 4, 5)
+    view_of(train, length=length).check_length_field()
+    insert(train, 1, meta=[{"n": 3}])
     insert(train, 1)
-    view_of(train, length=length).check_lengths()
+    view_of(train, length=length).check_length_field()
 
 
 def test_anything_else_about_rows(train):
@@ -361,7 +460,18 @@ def all_is_ready(train, *, call="ready", **bound):
         view.ready()
     else:
         view.ready_groups(block_size=2, blocks="anywhere" if call == "runs" else "aligned")
-    return view.no_more_can_become_ready()
+    return all_of(view.no_more_can_become_ready())
+
+
+def all_of(steps):
+    """Return what some steps come to."""
+    while True:
+        try:
+            work = next(steps)
+        except StopIteration as stop:
+            return stop.value
+        if work is not None:
+            work()
 
 
 def test_no_plain_row_can_become_ready_when_all_are_ready_or_done(train):

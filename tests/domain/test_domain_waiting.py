@@ -12,6 +12,7 @@ from domain_support import SlowSampler, asks, is_at_rest, new_write, reset, seal
 from planner_bench import Bench, Whenever, rows
 
 from tq_service.domain.catalog import Catalog
+from tq_service.domain.claims import planner
 from tq_service.domain.claims import wait_queue as waiters
 from tq_service.domain.claims.ledger import QueueClaim
 from tq_service.domain.claims.wait_queue import NOT_LOOKED, LoopYielder, NotYet, Waiter, WaitQueue
@@ -28,6 +29,12 @@ MOST_A_TURN = 32
 @pytest.fixture
 async def bench():
     return Bench()
+
+
+@pytest.fixture
+def far_ahead(monkeypatch):
+    """Let ranks ask for batches further ahead than they may."""
+    monkeypatch.setattr(planner, "_MOST_BATCHES_AHEAD", 1 << 20)
 
 
 @pytest.fixture
@@ -247,6 +254,7 @@ async def test_a_worker_that_can_be_served_meanwhile_does_not_wait_for_all_that_
         call.cancel()
 
 
+@pytest.mark.usefixtures("far_ahead")
 async def test_a_claim_far_ahead_is_planned_a_few_batches_a_turn(bench):
     bench.insert(5 * MANY)
     call = bench.ask((0, 1, 5 * MANY - 1), batch_size=1)
@@ -259,6 +267,7 @@ async def test_a_claim_far_ahead_is_planned_a_few_batches_a_turn(bench):
     assert most <= MOST_A_TURN
 
 
+@pytest.mark.usefixtures("far_ahead")
 async def test_a_claim_far_ahead_ends_with_its_time_and_the_next_one_goes_on(bench):
     bench.insert(20 * MANY)
     index = 20 * MANY - 1
@@ -292,6 +301,7 @@ async def test_a_poll_gets_what_is_found_just_before_others_have_their_turns(ben
     assert await poll(count) == EndCounts(consumed_count=count)
 
 
+@pytest.mark.usefixtures("far_ahead")
 async def test_a_claim_far_ahead_leaves_their_turn_to_others_of_its_task(bench):
     bench.insert(6 * MANY)
     far = bench.ask((0, 1, 5 * MANY), batch_size=1)
@@ -306,6 +316,7 @@ async def test_a_claim_far_ahead_leaves_their_turn_to_others_of_its_task(bench):
     await far
 
 
+@pytest.mark.usefixtures("far_ahead")
 async def test_a_claim_far_ahead_plans_no_more_once_the_partition_is_removed(catalog):
     partition = catalog.write("train", b"", new_write(5 * MANY, ("x",))).partition
     call = asyncio.ensure_future(catalog.claim("train", b"", asks((0, 1, 5 * MANY - 1), batch_size=1), 1e6))

@@ -1,8 +1,9 @@
 """What one step of the event loop does to many rows: no line of Python for each, and no copy of those there are.
 
-Counted, not timed: the lines that are run, and whether columns stay where they are.
+Counted, not timed: the lines that are run, whether columns stay where they are, and rows between two turns of the loop.
 """
 
+import asyncio
 import sys
 import threading
 from dataclasses import replace
@@ -10,21 +11,25 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from digest import digest
-from domain_support import clear, task_of, write_to
+from domain_support import clear, new_write, seal, task_of, turns, write_to
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planner_bench import Bench, rows
 
 from tq_service.custom_meta import MetaColumn
 from tq_service.domain.changes.samples import SampleWrite
+from tq_service.domain.claims.wait_queue import NotYet
 from tq_service.domain.partition import Partition, PartitionSettings
 from tq_service.domain.tables import column_memory
 from tq_service.domain.tables import names as domain_names
 from tq_service.domain.tables.cells import ColumnWrite, Put
 from tq_service.domain.tables.column_memory import RESERVED_FROM
+from tq_service.domain.tables.meta import Condition, CustomMeta
 from tq_service.domain.tables.names import look_through, looking_through
 from tq_service.domain.tables.table import Column
 from tq_service.errors import TqError
-from tq_service.schema import FieldSpec, Layout
+from tq_service.samplers import GRPOGroupNSampler
+from tq_service.schema import EndCounts, FieldSpec, Layout
 from tq_service.texts import Texts
 
 LARGE = 2 * RESERVED_FROM
@@ -216,3 +221,71 @@ def test_a_snapshot_made_before_a_column_grew_where_it_is_stays():
     column.resize(2 * LARGE)
     column.write(np.array([3, LARGE - 1]), 7)
     assert not snapshot.values().any()
+
+
+class LookedAt:
+    """The most rows that conditions are compared with on the event loop between two of its turns."""
+
+    def __init__(self, monkeypatch):
+        self.most = self._count = 0
+        monkeypatch.setattr(CustomMeta, "holds", self._counted(CustomMeta.holds))
+
+    def _counted(self, inner):
+        def counted(meta, condition, rows):
+            found = inner(meta, condition, rows)
+            if threading.current_thread() is threading.main_thread():
+                self._count += found[0].size
+                self.most = max(self.most, self._count)
+            return found
+
+        return counted
+
+    async def watch(self, call):
+        """Wait for a call; return its answer."""
+        while not call.done():
+            self._count = 0
+            await asyncio.sleep(0)
+        return call.result()
+
+
+SOME = 200_000
+TEXTS = [
+    Condition("source", "==", ("none",)),
+    Condition("source", "in", tuple(f"no-{number}" for number in range(100))),
+    Condition("v", "in", (7, 9)),
+    Condition("v", "==", (7,)),
+]
+
+
+@pytest.mark.parametrize("condition", TEXTS, ids=["text", "texts", "numbers", "number"])
+@pytest.mark.parametrize("grouped", [False, True])
+async def test_conditions_look_at_few_rows_a_turn_also_at_the_end(monkeypatch, condition, grouped):
+    bench, looked_at = Bench(), LookedAt(monkeypatch)
+    present = np.ones(SOME, np.bool_)
+    source = MetaColumn(name="source", values=np.array(["a", "b"] * (SOME // 2), object), present=present)
+    columns = (source, MetaColumn(name="v", values=np.zeros(SOME, np.int64), present=present))
+    write = replace(new_write(SOME, ("x",)), meta=columns)
+    bench.catalog.write("train", b"", write)
+    asked = {"where": (condition,), "sampler": GRPOGroupNSampler(n_samples_per_prompt=2) if grouped else None}
+    assert await looked_at.watch(bench.ask(wait=0.0, **asked)) == NotYet()
+    assert await looked_at.watch(bench.ask((0, 1, 0), wait=0.0, **asked)) == NotYet()
+    seal(bench.catalog)
+    end = await looked_at.watch(bench.ask((0, 1, 0), **asked))
+    assert end == EndCounts(excluded_count=SOME)
+    assert looked_at.most <= 1 << 16
+
+
+async def test_what_conditions_ruled_out_is_not_looked_at_again(monkeypatch):
+    """Also where a few rows that pass come before the others, and are too few for a batch."""
+    bench, looked_at = Bench(), LookedAt(monkeypatch)
+    bench.insert(1, meta=[{"v": 7}])
+    bench.insert(SOME, meta=[{"v": 0}] * SOME)
+    call = bench.ask(where=(Condition("v", "==", (7,)),), batch_size=3)
+    await turns(200)
+    for _ in range(2):
+        looked_at.most = looked_at._count = 0
+        assert not call.done()
+        bench.insert(1, meta=[{"v": 7}])
+        await turns(20)
+        assert looked_at.most <= 4096
+    assert rows(call) == [0, SOME + 1, SOME + 2]

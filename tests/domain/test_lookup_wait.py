@@ -76,6 +76,30 @@ async def test_it_waits_for_the_partition(catalog):
     assert await wait is False
 
 
+@pytest.mark.parametrize("selection", [NEW, Selection(indexes=np.arange(3), where=NEW.where)])
+async def test_it_ends_with_its_time_though_rows_are_written_all_the_time(catalog, selection):
+    put(catalog, [0] * 3)
+    wait = waits(catalog, selection, min_count=2, seconds=0.01)
+    for _ in range(20_000):
+        if wait.done():
+            break
+        set_meta(catalog, np.array([1]), meta([{"version": 0}]))
+        put(catalog, [1])
+        await turns(1)
+    assert await wait is True
+
+
+@pytest.mark.parametrize("count", [10, 40_000])
+async def test_it_ends_with_enough_though_rows_are_written_all_the_time(catalog, count):
+    put(catalog, [2] * count)
+    wait = waits(catalog, min_count=count + 5)
+    for _ in range(60):
+        put(catalog, [2])
+        await turns(1)
+    assert wait.done()
+    assert wait.result() is False
+
+
 @pytest.mark.parametrize("there", [False, True])
 async def test_it_ends_with_its_time(catalog, there):
     if there:

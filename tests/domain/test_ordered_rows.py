@@ -82,7 +82,7 @@ def view_of(target, task, orders):
 def sorted_view(target, task, orders):
     """Return a view with all work done that is heavy."""
     while (made := view_of(target, task, orders)).is_heavy:
-        made.sort_some()
+        made.prepare_some()
     return made
 
 
@@ -188,7 +188,7 @@ class Rows:
         """Do a step of what is left to others, between other changes."""
         made = view_of(self.partition, self.task, self.orders)
         if made.is_heavy:
-            made.sort_some()
+            made.prepare_some()
 
     def plan_elsewhere(self):
         """Have another thread read, while rows change or others read here."""

@@ -353,15 +353,28 @@ def test_sealed_partitions_take_columns_of_samples_they_have(client: AnyClient) 
     assert client.get_data(partition_id="train", keys=["k3", "k2"], data_fields=["value"])["value"].tolist() == [0, 1]
 
 
-def test_a_length_is_asked_for_where_no_sample_has_it(client: AnyClient) -> None:
+def test_a_length_field_without_lengths_is_an_error(client: AnyClient) -> None:
     client.put({"x": torch.zeros(4)}, partition_id="bare")
     before = snapshot(client)
     asks: dict[str, Any] = {"partition_id": "bare", "task_name": "t", "data_fields": ["x"], "batch_size": 1, **RANK}
+    asks |= {"sampler": "seqlen_balanced", "sampler_config": {"length_field": "x"}}
     with pytest.raises(tq.MissingLengthError) as caught:
-        client.get_meta(**asks, sampler="seqlen_balanced", sampler_config={"n_samples_per_prompt": 1})
+        client.get_meta(**asks)
     assert wire_code(caught.value) == CODE.INVALID_ARGUMENT
-    assert "total_lengths" in str(caught.value)
+    assert "length_field is 'x', which has scalars" in str(caught.value)
     assert snapshot(client) == before
+
+
+def test_lengths_that_no_sample_has_yet_are_waited_for(client: AnyClient) -> None:
+    meta = client.put({"x": torch.zeros(2)}, partition_id="late")
+    client.seal_partition("late")
+    asks: dict[str, Any] = {"partition_id": "late", "task_name": "t", "data_fields": ["x"], "batch_size": 1, **RANK}
+    asks["sampler"] = "seqlen_balanced"
+    waiting = client.get_meta(**asks, max_wait=0, explain=True)
+    assert waiting.status == "not_yet"
+    assert "2 have no length for the sampler in the custom_meta column 'total_lengths'" in waiting.reason
+    client.set_custom_meta(meta, [{"total_lengths": 5}, {"total_lengths": 7}])
+    assert client.get_meta(**asks).size == 1
 
 
 def test_samples_without_their_length_are_not_ready(client: AnyClient) -> None:

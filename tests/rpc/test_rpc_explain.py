@@ -78,7 +78,11 @@ def test_what_samples_lack_is_counted(client: AnyClient) -> None:
 def test_lengths_that_a_sampler_needs(client: AnyClient) -> None:
     client.put({"x": np.arange(3)}, partition_id="p", custom_meta=[{"total_lengths": 3}, {"total_lengths": 4}, {}])
     reason = why(client, batch_size=3, sampler="seqlen_balanced", **RANK)
-    assert (reason.code, reason.ready_count, lacks(reason)) == (WaitCode.TOO_FEW_READY, 2, {("length", "", 1)})
+    assert (reason.code, reason.ready_count, lacks(reason)) == (
+        WaitCode.TOO_FEW_READY,
+        2,
+        {("length", "total_lengths", 1)},
+    )
 
 
 def test_leases_and_what_is_consumed(client: AnyClient) -> None:
@@ -113,6 +117,24 @@ def test_groups_that_are_not_whole(client: AnyClient, unit: str) -> None:
     (group,) = reason.not_ready
     assert (group.kind, group.sample_count) == ("group", 3)
     assert group.example == "group 'b' has 3 members, 3 of them ready, 4 expected"
+
+
+@pytest.mark.parametrize("sampler", ["seqlen_balanced", "sequential"])
+def test_groups_that_declared_no_size_are_named(client: AnyClient, sampler: str) -> None:
+    names = [*"aabbccdd"]
+    lengths = [{"total_lengths": 1}] * 8
+    client.put({"x": np.arange(8)}, partition_id="p", groups=names, custom_meta=lengths)
+    unit = "group" if sampler == "sequential" else "sample"
+    asks: dict[str, Any] = {"batch_size": 2, "batch_unit": unit, "sampler": sampler, **RANK}
+    reason = why(client, **asks)
+    assert (reason.code, reason.ready_count) == (WaitCode.GROUPS_INCOMPLETE, 0)
+    assert lacks(reason) == {("group", "", 8)}
+    assert (
+        "groups 'a', 'b', 'c' and 1 others declared no size, so that more members may come: put them with "
+        "group_size, close them with close_groups, or seal the partition" in reason.text
+    )
+    client.close_groups("p", [*"abcd"])
+    assert client.get_meta(partition_id="p", task_name="t", data_fields=["x"], max_wait=0, **asks).status == "batch"
 
 
 def test_ranks_that_are_ahead_need_all_batches_before(client: AnyClient) -> None:

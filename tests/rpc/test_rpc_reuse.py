@@ -209,7 +209,7 @@ def test_batches_far_ahead_are_not_planned_without_end(start_server: Any, client
     client = start_server(allow_sampler_import=True).client(client_kind)
     put_rows(client, 4)
     asks = {**RANK, "sampler": f"{SAMPLERS}:WithReplacement"}
-    with pytest.raises(tq.InvalidArgumentError, match="without being consumed") as caught:
+    with pytest.raises(tq.InvalidArgumentError, match="256 more than the next batch") as caught:
         client.get_meta(**asks, batch_index=2**40)
     assert caught.value.field == "batch_index"
     assert client.get_meta(**asks, batch_index=9).size == 2

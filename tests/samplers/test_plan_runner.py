@@ -4,13 +4,16 @@ import asyncio
 import subprocess
 import sys
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 from fake_view import parts, view_of_samples
 
+from tq_service.domain.claims.ledger import RecordedPlan
 from tq_service.domain.plan import MustBeAwaited
+from tq_service.durable.codec import decode, encode
 from tq_service.errors import InvalidArgumentError, SamplerError, SamplerTimeoutError
 from tq_service.samplers import Pack, Plan, PlanRequest, PlanRunner, RankPlan, Sampler, SequentialSampler
 
@@ -340,7 +343,41 @@ async def test_packs_that_are_none(plan, message):
 
 async def test_steps_and_packs_that_are_right():
     plan = one_rank((Pack(positions=rows(1), lengths=rows(7)), Pack(positions=rows())), (Pack(positions=rows(0)),))
-    assert await PlanRunner().run(Answers(plan, quick=False), view_of_samples(4), QUEUE) is plan
+    ran = await PlanRunner().run(Answers(plan, quick=False), view_of_samples(4), QUEUE)
+    assert parts(ran) == parts(plan)
+    shapes = [[(pack.positions.tolist(), pack.padding_tokens) for pack in step] for step in ran.ranks[0].steps]
+    assert shapes == [[([1], 0), ([], 0)], [([0], 0)]]
+    assert ran.ranks[0].steps[0][0].lengths.tolist() == [7]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotedPack(Pack):
+    """A pack of a user, who notes something on it."""
+
+    note: str = "mine"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotedPlan(Plan):
+    """A plan of a user."""
+
+    note: str = "mine"
+
+
+@pytest.mark.parametrize("quick", [True, False])
+@pytest.mark.parametrize("padding", [np.int64(7), np.uint8(7), np.int16(7), 7])
+async def test_a_plan_that_passes_is_of_plain_values(padding, quick):
+    """The journal, and the version that reads it, know the integers and classes of plans, and no others."""
+    pack = NotedPack(positions=rows(1, 0), lengths=rows(3, 4), padding_tokens=padding)
+    plan = NotedPlan(ranks=one_rank((pack,)).ranks, consumed=rows(0))
+    ran = await plan_of(PlanRunner(), Answers(plan, quick=quick), view_of_samples(4), QUEUE)
+    kept = ran.ranks[0].steps[0][0]
+    assert (type(ran), type(ran.ranks[0]), type(kept), type(kept.padding_tokens)) == (Plan, RankPlan, Pack, int)
+    assert kept.padding_tokens == 7
+    recorded = RecordedPlan.of(ran)
+    read = decode(RecordedPlan, encode(recorded))
+    assert read.steps[0][0][0].padding_tokens == 7
+    assert (read.rows.tolist(), read.consumed.tolist()) == (recorded.rows.tolist(), [0])
 
 
 def test_bad_settings():

@@ -162,9 +162,11 @@ class Backlogs:
 
     async def _look(self, partition: Partition, task: TaskLedger, slices: Slices) -> tuple[Backlog, float]:
         """Return a backlog, and for how long the loop was used."""
-        look, used_seconds = _Look(partition, task, self._readiness(partition, task)), 0.0
+        readiness, used_seconds = self._readiness(partition, task), 0.0
+        look = _Look(partition, task, readiness)
+        size = _SLICE_ROWS if readiness is None else min(_SLICE_ROWS, readiness.at_once)
         loop = asyncio.get_running_loop()
-        for rows in partition.table.slices(_SLICE_ROWS):
+        for rows in partition.table.slices(size):
             began_at = loop.time()
             look.look(rows)
             used_seconds += loop.time() - began_at

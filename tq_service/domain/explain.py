@@ -32,6 +32,7 @@ from tq_service.schema import Blocks
 _SLICE_ROWS: Final = 65_536
 _SLICE_CLAIMS: Final = 8_192
 _FRESH_SECONDS: Final = 1.0
+_MOST_NAMED_GROUPS: Final = 3
 
 
 class Explainer:
@@ -163,7 +164,8 @@ class Explanation:
     async def reason(self, *, waiting_put_count: int, put_waits_for: str) -> WaitReason:
         """Return why the claim waits, as far as the partition knows."""
         table, task = self._partition.table, self._task
-        for rows in table.slices(_SLICE_ROWS):
+        size = min(_SLICE_ROWS, Readiness(self._partition, task, self._request.batch_spec, None).at_once)
+        for rows in table.slices(size):
             self._look(rows)
             await asyncio.sleep(0)
         ready = table.find(np.concatenate([np.zeros(0, np.int64), *self._ready]))
@@ -213,7 +215,7 @@ class Explanation:
         for condition in batch_spec.where:
             self._count("where", condition.column, live & ~partition.meta.holds(condition, rows)[0])
         if self._length is not None:
-            self._count("length", "", live & (readiness.lengths(rows) < 0))
+            self._count("length", self._length.key, live & ~readiness.has_length(rows))
         self._ready.append(partition.table.index.data[rows][readiness.ready(rows)])
 
     def _count(self, kind: str, name: str, mask: NDArray[np.bool_]) -> None:
@@ -252,7 +254,8 @@ class Explanation:
         """Return the groups that are delivered whole, None where samples come one by one."""
         sampler = self._request.sampler
         size = getattr(sampler, "n_samples_per_prompt", None)
-        if size is None and not self._counts_groups:
+        keeps_named = hasattr(sampler, "n_samples_per_prompt") and self._partition.groups.in_use
+        if size is None and not self._counts_groups and not keeps_named:
             return None
         is_taking = getattr(sampler, "incomplete_groups", "skip") == "take"
         blocks: Blocks = getattr(sampler, "blocks", "aligned")
@@ -268,10 +271,31 @@ class Explanation:
         split = ready[~np.isin(ready, whole)]
         if not split.size:
             return _Groups(ready_count=ready_count)
+        if unsized := self._unsized(split, grouping.block_size):
+            return _Groups(ready_count=ready_count, split_count=split.size, example=unsized)
         ids = grouping.ids(ready)
         ready_of_first = int(np.count_nonzero(ids == ids[ready == split[0]][0]))
         example = self._example(split[:1], ready_of_first, grouping.block_size)
         return _Groups(ready_count=ready_count, split_count=split.size, example=example)
+
+    def _unsized(self, split: Indexes, block_size: int | None) -> str:
+        """Return what to do where groups of rows that are ready wait for a size, "" if the first one has one."""
+        groups = self._partition.groups
+        if block_size is not None or self._partition.sealed or not groups.in_use:
+            return ""
+        slots = groups.of_rows[split]
+        slots = slots[slots >= 0]
+        slots = slots[(groups.declared[slots] == 0) & ~groups.closed[slots]]
+        if not slots.size or slots[0] != groups.of_rows[split[0]]:
+            return ""
+        firsts = slots[np.sort(np.unique(slots, return_index=True)[1])]
+        rows = np.array([split[groups.of_rows[split] == slot][0] for slot in firsts[:_MOST_NAMED_GROUPS]])
+        names = ", ".join(map(repr, groups.names_of(rows)))
+        others = f" and {firsts.size - rows.size} others" if firsts.size > rows.size else ""
+        return (
+            f"groups {names}{others} declared no size, so that more members may come: put them with group_size, close "
+            f"them with close_groups, or seal the partition"
+        )
 
     def _example(self, row: Indexes, ready_count: int, block_size: int | None) -> str:
         """Return what is ready of the group of a row `(1,)`."""
@@ -333,7 +357,7 @@ def _shown(lack: NotReady) -> str:
         case "where":
             return f"for {count} the condition on {lack.name!r} does not hold"
         case "length":
-            return f"{count} have no length for the sampler"
+            return f"{count} have no length for the sampler in the custom_meta column {lack.name!r}"
         case "leased":
             return f"{count} are leased, the first for {lack.ends_in_seconds or 0:.0f} s more"
         case "group":

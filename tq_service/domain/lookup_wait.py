@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from typing import Final
 
@@ -36,7 +37,8 @@ class LookupWait:
         self._selection = selection
         self._min_count = min_count
         self._found: set[int] = set()  # global indexes; some may have been cleared since
-        self._unseen: list[Indexes | range] = [partition.table.index.data[partition.table.present_positions()]]
+        stored: Indexes = partition.table.index.data[partition.table.present_positions()]
+        self._unseen: deque[Indexes | range] = deque([stored])
         self._unseen_count = self._partition.table.present_count
         self._is_due = asyncio.Event()
         self._end_error: Callable[[], TqError] | None = None
@@ -59,21 +61,27 @@ class LookupWait:
     async def until_enough(self, deadline: float) -> bool:
         """Return True once there are enough samples, or there never will be; False at a time of the event loop.
 
-        Samples that are there are found however long that takes.
+        The samples that are stored when it is called are looked at however long that takes, those that are written
+        later until the deadline.
 
         Raises:
             TqError: the wait was ended.
             InvalidArgumentError: a condition does not fit its column.
         """
+        loop, stored_count = asyncio.get_running_loop(), self._unseen_count
         while True:
             self._is_due.clear()
-            while self._unseen:
-                self._look()
+            while self._unseen and (stored_count > 0 or loop.time() < deadline):
+                stored_count -= self._look()
                 await asyncio.sleep(0)
+                if self._has_enough():
+                    break
             if self._end_error is not None:
                 raise self._end_error()
             if self._has_enough() or self._is_in_vain:
                 return True
+            if loop.time() >= deadline:
+                return False
             try:
                 with Waiting():
                     async with asyncio.timeout_at(deadline):
@@ -97,20 +105,20 @@ class LookupWait:
             count = min(count, self._selection.named_count)
         return self._partition.sealed and count < self._min_count
 
-    def _look(self) -> None:
-        """Look at some rows that were written."""
+    def _look(self) -> int:
+        """Look at some rows that were written, the first ones first; return how many."""
         if self._selection.is_named:
+            count, self._unseen_count = self._unseen_count, 0
             self._unseen.clear()
-            self._unseen_count = 0
             part = self._selection.part(self._partition, 0, self._selection.named_count)
             self._found = set(self._partition.table.index.data[part.positions].tolist())
-            return
+            return count
         taken: list[Indexes | range] = []
         left = _LOOKED_AT_ONCE
         while self._unseen and left:
-            rows = self._unseen.pop()
+            rows = self._unseen.popleft()
             if len(rows) > left:
-                self._unseen.append(rows[left:])
+                self._unseen.appendleft(rows[left:])
                 rows = rows[:left]
             taken.append(rows)
             left -= len(rows)
@@ -122,11 +130,14 @@ class LookupWait:
         self._found.update(self._partition.table.index.data[found].tolist())
         if len(self._found) > self._partition.table.present_count + _MOST_UNSEEN:
             self._forget_cleared()
+        return indexes.size
 
     def _has_enough(self) -> bool:
-        if len(self._found) >= self._min_count:
+        """Whether there are enough samples, whatever is found out of those that were written to since."""
+        least = self._min_count + sum(len(rows) for rows in self._unseen if not isinstance(rows, range))
+        if len(self._found) >= least:
             self._forget_cleared()
-        return len(self._found) >= self._min_count
+        return len(self._found) >= least
 
     def _forget_cleared(self) -> None:
         indexes = np.fromiter(self._found, np.int64, len(self._found))

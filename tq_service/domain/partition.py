@@ -42,7 +42,7 @@ class PartitionSettings:
 
     Attributes:
         default_layout: of tensor fields that have none in `fields`.
-        fields: fields that are declared.
+        fields: fields that are declared, in the order of their names, so that the same ones compare equal.
         max_bytes: most bytes that its cells may take before new samples wait; None: no bound.
         staleness_limits: how far producers may be ahead of its tasks, in the order of these, so that the same ones
             compare equal.
@@ -76,6 +76,7 @@ class PartitionSettings:
                 field="default_layout",
             )
         check_unique("fields", [spec.name for spec in self.fields])
+        object.__setattr__(self, "fields", tuple(sorted(self.fields, key=attrgetter("name"))))
         for spec in self.fields:
             if spec.layout is Layout.OBJECT and (spec.dtype or spec.row_shape):
                 raise InvalidArgumentError(
@@ -285,6 +286,11 @@ class Partition:
     def is_whole(self) -> bool:
         """Whether no new samples will come, or none before the next round."""
         return self.sealed or self.inserted_count == self.expected_count
+
+    @property
+    def may_end_finite(self) -> bool:
+        """Whether claims that ask with `finite` may be at their end: not before a first sample, nor within a round."""
+        return self.inserted_count > 0 and (self.settings.samples_per_round is None or self.is_whole)
 
     @property
     def open_count(self) -> int:

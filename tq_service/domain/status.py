@@ -106,8 +106,11 @@ def _skipped_count(partition: Partition, task: TaskLedger) -> int:
 
 
 def _is_complete(partition: Partition, task: TaskLedger) -> bool:
-    """Return whether nothing is left for a task."""
-    return task.end is not None or (partition.is_whole and task.backlog == 0 and task.leased_count == 0)
+    """Return whether nothing is left for a task: where there are rounds, of those that have begun."""
+    if task.end is None:
+        return partition.is_whole and task.backlog == 0 and task.leased_count == 0
+    known_count = task.end.consumed_count + task.end.skipped_count
+    return partition.settings.samples_per_round is None or known_count == partition.inserted_count
 
 
 def production_of(partition: Partition, names: Sequence[str], *, missing_ok: bool = False) -> ProductionStatus:

@@ -216,7 +216,8 @@ def _failure(sampler: Sampler, error: BaseException) -> SamplerError:
 def check_plan(sampler: str, plan: object, request: PlanRequest) -> Plan | None:
     """Return the plan if it is well formed; whether its rows are ready is for the planner to see.
 
-    A plan that passes can be written down and sent: that must not fail once its rows are consumed.
+    The plan that is returned can be written down and sent: that must not fail once its rows are consumed. It has plain
+    integers for those of numpy, and objects of `tq_service.domain.plan` for those of subclasses.
 
     Raises:
         SamplerError: it is no plan, has not one part for each rank, has no rows, a row twice although it does not say
@@ -247,7 +248,15 @@ def check_plan(sampler: str, plan: object, request: PlanRequest) -> Plan | None:
     _check_shape_of_steps(sampler, plan)
     for rank, part in enumerate(plan.ranks):
         _check_packs(sampler, rank, part)
-    return plan
+    return Plan(ranks=tuple(map(_plain_part, plan.ranks)), consumed=plan.consumed)
+
+
+def _plain_part(part: RankPlan) -> RankPlan:
+    return RankPlan(rows=part.rows, steps=tuple(tuple(map(_plain_pack, step)) for step in part.steps))
+
+
+def _plain_pack(pack: Pack) -> Pack:
+    return Pack(positions=pack.positions, lengths=pack.lengths, padding_tokens=int(pack.padding_tokens))
 
 
 def _check_unique(sampler: str, what: str, rows: Indexes, remedy: str) -> None:

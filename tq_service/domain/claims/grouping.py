@@ -60,8 +60,9 @@ class Grouping:
     def members(self, positions: Indexes) -> Indexes:
         """Return the positions of rows and of all others of their groups."""
         if self._groups.in_use:
-            slots = self._groups.of_rows[: self._partition.table.count]
-            is_met = np.zeros(self._groups.slots.count + 1, np.bool_)  # the last is of rows without a group
+            # A copy, since rows of new groups may be added while another thread looks.
+            slots = self._groups.of_rows[: self._partition.table.count].copy()
+            is_met = np.zeros(int(slots.max(initial=NO_GROUP)) + 2, np.bool_)  # the last is of rows without a group
             is_met[slots[positions]] = True
             is_met[NO_GROUP] = False
             return np.concatenate([positions[slots[positions] == NO_GROUP], np.flatnonzero(is_met[slots])])

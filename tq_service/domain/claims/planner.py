@@ -7,8 +7,9 @@ sampler that hangs holds up no claims of another kind, and commits, status and r
 
 A plan is made on a view of the moment, and recorded on the loop in the step in which all its rows are seen to be ready
 still. Nothing else serialises plans: of two that want the same rows the one that is recorded first has them, and the
-other is made again. Lest a slow sampler always comes second, a plan off the loop has a head start of the time that such
-plans of its line take: meanwhile later claims have no turn.
+other is made again. To keep slow samplers from starving, the plan after one that lost its rows looks past as many ready
+rows as others took meanwhile. A short plan off the loop also has a head start, in which later claims have no turn; a
+long one only after it has lost its rows several times in a row, so that there are too few rows to look past any.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -29,7 +30,7 @@ from tq_service.domain.claims.grouping import Grouping
 from tq_service.domain.claims.ledger import QueueClaim, RecordedPlan, TaskLedger
 from tq_service.domain.claims.readiness import Readiness
 from tq_service.domain.claims.request import BatchSpec, ClaimRequest, ClaimSpec
-from tq_service.domain.claims.view import PartitionView, ReadyIndex
+from tq_service.domain.claims.view import PartitionView, ReadyIndex, Steps
 from tq_service.domain.claims.wait_queue import (
     NOT_LOOKED,
     Answer,
@@ -67,13 +68,17 @@ from tq_service.wait_clock import Waiting
 
 _log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 _MOST_BATCHES_A_TURN = 64
 _MOST_PLANS = 4  # off the loop at a time, those that are long under way apart
 _LONG_PLAN_SECONDS = 1.0
 _LEAST_HEAD_START_SECONDS = 0.01
+_LONG_HEAD_START_SECONDS = 0.05
+_MOST_LOSSES = 2
 _MOST_REPLANS = 8
 _CLOSED_AT_ONCE = 1 << 12  # rows that changed, as many as gaps are closed for in a step
-_MOST_BATCHES_AHEAD = 1 << 10  # where plans do not consume what they deliver, so that any batch_index could be planned
+_MOST_BATCHES_AHEAD = 256  # loaders ask for prefetch_factor * num_workers; the batches before it are planned as well
 
 
 class RunsPlans(Protocol):
@@ -259,12 +264,30 @@ class Planner:
             listeners.remove(self.wake)
 
     def _recorded(self, request: ClaimRequest) -> RankPlan | QueueClaim | EndCounts | None:
-        """Return the recorded answer of a call, None where there is none; a queue claim counts the calls it answers."""
+        """Return the recorded answer of a call, or None; a queue claim counts the calls it answers.
+
+        Raises:
+            TqError: the call can have no answer.
+        """
         self._task.check_epoch(request.epoch)
         recorded = self._task.recorded(request)
+        if recorded is None and request.rank is not None:
+            self._check_not_far_ahead(request.rank.batch_index)
         if isinstance(recorded, QueueClaim):
             recorded.answer_count += 1
         return recorded
+
+    def _check_not_far_ahead(self, batch_index: int) -> None:
+        """Refuse an index that no rank reaches by counting: all batches before it would be planned, and consumed."""
+        next_index = self._task.next_batch_index
+        if batch_index > next_index + _MOST_BATCHES_AHEAD:
+            raise InvalidArgumentError(
+                f"batch_index is {batch_index}; expected at most {next_index + _MOST_BATCHES_AHEAD}, which is "
+                f"{_MOST_BATCHES_AHEAD} more than the next batch of task {self._task.name!r} in partition "
+                f"{self._partition.partition_id!r}, {next_index}. Count batches from 0 in each partition and epoch.",
+                field="batch_index",
+                metadata={"got": str(batch_index), "expected": f"0 to {next_index + _MOST_BATCHES_AHEAD}"},
+            )
 
     def _check_leased(self, claim: QueueClaim) -> None:
         """Refuse a claim that went between its record and the turn of the loop in which its call goes on."""
@@ -466,8 +489,6 @@ class Planner:
             batch = BatchPlanned(**self._names, batch_spec=spec.batch_spec, plan=found.plan)
             self._commit(batch, (self._partition, self._task, found.positions))
             self._note_batch(batch_index, spec.batch_spec, found)
-            if found.plan.is_reusing:
-                self._refuse_far_ahead(batch_index + 1)
         self._count_serve()
         for line in self._queue.ranked_lines:
             disagrees = line.spec.dp_size != spec.dp_size
@@ -482,17 +503,6 @@ class Planner:
         batch = describe_batch(batch_index, found.plan, readiness.known_lengths(positions))
         self._recent.add(self._task.epoch, batch)
         self._on_batch(batch_spec.sampler, batch)
-
-    def _refuse_far_ahead(self, next_index: int) -> None:
-        """End the calls of ranks that wait for so late a batch that those before it would be planned without end."""
-        most = next_index + _MOST_BATCHES_AHEAD
-        for waiter in (each for line in self._queue.ranked_lines for each in line.waiters if each.batch_index > most):
-            error = InvalidArgumentError(
-                f"batch_index is {waiter.batch_index}, and the next to be planned for task {self._task.name!r} is "
-                f"{next_index}; give at most {most} where samples are delivered without being consumed",
-                field="batch_index",
-            )
-            self._review([waiter], error)
 
     def _record_for_worker(self, request: ClaimRequest, found: Planned | EndFound) -> QueueClaim | EndCounts:
         """Record what a queue worker gets; an end is of this one only, or of all that ask under its name."""
@@ -559,10 +569,15 @@ class Planner:
                 batch_index, waiter = self._task.next_batch_index, line.first()
                 if waiter is not None and not self._answer_recorded(waiter):
                     self._give_head_start(line)
-                    started_at = loop.time()
-                    found = await self._search.plan(waiter.request)
+                    started_at, consumed_count = loop.time(), self._task.consumed_count
+                    found = await self._search.plan(waiter.request, look_past=line.look_past)
                     # Twice what this one took, so that the next one is not late though it takes longer.
-                    line.head_start_seconds = max(2 * (loop.time() - started_at), _LEAST_HEAD_START_SECONDS)
+                    line.look_past = 2 * max(0, self._task.consumed_count - consumed_count)
+                    line.loss_count = line.loss_count + 1 if found is None else 0
+                    seconds = 2 * (loop.time() - started_at)
+                    if line.loss_count < _MOST_LOSSES:
+                        seconds = min(seconds, _LONG_HEAD_START_SECONDS)
+                    line.head_start_seconds = max(seconds, _LEAST_HEAD_START_SECONDS)
             finally:
                 line.planning = None
             while (waiter := line.first()) is not None and self._answer_recorded(waiter):
@@ -644,15 +659,23 @@ class PlanSearch:
             return found
         raise AssertionError("a plan was awaited on the event loop")
 
-    async def plan(self, request: ClaimRequest) -> Found | None:
+    async def plan(self, request: ClaimRequest, *, look_past: int = 0) -> Found | None:
         """Return a plan, the end, why there is none yet, or None where another claim was quicker or a reset came.
 
         There is no await between the check of a plan's rows and the return, so that the caller can record it.
+
+        Args:
+            request: the claim.
+            look_past: so many ready rows are left to others, if there is a plan of those behind them.
         """
+        if look_past and self._view(request).has_ready(look_past + request.plan_request.total_size):
+            found = await self._find(request, self._run_off_loop, look_past)
+            if found is None or isinstance(found, Planned):
+                return found
         begun_at = self._task.serial, self._task.epoch
         for _ in range(_MOST_REPLANS):
             await self._close_gaps()
-            was_heavy = await self._sort_rows(request)
+            was_heavy = await self._prepare_rows(request)
             if self._is_over(begun_at[1]):
                 return None
             if was_heavy:
@@ -667,25 +690,31 @@ class PlanSearch:
             metadata={"sampler": request.sampler.name},
         )
 
-    async def _find(self, request: ClaimRequest, run: Run) -> Found | None:
+    async def _find(self, request: ClaimRequest, run: Run, look_past: int = 0) -> Found | None:
         """Return what the sampler's plans come to, each made by `run`; None: of rows that are not ready any more."""
         wanted, begun_at = request.plan_request, self.marks
         consumed = self._task.consumed_count, self._task.leased_count
-        view = self._view(request)
+        view = self._view(request, look_past=look_past)
         plan = await run(request.sampler, view, wanted)
+        if plan is None and look_past:
+            return NOT_LOOKED
         if plan is None:
-            is_finished = request.batch_spec.finite and self._partition.inserted_count > 0
+            is_finished = request.batch_spec.finite and self._partition.may_end_finite
             is_closed = begun_at == self.marks and (self._partition.sealed or is_finished)
-            if not (is_closed and view.no_more_can_become_ready()):
-                view.check_lengths()
+            is_inline = run == self._run_inline
+            if is_closed:
+                is_over = await self._in_steps(view.no_more_can_become_ready(), begun_at, is_inline=is_inline)
+                if is_over is None:
+                    return NOT_LOOKED
+            if not (is_closed and is_over):
+                view.check_length_field()
                 return self._failed(request, view, begun_at, consumed)
             least = wanted.total_size if request.batch_spec.drop_last else 1
             view = self._view(request, no_more=True)
             plan = await run(request.sampler, view, replace(wanted, min_size=least))
             if plan is None:
-                if begun_at != self.marks:
-                    return NOT_LOOKED
-                return EndFound(begun_at[0], begun_at[1] + 1, consumed, end=view.end())
+                end = await self._in_steps(view.end(), begun_at, is_inline=is_inline)
+                return NOT_LOOKED if end is None else EndFound(begun_at[0], begun_at[1] + 1, consumed, end=end)
         if self._is_over(begun_at[-1]):
             return None
         planned = self._checked(request, view, plan)
@@ -750,9 +779,17 @@ class PlanSearch:
         view.rejoin_loop()
         return plan
 
-    def _view(self, request: ClaimRequest, *, no_more: bool = False) -> PartitionView:
+    def _view(self, request: ClaimRequest, *, no_more: bool = False, look_past: int = 0) -> PartitionView:
         length = self._runner.length(request.sampler)
-        return PartitionView(self._partition, self._task, self._ready, request.batch_spec, length, no_more=no_more)
+        return PartitionView(
+            self._partition,
+            self._task,
+            self._ready,
+            request.batch_spec,
+            length,
+            no_more=no_more,
+            look_past=look_past,
+        )
 
     async def _close_gaps(self) -> None:
         """Close gaps of the table if these are many, in short steps, once all plans of the partition are over.
@@ -769,11 +806,28 @@ class PlanSearch:
                 table.close_gaps(_CLOSED_AT_ONCE)
                 await asyncio.sleep(0)
 
-    async def _sort_rows(self, request: ClaimRequest) -> bool:
-        """Sort the rows of a claim in its order as far as it needs, in short steps; return whether it took any."""
+    async def _prepare_rows(self, request: ClaimRequest) -> bool:
+        """Sort the rows of a claim, or skip those that are not ready, in short steps; return whether it took any."""
         was_heavy = False
-        while self.epoch == self._task.epoch and (view := self._view(request)).is_heavy:
-            view.sort_some()
+        while self.epoch == self._task.epoch and self._view(request).prepare_some():
             was_heavy = True
             await asyncio.sleep(0)
         return was_heavy
+
+    async def _in_steps(self, steps: Steps[T], begun_at: tuple[int, ...], *, is_inline: bool) -> T | None:
+        """Return what some steps come to, None if something has changed between them.
+
+        Raises:
+            MustBeAwaited: there are several of them, and the caller cannot wait.
+        """
+        with self._partition.table.pinned():
+            while begun_at == self.marks:
+                try:
+                    work = next(steps)
+                except StopIteration as stop:
+                    result: T = stop.value
+                    return result
+                if is_inline:
+                    raise MustBeAwaited
+                await (asyncio.sleep(0) if work is None else asyncio.to_thread(work))
+            return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,8 @@ from tq_service.errors import InvalidArgumentError
 
 # What decides which rows are ready for a kind of claim: data fields, conditions, and the length that its sampler needs.
 ScanKey: TypeAlias = tuple[tuple[str, ...], tuple[Condition, ...], LengthSource | None]
+
+_AT_ONCE = 1 << 14
 
 Rows: TypeAlias = slice | Indexes  # a stretch of the table, or some positions
 
@@ -35,6 +37,11 @@ class Readiness:
         self._partition = partition
         self._task = task
 
+    @property
+    def at_once(self) -> int:
+        """How many rows the event loop has time for in one step: conditions on text take 0.1 us a row."""
+        return _AT_ONCE // max(1, len(self.key[1]))
+
     def ready(self, rows: Rows) -> NDArray[np.bool_]:
         """Return which rows are ready `(n,)`."""
         _, where, length = self.key
@@ -42,7 +49,7 @@ class Readiness:
         if where:
             mask &= self.allowed(rows)
         if length is not None:
-            mask &= self.lengths(rows) >= 0
+            mask &= self.has_length(rows)
         return mask
 
     def has_data(self, rows: Rows) -> NDArray[np.bool_]:
@@ -67,13 +74,47 @@ class Readiness:
             mask |= ~holds & (present | self._produced(rows))
         return mask
 
+    def has_length(self, rows: Rows) -> NDArray[np.bool_]:
+        """Return which rows have a length for the sampler, be it that its value is not a token count.
+
+        That is an error of the claims that would deliver the row, see `lengths`, and of no others.
+        """
+        source = self.key[2] or LengthSource()
+        has_length = self.meta(source.key, rows)[1]
+        if source.field is not None:
+            has_length = has_length | (self.field_lengths(source.field, rows) >= 0)
+        texts = self._partition.meta.json_values(source.key, rows)
+        return has_length if texts is None else has_length | (texts != None)  # noqa: E711  (of each)
+
     def lengths(self, rows: Rows) -> Indexes:
-        """Return token counts by the sampler's length source, -1 where unknown."""
+        """Return token counts by the sampler's length source, -1 where unknown.
+
+        Raises:
+            InvalidArgumentError: the value of a row is not a token count.
+        """
         source = self.key[2] or LengthSource()
         lengths = self.field_lengths(source.field, rows)
         values, present = self.meta(source.key, rows)
-        lengths[present] = _token_counts(source.key, values[present])
+        values = values[present]
+        is_count = _is_token_count(values)
+        if not is_count.all():
+            self._refuse_length(rows, int(np.flatnonzero(present)[~is_count][0]), values[~is_count].tolist()[0])
+        texts = self._partition.meta.json_values(source.key, rows)
+        if texts is not None and (found := np.flatnonzero(texts != None)).size:  # noqa: E711  (of each)
+            self._refuse_length(rows, int(found[0]), texts[found[0]])
+        lengths[present] = values
         return lengths
+
+    def _refuse_length(self, rows: Rows, position: int, value: object) -> NoReturn:
+        """Refuse the value that one of some rows has for its length."""
+        column = (self.key[2] or LengthSource()).key
+        raise InvalidArgumentError(
+            f"custom_meta column {column!r} of sample {self.table.index.data[rows][position]} is {value!r:.80}; "
+            f"expected a token count, a whole number from 0 to 2**63 - 1. Put or set another value, or clear the "
+            f"sample.",
+            field="sampler_config",
+            metadata={"column": column},
+        )
 
     def known_lengths(self, rows: Indexes) -> Indexes | None:
         """Return token counts, None where one of them is not known or is no token count."""
@@ -107,17 +148,11 @@ class Readiness:
         return self._partition.cells.produced(self.key[0], rows)
 
 
-def _token_counts(column: str, values: NDArray[Any]) -> Indexes:
-    """Return the values of a custom_meta column as token counts; whole numbers do as doubles too."""
-    is_number = values.dtype.kind in "if"
-    wrong = ~(values >= 0) if is_number else np.ones(values.size, np.bool_)
+def _is_token_count(values: NDArray[Any]) -> NDArray[np.bool_]:
+    """Return which values of a custom_meta column are token counts; whole numbers do as doubles too."""
+    if values.dtype.kind not in "if":
+        return np.zeros(values.size, np.bool_)
+    is_count: NDArray[np.bool_] = values >= 0
     if values.dtype.kind == "f":
-        wrong |= ~np.isfinite(values) | (values != np.floor(values))
-    if wrong.any():
-        raise InvalidArgumentError(
-            f"custom_meta column {column!r} holds {values[wrong][0]!r}; a token count is a whole number of 0 or more: "
-            f"put or set another value, or clear the sample",
-            field="sampler_config",
-            metadata={"column": column},
-        )
-    return values.astype(np.int64)
+        is_count &= (values < 2.0**63) & (values == np.floor(values))
+    return is_count

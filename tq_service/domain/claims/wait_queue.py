@@ -144,6 +144,8 @@ class Line:
         seen: number of the last call that had come when it last had a turn.
         planning: makes a plan off the event loop.
         head_start_seconds: for how long such a plan goes before claims of calls that came later.
+        look_past: ready rows that it leaves to others, who were quicker before.
+        loss_count: such plans in a row that lost their rows to others.
     """
 
     spec: ClaimSpec
@@ -152,6 +154,8 @@ class Line:
     seen: int = 0
     planning: asyncio.Task[None] | None = None
     head_start_seconds: float = 0.0
+    look_past: int = 0
+    loss_count: int = 0
     _waiters: OrderedDict[Waiter, None] = field(default_factory=OrderedDict)
     _polls: dict[Waiter, None] = field(default_factory=dict)
 

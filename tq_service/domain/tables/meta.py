@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
@@ -60,13 +61,51 @@ class Condition:
                     f"{KIND_NAMES[kind]}",
                     field="where",
                 )
-        if self.operator == "in":
-            if kind == "O":  # isin compares each text with each value
+        if kind == "O":
+            if self.operator == "in":  # isin compares each text with each value
                 return np.fromiter(map(frozenset(self.values).__contains__, data), np.bool_, data.size)
-            return np.isin(data, np.array(self.values))
-        # Texts are compared as they are: in an array of text, each would take the space of the longest.
-        other = np.array(self.values[0], dtype=np.object_) if kind == "O" else self.values[0]
-        return np.asarray(_COMPARE[self.operator](data, other), dtype=np.bool_)
+            # Texts are compared as they are: in an array of text, each would take the space of the longest.
+            other = np.array(self.values[0], dtype=np.object_)
+            return np.asarray(_COMPARE[self.operator](data, other), dtype=np.bool_)
+        if kind == "b":
+            data = data.astype(np.int64)
+        bounds = [_neighbours(cast("float", value), kind) for value in self.values]
+        if self.operator == "in":
+            exact = [below for below, above in bounds if below == above and (kind == "f" or math.isfinite(below))]
+            return np.isin(data, np.array(exact, np.float64 if kind == "f" else np.int64))
+        below, above = bounds[0]
+        if below != above and self.operator in {"==", "!="}:
+            return np.full(data.size, self.operator == "!=")
+        return np.asarray(_COMPARE[self.operator](data, above if self.operator in {"<", ">="} else below), np.bool_)
+
+
+_INT64: Final = np.iinfo(np.int64)
+
+
+def _neighbours(value: float, kind: str) -> tuple[float, float]:
+    """Return the largest number of a kind that is at most a value, and the least one that is at least it.
+
+    They are equal if the kind has the value. So integers and floats are compared as the numbers that they are, whereas
+    numpy converts integers to floats, which do not have 2**53 + 1. Infinity stands for numbers that int64 does not
+    have, and is compared as a float. Neither neighbour of NaN is a number.
+    """
+    if kind == "f":
+        try:
+            nearest = float(value)
+        except OverflowError:  # an integer of more than 1,024 bits
+            nearest = math.inf if value > 0 else -math.inf
+        below = nearest if not nearest > value else math.nextafter(nearest, -math.inf)
+        above = nearest if not nearest < value else math.nextafter(nearest, math.inf)
+        return below, above
+    if isinstance(value, float) and not math.isfinite(value):
+        return value, value
+    return _in_int64(math.floor(value)), _in_int64(math.ceil(value))
+
+
+def _in_int64(value: int) -> float:
+    if _INT64.min <= value <= _INT64.max:
+        return value
+    return math.inf if value > 0 else -math.inf
 
 
 _COMPARE: dict[str, Any] = {
@@ -241,6 +280,15 @@ class CustomMeta:
         if present.any():
             holds[present] = condition.holds(values[present])
         return holds, present
+
+    def json_values(self, name: str, rows: slice | Indexes) -> NDArray[np.object_] | None:
+        """Return the JSON of a column at some rows, None for each without any or with null; None if it has no JSON."""
+        stored = self._columns.get(name)
+        if stored is None or stored.json is None or stored.json.is_blank:
+            return None
+        texts: NDArray[np.object_] = stored.json.data[rows].copy()
+        texts[texts == "null"] = None
+        return texts
 
     def arrays(self, name: str) -> tuple[NDArray[Any], NDArray[np.bool_]] | None:
         """Return typed values and presence as they lie in the table, None for a column without any.
