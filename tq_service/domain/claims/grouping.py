@@ -152,7 +152,7 @@ class Runs(Grouping):
     """
 
     blocks: ClassVar[Blocks] = "anywhere"
-    kept: ClassVar[int | None] = None  # type: ignore[misc]  # which rows are one group is open until they are delivered
+    kept: ClassVar[int | None] = None  # which rows are one group is open until they are delivered
 
     def __init__(self, partition: Partition, task: TaskLedger, block_size: int) -> None:
         super().__init__(partition, task, block_size)
