@@ -194,7 +194,8 @@ def demand_of(partition: Partition, write: SampleWrite, value_bytes: int) -> Dem
     checked = check_write(partition, write)
     if checked.new_count == 0 or write.state is SampleState.FAILED:
         return None
-    count, is_counted, groups = checked.new_count, checked.is_new, ()
+    count, is_counted = checked.new_count, checked.is_new
+    groups: tuple[str, ...] = ()
     if checked.groups is not None:
         names, slots = checked.groups.names, checked.groups.slots
         groups = tuple(names.names[code] for code in np.flatnonzero((slots < 0) & (checked.groups.counts > 0)).tolist())

@@ -189,27 +189,30 @@ class Planner:
         return self._task.backlog == self._partition.table.present_count
 
     def starvation(self) -> str:
-        """Return, in words, that a claim waits which only new samples can serve; "" if none does or it is unknown."""
+        """Return, in words, why the task consumes nothing of what it has left; "" if that is unknown or it may.
+
+        Either a claim waits which only new samples can serve, or conditions rule out samples, which stay pending.
+        """
         partition, task, rows = self._partition, self._task, slice(0, self._partition.table.count)
-        first = None if task.leased_count or rows.stop > _MOST_EXPLAINED else next(iter(self.waiting_claims()), None)
-        if first is None:
+        waiting = [request for request, _ in self.waiting_claims()]
+        request = waiting[0] if waiting else self._last_request
+        if request is None or task.leased_count or rows.stop > _MOST_EXPLAINED:
             return ""
-        spec = first[0].batch_spec
         try:
-            readiness = Readiness(partition, task, spec, self._search.length(first[0]))
+            readiness = Readiness(partition, task, request.batch_spec, self._search.length(request))
             pending, ready = task.is_pending(rows), readiness.ready(rows)
             excluded = pending & readiness.excluded(rows)
         except TqError:
             return ""
+        ruled_out, names = int(np.count_nonzero(excluded)), {each.column for each in request.batch_spec.where}
+        cause = f"{ruled_out} samples are ruled out by its where ({', '.join(sorted(names))}); clear these"
+        if not waiting:
+            return f"for task {task.name!r} {cause}" if ruled_out else ""
         if (pending & ~ready & ~excluded).any():  # held, or a field of them is still to come
             return ""
-        ruled_out = int(np.count_nonzero(excluded))
-        names = ", ".join(sorted({condition.column for condition in spec.where}))
-        left = f"{int(np.count_nonzero(pending & ready))} are ready, too few for it"
-        cause = f"{left}, and {ruled_out} are ruled out by its where ({names}); clear these" if ruled_out else left
         return (
             f"this is a deadlock unless samples that fit still come: task {task.name!r} waits for more samples itself, "
-            f"{cause}; explain has the details"
+            f"{int(np.count_nonzero(pending & ready))} are ready, too few for it{', and ' + cause if ruled_out else ''}"
         )
 
     async def claim(self, request: ClaimRequest, max_wait_seconds: float) -> Answer:
