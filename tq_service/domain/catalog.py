@@ -93,12 +93,12 @@ class _Serving:
         self.lookups: set[LookupWait] = set()
         self.delivery_rates: dict[str, DeliveryRate] = {}  # by task
 
-    def _deadlock(self, task_name: str) -> str:
+    def _deadlock(self, task_name: str, asking: ClaimRequest | None) -> str:
         """Return why a task cannot consume before more samples come; of no task in particular, any such; "" if none."""
         planners = [self.planners[task_name]] if task_name in self.planners else []
         if not task_name:
             planners = [each for each in self.planners.values() if each.has_all_left]
-        return next(filter(None, (planner.starvation() for planner in planners)), "")
+        return next(filter(None, (planner.starvation(asking) for planner in planners)), "")
 
     def count_delivered(self, task_name: str, count: int, at_seconds: float) -> None:
         """Count samples that a task was delivered."""

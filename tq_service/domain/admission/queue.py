@@ -21,6 +21,7 @@ from tq_service.domain.admission.bounds import (
     sum_of,
 )
 from tq_service.domain.changes.samples import SampleWrite
+from tq_service.domain.claims.request import ClaimRequest
 from tq_service.domain.partition import Partition
 from tq_service.errors import CallCancelledError, ResourceExhaustedError, TqError
 from tq_service.wait_clock import Waiting
@@ -66,14 +67,15 @@ class AdmissionQueue:
     def __init__(
         self,
         partition: Partition,
-        deadlock: Callable[[str], str] = lambda task_name: "",
+        deadlock: Callable[[str, ClaimRequest | None], str] = lambda task_name, asking: "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Make a queue in which nothing waits.
 
         Args:
             partition: what is written to.
-            deadlock: returns, for the task that has to consume first, or "" for whichever, why it cannot; "" if it can.
+            deadlock: returns, for the task that has to consume first, or "" for whichever, why it cannot; "" if it can. It
+                gets a claim that is known to wait, if there is one.
             clock: of deadlines and turns.
         """
         self._partition = partition
@@ -93,11 +95,11 @@ class AdmissionQueue:
         """Number of writes that wait."""
         return len(self._waiting)
 
-    def first_waits_for(self) -> str:
-        """Return why the first write that waits has no capacity; empty where none waits."""
+    def first_waits_for(self, asking: ClaimRequest | None = None) -> str:
+        """Return why the first write that waits has no capacity, beside a claim that waits; empty if none waits."""
         first = next(iter(self._waiting.values()), None)
         refusing = None if first is None or first.demand is None else self._refusing(first.demand)
-        return "" if refusing is None else refusing[0].waits_for(refusing[1]) + self._note(refusing[0])
+        return "" if refusing is None else refusing[0].waits_for(refusing[1]) + self._note(refusing[0], asking)
 
     async def enter(self, request_id: bytes, write: SampleWrite, value_bytes: int, deadline: float | None) -> Admission:
         """Return capacity for a write, as soon as all that came before have theirs; at once where it takes none.
@@ -185,7 +187,7 @@ class AdmissionQueue:
     def end(self, error: Callable[[], TqError]) -> None:
         """End all waits, and those to come, with an error."""
         self._end_error = error
-        self._deadlock = lambda task_name: ""  # lest the queue and its owner reference each other
+        self._deadlock = lambda task_name, asking: ""  # lest the queue and its owner reference each other
         for admission in self._waiting.values():
             admission.admitted.set_exception(error())
             self._turn.leave(admission)
@@ -255,9 +257,9 @@ class AdmissionQueue:
             "there was no capacity until the deadline", retry_after_seconds=RETRY_AFTER_SECONDS
         )
 
-    def _note(self, bound: Bound) -> str:
+    def _note(self, bound: Bound, asking: ClaimRequest | None = None) -> str:
         """Return what else keeps a write waiting that a bound refuses: puts in front of it, or a deadlock."""
         if self._admitted:
             return f"; {len(self._admitted)} puts in front were let in and are not stored yet"
-        deadlock = self._deadlock(bound.task_name)
+        deadlock = self._deadlock(bound.task_name, asking)
         return f"; {deadlock}" if deadlock else ""

@@ -188,13 +188,16 @@ class Planner:
         """Whether the task has consumed nothing of what the partition still has."""
         return self._task.backlog == self._partition.table.present_count
 
-    def starvation(self) -> str:
+    def starvation(self, asking: ClaimRequest | None = None) -> str:
         """Return, in words, why the task consumes nothing of what it has left; "" if that is unknown or it may.
 
-        Either a claim waits which only new samples can serve, or conditions rule out samples, which stay pending.
+        Either a claim waits which only new samples can serve, such as `asking` if it is of this task, or conditions rule
+        out samples, which stay pending.
         """
         partition, task, rows = self._partition, self._task, slice(0, self._partition.table.count)
         waiting = [request for request, _ in self.waiting_claims()]
+        if asking is not None and asking.task_name == task.name:
+            waiting.insert(0, asking)
         request = waiting[0] if waiting else self._last_request
         if request is None or task.leased_count or rows.stop > _MOST_EXPLAINED:
             return ""
