@@ -74,8 +74,8 @@ class AdmissionQueue:
 
         Args:
             partition: what is written to.
-            deadlock: returns, for the task that has to consume first, or "" for whichever, why it cannot; "" if it can. It
-                gets a claim that is known to wait, if there is one.
+            deadlock: returns, for the task that has to consume first, or "" for whichever, why it cannot; "" if it can.
+                It gets a claim that is known to wait, if there is one.
             clock: of deadlines and turns.
         """
         self._partition = partition

@@ -191,8 +191,8 @@ class Planner:
     def starvation(self, asking: ClaimRequest | None = None) -> str:
         """Return, in words, why the task consumes nothing of what it has left; "" if that is unknown or it may.
 
-        Either a claim waits which only new samples can serve, such as `asking` if it is of this task, or conditions rule
-        out samples, which stay pending.
+        Either a claim waits which only new samples can serve, such as `asking` if it is of this task, or conditions
+        rule out samples, which stay pending.
         """
         partition, task, rows = self._partition, self._task, slice(0, self._partition.table.count)
         waiting = [request for request, _ in self.waiting_claims()]
