@@ -69,7 +69,8 @@ class Admission:
             )
         waiter = _Waiter(size, limit, partition_id, for_existing_rows=for_existing_rows, since=self._clock())
         self._waiting.setdefault(partition_id, {})[waiter] = None
-        self._first = None
+        if limit is not None:
+            self._fits_at = max(self._fits_at, limit - size)
         self.admit()
         if self._is_draining:
             self._end_waits()
@@ -160,7 +161,8 @@ class Admission:
         if not waiting:
             self._waiting.pop(waiter.partition_id, None)
         self._turn.leave(waiter)
-        self._first = None
+        if self._first is waiter:
+            self._first = None
 
     def _set_timer(self) -> None:
         """Have the others looked at when a turn is over."""
