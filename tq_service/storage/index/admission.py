@@ -67,6 +67,9 @@ class Admission:
                 "max_bytes",
                 metadata={"limit_name": "max_bytes", "got": str(size), "limit": str(limit)},
             )
+        if not self._waiting and (limit is None or self.used_bytes + size <= limit):
+            self.used_bytes += size
+            return
         waiter = _Waiter(size, limit, partition_id, for_existing_rows=for_existing_rows, since=self._clock())
         self._waiting.setdefault(partition_id, {})[waiter] = None
         if limit is not None:
@@ -107,6 +110,8 @@ class Admission:
 
     def admit(self) -> None:
         """Admit puts for which there is capacity, or can be made."""
+        if not self._waiting:
+            return
         lacking = self._admit_fitting()
         if lacking and not self._is_relieving:
             self._is_relieving = True
