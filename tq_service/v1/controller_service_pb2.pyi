@@ -205,7 +205,7 @@ global___CreatePartitionRequest = CreatePartitionRequest
 
 @typing.final
 class StalenessLimit(google.protobuf.message.Message):
-    """How far producers may be ahead of one task, so that its samples do not become too stale. At least one bound is set."""
+    """How far producers may be ahead of one task. At least one bound is set."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -219,7 +219,7 @@ class StalenessLimit(google.protobuf.message.Message):
     """Most samples that the task may have left to consume, 1 or more. Unset: no bound."""
     max_versions: builtins.int
     """Most by which the version of a new sample may exceed the lowest version that the task has left to consume, 0 or
-    more. Unset: no bound.
+    more: the spread of versions. It does not bound how late samples are trained on. Unset: no bound.
     """
     version_column: builtins.str
     """The custom_meta column that has the version of a sample; samples without a value are not bounded. Empty:
@@ -717,7 +717,7 @@ class NotReady(google.protobuf.message.Message):
     kind: builtins.str
     """"field": they lack the field `name`; "where": a condition on the custom_meta column `name` does not hold;
     "length": they have no length for the sampler; "held"; "leased": to workers of the task; "group": they are ready,
-    and other members of their groups are not.
+    and other members of their groups are not; "lost": their group lost a member for good, so the task never gets them.
     """
     name: builtins.str
     """Name of a field or column, else empty."""
@@ -1019,7 +1019,9 @@ class CheckConsumptionResponse(google.protobuf.message.Message):
     total_count: builtins.int
     """Ever inserted, cleared ones included."""
     skipped_count: builtins.int
-    """Samples the task will never get: failed or cleared before it took them, and what its end left out."""
+    """Samples the task will never get: failed or cleared before it took them, the rest of groups that lost such a member
+    where the task keeps groups whole, and what its end left out.
+    """
     sealed: builtins.bool
     """Whether the partition gets no new samples."""
     complete: builtins.bool
@@ -1582,6 +1584,7 @@ class ClearSamplesRequest(google.protobuf.message.Message):
     GROUPS_FIELD_NUMBER: builtins.int
     WHERE_FIELD_NUMBER: builtins.int
     CLAIM_FIELD_NUMBER: builtins.int
+    SKIPPED_BY_FIELD_NUMBER: builtins.int
     request_id: builtins.bytes
     """16 random bytes that the client makes for this change and sends again with each retry. Of other lengths:
     INVALID_ARGUMENT.
@@ -1595,6 +1598,11 @@ class ClearSamplesRequest(google.protobuf.message.Message):
     missing_ok: builtins.bool
     """Whether there is nothing to clear where the partition, or this incarnation of it, does not exist (any more). Unset:
     NOT_FOUND and STALE_INCARNATION.
+    """
+    skipped_by: builtins.str
+    """Name of a task. All samples are meant that it never gets: those that failed before it took them, that it
+    dead-lettered, and the rest of groups that lost such a member, or a cleared one, while it keeps groups whole. Not
+    together with keys, indexes or groups. NOT_FOUND if the task has not asked yet. Empty: any samples.
     """
     @property
     def global_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -1632,9 +1640,10 @@ class ClearSamplesRequest(google.protobuf.message.Message):
         groups: collections.abc.Iterable[builtins.str] | None = ...,
         where: collections.abc.Iterable[global___Condition] | None = ...,
         claim: tq_service.v1.metadata_pb2.LeasedClaim | None = ...,
+        skipped_by: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["claim", b"claim"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["claim", b"claim", "global_indexes", b"global_indexes", "groups", b"groups", "incarnation", b"incarnation", "keys", b"keys", "missing_ok", b"missing_ok", "partition_id", b"partition_id", "request_id", b"request_id", "where", b"where"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["claim", b"claim", "global_indexes", b"global_indexes", "groups", b"groups", "incarnation", b"incarnation", "keys", b"keys", "missing_ok", b"missing_ok", "partition_id", b"partition_id", "request_id", b"request_id", "skipped_by", b"skipped_by", "where", b"where"]) -> None: ...
 
 global___ClearSamplesRequest = ClearSamplesRequest
 
@@ -1993,7 +2002,7 @@ class TaskStatus(google.protobuf.message.Message):
     dead_lettered_count: builtins.int
     """Delivered `max_deliveries` times and never acknowledged."""
     pending_count: builtins.int
-    """Left for it: live or held, neither consumed nor dead-lettered."""
+    """Left for it: live or held, neither consumed, dead-lettered nor lost with their group."""
     redelivered_count: builtins.int
     """Delivered more than once in this epoch, since leases on them ran out; neither released nor cleared ones count. 0 in
     what Watch sends.

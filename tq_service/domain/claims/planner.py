@@ -24,7 +24,14 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
-from tq_service.domain.changes.claims import BatchPlanned, ClaimReleased, EndReached, NamedEndReached, QueueClaimed
+from tq_service.domain.changes.claims import (
+    BatchPlanned,
+    ClaimReleased,
+    EndReached,
+    GroupsKept,
+    NamedEndReached,
+    QueueClaimed,
+)
 from tq_service.domain.changes.state_machine import Change
 from tq_service.domain.claims.grouping import Grouping
 from tq_service.domain.claims.ledger import QueueClaim, RecordedPlan, TaskLedger
@@ -79,6 +86,7 @@ _MOST_LOSSES = 2
 _MOST_REPLANS = 8
 _CLOSED_AT_ONCE = 1 << 12  # rows that changed, as many as gaps are closed for in a step
 _MOST_BATCHES_AHEAD = 256  # loaders ask for prefetch_factor * num_workers; the batches before it are planned as well
+_MOST_EXPLAINED = 1 << 16  # rows that a refused put has time to look at
 
 
 class RunsPlans(Protocol):
@@ -151,7 +159,7 @@ class Planner:
         self._recent = RecentBatches()
         self._last_request: ClaimRequest | None = None
         self._names: dict[str, Any] = {"partition_id": partition.partition_id, "task_name": task.name}
-        self._search = PlanSearch(partition, task, runner)
+        self._search = PlanSearch(partition, task, runner, self._note_groups)
         self._queue = WaitQueue()
         self._to_answer: deque[tuple[Waiter, TqError | None]] = deque()  # calls that may be over, and why
         self._dispatching: asyncio.Task[None] | None = None
@@ -190,6 +198,41 @@ class Planner:
         lines = sorted(self._queue.lines, key=lambda line: line.order)
         return [(first.request, len(line)) for line in lines if (first := line.first()) is not None]
 
+    @property
+    def has_all_left(self) -> bool:
+        """Whether the task has consumed nothing of what the partition still has."""
+        return self._task.backlog == self._partition.table.present_count
+
+    def starvation(self, asking: ClaimRequest | None = None) -> str:
+        """Return, in words, why the task consumes nothing of what it has left; "" if that is unknown or it may.
+
+        Either a claim waits which only new samples can serve, such as `asking` if it is of this task, or conditions
+        rule out samples, which stay pending.
+        """
+        partition, task, rows = self._partition, self._task, slice(0, self._partition.table.count)
+        waiting = [request for request, _ in self.waiting_claims()]
+        if asking is not None and asking.task_name == task.name:
+            waiting.insert(0, asking)
+        request = waiting[0] if waiting else self._last_request
+        if request is None or task.leased_count or rows.stop > _MOST_EXPLAINED:
+            return ""
+        try:
+            readiness = Readiness(partition, task, request.batch_spec, self._search.length(request))
+            pending, ready = task.is_pending(rows), readiness.ready(rows)
+            excluded = pending & readiness.excluded(rows)
+        except TqError:
+            return ""
+        ruled_out, names = int(np.count_nonzero(excluded)), {each.column for each in request.batch_spec.where}
+        cause = f"{ruled_out} samples are ruled out by its where ({', '.join(sorted(names))}); clear these"
+        if not waiting:
+            return f"for task {task.name!r} {cause}" if ruled_out else ""
+        if (pending & ~ready & ~excluded).any():  # held, or a field of them is still to come
+            return ""
+        return (
+            f"this is a deadlock unless samples that fit still come: task {task.name!r} waits for more samples itself, "
+            f"{int(np.count_nonzero(pending & ready))} are ready, too few for it{', and ' + cause if ruled_out else ''}"
+        )
+
     async def claim(self, request: ClaimRequest, max_wait_seconds: float) -> Answer:
         """Return the recorded answer, or wait for one; `NotYet` when the time is over."""
         self._last_request = request
@@ -211,6 +254,11 @@ class Planner:
             answer = found.plan.part(request.rank.dp_rank) if isinstance(found, Planned) else found.end
         self._start_dispatch()
         return answer
+
+    def _note_groups(self, kept_groups: int | None) -> None:
+        """Record how the task keeps groups whole, where it did so in another way before."""
+        if kept_groups != self._task.kept_groups:
+            self._commit(GroupsKept(**self._names, kept_groups=kept_groups), (self._partition, self._task))
 
     def _is_next(self, request: ClaimRequest) -> bool:
         """Whether a call may be served before it joins a line: others have no turn now, and none asks alike.
@@ -628,7 +676,11 @@ class PlanSearch:
         epoch: whose plans are looked for; there are none for the next one before the planner has gone on to it.
     """
 
-    def __init__(self, partition: Partition, task: TaskLedger, runner: RunsPlans) -> None:
+    def __init__(
+        self, partition: Partition, task: TaskLedger, runner: RunsPlans, note_groups: Callable[[int | None], None]
+    ) -> None:
+        """Look for the plans of a task; `note_groups` is called with how each kept groups whole, see `TaskFacts`."""
+        self._note_groups = note_groups
         self._partition = partition
         self._task = task
         self._runner = runner
@@ -708,16 +760,24 @@ class PlanSearch:
                     return NOT_LOOKED
             if not (is_closed and is_over):
                 view.check_length_field()
-                return self._failed(request, view, begun_at, consumed)
+                failed = self._failed(request, view, begun_at, consumed)
+                self._note_groups(view.kept_groups)
+                return failed
             least = wanted.total_size if request.batch_spec.drop_last else 1
             view = self._view(request, no_more=True)
             plan = await run(request.sampler, view, replace(wanted, min_size=least))
             if plan is None:
                 end = await self._in_steps(view.end(), begun_at, is_inline=is_inline)
-                return NOT_LOOKED if end is None else EndFound(begun_at[0], begun_at[1] + 1, consumed, end=end)
+                if end is None:
+                    return NOT_LOOKED
+                found = EndFound(begun_at[0], begun_at[1] + 1, consumed, end=end)
+                self._note_groups(view.kept_groups)
+                return found
         if self._is_over(begun_at[-1]):
             return None
         planned = self._checked(request, view, plan)
+        if planned is not None:
+            self._note_groups(view.kept_groups)
         state_version, _, *others = begun_at  # rows that are only written to stay ready
         if planned is None and (state_version, *others) == (self.marks[0], *self.marks[2:]):
             raise SamplerError(
@@ -778,6 +838,10 @@ class PlanSearch:
             plan = await self._runner.run(sampler, view, wanted)
         view.rejoin_loop()
         return plan
+
+    def length(self, request: ClaimRequest) -> LengthSource | None:
+        """Return the length that the sampler of a claim needs."""
+        return self._runner.length(request.sampler)
 
     def _view(self, request: ClaimRequest, *, no_more: bool = False, look_past: int = 0) -> PartitionView:
         length = self._runner.length(request.sampler)

@@ -435,6 +435,11 @@ class PartitionView:
 
     # For the planner
 
+    @property
+    def kept_groups(self) -> int | None:
+        """How groups that were asked for are kept whole, see `TaskFacts`."""
+        return None if self.grouping is None else self.grouping.kept
+
     def no_more_can_become_ready(self) -> Steps[bool]:
         """Find out whether no row can become ready any more, given that no new rows come, in steps.
 
@@ -465,7 +470,7 @@ class PartitionView:
     @property
     def unready_count(self) -> int:
         """Rows left for the task that were not ready, once a scan was exhausted."""
-        return self._task.backlog - self.seen_count
+        return self._task.backlog + self._task.skipped_count - self.seen_count
 
     def _open_rows(self, start: int, end: int) -> tuple[Indexes, NDArray[np.bool_]]:
         """Return the positions of the rows between two that are left for the task, and which `where` rules out."""
