@@ -1,7 +1,8 @@
-"""Runs verl's own code over TransferQueue and over the service, and prints what differs: `make compat`.
+"""Runs verl's own code, and TransferQueue's examples, over TransferQueue and over the service: `make compat`.
 
 Each part runs twice in each environment, once over each system: the same program and the same environment, but for
-PYTHONPATH and TQ_ADDRESS. Both runs are recorded, and the records compared; exit code 1 for any difference.
+PYTHONPATH and TQ_ADDRESS. Both runs are recorded, and the records compared; exit code 1 for any difference, and for an
+example that fails.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class Part:
 
 PARTS = {
     "calls": Part(module="compat.calls"),
+    "examples": Part(module="compat.examples"),
     **{
         kind: Part(module="compat.trainer.run", arguments=(kind,), concurrent=frozenset({AGENT}))
         for kind in ("text", "multimodal")

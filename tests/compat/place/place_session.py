@@ -37,6 +37,9 @@ def leave():
     return session
 
 
+_CALLS = ("run", "sample", "forget", "get_config", "stop")
+
+
 class Cluster:
     """What Ray has of actors: by name, called one at a time, and gone when they are killed."""
 
@@ -61,7 +64,7 @@ class Cluster:
         if (options["namespace"], options["name"]) in self.actors:
             raise ValueError("there is one")
         made = kind(*arguments)
-        methods = {name: SimpleNamespace(remote=getattr(made, name)) for name in ("run", "sample", "stop")}
+        methods = {name: SimpleNamespace(remote=getattr(made, name)) for name in _CALLS}
         actor = self.actors[options["namespace"], options["name"]] = SimpleNamespace(**methods)
         return actor
 

@@ -67,7 +67,7 @@ def init(conf: Any = None) -> Any:
         if _session is not None:
             return conf
         _session = _join() or _begin(conf)
-        return _filled(_session.run) if _session.is_owner else conf
+        return _session.run.filled_conf() if _session.is_owner else conf
 
 
 def current(*, joins: bool = True) -> Session:
@@ -149,7 +149,7 @@ def _session_of(controller: Any, ray: Any, *, is_owner: bool = False) -> Session
     wait_seconds = float(setting(run.conf, "controller", "wait_seconds", default=60.0))
     asking = Asking(
         sampler=run.sampler,
-        sample=lambda *arguments, **keywords: call("sample", *arguments, **keywords),
+        controller=call,
         polling_mode=is_polling,
         wait_seconds=0.0 if is_polling else wait_seconds,
     )
@@ -196,14 +196,6 @@ def _with_defaults(conf: Any) -> Any:
         return {name: dict(part) if isinstance(part, Mapping) else part for name, part in (conf or {}).items()}
     defaults = OmegaConf.load(str(resources.files("transfer_queue") / "config.yaml"))
     return OmegaConf.merge(OmegaConf.create({}, flags={"allow_objects": True}), defaults, conf or {})
-
-
-def _filled(run: Run) -> Any:
-    """Return the configuration of a run with its address and namespace."""
-    if "controller" not in run.conf:
-        run.conf["controller"] = {}
-    run.conf["controller"].update({"address": run.address, "namespace": run.namespace})
-    return run.conf
 
 
 def _sampler_of(given: Any) -> BaseSampler:
