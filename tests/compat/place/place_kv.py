@@ -131,7 +131,7 @@ def test_rows_of_another_dtype_become_those_of_the_field(kv, form, first, later)
 def test_rows_that_a_field_cannot_hold_change_nothing(kv, first, later):
     kv.kv_batch_put(["a"], "train", fields=batch(1, x=first))
     with pytest.raises(tq_service.FieldMismatchError, match="field 'x' is"):
-        kv.kv_batch_put(["a"], "train", fields=batch(1, y=torch.ones(1), x=later), tags=[{"n": 1}])
+        kv.kv_batch_put(["b"], "train", fields=batch(1, y=torch.ones(1), x=later), tags=[{"n": 1}])
     assert kv.kv_list() == {"train": {"a": {}}}
     assert list(kv.kv_batch_get("a", "train").keys()) == ["x"]
 

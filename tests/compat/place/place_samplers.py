@@ -270,7 +270,7 @@ def test_a_late_look_up_neither_samples_nor_makes_the_sampler_forget():
     config = {"dp_rank": 0, "batch_index": 0, "task_name": "t", "partition_id": "p"}
 
     def sample(size, **more):
-        return controller.sample(list(range(size)), 2, "p", "t", dict.fromkeys(range(size), {}), config, **more)
+        return controller.sample(list(range(size)), 2, "p", "t", {index: {} for index in range(size)}, config, **more)
 
     assert sample(4, incarnation=b"one").sampled == [3, 2]
     told = sample(8, incarnation=b"two")

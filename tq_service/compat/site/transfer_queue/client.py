@@ -655,7 +655,7 @@ def _taken(parts: Sequence[TensorDict], places: Sequence[int]) -> TensorDict:
 def _fitted(data: TensorDict | None, specs: Mapping[str, tq.FieldSpec]) -> TensorDict | None:
     """Return data as its fields take it: tensors of another dtype converted, tensors for objects as objects.
 
-    A conversion to whole numbers or flags that would change a value is not made.
+    A conversion to whole numbers or flags that would change a value is not made, nor one of complex numbers.
     """
     if data is None:
         return None
@@ -666,10 +666,10 @@ def _fitted(data: TensorDict | None, specs: Mapping[str, tq.FieldSpec]) -> Tenso
             continue
         if spec.layout == "object":
             columns[name] = NonTensorStack(*column.unbind())
-        elif spec.dtype:
+        elif spec.dtype and not column.is_complex():
             converted = column.to(getattr(torch, spec.dtype))
-            is_rounded = converted.is_floating_point() and not column.is_complex()
-            if is_rounded or _are_equal(converted.to(column.dtype), column):
+            may_round = converted.is_floating_point() or converted.is_complex()
+            if may_round or _are_equal(converted.to(column.dtype), column):
                 columns[name] = converted
     return TensorDict(columns, batch_size=data.batch_size)
 
