@@ -137,6 +137,14 @@ def test_an_address_and_a_namespace_are_given(service, monkeypatch, how):
     assert partitions(service) == []
 
 
+def test_a_run_ends_also_after_its_client_was_closed(service):
+    tq.init({"controller": {"address": service, "namespace": "ends"}})
+    tq.kv_put("a", "train", tag={})
+    tq.get_client().close()
+    tq.close()
+    assert partitions(service) == []
+
+
 def test_a_call_tries_to_reach_the_service_for_timeout_seconds(tmp_path):
     with ServiceProcess(data_dir=tmp_path) as service:
         tq.init({"controller": {"address": service.address, "timeout_seconds": 4}})

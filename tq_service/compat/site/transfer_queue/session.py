@@ -164,11 +164,14 @@ def _end(session: Session) -> None:
     run = session.run
     is_cleared = setting(run.conf, "controller", "clear_on_close", default=True)
     if run.namespace and is_cleared and not run.is_service_owned:
+        client = session.client.polling()()  # users may have closed that of the run
         try:
-            for partition in session.client.get_partition_list():
-                session.client.clear_partition(partition)
+            for partition in client.get_partition_list():
+                client.clear_partition(partition)
         except tq.TqError as error:
-            _log.warning("the partitions of namespace %r are left as they are: %s", run.namespace, error)
+            _log.warning("could not clear the partitions of namespace %r: %s", run.namespace, error)
+        finally:
+            client.close()
     ray = session.ray
     if ray is None or ray.is_initialized():  # else the actor has ended with its cluster
         session.call("stop")
