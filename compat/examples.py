@@ -19,7 +19,7 @@ import ray
 from compat.cluster import two_nodes
 from compat.recorder import Recorder
 
-_FOLDERS = ("tutorial", "recipe")
+_DIRECTORIES = ("tutorial", "recipe")
 _EXAMPLE_COUNT = 8
 _MOST_SECONDS = 300
 
@@ -31,7 +31,7 @@ def examples() -> list[Path]:
         RuntimeError: there are more or fewer than were there once.
     """
     files = metadata.files("TransferQueue") or []
-    found = [Path(str(file.locate())) for file in files if file.parts[0] in _FOLDERS and file.suffix == ".py"]
+    found = [Path(str(file.locate())) for file in files if file.parts[0] in _DIRECTORIES and file.suffix == ".py"]
     if len(found) != _EXAMPLE_COUNT:
         raise RuntimeError(f"TransferQueue's wheel has {len(found)} examples; expected {_EXAMPLE_COUNT}: {found}")
     return sorted(found)

@@ -186,7 +186,8 @@ class Calls:
         """Have the sampler forget those partitions that it remembers which are gone."""
         if remembered:
             stored = {each.partition_id: each.incarnation for each in await self._client.list_partitions()}
-            ask("forget", {name: each for name, each in remembered.items() if stored.get(name) != each})
+            if gone := {name: each for name, each in remembered.items() if stored.get(name) != each}:
+                ask("forget", gone)
 
     async def _are_claimed(self, claim: Row, choice: Choice, config: Mapping[str, Any]) -> bool:
         if not choice.consumed:

@@ -124,7 +124,7 @@ class TransferQueueController:
 
         It forgets a partition once that was cleared, or once all that it chose there was cleared and it would choose it
         again. Callers may come late with an old look-up, and incarnations have no order. So a new one counts only if
-        the caller has looked it up after it was told which one it replaces.
+        the caller has looked it up after an answer named the one that it replaces.
 
         Args:
             ready_indexes: samples that may be chosen.
