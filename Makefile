@@ -8,7 +8,7 @@
 #   make chaos              kills the service and its clients at random while they work, and checks what was promised
 #   make fuzz               10,000 odd calls on every method, 100,000 odd frames, damaged files
 #   make compare BASE=...   is this tree slower than that commit? 20 to 25 minutes
-#   make compat             verl's own code and TransferQueue's examples over both systems: every answer compared, bit for bit
+#   make compat             verl's own code over TransferQueue and over the service: every answer compared, bit for bit
 #   make demo-verl          verl's own trainer while the service and a worker are killed: what is lost, what trained twice
 #   make check              format, lint, types, protos, generated code, layers: all that CI asks besides the tests
 #   make accept-protos      the protos as they are now become what `make check` holds later ones against
