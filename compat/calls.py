@@ -147,7 +147,7 @@ def _rows_that_change(tq: Any, partition: str) -> None:
     _try(tq.kv_batch_get, ["a"], partition)
 
 
-@_differs("a field has one dtype while it has rows; TransferQueue takes another, and reads all rows as the first is")
+@_differs("a field has one dtype, to which rows are converted when put; TransferQueue reads all rows as the first is")
 def _a_dtype_that_changes(tq: Any, partition: str) -> None:
     _try(tq.kv_batch_put, ["a", "b"], partition, fields=_batch(2, x=torch.arange(6).reshape(2, 3)))
     _try(tq.kv_batch_put, ["a"], partition, fields=_batch(1, x=torch.ones(1, 7)))

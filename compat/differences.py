@@ -29,6 +29,12 @@ they differ, where they are to."""
 TUPLES = "tuples stay tuples; TransferQueue makes lists of them"
 """Why a list in the first record may be a tuple in the second, wherever it is."""
 
+RAGGED = (
+    "rows of one length are ragged in the dimension in which those of their field differ; TransferQueue's in the first"
+)
+"""Why the ragged dimension of a nested tensor may be another one in the second record."""
+
+_RAGGED_DIMENSION = "ragged dimension"
 _SHOWN_CHARACTERS = 160
 _POLLS = frozenset({"kv_list", "async_kv_list"})
 _NOTHING = {"kind": "nothing"}
@@ -129,6 +135,8 @@ def _of_call(role: str, number: int, left: Entry | None, right: Entry | None) ->
     for part in ("given", "answer", "error"):
         for place, one, other in _unequal(left.get(part, _NOTHING), right.get(part, _NOTHING), part, keys):
             purpose = TUPLES if _is_tuple_of(other, one) else ""
+            if place.endswith(_RAGGED_DIMENSION) and one == 1 and isinstance(other, int):  # no row differs in another
+                purpose = RAGGED
             yield Difference(role=role, call=call, place=place, left=_short(one), right=_short(other), purpose=purpose)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from compat.differences import SCENE, TUPLES, compared_count, differences, records
+from compat.differences import RAGGED, SCENE, TUPLES, compared_count, differences, records
 from compat.plain_values import plain
 from compat.recorder import CLIENT_CALLS, MODULE_CALLS, Recorder, builtin_name
 
@@ -91,6 +91,19 @@ def test_a_row_of_another_length_is_named_by_its_key(tmp_path: Path) -> None:
         recorded(tmp_path / name, module).kv_batch_get(keys=["a", "b"])
     (text,) = found(tmp_path / "left", tmp_path / "right")
     assert "answer y key 'b'" in text
+
+
+def test_equal_rows_may_be_ragged_in_the_dimension_of_their_field(tmp_path: Path) -> None:
+    rows = [torch.ones(4, 5), torch.zeros(4, 5)]
+    first = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+    second = torch.nested.nested_tensor_from_jagged(torch.cat(rows, 1), torch.tensor([0, 5, 10]), jagged_dim=2)
+    for name, column in (("left", first), ("right", second)):
+        module = module_with({})
+        module.kv_batch_get = lambda keys, column=column: TensorDict({"y": column}, batch_size=[2])
+        recorded(tmp_path / name, module).kv_batch_get(keys=["a", "b"])
+    left, right = records(tmp_path / "left"), records(tmp_path / "right")
+    assert [each.purpose for each in differences(left, right, concurrent=frozenset())] == [RAGGED]
+    assert [each.purpose for each in differences(right, left, concurrent=frozenset())] == [""]
 
 
 def test_an_error_instead_of_an_answer_differs(tmp_path: Path) -> None:

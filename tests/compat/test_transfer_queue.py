@@ -39,3 +39,12 @@ def test_the_command_prints_where_it_is():
 def test_the_import_does_without_ray_and_omegaconf():
     done = run("-c", "import sys, transfer_queue; print(sorted({'ray', 'omegaconf'} & set(sys.modules)))")
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+
+
+def test_a_variable_says_how_long_a_stream_pauses():
+    program = (
+        "from transfer_queue.dataloader import streaming_dataset as module; "
+        "print(module.TQ_STREAMING_DATASET_EMPTY_BATCH_SLEEP_INTERVAL)"
+    )
+    answers = [run("-c", program, **more) for more in ({}, {"TQ_STREAMING_DATASET_EMPTY_BATCH_SLEEP_INTERVAL": "0.25"})]
+    assert [answer.stdout.strip() for answer in answers] == ["1.0", "0.25"], answers

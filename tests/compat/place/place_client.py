@@ -6,6 +6,8 @@ import transfer_queue as tq
 from tensordict import TensorDict
 from tensordict.tensorclass import NonTensorStack
 
+import tq_service
+
 
 def batch(size, **fields):
     return TensorDict(fields, batch_size=[size])
@@ -64,6 +66,47 @@ def test_batches_of_several_partitions(client):
     assert got["x"].tolist() == [11, 0, 10, 1]
     client.clear_samples(both)
     assert client.get_meta(data_fields=["x"], batch_size=1, partition_id="p1", mode="force_fetch").size == 0
+
+
+@pytest.mark.parametrize("cleared_count", [1, 3, 4])
+def test_data_of_samples_that_were_cleared(client, cleared_count):
+    client.put(batch(4, x=torch.arange(4)), partition_id="p")
+    meta = fetch(client, size=4)
+    client.clear_samples(meta.select_samples(range(cleared_count)))
+    with pytest.raises(tq.StorageKeyNotFoundError, match=r"cleared"):
+        client.get_data(meta)
+
+
+def test_a_field_that_no_sample_has_is_not_taken_for_a_cleared_one(client):
+    client.put(batch(2, x=torch.arange(2)), partition_id="p")
+    everything = client.get_meta(data_fields=["x", "typo"], batch_size=1, partition_id="p", mode="force_fetch")
+    with pytest.raises(tq_service.FieldNotFoundError, match="no field 'typo'"):
+        client.get_data(everything)
+
+
+def test_a_put_with_metadata_takes_rows_of_another_dtype(client):
+    written = client.put(batch(2, x=torch.zeros(2)), partition_id="p")
+    client.put(batch(1, x=torch.tensor([3])), partition_id="p")
+    client.put(batch(1, x=torch.tensor([4])), metadata=written.select_samples([0]))
+    got = client.get_data(client.get_meta(["x"], 1, "p", mode="force_fetch"))["x"]
+    assert (got.dtype, got.tolist()) == (torch.float32, [4.0, 0.0, 3.0])
+
+
+def test_each_client_has_a_name(run):
+    assert tq.get_client().client_id.startswith("TransferQueueClient_")
+
+
+def test_batches_of_several_partitions_stay_ragged_where_they_are(client):
+    positions = [torch.arange(4 * length).reshape(4, length) for length in (2, 3, 2, 3)]
+    metas = [
+        client.put(batch(2, x=torch.nested.as_nested_tensor(part, layout=torch.jagged)), partition_id=f"p{n}")
+        for n, part in enumerate([positions[:2], positions[2:]])
+    ]
+    alike = tq.BatchMeta.concat(metas).select_samples([3, 1])
+    got = client.get_data(alike)["x"]
+    assert (got._ragged_idx, [row.tolist() for row in got.unbind()]) == (2, [positions[3].tolist()] * 2)
+    client.put(batch(2, x=got), metadata=alike)
+    assert client.get_data(alike)["x"]._ragged_idx == 2
 
 
 def test_rows_before_their_data(client):

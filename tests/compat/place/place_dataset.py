@@ -6,6 +6,7 @@ import pytest
 import torch
 import transfer_queue as tq
 from tensordict import TensorDict
+from transfer_queue.dataloader import streaming_dataset
 from transfer_queue.dataloader.streaming_dataloader import StreamingDataLoader
 from transfer_queue.dataloader.streaming_dataset import StreamingDataset, chunk_batch_fn
 
@@ -61,6 +62,84 @@ def test_ranks_share_a_partition_and_replicas_a_rank(begun):
     replica = dataset(begun, dp_rank=0)
     assert seen(replica) == first[0]
     assert len(replica.buffer) == 2
+
+
+def spied(waits):
+    """Return a fetch_batch_fn that notes how long each claim may wait at the service."""
+
+    def fetch(*, tq_client, **named):
+        get_meta = tq_client.sync_client.get_meta
+
+        def noted(*, max_wait, **more):
+            waits.append(max_wait)
+            return get_meta(max_wait=max_wait, **more)
+
+        tq_client.sync_client.get_meta = noted
+        try:
+            return streaming_dataset.default_fetch_batch_fn(tq_client, **named)
+        finally:
+            tq_client.sync_client.get_meta = get_meta
+
+    return fetch
+
+
+def test_a_pass_ends_without_a_wait(begun):
+    put(8)
+    put(4, "q")
+    waits = []
+    finite = dataset(begun, fetch_batch_fn=spied(waits))
+    assert len(list(finite)) == 4
+    assert waits == [0.0, 0.0, 0.0]
+    finite.step("q")
+    assert len(list(finite)) == 2
+    assert waits == [0.0] * 5
+
+
+def test_a_pass_waits_for_what_other_ranks_have_not_taken(begun):
+    put(6)
+    waits, fetch = [], None
+
+    def take_the_rest(*, tq_client, **named):
+        if len(waits) == 4:  # the other rank, which has a smaller batch
+            asked = {name: named[name] for name in ("data_fields", "partition_id", "task_name")}
+            taken = tq_client.get_meta(**asked, batch_size=2, sampling_config={"dp_rank": 1, "batch_index": 0})
+            assert taken.size == 2
+        return fetch(tq_client=tq_client, **named)
+
+    fetch = spied(waits)
+    assert len(list(dataset(begun, fetch_batch_fn=take_the_rest))) == 2
+    assert waits[:4] == [0.0, 0.0, 0.01, 0.02]
+
+
+def test_a_stream_waits_as_long_as_the_variable_says(begun, monkeypatch):
+    monkeypatch.setattr(streaming_dataset, "TQ_STREAMING_DATASET_EMPTY_BATCH_SLEEP_INTERVAL", 0.125)
+    put(4)
+    waits = []
+    micro_batches = iter(dataset(begun, fetch_batch_fn=spied(waits), should_check_consumption_status=False))
+    assert [next(micro_batches)[0]["x"].tolist() for _ in range(2)] == [[0, 1], [2, 3]]
+    assert waits == [0.125]
+
+
+def test_a_dataset_says_what_it_was_given(begun):
+    given = dataset(begun)
+    expected = {
+        "config": begun, "batch_size": 4, "micro_batch_size": 2, "data_fields": ["x", "r"], "partition_id": "p",
+        "task_name": "train", "dp_rank": 0, "should_check_consumption_status": True, "batch_index": 0, "buffer": [],
+        "fetch_batch_fn": streaming_dataset.default_fetch_batch_fn, "process_batch_fn": chunk_batch_fn,
+        "sampling_config": {"dp_rank": 0, "task_name": "train"},
+    }  # fmt: skip
+    assert {name: getattr(given, name) for name in expected} == expected
+    with pytest.raises(ValueError, match="dp_rank is -1; expected at least 0"):
+        dataset(begun, dp_rank=-1)
+
+
+def test_micro_batches_of_users_may_be_made_of_the_default_ones(begun):
+    put(4)
+
+    def backwards(batch, meta, micro_batch_size):
+        return chunk_batch_fn(batch, meta, micro_batch_size)[::-1]
+
+    assert seen(dataset(begun, process_batch_fn=backwards)) == [([2, 3], [2, 3]), ([0, 1], [0, 1])]
 
 
 def test_a_stream_waits_for_more(begun):

@@ -9,6 +9,8 @@ import transfer_queue as tq
 from tensordict import TensorDict
 from tensordict.tensorclass import NonTensorData, NonTensorStack
 
+import tq_service
+
 
 def batch(size, **fields):
     return TensorDict(fields, batch_size=[size])
@@ -58,7 +60,7 @@ def test_rows_ragged_in_other_dimensions(kv):
     assert (got["positions"].layout, got["positions"]._ragged_idx) == (torch.jagged, 2)
     assert torch.equal(got["positions"].unbind()[1], positions[1])
     one = kv.kv_batch_get("b", "train")["positions"]
-    assert (one._ragged_idx, torch.equal(one.unbind()[0], positions[1])) == (1, True)
+    assert (one._ragged_idx, torch.equal(one.unbind()[0], positions[1])) == (2, True)
     assert got["mixed"].is_nested
     assert [row.shape for row in got["mixed"].unbind()] == [row.shape for row in mixed]
 
@@ -70,6 +72,78 @@ def test_a_field_takes_rows_of_any_length_and_forgets_its_dtype_with_its_last_ro
     kv.kv_clear(["a", "b"], "train")
     kv.kv_put("c", "train", fields={"x": torch.arange(2)})
     assert rows(kv.kv_batch_get("c", "train")["x"]) == [[0, 1]]
+
+
+def test_rows_of_one_length_are_ragged_where_the_field_is(kv):
+    positions = [torch.arange(4 * length).reshape(4, length) for length in (5, 5, 7)]
+    fields = batch(3, positions=torch.nested.as_nested_tensor(positions, layout=torch.jagged))
+    kv.kv_batch_put(["a", "b", "c"], "train", fields=fields)
+    for keys in (["a", "b"], ["c"], ["c", "a"]):
+        got = kv.kv_batch_get(keys, "train")["positions"]
+        assert got._ragged_idx == 2
+        assert [row.tolist() for row in got.unbind()] == [positions["abc".index(key)].tolist() for key in keys]
+
+    def parse(columns):
+        columns["positions"][0] += 1
+
+    kv.kv_batch_put(["d", "e"], "train", fields=kv.kv_batch_get(["a", "b"], "train"), data_parser=parse)
+    got = kv.kv_batch_get(["d", "e"], "train")["positions"]
+    assert (got._ragged_idx, got.unbind()[0].tolist()) == (2, (positions[0] + 1).tolist())
+
+
+@pytest.mark.parametrize("form", ["dense", "scalar", "jagged", "ragged in another dimension", "strided"])
+@pytest.mark.parametrize(
+    ("first", "later"),
+    [
+        (torch.float32, torch.int64), (torch.float32, torch.bfloat16), (torch.int64, torch.float32),
+        (torch.bool, torch.int64), (torch.int64, torch.bool), (torch.float64, torch.float32),
+    ],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
+def test_rows_of_another_dtype_become_those_of_the_field(kv, form, first, later):
+    def column(dtype):
+        shapes = {"dense": [(3,), (3,)], "scalar": [(), ()], "jagged": [(2,), (3,)], "strided": [(2, 1), (1, 3)]}
+        rows = [torch.ones(shape, dtype=dtype) for shape in shapes.get(form, [(4, 2), (4, 3)])]
+        if form in ("dense", "scalar"):
+            return torch.stack(rows)
+        layout = torch.strided if form == "strided" else torch.jagged
+        return torch.nested.as_nested_tensor(rows, layout=layout)
+
+    kv.kv_batch_put(["a", "b"], "train", fields=batch(2, x=column(first)))
+    kv.kv_batch_put(["c", "d"], "train", fields=batch(2, x=column(later), y=torch.ones(2)))
+    got = kv.kv_batch_get(["a", "b", "c", "d"], "train")["x"]
+    assert got.dtype == first
+    assert [row.tolist() for row in got.unbind()] == [row.tolist() for row in column(first).unbind()] * 2
+
+
+@pytest.mark.parametrize(
+    ("first", "later"),
+    [
+        (torch.zeros(1, 2, dtype=torch.int64), torch.tensor([[1.0, 0.5]])),
+        (torch.zeros(1, 2, dtype=torch.int64), torch.tensor([[1.0, float("nan")]])),
+        (torch.zeros(1, 2, dtype=torch.uint8), torch.tensor([[1, 256]])),
+        (torch.zeros(1, 2, dtype=torch.bool), torch.tensor([[1, 2]])),
+        (torch.zeros(1, 2), torch.tensor([[1, 2j]])),
+        (torch.zeros(1, 2), torch.ones(1, 2, 2)),
+        (torch.zeros(1, 2), NonTensorStack(None)),
+    ],
+)
+def test_rows_that_a_field_cannot_hold_change_nothing(kv, first, later):
+    kv.kv_batch_put(["a"], "train", fields=batch(1, x=first))
+    with pytest.raises(tq_service.FieldMismatchError, match="field 'x' is"):
+        kv.kv_batch_put(["b"], "train", fields=batch(1, y=torch.ones(1), x=later), tags=[{"n": 1}])
+    assert kv.kv_list() == {"train": {"a": {}}}
+    assert list(kv.kv_batch_get("a", "train").keys()) == ["x"]
+
+
+def test_objects_take_tensors(kv):
+    kv.kv_batch_put(["a", "b"], "train", fields=batch(2, x=NonTensorStack(None, torch.ones(3))))
+    kv.kv_batch_put(["c", "d"], "train", fields=batch(2, x=torch.zeros(2, 3)))
+    kv.kv_put("e", "train", fields={"x": torch.zeros(2, 8)})
+    assert kv.kv_batch_get(["a", "b"], "train").get("x").tolist()[0] is None
+    assert rows(kv.kv_batch_get(["b", "c", "d"], "train")["x"]) == [[1.0] * 3, [0.0] * 3, [0.0] * 3]
+    got = kv.kv_batch_get(["d", "e"], "train").get("x")
+    assert [type(got), *(row.shape for row in got.tolist())] == [NonTensorStack, (3,), (2, 8)]
 
 
 def test_objects_stay_objects(kv):

@@ -6,25 +6,42 @@ import pytest
 import torch
 import transfer_queue as tq
 from tensordict import TensorDict
+from transfer_queue.controller import KnownPartition, Run, TransferQueueController
 from transfer_queue.sampler.grpo_group_n_sampler import GRPOGroupNSampler
 from transfer_queue.sampler.rank_aware_sampler import RankAwareSampler
-from transfer_queue.sampler.seqlen_balanced_sampler import SeqlenBalancedSampler
+from transfer_queue.sampler.seqlen_balanced_sampler import (
+    SeqlenBalancedSampler,
+    get_seqlen_balanced_partitions,
+    karmarkar_karp,
+)
 from transfer_queue.sampler.sequential_sampler import SequentialSampler
 
+import tq_service
 
-def put(size, lengths=None, partition="p"):
-    data = TensorDict({"x": torch.arange(size)}, batch_size=[size])
+
+def put(size, lengths=None, partition="p", first=0):
+    data = TensorDict({"x": torch.arange(size) + first}, batch_size=[size])
     if lengths is None:
         return tq.get_client().put(data, partition_id=partition)
     keys = [f"k{n}" for n in range(size)]
     return tq.kv_batch_put(keys, partition, fields=data, tags=[{"total_lengths": length} for length in lengths])
 
 
-def fetch(size, task="train", **config):
-    meta = tq.get_client().get_meta(
-        data_fields=["x"], batch_size=size, partition_id="p", task_name=task, sampling_config=config
+def ask(size, task="train", partition="p", **config):
+    return tq.get_client().get_meta(
+        data_fields=["x"], batch_size=size, partition_id=partition, task_name=task, sampling_config=config
     )
-    return meta.global_indexes
+
+
+def fetch(size, task="train", **config):
+    return ask(size, task, **config).global_indexes
+
+
+def fetch_rows(size, dp_rank, batch_index, partition="p"):
+    """Return the rows of a batch, asked for with the names that the loader gives."""
+    where = {"task_name": "train", "partition_id": partition}
+    meta = ask(size, partition=partition, dp_rank=dp_rank, batch_index=batch_index, **where)
+    return tq.get_client().get_data(meta)["x"].tolist() if meta else []
 
 
 @pytest.fixture
@@ -164,6 +181,132 @@ def test_samplers_by_themselves():
     for wrong in (lambda: GRPOGroupNSampler(0), lambda: SeqlenBalancedSampler(1, 0)):
         with pytest.raises(ValueError, match="expected at least 1"):
             wrong()
+
+
+def test_samplers_take_what_transfer_queue_gives_them():
+    assert RankAwareSampler().sample([3, 2, 1], 2, 0, 0, "t", "p", "more") == ([3, 2], [3, 2])
+    assert GRPOGroupNSampler(2).sample([0, 1, 2], 2, "t", "p", dp_rank=0, batch_index=0) == ([0, 1], [0, 1])
+    balanced = SeqlenBalancedSampler(1, 2)
+    partition = KnownPartition("p", {index: {"total_lengths": index} for index in range(4)})
+    assert balanced.sample([0, 1, 2, 3], 2, "t", "p", dp_rank=1, batch_index=0, partition=partition)[0] == [1, 2]
+    assert balanced._states["p"]["t"] == {0: {0: ([0, 3], [0, 3])}, 1: {0: ([1, 2], [1, 2])}}
+    assert SeqlenBalancedSampler(1, 2).sample([0, 1, 2, 3], 2, "t", "p", dp_rank=1, batch_index=0)[0] == [2, 3]
+    assert (partition.partition_id, partition.get_custom_meta([1, 9])) == ("p", {1: {"total_lengths": 1}})
+    for balance in (get_seqlen_balanced_partitions, karmarkar_karp):
+        assert sorted(map(sorted, balance([4, 1, 2, 3], 2, True))) == [[0, 1], [2, 3]]
+
+
+class NewestFirst(RankAwareSampler):
+    """Gives each rank the newest samples."""
+
+    def sample(self, ready_indexes, batch_size, *args, **kwargs):
+        return super().sample(sorted(ready_indexes, reverse=True), batch_size, *args, **kwargs)
+
+
+def clear_by_the_client(service, namespace, written):
+    tq.get_client().clear_partition("p")
+
+
+def clear_by_another_client(service, namespace, written):
+    with tq_service.Client(service, namespace=namespace) as client:
+        client.clear_partition("p")
+
+
+def clear_all_samples(service, namespace, written):
+    tq.get_client().clear_samples(written)
+
+
+@pytest.mark.parametrize("clear", [clear_by_the_client, clear_by_another_client, clear_all_samples])
+@pytest.mark.parametrize("kind", [NewestFirst, type("Groups", (GRPOGroupNSampler,), {})])
+def test_a_partition_that_is_used_again_begins_again(use, service, conf, kind, clear):
+    use(kind())
+    for step, size in enumerate([4, 8, 4, 2]):
+        written = put(size, first=100 * step)
+        batches = [fetch_rows(2, 0, n) for n in range(size // 2)]
+        assert sorted(x for rows in batches for x in rows) == [100 * step + n for n in range(size)]
+        assert kind is not NewestFirst or batches[0] == [100 * step + size - 1, 100 * step + size - 2]
+        assert fetch_rows(2, 0, 0) == batches[0]
+        assert tq.get_client().check_consumption_status("train", "p")
+        clear(service, conf["controller"]["namespace"], written)
+        assert ask(2, dp_rank=0, batch_index=0, task_name="train", partition_id="p").size == 0
+
+
+def test_a_rank_gets_what_is_left_of_a_later_use(use):
+    use(NewestFirst)
+    put(4)
+    assert fetch_rows(2, 0, 0) == [3, 2]
+    tq.get_client().clear_partition("p")
+    written = put(4, first=100)
+    tq.get_client().clear_samples(written.select_samples([2, 3]))
+    assert fetch_rows(2, 0, 0) == [101, 100]
+
+
+def test_a_batch_that_lost_a_sample_says_so(use):
+    use(NewestFirst)
+    written = put(4)
+    assert [fetch_rows(2, 0, 0), fetch_rows(2, 1, 0)] == [[3, 2], [1, 0]]
+    tq.get_client().clear_samples(written.select_samples([2]))
+    with pytest.raises(tq.StorageKeyNotFoundError, match=r"cleared"):
+        fetch_rows(2, 0, 0)
+    assert fetch_rows(2, 1, 0) == [1, 0]
+
+
+@pytest.mark.parametrize("is_other", [False, True])
+def test_a_sampler_remembers_no_partition_that_is_gone(use, service, conf, is_other):
+    sampler = NewestFirst()
+    use(sampler)
+    with tq_service.Client(service, namespace=conf["controller"]["namespace"]) as other:
+        put(2, partition="kept")
+        assert fetch_rows(2, 0, 0, "kept") == [1, 0]
+        for step in range(5):
+            put(2, partition=f"p{step}")
+            assert fetch_rows(2, 0, 0, f"p{step}") == [1, 0]
+            assert sampler._states.keys() == {"kept", f"p{step}"}
+            (other if is_other else tq.get_client()).clear_partition(f"p{step}")
+
+
+def test_a_late_look_up_neither_samples_nor_makes_the_sampler_forget():
+    controller = TransferQueueController(Run(conf={}, address="a", namespace="", sampler=NewestFirst()))
+    config = {"dp_rank": 0, "batch_index": 0, "task_name": "t", "partition_id": "p"}
+
+    def sample(size, **more):
+        return controller.sample(list(range(size)), 2, "p", "t", {index: {} for index in range(size)}, config, **more)
+
+    assert sample(4, incarnation=b"one").sampled == [3, 2]
+    told = sample(8, incarnation=b"two")
+    assert (told.sampled, told.incarnation) == ([], b"one")
+    assert sample(8, incarnation=b"two", replaced=told.incarnation).sampled == [7, 6]
+    late = sample(4, incarnation=b"one")
+    assert (late.sampled, late.incarnation) == ([], b"two")
+    controller.forget({"p": b"one"})
+    assert sample(9, incarnation=b"two").sampled == [7, 6]
+    controller.forget({"p": b"two"})
+    assert sample(9, incarnation=b"two").sampled == [8, 7]
+
+
+class ClearsMeanwhile(tq.BaseSampler):
+    """Puts the partition in place of which it was asked, the first time."""
+
+    def sample(self, ready_indexes, batch_size, *args, **kwargs):
+        if not self._states:
+            self._states["done"] = True
+            tq.get_client().clear_partition("p")
+            put(4, first=100)
+        return ready_indexes[:batch_size], ready_indexes[:batch_size]
+
+
+def test_a_partition_that_is_replaced_while_it_is_sampled(use):
+    use(ClearsMeanwhile())
+    put(4)
+    assert fetch_rows(2, 0, 0) == []
+    assert tq.get_client().get_consumption_status("train", "p")[1].tolist() == [0, 0, 0, 0]
+    assert fetch_rows(2, 0, 0) == [100, 101]
+
+
+def test_a_sampler_that_remembers_nothing_gives_each_call_the_next_samples(use):
+    use(OddOnes())
+    put(8)
+    assert [fetch_rows(2, 0, 0), fetch_rows(2, 0, 0), fetch_rows(2, 0, 0)] == [[1, 3], [5, 7], []]
 
 
 @pytest.mark.parametrize("sampler", ["NoSampler", "Any", 3, dict])

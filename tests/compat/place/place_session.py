@@ -1,5 +1,6 @@
 """Runs: begun, joined, left and ended, with and without a Ray cluster, for which a few calls of it stand in."""
 
+import logging
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import transfer_queue as tq
 from packaging.version import Version
 from transfer_queue.controller import TransferQueueController
 from transfer_queue.storage.simple_storage import SimpleStorageUnit
+from transfer_queue.utils.logging_utils import get_logger
 
 import tq_service
 from tq_service.testing import ServiceProcess
@@ -35,6 +37,9 @@ def leave():
     """Forget the run, as another process of it would not know it."""
     session, transfer_queue.session._session = transfer_queue.session._session, None
     return session
+
+
+_CALLS = ("run", "sample", "forget", "get_config", "stop")
 
 
 class Cluster:
@@ -61,7 +66,7 @@ class Cluster:
         if (options["namespace"], options["name"]) in self.actors:
             raise ValueError("there is one")
         made = kind(*arguments)
-        methods = {name: SimpleNamespace(remote=getattr(made, name)) for name in ("run", "sample", "stop")}
+        methods = {name: SimpleNamespace(remote=getattr(made, name)) for name in _CALLS}
         actor = self.actors[options["namespace"], options["name"]] = SimpleNamespace(**methods)
         return actor
 
@@ -132,6 +137,14 @@ def test_an_address_and_a_namespace_are_given(service, monkeypatch, how):
     assert partitions(service) == []
 
 
+def test_a_run_ends_also_after_its_client_was_closed(service):
+    tq.init({"controller": {"address": service, "namespace": "ends"}})
+    tq.kv_put("a", "train", tag={})
+    tq.get_client().close()
+    tq.close()
+    assert partitions(service) == []
+
+
 def test_a_call_tries_to_reach_the_service_for_timeout_seconds(tmp_path):
     with ServiceProcess(data_dir=tmp_path) as service:
         tq.init({"controller": {"address": service.address, "timeout_seconds": 4}})
@@ -183,6 +196,25 @@ def test_processes_of_a_cluster_join_its_run(ray, service, monkeypatch):
     assert (partitions(service), ray.actors) == ([], {})
     with pytest.raises(RuntimeError, match="call init"):
         tq.kv_list()
+
+
+def test_the_actor_says_how_the_run_is_configured(ray, service):
+    conf = tq.init({"controller": {"address": service, "polling_mode": True}})
+    actor = ray.get_actor("TransferQueueController", namespace="transfer_queue")
+    assert ray.get(actor.get_config.remote()) == conf
+    assert (conf["controller"]["address"], conf["controller"]["polling_mode"]) == (service, True)
+
+
+def test_the_actor_asks_and_forgets_a_sampler_of_users(ray, service):
+    sampler = type("Mine", (tq.RankAwareSampler,), {})()
+    tq.init({"controller": {"address": service, "sampler": sampler, "polling_mode": True}})
+    for partition in ("one", "two"):
+        tq.kv_put("a", partition, fields={"x": torch.tensor(1)})
+        config = {"dp_rank": 0, "batch_index": 0, "task_name": "t", "partition_id": partition}
+        meta = tq.get_client().get_meta(["x"], 1, partition, task_name="t", sampling_config=config)
+        assert meta.size == 1
+        assert list(sampler._states) == [partition]
+        tq.get_client().clear_partition(partition)
 
 
 def test_a_cluster_has_a_service_of_its_own_for_holders_of_its_token(ray):
@@ -241,3 +273,11 @@ def test_where_metrics_are(service):
     assert tq.get_metrics_endpoint() is None
     tq.init({"controller": {"address": service}, "metrics": {"endpoint": "host:9090"}})
     assert tq.get_metrics_endpoint() == "host:9090"
+
+
+def test_loggers_of_users(monkeypatch):
+    monkeypatch.setenv("TQ_LOGGING_LEVEL", "ERROR")
+    logger = get_logger("theirs", default_level="INFO")
+    assert (logger.name, logger.level, logger.hasHandlers()) == ("theirs", logging.ERROR, True)
+    monkeypatch.delenv("TQ_LOGGING_LEVEL")
+    assert get_logger("theirs", default_level="INFO").level == logging.INFO

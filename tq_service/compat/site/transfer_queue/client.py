@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from tensordict import TensorDict
 from tensordict.tensorclass import NonTensorStack
 
 import tq_service as tq
+from transfer_queue.controller import Choice
 from transfer_queue.metadata import BatchMeta, KVBatchMeta, positions_of
 from transfer_queue.sampler import BaseSampler, claim_name, service_samples
 from transfer_queue.storage import StorageKeyNotFoundError
@@ -62,13 +64,14 @@ class Asking:
 
     Attributes:
         sampler: chooses the samples of a batch.
-        sample: has a sampler of users choose, wherever it is; None: it cannot be reached from this process.
+        controller: makes a call of the controller, which asks a sampler of users; None: it cannot be reached from this
+            process.
         polling_mode: whether too few samples give an empty batch, and not an error.
         wait_seconds: how long samples are waited for.
     """
 
     sampler: BaseSampler
-    sample: Callable[..., tuple[list[int], list[int]]] | None = None
+    controller: Callable[..., Any] | None = None
     polling_mode: bool = False
     wait_seconds: float = 60.0
 
@@ -81,6 +84,9 @@ class Calls:
         namespace: that of the client.
         asking: how batches are asked for.
         sleep: waits for some seconds.
+
+    Attributes:
+        wait_seconds: how long `get_meta` waits for samples, that of `asking` at first.
     """
 
     def __init__(
@@ -90,6 +96,7 @@ class Calls:
         self._sleep = sleep
         self._namespace = namespace
         self._asking = asking
+        self.wait_seconds = asking.wait_seconds
 
     # Batches
 
@@ -106,6 +113,7 @@ class Calls:
 
         Raises:
             RuntimeError: too few samples were ready in time, unless in polling mode: then the batch is empty.
+            StorageKeyNotFoundError: a rank asks again for a batch of which samples were cleared.
         """
         if mode == "insert":
             return _of_samples(await self._client.insert(partition_id, batch_size), data_fields)
@@ -118,54 +126,86 @@ class Calls:
             )
         claim = {"partition_id": partition_id, "task_name": task_name, "data_fields": list(data_fields)}
         sampler: Any = self._asking.sampler
-        if service_samples(sampler):
-            wanted = sampler.claim(batch_size, sampling_config or {})
-            meta = await self._client.get_meta(**claim, **wanted, max_wait=self._asking.wait_seconds)
-            batch = _of_samples(meta, data_fields) if meta.status == "batch" else BatchMeta()
-        else:
-            batch = await self._chosen(claim, batch_size, sampling_config or {})
+        try:
+            if service_samples(sampler):
+                wanted = sampler.claim(batch_size, sampling_config or {})
+                meta = await self._client.get_meta(**claim, **wanted, max_wait=self.wait_seconds)
+                batch = _of_samples(meta, data_fields) if meta.status == "batch" else BatchMeta()
+            else:
+                batch = await self._chosen(claim, batch_size, sampling_config or {})
+        except tq.SamplesClearedError as error:
+            raise StorageKeyNotFoundError(str(error)) from error
         if not batch and not self._asking.polling_mode:
             raise RuntimeError(
                 f"fewer than {batch_size} samples of partition {partition_id!r} were ready for task {task_name!r} "
-                f"within {self._asking.wait_seconds:g} s; put more, or set controller.polling_mode"
+                f"within {self.wait_seconds:g} s; put more, or set controller.polling_mode"
             )
         return batch
 
     async def _chosen(self, claim: Row, batch_size: int, config: Mapping[str, Any]) -> BatchMeta:
-        """Return what a sampler of users chooses among the samples that are ready, as soon as it chooses some.
+        """Return the samples that a sampler of users chooses among those that are ready, as soon as it chooses some.
 
-        What it says is consumed is claimed; where another has been faster, the sampler is asked again.
+        Those that it says are consumed are claimed; if another was faster, the sampler is asked again.
+
+        Raises:
+            StorageKeyNotFoundError: it chose samples of which some were cleared.
         """
         partition_id, task_name, data_fields = claim["partition_id"], claim["task_name"], claim["data_fields"]
-        if self._asking.sample is None:
+        ask = self._asking.controller
+        if ask is None:
             raise RuntimeError("a sampler of yours cannot be asked from this process; use num_workers=0")
-        waited = time.monotonic() + self._asking.wait_seconds
+        waited = time.monotonic() + self.wait_seconds
+        replaced, absent = b"", set[int]()
         while True:
             known = await self._lookup(partition_id, task_name=task_name)
-            produced, nothing = known.produced, np.zeros(known.size, np.bool_)
-            is_ready = np.logical_and.reduce([produced.get(name, nothing) for name in data_fields])
-            taken: Any = known.consumed  # there, since the task was named
-            ready = known.indexes[is_ready & ~taken].tolist() if known.size else []
-            tags = dict(zip(known.global_indexes, known.custom_meta, strict=True))
-            rows, consumed = self._asking.sample(ready, batch_size, partition_id, task_name, tags, config)
-            if rows and await self._are_claimed(claim, consumed, config):
-                place_of = {index: place for place, index in enumerate(known.global_indexes)}
-                return _of_samples(known, data_fields).select_samples([place_of[row] for row in rows])
+            if known.incarnation:
+                tags = dict(zip(known.global_indexes, known.custom_meta, strict=True))
+                choice = ask(
+                    "sample", _ready(known, data_fields), batch_size, partition_id, task_name, tags, config,
+                    incarnation=known.incarnation, replaced=replaced,
+                )  # fmt: skip
+                if choice.incarnation != known.incarnation:
+                    replaced = choice.incarnation
+                    continue
+                await self._forget_cleared(ask, choice.others)
+                was_absent, absent = absent, set(choice.sampled) - tags.keys()
+                if absent & was_absent:  # not only newer than the look-up
+                    raise StorageKeyNotFoundError(
+                        f"the sampler chose samples of partition {partition_id!r} that were cleared: {sorted(absent)}"
+                    )
+                if absent:
+                    continue
+                if choice.sampled and await self._are_claimed(claim, choice, config):
+                    place_of = {index: place for place, index in enumerate(known.global_indexes)}
+                    return _of_samples(known, data_fields).select_samples(place_of[row] for row in choice.sampled)
             if time.monotonic() >= waited:
                 return BatchMeta()
             await self._sleep(_PAUSE_SECONDS)
 
-    async def _are_claimed(self, claim: Row, consumed: Sequence[int], config: Mapping[str, Any]) -> bool:
-        if not consumed:
+    async def _forget_cleared(self, ask: Callable[..., Any], remembered: Mapping[str, bytes]) -> None:
+        """Have the sampler forget those partitions that it remembers which are gone."""
+        if remembered:
+            stored = {each.partition_id: each.incarnation for each in await self._client.list_partitions()}
+            if gone := {name: each for name, each in remembered.items() if stored.get(name) != each}:
+                ask("forget", gone)
+
+    async def _are_claimed(self, claim: Row, choice: Choice, config: Mapping[str, Any]) -> bool:
+        if not choice.consumed:
             return True
-        meta = await self._client.get_meta(
-            **claim,
-            batch_size=len(consumed),
-            sampler="chosen",
-            sampler_config={"rows": list(consumed)},
-            claim_name=None if config.get("dp_rank") is None else claim_name(config),
-            max_wait=0.0,
-        )
+        # Replicas of a rank claim the same samples, by a name that no other samples ever get.
+        named = {} if config.get("dp_rank") is None else {"claim_name": _name_of(choice, config)}
+        try:
+            meta = await self._client.get_meta(
+                **claim,
+                **named,
+                batch_size=len(choice.consumed),
+                sampler="chosen",
+                sampler_config={"rows": list(choice.consumed)},
+                incarnation=choice.incarnation,
+                max_wait=0.0,
+            )
+        except (tq.StaleIncarnationError, tq.PartitionClearedError, tq.PartitionNotFoundError):
+            return False
         return bool(meta.status == "batch")
 
     async def get_data(self, metadata: BatchMeta) -> TensorDict:
@@ -183,10 +223,22 @@ class Calls:
             ]
         except _CLEARED as error:
             raise StorageKeyNotFoundError(str(error)) from error
+        except tq.FieldNotFoundError as error:  # a field goes with the last sample that has it
+            if await self._are_stored(metadata):
+                raise
+            raise StorageKeyNotFoundError(f"samples of the batch were cleared: {error}") from error
         if len(parts) > 1:
             places = np.argsort(np.concatenate([positions for positions, _ in self._samples(metadata)]))
             parts = [_taken(parts, places.tolist())]
         return _as_transfer_queue(parts[0])
+
+    async def _are_stored(self, metadata: BatchMeta) -> bool:
+        """Return whether none of the samples was cleared."""
+        found = [
+            await self._lookup(samples.partition_id, global_indexes=samples.indexes)
+            for _, samples in self._samples(metadata)
+        ]
+        return sum(meta.size for meta in found) == len(metadata)
 
     async def put(
         self,
@@ -212,14 +264,30 @@ class Calls:
                 raise ValueError(
                     "got neither metadata nor partition_id; give the samples, or the partition of new ones"
                 )
-            return _of_samples(await self._client.put(data, partition_id=partition_id, return_meta="all"))
+            return _of_samples(await self._put(data, partition_id=partition_id, return_meta="all"))
         if not metadata:
             raise ValueError("metadata names no samples; give those that the rows of data are of")
         for positions, samples in self._samples(metadata):
             rows = data if len(positions) == len(metadata) else _taken([data], positions)
             tags = [metadata.custom_meta[position] for position in positions]
-            await self._client.put(rows, metadata=samples, custom_meta=_stored(tags) if any(tags) else None)
+            await self._put(rows, metadata=samples, custom_meta=_stored(tags) if any(tags) else None)
         return metadata.add_fields(data)
+
+    async def _put(self, data: TensorDict | None, **more: Any) -> tq.BatchMeta:
+        """Put columns, converted to their fields' dtypes, or to objects, if the fields are of others."""
+        try:
+            written = await self._client.put(data, **more)
+        except tq.FieldMismatchError:
+            samples: tq.BatchMeta | None = more.get("metadata")
+            partition_id = more["partition_id"] if samples is None else samples.partition_id
+            try:
+                fields = (await self._client.describe_partition(partition_id)).fields
+            except tq.PartitionNotFoundError:  # cleared meanwhile
+                fields = ()
+            specs = {each.spec.name: each.spec for each in fields}
+            written = await self._client.put(_fitted(data, specs), **more)
+        result: tq.BatchMeta = written
+        return result
 
     async def set_custom_meta(self, metadata: BatchMeta) -> None:
         """Write the custom_meta of a batch."""
@@ -357,7 +425,7 @@ class Calls:
                 raise ValueError(
                     f"{what} is for {len(given)} samples, expected {len(names)}, as many as there are keys"
                 )
-        meta = await self._client.put(
+        meta = await self._put(
             None if fields is None else _parsed(fields, data_parser),
             partition_id=partition_id,
             keys=names,
@@ -461,6 +529,19 @@ def _of_samples(meta: tq.BatchMeta, data_fields: Sequence[str] | None = None) ->
     )
 
 
+def _ready(known: tq.BatchMeta, data_fields: Sequence[str]) -> list[int]:
+    """Return the samples that have all of the fields and are not consumed by the task of the look-up."""
+    produced, nothing = known.produced, np.zeros(known.size, np.bool_)
+    is_ready = np.logical_and.reduce([produced.get(name, nothing) for name in data_fields])
+    consumed: Any = known.consumed  # there, since the task was named
+    ready: list[int] = known.indexes[is_ready & ~consumed].tolist() if known.size else []
+    return ready
+
+
+def _name_of(choice: Choice, config: Mapping[str, Any]) -> str:
+    return f"{claim_name(config)}, samples from {min(choice.consumed)}"
+
+
 def _tags_by_key(meta: tq.BatchMeta) -> dict[str, Row]:
     tags: dict[Any, Row] = dict(zip(meta.keys, meta.custom_meta, strict=True))
     tags.pop(None, None)  # of samples without a key
@@ -524,7 +605,10 @@ def _parsed(data: TensorDict, data_parser: Callable[[Row], Any] | None) -> Tenso
     data_parser(columns)
     if {name: len(column) for name, column in columns.items()} != counts:
         raise ValueError("data_parser has changed which columns there are, or the number of their rows")
-    return TensorDict({name: _column_of(column) for name, column in columns.items()}, batch_size=data.batch_size)
+    ragged = {name: getattr(data.get(name), "_ragged_idx", 1) for name in columns}
+    return TensorDict(
+        {name: _column_of(column, ragged[name]) for name, column in columns.items()}, batch_size=data.batch_size
+    )
 
 
 def _rows_of(column: Any) -> Any:
@@ -533,23 +617,66 @@ def _rows_of(column: Any) -> Any:
     return column.tolist()
 
 
-def _column_of(rows: Any) -> Any:
-    """Return rows as a column of a TensorDict: tensors nested, as jagged as they can be, all else as objects."""
+def _column_of(rows: Any, ragged_dimension: int = 1) -> Any:
+    """Return rows as a column of a TensorDict: tensors nested, as jagged as they can be, all else as objects.
+
+    Args:
+        rows: one value for each sample.
+        ragged_dimension: of the column, 1 for the first of a row, if the rows differ in no other.
+    """
     if isinstance(rows, torch.Tensor):
         return rows
-    if not all(isinstance(row, torch.Tensor) for row in rows):
+    if not all(isinstance(row, torch.Tensor) for row in rows) or len({row.dim() for row in rows}) > 1:
         return NonTensorStack(*rows)
-    ragged = sum(len(set(sizes)) > 1 for sizes in zip(*(row.shape for row in rows), strict=True))
-    if ragged > 1 or not rows[0].dim():
-        return torch.stack(rows) if not rows[0].dim() else torch.nested.nested_tensor(rows)
+    if not rows[0].dim():
+        return torch.stack(rows)
+    differing = {
+        at for at, sizes in enumerate(zip(*(row.shape for row in rows), strict=True), 1) if len(set(sizes)) > 1
+    }
+    if len(differing) > 1 or len({row.dtype for row in rows}) > 1:
+        return torch.nested.nested_tensor(rows, dtype=rows[0].dtype)
+    if differing <= {ragged_dimension} and ragged_dimension > 1:
+        sizes = torch.tensor([0, *(row.shape[ragged_dimension - 1] for row in rows)])
+        values = torch.cat(rows, dim=ragged_dimension - 1)
+        return torch.nested.nested_tensor_from_jagged(values, sizes.cumsum(0), jagged_dim=ragged_dimension)
     return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
 
 def _taken(parts: Sequence[TensorDict], places: Sequence[int]) -> TensorDict:
     """Return the rows at these places of the parts, counted from the first to the last."""
-    rows = {name: [row for part in parts for row in _unbound(part.get(name))] for name in parts[0].keys()}  # noqa: SIM118
-    columns = {name: _column_of([column[place] for place in places]) for name, column in rows.items()}
+    columns = {}
+    for name in parts[0].keys():  # noqa: SIM118  (it iterates rows)
+        of_parts = [part.get(name) for part in parts]
+        rows = [row for column in of_parts for row in _unbound(column)]
+        ragged_dimension = max(getattr(column, "_ragged_idx", 1) for column in of_parts)
+        columns[name] = _column_of([rows[place] for place in places], ragged_dimension)
     return TensorDict(columns, batch_size=[len(places)])
+
+
+def _fitted(data: TensorDict | None, specs: Mapping[str, tq.FieldSpec]) -> TensorDict | None:
+    """Return data as its fields take it: tensors of another dtype converted, tensors for objects as objects.
+
+    A conversion to whole numbers or flags that would change a value is not made, nor one of complex numbers.
+    """
+    if data is None:
+        return None
+    columns: Row = {name: data.get(name) for name in data.keys()}  # noqa: SIM118
+    for name, column in columns.items():
+        spec = specs.get(name)
+        if spec is None or not isinstance(column, torch.Tensor):
+            continue
+        if spec.layout == "object":
+            columns[name] = NonTensorStack(*column.unbind())
+        elif spec.dtype and not column.is_complex():
+            converted = column.to(getattr(torch, spec.dtype))
+            may_round = converted.is_floating_point() or converted.is_complex()
+            if may_round or _are_equal(converted.to(column.dtype), column):
+                columns[name] = converted
+    return TensorDict(columns, batch_size=data.batch_size)
+
+
+def _are_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(left.unbind(), right.unbind(), strict=True))
 
 
 def _unbound(column: Any) -> Any:
@@ -557,18 +684,10 @@ def _unbound(column: Any) -> Any:
 
 
 def _as_transfer_queue(data: TensorDict) -> TensorDict:
-    """Return data with columns as TransferQueue has them: rows of tensors nested, however many dimensions differ.
-
-    Where no dimension differs, the first is the ragged one.
-    """
+    """Return data with columns as TransferQueue has them: rows of tensors nested, however many dimensions differ."""
     for name in list(data.keys()):
         column = data.get(name)
-        if isinstance(column, torch.Tensor):
-            nested: Any = column
-            is_other = nested.is_nested and nested.layout is torch.jagged and nested._ragged_idx != 1
-            if is_other and len({row.shape for row in column.unbind()}) == 1:
-                data[name] = _column_of(column.unbind())
-        elif isinstance(column[0].data, torch.Tensor):
+        if not isinstance(column, torch.Tensor) and isinstance(column[0].data, torch.Tensor):
             data[name] = _column_of(column.tolist())
     return data
 
@@ -582,11 +701,15 @@ class TransferQueueClient:
         token: for the service; None: as the environment says.
         asking: how batches are asked for.
         timeout: seconds in which a call tries to reach a service that does not answer.
+
+    Attributes:
+        client_id: a name of this client, for logs of its user.
     """
 
     def __init__(
         self, address: str, *, namespace: str, token: str | None, asking: Asking, timeout: float = 60.0
     ) -> None:
+        self.client_id = f"{type(self).__name__}_{secrets.token_hex(4)}"
         self._arguments: dict[str, Any] = {
             "address": address,
             "namespace": namespace,
@@ -607,15 +730,19 @@ class TransferQueueClient:
 
         def __getattr__(self, name: str) -> Callable[..., Any]: ...
 
-    def waiting(self, wait_seconds: float) -> Callable[..., TransferQueueClient]:
-        """Return what makes a client for workers: it waits, and answers an empty batch where too few samples are ready.
+    def polling(self) -> Callable[..., TransferQueueClient]:
+        """Return what makes a client for workers: it answers an empty batch if too few samples are ready.
 
         It can be pickled where the service samples.
         """
-        asking = replace(self._arguments["asking"], polling_mode=True, wait_seconds=wait_seconds)
+        asking = replace(self._arguments["asking"], polling_mode=True, wait_seconds=0.0)
         if service_samples(asking.sampler):
-            asking = replace(asking, sample=None)
+            asking = replace(asking, controller=None)
         return partial(_client_of, {**self._arguments, "asking": asking})
+
+    def wait_at_most(self, seconds: float) -> None:
+        """Set how long `get_meta` waits for samples from now on."""
+        self.sync_calls.wait_seconds = self.async_calls.wait_seconds = seconds
 
     def close(self) -> None:
         """Close the channels."""

@@ -167,7 +167,7 @@ class BatchMeta:
             raise ValueError(
                 f"the data has {tensor_dict.batch_size[0]} rows, expected {self.size}, one for each sample"
             )
-        self.field_schema.update(schema_of(tensor_dict))
+        self.field_schema.update(extract_field_schema(tensor_dict))
         if set_all_ready:
             self.production_status = np.ones(self.size, np.int8)
         return self
@@ -411,7 +411,7 @@ class KVBatchMeta:
         )
 
 
-def schema_of(data: TensorDict) -> dict[str, dict[str, Any]]:
+def extract_field_schema(data: TensorDict) -> dict[str, dict[str, Any]]:
     """Return the schema of each field of some data."""
     return {str(name): _schema_of_column(data.get(name)) for name in data.keys()}  # noqa: SIM118  (it iterates rows)
 

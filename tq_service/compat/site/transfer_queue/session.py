@@ -67,7 +67,7 @@ def init(conf: Any = None) -> Any:
         if _session is not None:
             return conf
         _session = _join() or _begin(conf)
-        return _filled(_session.run) if _session.is_owner else conf
+        return _session.run.filled_conf() if _session.is_owner else conf
 
 
 def current(*, joins: bool = True) -> Session:
@@ -149,7 +149,7 @@ def _session_of(controller: Any, ray: Any, *, is_owner: bool = False) -> Session
     wait_seconds = float(setting(run.conf, "controller", "wait_seconds", default=60.0))
     asking = Asking(
         sampler=run.sampler,
-        sample=lambda *arguments, **keywords: call("sample", *arguments, **keywords),
+        controller=call,
         polling_mode=is_polling,
         wait_seconds=0.0 if is_polling else wait_seconds,
     )
@@ -164,11 +164,14 @@ def _end(session: Session) -> None:
     run = session.run
     is_cleared = setting(run.conf, "controller", "clear_on_close", default=True)
     if run.namespace and is_cleared and not run.is_service_owned:
+        client = session.client.polling()()  # users may have closed that of the run
         try:
-            for partition in session.client.get_partition_list():
-                session.client.clear_partition(partition)
+            for partition in client.get_partition_list():
+                client.clear_partition(partition)
         except tq.TqError as error:
-            _log.warning("the partitions of namespace %r are left as they are: %s", run.namespace, error)
+            _log.warning("could not clear the partitions of namespace %r: %s", run.namespace, error)
+        finally:
+            client.close()
     ray = session.ray
     if ray is None or ray.is_initialized():  # else the actor has ended with its cluster
         session.call("stop")
@@ -196,14 +199,6 @@ def _with_defaults(conf: Any) -> Any:
         return {name: dict(part) if isinstance(part, Mapping) else part for name, part in (conf or {}).items()}
     defaults = OmegaConf.load(str(resources.files("transfer_queue") / "config.yaml"))
     return OmegaConf.merge(OmegaConf.create({}, flags={"allow_objects": True}), defaults, conf or {})
-
-
-def _filled(run: Run) -> Any:
-    """Return the configuration of a run with its address and namespace."""
-    if "controller" not in run.conf:
-        run.conf["controller"] = {}
-    run.conf["controller"].update({"address": run.address, "namespace": run.namespace})
-    return run.conf
 
 
 def _sampler_of(given: Any) -> BaseSampler:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Final
@@ -19,7 +21,12 @@ from transfer_queue.metadata import BatchMeta
 from transfer_queue.session import current
 
 _END: Final = SimpleNamespace(status="end")
-_WAIT_SECONDS: Final = 2.0
+_FIRST_PAUSE_SECONDS: Final = 0.01
+
+TQ_STREAMING_DATASET_EMPTY_BATCH_SLEEP_INTERVAL: Final = float(
+    os.environ.get("TQ_STREAMING_DATASET_EMPTY_BATCH_SLEEP_INTERVAL", "1")
+)
+"""Longest pause between two looks for a batch, in seconds; samples that become ready end it."""
 
 
 class StreamingDataset(data.StreamingDataset):
@@ -35,7 +42,16 @@ class StreamingDataset(data.StreamingDataset):
         dp_rank: this rank; replicas of a rank give the same.
         should_check_consumption_status: end when all samples are consumed; otherwise wait for more for ever.
         fetch_batch_fn: fetches a batch instead of `default_fetch_batch_fn`, with its keywords.
-        process_batch_fn: makes micro-batches instead of `chunk_batch_fn`, with its keywords.
+        process_batch_fn: makes micro-batches instead of `chunk_batch_fn`, called with batch, meta, and
+            `micro_batch_size` as a keyword.
+
+    Attributes:
+        config, batch_size, micro_batch_size, data_fields, task_name, dp_rank, should_check_consumption_status,
+            fetch_batch_fn, process_batch_fn: as they were given.
+        sampling_config: what `fetch_batch_fn` is given by this name.
+
+    Raises:
+        ValueError: an argument is wrong.
     """
 
     def __init__(
@@ -51,6 +67,18 @@ class StreamingDataset(data.StreamingDataset):
         fetch_batch_fn: Callable[..., Any] | None = None,
         process_batch_fn: Callable[..., Any] | None = None,
     ) -> None:
+        if dp_rank < 0:
+            raise ValueError(f"dp_rank is {dp_rank}; expected at least 0")
+        self.config = config
+        self.batch_size = batch_size
+        self.micro_batch_size = micro_batch_size
+        self.data_fields = data_fields
+        self.task_name = task_name
+        self.dp_rank = dp_rank
+        self.should_check_consumption_status = should_check_consumption_status
+        self.fetch_batch_fn = fetch_batch_fn or default_fetch_batch_fn
+        self.process_batch_fn = process_batch_fn or chunk_batch_fn
+        self.sampling_config = {"dp_rank": dp_rank, "task_name": task_name}
         super().__init__(
             batch_size=batch_size,
             micro_batch_size=micro_batch_size,
@@ -60,10 +88,10 @@ class StreamingDataset(data.StreamingDataset):
             dp_rank=dp_rank,
             dp_size=dp_rank + 1,  # that of the run, if it has one, is for the sampler to know
             should_check_consumption_status=should_check_consumption_status,
-            fetch_batch_fn=FetchBatch(fetch_batch_fn or default_fetch_batch_fn),
-            process_batch_fn=process_batch_fn or chunk_batch_fn,
+            fetch_batch_fn=FetchBatch(self.fetch_batch_fn, self.sampling_config),
+            process_batch_fn=self.process_batch_fn,
             replay_buffer_bytes=sys.maxsize,
-            client_factory=current().client.waiting(_WAIT_SECONDS),
+            client_factory=current().client.polling(),
         )
 
     @property
@@ -74,23 +102,36 @@ class StreamingDataset(data.StreamingDataset):
 
 @dataclass(frozen=True, slots=True)
 class FetchBatch:
-    """What the service's loader calls to fetch a batch: TransferQueue's function for it."""
+    """The function that the service's loader calls to fetch a batch: it calls TransferQueue's function for it."""
 
     fetch_batch_fn: Callable[..., Any]
+    sampling_config: Mapping[str, Any]
 
     def __call__(self, *, client: TransferQueueClient, batch_index: int, finite: bool, **asked: Any) -> Any:
-        """Return a batch and its meta; None for the batch where there is none yet, or there is the end."""
+        """Return a batch and its meta, or None for the batch if there is none yet, or at the end.
+
+        A pass that may end looks at once, and then after pauses that double: other ranks may take the last samples at
+        any time, and a replica that comes late still gets its last batch.
+        """
+        pause, pauses_until = 0.0, time.monotonic() + TQ_STREAMING_DATASET_EMPTY_BATCH_SLEEP_INTERVAL
+        if not finite:
+            pause = TQ_STREAMING_DATASET_EMPTY_BATCH_SLEEP_INTERVAL
         named = {name: asked[name] for name in ("data_fields", "batch_size", "partition_id", "task_name")}
-        batch, meta = self.fetch_batch_fn(
-            tq_client=client,
-            sampling_config={"dp_rank": asked["dp_rank"], "task_name": asked["task_name"]},
-            batch_index=batch_index,
-            **named,
-        )
-        if batch is not None:
-            return batch, meta
-        is_end = finite and client.check_consumption_status(asked["task_name"], asked["partition_id"])
-        return None, _END if is_end else None
+        while True:
+            client.wait_at_most(pause)
+            asked_at = time.monotonic()
+            batch, meta = self.fetch_batch_fn(
+                tq_client=client, sampling_config=dict(self.sampling_config), batch_index=batch_index, **named
+            )
+            if batch is not None:
+                return batch, meta
+            if finite and client.check_consumption_status(asked["task_name"], asked["partition_id"]):
+                return None, _END
+            time.sleep(max(0.0, asked_at + pause - time.monotonic()))  # a function of users may not have waited
+            left = pauses_until - time.monotonic()
+            if left <= 0:
+                return None, None
+            pause = min(max(2 * pause, _FIRST_PAUSE_SECONDS), left)
 
 
 def default_fetch_batch_fn(
@@ -115,15 +156,14 @@ def default_fetch_batch_fn(
 
 def chunk_batch_fn(
     td: TensorDict, batch_meta: BatchMeta, micro_batch_size: int = 1
-) -> Iterator[tuple[TensorDict, BatchMeta]]:
-    """Yield parts of `micro_batch_size` rows with their meta, the last one shorter where it does not divide.
+) -> list[tuple[TensorDict, BatchMeta]]:
+    """Return parts of `micro_batch_size` rows with their meta, the last one shorter where it does not divide.
 
     Raises:
         ValueError: the batch has fewer rows.
     """
     if not 1 <= micro_batch_size <= len(td):
         raise ValueError(f"micro_batch_size is {micro_batch_size}, expected 1 to {len(td)}, the rows of the batch")
-    flat = flatten(td)
-    for start in range(0, len(td), micro_batch_size):
-        positions = np.arange(len(td))[start : start + micro_batch_size]
-        yield build(select_rows(flat, positions)), batch_meta.select_samples(positions)
+    flat, rows = flatten(td), np.arange(len(td))
+    parts = [rows[start : start + micro_batch_size] for start in range(0, len(td), micro_batch_size)]
+    return [(build(select_rows(flat, part)), batch_meta.select_samples(part)) for part in parts]

@@ -6,6 +6,7 @@ by the actor that all processes of a run know, else in the process that asks.
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
@@ -16,11 +17,14 @@ Indexes = list[int]
 Sampled = tuple[Indexes, Indexes]
 Config = Mapping[str, Any]
 
+_log = logging.getLogger(__name__)
+
 
 class BaseSampler(ABC):
     """Chooses the samples of a batch, and which of them, or which others, are consumed by it.
 
-    What a sampler remembers by partition, task, rank and batch is in `_states`, for ranks that ask again.
+    `_states` holds the choices by partition, task, rank and batch, for ranks that ask again, until the partition is
+    cleared.
     """
 
     claim: ClassVar[Callable[[Any, int, Config], dict[str, Any]] | None] = None
@@ -37,9 +41,9 @@ class BaseSampler(ABC):
             ready_indexes: samples that have all fields asked for, and that the task has not consumed.
             batch_size: how many are asked for.
             *args: none.
-            **kwargs: `partition`, of which `get_custom_meta(indexes)` has a dict for each sample, and the
-                `sampling_config` of the call: `task_name`, `partition_id`, `dp_rank`, `batch_index`, as far as it is
-                given.
+            **kwargs: `partition`, with a `partition_id` and `get_custom_meta(indexes)`, a dict for each sample that has
+                some, and the `sampling_config` of the call: `task_name`, `partition_id`, `dp_rank`, `batch_index`, as
+                far as it is given.
         """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Sampled:
@@ -64,19 +68,10 @@ class BaseSampler(ABC):
         """Go on from what `save_checkpoint` returned."""
         self._states = state["_states"]
 
-    def _remembered(self, config: Config, sample: Callable[[], Indexes]) -> Sampled:
-        """Return what the rank that asks got for this batch before, else what `sample` finds for it, if anything."""
-        if config.get("dp_rank") is None:
-            sampled = sample()
-            return sampled, list(sampled)
-        known: dict[Any, Any] = self._states
-        for name in ("partition_id", "task_name", "dp_rank"):
-            known = known.setdefault(config.get(name), {})
-        batch_index = config.get("batch_index")
-        sampled = known.get(batch_index) or sample()
-        if sampled:
-            known[batch_index] = sampled
-        return sampled, list(sampled)
+    def _batches(self, partition_id: str, task_name: str, dp_rank: Any) -> dict[Any, Any]:
+        """Return the choices for a rank by batch."""
+        tasks = self._states.setdefault(partition_id, {})
+        return tasks.setdefault(task_name, {}).setdefault(dp_rank, {})
 
 
 class SequentialSampler(BaseSampler):
@@ -98,14 +93,29 @@ class RankAwareSampler(BaseSampler):
         """Return what asks the service for the next samples, the same whenever this rank asks for this batch."""
         return {"batch_size": batch_size, "claim_name": claim_name(config)}
 
-    def sample(self, ready_indexes: Indexes, batch_size: int, *args: Any, **kwargs: Any) -> Sampled:
+    def sample(
+        self,
+        ready_indexes: Indexes,
+        batch_size: int,
+        dp_rank: int | None = None,
+        batch_index: int | None = None,
+        task_name: str = "",
+        partition_id: str = "",
+        *args: Any,
+        **kwargs: Any,
+    ) -> Sampled:
         """Return the first samples, those of before where the rank asks again.
 
         Raises:
-            ValueError: the rank is negative.
+            ValueError: the rank is negative, or it or the batch is missing.
         """
-        claim_name(kwargs)
-        return self._remembered(kwargs, lambda: ready_indexes[:batch_size] if len(ready_indexes) >= batch_size else [])
+        claim_name({"dp_rank": dp_rank, "batch_index": batch_index})
+        batches = self._batches(partition_id, task_name, dp_rank)
+        if batch_index not in batches:
+            if len(ready_indexes) < batch_size:
+                return [], []
+            batches[batch_index] = ready_indexes[:batch_size]
+        return list(batches[batch_index]), list(batches[batch_index])
 
 
 class GRPOGroupNSampler(BaseSampler):
@@ -129,13 +139,31 @@ class GRPOGroupNSampler(BaseSampler):
     def _groups(self) -> dict[str, Any]:
         return {"n_samples_per_prompt": self.n_samples_per_prompt, "blocks": "anywhere"}
 
-    def sample(self, ready_indexes: Indexes, batch_size: int, *args: Any, **kwargs: Any) -> Sampled:
+    def sample(
+        self,
+        ready_indexes: Indexes,
+        batch_size: int,
+        task_name: str = "",
+        partition_id: str = "",
+        *args: Any,
+        **kwargs: Any,
+    ) -> Sampled:
         """Return whole groups in the order of their indexes, those of before where a rank asks again.
 
         Raises:
             ValueError: `batch_size` does not hold whole groups.
         """
-        return self._remembered(kwargs, lambda: self._take_groups(ready_indexes, batch_size))
+        if kwargs.get("dp_rank") is None:
+            taken = self._take_groups(ready_indexes, batch_size)
+            return taken, list(taken)
+        batches, batch_index = self._batches(partition_id, task_name, kwargs["dp_rank"]), kwargs.get("batch_index")
+        if batch_index not in batches:
+            taken = self._take_groups(ready_indexes, batch_size)
+            if not taken:
+                return [], []
+            batches[batch_index] = taken, list(taken)
+        sampled, consumed = batches[batch_index]
+        return list(sampled), list(consumed)
 
     def _take_groups(self, ready_indexes: Indexes, count: int) -> Indexes:
         if count % self.n_samples_per_prompt:
@@ -166,21 +194,32 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
             "dp_size": self.dp_size, **place,
         }  # fmt: skip
 
-    def sample(self, ready_indexes: Indexes, batch_size: int, *args: Any, **kwargs: Any) -> Sampled:
+    def sample(
+        self,
+        ready_indexes: Indexes,
+        batch_size: int,
+        task_name: str = "",
+        partition_id: str = "",
+        *args: Any,
+        **kwargs: Any,
+    ) -> Sampled:
         """Return the share of the rank that asks; that of the others is remembered until they do."""
-        rank = kwargs.get("dp_rank") or 0
-        if not self.has_cached_result(kwargs.get("partition_id", ""), kwargs.get("task_name", ""), kwargs):
-            shares = self._shares(ready_indexes, batch_size, kwargs.get("partition"))
-            for each, share in enumerate(shares):
-                self._remembered({**kwargs, "dp_rank": each}, lambda share=share: share)  # type: ignore[misc]
-        return self._remembered({**kwargs, "dp_rank": rank}, list)
+        rank, batch_index = kwargs.get("dp_rank") or 0, kwargs.get("batch_index") or 0
+        if batch_index not in self._batches(partition_id, task_name, rank):
+            for each, share in enumerate(self._shares(ready_indexes, batch_size, kwargs.get("partition"))):
+                self._batches(partition_id, task_name, each)[batch_index] = share, list(share)
+        sampled, consumed = self._batches(partition_id, task_name, rank).get(batch_index, ((), ()))
+        return list(sampled), list(consumed)
 
     def _shares(self, ready_indexes: Indexes, batch_size: int, partition: Any) -> list[Indexes]:
         taken = self._take_groups(ready_indexes, batch_size * self.dp_size)
-        groups = [taken[at : at + self.n_samples_per_prompt] for at in range(0, len(taken), self.n_samples_per_prompt)]
-        if not groups:
+        if not taken:
             return []
-        known = {} if partition is None else partition.get_custom_meta(taken)
+        if partition is None:
+            _log.warning("SeqlenBalancedSampler was given no partition; the ranks get equal parts in their order")
+            return [taken[at : at + batch_size] for at in range(0, len(taken), batch_size)]
+        groups = [taken[at : at + self.n_samples_per_prompt] for at in range(0, len(taken), self.n_samples_per_prompt)]
+        known = partition.get_custom_meta(taken)
         tokens = [sum(known.get(index, {}).get("total_lengths", 1) for index in group) for group in groups]
         shares = get_seqlen_balanced_partitions(tokens, self.dp_size, equal_size=True)
         return [[index for group in share for index in groups[group]] for share in shares]

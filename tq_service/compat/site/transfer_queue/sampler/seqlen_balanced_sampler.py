@@ -1,5 +1,6 @@
 """TransferQueue's module of this name."""
 
+from tq_service.balancing import get_seqlen_balanced_partitions, karmarkar_karp
 from transfer_queue.sampler import SeqlenBalancedSampler
 
-__all__ = ["SeqlenBalancedSampler"]
+__all__ = ["SeqlenBalancedSampler", "get_seqlen_balanced_partitions", "karmarkar_karp"]

@@ -1,0 +1,1 @@
+"""Names of TransferQueue's `utils` that its recipes import."""

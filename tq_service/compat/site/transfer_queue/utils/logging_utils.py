@@ -1,0 +1,20 @@
+"""TransferQueue's module of this name."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Final
+
+_FORMAT: Final = "%(asctime)s - %(levelname)s - %(name)s - %(message)s"
+
+
+def get_logger(name: str | None, default_level: str = "WARNING") -> logging.Logger:
+    """Return a logger at the level that TQ_LOGGING_LEVEL names, which prints if no handler is configured."""
+    logger = logging.getLogger(name)
+    logger.setLevel(os.environ.get("TQ_LOGGING_LEVEL", default_level))
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter(_FORMAT))
+        logger.addHandler(handler)
+    return logger
