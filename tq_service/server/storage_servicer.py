@@ -141,7 +141,7 @@ class EngineDriver:
         """Find cells and keep them as they are until the result is closed; use it in a `with`."""
         engine = self.engine_of(request.boot_id)
         await engine.check(request.put_ids)
-        return engine.open_read(list(map(CellRuns.from_proto, request.runs)), list(request.put_ids))
+        return await engine.open_long_read(list(map(CellRuns.from_proto, request.runs)), list(request.put_ids))
 
     def engine_of(self, boot_id: bytes) -> StorageEngine:
         """Return the engine that cells were put into, or what has taken its puts over.
@@ -304,6 +304,7 @@ class StorageServicer:
                 waiting=self._waiting.one(context),
             ) as pending:
                 if pending.already_complete:
+                    await self._engine.check([header.put_id])
                     columns = self._engine.columns_of(header.put_id)  # not what this header says: that is not compared
                 else:
                     await receive(pending)
