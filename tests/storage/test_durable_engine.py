@@ -150,7 +150,7 @@ async def test_a_put_may_go_while_it_is_moved(directory):
     await put(engine, 1, BIG)
     directory.flush()
     engine.free([cells(1, *range(0, 60))])
-    assert engine._journal._moving
+    assert engine._due
     engine.free([cells(1)])
     await settled(directory)
     assert engine.stat().used_bytes == 0
@@ -366,6 +366,7 @@ async def test_recovered_puts_wait_for_what_the_controller_knows(tmp_path):
     await put(engine, 5, SMALL, confirm=False)
     kept = reconcile(engine, [cells(0), cells(1, 0, 1, 2), cells(1, fields=["dense"]), cells(8)])
     assert (kept.missing_put_ids, kept.dropped_count) == ([put_id(8)], 1)  # 4 was confirmed, but is not known
+    await engine.check([put_id(0), put_id(1)])
     check(engine, 0, BIG)
     check(engine, 1, BIG, range(3))
     check(engine, 1, {"dense": BIG["dense"]})

@@ -4,7 +4,7 @@ import gc
 import numpy as np
 import psutil
 import pytest
-from engine_driver import PARTITION, begin, cells, indexes, put, put_id, read, receive, reconcile, runs
+from engine_driver import PARTITION, begin, cells, compacted, indexes, put, put_id, read, receive, reconcile, runs
 
 from tq_service.errors import (
     CallCancelledError,
@@ -388,6 +388,7 @@ async def test_freeing_halves_gives_bytes_back(engine):
     order = np.random.default_rng(1).permutation(1000).tolist()
     for count, row in enumerate(order[:-3], 1):
         engine.free([cells(1, row)])
+        await compacted(engine)
         assert engine.stat().used_bytes <= 2.2 * full * (1000 - count) / 1000 + 600
     left = sorted(order[-3:])
     back = read(engine, [1], runs(["x", "j"], *((0, row, 1) for row in left)))
@@ -427,6 +428,7 @@ async def test_readers_keep_what_they_read_through_compaction(engine):
     await put(engine, 1, {"x": x.reshape(-1, 10)})
     with engine.open_read([runs(["x"], (0, 0, 10_000))], [put_id(1)]) as reading:
         engine.free([cells(1, *range(9_000))])
+        await compacted(engine)
         assert np.array_equal(read(engine, [1], runs(["x"], (0, 9_000, 1_000)))["x"].reshape(-1), x[90_000:])
         await put(engine, 2, {"x": -x})
         assert np.array_equal(np.frombuffer(b"".join(reading.chunks()), np.int64), x)

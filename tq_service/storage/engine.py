@@ -18,7 +18,6 @@ from typing import Final
 
 from tq_service.errors import (
     CallCancelledError,
-    DataLossError,
     InvalidArgumentError,
     PutNotFoundError,
     TqError,
@@ -41,6 +40,7 @@ from tq_service.storage.index.reading import (
     Reading,
     check_sound,
     is_light_read,
+    lost_error,
     open_reading,
     open_reading_in_thread,
 )
@@ -609,11 +609,7 @@ class StorageEngine:
         put = self._puts.get(put_id)
         if self._backing is not None and put is not None and put.values is blob:
             self._backing.mark_damaged(put_id, reason)
-        try:
-            check_sound([put_id], {put_id: reason}, self.storage_id)
-        except DataLossError as lost:
-            return lost
-        return DataLossError(reason)
+        return lost_error([put_id], reason, self.storage_id)
 
     @property
     def shared_memory_count(self) -> int:
@@ -833,8 +829,7 @@ class StorageEngine:
         move = Move(put)
         smaller = move.plan()
         self._place(smaller, self._store.allocate_now(smaller.blob_bytes(self._store)))
-        move.copy(smaller)
-        self._replace(put_id, smaller, None)
+        self._replace(put_id, smaller, move.copy(smaller))
 
     def _relieve(self, lacking_bytes: int) -> None:
         """Compact puts of which an eighth or more is dead, until so many bytes are gained for a put that waits."""

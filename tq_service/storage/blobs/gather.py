@@ -8,6 +8,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from tq_service.errors import TqError
 from tq_service.schema import FieldSpec
 from tq_service.storage.blobs.base import Blob
 from tq_service.storage.cells import Rows
@@ -86,6 +87,8 @@ def gather(blob: Blob, starts: Rows, sizes: Rows, target: Octets, unit: int = 1)
     """
     try:
         _gather(blob, starts, sizes, target, unit)
+    except TqError:  # which may be an OSError too
+        raise
     except OSError as error:
         raise UnreadableError(blob, error) from error
 

@@ -198,13 +198,18 @@ def check_sound(put_ids: Iterable[bytes], damaged: Mapping[bytes, str], storage_
     """
     lost = [put_id for put_id in put_ids if put_id in damaged] if damaged else []
     if lost:
-        names = ", ".join(put_id.hex() for put_id in lost[:_MOST_NAMED])
-        more = f" and {len(lost) - _MOST_NAMED} more" if len(lost) > _MOST_NAMED else ""
-        raise DataLossError(
-            f"storage service {storage_id!r} has lost the bytes of put {names}{more}: {damaged[lost[0]]}; put them "
-            "again, or clear them",
-            metadata={"storage_id": storage_id, "put_ids": ",".join(put_id.hex() for put_id in lost[:_MOST_LISTED])},
-        )
+        raise lost_error(lost, damaged[lost[0]], storage_id)
+
+
+def lost_error(put_ids: Sequence[bytes], reason: str, storage_id: str) -> DataLossError:
+    """Return the error of a read of damaged puts, the first of which is so for this reason."""
+    names = ", ".join(put_id.hex() for put_id in put_ids[:_MOST_NAMED])
+    more = f" and {len(put_ids) - _MOST_NAMED} more" if len(put_ids) > _MOST_NAMED else ""
+    return DataLossError(
+        f"storage service {storage_id!r} has lost the bytes of put {names}{more}: {reason}; put them again, or clear "
+        "them",
+        metadata={"storage_id": storage_id, "put_ids": ",".join(put_id.hex() for put_id in put_ids[:_MOST_LISTED])},
+    )
 
 
 class Reading:
