@@ -27,7 +27,6 @@ from tq_service.log_message import LogMessage
 from tq_service.results import MirrorStatus
 from tq_service.storage.backing import Backing
 from tq_service.storage.blobs.base import Blob, BlobStore, DurableBlobStore, in_thread, is_temporary
-from tq_service.storage.blobs.gather import UnreadableError
 from tq_service.storage.blobs.memfd import MemfdBlobs
 from tq_service.storage.blobs.memory import SMALL_BYTES, LocalBlob, MemoryBlobs
 from tq_service.storage.cells import PutCells
@@ -38,6 +37,7 @@ from tq_service.storage.index.put_journal import EncodedPut, PutJournal, PutLog,
 from tq_service.storage.index.put_table import Confirmations, Overdue, PutTable, RecoveredPut
 from tq_service.storage.index.reading import (
     Reading,
+    UnreadableError,
     check_sound,
     is_light_read,
     lost_error,

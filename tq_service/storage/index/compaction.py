@@ -11,9 +11,9 @@ from typing import TypeAlias
 import numpy as np
 from xxhash import xxh3_64
 
-from tq_service.storage.blobs.gather import blocks, gather, unit_of
 from tq_service.storage.cells import PutCells, Rows
 from tq_service.storage.index.put import StoredColumn, StoredPut, table_bytes
+from tq_service.storage.index.reading import blocks, gather, unit_of
 from tq_service.wire.columns import fixed_row_bytes
 from tq_service.wire.runs import runs_of
 
