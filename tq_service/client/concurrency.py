@@ -16,6 +16,7 @@ from typing import Any, Final, Protocol, TypeVar
 
 import grpc
 
+from tq_service.client.weight import are_light
 from tq_service.errors import ForkedClientError, TqError
 from tq_service.log_message import LogMessage
 
@@ -47,6 +48,16 @@ def gather(calls: Sequence[Callable[[], T]]) -> list[T]:
     with ThreadPoolExecutor(max_workers=max(1, len(calls)), thread_name_prefix="tq-client") as pool:
         futures = [pool.submit(contextvars.copy_context().run, call) for call in calls]
         return [future.result() for future in futures]
+
+
+async def async_unless_light(work: Callable[[], T], *inputs: Any) -> T:
+    """Return what some work returns: a thread does it, so that the event loop goes on, unless its inputs are light."""
+    return work() if are_light(inputs) else await asyncio.to_thread(work)
+
+
+def unless_light(work: Callable[[], T], *_inputs: Any) -> T:
+    """Return what some work returns: the caller's thread does it."""
+    return work()
 
 
 def async_is_of_closing(error: BaseException) -> bool:
