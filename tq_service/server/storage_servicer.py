@@ -271,9 +271,10 @@ class StorageServicer:
         """Return the session in which the file descriptors of a put are to be sent; None: its bytes come in frames."""
         if self._shared_memory is None or header.size_bytes <= INLINE_BYTES:
             return None
-        if self._engine.shared_memory_count >= self._shared_memory.most_memories:
+        session = self._session(header.shared_memory_session)
+        if session is None or not self._shared_memory.takes_memory(self._engine.shared_memory_count):
             return None
-        return self._session(header.shared_memory_session)
+        return session
 
     async def _take(
         self, header: pb.PutHeader, receive: Receive, context: Context, *, shared: bool = False

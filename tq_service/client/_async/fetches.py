@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from tq_service.client._async.calls import AsyncBase
 from tq_service.client.batch_meta import BatchMeta, check_is_batch, in_parts, joined
-from tq_service.client.concurrency import async_gather, async_unless_light
+from tq_service.client.concurrency import answer_weight, async_gather, async_unless_light
 from tq_service.client.locations import StorageRef
 from tq_service.client.reads import (
     StorageRead,
@@ -25,7 +25,6 @@ from tq_service.client.reads import (
 )
 from tq_service.client.requests import listed, partition_of, request_of
 from tq_service.client.retry import Deadline
-from tq_service.client.weight import answer_weight
 from tq_service.client_probes import probes
 from tq_service.dataplane._async.drivers import async_driver
 from tq_service.dataplane.parties import Received
