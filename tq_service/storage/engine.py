@@ -872,8 +872,10 @@ class StorageEngine:
                 continue
             put = self._puts[put_id]
             gain = put.values.charge - put.compacted_bytes()
-            if gain * 8 >= put.values.charge > 0 and await self._compact(put_id):
-                self._lacking_bytes -= gain
+            if gain * 8 >= put.values.charge > 0:
+                self._lacking_bytes -= gain  # what is released meanwhile has what is lacking calculated anew
+                if not await self._compact(put_id):
+                    self._lacking_bytes += gain
         self._lacking_bytes = 0
 
     async def _compact(self, put_id: bytes) -> bool:
