@@ -6,11 +6,17 @@ processor that its thread took, which other processes of the machine do not add 
 writes of 8,192 keyed samples, over which all tables and the index of keys grow. The status is read of 200 partitions
 with 20 tasks, while a claim waits for each of them and for 200 that are not there, and of a partition in which half of
 the samples are dead-lettered.
+
+Data come and go as well: a put is compacted, texts are got in random order, keys are looked up that are not there. And
+samples are claimed of a partition of many: those whose text is one of a hundred, the last ones of a sealed partition,
+and those behind an incomplete group and many consumed ones. What an asyncio client does on the loop of its caller is
+measured in this process too, with the service in another.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import sys
 import time
@@ -41,6 +47,11 @@ _FEWER_ROWS: Final = 1_000_000
 _WRITES_BESIDE: Final = 8
 _AIM_MS: Final = 50.0
 _STATUS_AIM_MS: Final = 5.0
+_STEP_AIM_MS: Final = 20.0
+_DATA, _QUICK_DATA = 1_000_000, 1 << 17
+_LOOKED_UP, _QUICK_LOOKED_UP = 8_000_000, 1 << 18
+_BEHIND, _QUICK_BEHIND = 200_000, 20_000
+_TEXTS: Final = 1000
 _PARTITIONS, _QUICK_PARTITIONS, _TASKS = 200, 20, 20
 _TICK_SECONDS: Final = 0.001
 _AFTERWARDS_SECONDS: Final = 0.05
@@ -113,6 +124,89 @@ def _lose_leases(address: str, rows: int) -> None:
 def _call(address: str, method: str, request: Any) -> None:
     with grpc.insecure_channel(address, options=[("grpc.max_send_message_length", -1)]) as channel:
         getattr(ControllerServiceStub(channel), method)(request, timeout=300)
+
+
+def _client(address: str) -> Client:
+    return Client(address, timeout=300.0)
+
+
+def _put_rows(address: str, row_count: int, row_bytes: int) -> None:
+    with _client(address) as client:
+        client.put({"x": np.zeros((row_count, row_bytes), np.uint8)}, partition_id="data")
+
+
+def _clear_data(address: str, row_count: int) -> None:
+    with _client(address) as client:
+        client.clear_samples(partition_id="data", global_indexes=range(row_count))
+        time.sleep(1.0)  # for the copy of the others, which goes on after the answer
+
+
+def _put_texts(address: str, row_count: int) -> None:
+    with _client(address) as client:
+        client.put({"t": [f"x{row % _TEXTS}" for row in range(row_count)]}, partition_id="texts")
+
+
+def _get_texts(address: str, row_count: int) -> None:
+    order = np.random.default_rng(0).permutation(row_count)
+    with _client(address) as client:
+        client.get_data(partition_id="texts", global_indexes=order.tolist(), data_fields=["t"])
+
+
+def _clear_named(address: str, name: str) -> None:
+    with _client(address) as client:
+        client.clear_partition(name)
+
+
+def _look_up(address: str, key_count: int) -> None:
+    request = pb.LookupSamplesRequest(partition_id="texts")
+    request.keys.MergeFrom(encode_texts([f"key-{number}" for number in range(key_count)], "keys"))
+    with contextlib.suppress(grpc.RpcError):  # it may be refused, for its size or its keys
+        _call(address, "LookupSamples", request)
+
+
+def _put_tagged(address: str, row_count: int) -> None:
+    with _client(address) as client:
+        for start in range(0, row_count, _STEP):
+            rows = np.arange(start, min(start + _STEP, row_count))
+            tags = np.char.add("tag-", (rows % _TEXTS).astype("U4"))
+            client.put({"x": rows}, partition_id="tagged", custom_meta={"tag": tags})
+
+
+def _claim_tagged(address: str, condition: tuple[str, str, Any], task_name: str) -> None:
+    with _client(address) as client:
+        client.get_meta(
+            partition_id="tagged",
+            task_name=task_name,
+            data_fields=["x"],
+            batch_size=8,
+            where=[condition],
+            max_wait=0.0,
+        )
+
+
+def _end_tagged(address: str) -> None:
+    with _client(address) as client:
+        client.seal("tagged")
+    _claim_tagged(address, ("tag", "==", "none"), "end")
+
+
+def _put_behind_group(address: str, row_count: int) -> None:
+    """Put a member of an incomplete group, and samples behind it, which are consumed but for the last ones."""
+    asked: dict[str, Any] = {"partition_id": "groups", "task_name": "task", "data_fields": ["x"]}
+    with _client(address) as client:
+        client.put({"x": np.zeros(1)}, partition_id="groups", groups=["open"], group_size=8)
+        for start in range(0, row_count + _STEP, _STEP):
+            groups = [f"group-{(start + row) // 8}" for row in range(_STEP)]
+            client.put({"x": np.zeros(_STEP)}, partition_id="groups", groups=groups, group_size=8)
+        for _ in range(0, row_count, _STEP // 8):
+            client.get_meta(**asked, batch_size=_STEP // 8, sampler="grpo_group_n", sampler_config={"n": 8})
+
+
+def _claim_behind_group(address: str) -> None:
+    asked: dict[str, Any] = {"partition_id": "groups", "task_name": "task", "data_fields": ["x"]}
+    with _client(address) as client:
+        for _ in range(16):
+            client.get_meta(**asked, batch_size=8, sampler="grpo_group_n", sampler_config={"n": 8})
 
 
 @dataclass(slots=True, eq=False)
