@@ -873,7 +873,7 @@ class StorageEngine:
             put = self._puts[put_id]
             gain = put.values.charge - put.compacted_bytes()
             if gain * 8 >= put.values.charge > 0:
-                self._lacking_bytes -= gain  # what is released meanwhile has what is lacking calculated anew
+                self._lacking_bytes -= gain  # a release meanwhile sets what is lacking
                 if not await self._compact(put_id):
                     self._lacking_bytes += gain
         self._lacking_bytes = 0
