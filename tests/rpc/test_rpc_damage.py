@@ -1,12 +1,10 @@
+"""Segments that are damaged while a service is down, or under it: their samples are named, and no others are lost."""
+
 import os
-
-import numpy as np
-
-"""Segments that are damaged while a service is down: their samples are named, and no others are lost."""
-
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from live_server import StartServer
@@ -92,5 +90,5 @@ def test_a_segment_that_is_cut_short_under_the_service_is_an_error_of_its_reads(
             client.get_data(lost)
         assert client.get_data(kept)["x"].shape == (2, 1 << 20)
         client.clear_partition("lost")
-        assert client.get_data(client.put({"x": np.arange(3)}, partition_id="kept"))["x"].tolist() == [0, 1, 2]
+        assert client.get_data(client.put({"x": np.arange(3)}, partition_id="new"))["x"].tolist() == [0, 1, 2]
         assert service.exit_code is None
