@@ -45,9 +45,11 @@ def threads(monkeypatch):
 
 @pytest.fixture
 async def async_client():
-    async with running(ServeSettings(host="127.0.0.1", port=0, max_bytes=256 << 20)) as app:
-        async with make_client("async", f"127.0.0.1:{app.port}") as client:
-            yield client
+    async with (
+        running(ServeSettings(host="127.0.0.1", port=0, max_bytes=256 << 20)) as app,
+        make_client("async", f"127.0.0.1:{app.port}") as client,
+    ):
+        yield client
 
 
 @pytest.mark.parametrize("field", LARGE)
