@@ -6,15 +6,21 @@ processor that its thread took, which other processes of the machine do not add 
 writes of 8,192 keyed samples, over which all tables and the index of keys grow. The status is read of 200 partitions
 with 20 tasks, while a claim waits for each of them and for 200 that are not there, and of a partition in which half of
 the samples are dead-lettered.
+
+Data come and go as well: a put is compacted, texts are got in random order, keys are looked up that are not there. And
+samples are claimed of a partition of many: those whose text is one of a hundred, the last ones of a sealed partition,
+and those behind an incomplete group and many consumed ones. What an asyncio client does on the loop of its caller is
+measured in this process too, with the service in another.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,6 +35,7 @@ from benchmarks.report import Aim, Report
 from tq_service.client import AsyncClient, Client
 from tq_service.config import load_settings
 from tq_service.server.app import running
+from tq_service.testing import COMMAND, ListeningProcess
 from tq_service.v1 import commit_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1.controller_service_pb2_grpc import ControllerServiceStub
@@ -41,10 +48,21 @@ _FEWER_ROWS: Final = 1_000_000
 _WRITES_BESIDE: Final = 8
 _AIM_MS: Final = 50.0
 _STATUS_AIM_MS: Final = 5.0
+_STEP_AIM_MS: Final = 20.0
+_DATA, _QUICK_DATA = 1_000_000, 1 << 17
+_LOOKED_UP, _QUICK_LOOKED_UP = 8_000_000, 1 << 18
+_BEHIND, _QUICK_BEHIND = 200_000, 20_000
+_TEXTS: Final = 1000
 _PARTITIONS, _QUICK_PARTITIONS, _TASKS = 200, 20, 20
 _TICK_SECONDS: Final = 0.001
 _AFTERWARDS_SECONDS: Final = 0.05
 _PARTITION = "train"
+_KINDS: Final = {
+    "status": "of the status",
+    "data": "of data",
+    "claim": "of claims",
+    "async client": "of an async client",
+}
 
 
 def _insert(address: str, row_count: int, keys_from: int | None = None) -> None:
@@ -115,6 +133,91 @@ def _call(address: str, method: str, request: Any) -> None:
         getattr(ControllerServiceStub(channel), method)(request, timeout=300)
 
 
+def _client(address: str) -> Client:
+    return Client(address, timeout=300.0)
+
+
+def _put_rows(address: str, row_count: int, row_bytes: int) -> None:
+    with _client(address) as client:
+        client.put({"x": np.zeros((row_count, row_bytes), np.uint8)}, partition_id="data")
+
+
+def _clear_data(address: str, row_count: int) -> None:
+    with _client(address) as client:
+        client.clear_samples(partition_id="data", global_indexes=range(row_count))
+        time.sleep(1.0)  # for the copy of the others, which goes on after the answer
+
+
+def _put_texts(address: str, row_count: int) -> None:
+    with _client(address) as client:
+        client.put({"t": [f"x{row % _TEXTS}" for row in range(row_count)]}, partition_id="texts")
+
+
+def _get_texts(address: str, row_count: int) -> None:
+    order = np.random.default_rng(0).permutation(row_count)
+    with _client(address) as client:
+        client.get_data(partition_id="texts", global_indexes=order.tolist(), data_fields=["t"])
+
+
+def _clear_named(address: str, name: str) -> None:
+    with _client(address) as client:
+        client.clear_partition(name)
+
+
+def _look_up(address: str, key_count: int) -> None:
+    request = pb.LookupSamplesRequest(partition_id="texts")
+    request.keys.extend(f"key-{number}" for number in range(key_count))
+    with contextlib.suppress(grpc.RpcError):  # it may be refused, for its size or its keys
+        _call(address, "LookupSamples", request)
+
+
+def _put_tagged(address: str, row_count: int) -> None:
+    with _client(address) as client:
+        for start in range(0, row_count, _STEP):
+            rows = np.arange(start, min(start + _STEP, row_count))
+            tags = np.char.add("tag-", (rows % _TEXTS).astype("U4"))
+            client.put({"x": rows}, partition_id="tagged", custom_meta={"tag": tags})
+
+
+def _claim_tagged(address: str, condition: tuple[str, str, Any], task_name: str) -> None:
+    with _client(address) as client:
+        client.get_meta(
+            partition_id="tagged",
+            task_name=task_name,
+            data_fields=["x"],
+            batch_size=8,
+            where=[condition],
+            max_wait=0.0,
+        )
+
+
+def _end_tagged(address: str) -> None:
+    with _client(address) as client:
+        client.seal_partition("tagged")
+    _claim_tagged(address, ("tag", "==", "none"), "end")
+
+
+def _put_behind_group(address: str, row_count: int) -> None:
+    """Put a member of an incomplete group, and samples behind it, which are consumed but for the last ones."""
+    asked: dict[str, Any] = {"partition_id": "groups", "task_name": "task", "data_fields": ["x"]}
+    with _client(address) as client:
+        client.put({"x": np.zeros(1)}, partition_id="groups", groups=["open"], group_size=8)
+        for start in range(0, row_count + _STEP, _STEP):
+            groups = [f"group-{(start + row) // 8}" for row in range(_STEP)]
+            client.put({"x": np.zeros(_STEP)}, partition_id="groups", groups=groups, group_size=8)
+        for _ in range(0, row_count, _STEP // 8):
+            client.get_meta(
+                **asked, batch_size=_STEP // 8, sampler="grpo_group_n", sampler_config={"n_samples_per_prompt": 8}
+            )
+
+
+def _claim_behind_group(address: str) -> None:
+    asked: dict[str, Any] = {"partition_id": "groups", "task_name": "task", "data_fields": ["x"]}
+    with _client(address) as client:
+        for _ in range(16):
+            client.get_meta(**asked, batch_size=8, sampler="grpo_group_n", sampler_config={"n_samples_per_prompt": 8})
+
+
 @dataclass(slots=True, eq=False)
 class _Watch:
     """What was measured, by what was done: the seconds of all calls, and the longest stops in ms, of both kinds."""
@@ -128,10 +231,18 @@ class _Watch:
     async def call(self, what: str, *calls: Callable[[str], None]) -> None:
         """Make calls one after the other, and note the longest stop meanwhile and shortly after."""
         loop = asyncio.get_running_loop()
-        watching = loop.create_task(self._watch(what))
+
+        async def all_of_them() -> None:
+            for call in calls:
+                await loop.run_in_executor(self.clients, call, self.address)
+
+        await self.do(what, all_of_them())
+
+    async def do(self, what: str, work: Awaitable[Any]) -> None:
+        """Await something, and note the longest stop meanwhile and shortly after."""
+        watching = asyncio.get_running_loop().create_task(self._watch(what))
         began_at = time.perf_counter()
-        for call in calls:
-            await loop.run_in_executor(self.clients, call, self.address)
+        await work
         self.seconds.setdefault(what, []).append(time.perf_counter() - began_at)
         await asyncio.sleep(_AFTERWARDS_SECONDS)
         watching.cancel()
@@ -193,6 +304,49 @@ async def _status(watch: _Watch, options: Options) -> None:
         await watch.call(f"status of {rows:,} samples, half of them dead-lettered", partial(_get_status, explain=True))
 
 
+async def _data(watch: _Watch, options: Options) -> None:
+    rows = _QUICK_DATA if options.quick else _DATA
+    looked_up = _QUICK_LOOKED_UP if options.quick else _LOOKED_UP
+    await watch.call(f"data: put of {rows:,} rows of 1 KiB", partial(_put_rows, row_count=rows, row_bytes=1024))
+    await watch.call("data: clear_samples of 6 tenths of them", partial(_clear_data, row_count=rows * 6 // 10))
+    await watch.call("data: clear_partition of the others", partial(_clear_named, name="data"))
+    await watch.call(f"data: put of {rows:,} texts", partial(_put_texts, row_count=rows))
+    await watch.call("data: get of these in random order", partial(_get_texts, row_count=rows))
+    await watch.call(f"data: lookup of {looked_up:,} keys", partial(_look_up, key_count=looked_up))
+    await watch.call("data: clear_partition of the texts", partial(_clear_named, name="texts"))
+
+
+async def _claims(watch: _Watch, options: Options) -> None:
+    loop = asyncio.get_running_loop()
+    rows, behind = (_QUICK_DATA, _QUICK_BEHIND) if options.quick else (_DATA, _BEHIND)
+    await loop.run_in_executor(watch.clients, partial(_put_tagged, watch.address, row_count=rows))
+    hundred = ("tag", "in", [f"tag-{number}" for number in range(100)])
+    for task in ("first", "second"):
+        what = f"claim: where x in 100 texts, of {rows:,} samples"
+        await watch.call(what, partial(_claim_tagged, condition=hundred, task_name=task))
+    await watch.call(f"claim: where x is a text, at the end of {rows:,} samples", _end_tagged)
+    await loop.run_in_executor(watch.clients, partial(_put_behind_group, watch.address, row_count=behind))
+    await watch.call(f"claim: behind an open group and {behind:,} consumed samples", _claim_behind_group)
+
+
+async def _puts_of_an_async_client(watch: _Watch, options: Options) -> None:
+    """Put from this process, whose loop is watched, into a service of its own."""
+    rows = _QUICK_DATA if options.quick else _DATA
+    columns: dict[str, Callable[[], Any]] = {
+        f"{rows:,} numbers": lambda: list(range(rows)),
+        f"{rows:,} texts": lambda: [f"x{row % _TEXTS}" for row in range(rows)],
+        f"{rows // 5:,} dicts": lambda: [{"role": "user", "content": f"hello {row}"} for row in range(rows // 5)],
+        "an array that is not contiguous": lambda: np.ones((256, rows // 4)).T,
+    }
+    with ListeningProcess((*COMMAND, "serve", "--port", "0", "--log-level", "error")) as service:
+        async with AsyncClient(service.address, timeout=300.0) as client:
+            await client.put({"x": [1]}, partition_id="p")  # so that no connection or import is measured
+            for what, make in columns.items():
+                data = {"x": make()}
+                await watch.do(f"async client: put of {what}", client.put(data, partition_id="p"))
+                await client.clear_partition("p")
+
+
 async def _measure(options: Options) -> Report:
     rows = _QUICK_ROWS if options.quick else _ROWS
     settings = load_settings({"port": 0, "storage_id": "loop-stops"}).settings
@@ -204,6 +358,9 @@ async def _measure(options: Options) -> Report:
                 await _without_keys(watch, rows)
             await _with_keys(watch, rows)
             await _status(watch, options)
+            await _data(watch, options)
+            await _claims(watch, options)
+            await _puts_of_an_async_client(watch, options)
     return _report(watch, rows)
 
 
@@ -216,6 +373,7 @@ def _report(watch: _Watch, rows: int) -> Report:
         rows=[[what, median(watch.seconds[what]), median(watch.stops[what]), busy[what]] for what in busy],
         notes=[
             f"up to {rows:,} samples in one partition, without cells; with keys they are inserted once, not repeatedly",
+            "data, claims and an async client with up to 1,000,000 rows, once each",
             "a stop is by how much a sleep of 1 ms on the loop of the service came late, so what the system gave to "
             "other processes is in it; not so in what the thread of the loop took of the processor",
         ],
@@ -230,6 +388,9 @@ def _report(watch: _Watch, rows: int) -> Report:
                 ("without keys", _AIM_MS),
                 ("with keys", _AIM_MS),
                 ("of the status", _STATUS_AIM_MS),
+                ("of data", _STEP_AIM_MS),
+                ("of claims", _STEP_AIM_MS),
+                ("of an async client", _STEP_AIM_MS),
             )
         ],
         plots=[],
@@ -237,8 +398,9 @@ def _report(watch: _Watch, rows: int) -> Report:
 
 
 def _kind_of(what: str) -> str:
-    if what.startswith("status"):
-        return "of the status"
+    for beginning, kind in _KINDS.items():
+        if what.startswith(beginning):
+            return kind
     return "with keys" if "keys" in what else "without keys"
 
 

@@ -1,13 +1,16 @@
-"""Segments that are damaged while a service is down: their samples are named, and no others are lost."""
+"""Segments that are damaged while a service is down, or under it: their samples are named, and no others are lost."""
 
+import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from live_server import StartServer
 
 import tq_service as tq
+from tq_service.testing import COMMAND, ListeningProcess
 
 ROWS, WIDTH = 8, 4096
 
@@ -74,3 +77,18 @@ def test_a_segment_that_is_gone_is_told_before_anybody_reads(start_server: Start
     client.clear_partition("train")
     stat = client.storage_stat()
     assert (stat.used_bytes, stat.damaged_put_count) == (0, 0)
+
+
+def test_a_segment_that_is_cut_short_under_the_service_is_an_error_of_its_reads(tmp_path: Path) -> None:
+    command = (*COMMAND, "serve", "--port", "0", "--data-dir", str(tmp_path), "--shared-memory", "off")
+    with ListeningProcess(command) as service, tq.Client(service.address, timeout=10.0) as client:
+        lost = client.put({"x": np.ones((8, 1 << 20), np.uint8)}, partition_id="lost")
+        for path in tmp_path.rglob("*.seg"):
+            os.truncate(path, 0)
+        kept = client.put({"x": np.ones((2, 1 << 20), np.uint8)}, partition_id="kept")
+        with pytest.raises(tq.DataLossError, match="its bytes cannot be read"):
+            client.get_data(lost)
+        assert client.get_data(kept)["x"].shape == (2, 1 << 20)
+        client.clear_partition("lost")
+        assert client.get_data(client.put({"x": np.arange(3)}, partition_id="new"))["x"].tolist() == [0, 1, 2]
+        assert service.exit_code is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import resource
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -262,12 +263,18 @@ def test_a_get_whose_memory_cannot_be_taken_is_sent(client: AnyClient, monkeypat
     assert not is_mapped(batch["logits"])
 
 
-def test_file_descriptors_are_bounded(client: AnyClient, server: LiveServer) -> None:
+def test_file_descriptors_are_bounded_and_the_first_put_beyond_is_logged(
+    client: AnyClient, server: LiveServer, caplog: pytest.LogCaptureFixture
+) -> None:
     shared = server.app.storage.shared_memory
     assert shared is not None
     shared.most_memories = 2
-    metas = [client.put(DATA, partition_id="p") for _ in range(3)]
+    metas = [client.put(DATA, partition_id="p") for _ in range(4)]
     assert shared_memory_count(client) == 2
+    warnings = [each.getMessage() for each in caplog.records if "file descriptors" in each.getMessage()]
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert len(warnings) == 1
+    assert f"memories=2 most_memories=2 file_limit={soft} hard_file_limit={hard}" in warnings[0]
     for meta in metas:
         assert_rows(client.get_data(meta), list(range(ROWS)))
 

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import platform
+import resource
 import socket
 import sys
 import weakref
@@ -104,3 +105,13 @@ def test_event_loops(monkeypatch: pytest.MonkeyPatch) -> None:
         loop_factory("on")
     with asyncio.Runner(loop_factory=loop_factory("auto")) as runner:
         assert runner.run(asyncio.sleep(0, "ran")) == "ran"
+
+
+def test_a_server_raises_the_limit_of_open_files() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 1024), hard))
+        with tuned_process():
+            assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(hard, 1 << 20), hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

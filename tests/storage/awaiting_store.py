@@ -1,9 +1,18 @@
-"""A store of blobs that can do no more than every store must: no local view, no parts freed; it takes turns."""
+"""A store of blobs that can do no more than every store must: not in memory, no parts freed; it takes turns."""
 
 import asyncio
+import errno
 
-from tq_service.errors import DataLossError, UnavailableError
+from tq_service.errors import UnavailableError
 from tq_service.storage.blobs.base import Blob, BlobStore
+
+
+class AwaitingBlob(Blob):
+    def read_into(self, target, start):
+        self.store._fail()
+        if self not in self.store.values:
+            raise OSError(errno.EIO, "the blob is gone")
+        target[:] = self.store.values[self][start : start + len(target)]
 
 
 class AwaitingStore(BlobStore):
@@ -21,7 +30,7 @@ class AwaitingStore(BlobStore):
 
     async def allocate(self, size):
         await asyncio.sleep(0)
-        blob = Blob(self, size)
+        blob = AwaitingBlob(self, size)
         self.values[blob] = bytearray(size)
         return blob
 
@@ -31,15 +40,6 @@ class AwaitingStore(BlobStore):
         self._fail()
         self.values[blob][start : start + len(data)] = data
         await asyncio.sleep(0)
-
-    async def read(self, blob, spans):
-        for start, size in spans:
-            for first in range(start, start + size, 1000):
-                await asyncio.sleep(0)
-                self._fail()
-                if blob not in self.values:
-                    raise DataLossError("the blob is gone")
-                yield memoryview(bytes(self.values[blob][first : min(first + 1000, start + size)]))
 
     def free(self, blob):
         task = asyncio.get_running_loop().create_task(self._free(blob))

@@ -1,10 +1,9 @@
 """A data directory with a journal in memory, and the engines that come and go over it."""
 
-import asyncio
-
-from engine_driver import begin, begin_shared, put_id
+from engine_driver import begin, begin_shared, compacted, put_id
 
 from tq_service.durable import codec
+from tq_service.storage import engine as engine_module
 from tq_service.storage.blobs import segments
 from tq_service.storage.blobs.segments import SegmentBlobs
 from tq_service.storage.engine import StorageEngine
@@ -40,6 +39,10 @@ class Directory:
 
     def _end(self, engine):
         """Wait for threads of an engine that would have ended with its process."""
+        engine._is_closed = True
+        if engine._compaction is not None:
+            engine._compaction.cancel()
+        engine_module._COPIER.submit(int).result()
         engine._store._executor.shutdown()
         segments._BACKGROUND.submit(int).result()
 
@@ -92,8 +95,9 @@ async def put(engine, number, data, *, shared=False, confirm=True):
 
 
 async def settled(directory):
-    """Let the moves of compacted puts be written down."""
-    while directory.engine._journal._moving:
-        await asyncio.wait(list(directory.engine._journal._moving.values()))
-        await asyncio.sleep(0)
+    """Let what waits for recovered puts be done, and the moves of compacted ones be written down."""
+    engine = directory.engine
+    while engine._when_fetched:
+        await engine.check(list(engine._when_fetched))
+    await compacted(engine)
     directory.flush()

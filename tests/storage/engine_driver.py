@@ -1,5 +1,7 @@
 """What the engine tests share: putting, reading and decoding as the services do it."""
 
+import asyncio
+
 import numpy as np
 
 from tq_service.storage.cells import PutCells
@@ -71,6 +73,12 @@ async def put(engine, number, data, *, existing=False, deadline=None, confirm=Tr
     pending.finish()
     if confirm:
         engine.confirm(put_id(number))
+
+
+async def compacted(engine):
+    """Wait until no put is being compacted, or is to be."""
+    while (compaction := engine._compaction) is not None:
+        await asyncio.wait([compaction])
 
 
 def runs(fields, *triples):

@@ -12,7 +12,14 @@ from durable_driver import BOOT, Directory, put, settled
 from engine_driver import PARTITION, begin, begin_shared, cells, put_id, read, reconcile, runs
 from open_files import open_files
 
-from tq_service.errors import CallCancelledError, DataLossError, DiskFullError, PutNotFoundError
+from tq_service.errors import (
+    CallCancelledError,
+    DataLossError,
+    DiskFailedError,
+    DiskFullError,
+    PutNotFoundError,
+    UnavailableError,
+)
 from tq_service.storage.blobs import segments
 from tq_service.storage.engine import StorageEngine
 from tq_service.wire import shared_memory
@@ -151,7 +158,7 @@ async def test_a_put_may_go_while_it_is_moved(directory):
     await put(engine, 1, BIG)
     directory.flush()
     engine.free([cells(1, *range(0, 60))])
-    assert engine._journal._moving
+    assert engine._due
     engine.free([cells(1)])
     await settled(directory)
     assert engine.stat().used_bytes == 0
@@ -220,6 +227,127 @@ async def test_a_number_that_a_put_refers_to_is_not_given_out_again(directory):
     engine = directory.open()
     await put(engine, 7, BIG)
     assert max(directory.segments()) == 4
+
+
+@pytest.mark.parametrize("shared", [False, pytest.param(True, marks=needs_memfd)])
+async def test_no_segment_is_mapped(directory, shared):
+    engine = directory.open()
+    await put(engine, 1, BIG, shared=shared)
+    engine.free([cells(1, 3)])
+    check(engine, 1, BIG, [5])
+    directory.flush()
+    engine = directory.open()
+    await engine.check([put_id(1)])
+    check(engine, 1, BIG, [5])
+    engine.free([cells(1, *range(60))])
+    await settled(directory)
+    check(engine, 1, BIG, [70])
+    mapped = [each.path for each in psutil.Process().memory_maps(grouped=False)]
+    assert not [path for path in mapped if path.startswith(str(directory.path))]
+
+
+async def received(engine, number, field):
+    """Read a field of a put as the service does."""
+    with await engine.open_long_read([runs([field], (0, 0, ROWS))], [put_id(number)]) as reading:
+        return b"".join([bytes(chunk) async for part in reading.parts() for chunk in part])
+
+
+@pytest.mark.parametrize("is_recovered", [False, True])
+async def test_a_segment_that_is_cut_short_is_an_error_of_its_reads(directory, is_recovered):
+    engine = directory.open()
+    for number in (1, 2):
+        await put(engine, number, BIG)
+    directory.flush()
+    if is_recovered:
+        engine = directory.open()
+        await engine.check([put_id(1), put_id(2)])
+    os.truncate(directory.segments()[1], 5000)
+    with pytest.raises(DataLossError, match=r"its bytes cannot be read: .*the file ends at byte 5000"):
+        await received(engine, 1, "dense")
+    assert list(engine.damaged) == [put_id(1)]
+    with pytest.raises(DataLossError, match=put_id(1).hex()):
+        await received(engine, 1, "object")
+    assert await received(engine, 2, "dense") == BIG["dense"].tobytes()
+    engine.free([cells(1)])
+    directory.flush()
+    await put(engine, 3, BIG)
+    assert await received(engine, 3, "dense") == BIG["dense"].tobytes()
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EMFILE])
+async def test_a_read_that_fails_is_data_loss_or_is_tried_again(directory, monkeypatch, code):
+    engine = directory.open()
+    await put(engine, 1, BIG)
+
+    def fail(fd, target, start):
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(segments, "read_into", fail)
+        expected = DataLossError if code == errno.EIO else UnavailableError
+        with pytest.raises(expected, match=os.strerror(code)):
+            await received(engine, 1, "dense")
+    if code == errno.EMFILE:
+        assert await received(engine, 1, "dense") == BIG["dense"].tobytes()
+    assert len(engine.damaged) == (code == errno.EIO)
+
+
+async def test_a_put_whose_bytes_cannot_be_read_is_not_compacted(directory):
+    engine = directory.open()
+    await put(engine, 1, BIG)
+    directory.flush()
+    os.truncate(directory.segments()[1], 5000)
+    engine.free([cells(1, *range(60))])
+    await settled(directory)
+    assert list(engine.damaged) == [put_id(1)]
+    engine.free([cells(1)])
+    directory.flush()
+    assert engine.stat().used_bytes == 0
+
+
+@pytest.mark.parametrize(("code", "expected"), [(errno.EIO, DiskFailedError), (errno.ENOSPC, DiskFullError)])
+async def test_a_write_that_fails_is_an_error_of_that_put(directory, monkeypatch, code, expected):
+    engine = directory.open()
+
+    def fail(fd, data, start):
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(segments.os, "pwrite", fail)
+        with pytest.raises(expected, match=os.strerror(code)):
+            await put(engine, 1, BIG)
+    await put(engine, 2, BIG)
+    assert await received(engine, 2, "dense") == BIG["dense"].tobytes()
+
+
+async def test_cells_of_a_put_that_was_not_looked_at_are_freed_once_it_was(directory):
+    engine = directory.open()
+    for number in range(3):
+        await put(engine, number, BIG)
+    directory.flush()
+    engine = directory.open()
+    used = engine.stat().used_bytes
+    reads = []
+    checksum = segments.Segment.checksum
+
+    def noted(segment, size):
+        reads.append((segment.number, threading.get_ident()))
+        return checksum(segment, size)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(segments.Segment, "checksum", noted)
+        engine.free([cells(2, *range(60))])
+        assert reads == []
+        scrubbing = asyncio.create_task(engine.scrub())
+        await eventually(lambda: put_id(2) not in engine._when_fetched)
+        assert reads[0][0] == 3
+        assert reads[0][1] != threading.get_ident()
+        await settled(directory)
+        assert engine.stat().used_bytes < used
+        await scrubbing
+    with pytest.raises(PutNotFoundError):
+        check(engine, 2, BIG, [3])
+    check(engine, 2, BIG, range(60, ROWS))
 
 
 # Disk full
@@ -374,6 +502,7 @@ async def test_recovered_puts_wait_for_what_the_controller_knows(tmp_path):
     await put(engine, 5, SMALL, confirm=False)
     kept = reconcile(engine, [cells(0), cells(1, 0, 1, 2), cells(1, fields=["dense"]), cells(8)])
     assert (kept.missing_put_ids, kept.dropped_count) == ([put_id(8)], 1)  # 4 was confirmed, but is not known
+    await engine.check([put_id(0), put_id(1)])
     check(engine, 0, BIG)
     check(engine, 1, BIG, range(3))
     check(engine, 1, {"dense": BIG["dense"]})

@@ -1,10 +1,11 @@
 import asyncio
 import gc
+import threading
 
 import numpy as np
 import psutil
 import pytest
-from engine_driver import PARTITION, begin, cells, indexes, put, put_id, read, receive, reconcile, runs
+from engine_driver import PARTITION, begin, cells, compacted, indexes, put, put_id, read, receive, reconcile, runs
 
 from tq_service.errors import (
     CallCancelledError,
@@ -16,10 +17,14 @@ from tq_service.errors import (
 from tq_service.schema import CONTROLLER_NAME_BYTES, FieldSpec, Layout
 from tq_service.storage.cells import PutCells
 from tq_service.storage.engine import StorageEngine
+from tq_service.storage.index import compaction
+from tq_service.storage.index import reading as reading_module
 from tq_service.storage.index.put import StoredPut
 from tq_service.storage.index.put_table import Overdue
 from tq_service.wire.columns import ColumnShape
+from tq_service.wire.decoding import decode_columns
 from tq_service.wire.encoding import encode_columns
+from tq_service.wire.frames import ColumnReceiver, iter_frames
 
 DATA = {
     "dense": np.arange(12, dtype=np.float32).reshape(4, 3),
@@ -388,6 +393,7 @@ async def test_freeing_halves_gives_bytes_back(engine):
     order = np.random.default_rng(1).permutation(1000).tolist()
     for count, row in enumerate(order[:-3], 1):
         engine.free([cells(1, row)])
+        await compacted(engine)
         assert engine.stat().used_bytes <= 2.2 * full * (1000 - count) / 1000 + 600
     left = sorted(order[-3:])
     back = read(engine, [1], runs(["x", "j"], *((0, row, 1) for row in left)))
@@ -427,6 +433,7 @@ async def test_readers_keep_what_they_read_through_compaction(engine):
     await put(engine, 1, {"x": x.reshape(-1, 10)})
     with engine.open_read([runs(["x"], (0, 0, 10_000))], [put_id(1)]) as reading:
         engine.free([cells(1, *range(9_000))])
+        await compacted(engine)
         assert np.array_equal(read(engine, [1], runs(["x"], (0, 9_000, 1_000)))["x"].reshape(-1), x[90_000:])
         await put(engine, 2, {"x": -x})
         assert np.array_equal(np.frombuffer(b"".join(reading.chunks()), np.int64), x)
@@ -529,3 +536,188 @@ async def test_many_puts_expire_in_slices_and_one_that_is_confirmed_between_them
     assert engine.confirm(put_id(599))
     assert list(slices) == [87]
     assert engine.stat().put_count == 1
+
+
+# Compaction beside other calls
+
+
+class _Copies:
+    """Counts the bytes that compaction copies, by whether the event loop copies them, and may hold its thread up."""
+
+    def __init__(self, monkeypatch):
+        self.loop_bytes, self.thread_bytes, self.largest_bytes = 0, 0, 0
+        self.begun, self.may_go_on = threading.Event(), threading.Event()
+        self.may_go_on.set()
+        loop_thread, gather = threading.get_ident(), compaction.gather
+
+        def counted(blob, starts, sizes, target, unit):
+            if threading.get_ident() == loop_thread:
+                self.loop_bytes += target.size
+            else:
+                self.thread_bytes += target.size
+                self.begun.set()
+                assert self.may_go_on.wait(60)
+            self.largest_bytes = max(self.largest_bytes, target.size)
+            gather(blob, starts, sizes, target, unit)
+
+        monkeypatch.setattr(compaction, "gather", counted)
+
+    async def hold(self):
+        """Wait until a put is being copied, which does not go on before `release`."""
+        await asyncio.to_thread(self.begun.wait, 60)
+
+    def release(self):
+        self.may_go_on.set()
+
+
+WIDE = {
+    "x": np.arange(4000 * 100).reshape(4000, 100),
+    "j": [np.arange(row % 90) for row in range(4000)],
+    "t": [f"row {row}" for row in range(4000)],
+}
+
+
+def check_wide(engine, rows):
+    back = read(engine, [1], runs(WIDE, *((0, row, 1) for row in rows)))
+    assert np.array_equal(back["x"], WIDE["x"][rows])
+    assert all(np.array_equal(got, WIDE["j"][row]) for got, row in zip(back["j"], rows, strict=True))
+    assert back["t"] == [WIDE["t"][row] for row in rows]
+
+
+async def test_the_event_loop_copies_little_to_compact_a_put(engine, monkeypatch):
+    copies = _Copies(monkeypatch)
+    await put(engine, 1, WIDE)
+    engine.free([cells(1, *range(0, 4000, 2)), cells(1, *range(1, 400, 2))])
+    await compacted(engine)
+    assert engine.stat().used_bytes < sum(column.value_bytes for column in encode_columns(WIDE)) * 0.6
+    assert copies.loop_bytes == 0
+    assert copies.thread_bytes > 1_500_000
+    assert copies.largest_bytes <= 1 << 20
+    check_wide(engine, list(range(401, 4000, 2)))
+    await put(engine, 2, {"x": WIDE["x"][:20]})
+    engine.free([cells(2, *range(15))])
+    assert 0 < copies.loop_bytes <= 64 << 10  # what is small is done at once
+
+
+async def test_rows_are_freed_and_read_while_their_put_is_compacted(engine, monkeypatch):
+    copies = _Copies(monkeypatch)
+    copies.may_go_on.clear()
+    await put(engine, 1, WIDE)
+    engine.free([cells(1, *range(2500))])
+    await copies.hold()
+    with engine.open_read([runs(["x"], (0, 2500, 1500))], [put_id(1)]) as reading:
+        engine.free([cells(1, *range(2500, 2600)), cells(1, 3999, fields=["j"]), cells(1, 2700, 2800)])
+        with pytest.raises(PutNotFoundError, match="rows in 2550 were cleared"):
+            read(engine, [1], runs(["x"], (0, 2550, 1)))
+        check_wide(engine, [2600, 3000])
+        copies.release()
+        await compacted(engine)
+        assert b"".join(reading.chunks()) == WIDE["x"][2500:].tobytes()
+    left = [row for row in range(2600, 3999) if row not in {2700, 2800}]
+    check_wide(engine, left)
+    assert read(engine, [1], runs(["x", "t"], (0, 3999, 1)))["t"] == ["row 3999"]
+    for fields, row in ((["x"], 2550), (["j"], 3999), (["t"], 2700)):
+        with pytest.raises(PutNotFoundError, match="were cleared"):
+            read(engine, [1], runs(fields, (0, row, 1)))
+    engine.free([cells(1)])
+    assert engine.stat().used_bytes == 0
+
+
+async def test_a_put_may_go_and_come_again_while_it_is_compacted(engine, monkeypatch):
+    copies = _Copies(monkeypatch)
+    copies.may_go_on.clear()
+    await put(engine, 1, WIDE)
+    engine.free([cells(1, *range(2500))])
+    await copies.hold()
+    engine.free([cells(1)])
+    await put(engine, 1, {"x": np.arange(3)})
+    copies.release()
+    await compacted(engine)
+    assert read(engine, [1], runs(["x"], (0, 0, 3)))["x"].tolist() == [0, 1, 2]
+    assert engine.stat().used_bytes == 24
+
+
+async def test_an_engine_that_closes_waits_for_the_copy_and_keeps_the_put(engine, monkeypatch):
+    copies = _Copies(monkeypatch)
+    copies.may_go_on.clear()
+    await put(engine, 1, WIDE)
+    engine.free([cells(1, *range(2500))])
+    await copies.hold()
+    closing = asyncio.create_task(engine.close())
+    await asyncio.sleep(0)
+    assert not closing.done()
+    copies.release()
+    await closing
+    check_wide(engine, list(range(2500, 4000)))
+
+
+async def test_capacity_for_a_put_that_waits_is_made_without_copies_on_the_loop(monkeypatch):
+    copies = _Copies(monkeypatch)
+    engine = StorageEngine(max_bytes=10_000_000, reserve_share=0)
+    for number in range(4):
+        await put(engine, number, {"x": np.zeros((1000, 2500), np.uint8)})
+        engine.free([cells(number, *range(300))])
+    assert copies.thread_bytes == 0  # less than a half of each is dead
+    await asyncio.wait_for(put(engine, 4, {"x": np.ones((800, 2500), np.uint8)}), 30)
+    await compacted(engine)
+    assert copies.loop_bytes == 0
+    assert 3_000_000 <= copies.thread_bytes <= 6_000_000  # of as many puts as were needed
+    assert engine.stat().used_bytes <= 10_000_000
+
+
+# Reads of many small rows
+
+
+def scattered(count):
+    return {
+        "text": [f"x{row % 1000}" for row in range(count)],
+        "jagged": [np.arange(row % 3, dtype=np.int16) for row in range(count)],
+        "dense": np.arange(count, dtype=np.int16),
+        "wide": np.arange(count * 40, dtype=np.int32).reshape(count, 40),
+    }
+
+
+@pytest.mark.parametrize("put_count", [1, 7])
+async def test_no_frame_is_made_up_of_many_slices(engine, put_count):
+    count = 40_000
+    data = scattered(count)
+    for number in range(put_count):
+        await put(engine, number, data)
+    order = np.random.default_rng(0).permutation(count)
+    asked = [runs([name], *((row % put_count, row, 1) for row in order.tolist())) for name in data]
+    reading = await engine.open_long_read(asked, [put_id(number) for number in range(put_count)])
+    receiver, largest = ColumnReceiver(reading.headers), 0
+    with reading:
+        async for part in reading.parts():
+            for frame in iter_frames(part):
+                largest = max(largest, len(frame))
+                receiver.write_all(frame)
+    assert largest <= 64
+    back = decode_columns(reading.headers, receiver.finish(), as_torch=False)
+    assert back["text"] == [data["text"][row] for row in order]
+    assert np.array_equal(back["dense"], data["dense"][order])
+    assert np.array_equal(back["wide"], data["wide"][order])
+    assert all(np.array_equal(got, data["jagged"][row]) for got, row in zip(back["jagged"], order, strict=True))
+
+
+async def test_many_cells_are_found_in_a_thread_as_they_were(engine, monkeypatch):
+    threads, find, begun = [], reading_module._find_spans, threading.Event()
+
+    def noted(*args):
+        threads.append(threading.get_ident())
+        begun.set()
+        return find(*args)
+
+    monkeypatch.setattr(reading_module, "_find_spans", noted)
+    await put(engine, 1, {"x": np.arange(100_000)})
+    everything = runs(["x"], (0, 0, 100_000))
+    opening = asyncio.create_task(engine.open_long_read([everything], [put_id(1)]))
+    await asyncio.to_thread(begun.wait, 60)
+    engine.free([cells(1)])
+    with await opening as reading:
+        assert threads != [threading.get_ident()]
+        assert b"".join([chunk async for part in reading.parts() for chunk in part]) == np.arange(100_000).tobytes()
+        assert engine.stat().used_bytes > 0
+    assert engine.stat().used_bytes == 0
+    with pytest.raises(PutNotFoundError):
+        await engine.open_long_read([everything], [put_id(1)])

@@ -5,7 +5,7 @@ import gc
 
 import numpy as np
 import pytest
-from engine_driver import PARTITION, begin_shared, cells, put, put_id, put_shared, read, runs
+from engine_driver import PARTITION, begin_shared, cells, compacted, put, put_id, put_shared, read, runs
 from open_files import open_files
 
 from tq_service.errors import CallCancelledError, InvalidArgumentError, QuotaExceededError
@@ -98,6 +98,7 @@ async def test_compaction_moves_it_into_memory_of_the_service(engine):
     await put_shared(engine, 1, DATA)
     was = engine.stat().used_bytes
     engine.free([cells(1, *range(600))])
+    await compacted(engine)
     assert engine.shared_memory_count == 0
     assert engine.stat().used_bytes < was / 2
     check(read(engine, [1], runs(DATA, (0, 600, 401))), range(600, 1001))

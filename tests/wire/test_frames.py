@@ -7,6 +7,7 @@ from tq_service.schema import FieldSpec, Layout
 from tq_service.v1.storage_service_pb2 import GetHeader, GetResponse, PutHeader, PutRequest
 from tq_service.wire.columns import ColumnShape
 from tq_service.wire.frames import (
+    MOST_FRAME_PARTS,
     ColumnReceiver,
     Garbled,
     decode_get_response,
@@ -122,3 +123,11 @@ def test_receiver_says_how_much_is_missing():
     receiver.write(memoryview(b"12345"))
     with pytest.raises(InvalidArgumentError, match="ended 2 bytes before"):
         receiver.finish()
+
+
+def test_a_frame_is_made_up_of_a_bounded_number_of_chunks():
+    chunks = [memoryview(bytes([number % 256])) for number in range(3 * MOST_FRAME_PARTS + 5)]
+    frames = list(iter_frames(chunks))
+    assert [len(parts) for parts in frames] == [MOST_FRAME_PARTS] * 3 + [5]
+    assert b"".join(map(b"".join, frames)) == b"".join(chunks)
+    assert [len(parts) for parts in iter_frames(chunks, most_parts=None)] == [len(chunks)]

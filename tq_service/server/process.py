@@ -1,4 +1,4 @@
-"""How a process that serves is tuned: its memory, its threads, its garbage, its event loop."""
+"""How a process that serves is tuned: its memory, its files, its threads, its garbage, its event loop."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import ctypes
 import gc
+import resource
 import sys
 import threading
 import time
@@ -36,6 +37,9 @@ _FULL_COLLECTION_SECONDS = 30.0
 _MOST_OF_THE_TIME = 0.001
 
 
+# Programs that a process starts inherit its limit of open files, and some of them try to close as many.
+_MOST_FILES = 1 << 20
+
 _lock = threading.Lock()
 _tuned_count = 0
 _restore = contextlib.ExitStack()
@@ -48,7 +52,8 @@ def tuned_process() -> Iterator[None]:
     What was imported before is left out of garbage collections, and these start later: the service makes few cycles,
     while a full collection goes over all recorded plans and holds the event loop up. `collect_garbage` makes up for it.
 
-    Threads give way to the event loop sooner. malloc keeps freed buffers, also beyond the block.
+    Threads give way to the event loop sooner. Beyond the block too, malloc keeps freed buffers, and the soft limit of
+    open files is the hard one.
     """
     global _tuned_count  # noqa: PLW0603  (it is of the process, as what it counts)
     with _lock:
@@ -66,6 +71,7 @@ def tuned_process() -> Iterator[None]:
 
 def _tune() -> None:
     keep_freed_memory()
+    raise_file_limit()
     _restore.callback(gc.set_threshold, *gc.get_threshold())
     gc.set_threshold(*_COLLECTION_THRESHOLDS)
     _restore.callback(sys.setswitchinterval, sys.getswitchinterval())
@@ -94,6 +100,18 @@ def keep_freed_memory() -> bool:
     }
     accepted = [mallopt(parameter, value) == 1 for parameter, value in wanted.items()]
     return all(accepted)
+
+
+def raise_file_limit() -> None:
+    """Raise the soft limit of open files to the hard one, or to a million if that is higher.
+
+    Shared memory and connections take a file descriptor each, and the usual soft limit of 1,024 is for programs that
+    use select(2).
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 @cache

@@ -141,7 +141,7 @@ class EngineDriver:
         """Find cells and keep them as they are until the result is closed; use it in a `with`."""
         engine = self.engine_of(request.boot_id)
         await engine.check(request.put_ids)
-        return engine.open_read(list(map(CellRuns.from_proto, request.runs)), list(request.put_ids))
+        return await engine.open_long_read(list(map(CellRuns.from_proto, request.runs)), list(request.put_ids))
 
     def engine_of(self, boot_id: bytes) -> StorageEngine:
         """Return the engine that cells were put into, or what has taken its puts over.
@@ -281,9 +281,10 @@ class StorageServicer:
         """Return the session in which the file descriptors of a put are to be sent; None: its bytes come in frames."""
         if self._shared_memory is None or header.size_bytes <= INLINE_BYTES:
             return None
-        if self._engine.shared_memory_count >= self._shared_memory.most_memories:
+        session = self._session(header.shared_memory_session)
+        if session is None or not self._shared_memory.takes_memory(self._engine.shared_memory_count):
             return None
-        return self._session(header.shared_memory_session)
+        return session
 
     async def _take(
         self, header: pb.PutHeader, receive: Receive, context: Context, *, shared: bool = False
@@ -314,6 +315,7 @@ class StorageServicer:
                 waiting=self._waiting.one(context),
             ) as pending:
                 if pending.already_complete:
+                    await self._engine.check([header.put_id])
                     columns = self._engine.columns_of(header.put_id)  # not what this header says: that is not compared
                 else:
                     await receive(pending)

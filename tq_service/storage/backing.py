@@ -38,16 +38,16 @@ class Backing(Protocol):
         """Whether a put may be moved to a smaller blob now."""
         ...
 
-    def move(self, put_id: bytes, old: Blob, moved: StoredPut) -> None:
-        """Take note that a put was compacted, and release its old blob when it may be."""
+    def move(self, put_id: bytes, old: Blob, moved: StoredPut, checksum: int | None) -> None:
+        """Take note that a put was compacted and flushed, and release its old blob when it may be."""
         ...
 
     def is_unfetched(self, put_id: bytes) -> bool:
-        """Whether a put is known by name and owner alone, until `check` has fetched it."""
+        """Whether the tables of a put are not in memory until `check` has read or fetched it."""
         ...
 
     def partition_of(self, put_id: bytes) -> str | None:
-        """Return the partition of a put that is unfetched, None for one that is not."""
+        """Return the partition of a put that is known by name and owner alone, None for others."""
         ...
 
     async def check(self, put_ids: Collection[bytes]) -> None:
@@ -58,16 +58,16 @@ class Backing(Protocol):
         """
         ...
 
+    def fetch_to_free(self, put_id: bytes) -> None:
+        """Have an unfetched put checked soon, in the background, since cells of it are to be freed."""
+        ...
+
     async def scrub(self) -> None:
         """Have the bytes of all recovered puts here, and look at them, slowly."""
         ...
 
     def mark_damaged(self, put_id: bytes, reason: str) -> None:
         """Take note of a put that cannot be read."""
-        ...
-
-    def mark_unreadable(self, put_id: bytes, error: OSError) -> None:
-        """Take note of a put whose bytes cannot be used, other than for the moment."""
         ...
 
     def forget(self, put_id: bytes) -> bool:

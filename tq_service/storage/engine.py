@@ -6,26 +6,44 @@ blobs beneath, which has the bytes. Everything here happens on one event loop be
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from tq_service.errors import CallCancelledError, InvalidArgumentError, PutNotFoundError, UnavailableError
+from tq_service.errors import (
+    CallCancelledError,
+    InvalidArgumentError,
+    PutNotFoundError,
+    TqError,
+    UnavailableError,
+)
+from tq_service.log_message import LogMessage
 from tq_service.results import MirrorStatus
 from tq_service.storage.backing import Backing
-from tq_service.storage.blobs.base import Blob, BlobStore, DurableBlobStore
+from tq_service.storage.blobs.base import Blob, BlobStore, DurableBlobStore, in_thread, is_temporary
 from tq_service.storage.blobs.memfd import MemfdBlobs
-from tq_service.storage.blobs.memory import LocalBlob, MemoryBlobs
+from tq_service.storage.blobs.memory import SMALL_BYTES, LocalBlob, MemoryBlobs
 from tq_service.storage.cells import PutCells
 from tq_service.storage.index.admission import Admission
-from tq_service.storage.index.compaction import compact
+from tq_service.storage.index.compaction import Move
 from tq_service.storage.index.put import PendingPut, StoredPut
 from tq_service.storage.index.put_journal import EncodedPut, PutJournal, PutLog, PutStored, put_of
 from tq_service.storage.index.put_table import Confirmations, Overdue, PutTable, RecoveredPut
-from tq_service.storage.index.reading import Reading, check_sound, open_reading
+from tq_service.storage.index.reading import (
+    Reading,
+    UnreadableError,
+    check_sound,
+    is_light_read,
+    lost_error,
+    open_reading,
+    open_reading_in_thread,
+)
 from tq_service.storage.index.reconciliation import Reconciliation, cells_besides
 from tq_service.storage.index.residents import Memory, Residents
 from tq_service.storage.mirror.layout import PutObject
@@ -33,8 +51,12 @@ from tq_service.storage.mirror.mirror import Mirror
 from tq_service.wire.columns import ColumnShape
 from tq_service.wire.runs import CellRuns
 
+_log = logging.getLogger(__name__)
 _MOST_WORK: Final = 4096  # puts that are looked at before others have their turn; some milliseconds
 _DROP_WORK: Final = 8  # what to drop one costs, in puts looked at
+_HOLED_A_TURN: Final = 256  # puts whose gain is calculated before others have their turn
+# One at a time: the copies that there are beside the quota are those of one put.
+_COPIER: Final = ThreadPoolExecutor(1, thread_name_prefix="tq-compact")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +146,7 @@ class StorageEngine:
         self._clock = clock
         self._admission: Admission
         if quota_of is None:
-            self._admission = Admission(max_bytes, reserve_share, clock, on_shortage=self._compact_until)
+            self._admission = Admission(max_bytes, reserve_share, clock, on_shortage=self._relieve)
             memory = None if memory_bytes is None else Memory(memory_bytes)
             # What is taken over may exceed the quota, and is in the mirror whatever becomes of this process.
             self._adopted_memory = Memory(max_bytes) if memory is None and max_bytes is not None else memory
@@ -146,11 +168,18 @@ class StorageEngine:
                     field="blobs",
                 )
             mirror.on_fetched, mirror.may_fetch = self._on_fetched, self._has_memory
+        if self._journal is not None:
+            self._journal.on_looked_at = self._end_deferral
         self._puts = PutTable(put_ttl_seconds, clock)
         if mirror is not None:
             self._puts.load_with(_not_fetched)
         self._pending: dict[bytes, PendingPut] = {}
         self._holed: dict[bytes, None] = {}  # puts with dead cells that still take memory
+        self._due: dict[bytes, None] = {}  # those of them that are to be compacted next
+        self._lacking_bytes = 0  # what is to be gained by compacting others, for a put that waits
+        self._moves: dict[bytes, Move] = {}  # puts that are being compacted
+        self._compaction: asyncio.Task[None] | None = None
+        self._is_closed = False
         self._trimmed_at = clock()
         self._written_bytes = self._read_bytes = 0
         self._reconciliations: dict[bytes, Reconciliation] = {}  # by owner
@@ -225,6 +254,8 @@ class StorageEngine:
             blob = await store.allocate(stored.blob_bytes(store))
             blob.charge = charge
             stored.place(blob, columns)
+            if stored.values_at and not blob.is_local:
+                await store.write(blob, 0, stored.tables())
             if self._store.has_tables and store is not self._store:
                 blob.copy = await self._store.allocate(stored.blob_bytes(self._store))
                 blob.copy.charge = 0
@@ -286,7 +317,8 @@ class StorageEngine:
                 that has restarted since and knows nothing of it.
         """
         number = self._puts.confirmations_of(put_id).receipt_number(put_id)
-        if number is not None and put_id not in self.damaged and not self._puts[put_id].is_whole():
+        was_freed = put_id in self._when_fetched or not (put_id in self.damaged or self._puts[put_id].is_whole())
+        if number is not None and was_freed:
             raise PutNotFoundError(
                 f"put {put_id.hex()} was committed before, and some of its cells were cleared since; put it again",
                 metadata={"put_id": put_id.hex()},
@@ -345,13 +377,18 @@ class StorageEngine:
 
     def partition_of(self, put_id: bytes) -> str | None:
         """Return the partition that a complete put is for, None where it is not here."""
-        if self._backing is not None and self._backing.is_unfetched(put_id):
-            return self._backing.partition_of(put_id)
+        if self._backing is not None and (partition_id := self._backing.partition_of(put_id)) is not None:
+            return partition_id
         put = self._puts.get(put_id)
         return None if put is None else put.partition_id
 
     def columns_of(self, put_id: bytes) -> list[ColumnShape]:
-        """Return the columns of a complete put of which nothing was freed."""
+        """Return the columns of a complete put of which nothing was freed, after `check`.
+
+        Raises:
+            DataLossError: the bytes of the put are damaged.
+        """
+        check_sound([put_id], self.damaged, self.storage_id)
         return self._puts[put_id].shapes()
 
     def discard(self, put_id: bytes) -> None:
@@ -511,18 +548,14 @@ class StorageEngine:
                 self._defer(some.put_id, partial(self.free, [some]))
                 continue
             put = self._puts[some.put_id]
-            try:
-                put.free(some)
-            except OSError as error:  # its segment was damaged while the service was down
-                if self._backing is not None:
-                    self._backing.mark_unreadable(some.put_id, error)
-                continue
+            put.free(some)
             if put.is_empty():
                 self._drop(some.put_id)
                 continue
-            self._holed[some.put_id] = None
-            if put.compacted_bytes() * 2 < put.values.charge:
-                self._compact(some.put_id)
+            if (move := self._moves.get(some.put_id)) is not None:
+                move.freed.append(some)
+                continue
+            self._note_hole(some.put_id)
         self._admission.admit()  # holes that are too small to close for themselves may serve puts that wait
 
     @property
@@ -535,7 +568,12 @@ class StorageEngine:
         self._admission.drain()
 
     async def close(self) -> None:
-        """End what its stores have in the background; puts may still be dropped."""
+        """End what it and its stores have in the background; puts may still be dropped."""
+        self._is_closed = True
+        for move in self._moves.values():
+            move.is_given_up = True
+        if self._compaction is not None:
+            await asyncio.wait([self._compaction])
         if self._backing is not None:
             await self._backing.close()
         for store in (self._store, self._memfds):
@@ -555,10 +593,30 @@ class StorageEngine:
             DataLossError: the bytes of a put are damaged.
         """
         check_sound(put_ids, self.damaged, self.storage_id)
-        reading = open_reading(self._puts, runs, put_ids)
+        return self._begun(open_reading(self._puts, runs, put_ids, self._on_unreadable), put_ids)
+
+    async def open_long_read(self, runs: Sequence[CellRuns], put_ids: Sequence[bytes]) -> Reading:
+        """Do the same, with turns for others where the cells are many."""
+        if is_light_read(runs):
+            return self.open_read(runs, put_ids)
+        check_sound(put_ids, self.damaged, self.storage_id)
+        reading = await open_reading_in_thread(self._puts, runs, put_ids, self._on_unreadable)
+        return self._begun(reading, put_ids)
+
+    def _begun(self, reading: Reading, put_ids: Sequence[bytes]) -> Reading:
         self._use(put_ids)
         self._read_bytes += sum(column.value_bytes for column in reading.headers)
         return reading
+
+    def _on_unreadable(self, put_id: bytes, blob: Blob, error: OSError) -> TqError:
+        """Take note that the blob of a put cannot be read, and return the error of the read."""
+        if is_temporary(error):
+            return UnavailableError(f"put {put_id.hex()} cannot be read now ({error}); try again")
+        reason = f"its bytes cannot be read: {error}"
+        put = self._puts.get(put_id)
+        if self._backing is not None and put is not None and put.values is blob:
+            self._backing.mark_damaged(put_id, reason)
+        return lost_error([put_id], reason, self.storage_id)
 
     @property
     def shared_memory_count(self) -> int:
@@ -640,18 +698,22 @@ class StorageEngine:
         self._puts.replace(record.put_id, put)
         if self._residents is not None:
             self._residents.fetched(record.put_id)
-        for action in self._when_fetched.pop(record.put_id, ()):
-            if record.put_id in self._puts:
-                action()
+        self._end_deferral(record.put_id)
         return self._puts.get(record.put_id)
+
+    def _end_deferral(self, put_id: bytes) -> None:
+        """Do what waited for the bytes of a put."""
+        for action in self._when_fetched.pop(put_id, ()):
+            if put_id in self._puts:
+                action()
 
     def _is_unfetched(self, put_id: bytes) -> bool:
         return self._backing is not None and self._backing.is_unfetched(put_id)
 
     def _defer(self, put_id: bytes, action: Callable[[], None]) -> None:
         self._when_fetched.setdefault(put_id, []).append(action)
-        if self._mirror is not None:
-            self._mirror.fetch_to_free(put_id)
+        if self._backing is not None:
+            self._backing.fetch_to_free(put_id)
 
     # Memory
 
@@ -736,6 +798,9 @@ class StorageEngine:
         if self._residents is not None:
             self._residents.forget(put_id)
         self._holed.pop(put_id, None)
+        self._due.pop(put_id, None)
+        if (move := self._moves.pop(put_id, None)) is not None:
+            move.is_given_up = True
         self._when_fetched.pop(put_id, None)
         if self._backing is None:
             blob.release()
@@ -746,24 +811,6 @@ class StorageEngine:
         for state in self._reconciliations.values():
             state.freed.add(put_id)
 
-    def _compact(self, put_id: bytes) -> bool:
-        """Move what is live of a put to a smaller blob; return whether that is possible now."""
-        put = self._puts[put_id]
-        if not self._store.partial_free or (self._backing is not None and not self._backing.may_compact(put_id)):
-            return False
-        try:
-            smaller = compact(put, self._store)
-        except OSError:  # the disk is full: what is dead of the put goes with the rest of it
-            return False
-        self._puts.replace(put_id, smaller)
-        self._holed.pop(put_id, None)
-        self._admission.add(smaller.values.charge)
-        if self._backing is None:
-            put.values.release()
-        else:
-            self._backing.move(put_id, put.values, smaller)
-        return True
-
     def _check_partition(self, put_id: bytes, partition_id: str) -> None:
         own = self.partition_of(put_id)
         if own != partition_id:
@@ -773,15 +820,129 @@ class StorageEngine:
                 field="partition_id",
             )
 
-    def _compact_until(self, wanted: int) -> None:
-        """Compact puts of which an eighth or more is dead, until `wanted` bytes are gained."""
-        for put_id in list(self._holed):
+    # Compaction
+
+    def _note_hole(self, put_id: bytes) -> None:
+        """Have a put with dead cells compacted once more than half of it is dead: at once if little is left of it."""
+        put = self._puts[put_id]
+        self._holed[put_id] = None
+        left_bytes = put.compacted_bytes()
+        if left_bytes * 2 >= put.values.charge or not self._may_compact(put_id):
+            return
+        if left_bytes >= SMALL_BYTES or not put.values.is_local:
+            self._due[put_id] = None
+            self._start_compaction()
+            return
+        move = Move(put)
+        smaller = move.plan()
+        self._place(smaller, self._store.allocate_now(smaller.blob_bytes(self._store)))
+        self._replace(put_id, smaller, move.copy(smaller))
+
+    def _relieve(self, lacking_bytes: int) -> None:
+        """Compact puts of which an eighth or more is dead, until so many bytes are gained for a put that waits."""
+        self._lacking_bytes = lacking_bytes
+        if self._holed:
+            self._start_compaction()
+
+    def _may_compact(self, put_id: bytes) -> bool:
+        return self._store.partial_free and (self._backing is None or self._backing.may_compact(put_id))
+
+    def _start_compaction(self) -> None:
+        if self._compaction is None and not self._is_closed:
+            self._compaction = asyncio.get_running_loop().create_task(self._compact_all())
+            self._compaction.add_done_callback(self._end_compaction)
+
+    def _end_compaction(self, compaction: asyncio.Task[None]) -> None:
+        self._compaction = None
+        if not compaction.cancelled() and (error := compaction.exception()) is not None:
+            _log.error(LogMessage("the compaction of puts failed", error=error), exc_info=error)
+
+    async def _compact_all(self) -> None:
+        while not self._is_closed:
+            if self._due:
+                put_id = next(iter(self._due))
+                del self._due[put_id]
+                await self._compact(put_id)
+            elif self._lacking_bytes > 0:
+                await self._compact_holed()
+            else:
+                return
+
+    async def _compact_holed(self) -> None:
+        """Compact puts until what is lacking is gained, or each of them was looked at."""
+        for number, put_id in enumerate(list(self._holed), 1):
+            if self._lacking_bytes <= 0 or self._due or self._is_closed:
+                return
+            if number % _HOLED_A_TURN == 0:
+                await asyncio.sleep(0)
+            if put_id not in self._holed:
+                continue
             put = self._puts[put_id]
             gain = put.values.charge - put.compacted_bytes()
-            if gain * 8 >= put.values.charge > 0 and self._compact(put_id):
-                wanted -= gain
-            if wanted <= 0:
-                return
+            if gain * 8 >= put.values.charge > 0:
+                self._lacking_bytes -= gain  # a release meanwhile sets what is lacking
+                if not await self._compact(put_id):
+                    self._lacking_bytes += gain
+        self._lacking_bytes = 0
+
+    async def _compact(self, put_id: bytes) -> bool:
+        """Move what is live of a put to a smaller blob, while it is read and freed; return whether that was possible.
+
+        A thread copies. What is freed meanwhile is freed of the old one at once, and of the new one at the end.
+        """
+        put = self._puts.get(put_id)
+        if put is None or not self._may_compact(put_id):
+            return False
+        move = self._moves[put_id] = Move(put)
+        old, blob, is_moved = put.values, None, False
+        old.pin()
+        try:
+            smaller = await in_thread(_COPIER, move.plan, pinned=[old])
+            blob = await self._store.allocate(smaller.blob_bytes(self._store))
+            self._place(smaller, blob)
+            checksum = await in_thread(_COPIER, move.copy, smaller, pinned=[old, blob])
+            if isinstance(self._store, DurableBlobStore):
+                await self._store.flush(blob)
+            if not move.is_given_up:
+                del self._moves[put_id]
+                self._replace(put_id, smaller, checksum)
+                is_moved = True
+                self._free_moved(put_id, move.freed)
+        except UnreadableError as error:
+            _log.warning(LogMessage("could not compact a put", put_id=put_id, error=error.cause))
+            self._on_unreadable(put_id, error.blob, error.cause)
+        except (OSError, TqError) as error:  # such as a full disk: what is dead of it goes with the rest
+            _log.debug(LogMessage("could not compact a put", put_id=put_id, error=error))
+            if blob is not None:
+                blob.is_damaged = True
+        finally:
+            old.unpin()
+            if self._moves.get(put_id) is move:
+                del self._moves[put_id]
+            if blob is not None and not is_moved:
+                blob.release()
+        return is_moved
+
+    def _place(self, smaller: StoredPut, blob: Blob) -> None:
+        blob.charge = smaller.charge_in(self._store)
+        self._admission.add(blob.charge)
+        smaller.place(blob)
+
+    def _replace(self, put_id: bytes, smaller: StoredPut, checksum: int | None) -> None:
+        """Have what was copied of a put in its place."""
+        old = self._puts[put_id].values
+        self._puts.replace(put_id, smaller)
+        self._holed.pop(put_id, None)
+        if self._backing is None:
+            old.release()
+        else:
+            self._backing.move(put_id, old, smaller, checksum)
+
+    def _free_moved(self, put_id: bytes, freed: Sequence[PutCells]) -> None:
+        for cells in freed:
+            self._puts[put_id].free(cells)
+        if freed:
+            self._note_hole(put_id)
 
 
 def _not_fetched(put_id: bytes, _blob: Blob) -> StoredPut:

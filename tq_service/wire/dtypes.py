@@ -25,6 +25,7 @@ _NUMPY_NAMES: Final = frozenset({
 })  # fmt: skip
 
 
+_CONVERTED_AT_ONCE: Final = 1 << 16  # numpy keeps other threads from running meanwhile
 _NUMBERS: Final[dict[type, Any]] = {bool: np.bool_, int: np.int64, float: np.float64}
 
 
@@ -92,7 +93,10 @@ def exact_numbers(values: Sequence[Any], kinds: set[type]) -> NDArray[Any] | Non
         kinds = {float}
     dtype = _NUMBERS.get(*kinds) if len(kinds) == 1 else None
     try:
-        return None if dtype is None else np.array(values, dtype)
+        if dtype is None or len(values) <= _CONVERTED_AT_ONCE:
+            return None if dtype is None else np.array(values, dtype)
+        starts = range(0, len(values), _CONVERTED_AT_ONCE)
+        return np.concatenate([np.array(values[start : start + _CONVERTED_AT_ONCE], dtype) for start in starts])
     except OverflowError:
         return None
 

@@ -28,6 +28,7 @@ from tq_service.wire.objects import encode_objects
 _GATHER_BELOW_BYTES: Final = 64 << 10
 """Lists of rows below this mean size are put together first; larger rows travel as views of their own."""
 
+_COUNTED_AT_ONCE: Final = 1 << 16  # objects, for which no other thread runs
 _OBJECT_KINDS: Final = "OUST"  # of numpy's dtypes
 
 
@@ -412,6 +413,8 @@ def _encode_objects(name: str, values: Sequence[Any]) -> Column:
     if encoding is Encoding.MSGPACK:
         with no_collection():
             blobs = encode_objects(values, name)
-    extents = np.array(list(map(len, blobs)), np.int64).reshape(-1, 1)
+    starts = range(0, len(blobs), _COUNTED_AT_ONCE)
+    sizes = [np.array(list(map(len, blobs[start : start + _COUNTED_AT_ONCE])), np.int64) for start in starts]
+    extents = np.concatenate(sizes).reshape(-1, 1)
     spec = FieldSpec(name, "", Layout.OBJECT, (), encoding)
     return _column(spec, len(blobs), extents, (memoryview(b"".join(blobs)),))

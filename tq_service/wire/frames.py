@@ -24,6 +24,9 @@ from tq_service.wire.dtypes import Bytes
 
 DEFAULT_FRAME_BYTES: Final = 2 << 20
 
+MOST_FRAME_PARTS: Final = 4096
+"""Chunks of which a frame is made up at most: to join them takes some milliseconds, whatever their size."""
+
 SEND_AS_KEY: Final = "tq-send-as"
 """Key of the initial metadata by which a storage service says that it has capacity for a put, whose bytes may come."""
 
@@ -102,8 +105,15 @@ def _decode(data: bytes, kind: type[PutRequest] | type[GetResponse]) -> Any:
             return getattr(message, part)
 
 
-def iter_frames(chunks: Iterable[memoryview], frame_bytes: int = DEFAULT_FRAME_BYTES) -> Iterator[list[memoryview]]:
+def iter_frames(
+    chunks: Iterable[memoryview], frame_bytes: int = DEFAULT_FRAME_BYTES, most_parts: int | None = MOST_FRAME_PARTS
+) -> Iterator[list[memoryview]]:
     """Cut chunks into frames of `frame_bytes`, the last one shorter: large chunks are cut, small ones put together.
+
+    Args:
+        chunks: the bytes.
+        frame_bytes: size of a frame.
+        most_parts: chunks of which a frame is made up at most, which makes it shorter; None: any number.
 
     Yields:
         The parts of one frame, for `encode_frame`; never an empty frame.
@@ -122,6 +132,9 @@ def iter_frames(chunks: Iterable[memoryview], frame_bytes: int = DEFAULT_FRAME_B
         if start < end:
             parts.append(chunk[start:] if start else chunk)
             capacity -= end - start
+            if len(parts) == most_parts:
+                yield parts
+                parts, capacity = [], frame_bytes
     if parts:
         yield parts
 

@@ -35,6 +35,7 @@ from tq_service.wire.object_codecs import ObjectCodec, codec_named, codec_of
 _TENSOR, _ARRAY, _NUMPY_SCALAR, _TUPLE, _SET, _FROZENSET, _BIG_INT, _COMPLEX, _OBJECT_ARRAY, _NAMED = range(1, 11)
 _MAX_NESTED_EXTENSIONS: Final = 32
 _MAX_DIMS: Final = 64
+_PACKED_AT_ONCE: Final = 1024  # values, for which no other thread runs
 _ARRAY_DTYPE: Final = re.compile(r"[<>|=]?[biufcSU]\d{1,9}")
 _COMPLEX_FORMAT: Final = struct.Struct("<dd")
 _PLAIN: Final = (str, bytes, bytearray, memoryview, float, bool, type(None), int)
@@ -83,7 +84,8 @@ def encode_objects(values: Sequence[Any], name: str) -> list[bytes]:
     packer = msgpack.Packer(default=lambda other: _extension(other, 0), **_OPTIONS)
     packed: list[bytes] = []
     try:
-        packed.extend(map(packer.pack, values))
+        for start in range(0, len(values), _PACKED_AT_ONCE):
+            packed.extend(map(packer.pack, values[start : start + _PACKED_AT_ONCE]))
     except _FAILURES as error:
         position = len(packed)
         raise _explain(values[position], f"{name}[{position}]", error) from None

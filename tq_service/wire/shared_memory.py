@@ -89,7 +89,7 @@ def write_columns(columns: Sequence[Column]) -> list[int]:
         OSError: the system has no memory, or no file descriptors, left.
     """
     _, size = place_columns(column.value_bytes for column in columns)
-    segments = list(iter_frames(_placed(columns), segment_bytes(size)))
+    segments = list(iter_frames(_placed(columns), segment_bytes(size), None))
     thread_count = min(len(segments), _MOST_THREADS, len(os.sched_getaffinity(0)))
     fds: list[int] = []
     try:

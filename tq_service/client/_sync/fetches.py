@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 from tq_service.client._sync.calls import Base
 from tq_service.client.batch_meta import BatchMeta, check_is_batch, in_parts, joined
-from tq_service.client.concurrency import gather
+from tq_service.client.concurrency import answer_weight, gather, unless_light
 from tq_service.client.locations import StorageRef
 from tq_service.client.reads import (
     StorageRead,
@@ -150,24 +150,30 @@ class FetchCalls(Base):
         layout: ReadLayout | None,
         deadline: Deadline,
     ) -> Any:
-        located, order = each_once(located)
         specs = {spec.name: spec for spec in located.fields}
         wanted = list(specs) if fields is None else list(fields)
         if missing_fields == "skip":
             wanted = [name for name in wanted if name in specs]
         if not located.size or not wanted:
-            columns = empty_columns([specs[name] for name in wanted if name in specs], layout)
-            return to_batch(columns, located.size if order is None else order.size)
-        if located.locations is None or not located.locations.covers(wanted):
-            raise InternalError(f"the controller did not say where the fields {', '.join(wanted)} are")
-        reads = plan_reads(located.locations, wanted)
-        answers = gather([partial(self._read, located, read, read.size_bytes(specs), deadline) for read in reads])
+            return to_batch(empty_columns([specs[name] for name in wanted if name in specs], layout), located.size)
+
+        def plan() -> tuple[BatchMeta, Indexes | None, Sequence[StorageRead]]:
+            distinct, order = each_once(located)
+            if distinct.locations is None or not distinct.locations.covers(wanted):
+                raise InternalError(f"the controller did not say where the fields {', '.join(wanted)} are")
+            return distinct, order, plan_reads(distinct.locations, wanted)
+
+        distinct, order, reads = unless_light(plan, range(located.size * len(wanted)))
+        answers = gather([partial(self._read, distinct, read, read.size_bytes(specs), deadline) for read in reads])
+        value_bytes = sum(column.value_bytes for answer in answers for column, _ in answer)
         for probe in probes:
-            probe.received(sum(column.value_bytes for answer in answers for column, _ in answer))
-        received = merge_answers(reads, answers, wanted, specs, layout)
-        if order is None:
-            return to_batch(received, located.size)
-        return to_batch([take_rows(one, order) for one in received], order.size)
+            probe.received(value_bytes)
+
+        def decode() -> Any:
+            received = merge_answers(reads, answers, wanted, specs, layout)
+            return to_batch(received if order is None else [take_rows(one, order) for one in received], located.size)
+
+        return unless_light(decode, answer_weight(located.size * len(wanted), value_bytes))
 
     def _read(
         self, located: BatchMeta, read: StorageRead, size_bytes: int | None, deadline: Deadline

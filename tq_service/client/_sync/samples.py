@@ -11,6 +11,7 @@ import numpy as np
 
 from tq_service.client._sync.calls import Base
 from tq_service.client.batch_meta import NAMED_AT_ONCE, BatchMeta, check_is_batch, in_parts, joined
+from tq_service.client.concurrency import unless_light
 from tq_service.client.names import GroupColumn, MetaGiven, NameColumn, check_meta_count, meta_columns_of
 from tq_service.client.requests import (
     check_waits,
@@ -22,7 +23,14 @@ from tq_service.client.requests import (
     seconds,
 )
 from tq_service.client.retry import Deadline
-from tq_service.client.writes import check_row_counts, fill_write, known_fields, put_nothing, written_meta
+from tq_service.client.writes import (
+    NamesGiven,
+    check_row_counts,
+    fill_write,
+    known_fields,
+    put_nothing,
+    written_meta,
+)
 from tq_service.client_probes import probes
 from tq_service.dataplane._sync.drivers import driver
 from tq_service.dataplane.messages import put_header
@@ -40,7 +48,7 @@ from tq_service.results import Revision
 from tq_service.schema import FieldSpec, KeyMode, SampleState
 from tq_service.v1 import commit_pb2
 from tq_service.v1 import controller_service_pb2 as pb
-from tq_service.v1.metadata_pb2 import StorageEndpoint
+from tq_service.v1.metadata_pb2 import MetaColumn, StorageEndpoint
 from tq_service.v1.storage_service_pb2 import PutHeader
 from tq_service.wire.columns import Column
 from tq_service.wire.durations import to_duration
@@ -75,6 +83,9 @@ class SampleCalls(Base):
 
         The samples are new ones, those of `metadata`, or those of `keys`. Columns that are there already are
         overwritten, which does not touch what has been consumed.
+
+        Do not change the data before this returns: large tensors are sent from where they are, and the async client
+        encodes in a thread whatever takes long.
 
         Args:
             data: a TensorDict, or a dict of columns: a dense tensor or array `(n, ...)`; a jagged nested tensor; a list
@@ -130,27 +141,32 @@ class SampleCalls(Base):
         known = known_fields(metadata)
         if full_name in self._refused_lists and has_lists(data):
             known |= self._fields_of(full_name, deadline)
-        columns = encode_columns(data, known) if data is not None else []
-        if metadata is not None:
-            check_row_counts(columns, metadata)
-        header = PutHeader()
-        if columns:
-            is_for_existing = metadata is not None or key_mode == "existing"
-            header = put_header(new_id(), columns, for_existing_rows=is_for_existing)
+
+        def encode() -> tuple[Sequence[Column], PutHeader, NamesGiven]:
+            columns = encode_columns(data, known) if data is not None else []
+            if metadata is not None:
+                check_row_counts(columns, metadata)
+            header = PutHeader()
+            if columns:
+                is_for_existing = metadata is not None or key_mode == "existing"
+                header = put_header(new_id(), columns, for_existing_rows=is_for_existing)
+            given = fill_write(
+                header.commit.write,
+                self._namespace,
+                partition_id=partition_id,
+                metadata=metadata,
+                row_count=columns[0].row_count if columns else None,
+                keys=keys,
+                key_mode=key_mode,
+                groups=groups,
+                group_size=group_size,
+                custom_meta=custom_meta,
+                state=state,
+            )
+            return columns, header, given
+
+        columns, header, given = unless_light(encode, data, keys, groups, custom_meta)
         request = header.commit  # where it goes if the storage service is the controller: a copy of it takes long
-        given = fill_write(
-            request.write,
-            self._namespace,
-            partition_id=partition_id,
-            metadata=metadata,
-            row_count=columns[0].row_count if columns else None,
-            keys=keys,
-            key_mode=key_mode,
-            groups=groups,
-            group_size=group_size,
-            custom_meta=custom_meta,
-            state=state,
-        )
         request.request_id = new_id()
         request.return_all_meta = return_meta == "all"
         header.partition_id = request.write.partition_id
@@ -180,7 +196,8 @@ class SampleCalls(Base):
         except FieldMismatchError:
             if not has_lists(data):
                 raise
-            again = encode_columns(data, self._fields_of(header.partition_id, deadline))
+            held = self._fields_of(header.partition_id, deadline)
+            again = unless_light(lambda: encode_columns(data, held), data)
             if [column.spec for column in again] == [column.spec for column in columns]:
                 raise
         if header.partition_id not in self._refused_lists:
@@ -282,18 +299,22 @@ class SampleCalls(Base):
             PartitionSealedError: the partition is sealed.
         """
         request = request_of(pb.InsertRequest)
-        given = fill_write(
-            request.write,
-            self._namespace,
-            partition_id=partition_id,
-            row_count=row_count,
-            keys=keys,
-            key_mode="new" if keys is not None else None,
-            groups=groups,
-            group_size=group_size,
-            custom_meta=custom_meta,
-            state=state,
-        )
+
+        def encode() -> NamesGiven:
+            return fill_write(
+                request.write,
+                self._namespace,
+                partition_id=partition_id,
+                row_count=row_count,
+                keys=keys,
+                key_mode="new" if keys is not None else None,
+                groups=groups,
+                group_size=group_size,
+                custom_meta=custom_meta,
+                state=state,
+            )
+
+        given = unless_light(encode, keys, groups, custom_meta)
         answer = self._calls.unary(lambda to: to.controller.Insert, request, self._deadline(timeout))
         return written_meta(answer.meta, given, None, namespace=self._namespace)
 
@@ -313,9 +334,14 @@ class SampleCalls(Base):
             StaleIncarnationError: the partition was created again.
         """
         check_is_batch(metadata)
-        columns, count = meta_columns_of(custom_meta)
-        if count is not None:
-            check_meta_count(count, metadata.size)
+
+        def encode() -> Sequence[MetaColumn]:
+            columns, count = meta_columns_of(custom_meta)
+            if count is not None:
+                check_meta_count(count, metadata.size)
+            return encode_meta_columns(columns)
+
+        encoded = unless_light(encode, custom_meta)
         if not metadata.size:
             return
         self._ask(
@@ -325,7 +351,7 @@ class SampleCalls(Base):
             partition_id=metadata.full_partition_id,
             incarnation=metadata.incarnation,
             global_indexes=metadata.indexes,
-            custom_meta=encode_meta_columns(columns),
+            custom_meta=encoded,
             claim=metadata.leased_claim,
         )
 

@@ -59,7 +59,8 @@ class SharedMemoryServer:
 
     def __init__(self, directory: Path, boot_id: bytes) -> None:
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self.most_memories = min(files // 2, _MOST_MEMORIES)
+        self.most_memories = _MOST_MEMORIES if files == resource.RLIM_INFINITY else min(files // 2, _MOST_MEMORIES)
+        self._has_warned = False
         self.path = directory / f"{boot_id[:8].hex()}{_SUFFIX}"  # paths of sockets are short
         self._boot_id = boot_id
         self._listener: socket.socket | None = None
@@ -90,6 +91,25 @@ class SharedMemoryServer:
             raise
         self._listener = listener
         asyncio.get_running_loop().add_reader(listener, self._accept)
+
+    def takes_memory(self, memory_count: int) -> bool:
+        """Whether the service should hold another memory besides so many; the first time that not, it is logged."""
+        if memory_count < self.most_memories:
+            return True
+        if not self._has_warned:
+            self._has_warned = True
+            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            _log.warning(
+                LogMessage(
+                    "the service holds as much shared memory as its file descriptors allow: other puts go over the "
+                    "network; raise the limit of open files (ulimit -n), or put more samples at once",
+                    memories=memory_count,
+                    most_memories=self.most_memories,
+                    file_limit=soft,
+                    hard_file_limit=hard,
+                )
+            )
+        return False
 
     def session(self, session_id: bytes) -> Session | None:
         """Return the open session of this name, for an authorized call that names it."""

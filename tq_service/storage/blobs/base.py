@@ -5,23 +5,27 @@ read, and releases it once; the store gives the bytes back when it is released a
 
 What a store can do beyond that, it says:
 
-- `local_view`: its blobs are memory of this process. They are written and read through `Blob.view`, without a copy or a
-  turn of the event loop; all others through `write` and `read`.
-- `partial_free`: a blob can be replaced by a smaller one at once (`allocate_now`), so that puts with dead cells are
-  compacted. Without it a put is freed when its last cell is.
+- `partial_free`: a blob can be replaced by a smaller one, so that puts with dead cells are compacted. Without it a put
+  is freed when its last cell is.
 - `adopts`: its blobs take shared memory that a client has made (`Blob.adopt`), instead of being written.
 - `DurableBlobStore`: its blobs outlive the process; so each begins with the tables of its put (`has_tables`).
+
+And each blob says whether its bytes are memory of this process (`is_local`): the event loop reads and writes those
+through `view`. All others are read by threads, and written with `BlobStore.write`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import errno
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from typing import ClassVar, Final, TypeAlias
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor
+from typing import ClassVar, Final, TypeAlias, TypeVar
 
 RETRY_AFTER_SECONDS: Final = 1.0
 _TEMPORARY: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR})
+T = TypeVar("T")
 Span: TypeAlias = tuple[int, int]
 """Where bytes start in a blob, and how many they are."""
 
@@ -30,6 +34,7 @@ class Blob:
     """The bytes of one put, as its store knows them. Confined to the event loop.
 
     Attributes:
+        is_local: whether its bytes are memory of this process.
         store: what allocated it.
         size: bytes allocated.
         charge: bytes of the quota that it takes until it is freed; its owner may change them.
@@ -41,6 +46,7 @@ class Blob:
 
     __slots__ = ("_is_released", "_pin_count", "charge", "copy", "is_damaged", "size", "store")
 
+    is_local: ClassVar[bool] = False
     fds: Sequence[int] = ()
     segment_bytes = 0
 
@@ -59,16 +65,40 @@ class Blob:
         self._is_released = False
 
     def view(self) -> memoryview:
-        """Return its bytes, writable while its put is received; only where its store has `local_view`.
+        """Return its bytes, writable while its put is received; only if it `is_local`."""
+        raise TypeError(f"a blob of {type(self.store).__name__} has no local view")
+
+    def tables(self) -> memoryview | bytearray:
+        """Return what it begins with, the tables of its put, from memory; only if its store `has_tables`.
 
         Raises:
-            OSError: they cannot be mapped.
+            UnavailableError: they are in a file that has not been read since the start.
         """
-        raise TypeError(f"{type(self.store).__name__} has no local view")
+        return self.view()
+
+    def hold_tables(self, size: int) -> None:
+        """Have memory for the tables of a new put, which are written to the blob besides."""
 
     def read_into(self, target: memoryview, start: int) -> None:
-        """Copy bytes from `start` on until `target` is full; any thread may while it is pinned; as `view`."""
+        """Copy bytes from `start` on until `target` is full; any thread may while it is pinned.
+
+        Raises:
+            OSError: they cannot be read.
+        """
         target[:] = self.view()[start : start + len(target)]
+
+    def read_slices(self, slices: Iterable[tuple[int, memoryview]]) -> None:
+        """Copy bytes into several targets, each from its own start on; see `read_into`."""
+        for start, target in slices:
+            self.read_into(target, start)
+
+    def write_from(self, data: memoryview | bytes | bytearray, start: int) -> None:
+        """Copy bytes to `start` and beyond; any thread may while it is pinned.
+
+        Raises:
+            OSError: they cannot be written.
+        """
+        self.view()[start : start + len(data)] = data
 
     def adopt(self, fds: Sequence[int]) -> None:
         """Take over file descriptors of its memory, whatever comes of it; only where its store `adopts`.
@@ -98,7 +128,7 @@ class Blob:
 
 
 CopySource: TypeAlias = tuple[memoryview, Blob, Sequence[Span]]
-"""What a blob is a copy of: a beginning, and after it spans of a blob with a local view."""
+"""What a blob is a copy of: a beginning, and after it spans of another blob."""
 
 
 class BlobStore(ABC):
@@ -109,7 +139,6 @@ class BlobStore(ABC):
         pooled_bytes: bytes held for reuse.
     """
 
-    local_view: ClassVar[bool] = False
     partial_free: ClassVar[bool] = False
     adopts: ClassVar[bool] = False
     has_tables: ClassVar[bool] = False
@@ -127,7 +156,7 @@ class BlobStore(ABC):
         """
 
     @abstractmethod
-    async def write(self, blob: Blob, start: int, data: memoryview | bytes) -> None:
+    async def write(self, blob: Blob, start: int, data: memoryview | bytes | bytearray) -> None:
         """Write bytes of a blob, which may be reused when this returns.
 
         Raises:
@@ -135,23 +164,14 @@ class BlobStore(ABC):
         """
 
     @abstractmethod
-    def read(self, blob: Blob, spans: Sequence[Span]) -> AsyncIterator[memoryview]:
-        """Yield the bytes of spans one after the other, in pieces of any size, each to be used before the next.
-
-        Raises:
-            UnavailableError: they cannot be read now.
-            DataLossError: they are lost.
-        """
-
-    @abstractmethod
     def free(self, blob: Blob) -> None:
         """Give back a blob that is no longer read, now or soon; `on_freed` once it is. Called by the blob."""
 
     def allocate_now(self, size: int) -> Blob:
-        """Return a blob of `size` bytes without waiting, for a put to be compacted into; only with `partial_free`.
+        """Return a blob of `size` bytes in memory without waiting; only with `partial_free`.
 
         Raises:
-            OSError: there is no space for them.
+            OSError: there is no memory for them.
         """
         raise TypeError(f"{type(self).__name__} cannot free parts")
 
@@ -190,8 +210,12 @@ class DurableBlobStore(BlobStore):
         """
 
     @abstractmethod
-    async def checksum(self, blob: Blob) -> int:
-        """Return the checksum of a blob that has a number, of its bytes as they are stored.
+    async def checksum(self, blob: Blob, tables_bytes: int) -> int:
+        """Return the checksum of a recovered blob that has a number, and have its tables in memory from now on.
+
+        Args:
+            blob: the blob; its bytes are read as they are stored.
+            tables_bytes: size of the tables that it begins with.
 
         Raises:
             OSError: they cannot be read.
@@ -212,3 +236,33 @@ class DurableBlobStore(BlobStore):
 def is_temporary(error: OSError) -> bool:
     """Whether an error says that the process lacks files or memory now, and nothing of what is on the disk."""
     return error.errno in _TEMPORARY
+
+
+async def in_thread(
+    executor: Executor,
+    work: Callable[..., T],
+    *args: object,
+    pinned: Sequence[Blob],
+    then: Callable[[T], None] | None = None,
+) -> T:
+    """Return what a thread returns; it goes on where the caller is cancelled.
+
+    Args:
+        executor: has the threads.
+        work: what it does.
+        args: what with.
+        pinned: blobs that it works on, which stay until it is done.
+        then: called with what it returns, in the event loop, even if the caller no longer waits.
+    """
+
+    def end(done: asyncio.Future[T]) -> None:
+        if done.exception() is None and then is not None:
+            then(done.result())
+        for blob in pinned:
+            blob.unpin()
+
+    for blob in pinned:
+        blob.pin()
+    future = asyncio.get_running_loop().run_in_executor(executor, work, *args)
+    future.add_done_callback(end)
+    return await asyncio.shield(future)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import mmap
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Sequence
 from typing import Final, Generic, TypeVar
 
 from tq_service.errors import QuotaExceededError
-from tq_service.storage.blobs.base import RETRY_AFTER_SECONDS, Blob, BlobStore, Span
+from tq_service.storage.blobs.base import RETRY_AFTER_SECONDS, Blob, BlobStore
 
 SMALL_BYTES: Final = 64 << 10
 """Blobs of fewer bytes come from malloc, and go into the journal whole where there is one."""
@@ -26,9 +25,11 @@ def size_class(size: int) -> int:
 
 
 class LocalBlob(Blob):
-    """A blob whose bytes are mapped into this process."""
+    """A blob whose bytes are memory of this process."""
 
     __slots__ = ("_memory",)
+
+    is_local = True
 
     def __init__(self, store: BlobStore, size: int, memory: bytes | bytearray | mmap.mmap) -> None:
         super().__init__(store, size)
@@ -49,15 +50,8 @@ class LocalBlob(Blob):
 class LocalStore(BlobStore):
     """A store whose blobs are written and read where they are."""
 
-    local_view = True
-
-    async def write(self, blob: Blob, start: int, data: memoryview | bytes) -> None:
-        blob.view()[start : start + len(data)] = data
-
-    async def read(self, blob: Blob, spans: Sequence[Span]) -> AsyncIterator[memoryview]:
-        view = blob.view()
-        for start, size in spans:
-            yield view[start : start + size]
+    async def write(self, blob: Blob, start: int, data: memoryview | bytes | bytearray) -> None:
+        blob.write_from(data, start)
 
 
 class PooledBlob(LocalBlob, Generic[BackingT]):

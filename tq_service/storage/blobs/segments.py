@@ -1,15 +1,15 @@
-"""Segments: files that hold the bytes of one put each, mapped and used again.
+"""Segments: files that hold the bytes of one put each, and are used again.
 
 A file is as large as its capacity from the start, and all of it is allocated: a full disk is an error of the one put
-for which a file was to be made, never a signal at a write into a mapping. Files are named by numbers of this service,
-never by anything that a client chose.
+for which a file was to be made. Threads read and write files, and nothing maps them: a page that cannot be read, or a
+file that was cut short, is an error of one read, where a mapping would end the process by SIGBUS. The tables of puts
+are in memory besides. Files are named by numbers of this service, never by anything that a client chose.
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
-import mmap
 import os
 import re
 import threading
@@ -21,10 +21,18 @@ from typing import Final, TypeVar
 
 import xxhash
 
-from tq_service.errors import DiskFullError, UnavailableError
-from tq_service.storage.blobs.base import RETRY_AFTER_SECONDS, Blob, CopySource, DurableBlobStore, Span, is_temporary
+from tq_service.errors import DiskFailedError, DiskFullError, UnavailableError
+from tq_service.storage.blobs.base import (
+    RETRY_AFTER_SECONDS,
+    Blob,
+    BlobStore,
+    CopySource,
+    DurableBlobStore,
+    Span,
+    in_thread,
+    is_temporary,
+)
 from tq_service.storage.blobs.memory import SMALL_BYTES, LocalBlob, PooledBlob, PooledStore, size_class
-from tq_service.wire.mapping import map_over
 from tq_service.wire.shared_memory import read_into
 
 T = TypeVar("T")
@@ -34,6 +42,7 @@ MIN_FREE_BYTES: Final = 256 << 20
 
 _READ_BYTES: Final = 4 << 20
 _COPY_BYTES: Final = 1 << 20
+_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _NAME: Final = re.compile(r"(?:\d{8}|[1-9]\d{8,})\.seg")
 # The system takes about 0.1 ms a MiB to drop a file: too long for the event loop.
 _BACKGROUND: Final = ThreadPoolExecutor(1, thread_name_prefix="tq-segment-drop")
@@ -48,11 +57,10 @@ class Segment:
         is_new: whether its name is not known to be on the disk yet.
     """
 
-    __slots__ = ("_directory", "_memory", "capacity", "is_new", "number")
+    __slots__ = ("_directory", "capacity", "is_new", "number")
 
     def __init__(self, directory: Path, number: int, capacity: int) -> None:
         self._directory = directory
-        self._memory: mmap.mmap | None = None
         self.number = number
         self.capacity = capacity
         self.is_new = True
@@ -71,24 +79,8 @@ class Segment:
         finally:
             os.close(fd)
 
-    def map(self) -> mmap.mmap:
-        """Return its memory, mapped when it is first asked for; no file descriptor stays open.
-
-        Raises:
-            OSError: the file cannot be opened, is shorter, or the system refuses the mapping.
-        """
-        if self._memory is None:
-            with self.open() as fd:
-                size = os.fstat(fd).st_size
-                if size < self.capacity:  # what is not there cannot be mapped: to touch it ends the process
-                    raise OSError(errno.EIO, f"segment {self.number} has {size} of {self.capacity} bytes")
-                memory = mmap.mmap(-1, self.capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-                map_over(memory, 0, fd, self.capacity, writable=True)
-            self._memory = memory
-        return self._memory
-
     def checksum(self, size: int) -> int:
-        """Return the checksum of its first `size` bytes, read as a file: a bad disk is an error then, not a signal.
+        """Return the checksum of its first `size` bytes.
 
         Raises:
             OSError: they cannot be read, or the file is shorter.
@@ -111,31 +103,60 @@ class Segment:
             self.is_new = False
 
     def remove(self) -> None:
-        """Remove the file; a mapping that is left keeps its bytes."""
-        self._memory = None
+        """Remove the file."""
         self.path.unlink(missing_ok=True)
 
 
 class SegmentBlob(PooledBlob[Segment]):
-    """A blob in a file, mapped when its bytes are first needed."""
+    """A blob in a file.
 
-    __slots__ = ()
+    Attributes:
+        held_tables: the tables that it begins with; None: it was recovered, and they have not been read.
+    """
+
+    __slots__ = ("held_tables",)
+
+    is_local = False
+
+    def __init__(self, store: BlobStore, size: int, segment: Segment) -> None:
+        super().__init__(store, size, b"", segment)
+        self.held_tables: bytearray | None = None
 
     @property
     def number(self) -> int:
         return self.backing.number
 
-    def memory(self) -> bytes | bytearray | mmap.mmap:
-        return self.backing.map()
+    def view(self) -> memoryview:
+        raise TypeError("a blob in a segment has no local view")
 
-    def close(self) -> None:
-        """The mapping is kept for the next put that uses the file."""
+    def tables(self) -> bytearray:
+        if self.held_tables is None:
+            raise UnavailableError(f"segment {self.number} has not been read since the start; try again")
+        return self.held_tables
+
+    def hold_tables(self, size: int) -> None:
+        self.held_tables = bytearray(size)
+
+    def read_into(self, target: memoryview, start: int) -> None:
+        self.read_slices([(start, target)])
+
+    def read_slices(self, slices: Iterable[tuple[int, memoryview]]) -> None:
+        with self.backing.open() as fd:
+            for start, target in slices:
+                read_into(fd, target, start)
+
+    def write_from(self, data: memoryview | bytes | bytearray, start: int) -> None:
+        left = memoryview(data)
+        with self.backing.open() as fd:
+            while left:
+                written = os.pwrite(fd, left, start)
+                start, left = start + written, left[written:]
 
 
 class SegmentBlobs(PooledStore[Segment], DurableBlobStore):
     """A directory of segments; small blobs are memory, to be written down with the records of their puts.
 
-    A few threads read and write files, so that the event loop does not wait for a disk.
+    A few threads write files, so that the event loop does not wait for a disk.
 
     Args:
         directory: made where it is not there.
@@ -165,11 +186,21 @@ class SegmentBlobs(PooledStore[Segment], DurableBlobStore):
         except OSError as error:
             if is_temporary(error):
                 raise UnavailableError(f"a put of {size} bytes cannot be kept now: {error}; try again") from error
-            raise DiskFullError(
-                f"a put of {size} bytes cannot be kept: {error}; clear consumed samples, or give the data directory a "
-                "larger disk",
-                retry_after_seconds=RETRY_AFTER_SECONDS,
-            ) from error
+            raise _disk_full(size, error) from error
+
+    async def write(self, blob: Blob, start: int, data: memoryview | bytes | bytearray) -> None:
+        if blob.is_local:
+            blob.write_from(data, start)
+            return
+        try:
+            await self._run(blob.write_from, data, start, pinned=[blob])
+        except OSError as error:
+            if is_temporary(error):
+                raise UnavailableError(f"a put cannot be written now: {error}; try again") from error
+            blob.is_damaged = True
+            if error.errno in _FULL:
+                raise _disk_full(blob.size, error) from error
+            raise DiskFailedError(f"the bytes of a put could not be written: {error}; put it again") from error
 
     async def _create(self, capacity: int) -> None:
         """Have one more segment for reuse; on a full disk all others that are held for reuse are removed first."""
@@ -209,12 +240,7 @@ class SegmentBlobs(PooledStore[Segment], DurableBlobStore):
         return Segment(self._directory, number, capacity)
 
     def _wrap(self, backing: Segment, size: int) -> SegmentBlob:
-        try:
-            backing.map()
-        except BaseException:
-            self._drop(backing)
-            raise
-        return SegmentBlob(self, size, b"", backing)
+        return SegmentBlob(self, size, backing)
 
     def _drop(self, backing: Segment) -> None:
         """Remove a file, soon."""
@@ -248,13 +274,13 @@ class SegmentBlobs(PooledStore[Segment], DurableBlobStore):
         if source is None and sync is None:
             return None
         pinned = [blob] if source is None else [blob, source[1]]
-        return await self._run(_flush, blob.view(), source, sync, pinned=pinned)
+        return await self._run(_flush, blob, source, sync, pinned=pinned)
 
-    async def checksum(self, blob: Blob) -> int:
+    async def checksum(self, blob: Blob, tables_bytes: int) -> int:
         if not isinstance(blob, SegmentBlob):
             raise TypeError("only blobs in segments have a checksum")
-        checksum = await self._run(blob.backing.checksum, blob.size, pinned=[blob])
-        blob.memory()
+        checksum, tables = await self._run(_look_at, blob, tables_bytes, pinned=[blob])
+        blob.held_tables = tables
         return checksum
 
     def recover(self, blobs: Iterable[tuple[int, int]]) -> list[Blob | None]:
@@ -266,7 +292,7 @@ class SegmentBlobs(PooledStore[Segment], DurableBlobStore):
             if number in found:
                 found.discard(number)
                 segment = Segment(self._directory, number, size_class(size))
-                recovered.append(SegmentBlob(self, size, b"", segment))
+                recovered.append(SegmentBlob(self, size, segment))
                 self.used_bytes += segment.capacity
             else:
                 recovered.append(None)
@@ -288,47 +314,45 @@ class SegmentBlobs(PooledStore[Segment], DurableBlobStore):
         pinned: Sequence[Blob] = (),
         then: Callable[[T], None] | None = None,
     ) -> T:
-        """Return what a thread returns; it goes on where the caller is cancelled.
-
-        Args:
-            work: what it does.
-            args: what with.
-            pinned: blobs that it works on, which stay until it is done.
-            then: called with what it returns, in the event loop, even if the caller no longer waits.
-        """
-
-        def end(done: asyncio.Future[T]) -> None:
-            if done.exception() is None and then is not None:
-                then(done.result())
-            for blob in pinned:
-                blob.unpin()
-
-        for blob in pinned:
-            blob.pin()
-        future = asyncio.get_running_loop().run_in_executor(self._executor, work, *args)
-        future.add_done_callback(end)
-        return await asyncio.shield(future)
+        return await in_thread(self._executor, work, *args, pinned=pinned, then=then)
 
 
-def _flush(view: memoryview, source: CopySource | None, sync: Callable[[], None] | None) -> int | None:
-    checksum = None if source is None else _copy(view, *source)
+def _flush(blob: Blob, source: CopySource | None, sync: Callable[[], None] | None) -> int | None:
+    checksum = None if source is None else _copy(blob, *source)
     if sync is not None:
         sync()
     return checksum
 
 
-def _copy(target: memoryview, head: memoryview, blob: Blob, spans: Sequence[Span]) -> int:
+def _copy(target: Blob, head: memoryview, blob: Blob, spans: Sequence[Span]) -> int:
     """Copy a beginning, and spans of a blob after it; return the checksum of both."""
+    target.write_from(head, 0)
     at = len(head)
-    target[:at] = head
     digest = xxhash.xxh3_64(head)
+    buffer = memoryview(bytearray(min(_COPY_BYTES, max((size for _, size in spans), default=0))))
     for start, size in spans:
         for done in range(0, size, _COPY_BYTES):
-            part = target[at : at + min(_COPY_BYTES, size - done)]
+            part = buffer[: size - done]
             blob.read_into(part, start + done)
             digest.update(part)  # while it is in the cache
+            target.write_from(part, at)
             at += len(part)
     return digest.intdigest()
+
+
+def _look_at(blob: SegmentBlob, tables_bytes: int) -> tuple[int, bytearray]:
+    """Return the checksum of a blob, and the tables that it begins with."""
+    checksum, tables = blob.backing.checksum(blob.size), bytearray(tables_bytes)
+    blob.read_into(memoryview(tables), 0)
+    return checksum, tables
+
+
+def _disk_full(size: int, error: OSError) -> DiskFullError:
+    return DiskFullError(
+        f"a put of {size} bytes cannot be kept: {error}; clear consumed samples, or give the data directory a larger "
+        "disk",
+        retry_after_seconds=RETRY_AFTER_SECONDS,
+    )
 
 
 def _remove_all(segments: Iterable[Segment]) -> None:

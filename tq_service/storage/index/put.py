@@ -2,14 +2,15 @@
 
 The int64 tables that cut jagged and object columns into rows (offsets and extents of these) are memory of the index,
 apart from the values, which may be anywhere; the values are one blob, column after column as they came. A blob that
-outlives the process begins with the tables, and those are looked at there when the put is first read: one file, one
-checksum. Values in memory shared with their client lie as `tq_service.wire.shared_memory` places them.
+outlives the process begins with a copy of the tables, from which a recovered put has them: one file, one checksum.
+Values in memory shared with their client lie as `tq_service.wire.shared_memory` places them.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from copy import copy
 from itertools import accumulate
 from typing import Final
 
@@ -235,21 +236,24 @@ class StoredPut:
         """Return the size of the blob of its values, and of its tables where it begins with them."""
         return self.charge_in(store) - (0 if store.has_tables else self.tables_bytes)
 
-    def place(self, values: Blob, shapes: Sequence[ColumnShape] = ()) -> None:
+    def place(self, values: Blob, shapes: Sequence[ColumnShape] = (), *, is_recovered: bool = False) -> None:
         """Lay it out in a blob of `blob_bytes`.
 
         Args:
             values: the blob; its `charge` is that of the put.
-            shapes: of a new put, whose tables are written from them; none where these are there, or follow.
+            shapes: of a new put, whose tables are made from them; none where these are there, or follow.
+            is_recovered: whether the blob has its tables already.
 
         Raises:
             InvalidArgumentError: a row of msgpack is empty.
         """
         self.values = values
         self.live_bytes = values.charge
-        self._tables = None  # the values' blob begins with them
+        self._tables = None  # the values' blob has them
         if not values.store.has_tables:
             self._tables = bytearray(self.tables_bytes) if self.tables_bytes else _NO_TABLES
+        elif not is_recovered:
+            values.hold_tables(self.tables_bytes)
         placed = [column for column in self.columns.values() if column is not None]
         for column, start in zip(placed, self._place_values(values.store)[0], strict=True):
             column.values_at = self.values_at + start
@@ -277,9 +281,9 @@ class StoredPut:
         """Return what cuts its columns into rows.
 
         Raises:
-            OSError: it is in a file that cannot be mapped.
+            UnavailableError: it is in a file that has not been read since the start.
         """
-        return self.values.view() if self._tables is None else self._tables
+        return self.values.tables() if self._tables is None else self._tables
 
     def table_views(self) -> list[memoryview]:
         """Return the tables of the columns that are left: one after the other they are those of a copy."""
@@ -353,6 +357,17 @@ class StoredPut:
         row_sets = self.row_sets()
         tables = sum(8 for column in self.columns.values() if column and fixed_row_bytes(column.spec) is None)
         return self.live_bytes + tables + sum(8 * row_set.live_count for row_set in row_sets)
+
+    def snapshot(self) -> StoredPut:
+        """Return it as it is now, for a thread to look at while cells of it are freed; its bytes never change."""
+        twin = copy(self)
+        row_sets = {id(row_set): row_set.copy() for row_set in self.row_sets()}
+        twin.columns = {}
+        for name, column in self.columns.items():
+            twin.columns[name] = own = None if column is None else copy(column)
+            if own is not None:
+                own.row_set = row_sets[id(own.row_set)]
+        return twin
 
     def row_sets(self) -> list[RowSet]:
         """Return the sets of rows that its columns have."""
@@ -456,10 +471,10 @@ class PendingPut:
             for column in stored.columns.values()
             if column is not None and column.spec.encoding is Encoding.TEXT
         ]
-        if stored.values.store.local_view:
+        if stored.values.is_local:
             self._view = stored.values.view()
         if stored.values.number:
-            self._digest = xxh3_64(self._view[: self._filled])
+            self._digest = xxh3_64(stored.tables())
 
     async def write(self, data: memoryview | bytes) -> None:
         """Append bytes of the values; ignored where the put is complete already.
@@ -480,7 +495,7 @@ class PendingPut:
             )
         for check in self._text_checks:
             check.look_at(data, start)
-        if blob.store.local_view:
+        if blob.is_local:
             self._view[start:end] = data
         else:
             blob.pin()  # it stays if the put is aborted meanwhile

@@ -14,7 +14,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
@@ -128,17 +129,19 @@ class PutJournal:
 
     Attributes:
         damaged: puts whose bytes are not as they were put, and why; those not looked at yet are not known to be.
+        on_looked_at: called with each recovered put once it was looked at.
     """
 
     def __init__(self, store: DurableBlobStore) -> None:
         self._store = store
         self._log: PutLog | None = None
         self.damaged: dict[bytes, str] = {}
+        self.on_looked_at: Callable[[bytes], None] = lambda _: None
         self._expected: dict[bytes, tuple[Blob, int]] = {}  # checksums of recovered puts that were not looked at yet
         self._checking: dict[bytes, asyncio.Task[None]] = {}
         self._records: dict[bytes, EncodedPut] = {}
-        self._moving: dict[bytes, asyncio.Task[None]] = {}
-        self._left_behind: dict[bytes, Blob] = {}  # of puts whose move could not be written down
+        self._to_free: dict[bytes, None] = {}  # puts to be looked at first: cells of them are to be freed
+        self._has_to_free = asyncio.Event()
 
     def mark_damaged(self, put_id: bytes, reason: str) -> None:
         """Take note of a put that cannot be read."""
@@ -146,16 +149,10 @@ class PutJournal:
             _log.error(LogMessage("a put is damaged", put_id=put_id, reason=reason))
             self.damaged[put_id] = reason
 
-    def mark_unreadable(self, put_id: bytes, error: OSError) -> None:
-        """Take note of a put whose segment cannot be used, other than for the moment."""
-        if is_temporary(error):
-            _log.warning(LogMessage("cells of a put are not freed before the last of them", put_id=put_id, error=error))
-        else:
-            self.mark_damaged(put_id, str(error))
-
     def forget(self, put_id: bytes) -> bool:
         """Forget whether a put is sound; return whether it was damaged."""
         self._expected.pop(put_id, None)
+        self._to_free.pop(put_id, None)
         return self.damaged.pop(put_id, None) is not None
 
     # Taking puts
@@ -200,53 +197,18 @@ class PutJournal:
         (blob.copy or blob).is_damaged = self.forget(put_id)
         self._needed_log.append_put(self._needed_log.encode_put(PutDropped(put_id=put_id)))
         self._release_later(blob)
-        left = self._left_behind.pop(put_id, None)
-        if left is not None:
-            self._release_later(left)
 
     def may_compact(self, put_id: bytes) -> bool:
         """Whether a put may be moved now."""
-        busy = (self._moving, self._left_behind, self._expected, self.damaged)
-        return not any(put_id in puts for puts in busy)
+        return put_id not in self._expected and put_id not in self.damaged
 
-    def move(self, put_id: bytes, old: Blob, moved: StoredPut) -> None:
-        """Write down a put that was compacted, and release its old blob once that cannot be lost any more."""
-        blob = moved.values
-        if not blob.number:
-            self.record(put_id, moved, None)
-            self._release_later(old)
-            return
-        record = describe_put(put_id, moved)
-        blob.pin()  # it may be dropped before its checksum is taken
-        finish = self._finish_move(record, self._records[put_id], old, blob)
-        task = self._moving[put_id] = asyncio.get_running_loop().create_task(finish)
-        task.add_done_callback(lambda done: self._end_move(done, blob))
+    def move(self, put_id: bytes, old: Blob, moved: StoredPut, checksum: int | None) -> None:
+        """Write down a put that was compacted and flushed, and release its old blob once that cannot be lost."""
+        self.record(put_id, moved, checksum)
+        self._release_later(old)
 
     async def close(self) -> None:
-        """Give up moves that are under way: a restart finds the puts where they were."""
-        for task in self._moving.values():
-            task.cancel()
-
-    def _end_move(self, moving: asyncio.Task[None], blob: Blob) -> None:
-        blob.unpin()
-        if not moving.cancelled() and (error := moving.exception()) is not None:
-            self._needed_log.fatal("a put was moved and could not be written down", error)
-
-    async def _finish_move(self, record: PutStored, before: EncodedPut, old: Blob, blob: Blob) -> None:
-        put_id = record.put_id
-        try:
-            await self._store.flush(blob)
-            record = replace(record, checksum=await self._store.checksum(blob))
-        except OSError as error:
-            _log.error(LogMessage("a put cannot be moved to a smaller blob", put_id=put_id, error=error))
-            if put_id in self._records:
-                self._left_behind[put_id] = old  # it is what a restart would find
-                return
-        finally:
-            self._moving.pop(put_id, None)
-        if self._records.get(put_id) is before:  # else it was dropped meanwhile
-            self._append(record)
-        self._release_later(old)
+        """Do nothing: what is under way ends by itself."""
 
     def _release_later(self, blob: Blob) -> None:
         self._needed_log.after_durable(blob.release)
@@ -293,11 +255,11 @@ class PutJournal:
         return restore_put(record, blob)
 
     def is_unfetched(self, put_id: bytes) -> bool:
-        """Whether a put is known by its name alone: none is, since its record is here."""
-        return False
+        """Whether a put was not looked at since it was recovered: its tables are in its segment alone."""
+        return put_id in self._expected
 
     def partition_of(self, put_id: bytes) -> str | None:
-        """Return None: no put is unfetched."""
+        """Return None: the record of each put is here."""
         return None
 
     # Whether the bytes of recovered puts are as they were put
@@ -316,16 +278,25 @@ class PutJournal:
                     task.result()
 
     async def scrub(self) -> None:
-        """Look at all puts that were not looked at yet, one after the other, slowly."""
+        """Look at all puts that were not looked at yet, one after the other, slowly; at those to be freed at once."""
         while self._expected:
-            put_id, (blob, _) = next(iter(self._expected.items()))
+            self._has_to_free.clear()
+            put_id = next(iter(self._to_free or self._expected))
+            blob, _ = self._expected[put_id]
             task = self._start(put_id)
             await asyncio.wait([task])
-            if (error := task.exception()) is None:
-                await asyncio.sleep(max(blob.size / _SCRUB_BYTES_PER_SECOND, _LEAST_PAUSE_SECONDS))
-            else:
+            if (error := task.exception()) is not None:
                 _log.warning(LogMessage("the check of recovered puts is tried again later", error=error))
                 await asyncio.sleep(_RETRY_SECONDS)
+            elif not self._to_free:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(max(blob.size / _SCRUB_BYTES_PER_SECOND, _LEAST_PAUSE_SECONDS)):
+                        await self._has_to_free.wait()
+
+    def fetch_to_free(self, put_id: bytes) -> None:
+        """Have a put looked at next."""
+        self._to_free[put_id] = None
+        self._has_to_free.set()
 
     def _start(self, put_id: bytes) -> asyncio.Task[None]:
         task = self._checking.get(put_id)
@@ -345,15 +316,18 @@ class PutJournal:
             return
         reason = ""
         try:
-            found = await self._store.checksum(blob)
+            found = await self._store.checksum(blob, self.load(put_id, blob).tables_bytes)
             if found != expected:
                 reason = f"segment {blob.number} has checksum {found:016x}, expected {expected:016x}"
         except OSError as error:
             if is_temporary(error):
                 raise UnavailableError(f"put {put_id.hex()} cannot be looked at now ({error}); try again") from error
             reason = f"its segment cannot be read: {error}"
-        if self._expected.pop(put_id, None) is not None and reason:
-            self.mark_damaged(put_id, reason)
+        if self._expected.pop(put_id, None) is not None:
+            self._to_free.pop(put_id, None)
+            if reason:
+                self.mark_damaged(put_id, reason)
+            self.on_looked_at(put_id)
 
 
 def left_puts(
@@ -401,7 +375,7 @@ def describe_put(put_id: bytes, put: StoredPut, *, checksum: int = 0) -> PutStor
 def restore_put(record: PutStored, blob: Blob) -> StoredPut:
     """Return the put of a record; the blob has its tables and after them its values."""
     put = put_of(record)
-    put.place(blob)
+    put.place(blob, is_recovered=True)
     return put
 
 

@@ -1,6 +1,6 @@
 """Reading cells: where they lie in the blobs of their puts, their bytes in the order asked for, what of it is shared.
 
-    runs of rows -> spans of blobs, with a header for each column -> views of local blobs, bytes as stores send them, or
+    runs of rows -> spans of blobs, with a header for each column -> views of local blobs, bytes that threads copy, or
     slices of shared memory that a client of the same host maps
 
 A read may touch thousands of puts of one row each. So what is done for each put is kept to a few attributes in a list;
@@ -9,18 +9,20 @@ the rest is done for all puts at once whose columns are of one spec, with their 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
-from operator import itemgetter
+from itertools import chain
 from types import TracebackType
 from typing import Final, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
-from tq_service.errors import DataLossError, InvalidArgumentError, PutNotFoundError
-from tq_service.schema import check_passed_on
+from tq_service.errors import DataLossError, InvalidArgumentError, PutNotFoundError, TqError
+from tq_service.schema import FieldSpec, check_passed_on
 from tq_service.storage.blobs.base import Blob
 from tq_service.storage.cells import Rows
 from tq_service.storage.index.put import RowSet, StoredColumn, StoredPut
@@ -34,11 +36,19 @@ from tq_service.wire.columns import (
     fixed_row_bytes,
     merge_specs,
 )
+from tq_service.wire.frames import DEFAULT_FRAME_BYTES, MOST_FRAME_PARTS
 from tq_service.wire.runs import CellRuns, expand_runs
 
-_GATHER_BELOW_BYTES: Final = 1024
-_GATHER_FROM_SLICES: Final = 16
-_GATHER_BLOCK_BYTES: Final = 1 << 20
+_FEW_CELLS: Final = 1 << 16
+_SMALL_BYTES: Final = 1024
+_FEW_UNITS: Final = 128  # in a slice, up to which numpy copies it sooner unit by unit than Python in one piece
+_FEW_SLICES: Final = 16
+_BLOCK_BYTES: Final = 256 << 10  # of scattered slices: some 2 ms
+_PIECE_BYTES: Final = 1 << 20
+_READ_BYTES: Final = 8 << 10  # take about as long to read as a read of their own costs
+_LARGEST_WINDOW_BYTES: Final = 8 << 20
+# Of reads alone: a slow disk keeps no other threads from their work.
+_THREADS: Final = ThreadPoolExecutor(4, thread_name_prefix="tq-read")
 # Tables of columns of up to so many rows are joined, which copies them; larger ones are looked into where they are.
 _SMALL_TABLE_ROWS: Final = 64
 # Below these, the bytes are sent sooner than a file descriptor is sent and mapped, or slices are copied one by
@@ -51,22 +61,84 @@ _MOST_LISTED: Final = 100  # the metadata of an answer has capacity for about tw
 Runs: TypeAlias = Rows | slice
 """Which of the runs: their positions, or all of them."""
 
+Octets: TypeAlias = NDArray[np.uint8]
+Unreadable: TypeAlias = Callable[[Blob, OSError], TqError]
+"""Takes note that a blob cannot be read, and returns the error of the read."""
+
+PutUnreadable: TypeAlias = Callable[[bytes, Blob, OSError], TqError]
+"""The same, with the put that the blob has the bytes of."""
+
 _ALL: Final = slice(None)
 
 
-def open_reading(puts: Mapping[bytes, StoredPut], runs: Sequence[CellRuns], put_ids: Sequence[bytes]) -> Reading:
+def open_reading(
+    puts: Mapping[bytes, StoredPut], runs: Sequence[CellRuns], put_ids: Sequence[bytes], unreadable: PutUnreadable
+) -> Reading:
     """Find the cells of a read and pin their blobs; see `StorageEngine.open_read`."""
-    row_count = _check_runs(runs, len(put_ids))
-    held: dict[int, StoredPut] = {}
+    row_count, owned = _owned(runs, len(put_ids))
+    held = _held(puts, put_ids, owned)
+    return _reading(held, _find_spans(runs, held, put_ids, owned), row_count, put_ids, unreadable)
+
+
+async def open_reading_in_thread(
+    puts: Mapping[bytes, StoredPut], runs: Sequence[CellRuns], put_ids: Sequence[bytes], unreadable: PutUnreadable
+) -> Reading:
+    """Do the same with turns for others: a thread finds the cells, as they are when it begins."""
+    loop = asyncio.get_running_loop()
+    row_count, owned = await loop.run_in_executor(_THREADS, _owned, runs, len(put_ids))
+    held = {index: put.snapshot() for index, put in _held(puts, put_ids, owned).items()}
+    for put in held.values():
+        put.values.pin()
+    try:
+        spans = await loop.run_in_executor(_THREADS, _find_spans, runs, held, put_ids, owned)
+        return _reading(held, spans, row_count, put_ids, unreadable)
+    finally:  # the tables and snapshots that a thread may still look at are memory of their own
+        for put in held.values():
+            put.values.unpin()
+
+
+def is_light_read(runs: Sequence[CellRuns]) -> bool:
+    """Whether the cells of a read are so few that they are found at once."""
+    return sum(fields.row_count * len(fields.field_names) for fields in runs) <= _FEW_CELLS
+
+
+def _owned(runs: Sequence[CellRuns], put_count: int) -> tuple[int, list[tuple[list[int], Rows]]]:
+    """Return the number of rows asked for, and for each group of fields the puts of its runs, see `_owners`."""
+    return _check_runs(runs, put_count), [_owners(fields.put_indexes) for fields in runs]
+
+
+def _held(
+    puts: Mapping[bytes, StoredPut], put_ids: Sequence[bytes], owned: Sequence[tuple[list[int], Rows]]
+) -> dict[int, StoredPut]:
+    return {
+        index: _find_put(puts, put_ids[index])
+        for index in dict.fromkeys(chain.from_iterable(used for used, _ in owned))
+    }
+
+
+def _find_spans(
+    runs: Sequence[CellRuns],
+    held: Mapping[int, StoredPut],
+    put_ids: Sequence[bytes],
+    owned: Sequence[tuple[list[int], Rows]],
+) -> list[Spans]:
     spans: list[Spans] = []
-    for fields in runs:
-        used, owners = _owners(fields.put_indexes)
-        for index in used:
-            if index not in held:
-                held[index] = _find_put(puts, put_ids[index])
+    for fields, (used, owners) in zip(runs, owned, strict=True):
         finder = SpanFinder(fields, [held[index] for index in used], [put_ids[index] for index in used], owners)
         spans.extend(finder.find(name) for name in fields.field_names)
-    return Reading({index: put.values for index, put in held.items()}, spans, row_count)
+    return spans
+
+
+def _reading(
+    held: Mapping[int, StoredPut],
+    spans: Sequence[Spans],
+    row_count: int,
+    put_ids: Sequence[bytes],
+    unreadable: PutUnreadable,
+) -> Reading:
+    put_of = {put.values: put_ids[index] for index, put in held.items()}
+    blobs = {index: put.values for index, put in held.items()}
+    return Reading(blobs, spans, row_count, lambda blob, error: unreadable(put_of[blob], blob, error))
 
 
 def _find_put(puts: Mapping[bytes, StoredPut], put_id: bytes) -> StoredPut:
@@ -127,13 +199,18 @@ def check_sound(put_ids: Iterable[bytes], damaged: Mapping[bytes, str], storage_
     """
     lost = [put_id for put_id in put_ids if put_id in damaged] if damaged else []
     if lost:
-        names = ", ".join(put_id.hex() for put_id in lost[:_MOST_NAMED])
-        more = f" and {len(lost) - _MOST_NAMED} more" if len(lost) > _MOST_NAMED else ""
-        raise DataLossError(
-            f"storage service {storage_id!r} has lost the bytes of put {names}{more}: {damaged[lost[0]]}; put them "
-            "again, or clear them",
-            metadata={"storage_id": storage_id, "put_ids": ",".join(put_id.hex() for put_id in lost[:_MOST_LISTED])},
-        )
+        raise lost_error(lost, damaged[lost[0]], storage_id)
+
+
+def lost_error(put_ids: Sequence[bytes], reason: str, storage_id: str) -> DataLossError:
+    """Return the error of a read of damaged puts, the first of which is so for this reason."""
+    names = ", ".join(put_id.hex() for put_id in put_ids[:_MOST_NAMED])
+    more = f" and {len(put_ids) - _MOST_NAMED} more" if len(put_ids) > _MOST_NAMED else ""
+    return DataLossError(
+        f"storage service {storage_id!r} has lost the bytes of put {names}{more}: {reason}; put them again, or clear "
+        "them",
+        metadata={"storage_id": storage_id, "put_ids": ",".join(put_id.hex() for put_id in put_ids[:_MOST_LISTED])},
+    )
 
 
 class Reading:
@@ -144,33 +221,51 @@ class Reading:
         headers: the columns, in the order asked for.
     """
 
-    def __init__(self, blobs: Mapping[int, Blob], spans: Sequence[Spans], row_count: int) -> None:
+    def __init__(
+        self,
+        blobs: Mapping[int, Blob],
+        spans: Sequence[Spans],
+        row_count: int,
+        unreadable: Unreadable,
+    ) -> None:
         self.row_count = row_count
         self.headers = tuple(span.column for span in spans)
         self._spans = spans
         self._blobs = dict(blobs)
+        self._unreadable = unreadable
+        self._work: asyncio.Future[list[memoryview]] | None = None
         for blob in self._blobs.values():
             blob.pin()
 
     async def parts(self, without: Collection[int] = ()) -> AsyncIterator[Iterable[memoryview]]:
         """Yield the bytes of all columns in order, but for those left out, as chunks to be used before the next part.
 
-        Where all of them have a local view there is one part, and nothing is waited for.
+        Where all of them are in memory, in few slices, there is one part, and nothing is waited for. Threads read all
+        others.
+
+        Raises:
+            DataLossError: bytes cannot be read.
+            UnavailableError: they cannot be read now.
         """
-        if all(blob.store.local_view for blob in self._blobs.values()):
-            yield self.chunks(without)
+        chunks = self.chunks(without)
+        if all(blob.is_local for blob in self._blobs.values()) and (
+            sum(len(span.sizes) for span in self._spans) <= MOST_FRAME_PARTS
+        ):
+            yield chunks
             return
-        for index, span in enumerate(self._spans):
-            if index in without:
-                continue
-            slices = zip(*(array.tolist() for array in _join_neighbours(span)), strict=True)
-            for put, some in groupby(slices, key=itemgetter(0)):
-                blob = self._blobs[put]
-                async for data in blob.store.read(blob, [(start, size) for _, start, size in some]):
-                    yield (data,)
+        loop = asyncio.get_running_loop()
+        while True:
+            self._work = loop.run_in_executor(_THREADS, _next_part, chunks)
+            try:
+                part = await asyncio.shield(self._work)
+            except UnreadableError as error:
+                raise self._unreadable(error.blob, error.cause) from error.cause
+            if not part:
+                return
+            yield part
 
     def chunks(self, without: Collection[int] = ()) -> Iterator[memoryview]:
-        """Yield the same as views, valid until `close`; only where all blobs have a local view."""
+        """Yield the same, valid until `close`. It waits for files, if any of its blobs are in some."""
         for index, span in enumerate(self._spans):
             if index not in without:
                 yield from self._column_chunks(span)
@@ -186,8 +281,17 @@ class Reading:
     def close(self) -> None:
         """Let go of what was read; a second call does nothing."""
         blobs, self._blobs, self._spans = self._blobs, {}, ()
-        for blob in blobs.values():
-            blob.unpin()
+
+        def unpin(work: asyncio.Future[list[memoryview]] | None = None) -> None:
+            if work is not None and not work.cancelled():
+                work.exception()  # no caller waits for it any more
+            for blob in blobs.values():
+                blob.unpin()
+
+        if self._work is None or self._work.done():
+            unpin()
+        else:
+            self._work.add_done_callback(unpin)
 
     def __enter__(self) -> Reading:
         return self
@@ -199,27 +303,44 @@ class Reading:
 
     def _column_chunks(self, span: Spans) -> Iterator[memoryview]:
         puts, starts, sizes = _join_neighbours(span)
-        row_bytes = fixed_row_bytes(span.column.spec)
-        small = len(starts) >= _GATHER_FROM_SLICES and int(sizes.sum()) < _GATHER_BELOW_BYTES * len(starts)
-        if row_bytes and small:
-            bounds = np.flatnonzero(puts[1:] != puts[:-1]) + 1
-            if len(bounds) * 4 < len(puts):
-                for some in np.split(np.arange(len(puts)), bounds):
-                    yield from self._gathered(self._blobs[int(puts[some[0]])], starts[some], sizes[some], row_bytes)
-                return
-        views = {put: self._blobs[put].view() for put in np.unique(puts).tolist()}
+        unit = unit_of(span.column.spec)
+        blobs = {put: self._blobs[put] for put in np.unique(puts).tolist()}
+        if are_scattered(sizes, unit) or not all(blob.is_local for blob in blobs.values()):
+            for some in blocks(puts, starts, sizes, unit):
+                yield _gathered(blobs, *some, unit)
+            return
+        views = {put: blob.view() for put, blob in blobs.items()}
         for put, start, end in zip(puts.tolist(), starts.tolist(), (starts + sizes).tolist(), strict=True):
             yield views[put][start:end]
 
-    def _gathered(self, blob: Blob, starts: Rows, sizes: Rows, row_bytes: int) -> Iterator[memoryview]:
-        """Yield scattered rows of a dense column copied together, since many tiny views cost more than the copy."""
-        base = int(starts[0]) % row_bytes
-        held = np.frombuffer(blob.view(), np.uint8)[base:]
-        table = held[: len(held) // row_bytes * row_bytes].reshape(-1, row_bytes)
-        rows = expand_runs((starts - base) // row_bytes, sizes // row_bytes)
-        block = max(_GATHER_BLOCK_BYTES // row_bytes, 1)
-        for first in range(0, len(rows), block):
-            yield np.take(table, rows[first : first + block], axis=0).reshape(-1).data
+
+def _next_part(chunks: Iterator[memoryview]) -> list[memoryview]:
+    """Return as many of the chunks as go into a frame, at least one until there are none left."""
+    part, size = [], 0
+    for chunk in chunks:
+        part.append(chunk)
+        size += len(chunk)
+        if size >= DEFAULT_FRAME_BYTES or len(part) == MOST_FRAME_PARTS:
+            break
+    return part
+
+
+def _gathered(blobs: Mapping[int, Blob], puts: Rows, starts: Rows, sizes: Rows, unit: int) -> memoryview:
+    """Return slices copied together: those of each put at once, and after that in their order."""
+    together = np.empty(int(sizes.sum()), np.uint8)
+    by_put = np.argsort(puts, kind="stable")
+    bounds = np.flatnonzero(np.diff(puts[by_put])) + 1
+    at = 0
+    for some in np.split(by_put, bounds):
+        size = int(sizes[some].sum())
+        gather(blobs[int(puts[some[0]])], starts[some], sizes[some], together[at : at + size], unit)
+        at += size
+    if not bounds.size or bool((by_put[1:] > by_put[:-1]).all()):
+        return together.data
+    in_order, begins = np.empty_like(together), np.empty_like(starts)
+    begins[by_put] = np.cumsum(sizes[by_put]) - sizes[by_put]
+    gather_from(together, begins, sizes, in_order, unit)
+    return in_order.data
 
 
 def _join_neighbours(span: Spans) -> tuple[Rows, Rows, Rows]:
@@ -440,3 +561,105 @@ def _shared_slices(
             sizes=(last - first).tolist(),
         )
     ]
+
+
+# Copying slices of blobs one after the other: threads do it for files, and where it takes long.
+
+
+class UnreadableError(Exception):
+    """The bytes of a blob cannot be read."""
+
+    def __init__(self, blob: Blob, cause: OSError) -> None:
+        super().__init__(blob, cause)
+        self.blob = blob
+        self.cause = cause
+
+
+def unit_of(spec: FieldSpec) -> int:
+    """Return the bytes of which all rows of a field, and where they start in its values, are multiples."""
+    row_bytes = fixed_row_bytes(spec)
+    return row_bytes if row_bytes and row_bytes <= _SMALL_BYTES else spec.itemsize
+
+
+def are_scattered(sizes: Rows, unit: int) -> bool:
+    """Whether slices are so many and small that copying them together costs less than a view of each."""
+    mean_most = min(_SMALL_BYTES, _FEW_UNITS * unit)
+    return len(sizes) >= _FEW_SLICES and int(sizes.sum()) < mean_most * len(sizes)
+
+
+def blocks(puts: Rows, starts: Rows, sizes: Rows, unit: int) -> Iterator[tuple[Rows, Rows, Rows]]:
+    """Cut slices into blocks to be gathered in one step, large slices into several, none within a unit.
+
+    Args:
+        puts: which blob each slice is in.
+        starts: where each starts in it.
+        sizes: their bytes.
+        unit: see `gather`.
+
+    Yields:
+        The same of some slices.
+    """
+    most_bytes = max((_BLOCK_BYTES if are_scattered(sizes, unit) else _PIECE_BYTES) // unit, 1) * unit
+    counts = -(-sizes // most_bytes)
+    if (counts > 1).any():
+        pieces = expand_runs(np.zeros_like(counts), counts) * most_bytes
+        puts, starts = np.repeat(puts, counts), np.repeat(starts, counts) + pieces
+        sizes = np.minimum(np.repeat(sizes, counts) - pieces, most_bytes)
+    ends = np.cumsum(sizes)
+    first = done = 0
+    while first < len(sizes):
+        last = max(int(np.searchsorted(ends, done + most_bytes, "right")), first + 1)
+        yield puts[first:last], starts[first:last], sizes[first:last]
+        first, done = last, int(ends[last - 1])
+
+
+def gather(blob: Blob, starts: Rows, sizes: Rows, target: Octets, unit: int = 1) -> None:
+    """Copy slices of a blob one after the other into `target`, which they fill; any thread may while it is pinned.
+
+    Args:
+        blob: the blob.
+        starts: where each slice starts, all of them multiples of `unit` apart.
+        sizes: their bytes, multiples of `unit`.
+        target: memory of as many bytes.
+        unit: bytes of which all slices are made up.
+
+    Raises:
+        UnreadableError: they cannot be read.
+    """
+    try:
+        _gather(blob, starts, sizes, target, unit)
+    except TqError:  # which may be an OSError too
+        raise
+    except OSError as error:
+        raise UnreadableError(blob, error) from error
+
+
+def _gather(blob: Blob, starts: Rows, sizes: Rows, target: Octets, unit: int) -> None:
+    if blob.is_local:
+        gather_from(np.frombuffer(blob.view(), np.uint8), starts, sizes, target, unit)
+        return
+    first = int(starts.min())
+    window_bytes = int((starts + sizes).max()) - first
+    if len(sizes) > 1 and window_bytes <= min(_LARGEST_WINDOW_BYTES, max(target.size, _READ_BYTES * len(sizes))):
+        window = np.empty(window_bytes, np.uint8)
+        blob.read_into(window.data, first)
+        gather_from(window, starts - first, sizes, target, unit)
+        return
+    ends = np.cumsum(sizes)
+    targets = (target.data[end - size : end] for end, size in zip(ends.tolist(), sizes.tolist(), strict=True))
+    blob.read_slices(zip(starts.tolist(), targets, strict=True))
+
+
+def gather_from(source: Octets, starts: Rows, sizes: Rows, target: Octets, unit: int) -> None:
+    """Copy slices of memory one after the other, see `gather`."""
+    if are_scattered(sizes, unit):
+        base = int(starts[0]) % unit
+        table = source[base : base + (source.size - base) // unit * unit].reshape(-1, unit)
+        rows = expand_runs((starts - base) // unit, sizes // unit)
+        # mode "raise" would copy once more
+        np.take(table, rows, axis=0, out=target.reshape(-1, unit), mode="clip")
+        return
+    at = 0
+    for start, size in zip(starts.tolist(), sizes.tolist(), strict=True):
+        target[at : at + size] = source[start : start + size]
+        at += size

@@ -23,7 +23,7 @@ from tq_service.errors import DataLossError, QuotaExceededError, TqError, Unavai
 from tq_service.log_message import LogMessage
 from tq_service.objects.base import LARGEST_OBJECT_BYTES, Buffer
 from tq_service.results import MirrorStatus
-from tq_service.storage.blobs.base import RETRY_AFTER_SECONDS, Blob, is_temporary
+from tq_service.storage.blobs.base import RETRY_AFTER_SECONDS, Blob
 from tq_service.storage.index.put import PendingPut, StoredPut
 from tq_service.storage.index.put_journal import EncodedPut, PutRecord, PutStored, describe_put
 from tq_service.storage.mirror.layout import PutObject, pack_puts, unpack_heads
@@ -371,7 +371,7 @@ class Mirror:
         """Whether a put may be moved now."""
         return put_id not in self.damaged
 
-    def move(self, put_id: bytes, old: Blob, moved: StoredPut) -> None:
+    def move(self, put_id: bytes, old: Blob, moved: StoredPut, checksum: int | None) -> None:
         """Free what a put was in; its object stays as it is."""
         old.release()
 
@@ -380,11 +380,6 @@ class Mirror:
         if put_id not in self.damaged:
             _log.error(LogMessage("a put is damaged", put_id=put_id, reason=reason))
             self.damaged[put_id] = reason
-
-    def mark_unreadable(self, put_id: bytes, error: OSError) -> None:
-        """Take note of a put that cannot be mapped, other than for the moment."""
-        if not is_temporary(error):
-            self.mark_damaged(put_id, str(error))
 
     def forget(self, put_id: bytes) -> bool:
         """Forget whether a put is sound; return whether it was damaged."""
