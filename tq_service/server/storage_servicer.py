@@ -31,6 +31,7 @@ from tq_service.server.commits import Commits
 from tq_service.server.mirroring import Mirroring
 from tq_service.server.progress import LEAST_PROGRESS_BYTES, Progress, received
 from tq_service.server.receipts import ReceiptKeys, not_registered
+from tq_service.server.rpc.inbox import awaits_end
 from tq_service.server.rpc.limits import RETRY_AFTER_SECONDS, WaitingCalls, wait_until
 from tq_service.storage.cells import PutCells
 from tq_service.storage.engine import StorageEngine
@@ -228,6 +229,7 @@ class StorageServicer:
 
         async def receive_fds(pending: PendingPut, session: Session) -> None:
             with session.awaiting(header.put_id) as take_fds:
+                awaits_end.set(True)
                 await context.send_initial_metadata(((SEND_AS_KEY, SEND_AS_FDS),))
                 async for part in parts:
                     raise InvalidArgumentError(

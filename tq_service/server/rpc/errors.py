@@ -12,6 +12,7 @@ from grpc_status import rpc_status
 
 from tq_service.errors import InternalError, InvalidArgumentError, TqError
 from tq_service.log_message import LogMessage
+from tq_service.server.rpc.inbox import Unread
 from tq_service.server.rpc.method_table import Method
 from tq_service.server.rpc.middleware import Behavior, Caller, Context, Middleware
 from tq_service.wire.error_table import to_status
@@ -43,6 +44,8 @@ class ErrorStatuses(Middleware):
                     request = _ReadableRequests(request)
                 elif isinstance(request, Garbled):
                     raise _unreadable(request)
+                elif isinstance(request, Unread):
+                    raise request.error
                 return await behavior(request, context)
             except _NO_FAULTS:
                 raise
