@@ -81,7 +81,7 @@ def _service() -> Iterator[_Service]:
             *COMMAND, "serve", "--port", "0", "--max-bytes", f"{_QUOTA_MIB}MiB", "--shared-memory", "off",
             "--log-level", "error", "--auth-tokens-file", str(tokens),
         )  # fmt: skip
-        with ListeningProcess(command) as process:
+        with ListeningProcess(command, log=Path(directory, "log")) as process:
             yield _Service(process.address, psutil.Process(process.pid), secret)
 
 

@@ -44,19 +44,22 @@ CLUSTER_CHANNEL_OPTIONS: Final = cluster_options(CHANNEL_OPTIONS)
 
 
 @cache
-def _method_for(kind: type[Message]) -> tuple[str, Callable[[bytes], Any]]:
-    for module in (controller_service_pb2, storage_service_pb2):
-        for service in module.DESCRIPTOR.services_by_name.values():
-            for method in service.methods:
-                if method.input_type is kind.DESCRIPTOR:
-                    read: Callable[[bytes], Any] = GetMessageClass(method.output_type).FromString
-                    return f"/{service.full_name}/{method.name}", read
-    raise LookupError(f"no method takes {kind.DESCRIPTOR.full_name}")
+def _methods() -> dict[str, tuple[str, Callable[[bytes], Any]]]:
+    """Return the full name of each method, and what reads its answer, by the name of its request."""
+    return {
+        method.input_type.full_name: (
+            f"/{service.full_name}/{method.name}",
+            GetMessageClass(method.output_type).FromString,
+        )
+        for module in (controller_service_pb2, storage_service_pb2)
+        for service in module.DESCRIPTOR.services_by_name.values()
+        for method in service.methods
+    }
 
 
 def method_for(request: Message) -> tuple[str, Callable[[bytes], Any]]:
     """Return the full name of the method that takes a request, and what reads its answer."""
-    return _method_for(type(request))
+    return _methods()[request.DESCRIPTOR.full_name]
 
 
 def resolve_address(address: str | Sequence[str] | None) -> str:

@@ -76,3 +76,4 @@ async def received(
             return
         progress.moved(size(part))
         yield part
+        del part  # else it would stay in memory until the next one is there

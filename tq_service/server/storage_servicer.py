@@ -230,6 +230,7 @@ class StorageServicer:
             await context.send_initial_metadata(((SEND_AS_KEY, SEND_AS_FRAMES),))
             async for part in parts:
                 await pending.write(_frame(part))
+                del part  # else it would stay in memory until the next one is there
 
         async def receive_fds(pending: PendingPut, session: Session) -> None:
             with session.awaiting(header.put_id) as take_fds:

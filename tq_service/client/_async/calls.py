@@ -232,7 +232,7 @@ class AsyncCalls:
             if request.ByteSize() < PART_BYTES:
                 return await pick(endpoint)(request, timeout=deadline.remaining(), metadata=endpoint.metadata())
             name, read_answer = method_for(request)
-            ask = endpoint.channel.stream_unary(name, response_deserializer=read_answer)
+            ask: Any = endpoint.channel.stream_unary(name, response_deserializer=read_answer)
             parts = in_parts(request.SerializeToString(), name)
             answer: Response = await ask(iter(parts), timeout=deadline.remaining(), metadata=endpoint.metadata())
             return answer

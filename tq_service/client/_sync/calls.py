@@ -233,7 +233,7 @@ class Calls:
             if request.ByteSize() < PART_BYTES:
                 return pick(endpoint)(request, timeout=deadline.remaining(), metadata=endpoint.metadata())
             name, read_answer = method_for(request)
-            ask = endpoint.channel.stream_unary(name, response_deserializer=read_answer)
+            ask: Any = endpoint.channel.stream_unary(name, response_deserializer=read_answer)
             parts = in_parts(request.SerializeToString(), name)
             answer: Response = ask(iter(parts), timeout=deadline.remaining(), metadata=endpoint.metadata())
             return answer

@@ -28,6 +28,9 @@ class Services(grpc.GenericRpcHandler):
         server: where calls come in.
         middleware: what each call passes, the outermost first. The caller is that of the first that knows it.
         methods: what is known of methods; of one that is missing, nothing is.
+
+    Attributes:
+        inbox: reads the requests.
     """
 
     def __init__(
@@ -37,7 +40,7 @@ class Services(grpc.GenericRpcHandler):
         methods: Mapping[str, Method] = METHODS,
     ) -> None:
         self._middleware = middleware
-        self._inbox = Inbox()
+        self.inbox = Inbox()
         self._methods = methods
         self._admitting = [each for each in middleware if type(each).admit is not Middleware.admit]
         self._anyone = Caller()
@@ -88,7 +91,7 @@ class Services(grpc.GenericRpcHandler):
             behavior = each.wrap(method, caller, behavior)
         if caller.refusal is None:
             deserialize = _marking_garbage(inner.request_deserializer)
-            behavior = self._inbox.reads(method, inner.request_streaming, behavior, deserialize)
+            behavior = self.inbox.reads(method, inner.request_streaming, behavior, deserialize)
         make = grpc.stream_stream_rpc_method_handler if has_response_stream else grpc.stream_unary_rpc_method_handler
         handler: Handler = make(behavior, None, serialize)
         return handler

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import traceback
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -50,7 +51,9 @@ class ErrorStatuses(Middleware):
             except _NO_FAULTS:
                 raise
             except Exception as error:
-                return await _end(context, error, method, request)
+                failure = error
+            # Not within the `except`: what is raised here must not refer to the failure, see `_end`.
+            return await _end(context, failure, method, request)
 
         return call
 
@@ -80,7 +83,12 @@ async def _end(context: Context, error: Exception, method: Method, request: Any)
         request_id = _request_id(request)
         _log.error(LogMessage("a call failed", method=method.name, request_id=request_id), exc_info=error)
         facts = {} if request_id is None else {"request_id": request_id.hex()}
-        error = InternalError("the service failed; its log has the details", metadata=facts)
+        failed, error = error, InternalError("the service failed; its log has the details", metadata=facts)
+    else:
+        failed = error
+    # The frames of the failed call have the bytes that came, and gRPC keeps its state until garbage is collected.
+    traceback.clear_frames(failed.__traceback__)
+    del failed
     await context.abort_with_status(rpc_status.to_status(to_status(error, method=method.name)))
 
 

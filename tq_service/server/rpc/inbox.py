@@ -183,14 +183,18 @@ class Inbox:
     """Reads the requests of all calls of a server.
 
     Attributes:
+        open_calls: the requests of methods that need no token.
+        requests: those of other methods, and the first message of a stream.
+        frames: the other messages of streams, each until the next one is read.
+        large: requests that come in parts, each until its call ends.
         waiting_bytes: of the requests of calls that may wait for samples or capacity.
     """
 
     def __init__(self) -> None:
-        self._open = Lane(4, 2, 0.1, most_waiting_of_one=64)
-        self._requests = Lane(6, 3, 1.0)
-        self._frames = Lane(6, 3, 10.0)
-        self._large = Lane(1, 1, 10.0)  # holds one request whose parts together are larger than a message
+        self.open_calls = Lane(4, 2, 0.5, most_waiting_of_one=64)
+        self.requests = Lane(6, 3, 1.0)
+        self.frames = Lane(6, 3, 10.0)
+        self.large = Lane(1, 1, 10.0)
         self.waiting_bytes = 0
 
     def reads(
@@ -233,12 +237,12 @@ class _Reader:
             data = await self._first()
         else:
             # The frame before was taken: its turn ends with that, not with its arrival.
-            self._leave(self._inbox._frames)
+            self._leave(self._inbox.frames)
             if awaits_end.get():
                 data = await self._context.read()
             else:
-                await self._enter(self._inbox._frames)
-                data = await self._inbox._frames.read(self._context)
+                await self._enter(self._inbox.frames)
+                data = await self._inbox.frames.read(self._context)
         if data is _EOF:
             raise StopAsyncIteration
         return data if self._deserialize is None else self._deserialize(data)
@@ -263,7 +267,7 @@ class _Reader:
     async def _first(self) -> Any:
         """Return the first message, joined where it comes in parts."""
         self._is_begun = True
-        lane = self._inbox._open if self._method.is_open else self._inbox._requests
+        lane = self._inbox.open_calls if self._method.is_open else self._inbox.requests
         data = await self._message(lane)
         if data is _EOF:
             return data
@@ -277,7 +281,7 @@ class _Reader:
 
     async def _joined(self, first: bytes, lane: Lane) -> bytes:
         """Return a request that comes in parts; there is one such request at a time."""
-        await self._enter(self._inbox._large)
+        await self._enter(self._inbox.large)
         parts, size = [first], len(first)
         while len(parts[-1]) == PART_BYTES:
             part = await self._message(lane)
