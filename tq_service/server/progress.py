@@ -59,21 +59,24 @@ class Progress:
             self._left_seconds = self._seconds
 
 
-async def received(
-    parts: AsyncIterator[Part], stall_seconds: float, size: Callable[[Part], int]
-) -> AsyncIterator[Part]:
-    """Yield the messages of a stream as they come.
+class received(AsyncIterator[Part]):  # noqa: N801  (reads as a function does)
+    """The messages of a stream as they come; it keeps none of them, as a generator would that is not resumed.
+
+    Args:
+        parts: the stream.
+        stall_seconds: how long it may take to send `LEAST_PROGRESS_BYTES`.
+        size: returns the bytes of a message.
 
     Raises:
         DeadlineError: they come too slowly.
     """
-    progress = Progress(stall_seconds, f"fewer than {LEAST_PROGRESS_BYTES} bytes came")
-    iterator = aiter(parts)
-    while True:
-        try:
-            part = await progress.wait_for(anext(iterator))
-        except StopAsyncIteration:
-            return
-        progress.moved(size(part))
-        yield part
-        del part  # else it would stay in memory until the next one is there
+
+    def __init__(self, parts: AsyncIterator[Part], stall_seconds: float, size: Callable[[Part], int]) -> None:
+        self._progress = Progress(stall_seconds, f"fewer than {LEAST_PROGRESS_BYTES} bytes came")
+        self._parts = aiter(parts)
+        self._size = size
+
+    async def __anext__(self) -> Part:
+        part = await self._progress.wait_for(anext(self._parts))
+        self._progress.moved(self._size(part))
+        return part

@@ -192,8 +192,8 @@ class Inbox:
 
     def __init__(self) -> None:
         self.open_calls = Lane(4, 2, 0.5, most_waiting_of_one=64)
-        self.requests = Lane(6, 3, 1.0)
-        self.frames = Lane(6, 3, 10.0)
+        self.requests = Lane(4, 2, 1.0)
+        self.frames = Lane(4, 2, 10.0)
         self.large = Lane(1, 1, 10.0)
         self.waiting_bytes = 0
 
