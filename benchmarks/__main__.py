@@ -36,6 +36,7 @@ BENCHMARKS = (
     "kv_calls",
     "journal_store",
     "memory",
+    "memory_bounds",
     "back_pressure",
     "refused_flood",
     "watchers",

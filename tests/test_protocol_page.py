@@ -286,7 +286,7 @@ def test_limits_are_the_defaults() -> None:
         digits, _, unit = text.replace(",", "").partition(" ")
         return int(digits) * {"": 1, "KiB": 2**10, "MiB": 2**20}[unit]
 
-    assert number(limits["one message, either way"]) == default("max_message_bytes")
+    assert number(limits["one message to the service"]) == default("max_message_bytes")
     assert number(limits["metadata of a call"]) == default("max_metadata_bytes")
     assert number(limits["custom_meta of one sample in one write"]) == default("max_sample_meta_bytes")
     assert number(limits["calls of one connection at once"]) == default("max_streams")

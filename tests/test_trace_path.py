@@ -20,7 +20,7 @@ SCRIPT = Path(__file__).parent.parent / "scripts" / "trace_path.py"
 MOST = {"put": 14, "put-consumed": 15, "claim": 20, "get": 2, "ack": 11}
 
 # The most hand-written files of all layers, client and service in memory together.
-MOST_OF_ALL = {"put": 40, "get": 32}
+MOST_OF_ALL = {"put": 41, "get": 33}
 
 # What surely is on each path, so that a tracer that sees nothing fails: files, and directories that have one.
 EXPECTED = {

@@ -186,7 +186,9 @@ class _Network(_Section):
     )
     reflection: bool = Field(False, description="Whether to serve gRPC reflection, for grpcurl and similar tools.")
     max_message_bytes: Size = Field(
-        256 * 2**20, ge=2**20, description="Largest gRPC message accepted; bulk data comes in frames far below it."
+        4 * 2**20,
+        ge=4 * 2**20,
+        description="Largest gRPC message accepted; larger requests and bulk data come in several messages.",
     )
     max_metadata_bytes: Size = Field(
         16 * 2**10, ge=2**10, description="Largest metadata of one call: its headers, the token among them."

@@ -262,7 +262,7 @@ def test_help_groups_the_settings() -> None:
 
 def test_help_shows_defaults_the_way_they_are_given() -> None:
     shown = " ".join(CliRunner().invoke(app, ["serve", "--help"]).stdout.split())
-    for default in ("[default: 256MiB]", "[default: false]", "[default: 127.0.0.1]"):
+    for default in ("[default: 4MiB]", "[default: false]", "[default: 127.0.0.1]"):
         assert default in shown
     assert "[default: None]" not in shown
 

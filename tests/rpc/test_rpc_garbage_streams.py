@@ -11,7 +11,7 @@ import grpc
 import pytest
 import torch
 from google.protobuf.message import DecodeError
-from live_server import LiveServer, StartServer
+from live_server import LiveServer
 from rpc_samples import call_raw, new_id, put_train, reason_of, snapshot, still_works
 
 from tq_service.v1 import commit_pb2, metadata_pb2, storage_service_pb2
@@ -240,13 +240,12 @@ def test_a_put_whose_client_leaves_gives_its_bytes_back(server: LiveServer) -> N
     still_works(client)
 
 
-def test_a_message_above_the_limit_is_refused(start_server: StartServer) -> None:
-    server = start_server(max_message_bytes=1 << 20)
+def test_a_message_above_the_limit_is_refused(server: LiveServer) -> None:
     client = server.client()
     before = snapshot(client)
     for method in ("/tq_service.v1.ControllerService/Insert", "/tq_service.v1.StorageService/Put"):
         with pytest.raises(grpc.RpcError) as caught:
-            call_raw(server, method, [bytes(3 << 20)])
+            call_raw(server, method, [bytes(5 << 20)])
         call: Any = caught.value
         assert call.code() == CODE.RESOURCE_EXHAUSTED
     assert snapshot(client) == before

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
 from grpc.experimental import ChannelOptions
 
 from tq_service.addresses import DEFAULT_ADDRESS, parse_address
+from tq_service.v1 import controller_service_pb2, storage_service_pb2
 from tq_service.v1.controller_service_pb2_grpc import ControllerServiceStub
 from tq_service.wire.connection import CONNECTION_OPTIONS, cluster_options
 
@@ -37,6 +41,25 @@ CHANNEL_OPTIONS: Final = (
 
 CLUSTER_CHANNEL_OPTIONS: Final = cluster_options(CHANNEL_OPTIONS)
 """Of channels to controllers of a cluster: another one takes over while one that is paused still holds its calls."""
+
+
+@cache
+def _methods() -> dict[str, tuple[str, Callable[[bytes], Any]]]:
+    """Return the full name of each method, and what reads its answer, by the name of its request."""
+    return {
+        method.input_type.full_name: (
+            f"/{service.full_name}/{method.name}",
+            GetMessageClass(method.output_type).FromString,
+        )
+        for module in (controller_service_pb2, storage_service_pb2)
+        for service in module.DESCRIPTOR.services_by_name.values()
+        for method in service.methods
+    }
+
+
+def method_for(request: Message) -> tuple[str, Callable[[bytes], Any]]:
+    """Return the full name of the method that takes a request, and what reads its answer."""
+    return _methods()[request.DESCRIPTOR.full_name]
 
 
 def resolve_address(address: str | Sequence[str] | None) -> str:

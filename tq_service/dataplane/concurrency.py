@@ -13,7 +13,8 @@ import grpc
 from tq_service.errors import UnavailableError
 from tq_service.v1.storage_service_pb2 import PutHeader, PutResponse
 from tq_service.wire.credentials import Metadata
-from tq_service.wire.frames import SEND_AS_FRAMES, SEND_AS_KEY, FrameParts
+from tq_service.wire.frames import SEND_AS_FRAMES, SEND_AS_KEY, FrameParts, encode_part
+from tq_service.wire.parts import in_parts
 
 if TYPE_CHECKING:
     from tq_service.v1.storage_service_pb2_grpc import StorageServiceAsyncStub, StorageServiceStub
@@ -55,10 +56,13 @@ class AsyncPutCall:
     async def start(self, header: PutHeader) -> str | None:
         """Send the header; return how the bytes are to be sent, None where the call has ended: `answer` says how."""
         # Where a call ends before it has begun, by a close of its channel, grpc waits for ever with its first message.
-        writing = asyncio.ensure_future(self._stream.write(header))
+        parts = in_parts(encode_part(header), "put")
+        writing = asyncio.ensure_future(self._stream.write(parts[0]))
         self._stream.add_done_callback(lambda _: writing.cancel())
         try:
             await writing
+            for part in parts[1:]:
+                await self._stream.write(part)
             # Older versions of grpcio have keys() of pairs, which dict() would look up; so it gets an iterator.
             return dict(iter(await self._stream.initial_metadata())).get(SEND_AS_KEY)
         except (asyncio.InvalidStateError, grpc.aio.AioRpcError):
@@ -102,12 +106,13 @@ class PutCall:
     def __init__(self, call: Any, timeout: float, metadata: Metadata | None) -> None:
         self._call = call
         self._options: dict[str, Any] = {"timeout": timeout, "metadata": metadata}
-        self._messages: SimpleQueue[PutHeader | FrameParts | None] = SimpleQueue()
+        self._messages: SimpleQueue[bytes | FrameParts | None] = SimpleQueue()
         self._stream: Any = None
 
     def start(self, header: PutHeader) -> str | None:
         """Send the header; return how the bytes are to be sent: without a session frames may follow at once."""
-        self._messages.put(header)
+        for part in in_parts(encode_part(header), "put"):
+            self._messages.put(part)
         if not header.shared_memory_session:
             return SEND_AS_FRAMES
         self._stream = self._call.future(iter(self._messages.get, None), **self._options)

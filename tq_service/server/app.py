@@ -33,7 +33,7 @@ from tq_service.server.composition import (
 from tq_service.server.connections import SWEEP_SECONDS, Connections
 from tq_service.server.health import Health
 from tq_service.server.listener import Listener
-from tq_service.server.process import collect_garbage, tuned_process
+from tq_service.server.process import collect_garbage, give_back_freed_memory, tuned_process
 from tq_service.server.rpc.access_log import AccessLog
 from tq_service.server.rpc.adapter import Services
 from tq_service.server.rpc.durability import DurableAnswers
@@ -260,6 +260,7 @@ class App:
     async def _keep_house(self) -> None:
         self.calls.report()
         self._connections.report()
+        await asyncio.to_thread(give_back_freed_memory)
         if self.storage is None:
             return
         self.storage.trim()

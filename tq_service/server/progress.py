@@ -123,17 +123,24 @@ class LeastRate:
             progress.end_if_slower(self._bytes_per_second / len(self._streams))
 
 
-async def received(parts: AsyncIterator[Part], progress: Progress, size: Callable[[Part], int]) -> AsyncIterator[Part]:
-    """Yield the messages of a stream as they come.
+class received(AsyncIterator[Part]):  # noqa: N801  (reads as a function does)
+    """The messages of a stream as they come; it keeps none of them, as a generator would that is not resumed.
+
+    Args:
+        parts: the stream.
+        progress: counts the time in which it is waited for.
+        size: returns the bytes of a message.
 
     Raises:
         DeadlineError: they come too slowly.
     """
-    iterator = aiter(parts)
-    while True:
-        try:
-            part = await progress.wait_for(anext(iterator))
-        except StopAsyncIteration:
-            return
-        progress.moved(size(part))
-        yield part
+
+    def __init__(self, parts: AsyncIterator[Part], progress: Progress, size: Callable[[Part], int]) -> None:
+        self._progress = progress
+        self._parts = aiter(parts)
+        self._size = size
+
+    async def __anext__(self) -> Part:
+        part = await self._progress.wait_for(anext(self._parts))
+        self._progress.moved(self._size(part))
+        return part

@@ -7,8 +7,8 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
-from typing import Any, TypeAlias
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
+from typing import Any, Final, TypeAlias
 
 import grpc
 
@@ -31,6 +31,7 @@ from tq_service.server.commits import Commits
 from tq_service.server.mirroring import Mirroring
 from tq_service.server.progress import LEAST_PROGRESS_BYTES, LeastRate, Progress, received
 from tq_service.server.receipts import ReceiptKeys, not_registered
+from tq_service.server.rpc.inbox import awaits_end
 from tq_service.server.rpc.limits import RETRY_AFTER_SECONDS, WaitingCalls, wait_until
 from tq_service.storage.cells import PutCells
 from tq_service.storage.engine import StorageEngine
@@ -41,6 +42,7 @@ from tq_service.v1 import metadata_pb2
 from tq_service.v1 import storage_service_pb2 as pb
 from tq_service.wire.columns import Column, ColumnShape, columns_digest, decode_headers, encode_header
 from tq_service.wire.frames import (
+    DEFAULT_FRAME_BYTES,
     INLINE_BYTES,
     SEND_AS_FDS,
     SEND_AS_FRAMES,
@@ -58,6 +60,8 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Part: TypeAlias = pb.PutHeader | memoryview
 Receive = Callable[[PendingPut], Awaitable[None]]
 SERVICE = "tq_service.v1.StorageService"
+_SENT_BYTES: Final = 12 << 20  # of the frames of all gets at once
+_LEAST_FRAME_BYTES: Final = 16 << 10
 
 
 def endpoint_of(engine: StorageEngine, address: str) -> metadata_pb2.StorageEndpoint:
@@ -216,6 +220,7 @@ class StorageServicer:
         self._max_uncommitted_puts = max_uncommitted_puts
         self._shared_memory = shared_memory
         self._endpoint = endpoint
+        self._get_count = 0
 
     async def end_slow_streams(self) -> None:
         """End the streams that hold bytes, and move them too slowly, while puts wait for capacity."""
@@ -234,9 +239,11 @@ class StorageServicer:
             with self._least_rate.watching(progress):
                 async for part in parts:
                     await pending.write(_frame(part))
+                    del part  # else it would stay in memory until the next one is there
 
         async def receive_fds(pending: PendingPut, session: Session) -> None:
             with session.awaiting(header.put_id) as take_fds:
+                awaits_end.set(True)
                 await context.send_initial_metadata(((SEND_AS_KEY, SEND_AS_FDS),))
                 async for part in parts:
                     raise InvalidArgumentError(
@@ -418,12 +425,12 @@ class StorageServicer:
             with self._least_rate.watching(progress):
                 await progress.wait_for(context.write(header))
                 async for part in reading.parts(without):
-                    for frame in iter_frames(part):
+                    for frame in iter_frames(part, self._frame_bytes()):
                         await progress.wait_for(context.write(frame))
                         progress.moved(sum(map(len, frame)))
 
         progress = Progress(self._stall_seconds, f"fewer than {LEAST_PROGRESS_BYTES} bytes of the answer were taken")
-        with await self._driver.open(request) as reading:
+        with await self._driver.open(request) as reading, self._counted_get():
             session, fds, shared = self._shared_part(request, reading)
             if session is None:
                 await send(_get_header(reading))
@@ -432,6 +439,18 @@ class StorageServicer:
                 shared.offer_id = offer.offer_id
                 await send(_get_header(reading, shared), _indexes(shared))
                 await progress.wait_for(offer.wait())
+
+    @contextlib.contextmanager
+    def _counted_get(self) -> Iterator[None]:
+        self._get_count += 1
+        try:
+            yield
+        finally:
+            self._get_count -= 1
+
+    def _frame_bytes(self) -> int:
+        """Return the size of the next frame of a get: each of them has one in memory until its client takes it."""
+        return max(_LEAST_FRAME_BYTES, min(DEFAULT_FRAME_BYTES, _SENT_BYTES // self._get_count))
 
     async def GetInline(self, request: pb.GetInlineRequest, context: Context) -> pb.GetInlineResponse:
         with contextlib.ExitStack() as stack:

@@ -47,7 +47,14 @@ def cluster_options(options: Iterable[tuple[str, Any]]) -> tuple[tuple[str, Any]
 
 CLUSTER_OPTIONS: Final = cluster_options(CONNECTION_OPTIONS)
 
+STREAM_WINDOW_BYTES: Final = 16 << 10
+"""What a client may send of a message before the service reads it."""
+
 LISTENING_OPTIONS: Final = (
+    # What is not read yet lies in memory that no quota counts: gRPC would let it grow to megabytes for each call.
+    ("grpc.http2.lookahead_bytes", STREAM_WINDOW_BYTES),
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.experimental.tcp_max_read_chunk_size", 256 << 10),  # of each connection; gRPC's own is 4 MiB
     # A client that vanished without closing is noticed within 80 s, so that what its calls hold does not stay. A client
     # that is merely busy, such as a Node.js worker whose event loop computes, answers no pings and keeps its calls.
     ("grpc.keepalive_time_ms", 20_000),

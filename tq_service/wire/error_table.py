@@ -130,8 +130,8 @@ def _from_code(code: grpc.StatusCode, message: str) -> errors.TqError:
     if code is _CODE.RESOURCE_EXHAUSTED and (sizes := _TOO_LARGE.search(message)) is not None:
         return errors.ResourceExhaustedError(
             f"a message of this call has {sizes[1]} bytes, more than the {sizes[2]} that its receiver takes; ask for "
-            "or send less at once, or raise grpc.max_receive_message_length of the client, max_message_bytes of the "
-            f"service ({message})",
+            "or send less at once, or send a large request in parts (docs/protocol.md), or raise "
+            f"grpc.max_receive_message_length of the client ({message})",
             metadata={"limit_name": "message size", "got": sizes[1], "limit": sizes[2]},
         )
     kind = _class_of(code)

@@ -39,8 +39,11 @@ SEND_AS_FDS: Final = "fds"
 INLINE_BYTES: Final = 256 << 10
 """Puts and gets up to this size, shared memory apart, go in one message (PutInline, GetInline).
 
-No quota counts the bytes of such a put while it waits for capacity.
+No quota counts the bytes of such a put while it waits for capacity; `WAITING_BYTES` bounds those of all.
 """
+
+WAITING_BYTES: Final = "waiting_bytes"
+"""`limit_name` of the error of a call that may wait, while others do whose requests take too much memory."""
 
 # Just under glibc's largest dynamic mmap threshold (32 MiB).
 _LARGEST_THRESHOLD_BYTES: Final = (32 << 20) - (64 << 10)
@@ -63,8 +66,10 @@ def encode_frame(parts: FrameParts) -> bytes:
     return _message_of(_FRAME_TAG, parts)
 
 
-def encode_part(part: PutHeader | GetHeader | FrameParts) -> bytes:
-    """Serialize a message of a put or get stream: its header, or the parts of a frame."""
+def encode_part(part: PutHeader | GetHeader | FrameParts | bytes) -> bytes:
+    """Serialize a message of a put or get stream: its header, or the parts of a frame; bytes are a message already."""
+    if isinstance(part, bytes):
+        return part
     if isinstance(part, PutHeader | GetHeader):
         return _message_of(_HEADER_TAG, (part.SerializeToString(),))
     return encode_frame(part)

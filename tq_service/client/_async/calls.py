@@ -15,7 +15,13 @@ import grpc
 from google.protobuf.message import Message
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
-from tq_service.client.channel import CHANNEL_OPTIONS, CLUSTER_CHANNEL_OPTIONS, CONTROLLER_STUB, resolve_address
+from tq_service.client.channel import (
+    CHANNEL_OPTIONS,
+    CLUSTER_CHANNEL_OPTIONS,
+    CONTROLLER_STUB,
+    method_for,
+    resolve_address,
+)
 from tq_service.client.concurrency import AsyncBackgroundCalls, AsyncHome, async_is_of_closing, async_sleep
 from tq_service.client.namespace import NO_NAMESPACE, Namespace
 from tq_service.client.requests import request_of, seconds
@@ -29,6 +35,7 @@ from tq_service.errors import CallCancelledError, PreconditionError, TqError, Un
 from tq_service.wire.controllers import Controllers
 from tq_service.wire.credentials import Credentials, Metadata, Signature, Tls, async_open_channel
 from tq_service.wire.error_table import status_from_trailers
+from tq_service.wire.parts import PART_BYTES, in_parts
 
 T = TypeVar("T")
 
@@ -224,7 +231,13 @@ class AsyncCalls:
         """Make a unary call; `is_retried` tells whether the caller tries again while the service is unavailable."""
         endpoint = self.endpoint(address)
         with endpoint.errors(deadline, is_retried=is_retried):
-            return await pick(endpoint)(request, timeout=deadline.remaining(), metadata=endpoint.metadata())
+            if request.ByteSize() < PART_BYTES:
+                return await pick(endpoint)(request, timeout=deadline.remaining(), metadata=endpoint.metadata())
+            name, read_answer = method_for(request)
+            ask: Any = endpoint.channel.stream_unary(name, response_deserializer=read_answer)
+            parts = in_parts(request.SerializeToString(), name)
+            answer: Response = await ask(iter(parts), timeout=deadline.remaining(), metadata=endpoint.metadata())
+            return answer
 
     def _check_open(self) -> None:
         if self.closed:

@@ -16,7 +16,13 @@ import grpc
 from google.protobuf.message import Message
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
-from tq_service.client.channel import CHANNEL_OPTIONS, CLUSTER_CHANNEL_OPTIONS, CONTROLLER_STUB, resolve_address
+from tq_service.client.channel import (
+    CHANNEL_OPTIONS,
+    CLUSTER_CHANNEL_OPTIONS,
+    CONTROLLER_STUB,
+    method_for,
+    resolve_address,
+)
 from tq_service.client.concurrency import BackgroundCalls, Home, is_of_closing, sleep
 from tq_service.client.namespace import NO_NAMESPACE, Namespace
 from tq_service.client.requests import request_of, seconds
@@ -30,6 +36,7 @@ from tq_service.errors import CallCancelledError, PreconditionError, TqError, Un
 from tq_service.wire.controllers import Controllers
 from tq_service.wire.credentials import Credentials, Metadata, Signature, Tls, open_channel
 from tq_service.wire.error_table import status_from_trailers
+from tq_service.wire.parts import PART_BYTES, in_parts
 
 T = TypeVar("T")
 
@@ -225,7 +232,13 @@ class Calls:
         """Make a unary call; `is_retried` tells whether the caller tries again while the service is unavailable."""
         endpoint = self.endpoint(address)
         with endpoint.errors(deadline, is_retried=is_retried):
-            return pick(endpoint)(request, timeout=deadline.remaining(), metadata=endpoint.metadata())
+            if request.ByteSize() < PART_BYTES:
+                return pick(endpoint)(request, timeout=deadline.remaining(), metadata=endpoint.metadata())
+            name, read_answer = method_for(request)
+            ask: Any = endpoint.channel.stream_unary(name, response_deserializer=read_answer)
+            parts = in_parts(request.SerializeToString(), name)
+            answer: Response = ask(iter(parts), timeout=deadline.remaining(), metadata=endpoint.metadata())
+            return answer
 
     def _check_open(self) -> None:
         if self.closed:

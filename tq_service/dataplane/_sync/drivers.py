@@ -18,7 +18,7 @@ from tq_service.dataplane.concurrency import PutCall, in_thread
 from tq_service.dataplane.messages import AnswerReader
 from tq_service.dataplane.parties import CONTROLLER_KIND, GRPC_KIND, Deadline, Place, Received
 from tq_service.dataplane.shared_memory.client import FdChannel, HostLink
-from tq_service.errors import PreconditionError, TqError
+from tq_service.errors import LimitExceededError, PreconditionError, TqError
 from tq_service.v1.storage_service_pb2 import (
     GetInlineRequest,
     GetRequest,
@@ -33,11 +33,13 @@ from tq_service.wire.credentials import Metadata
 from tq_service.wire.frames import (
     INLINE_BYTES,
     SEND_AS_FDS,
+    WAITING_BYTES,
     decode_get_response,
     encode_part,
     iter_frames,
     keep_frame_buffers,
 )
+from tq_service.wire.parts import PART_BYTES, in_parts
 
 if TYPE_CHECKING:
     from tq_service.dataplane.concurrency import StorageStub
@@ -112,11 +114,8 @@ class GrpcDriver:
             request_serializer=encode_part,
             response_deserializer=PutResponse.FromString,
         )
-        self._get = channel.unary_stream(
-            _SERVICE + "Get",
-            request_serializer=GetRequest.SerializeToString,
-            response_deserializer=decode_get_response,
-        )
+        self._get = channel.unary_stream(_SERVICE + "Get", response_deserializer=decode_get_response)
+        self._get_in_parts = channel.stream_stream(_SERVICE + "Get", response_deserializer=decode_get_response)
         self._metadata = metadata
         self._errors = errors
         self._link = link or HostLink(is_enabled=False)
@@ -128,14 +127,22 @@ class GrpcDriver:
         if header.size_bytes <= INLINE_BYTES:
             values = b"".join(chunk for column in columns for chunk in column.chunks)
             request = PutInlineRequest(header=header, values=values)
-            with self._errors(deadline):
-                answer = self.storage.PutInline(request, timeout=deadline.remaining(), metadata=self._metadata())
-            return answer.put
+            if request.ByteSize() < PART_BYTES:
+                try:
+                    return self._put_inline(request, deadline)
+                except LimitExceededError as error:  # a stream keeps its values until there is capacity
+                    if error.metadata.get("limit_name") != WAITING_BYTES:
+                        raise
         if header.size_bytes >= SHARED_FROM_BYTES:
             self._find_on_host(deadline)
         with self._link.session() as session, self._errors(deadline):
             header.shared_memory_session = b"" if session is None else session.session_id
             return self._stream(header, columns, session, deadline)
+
+    def _put_inline(self, request: PutInlineRequest, deadline: Deadline) -> PutResponse:
+        with self._errors(deadline):
+            answer = self.storage.PutInline(request, timeout=deadline.remaining(), metadata=self._metadata())
+        return answer.put
 
     def _stream(
         self, header: PutHeader, columns: Sequence[Column], session: FdChannel | None, deadline: Deadline
@@ -186,9 +193,10 @@ class GrpcDriver:
         self, request: GetRequest, reader: AnswerReader, session: FdChannel | None, deadline: Deadline
     ) -> bool:
         """Get in one message; return False where the answer is too large for that."""
-        answer = self.storage.GetInline(
-            GetInlineRequest(get=request), timeout=deadline.remaining(), metadata=self._metadata()
-        )
+        inline = GetInlineRequest(get=request)
+        if inline.ByteSize() >= PART_BYTES:
+            return False
+        answer = self.storage.GetInline(inline, timeout=deadline.remaining(), metadata=self._metadata())
         if not answer.HasField("header"):
             return False
         reader.take(answer.header)
@@ -200,7 +208,9 @@ class GrpcDriver:
     def _get_stream(
         self, request: GetRequest, reader: AnswerReader, session: FdChannel | None, deadline: Deadline
     ) -> None:
-        stream = self._get(request, timeout=deadline.remaining(), metadata=self._metadata())
+        parts, options = in_parts(request.SerializeToString(), "get"), {"timeout": deadline.remaining()}
+        asked = self._get_in_parts(iter(parts), metadata=self._metadata(), **options) if len(parts) > 1 else None
+        stream = asked or self._get(parts[0], metadata=self._metadata(), **options)
         try:
             for part in stream:
                 reader.take(part)

@@ -10,6 +10,7 @@ from typing import Any, NoReturn, TypeAlias
 import grpc
 from google.protobuf.message import DecodeError
 
+from tq_service.server.rpc.inbox import Inbox
 from tq_service.server.rpc.method_table import METHODS, Method
 from tq_service.server.rpc.middleware import Behavior, Caller, Context, Middleware, Refusal
 from tq_service.wire.frames import Garbled
@@ -27,6 +28,9 @@ class Services(grpc.GenericRpcHandler):
         server: where calls come in.
         middleware: what each call passes, the outermost first. The caller is that of the first that knows it.
         methods: what is known of methods; of one that is missing, nothing is.
+
+    Attributes:
+        inbox: reads the requests.
     """
 
     def __init__(
@@ -36,6 +40,7 @@ class Services(grpc.GenericRpcHandler):
         methods: Mapping[str, Method] = METHODS,
     ) -> None:
         self._middleware = middleware
+        self.inbox = Inbox()
         self._methods = methods
         self._admitting = [each for each in middleware if type(each).admit is not Middleware.admit]
         self._anyone = Caller()
@@ -66,7 +71,29 @@ class Services(grpc.GenericRpcHandler):
             return caller.handlers[name]
         # A refusal passes the middleware that made it and what is around that.
         end = len(self._middleware) if caller.refusal is None else self._middleware.index(decisive) + 1
-        handler = caller.handlers[name] = _wrapped(inner, method, caller, self._middleware[:end])
+        handler = caller.handlers[name] = self._wrapped(inner, method, caller, self._middleware[:end])
+        return handler
+
+    def _wrapped(self, inner: Handler, method: Method, caller: Caller, middleware: Sequence[Middleware]) -> Handler:
+        """Return a handler with middleware around it; of a caller that is refused, one that reads nothing.
+
+        To gRPC all are methods with a stream of requests, so that nothing is read before the inbox reads it.
+        """
+        serialize: Callable[[Any], bytes] | None = None
+        if caller.refusal is None:
+            has_response_stream = inner.response_streaming
+            shape = f"{'stream' if inner.request_streaming else 'unary'}_{'stream' if has_response_stream else 'unary'}"
+            behavior, serialize = _as_coroutine(getattr(inner, shape)), inner.response_serializer
+        else:
+            # As a method with one answer, which never comes, whatever it is to others.
+            has_response_stream, behavior = False, _refusing(caller.refusal)
+        for each in reversed(middleware):
+            behavior = each.wrap(method, caller, behavior)
+        if caller.refusal is None:
+            deserialize = _marking_garbage(inner.request_deserializer)
+            behavior = self.inbox.reads(method, inner.request_streaming, behavior, deserialize)
+        make = grpc.stream_stream_rpc_method_handler if has_response_stream else grpc.stream_unary_rpc_method_handler
+        handler: Handler = make(behavior, None, serialize)
         return handler
 
     def _find(self, details: grpc.HandlerCallDetails) -> bool:
@@ -78,28 +105,6 @@ class Services(grpc.GenericRpcHandler):
                 self._found[name] = self._methods.get(name) or Method(name=name), handler
                 return True
         return False
-
-
-def _wrapped(inner: Handler, method: Method, caller: Caller, middleware: Sequence[Middleware]) -> Handler:
-    """Return a handler with middleware around it; of a caller that is refused, one that reads nothing."""
-    deserialize: Callable[[bytes], Any] | None = None
-    serialize: Callable[[Any], bytes] | None = None
-    if caller.refusal is None:
-        shape = _shape(inner)
-        behavior = _as_coroutine(getattr(inner, shape))
-        deserialize, serialize = _marking_garbage(inner.request_deserializer), inner.response_serializer
-    else:
-        # As a method with a stream of requests, none of which is read, whatever it is to others.
-        shape, behavior = "stream_unary", _refusing(caller.refusal)
-    for each in reversed(middleware):
-        behavior = each.wrap(method, caller, behavior)
-    handler: Handler = getattr(grpc, f"{shape}_rpc_method_handler")(behavior, deserialize, serialize)
-    return handler
-
-
-def _shape(handler: Handler) -> str:
-    kinds = handler.request_streaming, handler.response_streaming
-    return "_".join("stream" if is_stream else "unary" for is_stream in kinds)
 
 
 def _as_coroutine(behavior: Callable[..., Any]) -> Behavior:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import traceback
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from grpc_status import rpc_status
 
 from tq_service.errors import InternalError, InvalidArgumentError, TqError
 from tq_service.log_message import LogMessage
+from tq_service.server.rpc.inbox import Unread
 from tq_service.server.rpc.method_table import Method
 from tq_service.server.rpc.middleware import Behavior, Caller, Context, Middleware
 from tq_service.wire.error_table import to_status
@@ -43,11 +45,15 @@ class ErrorStatuses(Middleware):
                     request = _ReadableRequests(request)
                 elif isinstance(request, Garbled):
                     raise _unreadable(request)
+                elif isinstance(request, Unread):
+                    raise request.error
                 return await behavior(request, context)
             except _NO_FAULTS:
                 raise
             except Exception as error:
-                return await _end(context, error, method, request)
+                failure = error
+            # Not within the `except`: what is raised here must not refer to the failure, see `_end`.
+            return await _end(context, failure, method, request)
 
         return call
 
@@ -77,7 +83,12 @@ async def _end(context: Context, error: Exception, method: Method, request: Any)
         request_id = _request_id(request)
         _log.error(LogMessage("a call failed", method=method.name, request_id=request_id), exc_info=error)
         facts = {} if request_id is None else {"request_id": request_id.hex()}
-        error = InternalError("the service failed; its log has the details", metadata=facts)
+        failed, error = error, InternalError("the service failed; its log has the details", metadata=facts)
+    else:
+        failed = error
+    # The frames of the failed call have the bytes that came, and gRPC keeps its state until garbage is collected.
+    traceback.clear_frames(failed.__traceback__)
+    del failed
     await context.abort_with_status(rpc_status.to_status(to_status(error, method=method.name)))
 
 

@@ -14,7 +14,7 @@ SMALL_BYTES: Final = 64 << 10
 
 _HUGE_PAGES_FROM_BYTES: Final = 4 << 20
 _CLASSES_PER_DOUBLING: Final = 8
-_HALF_LIFE_SECONDS: Final = 60.0
+_HALF_LIFE_SECONDS: Final = 2.5
 BackingT = TypeVar("BackingT")
 
 
