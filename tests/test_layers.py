@@ -13,6 +13,7 @@ PACKAGE = ROOT / "tq_service"
 
 LEAVES = {
     "addresses",
+    "admission_turn",
     "client_probes",
     "custom_meta",
     "daemon_threads",
@@ -29,6 +30,7 @@ LEAVES = {
 ARROWS: dict[str, set[str]] = {
     "__init__": {"client", "observe", "wire"},
     "addresses": set(),
+    "admission_turn": set(),
     "client_probes": set(),
     "custom_meta": set(),
     "daemon_threads": set(),

@@ -98,7 +98,8 @@ class NotReady:
     Attributes:
         kind: "field": they lack the field `name`; "where": a condition on the custom_meta column `name` does not hold;
             "length": they have no length for the sampler; "held"; "leased": to workers of the task; "group": they are
-            ready, and other members of their groups are not.
+            ready, and other members of their groups are not; "lost": their group lost a member for good, so the task
+            never gets them.
         name: of the field or column, else empty.
         sample_count: number of samples.
         ends_in_seconds: of "leased": until the first lease runs out; None for others.

@@ -19,7 +19,7 @@ from tq_service.domain.claims.planner import RunsPlans
 from tq_service.domain.claims.readiness import Readiness
 from tq_service.domain.partition import Partition
 from tq_service.domain.slices import Slices
-from tq_service.domain.states import LIVE, UNCLAIMED, is_open
+from tq_service.domain.states import LIVE
 from tq_service.errors import TqError
 
 _SLICE_ROWS: Final = 16_384
@@ -217,7 +217,8 @@ class _Look:
         """Look at a stretch of rows."""
         if self._readiness is not None:
             try:
-                self._ready_count += int(np.count_nonzero(self._readiness.ready(rows)))
+                ready = self._readiness.ready(rows)
+                self._ready_count += int(np.count_nonzero(ready & ~self._task.skipped.data[rows]))
             except TqError:  # a condition does not fit its column, say: claims of this kind get the error
                 self._readiness = None
         arrays = self._partition.meta.arrays(self._column)
@@ -226,7 +227,7 @@ class _Look:
         values, present = arrays[0][rows], arrays[1][rows]
         states = self._partition.state.data[rows]
         is_there = present & (states >= LIVE)
-        is_left = present & is_open(states) & (self._task.claim.data[rows] == UNCLAIMED)
+        is_left = present & self._task.is_pending(rows)
         self._newest = max(self._newest, version_range(values[is_there])[1])
         self._oldest = min(self._oldest, version_range(values[is_left])[0])
 

@@ -19,7 +19,7 @@ _PUTS_CLEARED_AT_ONCE: Final = 128  # that have cells of these: a few millisecon
 class Clearing:
     """Clears samples in parts; those that are not there are ignored.
 
-    Whether a sample satisfies the conditions of the selection is decided in the step that clears it.
+    Whether a sample satisfies the conditions of the selection, or is skipped, is decided in the step that clears it.
 
     Args:
         catalog: where their partition is.
@@ -80,7 +80,7 @@ class Clearing:
         positions = table.find(self._part)
         count = partition.cells.count_of_runs(positions, _PUTS_CLEARED_AT_ONCE)
         taken, positions, self._part = self._part[:count], positions[:count], self._part[count:]
-        if not self._selection.where:
+        if not (self._selection.where or self._selection.skipped_by):
             return taken
         satisfying: Indexes = table.index.data[self._selection.satisfying(partition, positions[positions >= 0])]
         return satisfying

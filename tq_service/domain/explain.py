@@ -24,7 +24,7 @@ from tq_service.domain.claims.readiness import Readiness
 from tq_service.domain.claims.request import ClaimRequest
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Indexes, LengthSource
-from tq_service.domain.states import HELD, LIVE, UNCLAIMED, is_open
+from tq_service.domain.states import HELD, LIVE
 from tq_service.errors import nearest
 from tq_service.results import NotReady, WaitCode, WaitReason
 from tq_service.schema import Blocks
@@ -204,10 +204,11 @@ class Explanation:
         """Count the rows of a slice."""
         partition, batch_spec = self._partition, self._request.batch_spec
         readiness = Readiness(partition, self._task, batch_spec, self._length)
-        states = partition.state.data[rows]
-        left = is_open(states) & (self._task.claim.data[rows] == UNCLAIMED)
+        states, lost = partition.state.data[rows], self._task.skipped.data[rows]
+        left = self._task.is_pending(rows)
         live = left & (states == LIVE)
         self._left_count += int(np.count_nonzero(left))
+        self._count("lost", "", lost)
         self._count("held", "", left & (states == HELD))
         for name in self._fields:
             self._count("field", name, live & ~partition.cells.produced((name,), rows))
@@ -215,7 +216,7 @@ class Explanation:
             self._count("where", condition.column, live & ~partition.meta.holds(condition, rows)[0])
         if self._length is not None:
             self._count("length", "", live & (readiness.lengths(rows) < 0))
-        self._ready.append(np.flatnonzero(readiness.ready(rows)) + rows.start)
+        self._ready.append(np.flatnonzero(readiness.ready(rows) & ~lost) + rows.start)
 
     def _count(self, kind: str, name: str, mask: NDArray[np.bool_]) -> None:
         self._lacking[kind, name] += int(np.count_nonzero(mask))
@@ -314,6 +315,13 @@ class Explanation:
                     f"task {task!r} has consumed all {self._task.consumed_count} samples of partition "
                     f"{partition_id!r}{leased}"
                 )
+                if lost := self._lacking["lost", ""]:
+                    are_lost = _shown(NotReady(kind="lost", sample_count=lost))
+                    return (
+                        f"nothing is left for task {task!r} of partition {partition_id!r}: it has consumed "
+                        f"{self._task.consumed_count} samples{leased}, and {are_lost}; put more, seal it, or clear "
+                        f"those with clear_samples(skipped_by={task!r})"
+                    )
                 if self._partition.sealed:
                     return f"{consumed}; they come back when it runs out, or the end comes once they are acknowledged"
                 return f"{consumed}, and the partition is open; put more, or seal it when there are no more"
@@ -337,6 +345,8 @@ def _shown(lack: NotReady) -> str:
             return f"{count} have no length for the sampler"
         case "leased":
             return f"{count} are leased, the first for {lack.ends_in_seconds or 0:.0f} s more"
+        case "lost":
+            return f"{count} are lost, since their groups lost a member that failed, was cleared or was dead-lettered"
         case "group":
             return f"{count} are ready in groups that are not ready as a whole ({lack.example})"
     return f"{count} are {lack.kind}"

@@ -52,19 +52,26 @@ class Selection:
         keys: keys.
         groups: names of groups, whose members are meant.
         is_all: whether all samples are.
+        skipped_by: name of a task that never gets the samples; empty: any samples. For `is_all`.
         where: what the samples must satisfy besides.
 
     Raises:
-        InvalidArgumentError: samples are named both by themselves and by their group.
+        InvalidArgumentError: samples are named both by themselves and by their group, or by what skipped them.
     """
 
     indexes: Indexes = field(default_factory=_NONE.copy)
     keys: Sequence[str] = ()
     groups: Sequence[str] = ()
     is_all: bool = False
+    skipped_by: str = ""
     where: tuple[Condition, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.skipped_by and not self.is_all:
+            raise InvalidArgumentError(
+                f"skipped_by is {self.skipped_by!r}, and samples or groups are named too; give one of them",
+                field="skipped_by",
+            )
         if self.groups and (self.named_count or self.is_all):
             raise InvalidArgumentError(
                 "groups are named, and samples too; name samples by index or key, or the groups they are in",
@@ -85,7 +92,7 @@ class Selection:
         """Return the samples from a place on, of so many names, or so many rows where no condition is looked at."""
         if self.is_named:
             return self._named(partition, place, place + size)
-        is_filtered = bool(self.groups or self.where)
+        is_filtered = bool(self.groups or self.where or self.skipped_by)
         return self._scanned(partition, place, _MOST_SCANNED if is_filtered else size)
 
     def _named(self, partition: Partition, start: int, stop: int) -> Part:
@@ -121,7 +128,9 @@ class Selection:
         return self.satisfying(partition, positions)
 
     def satisfying(self, partition: Partition, positions: Indexes) -> Indexes:
-        """Return those of some samples that satisfy all conditions."""
+        """Return those of some samples that satisfy all conditions, and that the task of `skipped_by` never gets."""
+        if self.skipped_by:
+            positions = positions[partition.known_task(self.skipped_by).is_lost(positions)]
         return positions[self._holds(partition, positions)] if self.where else positions
 
     def _holds(self, partition: Partition, positions: Indexes) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:

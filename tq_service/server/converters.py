@@ -251,11 +251,18 @@ def page_token(request: pb.LookupSamplesRequest) -> str:
 
 
 def cleared_selection(request: pb.ClearSamplesRequest) -> Selection:
-    """Return the samples to be cleared: where none is named, all that satisfy the conditions, if there are any."""
+    """Return the samples to be cleared; if none is named, all that satisfy the conditions or are skipped, if given."""
     where = tuple(read_message(Condition, each) for each in request.where)
     indexes = decode_integers(request.global_indexes)
-    is_all = bool(where) and not (indexes.size or request.keys or request.groups)
-    return Selection(indexes=indexes, keys=request.keys, groups=request.groups, is_all=is_all, where=where)
+    is_all = bool(where or request.skipped_by) and not (indexes.size or request.keys or request.groups)
+    return Selection(
+        indexes=indexes,
+        keys=request.keys,
+        groups=request.groups,
+        is_all=is_all,
+        skipped_by=request.skipped_by,
+        where=where,
+    )
 
 
 # Answers

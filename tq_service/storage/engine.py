@@ -218,7 +218,9 @@ class StorageEngine:
     ) -> None:
         """Have the bytes of a put that is to be written counted, and its blobs allocated."""
         charge, blob = stored.charge_in(store), None
-        await self._admission.reserve(charge, for_existing_rows=stored.for_existing_rows, deadline=deadline)
+        await self._admission.reserve(
+            charge, partition_id=stored.partition_id, for_existing_rows=stored.for_existing_rows, deadline=deadline
+        )
         try:
             blob = await store.allocate(stored.blob_bytes(store))
             blob.charge = charge

@@ -717,7 +717,7 @@ class NotReady(google.protobuf.message.Message):
     kind: builtins.str
     """"field": they lack the field `name`; "where": a condition on the custom_meta column `name` does not hold;
     "length": they have no length for the sampler; "held"; "leased": to workers of the task; "group": they are ready,
-    and other members of their groups are not.
+    and other members of their groups are not; "lost": their group lost a member for good, so the task never gets them.
     """
     name: builtins.str
     """Name of a field or column, else empty."""
@@ -1574,6 +1574,7 @@ class ClearSamplesRequest(google.protobuf.message.Message):
     MISSING_OK_FIELD_NUMBER: builtins.int
     GROUPS_FIELD_NUMBER: builtins.int
     WHERE_FIELD_NUMBER: builtins.int
+    SKIPPED_BY_FIELD_NUMBER: builtins.int
     request_id: builtins.bytes
     """16 random bytes that the client makes for this change and sends again with each retry. Of other lengths:
     INVALID_ARGUMENT.
@@ -1587,6 +1588,11 @@ class ClearSamplesRequest(google.protobuf.message.Message):
     missing_ok: builtins.bool
     """Whether there is nothing to clear where the partition, or this incarnation of it, does not exist (any more). Unset:
     NOT_FOUND and STALE_INCARNATION.
+    """
+    skipped_by: builtins.str
+    """Name of a task. All samples are meant that it never gets: those that failed before it took them, that it
+    dead-lettered, and the rest of groups that lost such a member, or a cleared one, while it keeps groups whole. Not
+    together with keys, indexes or groups. NOT_FOUND if the task has not asked yet. Empty: any samples.
     """
     @property
     def global_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -1617,8 +1623,9 @@ class ClearSamplesRequest(google.protobuf.message.Message):
         missing_ok: builtins.bool = ...,
         groups: collections.abc.Iterable[builtins.str] | None = ...,
         where: collections.abc.Iterable[global___Condition] | None = ...,
+        skipped_by: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["global_indexes", b"global_indexes", "groups", b"groups", "incarnation", b"incarnation", "keys", b"keys", "missing_ok", b"missing_ok", "partition_id", b"partition_id", "request_id", b"request_id", "where", b"where"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["global_indexes", b"global_indexes", "groups", b"groups", "incarnation", b"incarnation", "keys", b"keys", "missing_ok", b"missing_ok", "partition_id", b"partition_id", "request_id", b"request_id", "skipped_by", b"skipped_by", "where", b"where"]) -> None: ...
 
 global___ClearSamplesRequest = ClearSamplesRequest
 

@@ -385,6 +385,7 @@ class AsyncSampleCalls(AsyncBase):
         keys: Iterable[str] | None = None,
         global_indexes: Iterable[int] | None = None,
         groups: Iterable[str] | None = None,
+        skipped_by: str = "",
         where: Iterable[tuple[str, str, Any]] = (),
         missing_ok: bool = False,
         timeout: float | None = None,
@@ -396,7 +397,10 @@ class AsyncSampleCalls(AsyncBase):
             partition_id: or the partition,
             keys: with keys of samples,
             global_indexes: or their indexes,
-            groups: or groups, all of whose members are removed.
+            groups: or groups, all of whose members are removed,
+            skipped_by: or a task: all samples are removed that it never gets, as counted in its `skipped_count`: those
+                that failed before it took them, that it dead-lettered, and the rest of groups that lost a member while
+                the task keeps groups whole. Other tasks may still want them.
             where: conditions `(column, operator, value)` on custom_meta, all of which must hold for a sample in the
                 step that removes it. Where nothing else names samples, all are removed that satisfy them.
             missing_ok: whether there is nothing to remove where the partition is not there, instead of an error.
@@ -408,7 +412,9 @@ class AsyncSampleCalls(AsyncBase):
         Raises:
             PartitionNotFoundError: there is no such partition.
             StaleIncarnationError: the partition of `metadata` was created again.
-            InvalidArgumentError: samples are named besides groups, or a condition does not fit its column.
+            TaskNotFoundError: `skipped_by` has not asked for samples of the partition yet.
+            InvalidArgumentError: samples are named besides groups or `skipped_by`, or a condition does not fit its
+                column.
         """
         if metadata is not None:
             check_is_batch(metadata)
@@ -419,11 +425,13 @@ class AsyncSampleCalls(AsyncBase):
             global_indexes=global_indexes if metadata is None else metadata.indexes,
             keys=keys,
             groups=groups,
+            skipped_by=skipped_by,
             where=condition_messages(where),
             missing_ok=missing_ok,
         )
         is_named = any(names is not None for names in (metadata, keys, global_indexes, groups))
-        if not (request.global_indexes or request.keys or request.groups or (request.where and not is_named)):
+        is_all = (request.where and not is_named) or request.skipped_by
+        if not (request.global_indexes or request.keys or request.groups or is_all):
             return 0
         answer = await self._calls.unary(lambda to: to.controller.ClearSamples, request, self._deadline(timeout))
         return answer.cleared_count

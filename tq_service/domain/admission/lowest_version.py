@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Indexes
-from tq_service.domain.states import UNCLAIMED, is_open
+from tq_service.domain.states import is_open
 
 _BLOCK_ROWS = 1024
 _TO_BE_LOOKED_AT = -math.inf
@@ -78,11 +78,9 @@ class LowestVersion:
             return math.inf
         table = partition.table
         rows = slice(table.position_from(block * _BLOCK_ROWS), table.position_from((block + 1) * _BLOCK_ROWS))
-        state = partition.state.data[rows]
-        left = is_open(state) & arrays[1][rows]
         task = partition.tasks.get(self._task_name)
-        if task is not None:
-            left &= task.claim.data[rows] == UNCLAIMED
+        left = is_open(partition.state.data[rows]) if task is None else task.is_pending(rows)
+        left &= arrays[1][rows]
         return version_range(arrays[0][rows][left])[0]
 
 

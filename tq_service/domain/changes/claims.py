@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tq_service.domain.changes.state_machine import Change, State, Step
-from tq_service.domain.claims.grouping import Grouping
+from tq_service.domain.claims.grouping import Grouping, skip_rest
 from tq_service.domain.claims.ledger import QueueClaim, RecordedPlan, TaskLedger
 from tq_service.domain.claims.request import BatchSpec, LeaseTerms
 from tq_service.domain.claims.runs import groups_in_runs
@@ -205,6 +205,7 @@ class ClaimReleased(ClaimChange):
         task.nack(claim, positions)
         step.tasks.append((partition, task.name))
         _reopened(partition, positions, step)
+        _skip_rest(partition, task, positions, step)
         return int(np.count_nonzero(partition.state.data[positions] == LIVE))
 
 
@@ -240,7 +241,9 @@ class ClaimAcked(ClaimChange):
     def apply(self, state: State, prepared: ClaimRows, step: Step) -> int:
         """Consume the samples for good, or return them for their next use; return how many they are."""
         partition, task, claim, positions = prepared
-        _reopened(partition, task.ack(claim, positions), step)
+        returned = task.ack(claim, positions)
+        _reopened(partition, returned, step)
+        _skip_rest(partition, task, returned, step)
         step.tasks.append((partition, task.name))
         step.changed[partition] = None  # the end may have come with the last that was leased
         return int(positions.size)
@@ -295,6 +298,7 @@ class LeaseExpired(ClaimChange):
         partition, task, claim, positions = prepared
         step.note_change(partition)  # what is dead-lettered may bring the end, or let the rest of its group go
         _reopened(partition, task.expire(claim, positions, step.at_seconds), step)
+        _skip_rest(partition, task, positions, step)
         step.tasks.append((partition, task.name))
 
 
@@ -369,10 +373,42 @@ class DeadLettersRequeued(TaskChange):
         task.requeue(positions)
         step.tasks.append((partition, task.name))
         _reopened(partition, positions, step)
+        _reopened(partition, task.take_back(), step)  # their groups may be whole again
+        _skip_rest(partition, task, None, step)
         return int(positions.size)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupsKept(TaskChange):
+    """A task asks for whole groups in another way than before, or no longer does.
+
+    Attributes:
+        kept_groups: see `TaskFacts`.
+    """
+
+    kept_groups: int | None
+
+    def prepare(self, state: State) -> tuple[Partition, TaskLedger] | None:
+        """Find the task; None where it asks as before."""
+        partition, task = self.find(state)
+        return None if task.kept_groups == self.kept_groups else (partition, task)
+
+    def apply(self, state: State, prepared: tuple[Partition, TaskLedger], step: Step) -> None:
+        """Skip the rest of groups that lost a member, or have it pending again."""
+        partition, task = prepared
+        task.kept_groups = self.kept_groups
+        _reopened(partition, task.take_back(), step)
+        _skip_rest(partition, task, None, step)
+
+
 # Consequences
+
+
+def _skip_rest(partition: Partition, task: TaskLedger, positions: Indexes | None, step: Step) -> None:
+    """Skip what is left of groups that lost a member, see `skip_rest`; writes may have capacity for it."""
+    if skip_rest(partition, task, positions):
+        step.consumed[partition] = None
+        step.tasks.append((partition, task.name))
 
 
 def _reopened(partition: Partition, positions: Indexes, step: Step) -> None:

@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 
 from tq_service.custom_meta import MetaColumn
 from tq_service.domain.changes.state_machine import Change, State, Step
+from tq_service.domain.claims.grouping import skip_rest
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Indexes
-from tq_service.domain.states import FAILED, STATE_CODES, is_open
+from tq_service.domain.states import CLEARED, FAILED, STATE_CODES, is_open
 from tq_service.domain.tables.cells import ColumnWrite, Put
 from tq_service.domain.tables.groups import CheckedGroups
 from tq_service.domain.tables.names import GroupNames, Names
@@ -129,7 +130,7 @@ class SamplesWritten(Change):
         partition, positions = prepared.partition, prepared.positions
         write, table = self.write, partition.table
         rows: slice | Indexes
-        rows = added = _add_rows(write, prepared)
+        rows = added = _add_rows(write, prepared, step)
         indexes: Indexes | range = range(table.next_index - prepared.new_count, table.next_index)
         if positions is not None:
             if write.state is not None:
@@ -225,6 +226,8 @@ class SamplesCleared(Change):
         partition.key_index.on_rows_cleared(positions)
         partition.count_states(positions, -1)
         partition.groups.forget_members(positions)
+        partition.state.write(positions, CLEARED)
+        _skip_rest(partition, positions, step)
         partition.table.remove(positions)
         step.note_change(partition)
         return positions.size
@@ -233,13 +236,14 @@ class SamplesCleared(Change):
 # What a write does
 
 
-def _add_rows(write: SampleWrite, checked: CheckedWrite) -> slice:
+def _add_rows(write: SampleWrite, checked: CheckedWrite, step: Step) -> slice:
     """Add the new rows of a write; return their positions."""
     partition, count = checked.partition, checked.new_count
     code = STATE_CODES[write.state or SampleState.LIVE]
     added = partition.table.append(count, code)
     if count == 0:
         return added
+    had_groups = partition.groups.in_use
     partition.insert_size_gcd = gcd(partition.insert_size_gcd, count)
     if write.keys is not None:
         keys = write.keys
@@ -253,6 +257,11 @@ def _add_rows(write: SampleWrite, checked: CheckedWrite) -> slice:
     if code != FAILED:
         for task in partition.tasks.values():
             task.on_rows_added(count)
+    if partition.groups.in_use and not had_groups:  # blocks of unnamed rows are no groups any more
+        for task in partition.tasks.values():
+            if (taken := task.take_back()).size:
+                partition.touched(partition.table.index.data[taken])
+    _skip_rest(partition, np.arange(added.start, added.stop), step)
     return added
 
 
@@ -285,6 +294,16 @@ def _set_state(partition: Partition, code: int, positions: Indexes, step: Step) 
     partition.state.write(changed, code)
     partition.count_state(code, changed, 1)
     partition.state_version += 1
+    if code == FAILED:
+        _skip_rest(partition, changed, step)
+
+
+def _skip_rest(partition: Partition, positions: Indexes, step: Step) -> None:
+    """Skip, for tasks that keep groups whole, the rest of those that lost one of these rows, or got it too late."""
+    for task in partition.tasks.values():
+        if skip_rest(partition, task, positions):
+            step.consumed[partition] = None
+            step.tasks.append((partition, task.name))
 
 
 # What a write means, and whether its rows take it

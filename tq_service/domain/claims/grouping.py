@@ -11,8 +11,9 @@ from tq_service.domain.claims.ledger import TaskLedger
 from tq_service.domain.claims.runs import groups_in_runs, run_lengths
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Indexes
-from tq_service.domain.states import DEAD_LETTERED, UNCLAIMED, is_open
+from tq_service.domain.states import DEAD_LETTERED, FAILED, UNCLAIMED, is_open
 from tq_service.domain.tables.groups import NO_GROUP
+from tq_service.domain.tables.table import distinct
 from tq_service.errors import InvalidArgumentError
 from tq_service.schema import Blocks
 
@@ -37,6 +38,11 @@ class Grouping:
         self._groups = partition.groups
         self._task = task
         self._take_incomplete = take_incomplete
+
+    @property
+    def kept(self) -> int | None:
+        """How groups are kept whole, see `TaskFacts.kept_groups`."""
+        return None if self._take_incomplete else self.block_size or 0
 
     def check(self) -> None:
         """Refuse blocks that cut through what was put together."""
@@ -146,6 +152,7 @@ class Runs(Grouping):
     """
 
     blocks: ClassVar[Blocks] = "anywhere"
+    kept: ClassVar[int | None] = None  # type: ignore[misc]  # which rows are one group is open until they are delivered
 
     def __init__(self, partition: Partition, task: TaskLedger, block_size: int) -> None:
         super().__init__(partition, task, block_size)
@@ -177,6 +184,56 @@ class Runs(Grouping):
         lengths[left] = run_lengths(self._partition.table.index.data[:count][left])[1]
         dead: NDArray[np.bool_] = lengths[positions] < self._size
         return dead
+
+
+def skip_rest(partition: Partition, task: TaskLedger, positions: Indexes | None = None) -> int:
+    """Skip what is pending of groups that lost a member for good, where the task keeps groups whole.
+
+    A member is lost that failed, was cleared, or was dead-lettered by the task. Of cleared rows the state says so, and
+    the rest of the table does not yet.
+
+    Args:
+        partition: that of the task.
+        task: the task.
+        positions: rows whose groups may have lost a member, or got one; None: any may have.
+
+    Returns:
+        The number of rows that are skipped from now on.
+    """
+    may_lack = partition.table.removed_count or partition.state_counts[FAILED] or task.dead_lettered_count
+    if task.kept_groups is None or not may_lack:
+        return 0
+    if positions is None:
+        positions = partition.table.present_positions()
+    if partition.groups.in_use:
+        return task.skip(_rest_of_named(partition, task, positions))
+    return task.skip(_rest_of_blocks(partition, task, positions, task.kept_groups)) if task.kept_groups else 0
+
+
+def _rest_of_named(partition: Partition, task: TaskLedger, positions: Indexes) -> Indexes:
+    groups = partition.groups
+    slots = groups.of_rows[positions]
+    slots = distinct(slots[slots >= 0], groups.slots.count)
+    slots = slots[groups.cleared[slots] < groups.members[slots]]
+    has_lost = groups.failed[slots] + groups.cleared[slots] > 0
+    if not task.dead_lettered_count:
+        return groups.members_of(slots[has_lost], partition.table)
+    members = groups.members_of(slots, partition.table)
+    is_lost = np.zeros(groups.slots.count, np.bool_)
+    is_lost[slots[has_lost]] = True
+    is_lost[groups.of_rows[members[task.claim.data[members] == DEAD_LETTERED]]] = True
+    return members[is_lost[groups.of_rows[members]]]
+
+
+def _rest_of_blocks(partition: Partition, task: TaskLedger, positions: Indexes, size: int) -> Indexes:
+    table = partition.table
+    indexes = np.unique(table.index.data[positions] // size)[:, None] * size + np.arange(size)
+    members = table.find(indexes.ravel()).reshape(indexes.shape)
+    is_there = (members >= 0) & is_open(partition.state.data[members])
+    is_there &= task.claim.data[members] != DEAD_LETTERED
+    has_lost = ((indexes < table.next_index) & ~is_there).any(axis=1)
+    rest = members[has_lost]
+    return rest[rest >= 0]
 
 
 def grouping_of(

@@ -8,6 +8,9 @@ One column, `claim`, says of each row what became of it, and only the ledger wri
 - -n: leased to the claim with serial n, which has yet to acknowledge it;
 - -1: dead-lettered: delivered too often without being acknowledged.
 
+Another column, `skipped`, marks rows at 0 that are in a group which lost a member for good, while the task keeps groups
+whole: they are not pending. Samplers see them as before, so a task that takes the rest of such groups can have them.
+
     0 --claim_batch, claim_samples---------------------------> n    (nack of a claim without a lease: back to 0)
     0 --claim_samples with a lease--> -n --ack, row is gone--> n
                                       -n --nack, expire------> 0    (expire of one delivered too often: -1)
@@ -42,7 +45,7 @@ from numpy.typing import NDArray
 from tq_service.domain.claims.claim_names import ClaimNames, Loss, PastName
 from tq_service.domain.claims.request import BatchSpec, ClaimRequest, LeaseTerms, shown
 from tq_service.domain.plan import Indexes, Pack, Plan, RankPlan
-from tq_service.domain.states import CONSUMED_EARLIER, DEAD_LETTERED, UNCLAIMED, is_open
+from tq_service.domain.states import CONSUMED_EARLIER, DEAD_LETTERED, FAILED, UNCLAIMED, is_open
 from tq_service.domain.tables.table import Column, RowTable, count_values
 from tq_service.errors import (
     BatchForgottenError,
@@ -254,7 +257,11 @@ class TaskFacts:
     Attributes:
         end: None: it is not at its end.
         consumed_count: rows consumed in this epoch, leased and cleared ones included.
-        backlog: rows that are live or held, and neither consumed nor dead-lettered.
+        backlog: rows that are live or held, and neither consumed, dead-lettered nor skipped.
+        skipped_count: rows that are live or held and skipped; those cleared since are not counted.
+        kept_groups: how the last request kept groups whole: 0 for named groups, else the length of the blocks that
+            stand in for them where no group is named; None: it took samples one by one, or the rest of incomplete
+            groups, or has not asked in this epoch.
         dead_lettered_count: rows dead-lettered in this epoch, cleared ones included.
         last_forgotten: the last batch_index whose record was dropped although its rows are there; -1: none was.
         serial: the last one given to a claim.
@@ -267,6 +274,8 @@ class TaskFacts:
     end: EndCounts | None = None
     consumed_count: int = 0
     backlog: int = 0
+    skipped_count: int = 0
+    kept_groups: int | None = None
     dead_lettered_count: int = 0
     last_forgotten: int = -1
     serial: int = CONSUMED_EARLIER
@@ -296,6 +305,7 @@ class TaskLedger(TaskFacts):
         claim: what became of each row, see the module.
         deliveries: how often each row was delivered under a lease in this epoch, and not acknowledged.
         uses: how often each row was delivered, under a lease also acknowledged, and not consumed.
+        skipped: which rows are skipped, see the module.
         leased_count: rows that are leased.
         batches: recorded batches by batch_index, in the order of these; also the few kept without rows.
         claims: claims of queue workers by their request_id.
@@ -311,6 +321,7 @@ class TaskLedger(TaskFacts):
         self.claim = table.column(f"claim/{name}", np.int64, UNCLAIMED)
         self.deliveries = table.column(f"deliveries/{name}", np.int32, 0)
         self.uses = table.column(f"uses/{name}", np.int32, 0)
+        self.skipped = table.column(f"skipped/{name}", np.bool_, False)
         self.batches: dict[int, Batch] = {}
         self.claims: dict[bytes, QueueClaim] = {}
         self.leases: dict[bytes, QueueClaim] = {}
@@ -592,7 +603,7 @@ class TaskLedger(TaskFacts):
     def _consume(self, positions: Indexes, mark: int) -> None:
         self.claim.write(positions, mark)
         self.consumed_count += positions.size
-        self.backlog -= positions.size
+        self.backlog -= positions.size - self._unmark(positions)
 
     def _keep_reusing(self, record: Batch | QueueClaim) -> None:
         """Keep a record whose rows others may get too, and drop the oldest of those where they are many."""
@@ -724,8 +735,51 @@ class TaskLedger(TaskFacts):
         self.dead_lettered_count -= positions.size
         self._reopen(positions)
 
+    # Skipped rows
+
+    def skip(self, positions: Indexes) -> int:
+        """Skip those of some rows that are pending; return how many they are."""
+        is_pending = is_open(self._state.data[positions]) & (self.claim.data[positions] == UNCLAIMED)
+        skipped = positions[is_pending & ~self.skipped.data[positions]]
+        self.skipped.write(skipped, True)
+        self.backlog -= skipped.size
+        self.skipped_count += skipped.size
+        return skipped.size
+
+    def take_back(self) -> Indexes:
+        """Have no row skipped any more; return the positions of those that were."""
+        if not self.skipped_count:
+            return np.zeros(0, np.int64)
+        positions = np.flatnonzero(self.skipped.data[: self._table.count])
+        self.backlog += self._unmark(positions)
+        return positions
+
+    def _unmark(self, positions: Indexes) -> int:
+        """Count off those of some rows that are skipped, without counting them as pending; return how many."""
+        if not self.skipped_count:
+            return 0
+        marked = positions[self.skipped.data[positions]]
+        self.skipped.write(marked, False)
+        self.skipped_count -= marked.size
+        return marked.size
+
+    def is_pending(self, rows: slice) -> NDArray[np.bool_]:
+        """Return which rows are left to consume: live or held, and neither claimed, dead-lettered nor skipped."""
+        pending = is_open(self._state.data[rows])
+        pending &= self.claim.data[rows] == UNCLAIMED
+        if self.skipped_count:
+            pending &= ~self.skipped.data[rows]
+        return pending
+
+    def is_lost(self, positions: Indexes) -> NDArray[np.bool_]:
+        """Return which of some rows the task never gets: failed before it took them, dead-lettered, or skipped."""
+        claims = self.claim.data[positions]
+        is_failed = (self._state.data[positions] == FAILED) & (claims == UNCLAIMED)
+        lost: NDArray[np.bool_] = is_failed | (claims == DEAD_LETTERED) | self.skipped.data[positions]
+        return lost
+
     def reset(self, *, keep_consumed: bool, open_count: int) -> Indexes:
-        """Start the next epoch; return the positions of rows that were leased or dead-lettered.
+        """Start the next epoch; return the positions of rows that were leased, dead-lettered or skipped.
 
         They were not done, and are claimable in any case. All others are unless `keep_consumed`: the backlog is then
         `open_count`, the rows that are live or held.
@@ -735,10 +789,12 @@ class TaskLedger(TaskFacts):
         self.next_batch_index = 0
         self.end = None
         self.consumed_count -= self.leased_count
-        reopened = np.zeros(0, np.int64)
+        self.kept_groups = None
+        reopened = self.take_back()
         if not self.deliveries.is_blank:
-            reopened = np.flatnonzero(self.claim.data[: self._table.count] < UNCLAIMED)
-            self._reopen(reopened)
+            lost = np.flatnonzero(self.claim.data[: self._table.count] < UNCLAIMED)
+            self._reopen(lost)
+            reopened = np.concatenate([reopened, lost])
             self.deliveries.write(slice(0, self._table.count), 0)
         if not keep_consumed and not self.uses.is_blank:
             self.uses.write(slice(0, self._table.count), 0)
@@ -772,7 +828,7 @@ class TaskLedger(TaskFacts):
         Those that are leased are consumed for good: no other worker will process them.
         """
         claims = self.claim.data[positions]
-        self.backlog -= int(np.count_nonzero(claims == UNCLAIMED))
+        self.backlog -= int(np.count_nonzero(claims == UNCLAIMED)) - self._unmark(positions)
         if not self.leased_count:
             return
         is_leased = claims < DEAD_LETTERED

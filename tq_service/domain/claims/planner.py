@@ -23,7 +23,14 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
-from tq_service.domain.changes.claims import BatchPlanned, ClaimReleased, EndReached, NamedEndReached, QueueClaimed
+from tq_service.domain.changes.claims import (
+    BatchPlanned,
+    ClaimReleased,
+    EndReached,
+    GroupsKept,
+    NamedEndReached,
+    QueueClaimed,
+)
 from tq_service.domain.changes.state_machine import Change
 from tq_service.domain.claims.grouping import Grouping
 from tq_service.domain.claims.ledger import QueueClaim, RecordedPlan, TaskLedger
@@ -145,7 +152,7 @@ class Planner:
         self._recent = RecentBatches()
         self._last_request: ClaimRequest | None = None
         self._names: dict[str, Any] = {"partition_id": partition.partition_id, "task_name": task.name}
-        self._search = PlanSearch(partition, task, runner)
+        self._search = PlanSearch(partition, task, runner, self._note_groups)
         self._queue = WaitQueue()
         self._to_answer: deque[tuple[Waiter, TqError | None]] = deque()  # calls that may be over, and why
         self._dispatching: asyncio.Task[None] | None = None
@@ -196,6 +203,11 @@ class Planner:
             answer = found.plan.part(request.rank.dp_rank) if isinstance(found, Planned) else found.end
         self._start_dispatch()
         return answer
+
+    def _note_groups(self, kept_groups: int | None) -> None:
+        """Record how the task keeps groups whole, where it did so in another way before."""
+        if kept_groups != self._task.kept_groups:
+            self._commit(GroupsKept(**self._names, kept_groups=kept_groups), (self._partition, self._task))
 
     def _is_next(self, request: ClaimRequest) -> bool:
         """Whether a call may be served before it joins a line: others have no turn now, and none asks alike.
@@ -603,7 +615,11 @@ class PlanSearch:
         epoch: whose plans are looked for; there are none for the next one before the planner has gone on to it.
     """
 
-    def __init__(self, partition: Partition, task: TaskLedger, runner: RunsPlans) -> None:
+    def __init__(
+        self, partition: Partition, task: TaskLedger, runner: RunsPlans, note_groups: Callable[[int | None], None]
+    ) -> None:
+        """Look for the plans of a task; `note_groups` is called with how each kept groups whole, see `TaskFacts`."""
+        self._note_groups = note_groups
         self._partition = partition
         self._task = task
         self._runner = runner
@@ -663,17 +679,23 @@ class PlanSearch:
             is_closed = begun_at == self.marks and (self._partition.sealed or is_finished)
             if not (is_closed and view.no_more_can_become_ready()):
                 view.check_lengths()
-                return self._failed(request, view, begun_at, consumed)
+                failed = self._failed(request, view, begun_at, consumed)
+                self._note_groups(view.kept_groups)
+                return failed
             least = wanted.total_size if request.batch_spec.drop_last else 1
             view = self._view(request, no_more=True)
             plan = await run(request.sampler, view, replace(wanted, min_size=least))
             if plan is None:
                 if begun_at != self.marks:
                     return NOT_LOOKED
-                return EndFound(begun_at[0], begun_at[1] + 1, consumed, end=view.end())
+                found = EndFound(begun_at[0], begun_at[1] + 1, consumed, end=view.end())
+                self._note_groups(view.kept_groups)
+                return found
         if self._is_over(begun_at[-1]):
             return None
         planned = self._checked(request, view, plan)
+        if planned is not None:
+            self._note_groups(view.kept_groups)
         state_version, _, *others = begun_at  # rows that are only written to stay ready
         if planned is None and (state_version, *others) == (self.marks[0], *self.marks[2:]):
             raise SamplerError(

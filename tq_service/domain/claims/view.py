@@ -319,6 +319,11 @@ class PartitionView:
 
     # For the planner
 
+    @property
+    def kept_groups(self) -> int | None:
+        """How groups that were asked for are kept whole, see `TaskFacts`."""
+        return None if self.grouping is None else self.grouping.kept
+
     def no_more_can_become_ready(self) -> bool:
         """Whether no row can become ready any more, given that no new rows come. What is leased may be released."""
         if self._task.leased_count:
@@ -342,7 +347,7 @@ class PartitionView:
     @property
     def unready_count(self) -> int:
         """Rows left for the task that were not ready, once a scan was exhausted."""
-        return self._task.backlog - self.seen_count
+        return self._task.backlog + self._task.skipped_count - self.seen_count
 
     def _open_rows(self, start: int = 0, end: int | None = None) -> tuple[Indexes, NDArray[np.bool_]]:
         """Return the positions of the rows that are left for the task, ready or not, and which `where` rules out.

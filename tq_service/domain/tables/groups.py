@@ -42,8 +42,8 @@ class GroupTable:
     """
 
     __slots__ = (
-        "_members", "_names",
-        "cleared", "closed", "declared", "failed", "in_use", "members", "slot_of", "slots",
+        "_index", "_members", "_names",
+        "cleared", "closed", "declared", "failed", "first", "in_use", "last", "members", "slot_of", "slots",
     )  # fmt: skip
 
     def __init__(self, table: RowTable) -> None:
@@ -57,6 +57,9 @@ class GroupTable:
         self.failed = self.slots.column("failed", np.int64, 0)
         self.cleared = self.slots.column("cleared", np.int64, 0)
         self.closed = self.slots.column("closed", np.bool_, False)
+        self.first = self.slots.column("first", np.int64, -1)  # global indexes between which all members are
+        self.last = self.slots.column("last", np.int64, -1)
+        self._index = table.index
 
     def __len__(self) -> int:
         return len(self.slot_of)
@@ -121,6 +124,10 @@ class GroupTable:
         of_rows = slots[groups.codes] if slots.size else np.full(groups.codes.size, NO_GROUP, np.int64)
         of_rows[groups.codes < 0] = NO_GROUP
         self._members.write(rows, of_rows)
+        slots_of_rows, indexes = of_rows[of_rows >= 0], self._index.data[rows][of_rows >= 0]
+        fresh = self.first[slots_of_rows] < 0
+        self.first.write(slots_of_rows[fresh][::-1], indexes[fresh][::-1])  # of several rows the first is written last
+        self.last.write(slots_of_rows, indexes)
         slots, counts = slots[counts > 0], counts[counts > 0]
         self.members.write(slots, self.members[slots] + counts)
         if group_size:
@@ -144,6 +151,17 @@ class GroupTable:
         unsized = (self.declared[slots] == 0) & no_more
         complete: NDArray[np.bool_] = full | unsized | self.closed[slots]
         return complete
+
+    def members_of(self, slots: Indexes, table: RowTable) -> Indexes:
+        """Return the positions of the members of groups; it looks at the rows between their first and their last."""
+        if not slots.size:
+            return np.zeros(0, np.int64)
+        start = table.position_from(int(self.first[slots].min()))
+        end = table.position_from(int(self.last[slots].max()) + 1)
+        is_wanted = np.zeros(self.slots.count + 1, np.bool_)  # the last is of rows without a group
+        is_wanted[slots] = True
+        members: Indexes = start + np.flatnonzero(is_wanted[self.of_rows[start:end]])
+        return members
 
     def slots_of(self, names: Sequence[str]) -> Indexes:
         """Return the slots of groups that must be there."""

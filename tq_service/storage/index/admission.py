@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 
+from tq_service.admission_turn import AdmissionTurn
 from tq_service.errors import QuotaExceededError, UnavailableError
 from tq_service.storage.blobs.base import RETRY_AFTER_SECONDS
 from tq_service.wait_clock import Waiting
 
 
 class Admission:
-    """Counts the bytes stored and reserved, and lets puts wait for capacity in order of arrival.
+    """Counts the bytes stored and reserved, and lets puts wait for capacity.
 
-    Puts for new rows leave a reserve that columns for existing rows may use, so that a full store can be drained. Each
-    of the two kinds is served first come, first served, however small a later put is, and new rows wait while existing
-    ones do. Confined to one event loop.
+    A put that fits passes those that do not, for it may be what lets them in: the last member of a group, say, after
+    which a trainer consumes and clears it. Partitions take turns, so that one with many puts does not hold back the
+    others. That a large put is not put off for ever see `AdmissionTurn`.
+
+    Puts for new rows leave a reserve that columns for existing rows may use, so that a full store can be drained; where
+    both fit, existing rows come first. Confined to one event loop.
 
     Args:
         max_bytes: the quota; None: no bound.
@@ -38,11 +42,15 @@ class Admission:
         self._clock = clock
         self._on_shortage = on_shortage
         self._is_relieving = False
-        self._new: deque[_Waiter] = deque()
-        self._existing: deque[_Waiter] = deque()
+        # By partition, in the order in which these have their turns; each in order of arrival.
+        self._waiting: OrderedDict[str, dict[_Waiter, None]] = OrderedDict()
+        self._turn = AdmissionTurn(clock)
+        self._timer: asyncio.TimerHandle | None = None
         self._is_draining = False
 
-    async def reserve(self, size: int, *, for_existing_rows: bool, deadline: float | None) -> None:
+    async def reserve(
+        self, size: int, *, partition_id: str = "", for_existing_rows: bool, deadline: float | None
+    ) -> None:
         """Count `size` bytes as used, waiting for capacity until the deadline.
 
         Raises:
@@ -57,9 +65,8 @@ class Admission:
                 "max_bytes",
                 metadata={"limit_name": "max_bytes", "got": str(size), "limit": str(limit)},
             )
-        waiter = _Waiter(size, limit)
-        queue = self._existing if for_existing_rows else self._new
-        queue.append(waiter)
+        waiter = _Waiter(size, limit, partition_id, for_existing_rows=for_existing_rows, since=self._clock())
+        self._waiting.setdefault(partition_id, {})[waiter] = None
         self.admit()
         if self._is_draining:
             self._end_waits()
@@ -73,11 +80,13 @@ class Admission:
         self._end_waits()
 
     def _end_waits(self) -> None:
-        for waiter in (*self._existing, *self._new):
+        for waiter in list(self._waiters()):
+            self._leave(waiter)
             if not waiter.granted.done():
                 waiter.granted.set_exception(
                     UnavailableError("there is no capacity, and the service is draining; put it again when it is back")
                 )
+        self._set_timer()
 
     def release(self, size: int) -> None:
         """Count bytes as free again, and admit the puts that fit now."""
@@ -93,7 +102,7 @@ class Admission:
         self.used_bytes += size
 
     def admit(self) -> None:
-        """Admit puts, in order, for which there is capacity, or can be made."""
+        """Admit puts for which there is capacity, or can be made."""
         lacking = self._admit_fitting()
         if lacking and not self._is_relieving:
             self._is_relieving = True
@@ -102,21 +111,51 @@ class Admission:
             finally:
                 self._is_relieving = False
             self._admit_fitting()
+        self._set_timer()
 
     def _admit_fitting(self) -> int:
-        """Admit puts for which there is capacity; return how many bytes the next one lacks, 0 where none waits."""
-        for queue in (self._existing, self._new):
-            while queue:
-                waiter = queue[0]
-                if waiter.granted.done():  # its wait has ended, but its task has not run since
-                    queue.popleft()
-                    continue
-                if waiter.limit is not None and self.used_bytes + waiter.size > waiter.limit:
-                    return self.used_bytes + waiter.size - waiter.limit
-                queue.popleft()
-                self.used_bytes += waiter.size
-                waiter.granted.set_result(None)
+        """Admit puts for which there is capacity; return how many bytes the first one lacks, 0 where none waits."""
+        while self._waiting:
+            holder = self._turn.holder(self._waiters())
+            waiting = [holder] if isinstance(holder, _Waiter) else list(self._waiters())
+            by_kind = sorted(waiting, key=lambda waiter: not waiter.for_existing_rows)  # stable
+            fitting = next((waiter for waiter in by_kind if self._lacking(waiter) <= 0), None)
+            if fitting is None:
+                return self._lacking(by_kind[0])
+            self._leave(fitting)
+            if fitting.partition_id in self._waiting:
+                self._waiting.move_to_end(fitting.partition_id)
+            self.used_bytes += fitting.size
+            fitting.granted.set_result(None)
         return 0
+
+    def _lacking(self, waiter: _Waiter) -> int:
+        """Return how many bytes a put lacks, 0 or less where it has capacity."""
+        return 0 if waiter.limit is None else self.used_bytes + waiter.size - waiter.limit
+
+    def _waiters(self) -> Iterator[_Waiter]:
+        """Yield the puts that wait: of each partition the first, then of each the second."""
+        left = [iter(list(waiting)) for waiting in self._waiting.values()]
+        while left:
+            found = [(each, waiter) for each in left if (waiter := next(each, None)) is not None]
+            yield from (waiter for _, waiter in found)
+            left = [each for each, _ in found]
+
+    def _leave(self, waiter: _Waiter) -> None:
+        waiting = self._waiting.get(waiter.partition_id, {})
+        waiting.pop(waiter, None)
+        if not waiting:
+            self._waiting.pop(waiter.partition_id, None)
+
+    def _set_timer(self) -> None:
+        """Have the others looked at when a turn is over."""
+        over_at = self._turn.over_at if self._waiting else None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if over_at is not None:
+            seconds = max(0.0, over_at - self._clock())
+            self._timer = asyncio.get_running_loop().call_later(seconds, self.admit)
 
     async def _wait(self, waiter: _Waiter, deadline: float | None) -> None:
         try:
@@ -124,17 +163,19 @@ class Admission:
                 async with asyncio.timeout(None if deadline is None else deadline - self._clock()):
                     await waiter.granted
         except BaseException as error:
+            in_front = self._in_front_of(waiter)
             # Capacity may have been granted in the very turn in which the wait was given up.
             if waiter.is_granted:
                 self.release(waiter.size)
             else:
                 waiter.granted.cancel()
+                self._leave(waiter)
                 self.admit()
             if not isinstance(error, TimeoutError):
                 raise
             raise QuotaExceededError(
                 f"no capacity for {waiter.size} bytes until the deadline: {self.used_bytes} of {self.max_bytes} bytes "
-                "are used; clear consumed samples, or raise max_bytes",
+                f"are used{in_front}; clear consumed samples, or raise max_bytes",
                 retry_after_seconds=RETRY_AFTER_SECONDS,
                 metadata={
                     "limit_name": "max_bytes",
@@ -143,15 +184,28 @@ class Admission:
                 },
             ) from None
 
+    def _in_front_of(self, waiter: _Waiter) -> str:
+        """Return, for the error of a put, which other one it waited for; "" if it lacks the capacity itself."""
+        holder = self._turn.holder(self._waiters())
+        if self._lacking(waiter) > 0 or not isinstance(holder, _Waiter) or holder is waiter:
+            return ""
+        whose = "this" if holder.partition_id == waiter.partition_id else "another"
+        return f", and a put of {holder.size} bytes to {whose} partition, which has waited longest, has its turn"
+
 
 class _Waiter:
     """A put that waits for capacity."""
 
-    __slots__ = ("granted", "limit", "size")
+    __slots__ = ("for_existing_rows", "granted", "limit", "partition_id", "since", "size")
 
-    def __init__(self, size: int, limit: int | None) -> None:
+    def __init__(
+        self, size: int, limit: int | None, partition_id: str, *, for_existing_rows: bool, since: float
+    ) -> None:
         self.size = size
         self.limit = limit
+        self.partition_id = partition_id
+        self.for_existing_rows = for_existing_rows
+        self.since = since
         self.granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
