@@ -239,7 +239,7 @@ class AsyncClaimCalls(AsyncBase):
             PartitionNotFoundError: the partition was cleared. StaleIncarnationError: and created again.
         """
         check_leased(metadata)
-        if not metadata.size:
+        if not metadata.handled_indexes.size:
             return 0
         answer = await self._ask(
             lambda to: to.AckClaim,
@@ -247,7 +247,7 @@ class AsyncClaimCalls(AsyncBase):
             timeout,
             **_claim_of(metadata),
             incarnation=metadata.incarnation,
-            global_indexes=metadata.indexes,
+            global_indexes=metadata.handled_indexes,
         )
         return answer.acked_count
 
@@ -302,7 +302,7 @@ class AsyncClaimCalls(AsyncBase):
             pb.ReleaseClaimRequest,
             timeout,
             **_claim_of(metadata),
-            global_indexes=metadata.indexes,
+            global_indexes=metadata.handled_indexes,
         )
         return answer.released_count
 

@@ -238,7 +238,7 @@ class ClaimCalls(Base):
             PartitionNotFoundError: the partition was cleared. StaleIncarnationError: and created again.
         """
         check_leased(metadata)
-        if not metadata.size:
+        if not metadata.handled_indexes.size:
             return 0
         answer = self._ask(
             lambda to: to.AckClaim,
@@ -246,7 +246,7 @@ class ClaimCalls(Base):
             timeout,
             **_claim_of(metadata),
             incarnation=metadata.incarnation,
-            global_indexes=metadata.indexes,
+            global_indexes=metadata.handled_indexes,
         )
         return answer.acked_count
 
@@ -301,7 +301,7 @@ class ClaimCalls(Base):
             pb.ReleaseClaimRequest,
             timeout,
             **_claim_of(metadata),
-            global_indexes=metadata.indexes,
+            global_indexes=metadata.handled_indexes,
         )
         return answer.released_count
 

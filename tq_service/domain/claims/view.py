@@ -17,7 +17,7 @@ from tq_service.domain.claims.readiness import Readiness, ScanKey
 from tq_service.domain.claims.request import BatchSpec
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Groups, Indexes, LengthSource, MustBeAwaited
-from tq_service.domain.states import CLEARED, CONSUMED_EARLIER, FAILED, STATE_NAMES, UNCLAIMED, is_open
+from tq_service.domain.states import CLEARED, FAILED, LAST_RESERVED, STATE_NAMES, UNCLAIMED, is_open
 from tq_service.domain.tables.meta import Order
 from tq_service.errors import MissingLengthError
 from tq_service.schema import BatchUnit, Blocks, EndCounts
@@ -144,7 +144,7 @@ class PartitionView:
         self.exhausted = False
         self.grouping: Grouping | None = None
         self._has_read_left = False
-        self.plan_count = task.serial - CONSUMED_EARLIER
+        self.plan_count = task.serial - LAST_RESERVED
 
     @property
     def is_heavy(self) -> bool:
@@ -365,8 +365,9 @@ class PartitionView:
     def end(self) -> EndCounts:
         """Return the end; nothing may have changed since the view was made, of which the sampler planned nothing."""
         consumed, inserted = self._task.consumed_count, self._partition.inserted_count
+        kept_count = self._task.kept_count
         if consumed == inserted:
-            return EndCounts(consumed_count=consumed)
+            return EndCounts(consumed_count=consumed, kept_count=kept_count)
         open_rows, is_excluded = self._open_rows()
         kept = open_rows[~is_excluded]
         excluded = open_rows.size - kept.size
@@ -374,15 +375,17 @@ class PartitionView:
         left_over = kept.size
         if self.grouping is not None:
             left_over = self.grouping.whole(kept[self._rows.ready(kept)], no_more=self.no_more)[0].size
-        dead_lettered = self._task.dead_lettered_count
+        dead_lettered, dropped = self._task.dead_lettered_count, self._task.dropped_count
         return EndCounts(
             consumed_count=consumed,
-            cleared_count=inserted - consumed - failed - dead_lettered - excluded - kept.size,
+            cleared_count=inserted - consumed - failed - dead_lettered - dropped - excluded - kept.size,
             failed_count=failed,
             dead_lettered_count=dead_lettered,
             excluded_count=excluded,
             in_incomplete_groups_count=kept.size - left_over,
             left_over_count=left_over,
+            overlong_count=dropped,
+            kept_count=kept_count,
         )
 
     def check_lengths(self) -> None:
