@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -307,9 +308,17 @@ def to_batch(received: Sequence[Received], row_count: int) -> Any:
     Without torch, columns are numpy arrays and lists of them.
     """
     data = decode_columns([column for column, _ in received], [buffer for _, buffer in received])
-    if find_spec("torch") is None or find_spec("tensordict") is None:
-        return data
-    return to_tensordict(data, row_count)
+    return to_tensordict(data, row_count) if _has_tensordict() else data
+
+
+def _has_tensordict() -> bool:
+    return find_spec("torch") is not None and find_spec("tensordict") is not None
+
+
+def import_tensordict() -> None:
+    """Import what `to_batch` needs, which takes seconds, before a lease or another deadline runs."""
+    if _has_tensordict():
+        importlib.import_module("tensordict")
 
 
 def lost_samples(metadata: BatchMeta, read: StorageRead, error: DataLossError) -> DataLossError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 from tq_service.client.channel import CHANNEL_OPTIONS, CLUSTER_CHANNEL_OPTIONS, CONTROLLER_STUB, resolve_address
 from tq_service.client.concurrency import AsyncBackgroundCalls, AsyncHome, async_is_of_closing, async_sleep
 from tq_service.client.namespace import NO_NAMESPACE, Namespace
+from tq_service.client.reads import import_tensordict
 from tq_service.client.requests import request_of, seconds
 from tq_service.client.retry import Backoff, Deadline, Outage, error_of
 from tq_service.client.writes import PlacementGrant
@@ -273,6 +275,8 @@ class AsyncBase:
         self._calls = AsyncCalls(self.address, self._credentials, self._namespace)
         self._background_calls = AsyncBackgroundCalls()
         self._placement = PlacementGrant()
+        if "torch" in sys.modules:  # else `get_data` may never be called, and torch takes seconds as well
+            import_tensordict()
 
     @property
     def namespace(self) -> str:

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from tq_service.client._async.calls import AsyncBase
 from tq_service.client.batch_meta import BatchMeta
+from tq_service.client.reads import import_tensordict
 from tq_service.client.requests import check_leased, get_meta_request, lease_duration, listed, request_of, seconds
 from tq_service.client.retry import Deadline
 from tq_service.client.wait_reports import WaitReports, warn_of_wait
@@ -139,6 +140,8 @@ class AsyncClaimCalls(AsyncBase):
             claim_name=claim_name,
             max_uses=max_uses,
         )
+        if lease is not None:
+            import_tensordict()  # lest the lease pay for it, with the first `get_data` of the process
         is_queue = dp_rank is None and dp_size is None and batch_index is None
         wait, began_at = seconds("max_wait", max_wait), time.perf_counter()
         try:

@@ -73,6 +73,11 @@ _MOST_REUSING, _MOST_REUSING_ROWS = 1 << 10, 1 << 22  # records of plans that de
 _NO_ROWS: Final = np.zeros(0, np.int64)
 _NO_ROWS.flags.writeable = False
 
+_OTHER_DP_SIZE: Final = (
+    ". To resume with another number of ranks, clear the samples that were trained, call "
+    "reset_consumption(partition_id, task_name) once, and start the loaders without a state (docs/data_loading.md)"
+)
+
 Steps: TypeAlias = tuple[tuple[Pack, ...], ...]
 
 
@@ -440,7 +445,9 @@ class TaskLedger(TaskFacts):
             return self._recorded_claim(request)
         rank = request.rank
         if self.dp_size is not None and rank.dp_size != self.dp_size:
-            raise _disagreement("dp_size", rank.dp_size, self.dp_size, f"this epoch of task {self.name!r}")
+            raise _disagreement(
+                "dp_size", rank.dp_size, self.dp_size, f"this epoch of task {self.name!r}", remedy=_OTHER_DP_SIZE
+            )
         if rank.batch_index >= self.next_batch_index:
             return self.end
         batch = self.batches.get(rank.batch_index)
@@ -994,8 +1001,8 @@ def _parted(plan: RecordedPlan, positions: Indexes) -> tuple[Indexes, Indexes]:
     return positions[:used_count], positions[used_count:]
 
 
-def _disagreement(name: str, got: object, expected: object, what: str) -> PreconditionError:
+def _disagreement(name: str, got: object, expected: object, what: str, remedy: str = "") -> PreconditionError:
     return RankDisagreementError(
-        f"{name} of {what} is {shown(expected)}, got {shown(got)}; all must ask with the same arguments",
+        f"{name} of {what} is {shown(expected)}, got {shown(got)}; all must ask with the same arguments{remedy}",
         metadata={"field": name, "got": shown(got)[:512], "expected": shown(expected)[:512]},
     )
