@@ -41,8 +41,8 @@ def end_warning(end: End, request: BatchRequest) -> str | None:
 
     Cleared ones are nothing to warn of: in a partition that lives for weeks, a task that comes late never gets most of
     them. Only what is the same for all ranks decides, so that all of them raise or none: the counts of the recorded
-    end, never what this rank got. What the task consumed before this loader began is in them too, so that a restart behind
-    the last batch is no error.
+    end, never what this rank got. What the task consumed before this loader began is in them too, so that a restart
+    behind the last batch is not an error.
 
     Raises:
         NothingDeliveredError: samples were inserted, and the task was given none.
@@ -65,7 +65,7 @@ def end_warning(end: End, request: BatchRequest) -> str | None:
     if counts.kept_count:
         texts.append(
             f"{counts.kept_count} of them in earlier epochs, which reset_consumption(keep_consumed=True) does not "
-            "deliver again: batches that a loader had fetched ahead and not handed out are among them. To train on "
+            "deliver again: batches that a loader had fetched ahead and not handed out may be among them. To train on "
             "these, clear what was trained and reset without keep_consumed"
         )
     if not texts:

@@ -57,7 +57,7 @@ class ListView:
         self._left[rows] = False
 
     def record(self, plan: Plan, *, max_uses: int = 1) -> None:
-        """Consume or drop what a plan does, and count its deliveries, as the service does with `get_meta(max_uses=)`."""
+        """Consume and drop rows, and count deliveries, as the service does with `get_meta(max_uses=)`."""
         rows = np.concatenate([part.rows for part in plan.ranks])
         np.add.at(self._uses, rows, 1)
         self._plan_count += 1
