@@ -36,9 +36,9 @@ def main() -> None:
     """Train on what a rollout worker makes meanwhile, and print how stale it was."""
     weights = {"version": 0}
     with tq.Client() as client:
-        # At most two batches lie ahead of the trainer, and none is added that is more than two versions above the
-        # oldest of them. With the one that waits to be put, which is made already, no sample is trained on more than
-        # three updates late.
+        # At most two batches are pending (max_samples), one is in use, and one that is made already waits to be put. So
+        # no sample is trained on more than three updates late. max_versions alone would not bound that: it only keeps
+        # new samples out while one that is more than two versions older is pending.
         limit = tq.StalenessLimit(task_name=TASK, max_samples=2 * BATCH_SIZE, max_versions=2)
         client.create_partition(PARTITION, staleness_limits=[limit])
         worker = threading.Thread(target=roll_out, args=(weights,))

@@ -20,32 +20,41 @@ class Waits(Protocol):
 
 
 class AdmissionTurn:
-    """Lets a write that is passed by smaller ones have a turn from time to time, in which nothing passes it.
+    """Gives a write that others pass a turn from time to time, in which nothing passes it.
 
-    Writes that fit pass those that do not: these may wait for the very samples that come behind them. Where capacity is
-    freed and taken all the time a large write would never fit. So the one that has waited longest has a turn once it
-    has been passed for 10 seconds, and keeps what is freed meanwhile. A turn is over after 5 seconds, since a write that
-    can never fit must not stop all others; these then go on for 10 seconds before the next turn.
+    Writes that fit pass those that do not, since these may wait for samples that come behind them. If capacity is
+    freed and taken all the time, a large write would never fit. So the one that has waited longest gets a turn once
+    it has been passed for 10 seconds, and keeps what is freed meanwhile. A turn is over after 5 seconds, since a write
+    that can never fit must not stop all others; these then go on for 10 seconds before the next turn.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._holder: Waits | None = None
-        self._over_at = clock()
+        self._over_at = clock()  # of the last turn
 
     @property
     def over_at(self) -> float | None:
         """When the turn is over, or None if there is none."""
-        return None if self._holder is None else self._over_at
+        return None if self.holder is None else self._over_at
 
-    def holder(self, waiting: Iterable[Waits]) -> Waits | None:
-        """Return which of the writes that wait, and do not fit, has the turn now; None: none has."""
-        now, waiting = self._clock(), list(waiting)
-        if self._holder is not None and (now >= self._over_at or self._holder not in waiting):
-            self._holder.since = self._over_at = min(now, self._over_at)
+    @property
+    def holder(self) -> Waits | None:
+        """The write that has the turn now, or None if none has."""
+        if self._holder is not None and self._clock() >= self._over_at:
+            self._holder.since = self._over_at
             self._holder = None
-        if self._holder is None and waiting:
-            longest = min(waiting, key=lambda each: each.since)
-            if now - max(longest.since, self._over_at) >= PASSED_SECONDS:
-                self._holder, self._over_at = longest, now + TURN_SECONDS
         return self._holder
+
+    def begin(self, waiting: Iterable[Waits]) -> Waits | None:
+        """Give the turn to the one of some writes that do not fit that has waited longest, where it is due for it."""
+        longest = min(waiting, key=lambda each: each.since, default=None)
+        now = self._clock()
+        if self.holder is None and longest is not None and now - max(longest.since, self._over_at) >= PASSED_SECONDS:
+            self._holder, self._over_at = longest, now + TURN_SECONDS
+        return self._holder
+
+    def leave(self, write: Waits) -> None:
+        """Take note of a write that no longer waits."""
+        if self._holder is write:
+            self._holder, self._over_at = None, self._clock()

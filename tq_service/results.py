@@ -30,7 +30,7 @@ class ConsumptionStatus:
     Attributes:
         consumed_count: samples consumed in this epoch, cleared ones included.
         total_count: samples ever inserted.
-        skipped_count: samples the task will never get.
+        skipped_count: samples the task will never get, the rest of groups that lost a member included.
         sealed: whether no new samples will come.
         complete: whether nothing is left for the task: of a sealed partition, or with `samples_per_round` of the rounds
             that have begun.
@@ -232,7 +232,7 @@ class TaskStatus:
         task_name: its name.
         epoch: how often its consumption was reset.
         consumed_count: samples consumed in this epoch.
-        skipped_count: samples it will never get.
+        skipped_count: samples it will never get, the rest of groups that lost a member included.
         planned_batch_count: batches planned in this epoch (ranked consumers).
         dp_size: number of ranks, once bound; 0 before.
         waiting_count: calls that wait.

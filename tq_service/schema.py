@@ -138,13 +138,16 @@ class FieldSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StalenessLimit:
-    """How far producers may be ahead of a task of a partition, so that it gets no stale samples; new ones wait for it.
+    """How far producers may be ahead of a task of a partition; puts of new samples wait for it.
+
+    `max_samples` bounds in practice how late samples are trained on, see "Backpressure and staleness" in
+    docs/concepts.md for the formula; `max_versions` does not.
 
     Attributes:
         task_name: the task. One that has not asked yet has all samples left to consume.
         max_samples: most samples that the task may have left to consume; None: no bound.
         max_versions: most that the version of a new sample may be above the lowest version that the task has left to
-            consume, known as staleness in RL; None: no bound. Where nothing is left any version may come.
+            consume: the spread of versions; None: no bound. If nothing is left, any version may come.
         version_column: the custom_meta column with the version of a sample; samples without one are not bounded by it.
     """
 

@@ -583,11 +583,14 @@ class Driver:
         task, real = self.model.task(name), self.partition.tasks[name]
         size, inserted = self.samples_per_round, self.model.inserted
         is_whole = self.model.sealed or bool(size and inserted and inserted % size == 0)
-        is_left = task.leased or any(self.model.is_open(task, row) for row in self.model.rows.values())
+        is_left = task.leased or real.backlog
         assert consumption_of(self.partition, name).complete == (task.end is not None or (is_whole and not is_left))
         assert real.epoch == task.epoch
         assert real.consumed_count == task.consumed_count
-        assert real.backlog == sum(self.model.is_open(task, row) for row in self.model.rows.values())
+        open_count = sum(self.model.is_open(task, row) for row in self.model.rows.values())
+        assert real.backlog + real.skipped_count == open_count
+        is_pending = real.is_pending(slice(0, self.partition.table.count))
+        assert (real.backlog, real.skipped_count) == (is_pending.sum(), real.skipped[: is_pending.size].sum())
         assert real.next_batch_index == len(task.batches)
         assert real.dp_size == task.dp_size
         assert real.end == task.end

@@ -139,11 +139,13 @@ class Driver:
         return used > MAX_BYTES or left > MAX_SAMPLES or distance > MAX_VERSIONS
 
     def check(self):
-        while self.waiting and self.waiting[0].call.done():  # in order of arrival, or not at all
-            assert not self.is_short(self.waiting[0])
-            self.let_in.append(self.waiting.pop(0))
-        assert not any(put.call.done() for put in self.waiting)
-        assert not self.waiting or self.is_short(self.waiting[0])  # else a wake-up was lost
+        for put in [
+            each for each in self.waiting if each.call.done()
+        ]:  # in order of arrival, but for those that are short
+            assert not self.is_short(put)
+            self.waiting.remove(put)
+            self.let_in.append(put)
+        assert all(map(self.is_short, self.waiting))  # else a wake-up was lost
         assert self.line.waiting_count == len(self.waiting)
         if all(put.size is not None for put in self.written):
             assert self.partition.cells.used_bytes == sum(put.size for put in self.written)

@@ -23,11 +23,14 @@ from domain_support import (
     write_to,
 )
 
+from tq_service.admission_turn import PASSED_SECONDS, TURN_SECONDS
+from tq_service.domain.admission import queue
 from tq_service.domain.admission.bounds import BacklogBound, demand_of
 from tq_service.domain.admission.queue import AdmissionQueue
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.partition import Partition, PartitionSettings
 from tq_service.domain.tables.cells import ColumnWrite
+from tq_service.domain.tables.meta import Condition
 from tq_service.errors import (
     AlreadyExistsError,
     CallCancelledError,
@@ -187,17 +190,160 @@ async def test_the_deadline_says_which_bound_and_when_to_try_again():
     assert line.waiting_count == 0
 
 
-async def test_who_is_behind_others_at_his_deadline_learns_what_they_wait_for():
-    train = bounded(staleness_limits={"max_samples": 4})
-    line = AdmissionQueue(train)
-    insert(train, 2)
-    first = asyncio.create_task(line.enter(new_id(), new_write(3, ["x"]), 4, None))
+class Clock:
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+async def test_a_put_that_fits_passes_one_that_waits_for_consumption():
+    """Here the sample for which the trainer waits is behind one of too new a version."""
+    catalog = Catalog(PlanRunner())
+    settings = PartitionSettings(staleness_limits=(StalenessLimit(task_name="t", max_versions=1),))
+    train = catalog.create("train", settings)
+    line = catalog.admission_queue("train")
+    insert(catalog, 3, meta=[{"version": 0}] * 3)
+    trainer = asyncio.create_task(catalog.claim("train", b"", asks(batch_size=4), 30))
     await turns()
-    with pytest.raises(StalenessLimitError) as caught:
-        await line.enter(new_id(), new_write(1, ["x"]), 4, time.monotonic() + 0.01)
-    assert caught.value.metadata == {"limit_name": "max_samples", "got": "5", "limit": "4", "task_name": "t"}
-    clear(train, np.array([0, 1]))
-    assert (await first).demand.sample_count == 3
+    newer = asyncio.create_task(line.enter(new_id(), new_write(1, ["x"], meta=[{"version": 2}]), 4, None))
+    await turns()
+    write = new_write(1, ["x"], meta=[{"version": 0}])
+    with await line.enter(new_id(), write, 4, time.monotonic() + 5):
+        write_to(catalog, write)
+    assert (await trainer).answer.rows.tolist() == [0, 1, 2, 3]
+    assert (await newer).demand.sample_count == 1
+    assert train.tasks["t"].backlog == 0
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"max_bytes": 12}, {"staleness_limits": {"max_samples": 3}}, {"staleness_limits": {"max_versions": 0}}],
+)
+async def test_members_of_a_group_that_has_begun_are_not_refused_by_a_limit_that_it_has_passed(settings):
+    train = bounded(**settings)
+    line = AdmissionQueue(train)
+
+    def member(group, version):
+        return new_write(1, [column("x", 4)], groups=[group], group_size=3, meta=[{"version": version}])
+
+    for group in "abc":
+        write = member(group, 0)
+        with await line.enter(new_id(), write, 4, None):
+            write_to(train, write)
+    first = asyncio.create_task(line.enter(new_id(), member("d", 1), 4, None))
+    second = asyncio.create_task(line.enter(new_id(), member("d", 1), 4, None))
+    await turns()
+    for group in "abc" * 2:
+        write = member(group, 1)
+        with await line.enter(new_id(), write, 4, time.monotonic() + 5):
+            write_to(train, write)
+    await turns()
+    assert not first.done()
+    write_to(train, member("d", 1))  # the group has begun while its members waited
+    line.wake()
+    assert (await second).demand is None
+    assert (await first).demand is None
+
+
+async def test_a_large_put_has_a_turn_in_which_nothing_passes_it_and_no_longer():
+    train, clock = bounded(staleness_limits={"max_samples": 4}), Clock()
+    line = AdmissionQueue(train, clock=clock)
+    insert(train, 2)
+
+    async def put(count, deadline=None):
+        write = new_write(count, ["x"])
+        with await line.enter(new_id(), write, 4, deadline):
+            write_to(train, write)
+
+    large = asyncio.create_task(put(4))
+    await turns()
+    clock.now += PASSED_SECONDS - 1
+    await put(1)
+    clock.now += 1
+    with pytest.raises(StalenessLimitError, match="with a put of 4 samples in front") as caught:
+        await put(1, clock.now)
+    assert caught.value.metadata == {"limit_name": "max_samples", "got": "7", "limit": "4", "task_name": "t"}
+    small = asyncio.create_task(put(1))
+    await turns()
+    assert not small.done()
+    clock.now += TURN_SECONDS  # and it is over, so that one that never fits does not stop the others
+    line.wake()
+    await small
+    assert not large.done()
+    clock.now += PASSED_SECONDS
+    clear(train, np.array([0]))
+    line.wake()
+    small = asyncio.create_task(put(1))
+    await turns()
+    clear(train, np.arange(1, 4))
+    line.wake()
+    await large
+    assert not small.done()
+    clear(train, np.array([4]))
+    line.wake()
+    await small
+
+
+async def test_a_large_put_that_waits_is_not_looked_at_again_for_each_clear(monkeypatch):
+    train = bounded(staleness_limits={"max_samples": 10})
+    line, looks = AdmissionQueue(train), []
+    insert(train, 10)
+    monkeypatch.setattr(queue, "demand_of", lambda *arguments: looks.append(1) or demand_of(*arguments))
+    keys = [f"k{each}" for each in range(10)]
+    waiting = asyncio.create_task(line.enter(new_id(), new_write(10, ["x"], keys=keys), 4, None))
+    await turns()
+    for index in range(9):
+        clear(train, np.array([index]))
+    assert len(looks) == 1
+    clear(train, np.array([9]))
+    assert (await waiting).demand.sample_count == 10
+
+
+async def test_after_a_change_few_of_the_puts_that_wait_are_looked_at_and_a_new_one_always(monkeypatch):
+    train = bounded(max_bytes=100)
+    line, looks = AdmissionQueue(train), []
+    insert(train, 1, [column("x", 50)])
+    calls = [asyncio.create_task(line.enter(new_id(), new_write(1, ["y"]), 60, None)) for _ in range(1000)]
+    await turns()
+    fits = line._fits
+    monkeypatch.setattr(line, "_fits", lambda *given, **options: looks.append(1) or fits(*given, **options))
+    assert (await line.enter(new_id(), new_write(1, ["y"]), 10, None)).demand.value_bytes == 10
+    assert len(looks) <= 257
+    line.end(lambda: UnavailableError("over"))
+    await asyncio.wait(calls)
+    assert all(isinstance(call.exception(), UnavailableError) for call in calls)
+
+
+async def test_a_deadlock_is_called_one():
+    catalog = Catalog(PlanRunner())
+    limits = (StalenessLimit(task_name="t", max_samples=4, max_versions=2),)
+    catalog.create("train", PartitionSettings(staleness_limits=limits))
+    line = catalog.admission_queue("train")
+    insert(catalog, 1, meta=[{"version": 0}])
+
+    async def refusal():
+        with pytest.raises(StalenessLimitError) as caught:
+            await line.enter(new_id(), new_write(1, ["x"], meta=[{"version": 3}]), 4, time.monotonic() + 0.01)
+        return str(caught.value)
+
+    assert "deadlock" not in await refusal()
+    trainer = asyncio.create_task(catalog.claim("train", b"", asks(batch_size=4), 30))
+    await turns()
+    assert "deadlock unless samples that fit still come: task 't' waits" in await refusal()
+    held = insert(catalog, 1, meta=[{"version": 0}], state="held")
+    assert "deadlock" not in await refusal()  # it may become live
+    clear(catalog, np.array(held))
+    trainer.cancel()
+    await asyncio.wait([trainer])
+    where = (Condition(column="version", operator=">=", values=(1,)),)
+    trainer = asyncio.create_task(catalog.claim("train", b"", asks(batch_size=4, where=where), 30))
+    await turns()
+    assert "and 1 samples are ruled out by its where (version); clear these" in await refusal()
+    trainer.cancel()
+    await asyncio.wait([trainer])
+    assert "for task 't' 1 samples are ruled out by its where (version); clear these" in await refusal()
 
 
 async def test_keys_that_become_known_meanwhile_need_no_capacity():

@@ -235,3 +235,45 @@ def test_large_partitions_are_looked_at_in_slices(start_server: StartServer) -> 
     reason = why(client, data_fields=["x", "y"], batch_size=100_000)
     assert (reason.left_count, reason.ready_count) == (150_000, 70_000)
     assert reason.not_ready == (NotReady(kind="field", name="y", sample_count=80_000),)
+
+
+def test_what_is_lost_with_its_group_is_called_so_counted_at_once_and_cleared_by_one_call(client: AnyClient) -> None:
+    limit = tq.StalenessLimit(task_name="t", max_samples=4)
+    client.create_partition("p", staleness_limits=[limit], max_bytes=1000)
+    asked = {"batch_unit": "group", "batch_size": 1, "sampler": "seqlen_balanced"}
+    group: dict[str, Any] = {"group_size": 4, "custom_meta": [{"total_lengths": 1}] * 4, "partition_id": "p"}
+    meta = client.put({"x": np.arange(4)}, groups=["a"] * 4, **group)
+    client.put(metadata=meta.select_samples([0]), state="failed")
+    reason = why(client, **asked)
+    assert (reason.code, reason.left_count, lacks(reason)) == (WaitCode.ALL_CONSUMED, 0, {("lost", "", 3)})
+    assert "3 are lost, since their groups lost a member" in reason.text
+    assert "not ready" not in reason.text
+    status = client.check_consumption("p", "t")
+    assert (status.consumed_count, status.skipped_count) == (0, 4)
+    client.put({"x": np.arange(4)}, groups=["b"] * 4, timeout=10.0, **group)  # which the limit lets in
+    with pytest.raises(tq.InvalidArgumentError, match="skipped_by is 't', and samples or groups are named too"):
+        client.clear_samples(partition_id="p", groups=["a"], skipped_by="t")
+    with pytest.raises(tq.TaskNotFoundError):
+        client.clear_samples(partition_id="p", skipped_by="u")
+    assert client.clear_samples(partition_id="p", skipped_by="t") == 4
+    description = client.describe_partition("p")
+    assert (description.live_count, description.failed_count, description.group_count) == (4, 0, 1)
+    assert client.clear_samples(partition_id="p", skipped_by="t") == 0
+
+
+def test_a_put_that_waits_for_what_where_rules_out_says_so(client: AnyClient) -> None:
+    limit = tq.StalenessLimit(task_name="t", max_samples=4)
+    client.create_partition("p", staleness_limits=[limit])
+    client.put({"x": np.arange(4)}, partition_id="p", custom_meta=[{"version": 0}] * 4)
+    asked = {**ASKED, "max_wait": 20.0, "where": [("version", ">=", 1)]}
+    with ThreadPoolExecutor() as threads:
+        waiting = threads.submit(client.get_meta, partition_id="p", **asked)
+        newer: dict[str, Any] = {"partition_id": "p", "custom_meta": [{"version": 1}] * 4, "timeout": 30.0}
+        put = threads.submit(client.put, {"x": np.arange(4)}, **newer)
+        while not ((reasons := client.explain("p")) and reasons[0].waiting_put_count):
+            time.sleep(0.01)
+        assert "this is a deadlock unless samples that fit still come" in reasons[0].put_waits_for
+        assert "4 samples are ruled out by its where (version); clear these" in reasons[0].put_waits_for
+        assert client.clear_samples(partition_id="p", where=[("version", "<", 1)]) == 4
+        put.result()
+        assert waiting.result().status == "batch"

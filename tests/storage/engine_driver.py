@@ -29,12 +29,12 @@ def reconcile(engine, cells=(), uncommitted=(), *, owner=b""):
     return state
 
 
-async def begin(engine, number, data, *, existing=False, deadline=None, owner=b""):
+async def begin(engine, number, data, *, existing=False, deadline=None, owner=b"", partition_id=PARTITION):
     columns = encode_columns(data)
     pending = await engine.reserve(
         put_id(number),
         columns,
-        partition_id=PARTITION,
+        partition_id=partition_id,
         for_existing_rows=existing,
         deadline=deadline,
         owner=owner,
@@ -62,8 +62,10 @@ async def put_shared(engine, number, data):
     engine.confirm(put_id(number))
 
 
-async def put(engine, number, data, *, existing=False, deadline=None, confirm=True, owner=b""):
-    pending, chunks = await begin(engine, number, data, existing=existing, deadline=deadline, owner=owner)
+async def put(engine, number, data, *, existing=False, deadline=None, confirm=True, owner=b"", partition_id=PARTITION):
+    pending, chunks = await begin(
+        engine, number, data, existing=existing, deadline=deadline, owner=owner, partition_id=partition_id
+    )
     for parts in iter_frames(chunks, 1 << 16):
         await pending.write(b"".join(parts))
     pending.finish()

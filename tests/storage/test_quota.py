@@ -2,8 +2,9 @@ import asyncio
 
 import numpy as np
 import pytest
-from engine_driver import begin, cells, put
+from engine_driver import PARTITION, begin, cells, put
 
+from tq_service.admission_turn import PASSED_SECONDS, TURN_SECONDS
 from tq_service.errors import CallCancelledError, QuotaExceededError, UnavailableError
 from tq_service.storage.engine import StorageEngine
 
@@ -60,26 +61,97 @@ async def test_a_wait_whose_deadline_is_past_ends_at_once(engine):
     await put(engine, 3, rows(10), existing=True, deadline=engine._clock() - 5)
 
 
-async def test_small_puts_do_not_overtake_a_big_one(engine):
+class Clock:
+    """A clock that is set by hand; a timer of the loop is as good as never."""
+
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+async def later(engine, order, number, size, *, partition_id=PARTITION):
+    await put(engine, number, rows(size), partition_id=partition_id)
+    order.append(number)
+
+
+async def test_a_put_that_fits_passes_those_that_do_not_whosever_they_are():
+    engine = StorageEngine(max_bytes=1000)
     await put(engine, 1, rows(400))
-    await put(engine, 2, rows(400))
     order = []
+    for number, partition_id in ((2, "b"), (3, PARTITION)):
+        big = asyncio.create_task(later(engine, order, number, 700, partition_id=partition_id))
+        await settle()
+        await later(engine, order, number + 10, 10, partition_id="c")
+        await later(engine, order, number + 20, 10, partition_id=partition_id)
+        big.cancel()
+        await asyncio.wait([big])
+    assert order == [12, 22, 13, 23]
 
-    async def later(number, size):
-        await put(engine, number, rows(size))
-        order.append(number)
 
-    tasks = [asyncio.create_task(later(3, 800))]
+async def test_a_large_put_has_a_turn_in_which_nothing_passes_it_and_no_longer():
+    clock = Clock()
+    engine = StorageEngine(max_bytes=1000, clock=clock)
+    await put(engine, 1, rows(400))
+    await put(engine, 2, rows(200))
+    order = []
+    big = asyncio.create_task(later(engine, order, 3, 800, partition_id="big"))
     await settle()
-    tasks += [asyncio.create_task(later(4, 10)), asyncio.create_task(later(5, 10))]
+    clock.now += PASSED_SECONDS - 1
+    await later(engine, order, 4, 100)
+    clock.now += 1
+    small = asyncio.create_task(later(engine, order, 5, 10))  # the turn of the big one begins
     await settle()
-    assert order == []
+    engine.free([cells(2)])
+    await settle()
+    assert order == [4]
+    with pytest.raises(QuotaExceededError, match="a put of 800 bytes to another partition, which has waited longest"):
+        await put(engine, 6, rows(10), deadline=clock.now)
+    clock.now += TURN_SECONDS  # and is over, so that one that never fits does not stop the others
+    engine._admission.admit()
+    await small
+    clock.now += PASSED_SECONDS
+    small = asyncio.create_task(later(engine, order, 7, 10))
+    await settle()
+    assert order == [4, 5]
+    engine.free([cells(1), cells(4)])
+    await asyncio.gather(big, small)
+    assert order == [4, 5, 3, 7]
+
+
+async def test_partitions_have_turns_however_many_puts_one_has(engine):
+    await put(engine, 1, rows(900))
+    order, calls = [], []
+    for number in range(2, 8):
+        calls.append(asyncio.create_task(later(engine, order, number, 300, partition_id="many")))
+        await settle()
+    calls.append(asyncio.create_task(later(engine, order, 8, 300, partition_id="one")))
+    await settle()
     engine.free([cells(1)])
     await settle()
-    assert order == []
-    engine.free([cells(2)])
-    await asyncio.gather(*tasks)
-    assert order == [3, 4, 5]
+    assert sorted(order) == [2, 3, 8]
+    for call in calls:
+        call.cancel()
+    await asyncio.wait(calls)
+
+
+async def test_what_is_freed_in_parts_has_no_look_at_each_put_that_waits(engine, monkeypatch):
+    for number in range(1, 91):
+        await put(engine, number, rows(10))
+    calls = [asyncio.create_task(put(engine, number, rows(600))) for number in range(100, 200)]
+    await settle()
+    looked_at, waiters = [], engine._admission._waiters
+    monkeypatch.setattr(engine._admission, "_waiters", lambda: looked_at.append(1) or waiters())
+    for number in range(1, 60):  # none fits before 60 are gone
+        engine.free([cells(number)])
+    assert not looked_at
+    engine.free([cells(60)])
+    await settle()
+    assert sum(call.done() for call in calls) == 1
+    for call in calls:
+        call.cancel()
+    await asyncio.wait(calls)
 
 
 async def test_existing_rows_go_before_new_ones(engine):

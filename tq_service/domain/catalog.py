@@ -88,10 +88,17 @@ class _Serving:
 
     def __init__(self, partition: Partition, expire: Callable[[str, bytes], object]) -> None:
         self.planners: dict[str, Planner] = {}
-        self.admission_queue = AdmissionQueue(partition) if partition.settings.is_bounded else None
+        self.admission_queue = AdmissionQueue(partition, self._deadlock) if partition.settings.is_bounded else None
         self.lease_timer = LeaseTimer(partition.tasks, expire)
         self.lookups: set[LookupWait] = set()
         self.delivery_rates: dict[str, DeliveryRate] = {}  # by task
+
+    def _deadlock(self, task_name: str, asking: ClaimRequest | None) -> str:
+        """Return why a task cannot consume before more samples come; of no task in particular, any such; "" if none."""
+        planners = [self.planners[task_name]] if task_name in self.planners else []
+        if not task_name:
+            planners = [each for each in self.planners.values() if each.has_all_left]
+        return next(filter(None, (planner.starvation(asking) for planner in planners)), "")
 
     def count_delivered(self, task_name: str, count: int, at_seconds: float) -> None:
         """Count samples that a task was delivered."""

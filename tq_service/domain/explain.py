@@ -75,7 +75,7 @@ class Explainer:
         explanation = Explanation(partition, task, request, self._runner.length(request.sampler))
         return await explanation.reason(
             waiting_put_count=0 if queue is None else queue.waiting_count,
-            put_waits_for="" if queue is None else queue.first_waits_for(),
+            put_waits_for="" if queue is None else queue.first_waits_for(request),
         )
 
     async def explain_waiting(

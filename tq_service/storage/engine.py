@@ -167,7 +167,7 @@ class StorageEngine:
         owner: bytes = b"",
         shared: bool = False,
     ) -> PendingPut:
-        """Reserve capacity for a put, waiting for it in order of arrival.
+        """Reserve capacity for a put, waiting for it, see `Admission`.
 
         Args:
             put_id: made by the client, the same over retries. An unfinished put of the same id is aborted; where one

@@ -209,7 +209,7 @@ global___CreatePartitionRequest = CreatePartitionRequest
 
 @typing.final
 class StalenessLimit(google.protobuf.message.Message):
-    """How far producers may be ahead of one task, so that its samples do not become too stale. At least one bound is set."""
+    """How far producers may be ahead of one task. At least one bound is set."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -223,7 +223,7 @@ class StalenessLimit(google.protobuf.message.Message):
     """Most samples that the task may have left to consume, 1 or more. Unset: no bound."""
     max_versions: builtins.int
     """Most by which the version of a new sample may exceed the lowest version that the task has left to consume, 0 or
-    more. Unset: no bound.
+    more: the spread of versions. It does not bound how late samples are trained on. Unset: no bound.
     """
     version_column: builtins.str
     """The custom_meta column that has the version of a sample; samples without a value are not bounded. Empty:
@@ -1023,7 +1023,9 @@ class CheckConsumptionResponse(google.protobuf.message.Message):
     total_count: builtins.int
     """Ever inserted, cleared ones included."""
     skipped_count: builtins.int
-    """Samples the task will never get: failed or cleared before it took them, and what its end left out."""
+    """Samples the task will never get: failed or cleared before it took them, the rest of groups that lost such a member
+    where the task keeps groups whole, and what its end left out.
+    """
     sealed: builtins.bool
     """Whether the partition gets no new samples."""
     complete: builtins.bool
@@ -1988,7 +1990,7 @@ class TaskStatus(google.protobuf.message.Message):
     dead_lettered_count: builtins.int
     """Delivered `max_deliveries` times and never acknowledged."""
     pending_count: builtins.int
-    """Left for it: live or held, neither consumed nor dead-lettered."""
+    """Left for it: live or held, neither consumed, dead-lettered nor lost with their group."""
     redelivered_count: builtins.int
     """Delivered more than once in this epoch, since leases on them ran out; neither released nor cleared ones count. 0 in
     what Watch sends.

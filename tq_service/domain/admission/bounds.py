@@ -6,8 +6,8 @@ All that is counted here follows from the rows and puts of the partition, so tha
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
@@ -31,11 +31,25 @@ class Demand:
         sample_count: how many they are.
         value_bytes: bytes of their cells.
         versions: by column, the lowest and the highest version of the samples.
+        groups: names of groups of the samples; of groups that have begun its members take nothing.
     """
 
-    sample_count: int
-    value_bytes: int
-    versions: Mapping[str, tuple[float, float]]
+    sample_count: int = 0
+    value_bytes: int = 0
+    versions: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    groups: tuple[str, ...] = ()
+
+
+def sum_of(demands: Iterable[Demand | None]) -> Demand:
+    """Return what several writes take together, None for nothing."""
+    count = size = 0
+    versions: dict[str, tuple[float, float]] = {}
+    for demand in filter(None, demands):
+        count, size = count + demand.sample_count, size + demand.value_bytes
+        for name, (lowest, highest) in demand.versions.items():
+            known = versions.get(name, NO_VERSIONS)
+            versions[name] = min(known[0], lowest), max(known[1], highest)
+    return Demand(sample_count=count, value_bytes=size, versions=versions)
 
 
 class Bound(ABC):
@@ -47,6 +61,7 @@ class Bound(ABC):
         remedy: what makes capacity.
         error_kind: of the error of a write that is refused for it.
         limit: the most there may be.
+        task_name: of the task that has to consume first; empty: none has.
     """
 
     name: ClassVar[str]
@@ -57,27 +72,36 @@ class Bound(ABC):
     def __init__(self, partition: Partition, limit: int, task_name: str = "") -> None:
         self._partition = partition
         self.limit = limit
-        self._task_name = task_name
+        self.task_name = task_name
 
     @abstractmethod
     def share(self, demand: Demand) -> float:
         """Return how much there would be of a write in an empty partition."""
 
     @abstractmethod
-    def total(self, demand: Demand, others: Sequence[Demand]) -> float:
+    def total(self, demand: Demand, others: Demand) -> float:
         """Return how much there would be with a write, and others that were let in and are not made yet."""
 
-    def error(self, got: float, *, may_fit_later: bool) -> ResourceExhaustedError:
+    def waits_for(self, got: float) -> str:
+        """Return why a write waits with which there would be so much."""
+        counted, limited = _shown(got), self.what.format(self.task_name)
+        name = self._partition.partition_id
+        return f"partition {name!r} would have {counted} {limited}, its {self.name} is {self.limit}"
+
+    def error(self, got: float, *, may_fit_later: bool, note: str = "") -> ResourceExhaustedError:
         """Return the error of a write with which there would be so much, at once or after it has waited."""
-        counted = f"{got:g}" if isinstance(got, float) else str(got)
-        metadata = {"limit_name": self.name, "got": counted, "limit": str(self.limit), "task_name": self._task_name}
-        outcome = f" and it stayed so until the deadline; {self.remedy}" if may_fit_later else "; split the put"
+        names = {"limit_name": self.name, "got": _shown(got), "limit": str(self.limit), "task_name": self.task_name}
+        metadata = {name: value for name, value in names.items() if value}
+        outcome = f" and it stayed so until the deadline; {self.remedy}{note}" if may_fit_later else "; split the put"
         return self.error_kind(
-            f"partition {self._partition.partition_id!r} would have {counted} {self.what.format(self._task_name)}, its "
-            f"{self.name} is {self.limit}{outcome}",
+            f"{self.waits_for(got)}{outcome}",
             retry_after_seconds=RETRY_AFTER_SECONDS if may_fit_later else None,
-            metadata={name: value for name, value in metadata.items() if value},
+            metadata=metadata,
         )
+
+
+def _shown(number: float) -> str:
+    return f"{number:g}" if isinstance(number, float) else str(number)
 
 
 class SumBound(Bound):
@@ -87,10 +111,10 @@ class SumBound(Bound):
     def used(self) -> int:
         """Return how much there is."""
 
-    def total(self, demand: Demand, others: Sequence[Demand]) -> float:
+    def total(self, demand: Demand, others: Demand) -> float:
         """Return the sum of what there is and of what is added."""
         share = self.share(demand)
-        return self.used() + share + sum(map(self.share, others)) if share else 0
+        return self.used() + share + self.share(others) if share else 0
 
 
 class ByteBound(SumBound):
@@ -119,7 +143,7 @@ class BacklogBound(SumBound):
 
     def used(self) -> int:
         """Return how many samples the task has left, all of them where it has not asked yet."""
-        task = self._partition.tasks.get(self._task_name)
+        task = self._partition.tasks.get(self.task_name)
         return self._partition.open_count if task is None else task.backlog
 
     def share(self, demand: Demand) -> int:
@@ -143,10 +167,10 @@ class VersionBound(Bound):
         """Return 0: in an empty partition any version may come."""
         return 0
 
-    def total(self, demand: Demand, others: Sequence[Demand]) -> float:
+    def total(self, demand: Demand, others: Demand) -> float:
         """Return how far the highest version of a write is above the lowest of all others."""
-        (_, highest), *ranges = (each.versions.get(self._column, NO_VERSIONS) for each in (demand, *others))
-        return highest - min((self._lowest.find(), *(lowest for lowest, _ in ranges)))
+        highest, lowest = (each.versions.get(self._column, NO_VERSIONS)[at] for each, at in ((demand, 1), (others, 0)))
+        return highest - min(self._lowest.find(), lowest)
 
 
 def bounds_of(partition: Partition) -> list[Bound]:
@@ -162,7 +186,7 @@ def bounds_of(partition: Partition) -> list[Bound]:
 
 
 def demand_of(partition: Partition, write: SampleWrite, value_bytes: int) -> Demand | None:
-    """Return what the new samples of a write take, None where it has none that last.
+    """Return what the new samples of a write take, None if it has none that last or all are in groups that have begun.
 
     Raises:
         TqError: the partition would refuse the write whatever capacity there is.
@@ -170,11 +194,25 @@ def demand_of(partition: Partition, write: SampleWrite, value_bytes: int) -> Dem
     checked = check_write(partition, write)
     if checked.new_count == 0 or write.state is SampleState.FAILED:
         return None
+    count, is_counted = checked.new_count, checked.is_new
+    groups: tuple[str, ...] = ()
+    if checked.groups is not None:
+        names, slots = checked.groups.names, checked.groups.slots
+        groups = tuple(names.names[code] for code in np.flatnonzero((slots < 0) & (checked.groups.counts > 0)).tolist())
+        if (slots >= 0).any():  # members of groups that have begun
+            has_begun = np.zeros(slots.size + 1, np.bool_)  # the last is of samples without a group
+            has_begun[:-1] = slots >= 0
+            is_counted = np.zeros(write.row_count, np.bool_)
+            is_counted[checked.is_new] = ~has_begun[names.codes]
+            count = int(np.count_nonzero(is_counted))
+            if count == 0:
+                return None
     bounding = {limit.version_column for limit in partition.settings.staleness_limits if limit.max_versions is not None}
     return Demand(
-        sample_count=checked.new_count,
-        value_bytes=value_bytes * checked.new_count // write.row_count,
-        versions={each.name: _version_range(each, checked.is_new) for each in write.meta if each.name in bounding},
+        sample_count=count,
+        value_bytes=value_bytes * count // write.row_count,
+        versions={each.name: _version_range(each, is_counted) for each in write.meta if each.name in bounding},
+        groups=groups,
     )
 
 

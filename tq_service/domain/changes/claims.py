@@ -406,7 +406,7 @@ class GroupsKept(TaskChange):
 
 def _skip_rest(partition: Partition, task: TaskLedger, positions: Indexes | None, step: Step) -> None:
     """Skip what is left of groups that lost a member, see `skip_rest`; writes may have capacity for it."""
-    if skip_rest(partition, task, positions):
+    if task.kept_groups is not None and skip_rest(partition, task, positions):
         step.consumed[partition] = None
         step.tasks.append((partition, task.name))
 

@@ -301,7 +301,7 @@ def _set_state(partition: Partition, code: int, positions: Indexes, step: Step) 
 def _skip_rest(partition: Partition, positions: Indexes, step: Step) -> None:
     """Skip, for tasks that keep groups whole, the rest of those that lost one of these rows, or got it too late."""
     for task in partition.tasks.values():
-        if skip_rest(partition, task, positions):
+        if task.kept_groups is not None and skip_rest(partition, task, positions):
             step.consumed[partition] = None
             step.tasks.append((partition, task.name))
 

@@ -152,7 +152,7 @@ class Runs(Grouping):
     """
 
     blocks: ClassVar[Blocks] = "anywhere"
-    kept: ClassVar[int | None] = None  # type: ignore[misc]  # which rows are one group is open until they are delivered
+    kept: ClassVar[int | None] = None  # which rows are one group is open until they are delivered
 
     def __init__(self, partition: Partition, task: TaskLedger, block_size: int) -> None:
         super().__init__(partition, task, block_size)
@@ -200,10 +200,11 @@ def skip_rest(partition: Partition, task: TaskLedger, positions: Indexes | None 
     Returns:
         The number of rows that are skipped from now on.
     """
-    may_lack = partition.table.removed_count or partition.state_counts[FAILED] or task.dead_lettered_count
-    if task.kept_groups is None or not may_lack:
+    if task.kept_groups is None:
         return 0
     if positions is None:
+        if not (partition.table.removed_count or partition.state_counts[FAILED] or task.dead_lettered_count):
+            return 0
         positions = partition.table.present_positions()
     if partition.groups.in_use:
         return task.skip(_rest_of_named(partition, task, positions))

@@ -807,7 +807,7 @@ class TaskLedger(TaskFacts):
         self.skipped.write(skipped, True)
         self.backlog -= skipped.size
         self.skipped_count += skipped.size
-        return skipped.size
+        return int(skipped.size)
 
     def take_back(self) -> Indexes:
         """Have no row skipped any more; return the positions of those that were."""
@@ -824,7 +824,7 @@ class TaskLedger(TaskFacts):
         marked = positions[self.skipped.data[positions]]
         self.skipped.write(marked, False)
         self.skipped_count -= marked.size
-        return marked.size
+        return int(marked.size)
 
     def is_pending(self, rows: slice) -> NDArray[np.bool_]:
         """Return which rows are left: live or held, and neither claimed, dead-lettered, dropped nor skipped."""

@@ -79,6 +79,7 @@ _MOST_PLANS = 4  # off the loop at a time, those that are long under way apart
 _LONG_PLAN_SECONDS = 1.0
 _LEAST_HEAD_START_SECONDS = 0.01
 _MOST_REPLANS = 8
+_MOST_EXPLAINED = 1 << 16  # rows that a refused put has time to look at
 _MOST_BATCHES_AHEAD = 1 << 10  # where plans do not consume what they deliver, so that any batch_index could be planned
 
 
@@ -181,6 +182,41 @@ class Planner:
         """Return the first of the claims of each line, and how many wait in it, in order of arrival of the first."""
         lines = sorted(self._queue.lines, key=lambda line: line.order)
         return [(first.request, len(line)) for line in lines if (first := line.first()) is not None]
+
+    @property
+    def has_all_left(self) -> bool:
+        """Whether the task has consumed nothing of what the partition still has."""
+        return self._task.backlog == self._partition.table.present_count
+
+    def starvation(self, asking: ClaimRequest | None = None) -> str:
+        """Return, in words, why the task consumes nothing of what it has left; "" if that is unknown or it may.
+
+        Either a claim waits which only new samples can serve, such as `asking` if it is of this task, or conditions
+        rule out samples, which stay pending.
+        """
+        partition, task, rows = self._partition, self._task, slice(0, self._partition.table.count)
+        waiting = [request for request, _ in self.waiting_claims()]
+        if asking is not None and asking.task_name == task.name:
+            waiting.insert(0, asking)
+        request = waiting[0] if waiting else self._last_request
+        if request is None or task.leased_count or rows.stop > _MOST_EXPLAINED:
+            return ""
+        try:
+            readiness = Readiness(partition, task, request.batch_spec, self._search.length(request))
+            pending, ready = task.is_pending(rows), readiness.ready(rows)
+            excluded = pending & readiness.excluded(rows)
+        except TqError:
+            return ""
+        ruled_out, names = int(np.count_nonzero(excluded)), {each.column for each in request.batch_spec.where}
+        cause = f"{ruled_out} samples are ruled out by its where ({', '.join(sorted(names))}); clear these"
+        if not waiting:
+            return f"for task {task.name!r} {cause}" if ruled_out else ""
+        if (pending & ~ready & ~excluded).any():  # held, or a field of them is still to come
+            return ""
+        return (
+            f"this is a deadlock unless samples that fit still come: task {task.name!r} waits for more samples itself, "
+            f"{int(np.count_nonzero(pending & ready))} are ready, too few for it{', and ' + cause if ruled_out else ''}"
+        )
 
     async def claim(self, request: ClaimRequest, max_wait_seconds: float) -> Answer:
         """Return the recorded answer, or wait for one; `NotYet` when the time is over."""
@@ -761,6 +797,10 @@ class PlanSearch:
             table.pin_count -= 1
         view.rejoin_loop()
         return plan
+
+    def length(self, request: ClaimRequest) -> LengthSource | None:
+        """Return the length that the sampler of a claim needs."""
+        return self._runner.length(request.sampler)
 
     def _view(self, request: ClaimRequest, *, no_more: bool = False) -> PartitionView:
         length = self._runner.length(request.sampler)

@@ -44,6 +44,8 @@ class Admission:
         self._is_relieving = False
         # By partition, in the order in which these have their turns; each in order of arrival.
         self._waiting: OrderedDict[str, dict[_Waiter, None]] = OrderedDict()
+        self._first: _Waiter | None = None  # that waited when they were last looked at, None: look at them
+        self._fits_at = 0  # bytes used at which the first of those that waited then fits
         self._turn = AdmissionTurn(clock)
         self._timer: asyncio.TimerHandle | None = None
         self._is_draining = False
@@ -65,8 +67,13 @@ class Admission:
                 "max_bytes",
                 metadata={"limit_name": "max_bytes", "got": str(size), "limit": str(limit)},
             )
+        if not self._waiting and (limit is None or self.used_bytes + size <= limit):
+            self.used_bytes += size
+            return
         waiter = _Waiter(size, limit, partition_id, for_existing_rows=for_existing_rows, since=self._clock())
         self._waiting.setdefault(partition_id, {})[waiter] = None
+        if limit is not None:
+            self._fits_at = max(self._fits_at, limit - size)
         self.admit()
         if self._is_draining:
             self._end_waits()
@@ -103,6 +110,8 @@ class Admission:
 
     def admit(self) -> None:
         """Admit puts for which there is capacity, or can be made."""
+        if not self._waiting:
+            return
         lacking = self._admit_fitting()
         if lacking and not self._is_relieving:
             self._is_relieving = True
@@ -114,20 +123,30 @@ class Admission:
         self._set_timer()
 
     def _admit_fitting(self) -> int:
-        """Admit puts for which there is capacity; return how many bytes the first one lacks, 0 where none waits."""
-        while self._waiting:
-            holder = self._turn.holder(self._waiters())
-            waiting = [holder] if isinstance(holder, _Waiter) else list(self._waiters())
-            by_kind = sorted(waiting, key=lambda waiter: not waiter.for_existing_rows)  # stable
-            fitting = next((waiter for waiter in by_kind if self._lacking(waiter) <= 0), None)
-            if fitting is None:
-                return self._lacking(by_kind[0])
-            self._leave(fitting)
-            if fitting.partition_id in self._waiting:
-                self._waiting.move_to_end(fitting.partition_id)
-            self.used_bytes += fitting.size
-            fitting.granted.set_result(None)
-        return 0
+        """Admit puts for which there is capacity; return how many bytes the first of the others lacks, 0 if none waits.
+
+        What is freed comes in thousands of parts, so the puts are looked at only where one of them may fit.
+        """
+        holder = self._turn.holder
+        if isinstance(holder, _Waiter) and (lacking := self._lacking(holder)) > 0:
+            return lacking
+        if self._first is not None and self.used_bytes > self._fits_at:
+            return self._lacking(self._first)
+        for waiter in [each for each in self._waiters() if each.granted.done()]:
+            self._leave(waiter)  # its wait has ended, but its task has not run since
+        by_kind = sorted(self._waiters(), key=lambda waiter: not waiter.for_existing_rows)  # stable
+        holder = self._turn.begin(waiter for waiter in by_kind if self._lacking(waiter) > 0)
+        for waiter in by_kind:
+            if (holder is None or holder is waiter) and self._lacking(waiter) <= 0:
+                self._leave(waiter)
+                if waiter.partition_id in self._waiting:
+                    self._waiting.move_to_end(waiter.partition_id)
+                self.used_bytes += waiter.size
+                waiter.granted.set_result(None)
+        left = [waiter for waiter in by_kind if not waiter.granted.done()]
+        self._first = left[0] if left else None
+        self._fits_at = max((each.limit - each.size for each in left if each.limit is not None), default=0)
+        return 0 if self._first is None else max(0, self._lacking(self._first))
 
     def _lacking(self, waiter: _Waiter) -> int:
         """Return how many bytes a put lacks, 0 or less where it has capacity."""
@@ -146,6 +165,9 @@ class Admission:
         waiting.pop(waiter, None)
         if not waiting:
             self._waiting.pop(waiter.partition_id, None)
+        self._turn.leave(waiter)
+        if self._first is waiter:
+            self._first = None
 
     def _set_timer(self) -> None:
         """Have the others looked at when a turn is over."""
@@ -186,7 +208,7 @@ class Admission:
 
     def _in_front_of(self, waiter: _Waiter) -> str:
         """Return, for the error of a put, which other one it waited for; "" if it lacks the capacity itself."""
-        holder = self._turn.holder(self._waiters())
+        holder = self._turn.holder
         if self._lacking(waiter) > 0 or not isinstance(holder, _Waiter) or holder is waiter:
             return ""
         whose = "this" if holder.partition_id == waiter.partition_id else "another"
