@@ -627,10 +627,11 @@ class TaskLedger(TaskFacts):
         self.deliveries.write(delivered, claim.delivery_counts)
         if claim.plan.is_reusing:  # in which a sample may come twice
             claim.delivery_counts = self.deliveries.data[self._table.find(claim.rows)]
-        self.deliveries.write(dropped, self.deliveries.data[dropped] + np.int32(1))
-        leased = np.concatenate([delivered, dropped])
-        self._count_leased(claim, leased.size)
-        self._consume(leased, claim.mark)
+        if dropped.size:
+            self.deliveries.write(dropped, self.deliveries.data[dropped] + np.int32(1))
+            delivered = np.concatenate([delivered, dropped])
+        self._count_leased(claim, delivered.size)
+        self._consume(delivered, claim.mark)
 
     def _use(self, plan: RecordedPlan, positions: Indexes, serial: int) -> int:
         """Consume what a plan consumes, and count what it delivers; return how many are consumed."""
@@ -655,6 +656,8 @@ class TaskLedger(TaskFacts):
 
     def _drop_rows(self, positions: Indexes) -> None:
         """Have rows that a plan leaves out pending no more, without consuming them."""
+        if not positions.size:
+            return
         self.claim.write(positions, DROPPED)
         self.dropped_count += positions.size
         self.backlog -= positions.size - self._unmark(positions)
@@ -681,19 +684,20 @@ class TaskLedger(TaskFacts):
         rows = claim.plan.named
         positions = self._table.find(rows)
         is_held = (positions >= 0) & (self.claim.data[positions] == claim.mark)
-        if claim.lease is None:
+        if claim.lease is None and claim.plan.dropped:
             is_held |= (positions >= 0) & claim.plan.drops(rows)
         held: Indexes = positions[is_held]
         return held
 
     def ack(self, claim: QueueClaim, positions: Indexes) -> Indexes:
         """Have leased rows consumed or dropped for good, or used once more; return those that can be claimed again."""
-        plan = claim.plan
-        is_dropped = plan.drops(self._table.index.data[positions])
-        positions, dropped = positions[~is_dropped], positions[is_dropped]
+        plan, dropped = claim.plan, positions[:0]
+        if plan.dropped:
+            is_dropped = plan.drops(self._table.index.data[positions])
+            positions, dropped = positions[~is_dropped], positions[is_dropped]
+            self.claim.write(dropped, DROPPED)
+            self.dropped_count += dropped.size
         consumed, returned = positions, positions[:0]
-        self.claim.write(dropped, DROPPED)
-        self.dropped_count += dropped.size
         if plan.is_reusing:
             rows = self._table.index.data[positions]
             is_consumed = plan.consumes(rows)
