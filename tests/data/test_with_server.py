@@ -345,7 +345,7 @@ def test_ranks_of_another_number_resume_with_every_sample_trained_once(tmp_path:
         other = loader_of(service, 0, 2)
         with pytest.raises(tq.InvalidArgumentError, match=r"got dp_size 4; expected 2.*reset_consumption.* once"):
             other.load_state_dict(state)
-        with pytest.raises(tq.RankDisagreementError, match=r"is 4, got 2.*reset_consumption.* once"):
+        with pytest.raises(tq.RankDisagreementError, match=r"is 4, got 2.*reset the consumption of the task once"):
             next(iter(other))
         client.reset_consumption("train", "update_actor")
         for rank in range(2):

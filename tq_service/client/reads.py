@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any, Final
 
@@ -13,6 +11,7 @@ import numpy as np
 
 from tq_service.client.batch_meta import BatchMeta
 from tq_service.client.locations import CellLocations, StorageRef
+from tq_service.client.requests import has_tensordict
 from tq_service.client.retry import Deadline
 from tq_service.dataplane.parties import Received
 from tq_service.dataplane.receive_buffers import RECEIVE_BUFFERS
@@ -308,17 +307,7 @@ def to_batch(received: Sequence[Received], row_count: int) -> Any:
     Without torch, columns are numpy arrays and lists of them.
     """
     data = decode_columns([column for column, _ in received], [buffer for _, buffer in received])
-    return to_tensordict(data, row_count) if _has_tensordict() else data
-
-
-def _has_tensordict() -> bool:
-    return find_spec("torch") is not None and find_spec("tensordict") is not None
-
-
-def import_tensordict() -> None:
-    """Import what `to_batch` needs, which takes seconds, before a lease or another deadline runs."""
-    if _has_tensordict():
-        importlib.import_module("tensordict")
+    return to_tensordict(data, row_count) if has_tensordict() else data
 
 
 def lost_samples(metadata: BatchMeta, read: StorageRead, error: DataLossError) -> DataLossError:

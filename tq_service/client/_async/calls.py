@@ -18,8 +18,7 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 from tq_service.client.channel import CHANNEL_OPTIONS, CLUSTER_CHANNEL_OPTIONS, CONTROLLER_STUB, resolve_address
 from tq_service.client.concurrency import AsyncBackgroundCalls, AsyncHome, async_is_of_closing, async_sleep
 from tq_service.client.namespace import NO_NAMESPACE, Namespace
-from tq_service.client.reads import import_tensordict
-from tq_service.client.requests import request_of, seconds
+from tq_service.client.requests import import_tensordict, request_of, seconds
 from tq_service.client.retry import Backoff, Deadline, Outage, error_of
 from tq_service.client.writes import PlacementGrant
 from tq_service.client_probes import carriers

@@ -9,8 +9,15 @@ from typing import Any, Final
 
 from tq_service.client._sync.calls import Base
 from tq_service.client.batch_meta import BatchMeta
-from tq_service.client.reads import import_tensordict
-from tq_service.client.requests import check_leased, get_meta_request, lease_duration, listed, request_of, seconds
+from tq_service.client.requests import (
+    check_leased,
+    get_meta_request,
+    import_tensordict,
+    lease_duration,
+    listed,
+    request_of,
+    seconds,
+)
 from tq_service.client.retry import Deadline
 from tq_service.client.wait_reports import WaitReports, warn_of_wait
 from tq_service.client_probes import probes

@@ -74,8 +74,8 @@ _NO_ROWS: Final = np.zeros(0, np.int64)
 _NO_ROWS.flags.writeable = False
 
 _OTHER_DP_SIZE: Final = (
-    ". To resume with another number of ranks, clear the samples that were trained, call "
-    "reset_consumption(partition_id, task_name) once, and start the loaders without a state (docs/data_loading.md)"
+    ". To resume with another number of ranks, clear the samples that were trained, reset the consumption of the task "
+    "once, and have all ranks begin with batch_index 0 (docs/data_loading.md)"
 )
 
 Steps: TypeAlias = tuple[tuple[Pack, ...], ...]
