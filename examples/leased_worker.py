@@ -15,7 +15,7 @@ import tq_service as tq
 
 PARTITION = "lease_example"
 POISON = "9 + "  # the answer on which every worker crashes
-LEASE_SECONDS = 3.0  # longer than a batch takes; the first get_data of a process also imports tensordict
+LEASE_SECONDS = 3.0  # longer than a batch takes
 
 
 def main() -> None:

@@ -43,6 +43,7 @@ class SampleConsumption(IntEnum):
     LEASED = 2
     CONSUMED = 3
     DEAD_LETTERED = 4
+    DROPPED = 5
 
 
 BatchUnit = Literal["sample", "group"]
@@ -172,6 +173,9 @@ class StalenessLimit:
             raise InvalidArgumentError("version_column is empty; name a custom_meta column", field="staleness_limits")
 
 
+_CONSUMED: Final = ("consumed_count", "kept_count")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndCounts:
     """What became of the samples of a partition when a task reached its end: numbers of them, the same for all ranks.
@@ -184,6 +188,9 @@ class EndCounts:
         excluded_count: ruled out by the task's `where`.
         in_incomplete_groups_count: of groups that cannot be delivered whole any more.
         left_over_count: ready, but in no plan: a short last batch with `drop_last`, or what the sampler leaves out.
+        overlong_count: left out of a batch by its sampler, as `overlong="drop"` does, cleared ones included.
+        kept_count: those of `consumed_count` that were consumed in earlier epochs, before
+            `reset_consumption(keep_consumed=True)` began this one.
     """
 
     consumed_count: int = 0
@@ -193,11 +200,13 @@ class EndCounts:
     excluded_count: int = 0
     in_incomplete_groups_count: int = 0
     left_over_count: int = 0
+    overlong_count: int = 0
+    kept_count: int = 0
 
     @property
     def skipped_counts(self) -> dict[str, int]:
         """The counts of samples that the task never gets, by their names; those that are 0 are left out."""
-        return {name: count for name, count in asdict(self).items() if count and name != "consumed_count"}
+        return {name: count for name, count in asdict(self).items() if count and name not in _CONSUMED}
 
     @property
     def skipped_count(self) -> int:

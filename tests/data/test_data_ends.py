@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import tq_service as tq
-from tq_service.data import StreamingDataLoader, StreamingDataset
+from tq_service.data import StreamingDataLoader, StreamingDataset, fetch_batch
 
 GROUPS_OF_4 = {"sampler": "grpo_group_n", "sampler_config": {"n_samples_per_prompt": 4}}
 
@@ -215,3 +216,111 @@ def test_an_end_of_a_fetch_function_that_counts_nothing(address: str, partition:
 
 def _nothing(meta: tq.BatchMeta, **claim: Any) -> tuple[None, tq.BatchMeta]:
     return None, meta
+
+
+def put_lengths(client: tq.Client, partition: str, lengths: list[int]) -> None:
+    put(client, partition, len(lengths), custom_meta=[{"total_lengths": length} for length in lengths])
+    client.seal_partition(partition)
+
+
+DROPPING = {
+    "packed": {"optimizer_steps": 1, "pack_max_length": 100, "overlong": "drop"},
+    "token_budget": {"tokens_per_rank": 100, "overlong": "drop"},
+}
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("sampler", DROPPING)
+def test_dropped_samples_are_named_counted_and_cleared_with_the_rest(
+    client: tq.Client, address: str, partition: str, *, sampler: str, num_workers: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    put_lengths(client, partition, [10, 10, 200, 10, 10, 300, 10, 10])
+    loader = loader_of(address, partition, num_workers, sampler=sampler, sampler_config=DROPPING[sampler])
+    delivered, dropped = set(), set()
+    with loader, caplog.at_level(logging.WARNING):
+        for data, meta in loader:
+            assert data["index"].tolist() == meta.global_indexes
+            delivered.update(meta.global_indexes)
+            dropped.update(meta.dropped_indexes.tolist())
+            client.clear_samples(meta)
+    assert (delivered, dropped) == ({0, 1, 3, 4, 6, 7}, {2, 5})
+    first, last = warnings_of(caplog)
+    assert f"batch 0 of partition {partition!r} leaves out 1 samples that are too long" in first
+    assert "6 samples were consumed, 2 were skipped: 2 longer than the sampler's limit" in last
+    state = client.describe_partition(partition)
+    assert (state.live_count, state.used_bytes) == (0, 0)
+    consumed = client.check_consumption(partition, "update_actor")
+    assert (consumed.consumed_count, consumed.skipped_count, consumed.complete) == (6, 2, True)
+
+
+@pytest.mark.parametrize("sampler", DROPPING)
+def test_a_partition_of_dropped_samples_is_an_error_on_all_ranks(
+    client: tq.Client, address: str, partition: str, sampler: str
+) -> None:
+    put_lengths(client, partition, [200] * 8)
+    options = {"sampler": sampler, "sampler_config": DROPPING[sampler], "dp_size": 2}
+    for rank in (0, 1):
+        with pytest.raises(tq.NothingDeliveredError, match="8 longer than the sampler's limit") as caught:
+            sizes(loader_of(address, partition, rank=rank, **options))
+        assert caught.value.metadata["overlong_count"] == "8"
+    assert client.clear_samples(partition_id=partition, skipped_by="update_actor") == 8
+
+
+def test_samples_kept_from_an_earlier_epoch_are_warned_of(
+    client: tq.Client, address: str, partition: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    put(client, partition, 12)
+    client.seal_partition(partition)
+    asked = AskedFor(3)
+    dataset = loader_of(address, partition, fetch_batch_fn=asked).dataset
+    with StreamingDataLoader(dataset, prefetch_factor=4) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        assert asked.event.wait(60)
+    client.reset_consumption(partition, "update_actor", keep_consumed=True)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        assert sizes(loader_of(address, partition)) == []
+    (warning,) = warnings_of(caplog)
+    assert "12 samples were consumed, 12 of them in earlier epochs" in warning
+
+
+def test_a_loader_that_is_closed_warns_of_batches_that_it_has_not_handed_out(
+    client: tq.Client, address: str, partition: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    put(client, partition, 12)
+    client.seal_partition(partition)
+    asked = AskedFor(3)
+    loader = StreamingDataLoader(loader_of(address, partition, fetch_batch_fn=asked).dataset, prefetch_factor=4)
+    with caplog.at_level(logging.WARNING):
+        iterator = iter(loader)
+        next(iterator)
+        assert asked.event.wait(60)
+        loader.close()
+        loader.close()
+    (warning,) = warnings_of(caplog)
+    assert "closed with 2 batches fetched ahead that it has not handed out, from batch 1 on" in warning
+
+
+class AskedFor:
+    """A fetch_batch_fn that tells when a batch is asked for, so that those before it were fetched."""
+
+    def __init__(self, batch_index: int) -> None:
+        self._batch_index = batch_index
+        self.event = threading.Event()
+
+    def __call__(self, **keywords: Any) -> Any:
+        if keywords["batch_index"] == self._batch_index:
+            self.event.set()
+        return fetch_batch(**keywords)
+
+
+def test_a_where_of_fetch_batch_fn_is_not_shown_as_none(client: tq.Client, address: str, partition: str) -> None:
+    skip_by_where(client, partition)
+    client.seal_partition(partition)
+    with pytest.raises(tq.NothingDeliveredError, match="6 ruled out by the where that fetch_batch_fn gave"):
+        sizes(loader_of(address, partition, fetch_batch_fn=fetch_new_versions))
+
+
+def fetch_new_versions(**keywords: Any) -> Any:
+    return fetch_batch(**{**keywords, "where": [("version", ">=", 2)]})

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from certificates import add_token
+from certificates import replace as replace_file
 from service_rows import dataset_of, fill, taken
 
 import tq_service as tq
-from tq_service.data import StreamingDataLoader
+from tq_service.data import StreamingDataLoader, StreamingDataset
 from tq_service.testing import ServiceProcess
 
 
@@ -255,3 +257,128 @@ def test_the_example_learns(address: str, flags: list[str]) -> None:
     losses = [float(line.rsplit(" ", 1)[1]) for line in output.splitlines() if line.startswith("step")]
     assert len(losses) == 4
     assert losses[-1] < losses[0] / 10
+
+
+@pytest.mark.parametrize("context", ["forkserver", "spawn"])
+def test_workers_do_not_run_an_unguarded_program_again(address: str, partition: str, context: str) -> None:
+    done = run_unguarded(address, partition, context)
+    assert (done.returncode, done.stdout) == (0, "[4, 4]\n"), done.stderr
+    with tq.Client(address) as client:
+        assert client.describe_partition(partition).live_count == 8
+
+
+def test_a_function_of_an_unguarded_program_is_an_error_that_names_main(address: str, partition: str) -> None:
+    done = run_unguarded(address, partition, "forkserver", "main")
+    assert done.returncode == 1
+    *_, last = done.stderr.strip().splitlines()
+    assert "WorkerDiedError" in last
+    assert "defined in __main__" in last
+    assert 'if __name__ == "__main__":' in last
+
+
+def run_unguarded(*arguments: str) -> subprocess.CompletedProcess[str]:
+    program = Path(__file__).parent / "unguarded_program.py"
+    command = [sys.executable, str(program), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_dataset_takes_the_addresses_of_several_controllers(address: str, partition: str, num_workers: int) -> None:
+    fill(address, partition, 8)
+    addresses = [address, address]
+    for given in (addresses, ",".join(addresses)):
+        with StreamingDataLoader(dataset_of(given, partition, task_name=str(given)), num_workers) as loader:
+            assert taken(list(loader)) == list(range(8))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_dataset_takes_a_token_as_a_client_does(tmp_path: Path, num_workers: int) -> None:
+    tokens, path = tmp_path / "tokens.toml", tmp_path / "trainer.token"
+    secret = add_token(tokens, "trainer", ["produce", "consume"])
+    replace_file(path, secret.encode())
+    with ServiceProcess("--auth-tokens-file", str(tokens)) as service:
+        with tq.Client(service.address, token=secret) as client:
+            client.put({"index": torch.arange(4)}, partition_id="train")
+            client.seal_partition("train")
+        for number, token in enumerate((secret, path)):
+            dataset = StreamingDataset(
+                service.address, batch_size=4, data_fields=["index"], partition_id="train", task_name=f"t{number}",
+                token=token,
+            )  # fmt: skip
+            assert secret not in repr(dataset.source)
+            with StreamingDataLoader(dataset, num_workers) as loader:
+                assert [meta.size for _, meta in loader] == [4]
+
+
+def test_ranks_of_another_number_resume_with_every_sample_trained_once(tmp_path: Path) -> None:
+    """As docs/data_loading.md has it: what was trained is cleared, consumption is reset, no state is loaded."""
+    options = {
+        "batch_size": 4, "micro_batch_size": 2, "data_fields": ["index"], "partition_id": "train",
+        "task_name": "update_actor", "max_wait": 0.5,
+    }  # fmt: skip
+
+    def loader_of(service: ServiceProcess, rank: int, size: int) -> StreamingDataLoader:
+        return StreamingDataLoader(StreamingDataset(service.address, dp_rank=rank, dp_size=size, **options))
+
+    trained: list[int] = []
+
+    def train(client: tq.Client, item: tuple[Any, tq.BatchMeta]) -> None:
+        trained.extend(item[0]["index"].tolist())
+        client.clear_samples(item[1])
+
+    flags = ("--checkpoint-dir", str(tmp_path))
+    with ServiceProcess(*flags) as service, tq.Client(service.address) as client:
+        client.put({"index": torch.arange(64)}, partition_id="train")
+        client.seal_partition("train")
+        loaders = [loader_of(service, rank, 4) for rank in range(4)]
+        iterators = [iter(loader) for loader in loaders]
+        for _ in range(3):  # one and a half batches
+            for iterator in iterators:
+                train(client, next(iterator))
+        state = loaders[0].state_dict()
+        client.checkpoint("step3")
+        for loader in loaders:
+            loader.close()
+    assert len(trained) == 24
+    with ServiceProcess(*flags) as service, tq.Client(service.address) as client:
+        client.restore("step3")
+        other = loader_of(service, 0, 2)
+        with pytest.raises(tq.InvalidArgumentError, match=r"got dp_size 4; expected 2.*reset_consumption.* once"):
+            other.load_state_dict(state)
+        with pytest.raises(tq.RankDisagreementError, match=r"is 4, got 2.*reset the consumption of the task once"):
+            next(iter(other))
+        client.reset_consumption("train", "update_actor")
+        for rank in range(2):
+            with loader_of(service, rank, 2) as loader:
+                for item in loader:
+                    train(client, item)
+        assert sorted(trained) == list(range(64))
+        assert client.describe_partition("train").live_count == 0
+
+
+def test_dropped_samples_stay_dropped_after_a_restart_and_a_restore(tmp_path: Path) -> None:
+    sampler = {"sampler": "packed", "sampler_config": {"optimizer_steps": 1, "pack_max_length": 9, "overlong": "drop"}}
+    request: dict[str, Any] = {
+        "partition_id": "train",
+        "task_name": "update_actor",
+        "data_fields": ["index"],
+        **sampler,
+    }
+    ranks = [{"dp_rank": rank, "dp_size": 2, "batch_size": 2, "batch_index": 0} for rank in (0, 1)]
+    service = ServiceProcess("--checkpoint-dir", str(tmp_path / "checkpoints"), data_dir=tmp_path / "data")
+    with service, tq.Client(service.address) as client:
+        client.put({"index": torch.arange(4)}, partition_id="train", custom_meta={"total_lengths": [20, 5, 5, 20]})
+        client.seal_partition("train")
+        answers = [client.get_meta(**request, **rank) for rank in ranks]
+        assert sorted(row for meta in answers for row in meta.dropped_indexes.tolist()) == [0, 3]
+        assert [len(part.dropped_indexes) for part in answers[0].chunk(2)] == [len(answers[0].dropped_indexes)] * 2
+        status = client.check_consumption("train", "update_actor")
+        client.checkpoint("here")
+        service.kill()
+        service.start()
+        for _ in ("recovered", "restored"):
+            assert [client.get_meta(**request, **rank) for rank in ranks] == answers
+            assert client.check_consumption("train", "update_actor") == status
+            assert client.clear_samples(partition_id="train", skipped_by="update_actor") == 2
+            client.clear_partition("train")
+            client.restore("here")

@@ -376,6 +376,8 @@ class Interleaving:
 
     async def reset(self, rng):
         name = rng.choice(list(self.driver.tasks))
+        if name not in self.driver.partition.tasks:  # forgotten, as it had nothing on record
+            return
         keep_consumed = rng.random() < 0.5
         self.driver.model.reset(name, keep_consumed=keep_consumed)
         reset(self.driver.catalog, self.driver.partition.tasks[name], keep_consumed=keep_consumed)

@@ -62,13 +62,16 @@ def test_a_sample_longer_than_a_pack_is_cut_where_asked():
     assert sorted(lengths) == [[7], [100]]
 
 
-def test_a_sample_longer_than_a_pack_is_consumed_without_a_pack_where_asked():
+def test_a_sample_longer_than_a_pack_is_dropped_where_asked():
     sampler = PackedSampler(optimizer_steps=1, pack_max_length=CAP, overlong="drop", n_samples_per_prompt=2)
     plan = sampler.plan(view_of_samples(4, lengths=[250, 7, 6, 5]), ranked(2, 2))
-    assert sorted(parts(plan)) == [[0, 1], [2, 3]], "it goes with its group"
+    assert sorted(parts(plan)) == [[1], [2, 3]]
+    assert [part.dropped.tolist() for part in plan.ranks if 1 in part.rows] == [[0]], "it goes with its group"
     assert sorted(packs_in_rows(plan)) == [[[[1]]], [[[2, 3]]]]
     all_dropped = sampler.plan(view_of_samples(2, lengths=[250, 250]), ranked(2, 2))
-    assert parts(all_dropped) == [[0, 1], []]
+    assert check_plan("packed", all_dropped, ranked(2, 2)) is all_dropped
+    assert parts(all_dropped) == [[], []]
+    assert [part.dropped.tolist() for part in all_dropped.ranks] == [[0, 1], []]
     assert packs_in_rows(all_dropped) == [[[[]]], [[[]]]]
 
 
@@ -132,18 +135,20 @@ def test_ranks_agree_groups_stay_whole_and_packs_hold(*, sizes, ranks, steps, ov
     view, request = view_of_groups(sizes, lengths=lengths), ranked(16, ranks, unit="group")
     sampler = PackedSampler(optimizer_steps=steps, pack_max_length=CAP, overlong=overlong, cost=cost, even_steps=even)
     plan = check_plan(sampler.name, sampler.plan(view, request), request)
-    assert sorted(itertools.chain(*parts(plan))) == list(range(sum(sizes)))
+    left_out = [rank.dropped.tolist() for rank in plan.ranks]
+    too_long = [row for row in range(sum(sizes)) if lengths[row] > CAP]
+    assert sorted(itertools.chain(*left_out)) == (too_long if overlong == "drop" else [])
+    assert sorted(itertools.chain(*parts(plan), *left_out)) == list(range(sum(sizes)))
     for rank in plan.ranks:
         names = [name for name, _ in itertools.groupby(view.all_rows[row].group for row in rank.rows.tolist())]
+        of_rank = {*rank.rows.tolist(), *rank.dropped.tolist()}
         assert len(names) == len(set(names)), "the members of a group follow each other"
         for name in names:
-            assert {row.index for row in view.all_rows.values() if row.group == name} <= set(rank.rows.tolist())
+            assert {row.index for row in view.all_rows.values() if row.group == name} <= of_rank
         assert len(rank.steps) == steps
         packed = [pack for step in rank.steps for pack in step]
         positions = np.sort(np.concatenate([pack.positions for pack in packed]))
-        too_long = np.array([lengths[row] > CAP for row in rank.rows], dtype=bool)
-        kept = np.flatnonzero(~too_long) if overlong == "drop" else np.arange(rank.rows.size)
-        assert positions.tolist() == kept.tolist()
+        assert positions.tolist() == list(range(rank.rows.size))
         for pack in packed:
             assert pack.lengths.tolist() == [min(lengths[row], CAP) for row in rank.rows[pack.positions]]
             assert int(pack.lengths.sum()) + pack.padding_tokens == CAP

@@ -174,3 +174,49 @@ def test_budgets_are_used_well(lengths, ranks):
         used = tokens_by_rank(plan, lengths)
         following = lengths[sum(len(part) for part in parts(plan)) :]
         assert not following or sum(used) + following[0] > 60 * ranks - 20 * ranks
+
+
+def dropped(plan):
+    return [part.dropped.tolist() for part in plan.ranks]
+
+
+def test_a_sample_beyond_the_limits_is_dropped_where_asked():
+    sampler = TokenBudgetSampler(tokens_per_rank=BUDGET, tokens_per_micro_batch=50, overlong="drop")
+    plan = sampler.plan(view_of_samples(4, lengths=[60, 50, 300, 40]), ranked(4, 2, final=True))
+    assert check_plan("token_budget", plan, ranked(4, 2)) is plan
+    assert sorted(parts(plan)) == [[1], [3]]
+    assert sorted(row for rows in dropped(plan) for row in rows) == [0, 2]
+    packs = [[pack.positions.size for step in part.steps for pack in step] for part in plan.ranks]
+    assert packs == [[1], [1]]
+
+
+def test_what_is_dropped_counts_for_the_batch_and_waits_with_it():
+    sampler = TokenBudgetSampler(tokens_per_rank=BUDGET, overlong="drop")
+    assert sampler.plan(view_of_samples(3, lengths=[200, 10, 10]), ranked(2, 2)) is None
+    assert dropped(sampler.plan(view_of_samples(4, lengths=[200, 10, 10, 10]), ranked(2, 2))) == [[0], []]
+
+
+def test_a_batch_may_drop_all_its_samples():
+    sampler = TokenBudgetSampler(tokens_per_rank=BUDGET, tokens_per_micro_batch=50, overlong="drop")
+    assert sampler.plan(view_of_samples(2, lengths=[200, 300]), ranked(2, 2)) is None
+    plan = sampler.plan(view_of_samples(2, lengths=[200, 300]), ranked(2, 2, final=True))
+    assert check_plan("token_budget", plan, ranked(2, 2)) is plan
+    assert (parts(plan), dropped(plan)) == ([[], []], [[0], [1]])
+
+
+def test_a_group_is_dropped_whole_where_a_rank_cannot_have_it_and_in_part_where_a_member_is_too_long():
+    sampler = TokenBudgetSampler(tokens_per_rank=BUDGET, n_samples_per_prompt=2, overlong="drop")
+    plan = sampler.plan(view_of_samples(6, lengths=[60, 60, 150, 30, 20, 20]), ranked(3, 2, final=True, unit="group"))
+    assert sorted(parts(plan)) == [[3], [4, 5]]
+    assert sorted(row for rows in dropped(plan) for row in rows) == [0, 1, 2]
+
+
+def test_nothing_is_dropped_behind_the_first_group_that_does_not_fit():
+    sampler = TokenBudgetSampler(tokens_per_rank=BUDGET, n_samples_per_prompt=2, overlong="drop")
+    plan = sampler.plan(view_of_samples(6, lengths=[50, 50, 90, 200, 200, 200]), ranked(8, 1))
+    assert (parts(plan), dropped(plan)) == ([[0, 1]], [[]])
+
+
+def test_token_budget_cuts_no_samples():
+    with pytest.raises(ValueError, match=r"overlong: got 'truncate', expected 'error' or 'drop'"):
+        TokenBudgetSampler(tokens_per_rank=BUDGET, overlong="truncate")

@@ -68,6 +68,9 @@ class BatchMeta:
         incarnation: that of the partition, 16 random bytes, others once its name is used again after a clear.
         epoch: that of the task, which counts its resets; 0 where no task asked.
         indexes: `(size,)` int64, the `global_indexes` as a read-only array.
+        dropped_indexes: int64, the indexes of samples that the sampler left out of this rank's batch, as the option
+            `overlong="drop"` does. They are not in `indexes`, and every part of the batch has all of them, so that
+            `clear_samples`, `ack` and `release` of any part are about them too.
         fields: specs of the fields: of those that a claim asked for, or a put wrote; in answers about samples
             (`lookup_samples`, `put(return_meta="all")`) of those that at least one of them has.
         steps: how the samples are to be used; plain micro-batches are one step.
@@ -89,6 +92,7 @@ class BatchMeta:
     incarnation: bytes = b""
     epoch: int = 0
     indexes: NDArray[np.int64] = field(default_factory=_NO_INDEXES.copy)
+    dropped_indexes: NDArray[np.int64] = field(default_factory=_NO_INDEXES.copy)
     fields: tuple[FieldSpec, ...] = ()
     steps: tuple[Step, ...] = ()
     end: EndCounts | None = None
@@ -109,6 +113,7 @@ class BatchMeta:
 
     def __post_init__(self) -> None:
         self.indexes.setflags(write=False)
+        self.dropped_indexes.setflags(write=False)
 
     @classmethod
     def from_proto(
@@ -131,6 +136,7 @@ class BatchMeta:
             incarnation=message.incarnation,
             epoch=message.epoch,
             indexes=indexes,
+            dropped_indexes=np.asarray(message.dropped_indexes, np.int64),
             fields=tuple(map(decode_spec, message.fields)),
             steps=_steps_from_proto(message.steps) if message.steps else (),
             end=read_message(EndCounts, message.end) if message.HasField("end") else None,
@@ -201,6 +207,11 @@ class BatchMeta:
         """The samples."""
         indexes: list[int] = self.indexes.tolist()
         return indexes
+
+    @property
+    def handled_indexes(self) -> NDArray[np.int64]:
+        """The samples and those that were left out, as `clear_samples`, `ack` and `release` name them."""
+        return np.concatenate([self.indexes, self.dropped_indexes]) if self.dropped_indexes.size else self.indexes
 
     @property
     def keys(self) -> list[str | None]:
@@ -343,6 +354,7 @@ class BatchMeta:
         return (
             self._identity() == other._identity()
             and np.array_equal(self.indexes, other.indexes)
+            and np.array_equal(self.dropped_indexes, other.dropped_indexes)
             and self.keys == other.keys
             and self.groups == other.groups
             and same_columns(self.meta_columns, other.meta_columns)
@@ -424,6 +436,7 @@ def _samples_of(parts: Sequence[BatchMeta]) -> dict[str, Any]:
     consumption = [part.consumption for part in parts if part.consumption is not None]
     return {
         "indexes": np.concatenate([part.indexes for part in parts]),
+        "dropped_indexes": np.unique(np.concatenate([part.dropped_indexes for part in parts])),
         "locations": CellLocations.concat(located) if located and len(located) == sum(map(bool, sizes)) else None,
         "consumption": np.concatenate(consumption) if len(consumption) == len(parts) else None,
         "key_column": concat_names([part.key_column for part in parts], sizes),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any, Final
 
@@ -12,6 +11,7 @@ import numpy as np
 
 from tq_service.client.batch_meta import BatchMeta
 from tq_service.client.locations import CellLocations, StorageRef
+from tq_service.client.requests import has_tensordict
 from tq_service.client.retry import Deadline
 from tq_service.dataplane.parties import Received
 from tq_service.dataplane.receive_buffers import RECEIVE_BUFFERS
@@ -307,9 +307,7 @@ def to_batch(received: Sequence[Received], row_count: int) -> Any:
     Without torch, columns are numpy arrays and lists of them.
     """
     data = decode_columns([column for column, _ in received], [buffer for _, buffer in received])
-    if find_spec("torch") is None or find_spec("tensordict") is None:
-        return data
-    return to_tensordict(data, row_count)
+    return to_tensordict(data, row_count) if has_tensordict() else data
 
 
 def lost_samples(metadata: BatchMeta, read: StorageRead, error: DataLossError) -> DataLossError:

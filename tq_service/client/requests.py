@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache, partial
+from importlib.util import find_spec
 from typing import Any, Final, TypeVar, cast
 
 from google.protobuf.descriptor import FieldDescriptor
@@ -297,3 +299,14 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(one) for one in value]
     return value.tolist() if hasattr(value, "tolist") else value
+
+
+def has_tensordict() -> bool:
+    """Whether batches that are read are TensorDicts."""
+    return find_spec("torch") is not None and find_spec("tensordict") is not None
+
+
+def import_tensordict() -> None:
+    """Import what `get_data` needs, which takes seconds, before a lease or another deadline runs."""
+    if has_tensordict():
+        importlib.import_module("tensordict")

@@ -101,3 +101,12 @@ class BatchStream(Protocol):
     def close(self) -> None:
         """Stop fetching and drop what was fetched ahead; it will be fetched again when asked for. Idempotent."""
         ...
+
+
+class FetchStream(BatchStream, Protocol):
+    """A stream that fetches its batches from the service."""
+
+    @property
+    def fetched_until(self) -> int:
+        """The batch_index behind the last batch that was fetched; 0 before the first."""
+        ...

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from tq_service.addresses import parse_address
+from tq_service.client.channel import resolve_address
 from tq_service.client.wait_reports import warn_of_wait
 from tq_service.client_probes import timed
 from tq_service.data.batch import BatchStream, FetchedBatch, StreamIdentity
-from tq_service.data.end import End, skipped_warning
+from tq_service.data.end import End, end_warning
 from tq_service.data.micro_batches import ProcessBatch, micro_batch_count, split_micro_batches
 from tq_service.data.pack_options import PackOptions
 from tq_service.data.packed_batches import PackBatches
@@ -32,8 +33,14 @@ from tq_service.schema import BatchUnit, ReadLayout
 
 if TYPE_CHECKING:
     from tq_service.data.replicas import Ranks
+    from tq_service.wire.credentials import Tls
 
 _log = logging.getLogger(__name__)
+
+_OTHER_DP_SIZE: Final = (
+    "; to resume with another number of ranks, clear each micro-batch once it is trained, call "
+    "reset_consumption(partition_id, task_name) once, and start the loaders without a state (docs/data_loading.md)"
+)
 
 OpenRest = Callable[[BatchSource, int, StreamIdentity | None], BatchStream]
 """Opens a stream of a source, given the first batch_index and the identity that its batches must have."""
@@ -64,8 +71,8 @@ class StreamingDataset(IterableDataset[Any]):
     until a row differs, may become jagged between two fetches: declare them, or give `layout`.
 
     Args:
-        address: where the service is, "host:port", or the host alone for port 50051; None: `TQ_ADDRESS`, then
-            localhost:50051.
+        address: where the service is, as `Client(address)` takes it: "host:port", or the host alone for port 50051,
+            or several addresses, in a list or with commas between them; None: `TQ_ADDRESS`, then localhost:50051.
         batch_size: samples (or groups, see `batch_unit`) of a batch, for each rank.
         micro_batch_size: samples of a micro-batch; None: the batch is one micro-batch, unless the sampler splits it.
         data_fields: fields that make a sample ready and that are fetched.
@@ -101,8 +108,12 @@ class StreamingDataset(IterableDataset[Any]):
             arrays and texts count. 0: none are kept, and `reset()` fetches the same batches again.
         max_wait: seconds that one call waits for a batch before it is made again, 10 at the most.
         timeout: seconds that a call may take beyond `max_wait`, retries included: how long the server may be away.
-        client_factory: opens the sync client instead of `Client(address)`, for its other settings.
-        namespace: of the partition, as `Client(namespace=...)` takes it; a client_factory has its own.
+        client_factory: opens the sync client instead of `Client(address, ...)`. It gives the client its `token`, `tls`,
+            `insecure` and `namespace` itself.
+        token: the bearer token, or the path of its file, as `Client(token=...)` takes it; workers get it too.
+        tls: how to reach the service over TLS, as `Client(tls=...)` takes it.
+        insecure: whether the token may be sent in plaintext, as `Client(insecure=...)` takes it.
+        namespace: of the partition, as `Client(namespace=...)` takes it.
         on_wait: called with the `WaitReason` of a wait that has lasted 10 s, and then each minute, in the thread or
             worker that fetches, for which it must be picklable; None: the reason is logged as a warning.
 
@@ -112,7 +123,7 @@ class StreamingDataset(IterableDataset[Any]):
 
     def __init__(
         self,
-        address: str | None = None,
+        address: str | Sequence[str] | None = None,
         *,
         batch_size: int,
         micro_batch_size: int | None = None,
@@ -140,13 +151,16 @@ class StreamingDataset(IterableDataset[Any]):
         max_wait: float = 2.0,
         timeout: float = 120.0,
         client_factory: ClientFactory | None = None,
+        token: str | Path | Literal[False] | None = None,
+        tls: Tls | Literal[False] | None = None,
+        insecure: bool | None = None,
         namespace: str | Literal[False] | None = None,
         on_wait: OnWait | None = None,
     ) -> None:
         super().__init__()
         _require_fields(data_fields)
         if address is not None and client_factory is None:
-            address = parse_address(address)
+            address = resolve_address(address)
         _require(batch_size >= 1, "batch_size", batch_size, "at least 1")
         _require(micro_batch_size is None or micro_batch_size >= 1, "micro_batch_size", micro_batch_size, "at least 1")
         if dp_group is not None:
@@ -160,12 +174,9 @@ class StreamingDataset(IterableDataset[Any]):
         _require(layout in (None, *get_args(ReadLayout)), "layout", repr(layout), "None, 'auto', 'dense' or 'jagged'")
         _require(max_wait > 0, "max_wait", max_wait, "more than 0 seconds")
         _require(timeout > 0, "timeout", timeout, "more than 0 seconds")
-        _require(
-            namespace is None or client_factory is None,
-            "namespace",
-            repr(namespace),
-            "that the client_factory gives it",
-        )
+        for name, value in {"token": token, "tls": tls, "insecure": insecure, "namespace": namespace}.items():
+            got = "one" if name == "token" else repr(value)
+            _require(value is None or client_factory is None, name, got, "that the client_factory gives it")
         self._source = BatchSource(
             address=address,
             request=BatchRequest(
@@ -190,6 +201,9 @@ class StreamingDataset(IterableDataset[Any]):
             ),
             fetch_batch_fn=fetch_batch_fn or fetch_batch,
             client_factory=client_factory,
+            token=token,
+            tls=tls,
+            insecure=insecure,
             namespace=namespace,
             on_wait=on_wait or warn_of_wait,
         )
@@ -201,6 +215,7 @@ class StreamingDataset(IterableDataset[Any]):
         self._delivered = (start_batch_index, 0)
         self._identity: StreamIdentity | None = None
         self._warned_of: StreamIdentity | None = None
+        self._warned_of_dropped: StreamIdentity | None = None
         # Counts reset(), step() and load_state_dict(), so that a live iterator notices them.
         self._moves = 0
 
@@ -208,6 +223,11 @@ class StreamingDataset(IterableDataset[Any]):
     def source(self) -> BatchSource:
         """The service and the request that it fetches by."""
         return self._source
+
+    @property
+    def move_count(self) -> int:
+        """How often it was moved, by `reset`, `step` or `load_state_dict`."""
+        return self._moves
 
     @property
     def batch_index(self) -> int:
@@ -320,11 +340,24 @@ class StreamingDataset(IterableDataset[Any]):
                 },
             )
         self._identity = got
+        self._warn_of_dropped(batch)
         self._buffer.add(batch)
+
+    def _warn_of_dropped(self, batch: FetchedBatch) -> None:
+        """Log the first batch that leaves out samples; the end has the number of all."""
+        dropped: Any = getattr(batch.meta, "dropped_indexes", ())  # fetch_batch_fn may have made the meta
+        if len(dropped) and self._warned_of_dropped != batch.identity:
+            self._warned_of_dropped = batch.identity
+            _log.warning(
+                "batch %s of partition %r leaves out %s samples that are too long for sampler %r, the first is %s; the "
+                "task %r never gets them, and the warning at the end counts all that are left out",
+                batch.index, self.partition_id, len(dropped), self._source.request.sampler, dropped[0],
+                self._source.request.task_name,
+            )  # fmt: skip
 
     def _check_end(self, end: End) -> None:
         """Log once, as a warning, what the task is never given: the cause is the data, not the program that asks."""
-        warning = skipped_warning(end, self._source.request)
+        warning = end_warning(end, self._source.request)
         identity = StreamIdentity(incarnation=end.incarnation, epoch=end.epoch)
         if warning is not None and self._warned_of != identity:
             self._warned_of = identity
@@ -386,8 +419,8 @@ class StreamingDataset(IterableDataset[Any]):
             InvalidArgumentError: the state is of another task, number of ranks or size of batches, or is none.
         """
         for name, expected in self._state_must_fit().items():
-            got = state_dict.get(name)
-            _require(got == expected, "state_dict", f"{name} {got!r}", f"{expected!r}, as this dataset has")
+            got, remedy = state_dict.get(name), _OTHER_DP_SIZE if name == "dp_size" else ""
+            _require(got == expected, "state_dict", f"{name} {got!r}", f"{expected!r}, as this dataset has{remedy}")
         try:
             partition_id = str(state_dict["partition_id"])
             incarnation = bytes.fromhex(state_dict["incarnation"])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from multiprocessing.context import BaseContext
 from types import TracebackType
 from typing import Any
 
-from tq_service.data.batch import BatchStream, StreamIdentity
+from tq_service.data.batch import BatchStream, FetchStream, StreamIdentity
 from tq_service.data.dataset import StreamingDataset
 from tq_service.data.micro_batch_prefetch import MicroBatchPrefetcher
 from tq_service.data.prefetch import PrefetchStream
@@ -15,6 +16,8 @@ from tq_service.data.prefetch_queue import PrefetchLimit
 from tq_service.data.source import BatchSource, InlineStream
 from tq_service.data.workers import WorkerPool, WorkerStream, worker_context
 from tq_service.errors import InvalidArgumentError
+
+_log = logging.getLogger(__name__)
 
 
 class StreamingDataLoader:
@@ -78,6 +81,8 @@ class StreamingDataLoader:
         self._prefetch_bytes = prefetch_bytes
         self._persistent_workers = persistent_workers
         self._stream: BatchStream | None = None
+        # The stream that fetches, and how often the dataset had been moved when it was opened.
+        self._fetching: tuple[FetchStream, int] | None = None
         self._pool: WorkerPool | None = None
 
     @property
@@ -111,6 +116,11 @@ class StreamingDataLoader:
         return self._stream
 
     def _open_rest(self, source: BatchSource, batch_index: int, identity: StreamIdentity | None) -> BatchStream:
+        stream = self._open_fetching(source, batch_index, identity)
+        self._fetching = stream, self.dataset.move_count
+        return stream
+
+    def _open_fetching(self, source: BatchSource, batch_index: int, identity: StreamIdentity | None) -> FetchStream:
         if self._context is not None:
             if self._pool is None:
                 self._pool = WorkerPool(source, self.num_workers, self._context)
@@ -150,11 +160,28 @@ class StreamingDataLoader:
         self.dataset.load_state_dict(state_dict)
 
     def close(self) -> None:
-        """Stop fetching and end the thread or the workers. Idempotent; iterating starts them again."""
+        """Stop fetching and end the thread or the workers. Idempotent; iterating starts them again.
+
+        Batches that were fetched ahead and not handed out are logged as a warning: the service counts them as consumed.
+        """
+        self._warn_of_fetched_ahead()
         if self._stream is not None:
             self._stream.close()
             self._stream = None
         self._end_workers()
+
+    def _warn_of_fetched_ahead(self) -> None:
+        fetching, self._fetching = self._fetching, None
+        if fetching is None or fetching[1] != self.dataset.move_count:
+            return
+        count = fetching[0].fetched_until - self.batch_index
+        if count > 0:
+            _log.warning(
+                "the loader of task %r of partition %r was closed with %s batches fetched ahead that it has not handed "
+                "out, from batch %s on. They count as consumed: a loader that continues from its state gets them, one "
+                "that starts after reset_consumption(keep_consumed=True) does not",
+                self.dataset.source.request.task_name, self.dataset.partition_id, count, self.batch_index,
+            )  # fmt: skip
 
     def __enter__(self) -> StreamingDataLoader:
         return self

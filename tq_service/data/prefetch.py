@@ -32,8 +32,14 @@ class PrefetchStream(QueuedStream[_Sized]):
         queue, fetcher = PrefetchQueue[_Sized](limit), BatchFetcher(source, identity)
         thread = threading.Thread(target=_prefetch, args=(queue, fetcher, batch_index), name="tq-prefetch", daemon=True)
         super().__init__(batch_index, queue, fetcher, thread)
+        self._fetcher = fetcher
         weakref.finalize(self, queue.close)
         thread.start()
+
+    @property
+    def fetched_until(self) -> int:
+        """The batch_index behind the last batch that was fetched."""
+        return self._fetcher.fetched_until
 
     def read(self) -> FetchedBatch | End | None:
         """Wait for the next batch, or the end; None once it is closed. An error of the thread is raised as it is."""

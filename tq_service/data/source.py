@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tensordict import TensorDict
@@ -18,6 +19,7 @@ from tq_service.schema import BatchUnit, ReadLayout
 if TYPE_CHECKING:
     from tq_service.client import Client
     from tq_service.client.batch_meta import BatchMeta
+    from tq_service.wire.credentials import Tls
 
 FetchBatch = Callable[..., tuple[Any, Any]]
 """`fetch_batch_fn(**keywords) -> (data, meta)`; see `fetch_batch` for the keywords and the answer."""
@@ -25,8 +27,8 @@ FetchBatch = Callable[..., tuple[Any, Any]]
 OnWait = Callable[[WaitReason], object]
 """Called with the reason of a wait that lasts, in the thread or process that fetches."""
 
-ClientFactory = Callable[[str | None], Any]
-"""Opens the sync client of a fetching thread or worker, given the address."""
+ClientFactory = Callable[[Any], Any]
+"""Opens the sync client of a fetching thread or worker, given the address, or addresses, as the dataset was."""
 
 # A fetch_batch_fn that says "not yet" without having waited is asked again after this long.
 _RETRY_SECONDS = 0.05
@@ -112,10 +114,13 @@ def fetch_batch(
 class BatchSource:
     """A service and a request to it; picklable where its functions are, so that it can be sent to worker processes."""
 
-    address: str | None
+    address: str | Sequence[str] | None
     request: BatchRequest
     fetch_batch_fn: FetchBatch
     client_factory: ClientFactory | None = None
+    token: str | Path | Literal[False] | None = field(default=None, repr=False)
+    tls: Tls | Literal[False] | None = None
+    insecure: bool | None = None
     namespace: str | Literal[False] | None = None
     on_wait: OnWait = warn_of_wait
 
@@ -129,7 +134,7 @@ class BatchSource:
             return self.client_factory(self.address)
         from tq_service.client import Client  # noqa: PLC0415  (a client_factory makes it unnecessary)
 
-        return Client(self.address, namespace=self.namespace)
+        return Client(self.address, token=self.token, tls=self.tls, insecure=self.insecure, namespace=self.namespace)
 
 
 class BatchFetcher:
@@ -144,6 +149,7 @@ class BatchFetcher:
         self._source = source
         self._client: Any = None
         self._identity = identity
+        self.fetched_until = 0  # the batch_index behind the last batch that was fetched
 
     def fetch(self, batch_index: int, is_wanted: Callable[[], bool]) -> FetchedBatch | End:
         """Wait for a batch, or the end, and return it.
@@ -192,6 +198,7 @@ class BatchFetcher:
             )
         batch = FetchedBatch(index=batch_index, data=data, meta=meta)
         self._identity = batch.identity
+        self.fetched_until = batch_index + 1
         return batch
 
     def close(self) -> None:
@@ -212,6 +219,11 @@ class InlineStream:
     def closed(self) -> bool:
         """Whether `close` was called."""
         return self._closed
+
+    @property
+    def fetched_until(self) -> int:
+        """The batch_index behind the last batch that was fetched."""
+        return self._fetcher.fetched_until
 
     def read(self) -> FetchedBatch | End:
         """Fetch the next batch, or the end."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.spawn
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler, recv_handle
-from typing import Any
+from typing import Any, Final
 
 from tq_service.client_probes import notify_probes
 from tq_service.data.batch import ExceptionWrapper, FetchedBatch, StreamIdentity
@@ -37,6 +38,11 @@ from tq_service.data.shared_buffers import SharedBufferReader
 from tq_service.data.source import BatchSource
 from tq_service.data.worker_process import FetchReply, FetchRequest, Stop, run_worker
 from tq_service.wire.dtypes import Bytes
+
+_OF_MAIN: Final = (
+    "before its first batch. A function of the dataset is defined in __main__, the program itself, which each worker "
+    'therefore runs again: put what it does under `if __name__ == "__main__":`, or the function into a module'
+)
 
 # A worker ends at once unless a fetch_batch_fn holds it.
 _JOIN_SECONDS = 5.0
@@ -60,6 +66,8 @@ class _Worker:
     connection: Connection
     buffers: SharedBufferReader = field(default_factory=SharedBufferReader)
     request_count: int = 0
+    needs_main: bool = False
+    has_replied: bool = False
 
 
 class WorkerPool:
@@ -70,7 +78,8 @@ class WorkerPool:
     """
 
     def __init__(self, source: BatchSource, num_workers: int, context: BaseContext) -> None:
-        self._workers = [_start_worker(source, number, context) for number in range(num_workers)]
+        needs_main = context.get_start_method() != "fork" and _needs_main(source)
+        self._workers = [_start_worker(source, number, context, needs_main=needs_main) for number in range(num_workers)]
         self._stream = 0
         self._stopped = False
         # Guards the number of the stream, the counts of requests, and what is sent to the workers. Reentrant: a
@@ -160,6 +169,7 @@ class WorkerStream:
         self._identity = identity
         self._limit = limit
         self.next_index = batch_index
+        self.fetched_until = 0  # the batch_index behind the last batch that was fetched
         self._next_request = batch_index
         self._arrived: dict[int, FetchResult] = {}
         # Nothing is requested any more: the end was seen, or an error.
@@ -201,8 +211,9 @@ class WorkerStream:
         arrived = self._pool.receive(self._number, wait=wait)
         self._arrived.update(arrived)
         with self._lock:
-            for result in arrived.values():
+            for index, result in arrived.items():
                 if isinstance(result.content, SharedBatch):
+                    self.fetched_until = max(self.fetched_until, index + 1)
                     self._limit.arrive(result.content.layout.size_bytes)
                 else:
                     self._limit.arrive(0)
@@ -235,14 +246,43 @@ class WorkerStream:
             self._arrived.clear()
 
 
-def _start_worker(source: BatchSource, number: int, context: BaseContext) -> _Worker:
+def _start_worker(source: BatchSource, number: int, context: BaseContext, *, needs_main: bool) -> _Worker:
     connection, of_worker = context.Pipe()
     # Each context has it, though the stubs of their base class do not.
     make_process: Callable[..., BaseProcess] = context.Process  # type: ignore[attr-defined]
     process = make_process(target=run_worker, args=(source, of_worker), name=f"tq-worker-{number}", daemon=True)
-    process.start()
+    if needs_main:
+        process.start()
+    else:
+        _start_without_main(process)
     of_worker.close()
-    return _Worker(process=process, connection=connection)
+    return _Worker(process=process, connection=connection, needs_main=needs_main)
+
+
+_starting = threading.Lock()
+
+
+def _start_without_main(process: BaseProcess) -> None:
+    """Start a process that does not run the main module of this one again.
+
+    With spawn and forkserver a child imports the main module, under another name, since what was pickled may be of it.
+    A script without `if __name__ == "__main__"` then runs as a whole once more. `multiprocessing` has no switch for
+    this: while it starts, what it prepares in this thread names no main module.
+    """
+    with _starting:
+        prepare, this_thread = multiprocessing.spawn.get_preparation_data, threading.get_ident()
+
+        def prepare_without_main(name: str) -> dict[str, Any]:
+            data = prepare(name)
+            if threading.get_ident() == this_thread:
+                data = {key: value for key, value in data.items() if not key.startswith("init_main_from_")}
+            return data
+
+        multiprocessing.spawn.get_preparation_data = prepare_without_main
+        try:
+            process.start()
+        finally:
+            multiprocessing.spawn.get_preparation_data = prepare
 
 
 def _send(worker: _Worker, message: FetchRequest | Stop | None) -> None:
@@ -255,16 +295,18 @@ def _receive(worker: _Worker) -> tuple[FetchReply, Bytes | None]:
         if not worker.connection.poll():  # it was the process that ended
             raise EOFError
         reply: FetchReply = worker.connection.recv()
+        worker.has_replied = True
         if not isinstance(reply.content, SharedBatch):
             return reply, None
         ref = reply.content.buffer
         return reply, worker.buffers.open(ref, recv_handle(worker.connection) if ref.is_new else None)
     except (EOFError, OSError) as error:
         worker.process.join(_JOIN_SECONDS)
-        raise WorkerDiedError(
-            f"worker process {worker.process.pid} died with exit code {worker.process.exitcode} "
-            "(-9 is often a lack of memory); the next iterator starts new workers"
-        ) from error
+        code = worker.process.exitcode
+        # What it could not unpickle, or its main module raised, ended it before its first reply.
+        is_of_main = worker.needs_main and code == 1 and not worker.has_replied
+        why = _OF_MAIN if is_of_main else "(-9 is often a lack of memory); the next iterator starts new workers"
+        raise WorkerDiedError(f"worker process {worker.process.pid} died with exit code {code} {why}") from error
 
 
 def _end_workers(workers: Sequence[_Worker]) -> None:
@@ -298,8 +340,18 @@ def worker_context(name: str | BaseContext | None, source: BatchSource) -> BaseC
 
 
 def _pickles(source: BatchSource) -> bool:
+    return _pickled(source) is not None
+
+
+def _pickled(source: BatchSource) -> bytes | None:
+    """Return the pickle of a source, None if a function of it cannot be pickled."""
     try:
-        ForkingPickler.dumps(source)
+        return bytes(ForkingPickler.dumps(source))
     except Exception:  # whatever a function's own pickling may raise
-        return False
-    return True
+        return None
+
+
+def _needs_main(source: BatchSource) -> bool:
+    """Whether the pickle of a source names the main module, as that of a function or class of it does."""
+    pickled = _pickled(source)
+    return pickled is None or b"__main__" in pickled

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
 import numpy as np
@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from tq_service.schema import BatchUnit, Blocks
 
 Indexes = NDArray[np.int64]
+
+_NO_ROWS = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,10 +100,13 @@ class RankPlan:
     Attributes:
         rows: global indexes, in the order of the batch.
         steps: packs by optimizer step; empty: the planner cuts micro-batches and makes one step of them.
+        dropped: global indexes of ready rows that the batch leaves out, such as too long ones, none of which is in
+            `rows`. The task never gets them; they count as skipped (`EndCounts.overlong_count`).
     """
 
     rows: Indexes
     steps: tuple[tuple[Pack, ...], ...] = ()
+    dropped: Indexes = field(default_factory=_NO_ROWS.copy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

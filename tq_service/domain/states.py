@@ -15,6 +15,8 @@ STATE_NAMES = ("cleared", "live", "held", "failed")
 UNCLAIMED = 0  # so that a new task costs the same however many rows there are
 CONSUMED_EARLIER = 1
 DEAD_LETTERED = -1
+DROPPED = -2
+LAST_RESERVED = 2  # serials are above it, so that the marks of leased rows are below all others
 
 
 def is_open(states: NDArray[np.uint8]) -> NDArray[np.bool_]:

@@ -18,7 +18,7 @@ from tq_service.domain.claims.ledger import QueueClaim, TaskLedger
 from tq_service.domain.lookup import check_fields
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Indexes
-from tq_service.domain.states import CLEARED, DEAD_LETTERED, FAILED, HELD, LIVE, UNCLAIMED
+from tq_service.domain.states import CLEARED, DEAD_LETTERED, DROPPED, FAILED, HELD, LIVE, UNCLAIMED
 from tq_service.errors import InvalidArgumentError
 from tq_service.results import (
     ClaimLease,
@@ -80,8 +80,9 @@ def consumption_states(
         return states
     claims = partition.known_task(task_name).claim.data[positions]
     states[claims > UNCLAIMED] = SampleConsumption.CONSUMED
-    states[claims < DEAD_LETTERED] = SampleConsumption.LEASED
+    states[claims < DROPPED] = SampleConsumption.LEASED
     states[claims == DEAD_LETTERED] = SampleConsumption.DEAD_LETTERED
+    states[claims == DROPPED] = SampleConsumption.DROPPED
     return states
 
 

@@ -152,6 +152,7 @@ class Batches:
         sizes: of each plan.
         steps: of each plan.
         consumed: of each plan; empty: of none of them.
+        dropped: of each plan; empty: of none of them.
     """
 
     batch_spec: BatchSpec
@@ -161,6 +162,7 @@ class Batches:
     sizes: list[tuple[int, ...]]
     steps: list[tuple[Steps, ...]]
     consumed: list[Indexes | None] = field(default_factory=list)
+    dropped: list[tuple[Indexes, ...]] = field(default_factory=list)
 
     @classmethod
     def of(cls, batch_spec: BatchSpec, batches: Sequence[Batch]) -> Batches:
@@ -175,18 +177,25 @@ class Batches:
             consumed=[batch.plan.consumed for batch in batches]
             if any(batch.plan.is_reusing for batch in batches)
             else [],
+            dropped=[batch.plan.dropped for batch in batches] if any(batch.plan.dropped for batch in batches) else [],
         )
 
     def all(self) -> Iterator[Batch]:
         """Yield the batches."""
         spec, end = self.batch_spec, 0
-        for serial, batch_index, sizes, steps, consumed in zip(
-            self.serials, self.batch_indexes, self.sizes, self.steps, self.consumed or repeat(None), strict=False
+        consumed_of, dropped_of = self.consumed or repeat(None), self.dropped or repeat(())
+        for serial, batch_index, sizes, steps, consumed, dropped in zip(
+            self.serials, self.batch_indexes, self.sizes, self.steps, consumed_of, dropped_of, strict=False
         ):
             start, end = end, end + sum(sizes)
             rows = self.rows[start:end].copy()  # lest one batch keep the rows of all
             plan = RecordedPlan(
-                rows=rows, sizes=sizes, steps=steps, micro_batch_size=spec.micro_batch_size, consumed=consumed
+                rows=rows,
+                sizes=sizes,
+                steps=steps,
+                micro_batch_size=spec.micro_batch_size,
+                consumed=consumed,
+                dropped=dropped,
             )
             yield Batch(serial=serial, batch_spec=spec, plan=plan, batch_index=batch_index)
 

@@ -57,7 +57,7 @@ class ListView:
         self._left[rows] = False
 
     def record(self, plan: Plan, *, max_uses: int = 1) -> None:
-        """Consume what a plan consumes, and count what it delivers, as the service does with `get_meta(max_uses=)`."""
+        """Consume and drop rows, and count deliveries, as the service does with `get_meta(max_uses=)`."""
         rows = np.concatenate([part.rows for part in plan.ranks])
         np.add.at(self._uses, rows, 1)
         self._plan_count += 1
@@ -65,6 +65,7 @@ class ListView:
             self.consume(plan.consumed)
         if plan.consumed is None or max_uses > 1:
             self.consume(rows[self._uses[rows] >= max_uses])
+        self.consume(np.concatenate([part.dropped for part in plan.ranks]))
 
     @property
     def plan_count(self) -> int:

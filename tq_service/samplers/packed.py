@@ -34,8 +34,8 @@ class PackedSampler(LengthSampler):
         optimizer_steps: optimizer steps of a batch, always exactly so many.
         pack_max_length: tokens of a pack; its samples have at most so many, `Pack.padding_tokens` fill it up.
         overlong: what to do with a sample of more tokens than a pack holds: error refuses the batch, truncate plans
-            for its first `pack_max_length` tokens (`Pack.lengths` says so), drop consumes it with the batch without
-            putting it into any pack.
+            for its first `pack_max_length` tokens (`Pack.lengths` says so), drop leaves it out of the batch for good:
+            it is in `RankPlan.dropped` and counts as skipped.
         cost: what is balanced over the ranks: tokens, or what they cost with attention.
         even_steps: whether the steps of a rank get as equal numbers of tokens as can be; else the fewest packs, whose
             numbers differ by at most one between steps.
@@ -121,17 +121,20 @@ class PackedSampler(LengthSampler):
 
 
 def _as_plan(groups: Groups, group_of: Indexes, packs: PackPlan) -> Plan:
-    """Return the plan in rows; samples that were left out go with their group, or in turn, and are in no pack."""
+    """Return the plan in rows; samples that are dropped go with their group, or in turn."""
     rank_of_group = np.arange(len(groups)) % packs.dp_size
     for rank, steps in enumerate(packs.packs):
         rank_of_group[group_of[[sample for step in steps for pack in step for sample in pack]]] = rank
     rank_of = rank_of_group[group_of]
+    is_dropped = np.zeros(groups.rows.size, np.bool_)
+    is_dropped[packs.dropped] = True
     ranks = []
     for rank, steps in enumerate(packs.packs):
-        samples = np.flatnonzero(rank_of == rank)
+        samples = np.flatnonzero((rank_of == rank) & ~is_dropped)
         ranks.append(
             RankPlan(
                 rows=groups.rows[samples],
+                dropped=groups.rows[(rank_of == rank) & is_dropped],
                 steps=tuple(tuple(_as_pack(samples, pack, packs) for pack in step) for step in steps),
             )
         )

@@ -234,8 +234,10 @@ def check_plan(sampler: str, plan: object, request: PlanRequest) -> Plan | None:
         raise _fault(sampler, f"parts for {len(plan.ranks)} ranks", f"one for each of {request.rank_count}")
     for rank, part in enumerate(plan.ranks):
         _check_array(sampler, f"rows of rank {rank}", part.rows)
+        _check_array(sampler, f"dropped rows of rank {rank}", part.dropped)
     rows = np.concatenate([part.rows for part in plan.ranks])
-    if not rows.size:
+    dropped = np.concatenate([part.dropped for part in plan.ranks])
+    if not rows.size and not dropped.size:
         raise _fault(sampler, "a plan without rows", "at least one row, or None where not enough is ready")
     if plan.consumed is None:
         remedy = "every row at most once over all ranks, or `consumed` beside them"
@@ -243,8 +245,12 @@ def check_plan(sampler: str, plan: object, request: PlanRequest) -> Plan | None:
     else:
         _check_array(sampler, "consumed", plan.consumed)
         _check_unique(sampler, "consumed row", plan.consumed.copy(), "every row at most once")
+        rows = np.union1d(rows, plan.consumed)
         if rows.size > MOST_SAMPLES:  # of which each may come as often as a sampler likes
             raise _fault(sampler, f"{rows.size} rows", f"at most {MOST_SAMPLES} over all ranks")
+    if dropped.size:
+        remedy = "every row at most once, and none that is delivered or consumed"
+        _check_unique(sampler, "dropped row", np.concatenate([np.unique(rows), dropped]), remedy)
     _check_shape_of_steps(sampler, plan)
     for rank, part in enumerate(plan.ranks):
         _check_packs(sampler, rank, part)

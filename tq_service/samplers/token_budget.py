@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,9 @@ class TokenBudgetSampler(LengthSampler):
         tokens_per_rank: the most tokens that a rank gets.
         tokens_per_micro_batch: split each rank's part into micro-batches of at most so many tokens, as many for every
             rank, and spread it evenly over them; without it: by micro_batch_size.
+        overlong: what to do with a sample of more tokens than a rank or a micro-batch may have, and with a group of
+            more than a rank may have: error refuses the batch, drop leaves it out of the batch for good: it is in
+            `RankPlan.dropped` and counts as skipped. What is dropped counts for `batch_size`.
     """
 
     name: ClassVar[str] = "token_budget"
@@ -40,11 +43,14 @@ class TokenBudgetSampler(LengthSampler):
 
     tokens_per_rank: int
     tokens_per_micro_batch: int | None = None
+    overlong: Literal["error", "drop"] = "error"
 
     def __post_init__(self) -> None:
         check_count("tokens_per_rank", self.tokens_per_rank)
         if self.tokens_per_micro_batch is not None:
             check_count("tokens_per_micro_batch", self.tokens_per_micro_batch)
+        if self.overlong not in ("error", "drop"):
+            raise ValueError(f"overlong: got {self.overlong!r}, expected 'error' or 'drop'")
         LengthSampler.__post_init__(self)
 
     def check(self, request: PlanRequest) -> None:
@@ -60,14 +66,20 @@ class TokenBudgetSampler(LengthSampler):
         """Return each rank's samples, or None where the budget is not used up and more may come.
 
         Raises:
-            InvalidArgumentError: a length is negative, or the first group alone is more than a rank or, in one of its
-                samples, a micro-batch may have.
+            InvalidArgumentError: a length is negative, the first group alone has more samples than a rank may have, or,
+                with `overlong="error"`, more tokens than a rank or, in one of its samples, a micro-batch may have.
         """
         self.check(request)
         groups, is_full = self._take(view, request)
         if not groups.rows.size:
             return None
         lengths = self.read_lengths(view, groups.rows)
+        if self.overlong == "drop" and (is_dropped := self._is_overlong(groups, lengths)).any():
+            return self._plan_without(groups, lengths, is_dropped, is_full, request)
+        return self._plan_all(groups, lengths, is_full, request)
+
+    def _plan_all(self, groups: Groups, lengths: Indexes, is_full: bool, request: PlanRequest) -> Plan | None:
+        """Return the plan of as many of some groups as fit."""
         units = np.ones(len(groups), np.int64) if request.batch_unit == "group" else groups.sizes
         fitting = self._fitting_count(groups, lengths, units <= request.batch_size)
         if not fitting:
@@ -82,6 +94,42 @@ class TokenBudgetSampler(LengthSampler):
         if self.tokens_per_micro_batch is None:
             return plan
         return _split(plan, [lengths[_members(groups, part)] for part in assignment], self.tokens_per_micro_batch)
+
+    def _plan_without(
+        self, groups: Groups, lengths: Indexes, is_dropped: NDArray[np.bool_], is_full: bool, request: PlanRequest
+    ) -> Plan | None:
+        """Return the plan of the members of groups that are not dropped; what is dropped goes with them, or in turn.
+
+        Of groups behind the first that does not fit nothing is dropped yet.
+        """
+        group_of = np.repeat(np.arange(len(groups)), groups.sizes)
+        kept_ids, kept_sizes = np.unique(group_of[~is_dropped], return_counts=True)
+        units = len(groups) if request.batch_unit == "group" else groups.rows.size
+        kept = Groups(rows=groups.rows[~is_dropped], sizes=kept_sizes)
+        plan: Plan | None = Plan.of([groups.rows[:0]] * request.rank_count)
+        if len(kept):
+            has_enough = is_full or units >= request.min_size
+            plan = self._plan_all(kept, lengths[~is_dropped], has_enough, request)
+        elif not is_full and units < request.min_size:
+            return None
+        if plan is None:
+            return None
+        rank_of = np.arange(len(groups)) % request.rank_count
+        group_of_row = dict(zip(groups.rows.tolist(), group_of.tolist(), strict=True))
+        taken = [[group_of_row[row] for row in part.rows.tolist()] for part in plan.ranks]
+        for rank, ids in enumerate(taken):
+            rank_of[ids] = rank
+        left = np.setdiff1d(kept_ids, [group for ids in taken for group in ids])
+        goes = is_dropped & (group_of < left.min(initial=len(groups)))
+        dropped = (groups.rows[goes & (rank_of[group_of] == rank)] for rank in range(request.rank_count))
+        return Plan(ranks=tuple(replace(part, dropped=rows) for part, rows in zip(plan.ranks, dropped, strict=True)))
+
+    def _is_overlong(self, groups: Groups, lengths: Indexes) -> NDArray[np.bool_]:
+        """Return which members of groups are dropped: those too long by themselves, and all of groups that are."""
+        is_dropped = lengths > min(self.tokens_per_rank, self.tokens_per_micro_batch or self.tokens_per_rank)
+        totals = np.add.reduceat(np.where(is_dropped, 0, lengths), groups.starts)
+        dropped: NDArray[np.bool_] = is_dropped | np.repeat(totals > self.tokens_per_rank, groups.sizes)
+        return dropped
 
     def _take(self, view: View, request: PlanRequest) -> tuple[Groups, bool]:
         """Return the next whole groups, and whether they are all that `batch_size` allows."""
@@ -115,8 +163,8 @@ class TokenBudgetSampler(LengthSampler):
             what = f"got {longest} tokens for a sample in the group of" if size > 1 else f"got {longest} tokens for"
             limit = f"tokens_per_micro_batch ({self.tokens_per_micro_batch})"
         return InvalidArgumentError(
-            f"{self.length_key}: {what} sample {groups.rows[0]}, expected at most {limit}; raise it, or clear the "
-            "sample",
+            f"{self.length_key}: {what} sample {groups.rows[0]}, expected at most {limit}; raise it, clear the "
+            "sample, or choose overlong 'drop'",
             field="sampler_config",
             metadata={"column": self.length_key},
         )

@@ -310,6 +310,7 @@ def claim_meta(
         meta = samples_meta(partition, part.rows, data_fields, endpoints)
         meta.epoch = epoch
         _add_steps(meta, part)
+        meta.dropped_indexes.extend(part.dropped.tolist())
         if isinstance(answer, QueueClaim) and (answer.name or answer.delivery_counts is not None):
             meta.claim_request_id = answer.request_id
         if isinstance(answer, QueueClaim) and answer.delivery_counts is not None:

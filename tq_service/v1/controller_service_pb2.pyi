@@ -109,6 +109,8 @@ class _SampleConsumptionEnumTypeWrapper(google.protobuf.internal.enum_type_wrapp
     """Consumed: in a batch of a rank, delivered to a queue worker without a lease, or acknowledged."""
     SAMPLE_CONSUMPTION_DEAD_LETTERED: _SampleConsumption.ValueType  # 4
     """Delivered `max_deliveries` times without being acknowledged; not counted as consumed."""
+    SAMPLE_CONSUMPTION_DROPPED: _SampleConsumption.ValueType  # 5
+    """Left out of a batch by its sampler, as the option `overlong` "drop" does; not counted as consumed."""
 
 class SampleConsumption(_SampleConsumption, metaclass=_SampleConsumptionEnumTypeWrapper):
     """What a task has done with a sample."""
@@ -123,6 +125,8 @@ SAMPLE_CONSUMPTION_CONSUMED: SampleConsumption.ValueType  # 3
 """Consumed: in a batch of a rank, delivered to a queue worker without a lease, or acknowledged."""
 SAMPLE_CONSUMPTION_DEAD_LETTERED: SampleConsumption.ValueType  # 4
 """Delivered `max_deliveries` times without being acknowledged; not counted as consumed."""
+SAMPLE_CONSUMPTION_DROPPED: SampleConsumption.ValueType  # 5
+"""Left out of a batch by its sampler, as the option `overlong` "drop" does; not counted as consumed."""
 global___SampleConsumption = SampleConsumption
 
 @typing.final

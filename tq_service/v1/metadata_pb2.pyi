@@ -664,6 +664,7 @@ class BatchMeta(google.protobuf.message.Message):
     DELIVERY_COUNTS_FIELD_NUMBER: builtins.int
     INDEX_RANGES_FIELD_NUMBER: builtins.int
     PRODUCED_FIELD_NUMBER: builtins.int
+    DROPPED_INDEXES_FIELD_NUMBER: builtins.int
     status: global___BatchStatus.ValueType
     """What the claim returned; BATCH in answers that are no claims."""
     partition_id: builtins.str
@@ -714,7 +715,7 @@ class BatchMeta(google.protobuf.message.Message):
     @property
     def end(self) -> global___EndCounts:
         """With END: what became of all samples of the partition; the same for all ranks. The task will never get those of all
-        counts but `consumed_count`. Else unset.
+        counts but `consumed_count` and `kept_count`. Else unset.
         """
 
     @property
@@ -733,6 +734,12 @@ class BatchMeta(google.protobuf.message.Message):
     def produced(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """In answers about samples: for each of `fields`, which of the samples have a cell of it, one bit a sample: sample i
         has bit i % 8 of byte i / 8, counted from the lowest. No bytes: all of them have. Empty in other answers.
+        """
+
+    @property
+    def dropped_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Of a claim: indexes of samples that the sampler left out of this rank's part, as the option `overlong` "drop" does.
+        None of them is in the batch, and the task never gets them.
         """
 
     def __init__(
@@ -755,16 +762,17 @@ class BatchMeta(google.protobuf.message.Message):
         delivery_counts: collections.abc.Iterable[builtins.int] | None = ...,
         index_ranges: global___IndexRanges | None = ...,
         produced: collections.abc.Iterable[builtins.bytes] | None = ...,
+        dropped_indexes: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["end", b"end", "index_ranges", b"index_ranges", "lease", b"lease", "locations", b"locations"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["claim_request_id", b"claim_request_id", "custom_meta", b"custom_meta", "delivery_counts", b"delivery_counts", "end", b"end", "epoch", b"epoch", "fields", b"fields", "global_indexes", b"global_indexes", "groups", b"groups", "incarnation", b"incarnation", "index_ranges", b"index_ranges", "keys", b"keys", "lease", b"lease", "locations", b"locations", "partition_id", b"partition_id", "produced", b"produced", "status", b"status", "steps", b"steps"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["claim_request_id", b"claim_request_id", "custom_meta", b"custom_meta", "delivery_counts", b"delivery_counts", "dropped_indexes", b"dropped_indexes", "end", b"end", "epoch", b"epoch", "fields", b"fields", "global_indexes", b"global_indexes", "groups", b"groups", "incarnation", b"incarnation", "index_ranges", b"index_ranges", "keys", b"keys", "lease", b"lease", "locations", b"locations", "partition_id", b"partition_id", "produced", b"produced", "status", b"status", "steps", b"steps"]) -> None: ...
 
 global___BatchMeta = BatchMeta
 
 @typing.final
 class EndCounts(google.protobuf.message.Message):
-    """What became of the samples of a partition when a task reached its end. All counts are numbers of samples, and their
-    sum is the number ever inserted.
+    """What became of the samples of a partition when a task reached its end. All counts are numbers of samples. The sum
+    of all but `kept_count` is the number ever inserted.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -776,6 +784,8 @@ class EndCounts(google.protobuf.message.Message):
     EXCLUDED_COUNT_FIELD_NUMBER: builtins.int
     IN_INCOMPLETE_GROUPS_COUNT_FIELD_NUMBER: builtins.int
     LEFT_OVER_COUNT_FIELD_NUMBER: builtins.int
+    OVERLONG_COUNT_FIELD_NUMBER: builtins.int
+    KEPT_COUNT_FIELD_NUMBER: builtins.int
     consumed_count: builtins.int
     """Consumed by the task in this epoch, leased and cleared ones included."""
     cleared_count: builtins.int
@@ -790,6 +800,10 @@ class EndCounts(google.protobuf.message.Message):
     """In groups that cannot be delivered whole any more."""
     left_over_count: builtins.int
     """Ready, but in no plan: a short last batch with `drop_last`, or what the sampler leaves out."""
+    overlong_count: builtins.int
+    """Left out of a batch by its sampler, as the option `overlong` "drop" does, cleared ones included."""
+    kept_count: builtins.int
+    """Those of `consumed_count` that were consumed in earlier epochs, before ResetConsumption with `keep_consumed`."""
     def __init__(
         self,
         *,
@@ -800,8 +814,10 @@ class EndCounts(google.protobuf.message.Message):
         excluded_count: builtins.int = ...,
         in_incomplete_groups_count: builtins.int = ...,
         left_over_count: builtins.int = ...,
+        overlong_count: builtins.int = ...,
+        kept_count: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cleared_count", b"cleared_count", "consumed_count", b"consumed_count", "dead_lettered_count", b"dead_lettered_count", "excluded_count", b"excluded_count", "failed_count", b"failed_count", "in_incomplete_groups_count", b"in_incomplete_groups_count", "left_over_count", b"left_over_count"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cleared_count", b"cleared_count", "consumed_count", b"consumed_count", "dead_lettered_count", b"dead_lettered_count", "excluded_count", b"excluded_count", "failed_count", b"failed_count", "in_incomplete_groups_count", b"in_incomplete_groups_count", "kept_count", b"kept_count", "left_over_count", b"left_over_count", "overlong_count", b"overlong_count"]) -> None: ...
 
 global___EndCounts = EndCounts
 

@@ -8,7 +8,15 @@ from typing import Any, Final
 
 from tq_service.client._async.calls import AsyncBase
 from tq_service.client.batch_meta import BatchMeta
-from tq_service.client.requests import check_leased, get_meta_request, lease_duration, listed, request_of, seconds
+from tq_service.client.requests import (
+    check_leased,
+    get_meta_request,
+    import_tensordict,
+    lease_duration,
+    listed,
+    request_of,
+    seconds,
+)
 from tq_service.client.retry import Deadline
 from tq_service.client.wait_reports import WaitReports, warn_of_wait
 from tq_service.client_probes import probes
@@ -139,6 +147,8 @@ class AsyncClaimCalls(AsyncBase):
             claim_name=claim_name,
             max_uses=max_uses,
         )
+        if lease is not None:
+            import_tensordict()  # lest the lease pay for it, with the first `get_data` of the process
         is_queue = dp_rank is None and dp_size is None and batch_index is None
         wait, began_at = seconds("max_wait", max_wait), time.perf_counter()
         try:
@@ -239,7 +249,7 @@ class AsyncClaimCalls(AsyncBase):
             PartitionNotFoundError: the partition was cleared. StaleIncarnationError: and created again.
         """
         check_leased(metadata)
-        if not metadata.size:
+        if not metadata.handled_indexes.size:
             return 0
         answer = await self._ask(
             lambda to: to.AckClaim,
@@ -247,7 +257,7 @@ class AsyncClaimCalls(AsyncBase):
             timeout,
             **_claim_of(metadata),
             incarnation=metadata.incarnation,
-            global_indexes=metadata.indexes,
+            global_indexes=metadata.handled_indexes,
         )
         return answer.acked_count
 
@@ -304,7 +314,7 @@ class AsyncClaimCalls(AsyncBase):
             pb.ReleaseClaimRequest,
             timeout,
             **_claim_of(metadata),
-            global_indexes=metadata.indexes,
+            global_indexes=metadata.handled_indexes,
         )
         return answer.released_count
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +26,7 @@ from tq_service.client.channel import (
 )
 from tq_service.client.concurrency import BackgroundCalls, Home, is_of_closing, sleep
 from tq_service.client.namespace import NO_NAMESPACE, Namespace
-from tq_service.client.requests import request_of, seconds
+from tq_service.client.requests import import_tensordict, request_of, seconds
 from tq_service.client.retry import Backoff, Deadline, Outage, error_of
 from tq_service.client.writes import PlacementGrant
 from tq_service.client_probes import carriers
@@ -290,6 +291,8 @@ class Base:
         self._background_calls = BackgroundCalls()
         self._placement = PlacementGrant()
         self._refused_lists: deque[str] = deque(maxlen=_MOST_REFUSALS)  # partitions, see `put`
+        if "torch" in sys.modules:  # else `get_data` may never be called, and torch takes seconds as well
+            import_tensordict()
 
     @property
     def namespace(self) -> str:

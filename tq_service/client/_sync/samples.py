@@ -504,7 +504,7 @@ class SampleCalls(Base):
             pb.ClearSamplesRequest,
             partition_id=partition_of(self._namespace, partition_id, metadata),
             incarnation=b"" if metadata is None else metadata.incarnation,
-            global_indexes=global_indexes if metadata is None else metadata.indexes,
+            global_indexes=global_indexes if metadata is None else metadata.handled_indexes,
             keys=keys,
             groups=groups,
             skipped_by=skipped_by,

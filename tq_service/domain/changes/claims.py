@@ -19,7 +19,7 @@ from tq_service.domain.claims.request import BatchSpec, LeasedClaim, LeaseTerms
 from tq_service.domain.claims.runs import groups_in_runs
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Indexes
-from tq_service.domain.states import LIVE
+from tq_service.domain.states import DROPPED, LIVE
 from tq_service.errors import InvalidArgumentError, LeaseExpiredError, PreconditionError
 from tq_service.schema import EndCounts
 
@@ -475,6 +475,8 @@ def _left(partition: Partition, task: TaskLedger, claim: QueueClaim, rows: Index
         return positions
     if claim.lease is not None:
         is_named = np.isin(partition.table.index.data[positions], rows)
+        if claim.plan.dropped:
+            is_named = _with_dropped(partition, task, claim, positions, is_named)
         _check_whole_groups(partition, task, claim, positions, is_named)
         return positions[is_named]
     delivered = claim.rows[partition.table.find(claim.rows) >= 0]
@@ -485,6 +487,33 @@ def _left(partition: Partition, task: TaskLedger, claim: QueueClaim, rows: Index
             field="global_indexes",
         )
     return positions
+
+
+def _with_dropped(
+    partition: Partition, task: TaskLedger, claim: QueueClaim, positions: Indexes, is_named: NDArray[np.bool_]
+) -> NDArray[np.bool_]:
+    """Return which rows of a claim are meant: a dropped row goes with the other members of its group that are left.
+
+    All parts of a batch name everything that it drops, whichever samples they are of.
+    """
+    is_dropped = claim.plan.drops(partition.table.index.data[positions])
+    ids = _group_ids(partition, task, claim, positions)
+    delivered = ids[~is_dropped]
+    is_alone = is_dropped & ~np.isin(ids, delivered)
+    meant: NDArray[np.bool_] = np.isin(ids, delivered[is_named[~is_dropped]]) & is_dropped
+    return (is_named & (~is_dropped | is_alone)) | meant
+
+
+def _group_ids(partition: Partition, task: TaskLedger, claim: QueueClaim, positions: Indexes) -> Indexes:
+    """Return the id of the group that each row of a leased claim is in; without groups each row has its own."""
+    block_size = None if claim.lease is None else claim.lease.group_block_size
+    if claim.lease is None or block_size is None:
+        return positions
+    if claim.lease.blocks == "anywhere":  # found among what was claimed, of which some may be acknowledged or gone
+        claimed = np.unique(np.concatenate([claim.rows, *claim.plan.dropped]))
+        ids = groups_in_runs(claimed, block_size)
+        return ids[np.searchsorted(claimed, partition.table.index.data[positions])]
+    return Grouping(partition, task, block_size or None).ids(positions)
 
 
 def _lease_of(task: TaskLedger, claim: QueueClaim) -> LeaseTerms:
@@ -507,7 +536,7 @@ def _check_cleared(partition: Partition, task: TaskLedger, request_id: bytes, ro
 
 
 def _check_held(partition: Partition, task: TaskLedger, claim: QueueClaim, rows: Indexes) -> None:
-    foreign = rows[~np.isin(rows, claim.rows)]
+    foreign = rows[~(np.isin(rows, claim.rows) | claim.plan.drops(rows))]
     if foreign.size:
         raise InvalidArgumentError(
             f"samples {_named(foreign)} were never in this claim of task {task.name!r}; name the samples of a claim by "
@@ -516,7 +545,9 @@ def _check_held(partition: Partition, task: TaskLedger, claim: QueueClaim, rows:
         )
     positions = partition.table.find(rows)
     is_there = positions >= 0
-    lost = rows[is_there][np.abs(task.claim.data[positions[is_there]]) != claim.serial]
+    marks = task.claim.data[positions]
+    is_done = (marks == DROPPED) & claim.plan.drops(rows)
+    lost = rows[is_there & (np.abs(marks) != claim.serial) & ~is_done]
     if claim.returned is not None:
         lost = lost[~np.isin(lost, claim.returned)]
     if lost.size:
@@ -527,15 +558,9 @@ def _check_whole_groups(
     partition: Partition, task: TaskLedger, claim: QueueClaim, positions: Indexes, is_named: NDArray[np.bool_]
 ) -> None:
     """Refuse a part of a group, of which the rest could never be delivered again as a whole one."""
-    lease = claim.lease
-    block_size = None if lease is None else lease.group_block_size
-    if lease is None or block_size is None or is_named.all() or not is_named.any():
+    if is_named.all() or not is_named.any():
         return
-    if lease.blocks == "anywhere":  # found among what was claimed, of which some may be acknowledged or gone
-        claimed = np.unique(claim.rows)
-        ids = groups_in_runs(claimed, block_size)[np.searchsorted(claimed, partition.table.index.data[positions])]
-    else:
-        ids = Grouping(partition, task, block_size or None).ids(positions)
+    ids = _group_ids(partition, task, claim, positions)
     parted = np.intersect1d(ids[is_named], ids[~is_named])
     if parted.size:
         is_member = ids == parted[0]

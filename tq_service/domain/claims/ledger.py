@@ -4,9 +4,10 @@ One column, `claim`, says of each row what became of it, and only the ledger wri
 
 - 0: it can be claimed;
 - 1: consumed in an earlier epoch;
-- n from 2 on: consumed for good by the claim with serial n: delivered without a lease, or acknowledged;
+- n from 3 on: consumed for good by the claim with serial n: delivered without a lease, or acknowledged;
 - -n: leased to the claim with serial n, which has yet to acknowledge it;
-- -1: dead-lettered: delivered too often without being acknowledged.
+- -1: dead-lettered: delivered too often without being acknowledged;
+- -2: dropped: a plan left it out of its batch, for good.
 
 Another column, `skipped`, marks rows at 0 that are in a group which lost a member for good, while the task keeps groups
 whole: they are not pending. Samplers see them as before, so a task that takes the rest of such groups can have them.
@@ -15,6 +16,7 @@ whole: they are not pending. Samplers see them as before, so a task that takes t
     0 --claim_samples with a lease--> -n --ack, row is gone--> n
                                       -n --nack, expire------> 0    (expire of one delivered too often: -1)
     -1 --requeue--> 0
+    0 --claim_batch, claim_samples, of what the plan drops---> -2   (under a lease: -n, and -2 with its ack)
     any --reset--> 0, or 1 what was consumed and is kept so
 
 A plan may consume other samples than it delivers (`RecordedPlan.consumed`). What it only delivers stays at 0, or under
@@ -37,7 +39,7 @@ from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,7 +47,7 @@ from numpy.typing import NDArray
 from tq_service.domain.claims.claim_names import ClaimNames, Loss, PastName
 from tq_service.domain.claims.request import BatchSpec, ClaimRequest, LeaseTerms, shown
 from tq_service.domain.plan import Indexes, Pack, Plan, RankPlan
-from tq_service.domain.states import CONSUMED_EARLIER, DEAD_LETTERED, FAILED, UNCLAIMED, is_open
+from tq_service.domain.states import CONSUMED_EARLIER, DEAD_LETTERED, DROPPED, FAILED, LAST_RESERVED, UNCLAIMED, is_open
 from tq_service.domain.tables.table import Column, RowTable, count_values
 from tq_service.errors import (
     BatchForgottenError,
@@ -68,6 +70,14 @@ _MOST_REMEMBERED_ROWS, _MOST_REMEMBERED_PACKS = 1 << 13, 512  # of a rank; 256 s
 _MOST_BATCHES_WITHOUT_ROWS = 16  # short batches come at the end of an epoch, so there is rarely more than one
 _MOST_REUSING, _MOST_REUSING_ROWS = 1 << 10, 1 << 22  # records of plans that deliver what they do not consume
 
+_NO_ROWS: Final = np.zeros(0, np.int64)
+_NO_ROWS.flags.writeable = False
+
+_OTHER_DP_SIZE: Final = (
+    ". To resume with another number of ranks, clear the samples that were trained, reset the consumption of the task "
+    "once, and have all ranks begin with batch_index 0 (docs/data_loading.md)"
+)
+
 Steps: TypeAlias = tuple[tuple[Pack, ...], ...]
 
 
@@ -81,6 +91,7 @@ class RecordedPlan:
         steps: of each rank, see `RankPlan`; empty where the sampler made none.
         micro_batch_size: samples a micro-batch, or None; for a plan without steps.
         consumed: global indexes of what is consumed, see `Plan`; None: of all rows, none of which comes twice.
+        dropped: global indexes of what each rank's part leaves out, see `RankPlan`; empty where nothing is left out.
     """
 
     rows: Indexes
@@ -88,17 +99,20 @@ class RecordedPlan:
     steps: tuple[Steps, ...] = ()
     micro_batch_size: int | None = None
     consumed: Indexes | None = None
+    dropped: tuple[Indexes, ...] = ()
 
     @classmethod
     def of(cls, plan: Plan, micro_batch_size: int | None = None) -> RecordedPlan:
         """Return what is recorded of a plan."""
         steps = tuple(part.steps for part in plan.ranks)
+        dropped = tuple(part.dropped for part in plan.ranks)
         return cls(
             rows=np.concatenate([part.rows for part in plan.ranks]),
             sizes=tuple(part.rows.size for part in plan.ranks),
             steps=steps if any(steps) else (),
             micro_batch_size=micro_batch_size,
             consumed=plan.consumed,
+            dropped=dropped if any(map(len, dropped)) else (),
         )
 
     @property
@@ -107,9 +121,23 @@ class RecordedPlan:
         return self.consumed is not None
 
     @property
-    def named(self) -> Indexes:
+    def used(self) -> Indexes:
         """The samples that it delivers or consumes, each once."""
         return self.rows if self.consumed is None else np.union1d(self.rows, self.consumed)
+
+    @property
+    def named(self) -> Indexes:
+        """The samples that it delivers or consumes, and then those that it drops, each once."""
+        return np.concatenate([self.used, *self.dropped]) if self.dropped else self.used
+
+    @property
+    def dropped_count(self) -> int:
+        """How many samples it drops."""
+        return sum(map(len, self.dropped))
+
+    def drops(self, rows: Indexes) -> NDArray[np.bool_]:
+        """Return which samples it drops."""
+        return np.isin(rows, np.concatenate(self.dropped)) if self.dropped else np.zeros(rows.size, np.bool_)
 
     def consumes(self, rows: Indexes) -> NDArray[np.bool_]:
         """Return which samples it consumes."""
@@ -125,7 +153,8 @@ class RecordedPlan:
         """Return the part of a rank; without steps it has micro-batches, as many on every rank, empty ones included."""
         start, size = sum(self.sizes[:dp_rank]), self.sizes[dp_rank]
         steps = self.steps[dp_rank] if self.steps else self._one_step(size)
-        return RankPlan(rows=self.rows[start : start + size], steps=steps)
+        dropped = self.dropped[dp_rank] if self.dropped else _NO_ROWS
+        return RankPlan(rows=self.rows[start : start + size], steps=steps, dropped=dropped)
 
     def _one_step(self, size: int) -> Steps:
         largest, micro_batch_size = max(self.sizes), self.micro_batch_size
@@ -257,12 +286,14 @@ class TaskFacts:
     Attributes:
         end: None: it is not at its end.
         consumed_count: rows consumed in this epoch, leased and cleared ones included.
-        backlog: rows that are live or held, and neither consumed, dead-lettered nor skipped.
+        kept_count: those of them that were consumed in earlier epochs, and that the last reset left so.
+        backlog: rows that are live or held, and neither consumed, dead-lettered, dropped nor skipped.
         skipped_count: rows that are live or held and skipped; those cleared since are not counted.
         kept_groups: how the last request kept groups whole: 0 for named groups, else the length of the blocks that
             stand in for them where no group is named; None: it took samples one by one, or the rest of incomplete
             groups, or has not asked in this epoch.
         dead_lettered_count: rows dead-lettered in this epoch, cleared ones included.
+        dropped_count: rows that plans of this epoch left out, cleared ones included.
         last_forgotten: the last batch_index whose record was dropped although its rows are there; -1: none was.
         serial: the last one given to a claim.
     """
@@ -273,12 +304,14 @@ class TaskFacts:
     next_batch_index: int = 0
     end: EndCounts | None = None
     consumed_count: int = 0
+    kept_count: int = 0
     backlog: int = 0
     skipped_count: int = 0
     kept_groups: int | None = None
     dead_lettered_count: int = 0
+    dropped_count: int = 0
     last_forgotten: int = -1
-    serial: int = CONSUMED_EARLIER
+    serial: int = LAST_RESERVED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -339,7 +372,7 @@ class TaskLedger(TaskFacts):
     @property
     def is_unused(self) -> bool:
         """Whether nothing is on record: no claim, end, epoch or release."""
-        is_first = self.epoch == 0 and self.serial == CONSUMED_EARLIER
+        is_first = self.epoch == 0 and self.serial == LAST_RESERVED
         return is_first and self.end is None and not (self.ended or self.names.past)
 
     # Snapshots
@@ -394,9 +427,10 @@ class TaskLedger(TaskFacts):
                 self.leases[claim.request_id] = claim
             if claim.goes_with_rows:
                 self._by_serial[claim.serial] = claim
-            if claim.plan.consumed is not None:
+            if claim.plan.consumed is not None and not claim.goes_with_rows:
+                claim.remaining = claim.plan.consumed.size
+            if claim.plan.is_reusing or not claim.rows.size:
                 reusing[claim.serial] = claim
-                claim.remaining = claim.remaining if claim.goes_with_rows else claim.plan.consumed.size
         for serial in snapshot.reusing:
             self._reusing[serial] = reusing[serial]
             self._reusing_row_count += reusing[serial].plan.rows.size
@@ -413,7 +447,9 @@ class TaskLedger(TaskFacts):
             return self._recorded_claim(request)
         rank = request.rank
         if self.dp_size is not None and rank.dp_size != self.dp_size:
-            raise _disagreement("dp_size", rank.dp_size, self.dp_size, f"this epoch of task {self.name!r}")
+            raise _disagreement(
+                "dp_size", rank.dp_size, self.dp_size, f"this epoch of task {self.name!r}", remedy=_OTHER_DP_SIZE
+            )
         if rank.batch_index >= self.next_batch_index:
             return self.end
         batch = self.batches.get(rank.batch_index)
@@ -520,6 +556,8 @@ class TaskLedger(TaskFacts):
         self.next_batch_index += 1
         self.totals.delivered += plan.rows.size
         self.dp_size = len(plan.sizes)
+        positions, dropped = _parted(plan, positions)
+        self._drop_rows(dropped)
         if plan.is_reusing:
             self._use(plan, positions, batch.serial)
             self._keep_reusing(batch)
@@ -527,6 +565,8 @@ class TaskLedger(TaskFacts):
         batch.remaining = positions.size
         self._by_serial[batch.serial] = batch
         self._consume(positions, batch.serial)
+        if not batch.remaining:
+            self._drop_batch(batch)
 
     def reach_end(self, dp_size: int, end: EndCounts) -> None:
         """Record that no batch follows, for all ranks and batch indexes from the next on."""
@@ -557,25 +597,31 @@ class TaskLedger(TaskFacts):
             lease=lease,
             remaining=positions.size,
         )
+        positions, dropped = _parted(plan, positions)
+        if lease is None:
+            self._drop_rows(dropped)
+            claim.remaining = positions.size
         self.totals.delivered += plan.rows.size
         if name:
             self.names.claims[name] = request_id
         if claim.goes_with_rows:
             self._by_serial[claim.serial] = claim
         if lease is not None:
-            self._lease(claim, positions)
+            self._lease(claim, positions, dropped)
         elif plan.is_reusing:
             claim.remaining = self._use(plan, positions, claim.serial)
             self._keep_reusing(claim)
         else:
             self._consume(positions, claim.serial)
+            if not positions.size:
+                self._keep_reusing(claim)
         return claim
 
-    def _lease(self, claim: QueueClaim, positions: Indexes) -> None:
-        """Lease what a claim delivers; what it consumes without delivering it is done."""
+    def _lease(self, claim: QueueClaim, positions: Indexes, dropped: Indexes) -> None:
+        """Lease what a claim delivers and what it drops; what it consumes without delivering it is done."""
         delivered = positions
         if claim.plan.is_reusing:
-            is_delivered = np.isin(claim.plan.named, claim.rows)
+            is_delivered = np.isin(claim.plan.used, claim.rows)
             self._consume(positions[~is_delivered], claim.serial)
             delivered = positions[is_delivered]
         claim.delivery_counts = self.deliveries.data[delivered] + np.int32(1)
@@ -583,12 +629,15 @@ class TaskLedger(TaskFacts):
         self.deliveries.write(delivered, claim.delivery_counts)
         if claim.plan.is_reusing:  # in which a sample may come twice
             claim.delivery_counts = self.deliveries.data[self._table.find(claim.rows)]
+        if dropped.size:
+            self.deliveries.write(dropped, self.deliveries.data[dropped] + np.int32(1))
+            delivered = np.concatenate([delivered, dropped])
         self._count_leased(claim, delivered.size)
         self._consume(delivered, claim.mark)
 
     def _use(self, plan: RecordedPlan, positions: Indexes, serial: int) -> int:
         """Consume what a plan consumes, and count what it delivers; return how many are consumed."""
-        consumed = positions[plan.consumes(plan.named)]
+        consumed = positions[plan.consumes(plan.used)]
         self._consume(consumed, serial)
         self._count_uses(plan.rows, 1)
         return consumed.size
@@ -605,6 +654,14 @@ class TaskLedger(TaskFacts):
     def _consume(self, positions: Indexes, mark: int) -> None:
         self.claim.write(positions, mark)
         self.consumed_count += positions.size
+        self.backlog -= positions.size - self._unmark(positions)
+
+    def _drop_rows(self, positions: Indexes) -> None:
+        """Have rows that a plan leaves out pending no more, without consuming them."""
+        if not positions.size:
+            return
+        self.claim.write(positions, DROPPED)
+        self.dropped_count += positions.size
         self.backlog -= positions.size - self._unmark(positions)
 
     def _keep_reusing(self, record: Batch | QueueClaim) -> None:
@@ -626,14 +683,23 @@ class TaskLedger(TaskFacts):
 
     def left(self, claim: QueueClaim) -> Indexes:
         """Return the positions of the samples that a claim holds: leased ones, without a lease those not cleared."""
-        positions = self._table.find(claim.plan.named)
-        positions = positions[positions >= 0]
-        held: Indexes = positions[self.claim.data[positions] == claim.mark]
+        rows = claim.plan.named
+        positions = self._table.find(rows)
+        is_held = (positions >= 0) & (self.claim.data[positions] == claim.mark)
+        if claim.lease is None and claim.plan.dropped:
+            is_held |= (positions >= 0) & claim.plan.drops(rows)
+        held: Indexes = positions[is_held]
         return held
 
     def ack(self, claim: QueueClaim, positions: Indexes) -> Indexes:
-        """Have leased rows consumed for good, or used once more; return the positions that can be claimed again."""
-        plan, consumed, returned = claim.plan, positions, positions[:0]
+        """Have leased rows consumed or dropped for good, or used once more; return those that can be claimed again."""
+        plan, dropped = claim.plan, positions[:0]
+        if plan.dropped:
+            is_dropped = plan.drops(self._table.index.data[positions])
+            positions, dropped = positions[~is_dropped], positions[is_dropped]
+            self.claim.write(dropped, DROPPED)
+            self.dropped_count += dropped.size
+        consumed, returned = positions, positions[:0]
         if plan.is_reusing:
             rows = self._table.index.data[positions]
             is_consumed = plan.consumes(rows)
@@ -646,7 +712,7 @@ class TaskLedger(TaskFacts):
             before = returned[:0] if claim.returned is None else claim.returned
             claim.returned = np.concatenate([before, self._table.index.data[returned]])
             self._reopen(returned)
-        self._lose(claim, returned.size)
+        self._lose(claim, returned.size + dropped.size)
         return returned
 
     def nack(self, claim: QueueClaim, positions: Indexes) -> None:
@@ -655,6 +721,7 @@ class TaskLedger(TaskFacts):
         self._lose_name(claim, "released")
         if claim.lease is None:  # those cleared meanwhile are counted as cleared before the task took them
             count = claim.remaining = claim.rows.size if claim.plan.consumed is None else claim.plan.consumed.size
+            self.dropped_count -= claim.plan.dropped_count
             if claim.plan.is_reusing:
                 self._count_uses(claim.rows, -1)
         else:
@@ -766,7 +833,7 @@ class TaskLedger(TaskFacts):
         return int(marked.size)
 
     def is_pending(self, rows: slice) -> NDArray[np.bool_]:
-        """Return which rows are left to consume: live or held, and neither claimed, dead-lettered nor skipped."""
+        """Return which rows are left: live or held, and neither claimed, dead-lettered, dropped nor skipped."""
         pending = is_open(self._state.data[rows])
         pending &= self.claim.data[rows] == UNCLAIMED
         if self.skipped_count:
@@ -774,14 +841,15 @@ class TaskLedger(TaskFacts):
         return pending
 
     def is_lost(self, positions: Indexes) -> NDArray[np.bool_]:
-        """Return which of some rows the task never gets: failed before it took them, dead-lettered, or skipped."""
+        """Return which of some rows it never gets: failed before it took them, dead-lettered, dropped, or skipped."""
         claims = self.claim.data[positions]
         is_failed = (self._state.data[positions] == FAILED) & (claims == UNCLAIMED)
-        lost: NDArray[np.bool_] = is_failed | (claims == DEAD_LETTERED) | self.skipped.data[positions]
+        is_given_up = (claims == DEAD_LETTERED) | (claims == DROPPED)
+        lost: NDArray[np.bool_] = is_failed | is_given_up | self.skipped.data[positions]
         return lost
 
     def reset(self, *, keep_consumed: bool, open_count: int) -> Indexes:
-        """Start the next epoch; return the positions of rows that were leased, dead-lettered or skipped.
+        """Start the next epoch; return the positions of rows that were leased, dead-lettered, dropped or skipped.
 
         They were not done, and are claimable in any case. All others are unless `keep_consumed`: the backlog is then
         `open_count`, the rows that are live or held.
@@ -793,14 +861,14 @@ class TaskLedger(TaskFacts):
         self.consumed_count -= self.leased_count
         self.kept_groups = None
         reopened = self.take_back()
-        if not self.deliveries.is_blank:
+        if self.dropped_count or not self.deliveries.is_blank:
             lost = np.flatnonzero(self.claim.data[: self._table.count] < UNCLAIMED)
             self._reopen(lost)
             reopened = np.concatenate([reopened, lost])
             self.deliveries.write(slice(0, self._table.count), 0)
         if not keep_consumed and not self.uses.is_blank:
             self.uses.write(slice(0, self._table.count), 0)
-        self.leased_count = self.dead_lettered_count = 0
+        self.leased_count = self.dead_lettered_count = self.dropped_count = 0
         self.last_forgotten = -1
         self._reusing.clear()
         self._reusing_row_count = 0
@@ -816,6 +884,7 @@ class TaskLedger(TaskFacts):
         else:
             self.claim.write(slice(0, self._table.count), UNCLAIMED)
             self.consumed_count, self.backlog = 0, open_count
+        self.kept_count = self.consumed_count
         return reopened
 
     # Rows that come and go
@@ -833,7 +902,7 @@ class TaskLedger(TaskFacts):
         self.backlog -= int(np.count_nonzero(claims == UNCLAIMED)) - self._unmark(positions)
         if not self.leased_count:
             return
-        is_leased = claims < DEAD_LETTERED
+        is_leased = claims < DROPPED
         serials, counts = count_values(-claims[is_leased])
         self.claim.write(positions[is_leased], -claims[is_leased])
         for serial, count in zip(serials.tolist(), counts.tolist(), strict=True):
@@ -947,8 +1016,14 @@ class LeaseTimer:
             self._set_timer()
 
 
-def _disagreement(name: str, got: object, expected: object, what: str) -> PreconditionError:
+def _parted(plan: RecordedPlan, positions: Indexes) -> tuple[Indexes, Indexes]:
+    """Return the positions of what a plan uses and of what it drops, given those of `plan.named`."""
+    used_count = positions.size - plan.dropped_count
+    return positions[:used_count], positions[used_count:]
+
+
+def _disagreement(name: str, got: object, expected: object, what: str, remedy: str = "") -> PreconditionError:
     return RankDisagreementError(
-        f"{name} of {what} is {shown(expected)}, got {shown(got)}; all must ask with the same arguments",
+        f"{name} of {what} is {shown(expected)}, got {shown(got)}; all must ask with the same arguments{remedy}",
         metadata={"field": name, "got": shown(got)[:512], "expected": shown(expected)[:512]},
     )

@@ -546,7 +546,8 @@ class Planner:
         """Keep in numbers a batch that was just recorded, unless its partition was cleared before."""
         if self._task.next_batch_index == batch_index:
             return
-        positions = self._partition.table.find(found.plan.rows) if found.plan.is_reusing else found.positions
+        is_plain = not (found.plan.is_reusing or found.plan.dropped)
+        positions = found.positions if is_plain else self._partition.table.find(found.plan.rows)
         readiness = Readiness(self._partition, self._task, batch_spec, found.length)
         batch = describe_batch(batch_index, found.plan, readiness.known_lengths(positions))
         self._recent.add(self._task.epoch, batch)

@@ -18,7 +18,7 @@ from tq_service.domain.claims.readiness import Readiness, ScanKey
 from tq_service.domain.claims.request import BatchSpec
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Groups, Indexes, LengthSource, MustBeAwaited
-from tq_service.domain.states import CLEARED, CONSUMED_EARLIER, FAILED, STATE_NAMES, UNCLAIMED, is_open
+from tq_service.domain.states import CLEARED, FAILED, LAST_RESERVED, STATE_NAMES, UNCLAIMED, is_open
 from tq_service.domain.tables.meta import Order
 from tq_service.errors import MissingLengthError
 from tq_service.schema import BatchUnit, Blocks, EndCounts, Layout
@@ -165,7 +165,7 @@ class PartitionView:
         self.exhausted = False
         self.grouping: Grouping | None = None
         self._has_read_left = False
-        self.plan_count = task.serial - CONSUMED_EARLIER
+        self.plan_count = task.serial - LAST_RESERVED
 
     @property
     def is_heavy(self) -> bool:
@@ -487,9 +487,10 @@ class PartitionView:
     def end(self) -> Steps[EndCounts]:
         """Count the end, in steps; see `no_more_can_become_ready`. The sampler planned nothing of this view."""
         consumed, inserted = self._task.consumed_count, self._partition.inserted_count
+        kept_count = self._task.kept_count
         if consumed == inserted:
-            return EndCounts(consumed_count=consumed)
-        failed = excluded = kept_count = 0
+            return EndCounts(consumed_count=consumed, kept_count=kept_count)
+        failed = excluded = left_over = 0
         ready = [np.zeros(0, np.int64)]
         size = _MOST_SCANNED_ON_LOOP if self.is_plain else self._rows.at_once
         for start in range(0, self._count, size):
@@ -500,10 +501,10 @@ class PartitionView:
             open_rows, is_excluded = self._open_rows(start, start + size)
             kept = open_rows[~is_excluded]
             excluded += open_rows.size - kept.size
-            kept_count += kept.size
+            left_over += kept.size
             if self.grouping is not None:
                 ready.append(kept[self._rows.ready(kept)])
-        left_over = kept_count
+        open_count = left_over
         if (grouping := self.grouping) is not None:
             rows, left = np.concatenate(ready), list[int]()
 
@@ -515,15 +516,17 @@ class PartitionView:
             else:
                 count_whole()
             left_over = left[0]
-        dead_lettered = self._task.dead_lettered_count
+        dead_lettered, dropped = self._task.dead_lettered_count, self._task.dropped_count
         return EndCounts(
             consumed_count=consumed,
-            cleared_count=inserted - consumed - failed - dead_lettered - excluded - kept_count,
+            cleared_count=inserted - consumed - failed - dead_lettered - dropped - excluded - open_count,
             failed_count=failed,
             dead_lettered_count=dead_lettered,
             excluded_count=excluded,
-            in_incomplete_groups_count=kept_count - left_over,
+            in_incomplete_groups_count=open_count - left_over,
             left_over_count=left_over,
+            overlong_count=dropped,
+            kept_count=kept_count,
         )
 
     def check_length_field(self) -> None:
