@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -309,4 +308,4 @@ def has_tensordict() -> bool:
 def import_tensordict() -> None:
     """Import what `get_data` needs, which takes seconds, before a lease or another deadline runs."""
     if has_tensordict():
-        importlib.import_module("tensordict")
+        import tensordict  # noqa: F401, PLC0415  (optional, slow to import)

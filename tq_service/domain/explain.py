@@ -294,8 +294,8 @@ class Explanation:
         names = ", ".join(map(repr, groups.names_of(rows)))
         others = f" and {firsts.size - rows.size} others" if firsts.size > rows.size else ""
         return (
-            f"groups {names}{others} declared no size, so that more members may come: put them with group_size, close "
-            f"them with close_groups, or seal the partition"
+            f"groups {names}{others} declared no size, so more members may come: put them with a group_size, close "
+            f"the groups, or seal the partition"
         )
 
     def _example(self, row: Indexes, ready_count: int, block_size: int | None) -> str:
@@ -343,7 +343,7 @@ class Explanation:
                     return (
                         f"nothing is left for task {task!r} of partition {partition_id!r}: it has consumed "
                         f"{self._task.consumed_count} samples{leased}, and {are_lost}; put more, seal it, or clear "
-                        f"those with clear_samples(skipped_by={task!r})"
+                        f"those that task {task!r} skips"
                     )
                 if self._partition.sealed:
                     return f"{consumed}; they come back when it runs out, or the end comes once they are acknowledged"

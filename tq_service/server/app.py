@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import TYPE_CHECKING, Any, Final
 
 import grpc
@@ -30,7 +30,7 @@ from tq_service.server.composition import (
     open_state_store,
     recover,
 )
-from tq_service.server.connections import SWEEP_SECONDS, Connections
+from tq_service.server.connections import Connections
 from tq_service.server.health import Health
 from tq_service.server.listener import Listener
 from tq_service.server.process import collect_garbage, give_back_freed_memory, tuned_process
@@ -89,7 +89,7 @@ class App:
         self._server = _make_server(settings)
         self._stopping: asyncio.Task[None] | None = None
         self._only_leader: OnlyLeader | None = None
-        self._end_slow_streams: Callable[[], Awaitable[None]] | None = None
+        self._end_slow_streams: Callable[[], None] | None = None
         closing.push_async_callback(self._stop_server, 0)
         self.port = self.listener.listen(self._server)
         self.health = Health()
@@ -228,11 +228,7 @@ class App:
         # One bad round of either is logged, and the next one comes: rounds do not depend on each other.
         self.supervisor.start("following the files of certificate and tokens", self.listener.watch())
         self.supervisor.start("housekeeping", regularly(_HOUSEKEEPING_SECONDS, self._keep_house))
-        self.supervisor.start(
-            "closing idle connections", regularly(SWEEP_SECONDS, lambda: self._connections.sweep(self.port))
-        )
-        if self._end_slow_streams is not None:
-            self.supervisor.start("ending slow streams", regularly(_LOOK_SECONDS, self._end_slow_streams))
+        self.supervisor.start("ending slow streams and idle connections", regularly(_LOOK_SECONDS, self._end_idle))
         self.supervisor.start("collecting garbage", collect_garbage())
         if self.metrics is not None:
             self.supervisor.start("measuring the event loop", self.metrics.shown.measure_loop())
@@ -256,6 +252,11 @@ class App:
             self.health.stand_by()
             if self._only_leader is not None:
                 self._only_leader.end_calls()
+
+    async def _end_idle(self) -> None:
+        if self._end_slow_streams is not None:
+            self._end_slow_streams()
+        await self._connections.sweep(self.port)
 
     async def _keep_house(self) -> None:
         self.calls.report()

@@ -7,6 +7,7 @@ oldest of them at once if one address has too many.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ipaddress
 import logging
@@ -26,8 +27,8 @@ from tq_service.server.rpc.limits import AdmittedPeers
 
 _log = logging.getLogger(__name__)
 
-SWEEP_SECONDS: Final = 0.1
-_LEISURE_SECONDS: Final = 1.0
+_SCARCE_SECONDS: Final = 0.1
+_SETTLED_SECONDS: Final = 1.0
 
 _SHARE: Final = 8
 """One address may have this part of all connections unauthenticated at once, and as many connections at the least."""
@@ -69,25 +70,29 @@ class Connections:
         self._admitted_at = admitted.since
         self._connections: dict[int, _Connection] = {}  # by descriptor
         self._closed_count = 0
-        self._due_at = 0.0
 
     async def sweep(self, port: int) -> None:
         """Close the connections to a port without an admitted call that are too old or too many.
 
-        To be called every `SWEEP_SECONDS`; while connections are not scarce it looks at every tenth time only.
+        To be called every second or so; it sweeps again and again while connections are scarce.
         """
+        is_scarce = True
+        while is_scarce:
+            is_scarce = await self._sweep(port) > self._most * 3 // 4
+            if is_scarce:
+                await asyncio.sleep(_SCARCE_SECONDS)
+
+    async def _sweep(self, port: int) -> int:
+        """Return how many connections there are."""
         now, admitted = time.monotonic(), set(self._admitted_at)
-        if now < self._due_at:
-            return
         present, closed_count = await run_in_daemon_thread(
             lambda: self._close_idle(port, admitted, now), thread_name="tq-connections"
         )
         self._closed_count += closed_count
         for peer in admitted - present:  # one that came during this sweep is not in it yet
-            if self._admitted_at.get(peer, now) < now - _LEISURE_SECONDS:
+            if self._admitted_at.get(peer, now) < now - _SETTLED_SECONDS:
                 del self._admitted_at[peer]
-        is_scarce = len(present) > self._most * 3 // 4
-        self._due_at = now + (0.0 if is_scarce else _LEISURE_SECONDS)
+        return len(present)
 
     def report(self) -> None:
         """Log how many were closed since the last report."""

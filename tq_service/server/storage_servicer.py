@@ -222,7 +222,7 @@ class StorageServicer:
         self._endpoint = endpoint
         self._get_count = 0
 
-    async def end_slow_streams(self) -> None:
+    def end_slow_streams(self) -> None:
         """End the streams that hold bytes, and move them too slowly, while puts wait for capacity."""
         if self._engine.has_waiting_puts:
             self._least_rate.enforce()

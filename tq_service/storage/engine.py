@@ -839,7 +839,7 @@ class StorageEngine:
         self._replace(put_id, smaller, move.copy(smaller))
 
     def _relieve(self, lacking_bytes: int) -> None:
-        """Compact puts of which an eighth or more is dead, until so many bytes are gained for a put that waits."""
+        """Compact puts that are dead by an eighth or more until a waiting put has gained these bytes."""
         self._lacking_bytes = lacking_bytes
         if self._holed:
             self._start_compaction()
@@ -869,7 +869,7 @@ class StorageEngine:
                 return
 
     async def _compact_holed(self) -> None:
-        """Compact puts until what is lacking is gained, or each of them was looked at."""
+        """Compact puts until the lacking bytes are gained, or each put was looked at."""
         for number, put_id in enumerate(list(self._holed), 1):
             if self._lacking_bytes <= 0 or self._due or self._is_closed:
                 return
@@ -880,15 +880,15 @@ class StorageEngine:
             put = self._puts[put_id]
             gain = put.values.charge - put.compacted_bytes()
             if gain * 8 >= put.values.charge > 0:
-                self._lacking_bytes -= gain  # a release meanwhile sets what is lacking
+                self._lacking_bytes -= gain  # a release in between sets it anew
                 if not await self._compact(put_id):
                     self._lacking_bytes += gain
         self._lacking_bytes = 0
 
     async def _compact(self, put_id: bytes) -> bool:
-        """Move what is live of a put to a smaller blob, while it is read and freed; return whether that was possible.
+        """Move the live cells of a put to a smaller blob, while it is read and freed; return whether it was possible.
 
-        A thread copies. What is freed meanwhile is freed of the old one at once, and of the new one at the end.
+        A thread copies. Cells freed during the copy are freed in the old blob at once, and in the new one at the end.
         """
         put = self._puts.get(put_id)
         if put is None or not self._may_compact(put_id):
@@ -911,7 +911,7 @@ class StorageEngine:
         except UnreadableError as error:
             _log.warning(LogMessage("could not compact a put", put_id=put_id, error=error.cause))
             self._on_unreadable(put_id, error.blob, error.cause)
-        except (OSError, TqError) as error:  # such as a full disk: what is dead of it goes with the rest
+        except (OSError, TqError) as error:  # such as a full disk: its dead cells go with the rest
             _log.debug(LogMessage("could not compact a put", put_id=put_id, error=error))
             if blob is not None:
                 blob.is_damaged = True
@@ -929,7 +929,7 @@ class StorageEngine:
         smaller.place(blob)
 
     def _replace(self, put_id: bytes, smaller: StoredPut, checksum: int | None) -> None:
-        """Have what was copied of a put in its place."""
+        """Put the copy in the place of a put."""
         old = self._puts[put_id].values
         self._puts.replace(put_id, smaller)
         self._holed.pop(put_id, None)

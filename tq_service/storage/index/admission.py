@@ -15,18 +15,18 @@ from tq_service.wait_clock import Waiting
 class Admission:
     """Counts the bytes stored and reserved, and lets puts wait for capacity.
 
-    A put that fits passes those that do not, for it may be what lets them in: the last member of a group, say, after
-    which a trainer consumes and clears it. Partitions take turns, so that one with many puts does not hold back the
-    others. That a large put is not put off for ever see `AdmissionTurn`.
+    A put that fits passes puts that do not. It may be the last member of a group, and a trainer may then consume and
+    clear that group. Partitions take turns: one with many puts does not hold back the others. `AdmissionTurn` keeps a
+    large put from starving.
 
-    Puts for new rows leave a reserve that columns for existing rows may use, so that a full store can be drained; where
-    both fit, existing rows come first. Confined to one event loop.
+    Puts for new rows leave a reserve to columns for existing rows, which can drain a full store. If both fit, existing
+    rows come first. Confined to one event loop.
 
     Args:
         max_bytes: the quota; None: no bound.
         reserve_share: share of the quota that new rows leave free.
         clock: what deadlines are measured with.
-        on_shortage: called with the bytes that the first in the queue lacks; may `release` what it can do without.
+        on_shortage: called with the bytes that the first in the queue lacks; may `release` some.
     """
 
     def __init__(
@@ -42,10 +42,10 @@ class Admission:
         self._clock = clock
         self._on_shortage = on_shortage
         self._is_relieving = False
-        # By partition, in the order in which these have their turns; each in order of arrival.
+        # By partition, in order of their turns; each in order of arrival.
         self._waiting: OrderedDict[str, dict[_Waiter, None]] = OrderedDict()
         self._first: _Waiter | None = None  # that waited when they were last looked at, None: look at them
-        self._fits_at = 0  # bytes used at which the first of those that waited then fits
+        self._fits_at = 0  # used bytes with which the first of these puts to fit does
         self._turn = AdmissionTurn(clock)
         self._timer: asyncio.TimerHandle | None = None
         self._is_draining = False
@@ -103,7 +103,7 @@ class Admission:
     @property
     def has_waiting(self) -> bool:
         """Whether puts wait for capacity."""
-        return any(not waiter.granted.done() for waiter in (*self._existing, *self._new))
+        return bool(self._waiting)
 
     def has_free(self) -> bool:
         """Whether there is capacity at all."""
@@ -114,7 +114,7 @@ class Admission:
         self.used_bytes += size
 
     def admit(self) -> None:
-        """Admit puts for which there is capacity, or can be made."""
+        """Admit the puts that fit, or that fit after relief."""
         if not self._waiting:
             return
         lacking = self._admit_fitting()
@@ -128,9 +128,9 @@ class Admission:
         self._set_timer()
 
     def _admit_fitting(self) -> int:
-        """Admit puts for which there is capacity; return how many bytes the first of the others lacks, 0 if none waits.
+        """Admit the puts that fit; return how many bytes the first of the others lacks, 0 if none waits.
 
-        What is freed comes in thousands of parts, so the puts are looked at only where one of them may fit.
+        Bytes are freed in thousands of parts, so the puts are looked at only if one of them may fit.
         """
         holder = self._turn.holder
         if isinstance(holder, _Waiter) and (lacking := self._lacking(holder)) > 0:
@@ -154,7 +154,7 @@ class Admission:
         return 0 if self._first is None else max(0, self._lacking(self._first))
 
     def _lacking(self, waiter: _Waiter) -> int:
-        """Return how many bytes a put lacks, 0 or less where it has capacity."""
+        """Return how many bytes a put lacks, 0 or less if it fits."""
         return 0 if waiter.limit is None else self.used_bytes + waiter.size - waiter.limit
 
     def _waiters(self) -> Iterator[_Waiter]:

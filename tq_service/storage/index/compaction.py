@@ -1,6 +1,6 @@
-"""Moving what is live of a put into a smaller blob, where stores can free parts.
+"""Moving the live cells of a put into a smaller blob, for stores that can free parts.
 
-planned -> a blob allocated -> copied -> in place of the put, without the cells that were freed meanwhile
+planned -> a blob allocated -> copied -> in place of the put, without the cells freed during the copy
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Move:
         put: the put; its blob has to be pinned until the end.
 
     Attributes:
-        freed: cells of the put that were freed meanwhile.
-        is_given_up: whether what is copied is not needed any more.
+        freed: cells of the put that were freed during the move.
+        is_given_up: whether the copy is no longer needed.
     """
 
     def __init__(self, put: StoredPut) -> None:
@@ -39,7 +39,7 @@ class Move:
         self.is_given_up = False
 
     def plan(self) -> StoredPut:
-        """Return what the put becomes, with its live cells only, which is still to be placed."""
+        """Return the smaller put with the live cells only; it still has to be placed."""
         put = self._put
         kept = {id(row_set): row_set.live_positions() for row_set in put.row_sets()}
         row_sets = {id(row_set): row_set.compacted() for row_set in put.row_sets()}

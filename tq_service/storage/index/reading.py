@@ -563,7 +563,7 @@ def _shared_slices(
     ]
 
 
-# Copying slices of blobs one after the other: threads do it for files, and where it takes long.
+# Copying slices of blobs in a row: threads do it for files, and if it takes long.
 
 
 class UnreadableError(Exception):
@@ -576,13 +576,13 @@ class UnreadableError(Exception):
 
 
 def unit_of(spec: FieldSpec) -> int:
-    """Return the bytes of which all rows of a field, and where they start in its values, are multiples."""
+    """Return a number of bytes that divides the sizes and starts of all rows of a field."""
     row_bytes = fixed_row_bytes(spec)
     return row_bytes if row_bytes and row_bytes <= _SMALL_BYTES else spec.itemsize
 
 
 def are_scattered(sizes: Rows, unit: int) -> bool:
-    """Whether slices are so many and small that copying them together costs less than a view of each."""
+    """Whether slices are many and small: copying them together costs less than a view of each."""
     mean_most = min(_SMALL_BYTES, _FEW_UNITS * unit)
     return len(sizes) >= _FEW_SLICES and int(sizes.sum()) < mean_most * len(sizes)
 
@@ -621,7 +621,7 @@ def gather(blob: Blob, starts: Rows, sizes: Rows, target: Octets, unit: int = 1)
         starts: where each slice starts, all of them multiples of `unit` apart.
         sizes: their bytes, multiples of `unit`.
         target: memory of as many bytes.
-        unit: bytes of which all slices are made up.
+        unit: bytes that divide the size of each slice.
 
     Raises:
         UnreadableError: they cannot be read.
