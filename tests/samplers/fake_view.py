@@ -105,3 +105,11 @@ def view_of_samples(count, *, lengths=None):
 def parts(plan):
     """Return the rows of each rank as lists."""
     return [rank.rows.tolist() for rank in plan.ranks]
+
+
+def assert_alike(plan, other):
+    """Two plans give each rank the same rows, in as many steps, and drop the same ones."""
+    described = [
+        [(rank.rows.tolist(), rank.dropped.tolist(), len(rank.steps)) for rank in each.ranks] for each in (plan, other)
+    ]
+    assert described[0] == described[1]

@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from fake_view import parts, view_of_groups, view_of_samples
+from fake_view import assert_alike, parts, view_of_groups, view_of_samples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -183,7 +183,7 @@ def dropped(plan):
 def test_a_sample_beyond_the_limits_is_dropped_where_asked():
     sampler = TokenBudgetSampler(tokens_per_rank=BUDGET, tokens_per_micro_batch=50, overlong="drop")
     plan = sampler.plan(view_of_samples(4, lengths=[60, 50, 300, 40]), ranked(4, 2, final=True))
-    assert check_plan("token_budget", plan, ranked(4, 2)) is plan
+    assert_alike(check_plan("token_budget", plan, ranked(4, 2)), plan)
     assert sorted(parts(plan)) == [[1], [3]]
     assert sorted(row for rows in dropped(plan) for row in rows) == [0, 2]
     packs = [[pack.positions.size for step in part.steps for pack in step] for part in plan.ranks]
@@ -200,7 +200,7 @@ def test_a_batch_may_drop_all_its_samples():
     sampler = TokenBudgetSampler(tokens_per_rank=BUDGET, tokens_per_micro_batch=50, overlong="drop")
     assert sampler.plan(view_of_samples(2, lengths=[200, 300]), ranked(2, 2)) is None
     plan = sampler.plan(view_of_samples(2, lengths=[200, 300]), ranked(2, 2, final=True))
-    assert check_plan("token_budget", plan, ranked(2, 2)) is plan
+    assert_alike(check_plan("token_budget", plan, ranked(2, 2)), plan)
     assert (parts(plan), dropped(plan)) == ([[], []], [[0], [1]])
 
 

@@ -258,7 +258,8 @@ def check_plan(sampler: str, plan: object, request: PlanRequest) -> Plan | None:
 
 
 def _plain_part(part: RankPlan) -> RankPlan:
-    return RankPlan(rows=part.rows, steps=tuple(tuple(map(_plain_pack, step)) for step in part.steps))
+    steps = tuple(tuple(map(_plain_pack, step)) for step in part.steps)
+    return RankPlan(rows=part.rows, steps=steps, dropped=part.dropped)
 
 
 def _plain_pack(pack: Pack) -> Pack:

@@ -159,7 +159,7 @@ class Planner:
         self._recent = RecentBatches()
         self._last_request: ClaimRequest | None = None
         self._names: dict[str, Any] = {"partition_id": partition.partition_id, "task_name": task.name}
-        self._search = PlanSearch(partition, task, runner, self._note_groups)
+        self._search = PlanSearch(partition, task, runner, commit)
         self._queue = WaitQueue()
         self._to_answer: deque[tuple[Waiter, TqError | None]] = deque()  # calls that may be over, and why
         self._dispatching: asyncio.Task[None] | None = None
@@ -254,11 +254,6 @@ class Planner:
             answer = found.plan.part(request.rank.dp_rank) if isinstance(found, Planned) else found.end
         self._start_dispatch()
         return answer
-
-    def _note_groups(self, kept_groups: int | None) -> None:
-        """Record how the task keeps groups whole, where it did so in another way before."""
-        if kept_groups != self._task.kept_groups:
-            self._commit(GroupsKept(**self._names, kept_groups=kept_groups), (self._partition, self._task))
 
     def _is_next(self, request: ClaimRequest) -> bool:
         """Whether a call may be served before it joins a line: others have no turn now, and none asks alike.
@@ -678,10 +673,10 @@ class PlanSearch:
     """
 
     def __init__(
-        self, partition: Partition, task: TaskLedger, runner: RunsPlans, note_groups: Callable[[int | None], None]
+        self, partition: Partition, task: TaskLedger, runner: RunsPlans, commit: Callable[[Change, object], Any]
     ) -> None:
-        """Look for the plans of a task; `note_groups` is called with how each kept groups whole, see `TaskFacts`."""
-        self._note_groups = note_groups
+        """Look for the plans of a task; `commit` records how they keep groups whole, see `TaskFacts`."""
+        self._commit = commit
         self._partition = partition
         self._task = task
         self._runner = runner
@@ -691,6 +686,13 @@ class PlanSearch:
     def close(self) -> None:
         """Look for no plans any more."""
         self._ready.close()
+
+    def _note_groups(self, kept_groups: int | None) -> None:
+        """Record how the task keeps groups whole, if it did so in another way before."""
+        partition, task = self._partition, self._task
+        if kept_groups != task.kept_groups:
+            names = {"partition_id": partition.partition_id, "task_name": task.name}
+            self._commit(GroupsKept(**names, kept_groups=kept_groups), (partition, task))
 
     @property
     def marks(self) -> tuple[int, int, int, int, int]:
