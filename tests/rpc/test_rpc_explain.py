@@ -130,8 +130,8 @@ def test_groups_that_declared_no_size_are_named(client: AnyClient, sampler: str)
     assert (reason.code, reason.ready_count) == (WaitCode.GROUPS_INCOMPLETE, 0)
     assert lacks(reason) == {("group", "", 8)}
     assert (
-        "groups 'a', 'b', 'c' and 1 others declared no size, so that more members may come: put them with "
-        "group_size, close them with close_groups, or seal the partition" in reason.text
+        "groups 'a', 'b', 'c' and 1 others declared no size, so more members may come: put them with a group_size, "
+        "close the groups, or seal the partition" in reason.text
     )
     client.close_groups("p", [*"abcd"])
     assert client.get_meta(partition_id="p", task_name="t", data_fields=["x"], max_wait=0, **asks).status == "batch"

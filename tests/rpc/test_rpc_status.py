@@ -24,7 +24,7 @@ from tq_service.results import ServiceStatus, TaskStatus, WaitCode
 from tq_service.server import status as status_pages
 from tq_service.server.app import running
 from tq_service.v1 import controller_service_pb2 as pb
-from tq_service.version import VERSION
+from tq_service.version import BUILD
 
 ASKED: dict[str, Any] = {"task_name": "t", "data_fields": ["x"], "batch_size": 4}
 
@@ -64,7 +64,7 @@ def waits_of(status: ServiceStatus) -> list[tuple[str, str, str, int]]:
 def test_an_empty_service_says_what_it_is(client: AnyClient, server: LiveServer) -> None:
     status = client.status()
     service = status.service
-    assert (service.version, service.role, service.durability, service.data_dir) == (VERSION, "all", "memory", "")
+    assert (service.version, service.role, service.durability, service.data_dir) == (BUILD, "all", "memory", "")
     assert (service.tls, service.auth, service.client_certificates) == (False, False, False)
     assert len(service.instance_id) == 16
     assert status.revision == client.list_partitions().revision
@@ -305,7 +305,7 @@ def test_storage_services_that_run_apart_are_listed(loop_thread: LoopThread) -> 
                 meta = await client.put({"x": np.arange(4)}, partition_id="p")
                 (status,) = (await client.status()).storages
                 assert meta.size == 4
-                assert (status.storage_id, status.max_bytes, status.version) == ("apart", 1 << 30, VERSION)
+                assert (status.storage_id, status.max_bytes, status.version) == ("apart", 1 << 30, BUILD)
                 assert status.address == f"127.0.0.1:{storage.port}"
                 assert status.heard_ago_seconds is not None
                 assert not status.is_silent

@@ -35,7 +35,7 @@ class Model:
         data = {
             "dense": rng.integers(0, 1 << 40, (rows, 3)),
             "jagged": [rng.random((int(n), 2)) for n in rng.integers(0, 4, rows)],
-            "object": [rng.integers(0, 9, int(n)).tolist() for n in rng.integers(0, 40, rows)],
+            "object": [{"n": rng.integers(0, 9, int(n)).tolist()} for n in rng.integers(0, 40, rows)],
             "empty": np.zeros((rows, 0)),
         }
         await (put_shared if rng.random() < 0.4 else put)(self.engine, self.put_count, data)
