@@ -25,10 +25,12 @@ CONFIG_VARIABLE = "TQ_CONFIG"
 CLIENT_VARIABLES: Final = frozenset(
     {
         "TQ_ADDRESS",
+        "TQ_LOGGING_LEVEL",
         "TQ_NAMESPACE",
         "TQ_PRE_ALLOC_SAMPLE_NUM",
         "TQ_SHARED_MEMORY",
         "TQ_SHARED_MEMORY_DIR",
+        "TQ_STREAMING_DATASET_EMPTY_BATCH_SLEEP_INTERVAL",
         "TQ_TLS_CA",
         "TQ_TLS_CERT",
         "TQ_TLS_KEY",

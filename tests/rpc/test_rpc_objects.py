@@ -93,7 +93,7 @@ def test_a_field_declared_as_text_takes_nothing_else(start_server: StartServer) 
     client.put({"any": [b"b"]}, partition_id="train", keys=["a"])
     assert list(client.get_data(partition_id="train", keys=["a"], data_fields=["any"])["any"]) == [b"b"]
     specs = [field.spec for field in client.describe_partition("train").fields]
-    assert [(spec.name, spec.encoding) for spec in specs] == [("text", "text"), ("any", "msgpack")]
+    assert [(spec.name, spec.encoding) for spec in specs] == [("any", "msgpack"), ("text", "text")]
 
 
 def test_an_encoding_is_of_objects() -> None:

@@ -90,7 +90,6 @@ async def test_what_a_controller_does_for_a_storage_service_is_supervised(monkey
 
 
 async def test_a_put_whose_move_cannot_be_written_down_is_the_end_of_the_service(tmp_path, monkeypatch):
-    monkeypatch.setattr(PutJournal, "_finish_move", fail)
     with pytest.raises(tq.ServiceFailedError, match="a put was moved and could not be written down") as caught:
         async with (
             asyncio.timeout(60),
@@ -98,6 +97,7 @@ async def test_a_put_whose_move_cannot_be_written_down_is_the_end_of_the_service
             tq.AsyncClient(f"127.0.0.1:{app.port}", timeout=60.0) as client,
         ):
             await client.put({"x": np.zeros((8, 1 << 20))}, partition_id="train")
+            monkeypatch.setattr(PutJournal, "record", lambda *_: 1 // 0)
             await client.clear_samples(partition_id="train", global_indexes=range(7))
             await asyncio.Event().wait()
     assert isinstance(caught.value.__cause__, ZeroDivisionError)

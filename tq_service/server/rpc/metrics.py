@@ -8,12 +8,10 @@ from typing import Any, Final
 
 import grpc
 
-from tq_service.errors import TqError
 from tq_service.observe.instruments import Instruments, MethodCounts
 from tq_service.server.rpc.method_table import Method
 from tq_service.server.rpc.middleware import Behavior, Caller, Context, Middleware
 from tq_service.wait_clock import WaitClock, wait_clock
-from tq_service.wire.error_table import code_of
 
 # Codes of statuses by their number, as Go's gRPC names them.
 CODES: Final = (
@@ -92,5 +90,7 @@ def name_code(error: BaseException, context: Context) -> str:
         return "DeadlineExceeded" if remaining is not None and remaining <= 0 else "Canceled"
     if isinstance(error, grpc.aio.InternalError):  # an answer was not taken
         return "Canceled"
-    raised = error.__context__  # an abort is raised while this one is handled, see `ErrorStatuses`
-    return CODES[code_of(raised).value[0]] if isinstance(raised, TqError) else "Internal"
+    code: Any = context.code() if isinstance(error, grpc.aio.AbortError) else None
+    if code is None:
+        return "Internal"
+    return CODES[code if isinstance(code, int) else code.value[0]]

@@ -204,7 +204,11 @@ class PutJournal:
 
     def move(self, put_id: bytes, old: Blob, moved: StoredPut, checksum: int | None) -> None:
         """Write down a put that was compacted and flushed, and release its old blob once that cannot be lost."""
-        self.record(put_id, moved, checksum)
+        try:
+            self.record(put_id, moved, checksum)
+        except Exception as error:  # the put is in its new place already
+            self._needed_log.fatal("a put was moved and could not be written down", error)
+            raise
         self._release_later(old)
 
     async def close(self) -> None:
