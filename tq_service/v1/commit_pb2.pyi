@@ -30,7 +30,8 @@ class _KeyModeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTy
     """Not given: UPSERT for puts with keys."""
     KEY_MODE_UPSERT: _KeyMode.ValueType  # 1
     """A known key names its sample, an unknown one makes a sample. In a sealed partition a write adds columns to known
-    samples: one that would overwrite a column is PARTITION_SEALED, since it may be of another run. EXISTING overwrites.
+    samples: one that would overwrite a column is PARTITION_SEALED, since it may be of another run. EXISTING
+    overwrites.
     """
     KEY_MODE_NEW: _KeyMode.ValueType  # 2
     """Every key makes a sample; one that is known is ALREADY_EXISTS."""
@@ -44,7 +45,8 @@ KEY_MODE_UNSPECIFIED: KeyMode.ValueType  # 0
 """Not given: UPSERT for puts with keys."""
 KEY_MODE_UPSERT: KeyMode.ValueType  # 1
 """A known key names its sample, an unknown one makes a sample. In a sealed partition a write adds columns to known
-samples: one that would overwrite a column is PARTITION_SEALED, since it may be of another run. EXISTING overwrites.
+samples: one that would overwrite a column is PARTITION_SEALED, since it may be of another run. EXISTING
+overwrites.
 """
 KEY_MODE_NEW: KeyMode.ValueType  # 2
 """Every key makes a sample; one that is known is ALREADY_EXISTS."""

@@ -1628,8 +1628,8 @@ class ClearSamplesRequest(google.protobuf.message.Message):
 
     @property
     def claim(self) -> tq_service.v1.metadata_pb2.LeasedClaim:
-        """The claim whose samples `global_indexes` are; needs them, and neither keys nor groups. Unset: the call is not checked
-        against a lease.
+        """The claim whose samples `global_indexes` are; needs them, and neither keys nor groups. Unset: the call is not
+        checked against a lease.
         """
 
     def __init__(

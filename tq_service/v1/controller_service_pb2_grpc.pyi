@@ -96,8 +96,8 @@ class ControllerServiceStub:
     """Releases a queue claim, or some samples of a leased one. Changes: they are claimable again, and a later GetMeta
     under the request_id of the claim is rejected (CLAIM_RELEASED; LEASE_EXPIRED once the lease of the rest has run
     out). That of an unknown claim too: a client releases what it may have been delivered, and the release may come
-    before the GetMeta. Idempotent, does not block. Errors: NOT_FOUND (a task that is not one of those the partition was
-    created with), FAILED_PRECONDITION (LEASE_EXPIRED: the lease of samples that are named ran out).
+    before the GetMeta. Idempotent, does not block. Errors: NOT_FOUND (a task that is not one of those the partition
+    was created with), FAILED_PRECONDITION (LEASE_EXPIRED: the lease of samples that are named ran out).
     """
 
     AckClaim: grpc.UnaryUnaryMultiCallable[
@@ -199,8 +199,8 @@ class ControllerServiceStub:
     ]
     """Removes samples, many of them in steps of 32,768; other calls between the steps see some of them gone and some
     not. Changes: their cells, keys and claims are gone; their indexes are never used again. Unknown keys and indexes
-    are ignored. Idempotent under `request_id`, does not block. Errors: FAILED_PRECONDITION (LEASE_EXPIRED: see `claim`);
-    unless `missing_ok`: NOT_FOUND (partition), FAILED_PRECONDITION (STALE_INCARNATION).
+    are ignored. Idempotent under `request_id`, does not block. Errors: FAILED_PRECONDITION (LEASE_EXPIRED: see
+    `claim`); unless `missing_ok`: NOT_FOUND (partition), FAILED_PRECONDITION (STALE_INCARNATION).
     """
 
     ClearPartition: grpc.UnaryUnaryMultiCallable[
@@ -387,8 +387,8 @@ class ControllerServiceAsyncStub:
     """Releases a queue claim, or some samples of a leased one. Changes: they are claimable again, and a later GetMeta
     under the request_id of the claim is rejected (CLAIM_RELEASED; LEASE_EXPIRED once the lease of the rest has run
     out). That of an unknown claim too: a client releases what it may have been delivered, and the release may come
-    before the GetMeta. Idempotent, does not block. Errors: NOT_FOUND (a task that is not one of those the partition was
-    created with), FAILED_PRECONDITION (LEASE_EXPIRED: the lease of samples that are named ran out).
+    before the GetMeta. Idempotent, does not block. Errors: NOT_FOUND (a task that is not one of those the partition
+    was created with), FAILED_PRECONDITION (LEASE_EXPIRED: the lease of samples that are named ran out).
     """
 
     AckClaim: grpc.aio.UnaryUnaryMultiCallable[
@@ -490,8 +490,8 @@ class ControllerServiceAsyncStub:
     ]
     """Removes samples, many of them in steps of 32,768; other calls between the steps see some of them gone and some
     not. Changes: their cells, keys and claims are gone; their indexes are never used again. Unknown keys and indexes
-    are ignored. Idempotent under `request_id`, does not block. Errors: FAILED_PRECONDITION (LEASE_EXPIRED: see `claim`);
-    unless `missing_ok`: NOT_FOUND (partition), FAILED_PRECONDITION (STALE_INCARNATION).
+    are ignored. Idempotent under `request_id`, does not block. Errors: FAILED_PRECONDITION (LEASE_EXPIRED: see
+    `claim`); unless `missing_ok`: NOT_FOUND (partition), FAILED_PRECONDITION (STALE_INCARNATION).
     """
 
     ClearPartition: grpc.aio.UnaryUnaryMultiCallable[
@@ -690,8 +690,8 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         """Releases a queue claim, or some samples of a leased one. Changes: they are claimable again, and a later GetMeta
         under the request_id of the claim is rejected (CLAIM_RELEASED; LEASE_EXPIRED once the lease of the rest has run
         out). That of an unknown claim too: a client releases what it may have been delivered, and the release may come
-        before the GetMeta. Idempotent, does not block. Errors: NOT_FOUND (a task that is not one of those the partition was
-        created with), FAILED_PRECONDITION (LEASE_EXPIRED: the lease of samples that are named ran out).
+        before the GetMeta. Idempotent, does not block. Errors: NOT_FOUND (a task that is not one of those the partition
+        was created with), FAILED_PRECONDITION (LEASE_EXPIRED: the lease of samples that are named ran out).
         """
 
     @abc.abstractmethod
@@ -815,8 +815,8 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[tq_service.v1.controller_service_pb2.ClearSamplesResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.ClearSamplesResponse]]:
         """Removes samples, many of them in steps of 32,768; other calls between the steps see some of them gone and some
         not. Changes: their cells, keys and claims are gone; their indexes are never used again. Unknown keys and indexes
-        are ignored. Idempotent under `request_id`, does not block. Errors: FAILED_PRECONDITION (LEASE_EXPIRED: see `claim`);
-        unless `missing_ok`: NOT_FOUND (partition), FAILED_PRECONDITION (STALE_INCARNATION).
+        are ignored. Idempotent under `request_id`, does not block. Errors: FAILED_PRECONDITION (LEASE_EXPIRED: see
+        `claim`); unless `missing_ok`: NOT_FOUND (partition), FAILED_PRECONDITION (STALE_INCARNATION).
         """
 
     @abc.abstractmethod
