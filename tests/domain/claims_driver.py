@@ -199,9 +199,19 @@ class Driver:
             samples_per_round=self.samples_per_round,
         )
         self.partition = self.catalog.create(NAME, settings)
+        partition, open_task = self.partition, self.partition.open_task
+
+        def open_watched(name):
+            """Watch a task from its beginning, also one that was forgotten and asks again."""
+            self._watch(opened := open_task(name), name, partition)
+            return opened
+
+        for name, task in partition.tasks.items():  # those that were declared
+            self._watch(task, name, partition)
+        partition.open_task = open_watched
         for name in self.tasks:
             self.model.task(name)
-            self._watch(task_of(self.catalog, name), name, self.partition)
+            task_of(self.catalog, name)
 
     def _watch(self, task, name, partition):
         """Have the model look at every record in the moment it is made."""

@@ -46,7 +46,7 @@ class Model:
         data = {
             "dense": self.rng.integers(0, 1 << 40, (rows, scale)),
             "jagged": [self.rng.random((int(n), 2)) for n in self.rng.integers(0, 4 * scale, rows)],
-            "object": [self.rng.integers(0, 9, int(n)).tolist() for n in self.rng.integers(0, 40, rows)],
+            "object": [{"n": self.rng.integers(0, 9, int(n)).tolist()} for n in self.rng.integers(0, 40, rows)],
         }
         number, self.put_count = self.put_count, self.put_count + 1
         await put(self.engine, number, data, shared=shared)
