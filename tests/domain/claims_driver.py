@@ -443,7 +443,9 @@ class Driver:
         if is_only_way or not task.leased:  # else the other way may have leased since what is nothing for this one
             assert isinstance(answer, ModelEnd)
         if is_only_way:  # else the other way may have consumed since
-            assert answer.counts == {name: count for name, count in asdict(end).items() if count}
+            counts = asdict(end)
+            assert counts.pop("kept_count") == task.kept_count
+            assert answer.counts == {name: count for name, count in counts.items() if count}
 
     def check_nothing_to_give(self, name, asking):
         task = self.model.task(name)

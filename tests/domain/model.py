@@ -151,6 +151,7 @@ class TaskModel:
     past_names: dict = field(default_factory=dict)  # claim_name -> End, or what became of samples of its claim
     dead_lettered: set = field(default_factory=set)
     dead_lettered_count: int = 0
+    kept_count: int = 0  # of consumed_count, in earlier epochs
 
     @property
     def leased(self):
@@ -293,6 +294,7 @@ class Model:
             task.consumed, task.consumed_count, task.acked = set(), 0, set()
             task.uses.clear()
         task.deliveries, task.dead_lettered, task.dead_lettered_count = {}, set(), 0
+        task.kept_count = task.consumed_count
         task.epoch += 1
         task.dp_size, task.batches, task.end, task.claims = None, [], None, {}
         task.names, task.past_names = {}, {}

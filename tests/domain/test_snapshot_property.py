@@ -89,7 +89,8 @@ async def answer_alike(seed, driver, calls, one, other):
         await turns(5)
     for name, ways in driver.tasks.items():
         for asking in ways:
-            next_index = one.get(NAME).tasks[name].next_batch_index
+            task = one.get(NAME).tasks.get(name)  # None: forgotten, as it had nothing on record
+            next_index = 0 if task is None else task.next_batch_index
             for rank in [(dp_rank, asking.dp_size, next_index) for dp_rank in range(asking.dp_size)] or [None]:
                 call = driver.ask(name, asking, rank)
                 call.future.cancel()

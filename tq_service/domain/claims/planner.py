@@ -764,7 +764,8 @@ class PlanSearch:
             if not (is_closed and is_over):
                 view.check_length_field()
                 failed = self._failed(request, view, begun_at, consumed)
-                self._note_groups(view.kept_groups)
+                if self._task.kept_groups is None:  # else two that wait and differ in it would wake each other for ever
+                    self._note_groups(view.kept_groups)
                 return failed
             least = wanted.total_size if request.batch_spec.drop_last else 1
             view = self._view(request, no_more=True)
