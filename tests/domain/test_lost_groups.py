@@ -127,7 +127,7 @@ async def test_a_request_that_takes_incomplete_groups_gets_the_rest_even_at_the_
         assert pending(train) == (0, 3)
         if sampler is None:
             assert isinstance(await claim(catalog, sampler), NotYet)
-            assert pending(train) == (3, 0)  # it takes samples one by one, and waits for a fourth
+            assert pending(train) == (0, 3)  # it takes samples one by one, and waits for a fourth: no plan yet
         seal(catalog)
         assert (await claim(catalog, sampler)).rows.tolist() == expected
         assert pending(train) == (0, 0)
