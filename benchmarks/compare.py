@@ -152,7 +152,7 @@ def compare(figure: Figure, rounds: Iterable[Round]) -> Comparison:
 
 
 def lay_out(base: str, directory: Path) -> dict[str, Path]:
-    """Write the trees below a directory: each has its own package, and this one's benchmarks and launcher.
+    """Write the trees below a directory: each has its own package, and this one's benchmarks.
 
     Raises:
         RuntimeError: git knows no such commit, or it has no package.
@@ -170,7 +170,6 @@ def lay_out(base: str, directory: Path) -> dict[str, Path]:
         else:
             zipfile.ZipFile(io.BytesIO(archive.stdout)).extractall(path)
         shutil.copytree(ROOT / "benchmarks", path / "benchmarks", ignore=unwanted)
-        shutil.copy(ROOT / "tq_service" / "testing.py", path / "tq_service")
     return trees
 
 

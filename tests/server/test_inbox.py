@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -12,7 +13,7 @@ import pytest
 from tq_service.errors import DeadlineError, LimitExceededError
 from tq_service.server.rpc.adapter import Services
 from tq_service.server.rpc.errors import ErrorStatuses
-from tq_service.server.rpc.inbox import MAX_OPEN_REQUEST_BYTES, MAX_WAITING_BYTES, Lane
+from tq_service.server.rpc.inbox import MAX_OPEN_REQUEST_BYTES, MAX_WAITING_BYTES, Lane, Turn
 from tq_service.server.rpc.method_table import Method
 from tq_service.wire.connection import LISTENING_OPTIONS
 from tq_service.wire.parts import MAX_REQUEST_BYTES, PART_BYTES, in_parts
@@ -59,6 +60,11 @@ class Server:
         channel = grpc.aio.insecure_channel(self._address, options=[("grpc.use_local_subchannel_pool", 1)])
         self._channels.append(channel)
         return channel.stream_unary(f"/{SERVICE}/{name}")
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110  (no event tells of it)
+        await asyncio.sleep(0.01)
 
 
 async def counted(requests: Any, _context: Any) -> bytes:
@@ -139,19 +145,75 @@ async def test_requests_of_waiting_calls_are_bounded_together() -> None:
         assert server.inbox.waiting_bytes == 0
 
 
-class Silent:
-    """The context of a call whose client sends nothing."""
+async def test_a_large_request_that_may_wait_keeps_no_other_one_from_being_read() -> None:
+    go_on, is_there = asyncio.Event(), asyncio.Event()
+    size = 2 * PART_BYTES + 1
 
-    async def read(self) -> bytes:
+    async def waiting(request: bytes, context: Any) -> bytes:
+        if request[:1] == b"w":
+            is_there.set()
+            await go_on.wait()
+        return request[:1]
+
+    async with Server(waiting) as server:
+        waits = asyncio.ensure_future(server.ask("Waits")(iter(in_parts(b"w" + bytes(size), "test"))))
+        await is_there.wait()
+        assert await server.ask("Waits")(iter(in_parts(b"x" + bytes(size), "test"))) == b"x"
+        go_on.set()
+        assert await waits == b"w"
+        assert server.inbox.waiting_bytes == server.inbox.large.running == 0
+
+
+async def test_first_parts_of_large_requests_are_bounded_together() -> None:
+    async def first_part_only() -> AsyncIterator[bytes]:
+        yield bytes(PART_BYTES)
         await asyncio.Event().wait()
-        raise AssertionError
+
+    async with Server(counted) as server:
+        calls = [server.ask("Waits")(first_part_only()) for _ in range(MAX_WAITING_BYTES // PART_BYTES)]
+        await until(lambda: server.inbox.waiting_bytes == MAX_WAITING_BYTES)
+        with pytest.raises(grpc.RpcError) as caught:
+            await server.ask("Waits")(first_part_only())
+        assert caught.value.code() is CODE.RESOURCE_EXHAUSTED
+        for call in calls:
+            call.cancel()
+        await until(lambda: not server.inbox.waiting_bytes and not server.inbox.large.running)
+
+
+async def test_streams_that_send_now_and_then_slow_down_no_other_one() -> None:
+    ended = []
+
+    async def first_only() -> AsyncIterator[bytes]:
+        yield b"first"
+        await asyncio.Event().wait()
+
+    async def again_and_again(method: Any) -> None:
+        while True:
+            with suppress(grpc.RpcError):
+                await method(first_only())
+            ended.append(method)
+
+    async with Server(counted) as server:
+        methods = [server.ask("Frames") for _ in range(4)]
+        slow = [asyncio.ensure_future(again_and_again(method)) for method in methods for _ in range(2)]
+        await until(lambda: server.inbox.frames.running == 4)
+        frames = [b"x"] * 200
+        assert int.from_bytes(await server.ask("Frames")(iter(frames)), "little") == len(frames)
+        assert len(ended) < len(frames) / 4  # of those that have to end so that others are read
+        for task in slow:
+            task.cancel()
+        await until(lambda: not server.inbox.frames.running)
+
+
+def reading(turn: Turn) -> asyncio.Future[Any]:
+    """Run a step of a turn that does not end by itself."""
+    return asyncio.ensure_future(turn.run(asyncio.Event().wait()))
 
 
 async def test_a_read_that_nobody_waits_for_may_take_its_time_and_others_end_it() -> None:
     lane = Lane(1, 1, 0.0)
-    await lane.enter("slow")
-    silent: Any = Silent()
-    slow = asyncio.ensure_future(lane.read(silent))
+    turn = await lane.enter("slow")
+    slow = reading(turn)
     for _ in range(10):
         await asyncio.sleep(0)
     assert not slow.done()
@@ -159,24 +221,65 @@ async def test_a_read_that_nobody_waits_for_may_take_its_time_and_others_end_it(
     with pytest.raises(DeadlineError):
         await slow
     assert not next_one.done()
-    lane.leave("slow")
-    await next_one
-    lane.leave("next")
+    turn.leave()
+    (await next_one).leave()
+    assert lane.running == 0
+
+
+async def test_slow_reads_go_on_aside_until_there_are_too_many() -> None:
+    lane = Lane(2, 3, 0.0, most_aside=2)
+    turns, reads = [], []
+    for connection in ("a", "b", "a", "c", "d"):
+        turns.append(await asyncio.wait_for(lane.enter(connection), 5.0))
+        reads.append(reading(turns[-1]))
+        await asyncio.sleep(0)
+    await asyncio.wait(reads, return_when=asyncio.FIRST_COMPLETED)
+    ended = [read for read in reads if read.done()]
+    assert ended[0] is reads[0]  # the oldest of the connection that had most
+    with pytest.raises(DeadlineError):
+        await reads[0]
+    assert [turn.is_aside for turn in turns] == [True, True, True, True, False]
+    assert len(ended) == 2  # four were slow
+    assert lane.running == 1
+    for turn, read in zip(turns, reads, strict=True):
+        read.cancel()
+        turn.leave()
+    await asyncio.gather(*reads, return_exceptions=True)
+    assert lane.running == 0
+
+
+async def test_reads_aside_count_for_their_connection() -> None:
+    lane = Lane(2, 1, 0.0, most_aside=4)
+    held = await lane.enter("held")
+    turn = await lane.enter("a")
+    slow = reading(turn)
+    await asyncio.sleep(0)
+    other = await asyncio.wait_for(lane.enter("b"), 5.0)
+    assert turn.is_aside
+    other.leave()
+    waits = asyncio.ensure_future(lane.enter("a"))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not waits.done()
+    slow.cancel()
+    held.leave()
+    turn.leave()
+    (await waits).leave()
     assert lane.running == 0
 
 
 async def test_connections_take_turns() -> None:
     lane, order = Lane(1, 1, 60.0), []
-    await lane.enter("first")
+    first = await lane.enter("first")
 
-    async def turn(connection: str) -> None:
-        await lane.enter(connection)
+    async def take(connection: str) -> None:
+        turn = await lane.enter(connection)
         order.append(connection)
-        lane.leave(connection)
+        turn.leave()
 
-    turns = [asyncio.ensure_future(turn(connection)) for connection in "aaab"]
+    turns = [asyncio.ensure_future(take(connection)) for connection in "aaab"]
     await asyncio.sleep(0)
-    lane.leave("first")
+    first.leave()
     await asyncio.gather(*turns)
     assert order == ["a", "b", "a", "a"]
     assert lane.running == 0
@@ -184,24 +287,24 @@ async def test_connections_take_turns() -> None:
 
 async def test_a_wait_that_is_given_up_takes_no_turn() -> None:
     lane = Lane(1, 1, 60.0)
-    await lane.enter("first")
+    first = await lane.enter("first")
     gone = asyncio.ensure_future(lane.enter("a"))
     stays = asyncio.ensure_future(lane.enter("b"))
     await asyncio.sleep(0)
     gone.cancel()
-    lane.leave("first")
-    await stays
-    lane.leave("b")
+    first.leave()
+    (await stays).leave()
     await asyncio.gather(gone, return_exceptions=True)
     assert lane.running == 0
 
 
 async def test_a_connection_has_few_reads_that_wait() -> None:
     lane = Lane(1, 1, 60.0, most_waiting_of_one=1)
-    await lane.enter("a")
+    turn = await lane.enter("a")
     waits = asyncio.ensure_future(lane.enter("a"))
     await asyncio.sleep(0)
     with pytest.raises(LimitExceededError):
         await lane.enter("a")
-    lane.leave("a")
-    await waits
+    turn.leave()
+    (await waits).leave()
+    assert lane.running == 0

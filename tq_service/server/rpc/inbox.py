@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -43,43 +43,115 @@ class Unread:
     error: TqError
 
 
+class Turn:
+    """A read, or several that belong together, of one connection in a lane.
+
+    Attributes:
+        connection: whose it is.
+        is_aside: whether it was slow while others waited, so that it counts no more for those that run at once.
+    """
+
+    __slots__ = ("_began_at", "_lane", "_patience", "connection", "is_aside")
+
+    def __init__(self, lane: Lane, connection: str) -> None:
+        self._lane = lane
+        self._patience: asyncio.Timeout | None = None  # of the step that runs
+        self._began_at = 0.0
+        self.connection = connection
+        self.is_aside = False
+
+    async def run(self, step: Awaitable[Any]) -> Any:
+        """Return what a step of the turn returns.
+
+        Raises:
+            DeadlineError: it took too long, and others wait.
+        """
+        patience = asyncio.timeout(None)
+        try:
+            async with patience:
+                self._patience, self._began_at = patience, asyncio.get_running_loop().time()
+                self._lane.watch(self)
+                return await step
+        except TimeoutError:
+            if self._patience is not None:
+                raise
+            raise DeadlineError(
+                f"a message did not come within {self._lane.patience_seconds:g} s while others waited to be read; "
+                "send it faster, or fewer at once",
+                metadata={"limit_name": "patience", "limit": f"{self._lane.patience_seconds:g}"},
+            ) from None
+        finally:
+            self._patience = None
+            self._lane.unwatch(self)
+
+    @property
+    def runs(self) -> bool:
+        """Whether a step of it runs, and was not ended."""
+        return self._patience is not None
+
+    def due(self) -> float:
+        """Return when its step is slow."""
+        return self._began_at + self._lane.patience_seconds
+
+    def end(self) -> None:
+        """End its step, if that has not been done."""
+        if self._patience is not None:
+            self._patience.reschedule(self._began_at)
+            self._patience = None
+
+    def leave(self) -> None:
+        """End it, and let others have theirs."""
+        self._lane.leave(self)
+
+
 class Lane:
     """Lets some reads run at once, of which some for one connection; the others wait, and connections take turns.
 
-    A read that has run for longer than the patience is ended if others wait: its client is slow, or does not send.
+    A read that takes longer than the patience while others wait is slow. A few slow
+    reads may go on aside, where they keep nobody waiting, and as long as they do, their connections leave the last
+    place to others. When too many are aside, one ends: the oldest of the connection that has most of them.
 
     Args:
         most: reads at once.
-        most_of_one: of them, reads of one connection.
+        most_of_one: reads of one connection, those aside included.
         patience_seconds: how long a read may take while others wait.
+        most_aside: slow reads that may go on.
         most_waiting_of_one: reads of one connection that may wait; None: no bound.
 
     Attributes:
-        running: reads that run.
+        running: reads that run, but for those aside.
+        patience_seconds: how long a read may take while others wait.
     """
 
     def __init__(
-        self, most: int, most_of_one: int, patience_seconds: float, most_waiting_of_one: int | None = None
+        self,
+        most: int,
+        most_of_one: int,
+        patience_seconds: float,
+        *,
+        most_aside: int = 0,
+        most_waiting_of_one: int | None = None,
     ) -> None:
         self._most = most
         self._most_of_one = most_of_one
-        self._patience_seconds = patience_seconds
+        self._most_aside = most_aside
         self._most_waiting_of_one = most_waiting_of_one
         self._by_connection: Counter[str] = Counter()
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
-        self._reads: dict[asyncio.Timeout, float] = {}  # since when they run, the oldest first
+        self._waiting: dict[str, deque[asyncio.Future[Turn]]] = {}
+        self._steps: dict[Turn, None] = {}  # turns that run a step and are not aside, the oldest step first
+        self._aside: dict[Turn, None] = {}
         self._patrol: asyncio.TimerHandle | None = None
         self.running = 0
+        self.patience_seconds = patience_seconds
 
-    async def enter(self, connection: str) -> None:
-        """Wait for a turn; `leave` ends it.
+    async def enter(self, connection: str) -> Turn:
+        """Wait for a turn, which the caller has to leave.
 
         Raises:
             LimitExceededError: too many reads of the connection wait already.
         """
-        if not self._waiting and self.running < self._most and self._by_connection[connection] < self._most_of_one:
-            self._start(connection)
-            return
+        if not self._waiting and self._has_place(connection):
+            return self._start(connection)
         queue = self._waiting.setdefault(connection, deque())
         if self._most_waiting_of_one is not None and len(queue) >= self._most_waiting_of_one:
             raise LimitExceededError(
@@ -89,94 +161,98 @@ class Lane:
                 metadata={"limit_name": "open_calls", "got": str(len(queue) + 1),
                           "limit": str(self._most_waiting_of_one)},
             )  # fmt: skip
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        queue.append(turn)
+        place: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
+        queue.append(place)
         self._admit()
-        self._watch()
         try:
-            await turn
+            return await place
         except BaseException:
-            if turn.done() and not turn.cancelled():  # it came in the turn of the loop in which the wait was given up
-                self.leave(connection)
+            if place.done() and not place.cancelled():  # it came in the turn of the loop in which the wait was given up
+                self.leave(place.result())
             else:
-                turn.cancel()
-                self._forget(connection, turn)
+                place.cancel()
+                self._forget(connection, place)
             raise
 
-    def leave(self, connection: str) -> None:
+    def leave(self, turn: Turn) -> None:
         """End a turn, and let others have theirs."""
-        self.running -= 1
-        self._by_connection[connection] -= 1
-        if not self._by_connection[connection]:
-            del self._by_connection[connection]
+        if turn.is_aside:
+            self._aside.pop(turn, None)
+        else:
+            self.running -= 1
+        self._by_connection[turn.connection] -= 1
+        if not self._by_connection[turn.connection]:
+            del self._by_connection[turn.connection]
         self._admit()
 
-    async def read(self, context: Context) -> Any:
-        """Return the next message of a call, `grpc.aio.EOF` at its end; within a turn.
+    def watch(self, turn: Turn) -> None:
+        """Count a step that begins."""
+        if not turn.is_aside:
+            self._steps[turn] = None
+            self._watch()
 
-        Raises:
-            DeadlineError: it did not come in time, and others wait.
-        """
-        patience = asyncio.timeout(None)
-        try:
-            async with patience:
-                self._reads[patience] = asyncio.get_running_loop().time()
-                self._watch()
-                return await context.read()
-        except TimeoutError:
-            raise DeadlineError(
-                f"a message did not come within {self._patience_seconds:g} s while others waited to be read; send it "
-                "faster, or fewer at once",
-                metadata={"limit_name": "patience", "limit": f"{self._patience_seconds:g}"},
-            ) from None
-        finally:
-            self._reads.pop(patience, None)
+    def unwatch(self, turn: Turn) -> None:
+        """Count a step no more that has ended."""
+        self._steps.pop(turn, None)
 
-    def _start(self, connection: str) -> None:
+    def _has_place(self, connection: str) -> bool:
+        is_slow = any(slow.connection == connection for slow in self._aside)
+        return self.running + is_slow < self._most and self._by_connection[connection] < self._most_of_one
+
+    def _start(self, connection: str) -> Turn:
         self.running += 1
         self._by_connection[connection] += 1
+        return Turn(self, connection)
 
     def _admit(self) -> None:
         """Start reads that waited, connection by connection in turns."""
-        while self._waiting and self.running < self._most:
-            for connection in self._waiting:
-                if self._by_connection[connection] < self._most_of_one:
-                    break
-            else:
-                return
+        while (connection := next(filter(self._has_place, self._waiting), None)) is not None:
             queue = self._waiting.pop(connection)
-            turn = queue.popleft()
+            place = queue.popleft()
             if queue:
                 self._waiting[connection] = queue  # at the end
-            if not turn.done():
-                self._start(connection)
-                turn.set_result(None)
+            if not place.done():
+                place.set_result(self._start(connection))
+        self._watch()
 
-    def _forget(self, connection: str, turn: asyncio.Future[None]) -> None:
+    def _forget(self, connection: str, place: asyncio.Future[Turn]) -> None:
         queue = self._waiting.get(connection)
         if queue is not None:
             with suppress(ValueError):
-                queue.remove(turn)
+                queue.remove(place)
             if not queue:
                 del self._waiting[connection]
 
     def _watch(self) -> None:
-        """See to it that slow reads end as long as others wait."""
-        if self._patrol is None and self._waiting and self._reads:
+        """See to it that slow reads keep others waiting no longer."""
+        if self._patrol is None and self._waiting and self._steps:
             loop = asyncio.get_running_loop()
-            due = next(iter(self._reads.values())) + self._patience_seconds
-            self._patrol = loop.call_at(max(due, loop.time()), self._end_slow)
+            self._patrol = loop.call_at(max(next(iter(self._steps)).due(), loop.time()), self._part_with_slow)
 
-    def _end_slow(self) -> None:
+    def _part_with_slow(self) -> None:
         self._patrol = None
         now = asyncio.get_running_loop().time()
         if self._waiting:
-            for patience, began_at in list(self._reads.items()):
-                if began_at + self._patience_seconds > now:
+            for turn in list(self._steps):
+                if turn.due() > now:
                     break
-                del self._reads[patience]
-                patience.reschedule(now)
-        self._watch()
+                del self._steps[turn]
+                if self._most_aside:
+                    self._put_aside(turn)
+                else:
+                    turn.end()
+        self._admit()
+
+    def _put_aside(self, turn: Turn) -> None:
+        """Let a slow read go on beside the others; if too many do, one of them ends."""
+        turn.is_aside = True
+        self.running -= 1
+        self._aside[turn] = None
+        if len(self._aside) > self._most_aside:
+            counts = Counter(slow.connection for slow in self._aside)
+            victim = max((slow for slow in self._aside if slow.runs), key=lambda slow: counts[slow.connection])
+            del self._aside[victim]
+            victim.end()
 
 
 class Inbox:
@@ -186,14 +262,14 @@ class Inbox:
         open_calls: the requests of methods that need no token.
         requests: those of other methods, and the first message of a stream.
         frames: the other messages of streams, each until the next one is read.
-        large: requests that come in parts, each until its call ends.
+        large: requests that come in parts, each until its call ends, or until it is among those that may wait.
         waiting_bytes: of the requests of calls that may wait for samples or capacity.
     """
 
     def __init__(self) -> None:
         self.open_calls = Lane(4, 2, 0.5, most_waiting_of_one=64)
-        self.requests = Lane(4, 2, 1.0)
-        self.frames = Lane(4, 2, 10.0)
+        self.requests = Lane(4, 2, 1.0, most_aside=2)
+        self.frames = Lane(4, 2, 1.0, most_aside=4)
         self.large = Lane(1, 1, 10.0)
         self.waiting_bytes = 0
 
@@ -215,7 +291,9 @@ class Inbox:
 class _Reader:
     """The requests of one call, read as they are asked for."""
 
-    __slots__ = ("_connection", "_context", "_deserialize", "_held_bytes", "_inbox", "_is_begun", "_lanes", "_method")
+    __slots__ = (
+        "_connection", "_context", "_deserialize", "_frame", "_held_bytes", "_inbox", "_is_begun", "_large", "_method",
+    )  # fmt: skip
 
     def __init__(
         self, inbox: Inbox, method: Method, context: Context, deserialize: Callable[[bytes], Any] | None
@@ -226,7 +304,8 @@ class _Reader:
         self._connection = context.peer()
         self._deserialize = deserialize
         self._held_bytes = 0
-        self._lanes: list[Lane] = []  # in which it has a turn
+        self._frame: Turn | None = None
+        self._large: Turn | None = None
         self._is_begun = False
 
     def __aiter__(self) -> _Reader:
@@ -237,12 +316,12 @@ class _Reader:
             data = await self._first()
         else:
             # The frame before was taken: its turn ends with that, not with its arrival.
-            self._leave(self._inbox.frames)
+            self._leave_frame()
             if awaits_end.get():
                 data = await self._context.read()
             else:
-                await self._enter(self._inbox.frames)
-                data = await self._inbox.frames.read(self._context)
+                self._frame = await self._inbox.frames.enter(self._connection)
+                data = await self._frame.run(self._context.read())
         if data is _EOF:
             raise StopAsyncIteration
         return data if self._deserialize is None else self._deserialize(data)
@@ -259,10 +338,9 @@ class _Reader:
 
     def close(self) -> None:
         """End its turns, and count what it held no more."""
-        for lane in list(self._lanes):
-            self._leave(lane)
-        self._inbox.waiting_bytes -= self._held_bytes
-        self._held_bytes = 0
+        self._leave_frame()
+        self._leave_large()
+        self._release()
 
     async def _first(self) -> Any:
         """Return the first message, joined where it comes in parts."""
@@ -274,14 +352,16 @@ class _Reader:
         if self._method.is_open and len(data) > MAX_OPEN_REQUEST_BYTES:
             raise _too_large(len(data), MAX_OPEN_REQUEST_BYTES, "name one service")
         if len(data) == PART_BYTES:
-            return await self._joined(data, lane)
+            self._hold(PART_BYTES)  # while it waits for its turn
+            self._large = await self._inbox.large.enter(self._connection)
+            data = await self._large.run(self._joined(data, lane))
+            self._release()
         if self._method.waits:
             self._hold(len(data))
         return data
 
     async def _joined(self, first: bytes, lane: Lane) -> bytes:
-        """Return a request that comes in parts; there is one such request at a time."""
-        await self._enter(self._inbox.large)
+        """Return a request that comes in parts."""
         parts, size = [first], len(first)
         while len(parts[-1]) == PART_BYTES:
             part = await self._message(lane)
@@ -294,15 +374,20 @@ class _Reader:
         return b"".join(parts)
 
     async def _message(self, lane: Lane) -> Any:
-        await self._enter(lane)
+        turn = await lane.enter(self._connection)
         try:
-            return await lane.read(self._context)
+            return await turn.run(self._context.read())
         finally:
-            self._leave(lane)
+            turn.leave()
 
     def _hold(self, size: int) -> None:
+        """Count a request among those of calls that may wait; one too large for that waits within its turn."""
         inbox = self._inbox
-        if inbox.waiting_bytes + size > MAX_WAITING_BYTES:
+        if inbox.waiting_bytes + size <= MAX_WAITING_BYTES:
+            self._held_bytes = size
+            inbox.waiting_bytes += size
+            self._leave_large()
+        elif self._large is None:
             raise LimitExceededError(
                 f"the requests of calls that may wait take {inbox.waiting_bytes + size} bytes; expected at most "
                 f"{MAX_WAITING_BYTES}. Try again later, with fewer such calls at once",
@@ -313,17 +398,20 @@ class _Reader:
                     "limit": str(MAX_WAITING_BYTES),
                 },
             )
-        self._held_bytes = size
-        inbox.waiting_bytes += size
 
-    async def _enter(self, lane: Lane) -> None:
-        await lane.enter(self._connection)
-        self._lanes.append(lane)
+    def _release(self) -> None:
+        self._inbox.waiting_bytes -= self._held_bytes
+        self._held_bytes = 0
 
-    def _leave(self, lane: Lane) -> None:
-        if lane in self._lanes:
-            self._lanes.remove(lane)
-            lane.leave(self._connection)
+    def _leave_frame(self) -> None:
+        if self._frame is not None:
+            self._frame.leave()
+            self._frame = None
+
+    def _leave_large(self) -> None:
+        if self._large is not None:
+            self._large.leave()
+            self._large = None
 
 
 def _too_large(size: int, limit: int, remedy: str) -> InvalidArgumentError:
