@@ -31,7 +31,7 @@ def reconcile(engine, cells=(), uncommitted=(), *, owner=b""):
     return state
 
 
-async def begin(engine, number, data, *, existing=False, deadline=None, owner=b"", partition_id=PARTITION):
+async def begin(engine, number, data, *, existing=False, deadline=None, owner=b"", partition_id=PARTITION, token=""):
     columns = encode_columns(data)
     pending = await engine.reserve(
         put_id(number),
@@ -40,6 +40,7 @@ async def begin(engine, number, data, *, existing=False, deadline=None, owner=b"
         for_existing_rows=existing,
         deadline=deadline,
         owner=owner,
+        token=token,
     )
     return pending, [chunk for column in columns for chunk in column.chunks]
 

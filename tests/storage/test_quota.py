@@ -136,6 +136,24 @@ async def test_partitions_have_turns_however_many_puts_one_has(engine):
     await asyncio.wait(calls)
 
 
+async def test_tokens_have_turns_however_many_partitions_one_has(engine):
+    await put(engine, 1, rows(900))
+    order, calls = [], []
+
+    async def one_put(number, token, partition_id):
+        pending, _ = await begin(engine, number, rows(300), partition_id=partition_id, token=token)
+        order.append(number)
+        pending.abort()
+
+    puts = [(number, "many", f"partition_{number}") for number in range(2, 8)]
+    for each in (*puts, (8, "one", "single"), (9, "one", "single")):
+        calls.append(asyncio.create_task(one_put(*each)))
+        await settle()
+    engine.free([cells(1)])
+    await asyncio.wait(calls)
+    assert order == [2, 8, 3, 9, 4, 5, 6, 7]
+
+
 async def test_what_is_freed_in_parts_has_no_look_at_each_put_that_waits(engine, monkeypatch):
     for number in range(1, 91):
         await put(engine, number, rows(10))

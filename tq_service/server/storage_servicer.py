@@ -33,6 +33,7 @@ from tq_service.server.progress import LEAST_PROGRESS_BYTES, LeastRate, Progress
 from tq_service.server.receipts import ReceiptKeys, not_registered
 from tq_service.server.rpc.inbox import awaits_end
 from tq_service.server.rpc.limits import RETRY_AFTER_SECONDS, WaitingCalls, wait_until
+from tq_service.server.rpc.middleware import token_name
 from tq_service.storage.cells import PutCells
 from tq_service.storage.engine import StorageEngine
 from tq_service.storage.index.put import PendingPut
@@ -112,6 +113,7 @@ class EngineDriver:
                 for_existing_rows=for_existing_rows,
                 deadline=until,
                 owner=header.controller_id,
+                token=token_name.get(),
                 shared=shared,
             )
         try:

@@ -194,6 +194,7 @@ class StorageEngine:
         for_existing_rows: bool,
         deadline: float | None,
         owner: bytes = b"",
+        token: str = "",
         shared: bool = False,
     ) -> PendingPut:
         """Reserve capacity for a put, waiting for it, see `Admission`.
@@ -206,6 +207,7 @@ class StorageEngine:
             for_existing_rows: whether the put may use the reserve; no new rows may be made of it.
             deadline: until when to wait, by the engine's clock; None: for as long as the caller is not cancelled.
             owner: the controller that is to commit it.
+            token: the name of the producer's, which takes turns with others.
             shared: whether the bytes come as shared memory, to be adopted, instead of being written.
 
         Raises:
@@ -232,7 +234,9 @@ class StorageEngine:
         self._pending[put_id] = pending
         try:
             stored = StoredPut.of(columns, partition_id, for_existing_rows=for_existing_rows, owner=owner)
-            await self._allocate(stored, columns, self._memfds if shared else self._store, deadline)
+            await self._allocate(
+                stored, columns, self._memfds if shared else self._store, (token, partition_id), deadline
+            )
         except BaseException:
             pending.abort()
             raise
@@ -243,12 +247,17 @@ class StorageEngine:
         return pending
 
     async def _allocate(
-        self, stored: StoredPut, columns: Sequence[ColumnShape], store: BlobStore, deadline: float | None
+        self,
+        stored: StoredPut,
+        columns: Sequence[ColumnShape],
+        store: BlobStore,
+        producer: tuple[str, str],
+        deadline: float | None,
     ) -> None:
         """Have the bytes of a put that is to be written counted, and its blobs allocated."""
         charge, blob = stored.charge_in(store), None
         await self._admission.reserve(
-            charge, partition_id=stored.partition_id, for_existing_rows=stored.for_existing_rows, deadline=deadline
+            charge, producer=producer, for_existing_rows=stored.for_existing_rows, deadline=deadline
         )
         try:
             blob = await store.allocate(stored.blob_bytes(store))

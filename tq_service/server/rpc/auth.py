@@ -28,6 +28,7 @@ from tq_service.server.rpc.middleware import (
     Refusal,
     passing_answers,
     shown_partitions,
+    token_name,
 )
 from tq_service.server.tokens import ALL_PARTITIONS, Token, TokenFile, digest_of, make_token
 from tq_service.version import BUILD, PROTOCOL, USER_AGENT
@@ -171,6 +172,7 @@ class AccessControl(Middleware):
                 check(await request.first(self._stall_seconds), context)
             else:
                 check(request, context)
+            token_name.set(caller.name)
             return await behavior(request, context)
 
         lasts = method.waits or method.has_request_stream or method.has_response_stream

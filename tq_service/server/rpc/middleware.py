@@ -26,6 +26,9 @@ shown_partitions: Final[ContextVar[Callable[[str], bool]]] = ContextVar(
 )
 """Says of a partition whether the caller of a method that lists partitions may know that it exists."""
 
+token_name: Final[ContextVar[str]] = ContextVar("token_name", default="")
+"""The name of the token of a call, "" without one."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from tq_service.admission_turn import AdmissionTurn
 from tq_service.errors import QuotaExceededError, UnavailableError
@@ -16,8 +16,8 @@ class Admission:
     """Counts the bytes stored and reserved, and lets puts wait for capacity.
 
     A put that fits passes puts that do not. It may be the last member of a group, and a trainer may then consume and
-    clear that group. Partitions take turns: one with many puts does not hold back the others. `AdmissionTurn` keeps a
-    large put from starving.
+    clear that group. Tokens take turns, and so do the partitions of each: one with many puts does not hold back the
+    others. `AdmissionTurn` keeps a large put from starving.
 
     Puts for new rows leave a reserve to columns for existing rows, which can drain a full store. If both fit, existing
     rows come first. Confined to one event loop.
@@ -42,8 +42,8 @@ class Admission:
         self._clock = clock
         self._on_shortage = on_shortage
         self._is_relieving = False
-        # By partition, in order of their turns; each in order of arrival.
-        self._waiting: OrderedDict[str, dict[_Waiter, None]] = OrderedDict()
+        # By token and partition, both in order of their turns; each in order of arrival.
+        self._waiting: OrderedDict[str, OrderedDict[str, dict[_Waiter, None]]] = OrderedDict()
         self._first: _Waiter | None = None  # that waited when they were last looked at, None: look at them
         self._fits_at = 0  # used bytes with which the first of these puts to fit does
         self._turn = AdmissionTurn(clock)
@@ -51,9 +51,14 @@ class Admission:
         self._is_draining = False
 
     async def reserve(
-        self, size: int, *, partition_id: str = "", for_existing_rows: bool, deadline: float | None
+        self,
+        size: int,
+        *,
+        producer: tuple[str, str] = ("", ""),
+        for_existing_rows: bool,
+        deadline: float | None,
     ) -> None:
-        """Count `size` bytes as used, waiting for capacity until the deadline.
+        """Count `size` bytes as used, waiting for capacity until the deadline; `producer` is a token and a partition.
 
         Raises:
             QuotaExceededError: larger than the quota (at once), or no capacity until the deadline (with retry-after).
@@ -70,8 +75,8 @@ class Admission:
         if not self._waiting and (limit is None or self.used_bytes + size <= limit):
             self.used_bytes += size
             return
-        waiter = _Waiter(size, limit, partition_id, for_existing_rows=for_existing_rows, since=self._clock())
-        self._waiting.setdefault(partition_id, {})[waiter] = None
+        waiter = _Waiter(size, limit, producer, for_existing_rows=for_existing_rows, since=self._clock())
+        self._waiting.setdefault(waiter.token, OrderedDict()).setdefault(waiter.partition_id, {})[waiter] = None
         if limit is not None:
             self._fits_at = max(self._fits_at, limit - size)
         self.admit()
@@ -144,8 +149,10 @@ class Admission:
         for waiter in by_kind:
             if (holder is None or holder is waiter) and self._lacking(waiter) <= 0:
                 self._leave(waiter)
-                if waiter.partition_id in self._waiting:
-                    self._waiting.move_to_end(waiter.partition_id)
+                if waiter.token in self._waiting:
+                    self._waiting.move_to_end(waiter.token)
+                    if waiter.partition_id in (partitions := self._waiting[waiter.token]):
+                        partitions.move_to_end(waiter.partition_id)
                 self.used_bytes += waiter.size
                 waiter.granted.set_result(None)
         left = [waiter for waiter in by_kind if not waiter.granted.done()]
@@ -158,18 +165,17 @@ class Admission:
         return 0 if waiter.limit is None else self.used_bytes + waiter.size - waiter.limit
 
     def _waiters(self) -> Iterator[_Waiter]:
-        """Yield the puts that wait: of each partition the first, then of each the second."""
-        left = [iter(list(waiting)) for waiting in self._waiting.values()]
-        while left:
-            found = [(each, waiter) for each in left if (waiter := next(each, None)) is not None]
-            yield from (waiter for _, waiter in found)
-            left = [each for each, _ in found]
+        """Yield the puts that wait: one of each token, then again; of each token likewise one of each partition."""
+        return _alternating(_alternating(partitions.values()) for partitions in self._waiting.values())
 
     def _leave(self, waiter: _Waiter) -> None:
-        waiting = self._waiting.get(waiter.partition_id, {})
+        partitions = self._waiting.get(waiter.token, OrderedDict())
+        waiting = partitions.get(waiter.partition_id, {})
         waiting.pop(waiter, None)
         if not waiting:
-            self._waiting.pop(waiter.partition_id, None)
+            partitions.pop(waiter.partition_id, None)
+        if not partitions:
+            self._waiting.pop(waiter.token, None)
         self._turn.leave(waiter)
         if self._first is waiter:
             self._first = None
@@ -220,17 +226,26 @@ class Admission:
         return f", and a put of {holder.size} bytes to {whose} partition, which has waited longest, has its turn"
 
 
+def _alternating(sources: Iterable[Iterable[_Waiter]]) -> Iterator[_Waiter]:
+    """Yield the first of each, then the second of each, and so on."""
+    left = [iter(source) for source in sources]
+    while left:
+        found = [(each, waiter) for each in left if (waiter := next(each, None)) is not None]
+        yield from (waiter for _, waiter in found)
+        left = [each for each, _ in found]
+
+
 class _Waiter:
     """A put that waits for capacity."""
 
-    __slots__ = ("for_existing_rows", "granted", "limit", "partition_id", "since", "size")
+    __slots__ = ("for_existing_rows", "granted", "limit", "partition_id", "since", "size", "token")
 
     def __init__(
-        self, size: int, limit: int | None, partition_id: str, *, for_existing_rows: bool, since: float
+        self, size: int, limit: int | None, producer: tuple[str, str], *, for_existing_rows: bool, since: float
     ) -> None:
         self.size = size
         self.limit = limit
-        self.partition_id = partition_id
+        self.token, self.partition_id = producer
         self.for_existing_rows = for_existing_rows
         self.since = since
         self.granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
