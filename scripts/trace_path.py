@@ -15,7 +15,7 @@ background task, is not on the path.
 
 scripts/trace_path.py                                 print the number of files by layer
 scripts/trace_path.py --files                         and the files
-scripts/trace_path.py --most put=14 claim=20 ack=11   fail where more files of domain, samplers and durable are passed
+scripts/trace_path.py --most put=14 claim=20 ack=11   fail where more files of the core, samplers and durable are passed
 scripts/trace_path.py --in-memory                     without a data directory
 scripts/trace_path.py --most-of-all put=60 get=40     the same for the files of all layers, generated ones apart
 """
@@ -41,7 +41,14 @@ from tq_service.server import process
 from tq_service.server.app import running
 
 PACKAGE = Path(tq.__file__).parent
-CORE = ("domain", "samplers", "durable")  # the layers whose files are added up, and limited by --most
+CORE = (
+    "state",
+    "planning",
+    "machine",
+    "serving",
+    "samplers",
+    "durable",
+)  # the layers whose files are added up, and limited by --most
 WARM_UP_COUNT = 4
 REPETITION_COUNT = 7
 ROW_COUNT = 4

@@ -13,7 +13,7 @@ WALL_CLOCK = {("time", "time"), ("time", "time_ns"), ("datetime", "now"), ("date
 # which a start has to compare its own time.
 MEAN_A_DATE = {
     "cli/token.py",
-    "domain/changes/state_machine.py",
+    "machine/state_machine.py",
     "server/checkpoints.py",
     "server/tokens.py",
     "storage/mirror/adoption.py",  # lists of a mirror are named by the second they were written in

@@ -25,8 +25,8 @@ PASSED_ON = {
     ("client/reads.py", "DataLossError"),
     ("client/retry.py", "UnavailableError"),
     ("data/end.py", "NothingDeliveredError"),
-    ("domain/admission/limits.py", "InvalidArgumentError"),
-    ("domain/admission/limits.py", "LimitExceededError"),
+    ("serving/limits.py", "InvalidArgumentError"),
+    ("serving/limits.py", "LimitExceededError"),
     ("server/rpc/auth.py", "PartitionNotFoundError"),
     ("server/rpc/auth.py", "PermissionDeniedError"),
     ("server/rpc/errors.py", "InternalError"),
@@ -38,7 +38,7 @@ MADE_BY_TABLE = {
     "UnavailableError", "InternalError", "InvalidArgumentError",
 }  # fmt: skip
 
-SERVICE_LAYERS = ("domain", "samplers", "server", "storage", "cluster")
+SERVICE_LAYERS = ("state", "planning", "machine", "serving", "samplers", "server", "storage", "cluster")
 OF_CLUSTER = {"JOURNAL_UNREACHABLE"}  # by a start, and later
 OF_RESTORE = {"NEWER_VERSION", "SNAPSHOT_DAMAGED"}  # of checkpoints
 

@@ -44,19 +44,22 @@ ARROWS: dict[str, set[str]] = {
     "config": set(),
     "v1": set(),
     "internal": {"v1"},
-    "domain": set(),
+    "state": set(),
+    "planning": {"state"},
+    "machine": {"planning", "state"},
+    "serving": {"machine", "planning", "state"},
     "balancing": set(),
-    "samplers": {"balancing", "domain"},
+    "samplers": {"balancing", "planning", "state"},
     "wire": {"v1"},
     "storage": {"objects", "wire", "v1"},
     "dataplane": {"wire", "v1", "internal"},
     # Engines know nothing of what the objects are; each imports its own package inside functions.
     "objects": set(),
-    "durable": {"domain", "storage", "wire", "v1"},
+    "durable": {"machine", "state", "storage", "wire", "v1"},
     # The second tenant of the log, and what of a cluster is in etcd; `durable` itself does without grpc.
     "cluster": {"durable", "wire", "internal"},
     # It reads what it shows, and is called by nothing that it reads; `observe/clients.py` reads nothing.
-    "observe": {"domain", "durable", "storage"},
+    "observe": {"durable", "serving", "state", "storage"},
     "server": {
         "cluster",
         "objects",  # it opens the engine of a mirror
@@ -66,7 +69,10 @@ ARROWS: dict[str, set[str]] = {
         "storage",
         "dataplane",
         "wire",
-        "domain",
+        "machine",
+        "planning",
+        "serving",
+        "state",
         "v1",
         "internal",
         "config",
@@ -79,6 +85,7 @@ ARROWS: dict[str, set[str]] = {
     "compat": {"balancing", "cli", "client", "data", "server", "testing"},
     "cli": {"server", "client", "balancing", "samplers", "config", "observe/page", "testing"},
 }
+CORE = ("state", "planning", "machine", "serving")
 WIRE_FORMATS = {"grpc", "grpc_status", "grpc_health", "grpc_reflection", "google"}
 TENSORS = {"torch", "tensordict"}
 FORBIDDEN_PACKAGES: dict[str, set[str]] = {
@@ -93,7 +100,10 @@ FORBIDDEN_PACKAGES: dict[str, set[str]] = {
     "version": WIRE_FORMATS | TENSORS,
     "wait_clock": WIRE_FORMATS | TENSORS,
     "config": WIRE_FORMATS | TENSORS,
-    "domain": WIRE_FORMATS | TENSORS,
+    "state": WIRE_FORMATS | TENSORS,
+    "planning": WIRE_FORMATS | TENSORS,
+    "machine": WIRE_FORMATS | TENSORS,
+    "serving": WIRE_FORMATS | TENSORS,
     "balancing": WIRE_FORMATS | TENSORS,
     "samplers": WIRE_FORMATS | TENSORS,
     "objects": WIRE_FORMATS | TENSORS,
@@ -212,11 +222,22 @@ def test_torch_is_not_imported(module: str) -> None:
     assert output.stdout.strip() == "[]", output.stdout + output.stderr
 
 
-@pytest.mark.parametrize("layer", ["domain", "balancing", "samplers", "config"])
+@pytest.mark.parametrize("layer", [*CORE, "balancing", "samplers", "config"])
 def test_inner_layers_run_without_grpc(layer: str) -> None:
     code = f"import sys, tq_service.{layer}; print(sorted({{'grpc', 'google.protobuf', 'torch'}} & set(sys.modules)))"
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
     assert output.stdout.strip() == "[]", output.stdout + output.stderr
+
+
+@pytest.mark.parametrize("layer", ["state", "planning", "machine"])
+def test_only_what_serves_knows_the_event_loop(layer: str) -> None:
+    """What must be the same in a replay, or run in any thread, waits for nothing."""
+    for path in FILES:
+        if layer_of(path) == layer:
+            names = {
+                name.partition(".")[0] for _, name in imported_modules(ast.walk(ast.parse(path.read_text())), path)
+            }
+            assert "asyncio" not in names, path.relative_to(ROOT)
 
 
 @pytest.mark.parametrize("package", ["v1", "internal/v1"])
@@ -230,7 +251,7 @@ def test_a_package_of_protos_holds_only_generated_files(package: str) -> None:
         assert "generated" in head.lower(), f"{path.name} does not say that it is generated"
 
 
-@pytest.mark.parametrize("layer", ["domain", "balancing", "samplers", "objects", "storage", "durable"])
+@pytest.mark.parametrize("layer", [*CORE, "balancing", "samplers", "objects", "storage", "durable"])
 def test_a_layer_has_no_circles_and_no_import_that_hides_one(layer: str) -> None:
     files = {path for path in FILES if layer_of(path) == layer}
     module_of = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in files}

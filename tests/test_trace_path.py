@@ -16,7 +16,7 @@ import pytest
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "trace_path.py"
 
-# The most files of domain, samplers and durable that an operation may pass through.
+# The most files of the core, samplers and durable that an operation may pass through.
 MOST = {"put": 14, "put-consumed": 15, "claim": 20, "get": 2, "ack": 11}
 
 # The most hand-written files of all layers, client and service in memory together.
@@ -24,11 +24,11 @@ MOST_OF_ALL = {"put": 41, "get": 33}
 
 # What surely is on each path, so that a tracer that sees nothing fails: files, and directories that have one.
 EXPECTED = {
-    "put": ("domain/partition.py", "domain/tables/", "durable/", "storage/engine.py", "wire/columns.py", "client/"),
-    "put-consumed": ("domain/partition.py", "domain/claims/", "durable/"),
-    "claim": ("domain/catalog.py", "domain/claims/", "samplers/sequential.py", "durable/"),
+    "put": ("state/partition.py", "state/table.py", "durable/", "storage/engine.py", "wire/columns.py", "client/"),
+    "put-consumed": ("state/partition.py", "state/ledger.py", "durable/"),
+    "claim": ("serving/catalog.py", "planning/", "samplers/sequential.py", "durable/"),
     "get": ("dataplane/_async/drivers.py", "storage/engine.py", "wire/decoding.py", "client/reads.py"),
-    "ack": ("domain/catalog.py", "domain/claims/", "durable/", "server/controller_servicer.py"),
+    "ack": ("serving/catalog.py", "state/ledger.py", "durable/", "server/controller_servicer.py"),
 }
 
 
@@ -67,11 +67,11 @@ def test_no_path_through_all_layers_is_longer_than_it_may_be() -> None:
     assert "dataplane/_async/drivers.py" in found["put"] & found["get"]
 
 
-PATHS = {"put": ["domain/a.py", "domain/b.py", "client/c.py", "v1/d_pb2.py"], "ack": ["domain/a.py"]}
+PATHS = {"put": ["state/a.py", "state/b.py", "client/c.py", "v1/d_pb2.py"], "ack": ["state/a.py"]}
 
 
 def test_a_path_that_is_too_long_is_named(trace_path: Any) -> None:
-    core = "put: 2 files of domain, samplers, durable, expected 1 at most"
+    core = "put: 2 files of state, planning, machine, serving, samplers, durable, expected 1 at most"
     assert trace_path.too_long(PATHS, [("put", 1), ("ack", 1)], []) == [core]
     assert trace_path.too_long(PATHS, [("put", 2), ("ack", 1)], [("put", 3)]) == []
     assert trace_path.too_long(PATHS, [], [("put", 2)]) == ["put: 3 files of all layers, expected 2 at most"]
@@ -132,7 +132,7 @@ def test_bodies_of_modules_and_classes_do_not_count(
     recorder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorder.start()
-    load(tmp_path / "domain" / "traced_a.py", "x = 1\nclass Rows:\n    y = 2\n    def f(self): pass\n", monkeypatch)
+    load(tmp_path / "state" / "traced_a.py", "x = 1\nclass Rows:\n    y = 2\n    def f(self): pass\n", monkeypatch)
     assert recorder.stop() == set()
 
 
@@ -146,7 +146,7 @@ def test_functions_of_all_threads_and_generated_methods_count_while_it_records(
         "traced_d": "def f(): yield\n",
         "traced_e": "def f(): pass",
     }
-    modules = {name: load(tmp_path / "domain" / f"{name}.py", source, monkeypatch) for name, source in sources.items()}
+    modules = {name: load(tmp_path / "state" / f"{name}.py", source, monkeypatch) for name, source in sources.items()}
     modules["traced_e"].f()
     recorder.start()
     thread = threading.Thread(target=modules["traced_a"].f)
@@ -156,7 +156,7 @@ def test_functions_of_all_threads_and_generated_methods_count_while_it_records(
         modules["traced_b"].f().send(None)
     modules["traced_c"].Row(1)
     list(modules["traced_d"].f())
-    assert recorder.stop() == {f"domain/traced_{letter}.py" for letter in "abcd"}
+    assert recorder.stop() == {f"state/traced_{letter}.py" for letter in "abcd"}
     modules["traced_e"].f()
     recorder.start()
     assert recorder.stop() == set()

@@ -148,7 +148,7 @@ __all__ = [
     "trace",
 ]
 
-# These need grpc, and are imported on first use: domain, samplers and balancing do without it.
+# These need grpc, and are imported on first use: the core, samplers and balancing do without it.
 # Imported when they are asked for: the command line, health probes above all, does without clients and numpy.
 _LAZY: Final = {
     **dict.fromkeys(("AsyncClient", "BatchMeta", "Client"), "tq_service.client"),

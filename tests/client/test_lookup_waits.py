@@ -98,7 +98,7 @@ async def test_a_clear_ends_it(client, other):
 
 
 async def test_many_samples_come_in_pages_after_the_wait(client, other, monkeypatch):
-    monkeypatch.setattr("tq_service.domain.lookup._MOST_OF_A_PAGE", 100)
+    monkeypatch.setattr("tq_service.serving.lookup._MOST_OF_A_PAGE", 100)
     call = await waiting(other, "p", where=DONE, min_count=950)
     for first in range(0, 2000, 500):
         meta = await put(client, [f"k{number}" for number in range(first, first + 500)])

@@ -5,8 +5,6 @@ import dataclasses
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
-from tq_service.domain.claims.request import BatchSpec
-from tq_service.domain.tables.meta import Condition, Order
 from tq_service.errors import InvalidArgumentError
 from tq_service.results import (
     CheckpointCopy,
@@ -30,6 +28,8 @@ from tq_service.results import (
     WaitReason,
 )
 from tq_service.schema import FieldSpec, StalenessLimit
+from tq_service.state.meta import Condition, Order
+from tq_service.state.request import BatchSpec
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import metadata_pb2
 from tq_service.v1 import storage_service_pb2 as storage_pb

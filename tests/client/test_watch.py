@@ -170,7 +170,7 @@ async def test_after_a_restart_a_watch_starts_over_and_a_revision_is_compacted(k
 
 
 async def test_a_watch_that_missed_too_much_starts_over_or_fails_as_compacted(kind, monkeypatch):
-    monkeypatch.setattr("tq_service.domain.history.KEPT_ROWS", 64)
+    monkeypatch.setattr("tq_service.serving.history.KEPT_ROWS", 64)
     async with running(settings()) as app:
         history = app.controller.catalog.history
         client = make_client(kind, f"127.0.0.1:{app.port}", timeout=20)

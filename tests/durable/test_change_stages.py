@@ -8,13 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "domain"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "core"))
 
 from digest import digest, facts_of
 from domain_support import BOOT, batch_spec, new_write, plan_of
 
-from tq_service.domain.catalog import Catalog
-from tq_service.domain.changes.claims import (
+from tq_service.durable import codec
+from tq_service.durable.state_store import StateStore
+from tq_service.errors import ServiceFailedError
+from tq_service.machine.claims import (
     BatchPlanned,
     ClaimAcked,
     ClaimExtended,
@@ -29,17 +31,15 @@ from tq_service.domain.changes.claims import (
     TaskForgotten,
     TaskSeen,
 )
-from tq_service.domain.changes.partitions import PartitionCleared, PartitionCreated, PartitionSealed, StateReplaced
-from tq_service.domain.changes.samples import GroupsClosed, MetaSet, SamplesCleared, SamplesWritten
-from tq_service.domain.changes.state_machine import Change, RequestAnswered
-from tq_service.domain.claims.request import LeaseTerms
-from tq_service.domain.partition import PartitionSettings
-from tq_service.domain.tables.cells import Put
-from tq_service.durable import codec
-from tq_service.durable.state_store import StateStore
-from tq_service.errors import ServiceFailedError
+from tq_service.machine.partitions import PartitionCleared, PartitionCreated, PartitionSealed, StateReplaced
+from tq_service.machine.samples import GroupsClosed, MetaSet, SamplesCleared, SamplesWritten
+from tq_service.machine.state_machine import Change, RequestAnswered
 from tq_service.samplers import PlanRunner
 from tq_service.schema import EndCounts
+from tq_service.serving.catalog import Catalog
+from tq_service.state.cells import Put
+from tq_service.state.partition import PartitionSettings
+from tq_service.state.request import LeaseTerms
 
 TRAIN = {"partition_id": "train"}
 TASK = {**TRAIN, "task_name": "t"}

@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from property_settings import examples
 
-sys.path.append(str(Path(__file__).parent.parent / "domain"))
+sys.path.append(str(Path(__file__).parent.parent / "core"))
 
 from domain_support import clear, new_id, new_write, partition, write_to
 
-from tq_service.domain.partition import Partition
-from tq_service.domain.tables.cells import Put
 from tq_service.durable import checkpoint
 from tq_service.durable.checkpoint import PartitionPlan, relocate
+from tq_service.state.cells import Put
+from tq_service.state.partition import Partition
 from tq_service.wire.runs import expand_runs
 
 MOST_ROWS, MOST_PUTS, BLOCK_BYTES, CELL_BYTES = 6, 3, 40, 4

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from tq_service.domain.tables.cells import Put
-from tq_service.domain.tables.table import ColumnSnapshot, TableSnapshot
 from tq_service.durable import codec
 from tq_service.durable.column_codec import TableHeader, TableReader, encode_table
 from tq_service.errors import NewerVersionError
+from tq_service.state.cells import Put
+from tq_service.state.table import ColumnSnapshot, TableSnapshot
 
 SIZES = [1, 7, 1 << 16, (1 << 16) + 1]
 PUTS = [Put("one", b"b" * 16, bytes([at] * 16)) for at in range(3)] + [Put("two", b"c" * 16, b"p" * 16), None]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-sys.path.append(str(Path(__file__).parent.parent / "domain"))
+sys.path.append(str(Path(__file__).parent.parent / "core"))
 sys.path.append(str(Path(__file__).parent.parent / "storage"))
 sys.path.append(str(Path(__file__).parent / "files"))
 
@@ -24,13 +24,13 @@ from live_server import StartServer
 from make import CHANGES, DATA, engine_of
 
 import tq_service as tq
-from tq_service.domain.catalog import Catalog
 from tq_service.durable import codec
 from tq_service.durable.data_dir import DataDir
 from tq_service.durable.log.log import Stream
 from tq_service.durable.log.segment_log import SegmentLog
 from tq_service.durable.state_store import StateStore
 from tq_service.samplers import PlanRunner
+from tq_service.serving.catalog import Catalog
 from tq_service.storage.engine import StorageEngine
 from tq_service.storage.index.put_journal import PutDropped, PutStored
 

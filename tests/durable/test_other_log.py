@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-sys.path.append(str(Path(__file__).parent.parent / "domain"))
+sys.path.append(str(Path(__file__).parent.parent / "core"))
 sys.path.append(str(Path(__file__).parent.parent / "storage"))
 
 from digest import digest
@@ -18,12 +18,12 @@ from domain_support import claim_rows, clear, new_write, task_of
 from durable_driver import put
 from engine_driver import read, runs
 
-from tq_service.domain.catalog import Catalog
 from tq_service.durable.data_dir import DataDir
 from tq_service.durable.log.log import Log, Record, Stream
 from tq_service.durable.state_store import StateStore
 from tq_service.errors import DiskFullError, PreconditionError, ServiceFailedError, TqError, UnavailableError
 from tq_service.samplers import PlanRunner
+from tq_service.serving.catalog import Catalog
 from tq_service.storage.blobs.segments import SegmentBlobs
 from tq_service.storage.engine import StorageEngine
 

@@ -11,19 +11,19 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "domain"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "core"))
 
 from digest import digest
 from domain_support import claim_rows, clear, new_write, task_of
 
-from tq_service.domain.catalog import Catalog
-from tq_service.domain.idempotency import IdempotencyCache
 from tq_service.durable import codec, data_dir, files, state_store
 from tq_service.durable.log.log import Stream
 from tq_service.durable.state_store import StateStore
 from tq_service.errors import DataDirError, DiskFullError, JournalDamagedError, SnapshotDamagedError
 from tq_service.samplers import PlanRunner
 from tq_service.server import converters
+from tq_service.serving.catalog import Catalog
+from tq_service.state.idempotency import IdempotencyCache
 from tq_service.storage.index.put_journal import PutStored
 from tq_service.v1 import controller_service_pb2 as pb
 

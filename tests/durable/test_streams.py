@@ -16,14 +16,13 @@ import numpy as np
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "domain"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "core"))
 
 from domain_support import new_write
 from journal_support import copy, opened, read
 from live_server import LiveServer, StartServer
 
 import tq_service as tq
-from tq_service.domain.catalog import Catalog
 from tq_service.durable import codec
 from tq_service.durable.data_dir import DataDir
 from tq_service.durable.log.log import Record, Stream
@@ -32,6 +31,7 @@ from tq_service.durable.log.segment_log import SegmentLog
 from tq_service.durable.state_store import StateStore
 from tq_service.errors import DiskFailedError, DiskFullError, NewerVersionError, PreconditionError, ServiceFailedError
 from tq_service.samplers import PlanRunner
+from tq_service.serving.catalog import Catalog
 from tq_service.storage.index.put_journal import ColumnRecord, LeftRows, PutDropped, PutStored, left_puts
 
 MODES = pytest.mark.parametrize("sync", [False, True], ids=["process", "disk"])

@@ -8,22 +8,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "domain"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "core"))
 
 from digest import digest
 from domain_support import asks, new_write, task_of
 
-from tq_service.domain.catalog import Catalog
-from tq_service.domain.changes.claims import BatchPlanned, QueueClaimed
-from tq_service.domain.changes.samples import SamplesWritten
-from tq_service.domain.claims.ledger import TaskLedger
-from tq_service.domain.idempotency import IdempotencyCache
-from tq_service.domain.plan import Pack, Plan, RankPlan
 from tq_service.durable import codec
 from tq_service.durable.state_store import StateStore
 from tq_service.errors import InvalidArgumentError, ServiceFailedError, TqError
+from tq_service.machine.claims import BatchPlanned, QueueClaimed
+from tq_service.machine.samples import SamplesWritten
 from tq_service.samplers import PlanRunner, Sampler
 from tq_service.server import converters
+from tq_service.serving.catalog import Catalog
+from tq_service.state.idempotency import IdempotencyCache
+from tq_service.state.ledger import TaskLedger
+from tq_service.state.plan import Pack, Plan, RankPlan
 from tq_service.v1 import controller_service_pb2 as pb
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from tq_service.domain.claims.ledger import TaskLedger
 from tq_service.samplers import Plan, PlanRequest, Sampler, View
 from tq_service.server import converters
+from tq_service.state.ledger import TaskLedger
 
 
 def _fail(*_arguments: Any) -> Any:

@@ -17,9 +17,9 @@ from live_server import CLIENT_KINDS
 
 import tq_service as tq
 from tq_service import cli
-from tq_service.domain.catalog import Catalog
 from tq_service.durable import state_store
 from tq_service.durable.state_store import StateStore
+from tq_service.serving.catalog import Catalog
 from tq_service.testing import ServiceProcess
 from tq_service.v1 import controller_service_pb2 as pb
 
@@ -434,7 +434,7 @@ def test_lists_come_in_pages_and_say_what_is_damaged(server, client, tmp_path, m
     (tmp_path / "checkpoints" / "no name").mkdir()
     (tmp_path / "checkpoints" / "no name" / "checkpoint.tqc").write_bytes(b"x")
     (tmp_path / "checkpoints" / "link").symlink_to(tmp_path / "checkpoints" / "c01")
-    monkeypatch.setattr("tq_service.domain.lookup._MOST_NAMES_OF_A_PAGE", 5)
+    monkeypatch.setattr("tq_service.serving.lookup._MOST_NAMES_OF_A_PAGE", 5)
     listed = client.list_checkpoints()
     assert [each.name for each in listed] == [f"c{number:02}" for number in range(12) if number != 5]
     damaged = listed[3]

@@ -7,17 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "domain"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "core"))
 from domain_support import ack, asks, claim_rows, clear, expire, new_write, reset, task_of
 
-from tq_service.domain.backlogs import Backlogs
-from tq_service.domain.catalog import Catalog
-from tq_service.domain.claims.ledger import TaskTotals
-from tq_service.domain.claims.request import LeaseTerms
-from tq_service.domain.partition import Partition, PartitionSettings
-from tq_service.domain.slices import Slices
 from tq_service.observe.groups import PartitionGroups, group_of
 from tq_service.samplers import PlanRunner
+from tq_service.serving.backlogs import Backlogs
+from tq_service.serving.catalog import Catalog
+from tq_service.serving.slices import Slices
+from tq_service.state.ledger import TaskTotals
+from tq_service.state.partition import Partition, PartitionSettings
+from tq_service.state.request import LeaseTerms
 
 LEASE = LeaseTerms(seconds=1e4, max_deliveries=2)
 

@@ -21,10 +21,10 @@ from live_server import LiveServer, LoopThread, StartServer
 from rpc_methods import CONTROLLER, DESCRIBED, SERVED, STORAGE, call
 
 import tq_service as tq
-from tq_service.domain.lookup import name_token
 from tq_service.server.audit import LOGGER_NAME, AuditLine
 from tq_service.server.rpc.method_table import METHODS
 from tq_service.server.tokens import digest_of, format_entry, make_token, remove_token
+from tq_service.serving.lookup import name_token
 from tq_service.v1 import commit_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import storage_service_pb2 as storage_pb

@@ -182,7 +182,7 @@ def test_parts_of_many_samples_have_the_fields_that_all_of_them_have(
 def test_a_look_up_answers_with_the_fields_of_the_samples(
     client: AnyClient, monkeypatch: pytest.MonkeyPatch, page_size: int
 ) -> None:
-    monkeypatch.setattr("tq_service.domain.lookup._MOST_OF_A_PAGE", page_size)
+    monkeypatch.setattr("tq_service.serving.lookup._MOST_OF_A_PAGE", page_size)
     put_some(client)
     assert had(client.lookup_samples("train")[0]) == HAVE
     assert had(client.lookup_samples("train", ["c", "a"])[0]) == {"prompt": "ca", "response": "ca", "reward": "c"}
@@ -279,7 +279,7 @@ def test_a_put_answers_as_before_where_it_is_not_asked(client: AnyClient) -> Non
 
 
 def test_what_is_known_of_many_samples_comes_in_parts(client: AnyClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tq_service.domain.lookup._MOST_OF_A_PAGE", 3)
+    monkeypatch.setattr("tq_service.serving.lookup._MOST_OF_A_PAGE", 3)
     put_some(client)
     keys = [*"abcd", *(f"k{number}" for number in range(6))]
     tags = [{"n": number} for number in range(10)]
@@ -330,7 +330,7 @@ def test_a_repeat_after_a_restart_answers_with_what_is_known(start_server: Start
 def test_all_that_is_known_is_refused_of_more_samples_than_one_answer_is_about(
     start_server: StartServer, loop_thread: LoopThread, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    for module in ("tq_service.server.commits", "tq_service.domain.lookup"):
+    for module in ("tq_service.server.commits", "tq_service.serving.lookup"):
         monkeypatch.setattr(f"{module}.MOST_NAMED", 3)
     server = start_server(role="controller" if way == "apart" else "all")
     if way == "apart":

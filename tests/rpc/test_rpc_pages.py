@@ -13,10 +13,10 @@ from live_server import AnyClient, LiveServer
 from rpc_samples import violations_of
 
 import tq_service as tq
-from tq_service.domain.catalog import Catalog
-from tq_service.domain.changes.samples import SamplesCleared
-from tq_service.domain.changes.state_machine import Change
-from tq_service.domain.partition import PartitionSettings
+from tq_service.machine.samples import SamplesCleared
+from tq_service.machine.state_machine import Change
+from tq_service.serving.catalog import Catalog
+from tq_service.state.partition import PartitionSettings
 from tq_service.v1 import commit_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.wire.runs import read_indexes
@@ -53,7 +53,7 @@ def all_pages(server: LiveServer, **request: object) -> Iterator[pb.LookupSample
 @pytest.fixture
 def short_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have three names on a page at most."""
-    monkeypatch.setattr("tq_service.domain.lookup._MOST_NAMES_OF_A_PAGE", 3)
+    monkeypatch.setattr("tq_service.serving.lookup._MOST_NAMES_OF_A_PAGE", 3)
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 4, 7])

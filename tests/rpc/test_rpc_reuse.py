@@ -185,7 +185,7 @@ def test_a_plan_that_makes_no_sense_consumes_nothing(name: str, start_server: An
 def test_the_last_batches_are_on_record(
     start_server: Any, client_kind: ClientKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tq_service.domain.claims.ledger._MOST_REUSING", 2)
+    monkeypatch.setattr("tq_service.state.ledger._MOST_REUSING", 2)
     server = start_server(allow_sampler_import=True)
     client = server.client(client_kind)
     put_rows(client, 4)

@@ -19,10 +19,10 @@ from rpc_samples import violations_of
 
 import tq_service as tq
 from tq_service.config import load_settings
-from tq_service.domain.catalog import DeliveryRate
 from tq_service.results import ServiceStatus, TaskStatus, WaitCode
 from tq_service.server import status as status_pages
 from tq_service.server.app import running
+from tq_service.serving.catalog import DeliveryRate
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.version import BUILD
 

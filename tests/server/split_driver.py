@@ -9,8 +9,6 @@ from types import SimpleNamespace
 import grpc
 import numpy as np
 
-from tq_service.domain.catalog import Catalog
-from tq_service.domain.tables.cells import live_cells
 from tq_service.errors import PutNotFoundError
 from tq_service.internal.v1 import storage_control_pb2
 from tq_service.server import heartbeat
@@ -20,6 +18,8 @@ from tq_service.server.receipts import ReceiptKeys
 from tq_service.server.rpc.limits import WaitingCalls
 from tq_service.server.storage_servicer import StorageServicer, endpoint_of
 from tq_service.server.storages import StorageRegistry
+from tq_service.serving.catalog import Catalog
+from tq_service.state.cells import live_cells
 from tq_service.storage.engine import StorageEngine
 from tq_service.v1 import commit_pb2, metadata_pb2
 from tq_service.v1 import controller_service_pb2 as pb

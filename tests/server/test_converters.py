@@ -2,10 +2,10 @@
 
 import pytest
 
-from tq_service.domain.claims.request import Rank
 from tq_service.errors import InvalidArgumentError
 from tq_service.samplers import SequentialSampler
 from tq_service.server.converters import claim_request, claim_spec
+from tq_service.state.request import Rank
 from tq_service.v1 import controller_service_pb2 as pb
 
 

@@ -12,10 +12,10 @@ sys.path.append(str(Path(__file__).parent.parent / "storage"))
 
 from engine_driver import put, put_id
 
-from tq_service.domain.tables.cells import CellSet, Put
 from tq_service.errors import AlreadyExistsError
 from tq_service.server.storage_servicer import EngineDriver, endpoint_of
 from tq_service.server.storages import EmbeddedStorage, StorageRegistry
+from tq_service.state.cells import CellSet, Put
 from tq_service.storage.cells import PutCells
 from tq_service.storage.engine import StorageEngine
 from tq_service.wire.credentials import Credentials

@@ -6,7 +6,6 @@ import os
 
 import pytest
 
-from tq_service.domain.tables.cells import Put
 from tq_service.errors import (
     AlreadyExistsError,
     DataLossError,
@@ -19,6 +18,7 @@ from tq_service.internal.v1.storage_registry_pb2 import RegisterStorageRequest
 from tq_service.server import remote_storage, storages
 from tq_service.server.storage_servicer import EngineDriver, endpoint_of
 from tq_service.server.storages import EmbeddedStorage, StorageRegistry
+from tq_service.state.cells import Put
 from tq_service.storage.engine import StorageEngine
 from tq_service.v1 import metadata_pb2
 from tq_service.wire.credentials import Credentials

@@ -27,10 +27,6 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from tq_service.domain.partition import Partition, PartitionSnapshot
-from tq_service.domain.plan import Indexes
-from tq_service.domain.tables.cells import CELL_COLUMN, NOT_PRODUCED, CellsSnapshot, Put, cells_of, slots_and_rows
-from tq_service.domain.tables.table import ColumnSnapshot, TableSnapshot
 from tq_service.durable.files import PARTIAL_SUFFIX, beside, make_directory
 from tq_service.durable.log.segment import HEADER_BYTES
 from tq_service.durable.pace import Pace
@@ -47,6 +43,10 @@ from tq_service.durable.snapshot import (
     write_state,
 )
 from tq_service.errors import DiskFullError, InternalError, InvalidArgumentError, PreconditionError
+from tq_service.state.cells import CELL_COLUMN, NOT_PRODUCED, CellsSnapshot, Put, cells_of, slots_and_rows
+from tq_service.state.partition import Partition, PartitionSnapshot
+from tq_service.state.plan import Indexes
+from tq_service.state.table import ColumnSnapshot, TableSnapshot
 from tq_service.wire.columns import ColumnShape
 from tq_service.wire.runs import CellRuns
 

@@ -23,8 +23,8 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
-from tq_service.domain.changes.state_machine import Change
 from tq_service.errors import NewerVersionError
+from tq_service.machine.state_machine import Change
 from tq_service.storage.index.put_journal import EncodedPut, PutDropped, PutRecord, PutStored
 from tq_service.texts import Texts
 

@@ -19,10 +19,10 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from tq_service.domain.tables.cells import Put
-from tq_service.domain.tables.table import ColumnSnapshot, TableSnapshot
 from tq_service.durable.record_file import gathered
 from tq_service.errors import NewerVersionError
+from tq_service.state.cells import Put
+from tq_service.state.table import ColumnSnapshot, TableSnapshot
 
 _NUMBERS_A_PART: Final = 1 << 16
 _RUN_BYTES: Final = 12

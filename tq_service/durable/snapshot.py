@@ -24,16 +24,16 @@ from typing import Any, Final
 
 import numpy as np
 
-from tq_service.domain.claims.claim_names import PastName
-from tq_service.domain.claims.ledger import Batch, QueueClaim, RecordedPlan, Steps, TaskFacts, TaskSnapshot
-from tq_service.domain.claims.request import BatchSpec
-from tq_service.domain.idempotency import Entry
-from tq_service.domain.partition import PartitionFacts, PartitionSnapshot
-from tq_service.domain.plan import Indexes
 from tq_service.durable import codec
 from tq_service.durable.column_codec import ColumnPart, TableHeader, TableReader, encode_table
 from tq_service.durable.record_file import Found, RecordWriter, damaged, gathered, read_records
 from tq_service.errors import NewerVersionError, SnapshotDamagedError, TqError
+from tq_service.state.claim_names import PastName
+from tq_service.state.idempotency import Entry
+from tq_service.state.ledger import Batch, QueueClaim, RecordedPlan, Steps, TaskFacts, TaskSnapshot
+from tq_service.state.partition import PartitionFacts, PartitionSnapshot
+from tq_service.state.plan import Indexes
+from tq_service.state.request import BatchSpec
 from tq_service.wire.collection import no_collection
 from tq_service.wire.columns import ColumnShape
 
@@ -74,7 +74,7 @@ def write_snapshot(path: Path, snapshot: ServiceSnapshot) -> None:
 
 
 def read_snapshot(path: Path) -> ServiceSnapshot:
-    """Return what a snapshot holds, for the domain to restore once.
+    """Return what a snapshot holds, for the partition to restore once.
 
     Raises:
         SnapshotDamagedError: the file does not hold what was written.

@@ -25,11 +25,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, cast
 
-from tq_service.domain.catalog import Catalog
-from tq_service.domain.changes.partitions import StateReplaced
-from tq_service.domain.changes.state_machine import Change
-from tq_service.domain.idempotency import Entry
-from tq_service.domain.partition import Partition, PartitionSnapshot
 from tq_service.durable import codec
 from tq_service.durable.data_dir import DataDir
 from tq_service.durable.files import quarantine, snapshot_numbers, snapshot_path
@@ -48,6 +43,11 @@ from tq_service.errors import (
     TqError,
 )
 from tq_service.log_message import LogMessage
+from tq_service.machine.partitions import StateReplaced
+from tq_service.machine.state_machine import Change
+from tq_service.serving.catalog import Catalog
+from tq_service.state.idempotency import Entry
+from tq_service.state.partition import Partition, PartitionSnapshot
 from tq_service.storage.engine import StorageEngine
 from tq_service.storage.index.put_journal import left_puts
 from tq_service.wire.collection import no_collection

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field, fields
 from typing import Final
 from weakref import WeakKeyDictionary
 
-from tq_service.domain.backlogs import Backlog, Backlogs
-from tq_service.domain.catalog import Catalog
-from tq_service.domain.claims.ledger import TaskLedger, TaskTotals
-from tq_service.domain.partition import Partition
-from tq_service.domain.slices import Slices
-from tq_service.domain.states import FAILED, HELD, LIVE
+from tq_service.serving.backlogs import Backlog, Backlogs
+from tq_service.serving.catalog import Catalog
+from tq_service.serving.slices import Slices
+from tq_service.state.ledger import TaskLedger, TaskTotals
+from tq_service.state.partition import Partition
+from tq_service.state.states import FAILED, HELD, LIVE
 
 _MOST_FORMER: Final = 1024  # groups of which partitions are gone, and their tasks
 _TOTALS: Final = tuple(each.name for each in fields(TaskTotals))

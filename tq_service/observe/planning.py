@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 
-from tq_service.domain.claims.planner import RunsPlans
-from tq_service.domain.plan import LengthSource, Plan, PlanRequest, Sampler, View
 from tq_service.observe.instruments import HistogramByName
+from tq_service.serving.planner import RunsPlans
+from tq_service.state.plan import LengthSource, Plan, PlanRequest, Sampler, View
 
 
 class TimedRunner:

@@ -22,12 +22,12 @@ from prometheus_client.metrics_core import (
     Metric,
 )
 
-from tq_service.domain.backlogs import Backlogs
-from tq_service.domain.catalog import Catalog
-from tq_service.domain.slices import Slices
 from tq_service.durable.state_store import LogLag
 from tq_service.observe.groups import GroupNumbers, PartitionGroups, TaskNumbers
 from tq_service.observe.instruments import Histogram, HistogramByName, Instruments, MethodCounts
+from tq_service.serving.backlogs import Backlogs
+from tq_service.serving.catalog import Catalog
+from tq_service.serving.slices import Slices
 from tq_service.storage.engine import EngineStat
 
 MOST_LINES: Final = 3_000

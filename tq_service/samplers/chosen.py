@@ -8,8 +8,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from tq_service.domain.plan import Plan, PlanRequest, Sampler, View
 from tq_service.errors import InvalidArgumentError
+from tq_service.state.plan import Plan, PlanRequest, Sampler, View
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

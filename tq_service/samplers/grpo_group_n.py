@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tq_service.domain.plan import Groups, Plan, PlanRequest, View
 from tq_service.samplers.whole_groups import (
     Assignment,
     GroupSampler,
@@ -15,6 +14,7 @@ from tq_service.samplers.whole_groups import (
     assign_to_least_loaded,
     rows_of_ranks,
 )
+from tq_service.state.plan import Groups, Plan, PlanRequest, View
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

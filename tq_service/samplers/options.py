@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
-from tq_service.domain.plan import Sampler
 from tq_service.errors import InvalidArgumentError, UnknownSamplerError, nearest
 from tq_service.results import SamplerOption
+from tq_service.state.plan import Sampler
 
 _FIELD = "sampler_config"
 

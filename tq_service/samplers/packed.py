@@ -10,9 +10,9 @@ import numpy as np
 from tq_service.balancing import Overlong, PackPlan, plan_packs
 from tq_service.balancing.costs import CostName, check_cost_name
 from tq_service.balancing.plan_packs import check_count, check_overlong
-from tq_service.domain.plan import Groups, Indexes, Pack, Plan, PlanRequest, RankPlan, View
 from tq_service.errors import InvalidArgumentError
 from tq_service.samplers.token_lengths import LengthSampler
+from tq_service.state.plan import Groups, Indexes, Pack, Plan, PlanRequest, RankPlan, View
 
 # Planning up to so many samples for so many steps of all ranks takes less than a millisecond.
 _QUICK_SAMPLES = 32

@@ -11,7 +11,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from tq_service.daemon_threads import start_daemon_thread
-from tq_service.domain.plan import (
+from tq_service.errors import SamplerError, SamplerTimeoutError, TqError
+from tq_service.schema import MOST_SAMPLES
+from tq_service.state.plan import (
     Indexes,
     LengthSource,
     MustBeAwaited,
@@ -22,8 +24,6 @@ from tq_service.domain.plan import (
     Sampler,
     View,
 )
-from tq_service.errors import SamplerError, SamplerTimeoutError, TqError
-from tq_service.schema import MOST_SAMPLES
 
 T = TypeVar("T")
 _LARGEST_INT64 = 2**63 - 1
@@ -217,12 +217,12 @@ def check_plan(sampler: str, plan: object, request: PlanRequest) -> Plan | None:
     """Return the plan if it is well formed; whether its rows are ready is for the planner to see.
 
     The plan that is returned can be written down and sent: that must not fail once its rows are consumed. It has plain
-    integers for those of numpy, and objects of `tq_service.domain.plan` for those of subclasses.
+    integers for those of numpy, and objects of `tq_service.state.plan` for those of subclasses.
 
     Raises:
         SamplerError: it is no plan, has not one part for each rank, has no rows, a row twice although it does not say
             which it consumes, positions outside a rank's rows or twice, numbers of steps or packs that differ between
-            ranks, or anything that is not of the type `tq_service.domain.plan` says.
+            ranks, or anything that is not of the type `tq_service.state.plan` says.
     """
     if plan is None:
         return None

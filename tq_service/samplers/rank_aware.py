@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tq_service.domain.plan import Plan, PlanRequest, View
 from tq_service.errors import InvalidArgumentError
 from tq_service.samplers.whole_groups import GroupSampler, assign_round_robin, rows_of_ranks
+from tq_service.state.plan import Plan, PlanRequest, View
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

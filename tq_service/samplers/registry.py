@@ -15,7 +15,6 @@ from importlib.metadata import EntryPoint
 from typing import Any
 
 from tq_service.daemon_threads import run_in_daemon_thread
-from tq_service.domain.plan import Sampler
 from tq_service.errors import UnknownSamplerError, nearest
 from tq_service.samplers.chosen import ChosenSampler
 from tq_service.samplers.grpo_group_n import GRPOGroupNSampler
@@ -25,6 +24,7 @@ from tq_service.samplers.rank_aware import RankAwareSampler
 from tq_service.samplers.seqlen_balanced import SeqlenBalancedSampler
 from tq_service.samplers.sequential import SequentialSampler
 from tq_service.samplers.token_budget import TokenBudgetSampler
+from tq_service.state.plan import Sampler
 
 ENTRY_POINT_GROUP = "tq_service.samplers"
 BUILT_IN: tuple[type[Sampler], ...] = (

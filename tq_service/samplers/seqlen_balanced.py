@@ -9,9 +9,9 @@ import numpy as np
 
 from tq_service.balancing import get_even_partitions
 from tq_service.balancing.costs import CostName, check_cost_name
-from tq_service.domain.plan import Plan, PlanRequest, View
 from tq_service.samplers.token_lengths import LengthSampler, group_costs
 from tq_service.samplers.whole_groups import rows_of_ranks
+from tq_service.state.plan import Plan, PlanRequest, View
 
 # Balancing up to so many groups takes less than a millisecond; larger batches are planned off the event loop.
 _QUICK_GROUPS = 128

@@ -6,8 +6,8 @@ import itertools
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tq_service.domain.plan import Indexes, Plan, PlanRequest, Sampler, View
 from tq_service.samplers.whole_groups import assign_blocks, rows_of_ranks, take_groups
+from tq_service.state.plan import Indexes, Plan, PlanRequest, Sampler, View
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

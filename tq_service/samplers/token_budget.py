@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from tq_service.balancing.plan_packs import check_count
 from tq_service.balancing.rank_packing import pack_ranks_equally
 from tq_service.balancing.token_budget import RankBudget, assign_within
-from tq_service.domain.plan import Groups, Indexes, Pack, Plan, PlanRequest, RankPlan, View
 from tq_service.errors import InvalidArgumentError
 from tq_service.samplers.token_lengths import LengthSampler
 from tq_service.samplers.whole_groups import rows_of_ranks
+from tq_service.state.plan import Groups, Indexes, Pack, Plan, PlanRequest, RankPlan, View
 
 # Assigning up to so many groups takes less than a millisecond; larger batches are planned off the event loop.
 _QUICK_GROUPS = 32

@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 
 from tq_service.balancing import get_costs
 from tq_service.balancing.costs import CostName
-from tq_service.domain.plan import Groups, Indexes, LengthSource, PlanRequest, View
 from tq_service.errors import InvalidArgumentError
 from tq_service.samplers.whole_groups import GroupSampler
+from tq_service.state.plan import Groups, Indexes, LengthSource, PlanRequest, View
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

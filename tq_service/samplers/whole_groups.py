@@ -10,9 +10,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from tq_service.domain.plan import Groups, Indexes, PlanRequest, Sampler, View
 from tq_service.errors import InvalidArgumentError
 from tq_service.schema import BatchUnit, Blocks
+from tq_service.state.plan import Groups, Indexes, PlanRequest, Sampler, View
 
 IncompleteGroups = Literal["skip", "take"]
 

@@ -1,1 +1,1 @@
-"""The gRPC server: wiring, thin servicers, and the converters between protobuf and the domain."""
+"""The gRPC server: wiring, thin servicers, and the converters between protobuf and the core."""

@@ -16,11 +16,6 @@ from typing import Any, Final, Self, TypeVar
 
 from tq_service.dataplane.messages import put_header
 from tq_service.dataplane.parties import Seconds
-from tq_service.domain.catalog import Catalog
-from tq_service.domain.idempotency import Entry, merged
-from tq_service.domain.lookup import find_names, name_token
-from tq_service.domain.partition import Partition, PartitionSnapshot
-from tq_service.domain.tables.cells import Put
 from tq_service.durable.checkpoint import (
     Block,
     Checkpoint,
@@ -39,6 +34,11 @@ from tq_service.log_message import LogMessage
 from tq_service.schema import check_name
 from tq_service.server.converters import pack
 from tq_service.server.storages import StorageRegistry
+from tq_service.serving.catalog import Catalog
+from tq_service.serving.lookup import find_names, name_token
+from tq_service.state.cells import Put
+from tq_service.state.idempotency import Entry, merged
+from tq_service.state.partition import Partition, PartitionSnapshot
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1.storage_service_pb2 import GetRequest
 from tq_service.wire.columns import Column

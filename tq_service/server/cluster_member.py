@@ -27,16 +27,16 @@ from tq_service.cluster.etcd import Etcd, EtcdAccess
 from tq_service.cluster.etcd_log import EtcdLog
 from tq_service.cluster.keys import ClusterKeys
 from tq_service.config import ServeSettings
-from tq_service.domain.catalog import Catalog
-from tq_service.domain.changes.partitions import SnapshotNeeded
 from tq_service.durable.data_dir import DataDir
 from tq_service.durable.files import snapshot_numbers
 from tq_service.durable.state_store import StateStore
 from tq_service.errors import InvalidArgumentError, JournalUnreachableError, SupersededError, TqError
 from tq_service.log_message import LogMessage
+from tq_service.machine.partitions import SnapshotNeeded
 from tq_service.results import ControllerStatus
 from tq_service.server.snapshot_transfer import fetch_snapshot
 from tq_service.server.supervisor import Supervisor
+from tq_service.serving.catalog import Catalog
 from tq_service.wire.credentials import Credentials, Tls
 
 _log = logging.getLogger(__name__)

@@ -16,20 +16,21 @@ from typing import Any, Final, TypeAlias, TypeVar
 import grpc
 import numpy as np
 
-from tq_service.domain.catalog import Catalog
-from tq_service.domain.changes.samples import SampleWrite
-from tq_service.domain.lookup import MOST_NAMED, first_known
-from tq_service.domain.partition import Partition
-from tq_service.domain.tables.cells import Put
-from tq_service.domain.tables.names import LARGE, Names, looking_through
 from tq_service.errors import (
     InvalidArgumentError,
     QuotaExceededError,
     TqError,
 )
+from tq_service.machine.samples import SampleWrite
 from tq_service.server import converters
 from tq_service.server.rpc.limits import WaitingCalls, wait_until
 from tq_service.server.storages import StorageRegistry
+from tq_service.serving.catalog import Catalog
+from tq_service.serving.lookup import MOST_NAMED, first_known
+from tq_service.serving.names import looking_through
+from tq_service.state.cells import Put
+from tq_service.state.names import LARGE, Names
+from tq_service.state.partition import Partition
 from tq_service.v1 import commit_pb2, metadata_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.wire.columns import ColumnShape

@@ -14,10 +14,6 @@ from typing import TYPE_CHECKING, Any, Final
 from tq_service.addresses import hosts_and_ports, redacted
 from tq_service.config import ServeSettings, default_shared_memory_dir, join_address
 from tq_service.dataplane.shared_memory.server import SharedMemoryServer, make_private
-from tq_service.domain.admission.limits import Limits
-from tq_service.domain.backlogs import Backlogs
-from tq_service.domain.catalog import Catalog
-from tq_service.domain.idempotency import IdempotencyCache
 from tq_service.durable.state_store import StateStore
 from tq_service.errors import InvalidArgumentError
 from tq_service.log_message import LogMessage
@@ -40,6 +36,10 @@ from tq_service.server.storage_servicer import EngineDriver, StorageServicer, en
 from tq_service.server.storages import EmbeddedStorage, StorageRegistry
 from tq_service.server.supervisor import Supervisor
 from tq_service.server.watches import Watches
+from tq_service.serving.backlogs import Backlogs
+from tq_service.serving.catalog import Catalog
+from tq_service.serving.limits import Limits
+from tq_service.state.idempotency import IdempotencyCache
 from tq_service.storage.blobs.base import BlobStore, DurableBlobStore
 from tq_service.storage.blobs.memory import MemoryBlobs
 from tq_service.storage.blobs.segments import SegmentBlobs

@@ -1,4 +1,4 @@
-"""The controller's methods: each converts, calls the domain, converts."""
+"""The controller's methods: each converts, calls the core, converts."""
 
 from __future__ import annotations
 
@@ -11,34 +11,17 @@ from typing import Any, TypeAlias, TypeVar, get_type_hints
 import grpc
 
 from tq_service.dataplane._async.drivers import DRIVERS
-from tq_service.domain.backlogs import Backlogs, tasks_with_versions
-from tq_service.domain.catalog import Catalog
-from tq_service.domain.changes.claims import (
+from tq_service.errors import DeadlineError, InvalidArgumentError
+from tq_service.internal.v1 import storage_registry_pb2, storage_registry_pb2_grpc
+from tq_service.machine.claims import (
     ClaimAcked,
     ClaimExtended,
     ClaimReleased,
     ConsumptionReset,
     DeadLettersRequeued,
 )
-from tq_service.domain.changes.partitions import PartitionSealed
-from tq_service.domain.changes.samples import GroupsClosed, MetaSet
-from tq_service.domain.claims.ledger import QueueClaim
-from tq_service.domain.claims.wait_queue import NotYet
-from tq_service.domain.clearing import Clearing
-from tq_service.domain.explain import Explainer
-from tq_service.domain.lookup import find_names, find_page, locate
-from tq_service.domain.partition import Partition, PartitionSettings
-from tq_service.domain.plan import Indexes
-from tq_service.domain.status import (
-    NOTHING_CONSUMED,
-    NOTHING_PRODUCED,
-    check_fields_named,
-    consumption_of,
-    production_of,
-    summary_of,
-)
-from tq_service.errors import DeadlineError, InvalidArgumentError
-from tq_service.internal.v1 import storage_registry_pb2, storage_registry_pb2_grpc
+from tq_service.machine.partitions import PartitionSealed
+from tq_service.machine.samples import GroupsClosed, MetaSet
 from tq_service.results import ControllerStatus
 from tq_service.samplers import PlanRunner, SamplerRegistry
 from tq_service.schema import check_id, check_name, check_range
@@ -51,6 +34,23 @@ from tq_service.server.rpc.middleware import shown_partitions
 from tq_service.server.status import Identity, StatusPages, described
 from tq_service.server.storages import StorageRegistry
 from tq_service.server.watches import Watches
+from tq_service.serving.backlogs import Backlogs, tasks_with_versions
+from tq_service.serving.catalog import Catalog
+from tq_service.serving.clearing import Clearing
+from tq_service.serving.explain import Explainer
+from tq_service.serving.lookup import find_names, find_page, locate
+from tq_service.serving.status import (
+    NOTHING_CONSUMED,
+    NOTHING_PRODUCED,
+    check_fields_named,
+    consumption_of,
+    production_of,
+    summary_of,
+)
+from tq_service.serving.wait_queue import NotYet
+from tq_service.state.ledger import QueueClaim
+from tq_service.state.partition import Partition, PartitionSettings
+from tq_service.state.plan import Indexes
 from tq_service.v1 import commit_pb2, controller_service_pb2_grpc
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.wire.durations import read_seconds

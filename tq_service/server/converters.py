@@ -1,4 +1,4 @@
-"""Messages of the controller as what the domain knows, and the other way round; answers as they are kept."""
+"""Messages of the controller as what the core knows, and the other way round; answers as they are kept."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from google.protobuf.struct_pb2 import Struct
 
-from tq_service.domain.catalog import Claimed
-from tq_service.domain.changes.samples import SampleWrite, Written
-from tq_service.domain.claims.ledger import QueueClaim
-from tq_service.domain.claims.request import BatchSpec, ClaimRequest, ClaimSpec, LeasedClaim, LeaseTerms, Rank
-from tq_service.domain.lookup import Page, no_page_token
-from tq_service.domain.partition import Partition
-from tq_service.domain.plan import Indexes, RankPlan
-from tq_service.domain.selection import Selection
-from tq_service.domain.status import consumption_states
-from tq_service.domain.tables.cells import CellRuns, ColumnWrite, Put
-from tq_service.domain.tables.meta import Condition
-from tq_service.domain.tables.names import Names
 from tq_service.errors import InvalidArgumentError
+from tq_service.machine.samples import SampleWrite, Written
 from tq_service.samplers import Sampler
 from tq_service.schema import MOST_SAMPLES, EndCounts, FieldSpec, Layout, check_range
+from tq_service.serving.catalog import Claimed
+from tq_service.serving.lookup import Page, no_page_token
+from tq_service.serving.status import consumption_states
+from tq_service.state.cells import CellRuns, ColumnWrite, Put
+from tq_service.state.ledger import QueueClaim
+from tq_service.state.meta import Condition
+from tq_service.state.names import Names
+from tq_service.state.partition import Partition
+from tq_service.state.plan import Indexes, RankPlan
+from tq_service.state.request import BatchSpec, ClaimRequest, ClaimSpec, LeasedClaim, LeaseTerms, Rank
+from tq_service.state.selection import Selection
 from tq_service.v1 import commit_pb2, metadata_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.wire.columns import ColumnShape, decode_headers

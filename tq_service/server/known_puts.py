@@ -14,8 +14,8 @@ from typing import Final
 
 import numpy as np
 
-from tq_service.domain.tables.cells import CellSet, CellsSnapshot, Freed, freed_cells, live_cells
 from tq_service.internal.v1 import storage_control_pb2
+from tq_service.state.cells import CellSet, CellsSnapshot, Freed, freed_cells, live_cells
 from tq_service.storage.cells import PutCells
 
 _MOST_PUTS: Final = 1024  # a piece is some milliseconds' work for the storage service

@@ -9,16 +9,16 @@ from itertools import chain
 from typing import Final
 
 from tq_service.config import ServeSettings
-from tq_service.domain.backlogs import Backlogs, tasks_with_versions
-from tq_service.domain.catalog import Catalog
-from tq_service.domain.claims.ledger import TaskLedger
-from tq_service.domain.explain import Explainer
-from tq_service.domain.lookup import find_names, name_token
-from tq_service.domain.partition import Partition
-from tq_service.domain.slices import Slices
-from tq_service.domain.status import description_of
 from tq_service.results import ControllerStatus, PartitionWait, ServiceInfo
 from tq_service.server.storages import StorageRegistry
+from tq_service.serving.backlogs import Backlogs, tasks_with_versions
+from tq_service.serving.catalog import Catalog
+from tq_service.serving.explain import Explainer
+from tq_service.serving.lookup import find_names, name_token
+from tq_service.serving.slices import Slices
+from tq_service.serving.status import description_of
+from tq_service.state.ledger import TaskLedger
+from tq_service.state.partition import Partition
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.version import BUILD
 from tq_service.wire.mapper import to_message

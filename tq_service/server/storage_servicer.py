@@ -15,8 +15,6 @@ import grpc
 from tq_service.dataplane.parties import CONTROLLER_KIND, GRPC_KIND, Deadline, Received
 from tq_service.dataplane.receive_buffers import RECEIVE_BUFFERS
 from tq_service.dataplane.shared_memory.server import Session, SharedMemoryServer
-from tq_service.domain.tables.cells import Put
-from tq_service.domain.tables.names import Names
 from tq_service.errors import (
     DataLossError,
     InvalidArgumentError,
@@ -34,6 +32,8 @@ from tq_service.server.receipts import ReceiptKeys, not_registered
 from tq_service.server.rpc.inbox import awaits_end
 from tq_service.server.rpc.limits import RETRY_AFTER_SECONDS, WaitingCalls, wait_until
 from tq_service.server.rpc.middleware import token_name
+from tq_service.state.cells import Put
+from tq_service.state.names import Names
 from tq_service.storage.cells import PutCells
 from tq_service.storage.engine import StorageEngine
 from tq_service.storage.index.put import PendingPut

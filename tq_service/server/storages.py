@@ -13,7 +13,6 @@ from functools import partial
 from typing import Final, TypeAlias
 
 from tq_service.dataplane._async.drivers import AsyncDriver
-from tq_service.domain.tables.cells import CellSet, CellsSnapshot, Freed, Put, freed_cells, live_cells
 from tq_service.errors import (
     AlreadyExistsError,
     DataLossError,
@@ -32,6 +31,7 @@ from tq_service.server.adoption import Adoptions
 from tq_service.server.known_puts import KnownPuts, put_cells
 from tq_service.server.remote_storage import Capacity, RemoteStorage, report_reconciled
 from tq_service.server.supervisor import Supervisor
+from tq_service.state.cells import CellSet, CellsSnapshot, Freed, Put, freed_cells, live_cells
 from tq_service.storage.cells import PutCells
 from tq_service.storage.engine import StorageEngine
 from tq_service.v1.controller_service_pb2 import PlacePutResponse

@@ -21,19 +21,19 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from tq_service.domain.catalog import Catalog
-from tq_service.domain.claims.wait_queue import LoopYielder
-from tq_service.domain.history import ROWS_OF_A_PART, Changes, PartitionChanges, Reader, Selection
-from tq_service.domain.lookup import fitting_count
-from tq_service.domain.partition import Partition
-from tq_service.domain.plan import Indexes
-from tq_service.domain.status import status_of, summary_of
 from tq_service.errors import InvalidArgumentError
 from tq_service.results import Revision
 from tq_service.server import converters
 from tq_service.server.progress import Context, Progress
 from tq_service.server.rpc.limits import WaitingCalls
 from tq_service.server.rpc.middleware import shown_partitions
+from tq_service.serving.catalog import Catalog
+from tq_service.serving.history import ROWS_OF_A_PART, Changes, PartitionChanges, Reader, Selection
+from tq_service.serving.lookup import fitting_count
+from tq_service.serving.status import status_of, summary_of
+from tq_service.serving.wait_queue import LoopYielder
+from tq_service.state.partition import Partition
+from tq_service.state.plan import Indexes
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1.metadata_pb2 import BatchMeta, IndexRanges
 from tq_service.wire.durations import read_seconds

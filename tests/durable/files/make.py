@@ -17,7 +17,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).parent.parent.parent))
 sys.path.append(str(Path(__file__).parent.parent))
 sys.path.append(str(Path(__file__).parent.parent.parent / "storage"))
-sys.path.append(str(Path(__file__).parent.parent.parent / "domain"))
+sys.path.append(str(Path(__file__).parent.parent.parent / "core"))
 
 import numpy as np
 from domain_support import batch_spec, plan_of
@@ -26,14 +26,14 @@ from engine_driver import cells
 from live_server import LiveServer, LoopThread
 from test_change_stages import STORY
 
-from tq_service.domain.catalog import Catalog
-from tq_service.domain.changes.claims import BatchPlanned, NamedEndReached, QueueClaimed, TaskSeen
-from tq_service.domain.changes.partitions import PartitionCleared
-from tq_service.domain.claims.request import LeaseTerms
 from tq_service.durable.log import segment
 from tq_service.durable.state_store import StateStore
+from tq_service.machine.claims import BatchPlanned, NamedEndReached, QueueClaimed, TaskSeen
+from tq_service.machine.partitions import PartitionCleared
 from tq_service.samplers import PlanRunner
 from tq_service.schema import EndCounts
+from tq_service.serving.catalog import Catalog
+from tq_service.state.request import LeaseTerms
 from tq_service.storage.blobs.segments import SegmentBlobs
 from tq_service.storage.engine import StorageEngine
 

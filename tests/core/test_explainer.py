@@ -1,0 +1,40 @@
+"""Explanations of waits keep nothing of partitions that are gone."""
+
+import asyncio
+import gc
+import weakref
+
+import pytest
+from domain_support import asks, new_write, turns
+
+from tq_service.samplers import PlanRunner
+from tq_service.serving import explain as explain_module
+from tq_service.serving.catalog import Catalog
+from tq_service.serving.explain import Explainer
+
+
+@pytest.fixture
+async def catalog(monkeypatch):
+    monkeypatch.setattr(explain_module, "_SLICE_ROWS", 16)  # the explanations of larger partitions are shared
+    return Catalog(PlanRunner())
+
+
+async def test_a_cleared_partition_goes_though_explanations_of_it_are_fresh(catalog):
+    explainer = Explainer(catalog, PlanRunner())
+    gone = weakref.ref(catalog.write("train", b"", new_write(100, ("x",))).partition)
+    reasons = await asyncio.gather(*(explainer.explain("train", asks(data_fields=("y",)), ["train"]) for _ in range(3)))
+    assert reasons[0] is reasons[1] is reasons[2]
+    catalog.remove("train", b"")
+    await turns()
+    gc.collect()
+    assert gone() is None
+
+
+async def test_explanations_are_kept_as_long_as_they_are_fresh(catalog, monkeypatch):
+    monkeypatch.setattr(explain_module, "_FRESH_SECONDS", 0.0)
+    explainer = Explainer(catalog, PlanRunner())
+    catalog.write("train", b"", new_write(100, ("x",)))
+    for number in range(20):
+        await explainer.explain("train", asks(task=f"t{number}", data_fields=("y",)), ["train"])
+        await turns()
+    assert len(explainer._recent) == 0

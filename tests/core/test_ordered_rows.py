@@ -1,0 +1,535 @@
+"""Claims in the order of numbers and texts: that of a plain sort, at the cost of the batch, never long on the loop."""
+
+import asyncio
+import math
+import os
+import random
+import threading
+import tracemalloc
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from domain_support import (
+    batch_spec,
+    claim_rows,
+    clear,
+    insert,
+    meta,
+    new_write,
+    partition,
+    release,
+    reset,
+    seal,
+    set_meta,
+    task_of,
+    turns,
+    update,
+    write_to,
+)
+from planner_bench import Bench, Whenever, rows
+
+from tq_service.custom_meta import JSON_NULL, MetaColumn
+from tq_service.planning import ordered_rows, view
+from tq_service.planning.readiness import Readiness
+from tq_service.samplers import GRPOGroupNSampler, SequentialSampler
+from tq_service.state.meta import Condition, Order
+from tq_service.state.plan import MustBeAwaited, Plan
+
+EXAMPLES = int(os.environ.get("TQ_ORDER_EXAMPLES", "15"))
+VALUES = {
+    "int": [-(2**63), -5, -1, 0, 1, 3, 2**63 - 1],
+    "double": [-math.inf, -1.5, -0.0, 0.0, 5e-324, 2.0, math.inf, math.nan],
+    "bool": [False, True],
+    "text": [
+        "",
+        "\0",
+        "a",
+        "a\0",
+        "a\0\0",
+        "ab",
+        "b" * 40,
+        "b" * 40 + "a",
+        "é",
+        "\ud800",
+        "\udfff",
+        "\uffff",
+        "😀",
+        "😀a",
+    ],
+}
+
+
+def column(name, values):
+    """Return a custom_meta column of values, None where there is none."""
+    present = np.array([value is not None for value in values])
+    filler = next((value for value in values if value is not None), 0)
+    dtype = np.object_ if isinstance(filler, str) else None
+    array = np.array([filler if value is None else value for value in values], dtype=dtype)
+    return MetaColumn(name=name, values=array, present=present)
+
+
+def indexed_partition():
+    target = partition()
+    target.ready_index = view.ReadyIndex(target, "t")
+    return target
+
+
+def view_of(target, task, orders):
+    return view.PartitionView(target, task, target.ready_index, batch_spec(order_by=orders), None)
+
+
+def sorted_view(target, task, orders):
+    """Return a view with all work done that is heavy."""
+    while (made := view_of(target, task, orders)).is_heavy:
+        made.prepare_some()
+    return made
+
+
+class Rows:
+    """A partition and its rows in plain Python."""
+
+    def __init__(self, rng, orders):
+        self.rng = rng
+        self.orders = orders
+        self.partition = indexed_partition()
+        self.task = task_of(self.partition, "t")
+        self.rewrites = rng.random() < 0.5
+        self.values = {}  # by global index, of live and produced rows that are not consumed: what each column has
+        self.hidden = {}  # of those that cannot be claimed now
+        self.claims = []
+
+    def entry(self):
+        return {name: self.rng.choice([*VALUES[name], None]) for name in VALUES}
+
+    def columns(self, entries):
+        columns = {name: [entry[name] for entry in entries] for name in VALUES}
+        return [column(name, values) for name, values in columns.items() if any(value is not None for value in values)]
+
+    def insert(self):
+        count = self.rng.randint(1, 6)
+        fields = self.rng.choice([("x",), ("x",), ()])
+        entries = [self.entry() for _ in range(count)]
+        write = new_write(count, fields)
+        if not self.rewrites or self.rng.random() < 0.5:
+            write = replace(write, meta=self.columns(entries))
+        indexes = list(write_to(self.partition, write).global_indexes)
+        if not write.meta and self.columns(entries):
+            set_meta(self.partition, np.array(indexes), self.columns(entries))
+        (self.values if fields else self.hidden).update(zip(indexes, entries, strict=True))
+
+    def pick(self, of):
+        return self.rng.sample(sorted(of), min(len(of), self.rng.randint(1, 4)))
+
+    def set_meta(self):
+        indexes = self.pick(self.values)
+        if indexes and self.rewrites:
+            entries = [self.entry() for _ in indexes]
+            set_meta(self.partition, np.array(indexes), self.columns(entries))
+            for index, entry in zip(indexes, entries, strict=True):
+                self.values[index] |= {name: value for name, value in entry.items() if value is not None}
+
+    def remove_value(self):
+        indexes, name = self.pick(self.values), self.rng.choice([*VALUES])
+        if indexes:
+            other = self.rng.choice([None, JSON_NULL, [1]])
+            set_meta(self.partition, np.array(indexes), meta([{name: other}] * len(indexes)))
+            for index in indexes:
+                self.values[index] = {**self.values[index], name: None}
+
+    def show(self):
+        for index in self.pick(self.hidden):
+            update(self.partition, [index], ("x",), state="live")
+            self.values[index] = self.hidden.pop(index)
+
+    def hold(self):
+        for index in self.pick(self.values):
+            update(self.partition, [index], state="held")
+            self.hidden[index] = self.values.pop(index)
+
+    def clear(self):
+        indexes = self.pick(self.values)
+        clear(self.partition, np.array(indexes, np.int64))
+        for index in indexes:
+            del self.values[index]
+
+    def claim(self):
+        ready = self.ready(self.rng.randint(1, 5))
+        assert ready.tolist() == self.expected()[: ready.size]
+        if ready.size:
+            given = claim_rows(self.partition, self.task, ready)
+            self.claims.append((given.request_id, {index: self.values.pop(index) for index in ready.tolist()}))
+
+    def give_back(self):
+        if self.claims:
+            request_id, entries = self.claims.pop(self.rng.randrange(len(self.claims)))
+            release(self.partition, self.task, request_id)
+            self.values |= entries
+
+    def view(self):
+        """Return a view as the planner has it."""
+        made = sorted_view(self.partition, self.task, self.orders)
+        if self.rng.random() < 0.3:
+            made.leave_loop()
+        return made
+
+    def ready(self, limit):
+        """Return ready rows, read by another thread where the event loop has no time for that."""
+        try:
+            return self.view().ready(limit)
+        except MustBeAwaited:
+            made = self.view()
+            made.leave_loop()
+            found = made.ready(limit)
+            made.rejoin_loop()
+            return found
+
+    def sort_some(self):
+        """Do a step of what is left to others, between other changes."""
+        made = view_of(self.partition, self.task, self.orders)
+        if made.is_heavy:
+            made.prepare_some()
+
+    def plan_elsewhere(self):
+        """Have another thread read, while rows change or others read here."""
+        made = self.view()
+        made.leave_loop()
+        if self.rng.random() < 0.5:
+            made.ready(self.rng.choice([None, 1, 3]))
+        for _ in range(self.rng.randint(0, 2)):
+            getattr(self, self.rng.choice(STEPS))()
+        made.rejoin_loop()
+
+    def expected(self):
+        def key(index):
+            parts = []
+            for order in self.orders:
+                value = self.values[index].get(order.column)
+                if value is None:
+                    parts.append((1, 0, 0))
+                    continue
+                is_nan = isinstance(value, float) and math.isnan(value)
+                sign = -1 if order.descending else 1
+                if isinstance(value, str):  # in order of code points; one that goes on comes after one that has ended
+                    points = [sign * ord(letter) for letter in value] + [sign * -1]
+                    parts.append((0, points, 0))
+                else:
+                    parts.append((0, sign * is_nan, 0 if is_nan else sign * value))
+            return (*parts, index)
+
+        return sorted(self.values, key=key)
+
+    def check(self):
+        for limit in (None, 1, 3):
+            assert self.ready(limit).tolist() == self.expected()[:limit]
+
+
+STEPS = ["insert", "insert", "set_meta", "set_meta", "remove_value", "show", "hold", "clear", "claim", "claim",
+         "give_back", "check", "sort_some", "plan_elsewhere"]  # fmt: skip
+ORDERS = [
+    (Order("int"),), (Order("int", descending=True),), (Order("double"),), (Order("double", descending=True),),
+    (Order("bool"), Order("int", descending=True)), (Order("bool", descending=True), Order("double"), Order("int")),
+    (Order("none"), Order("int")), (Order("text"),), (Order("text", descending=True),),
+    (Order("bool"), Order("text", descending=True), Order("int")), (Order("text"), Order("double", descending=True)),
+]  # fmt: skip
+
+
+@pytest.fixture
+def few_at_once(monkeypatch):
+    """Have few rows be many, so that all ways of large partitions are gone."""
+    monkeypatch.setattr(ordered_rows, "_SLICE", 5)
+    monkeypatch.setattr(ordered_rows, "_FIRST_BUCKET", 2)
+    monkeypatch.setattr(ordered_rows, "_MOST_STALE", 3)
+    monkeypatch.setattr(ordered_rows, "_MOST_SPLITTERS", 3)
+    monkeypatch.setattr(ordered_rows, "_SAMPLES", 2)
+    monkeypatch.setattr(view, "_MOST_ON_LOOP", 6)
+
+
+@pytest.mark.parametrize("orders", ORDERS)
+@pytest.mark.usefixtures("few_at_once")
+def test_rows_come_in_order_whatever_becomes_of_them(orders):
+    for seed in range(EXAMPLES):
+        rng = random.Random(seed)
+        target = Rows(rng, orders)
+        for _ in range(60):
+            getattr(target, rng.choice(STEPS))()
+        target.check()
+
+
+def test_keys_of_all_values_are_in_their_order():
+    for name, values in VALUES.items():
+        target = Rows(random.Random(0), (Order(name), *([Order("int")] if name != "int" else [])))
+        indexes = insert(target.partition, 2 * len(values) + 1)
+        others = {"int": 0, "double": 0.0, "bool": False, "text": ""}
+        entries = [{**others, name: value} for value in [*values, *values[::-1], None]]
+        set_meta(target.partition, np.array(indexes), target.columns(entries))
+        target.values = dict(zip(indexes, entries, strict=True))
+        assert target.view().ready().tolist() == target.expected()
+
+
+def test_integers_that_become_doubles_keep_their_order():
+    target = Rows(random.Random(0), (Order("v"),))
+    insert(target.partition, 3, meta=[{"v": 3}, {"v": -1}, {"v": 2}])
+    assert target.view().ready().tolist() == [1, 2, 0]
+    insert(target.partition, 1, meta=[{"v": 2.5}])
+    assert target.view().ready().tolist() == [1, 2, 3, 0]
+
+
+@pytest.mark.parametrize("is_text", [True, False])
+@pytest.mark.parametrize("named", [True, False])
+def test_groups_come_in_the_order_of_their_first_members_however_far_apart_they_are(named, is_text):
+    rng = np.random.default_rng(0)
+    target = indexed_partition()
+    group_count, size = 3000, 4
+    names = np.repeat([f"g{number}" for number in range(group_count)], size)
+    values = [f"{value:06d}" if is_text else value for value in rng.integers(0, 50_000, names.size).tolist()]
+    for start in range(0, names.size, 1000 * size):
+        some = slice(start, start + 1000 * size)
+        named_so = {"groups": names[some].tolist(), "group_size": size} if named else {}
+        insert(target, 1000 * size, meta=[{"v": value} for value in values[some]], **named_so)
+    held = rng.choice(names.size, 500, replace=False)
+    update(target, held, state="held")
+    task, orders = task_of(target, "t"), (Order("v"),)
+    whole = np.setdiff1d(np.arange(group_count), held // size)
+    members = [sorted(range(size * group, size * (group + 1)), key=values.__getitem__) for group in whole.tolist()]
+    expected = sorted(members, key=lambda group: (values[group[0]], group[0]))
+
+    for limit in (1, 8, 300, None):
+        made = sorted_view(target, task, orders)
+        if limit is None:
+            made.leave_loop()
+        found = made.ready_groups(limit, unit="group", block_size=None if named else size)
+        groups = [found.rows[start : start + size].tolist() for start in found.starts.tolist()]
+        assert groups == expected[:limit]
+
+
+# Through the planner
+
+
+class Looks:
+    """Counts the rows that the event loop looks at, and those of other threads."""
+
+    def __init__(self, monkeypatch):
+        self.on_loop = self.elsewhere = self.in_one_step = self.most_in_one_step = 0
+        inner = Readiness.ready
+
+        def ready(*arguments):
+            mask = inner(*arguments)
+            if threading.current_thread() is threading.main_thread():
+                self.on_loop += mask.size
+                self.in_one_step += mask.size
+                self.most_in_one_step = max(self.most_in_one_step, self.in_one_step)
+            else:
+                self.elsewhere += mask.size
+            return mask
+
+        monkeypatch.setattr(Readiness, "ready", ready)
+
+    async def watch(self):
+        while True:
+            self.in_one_step = 0
+            await asyncio.sleep(0)
+
+    def take(self):
+        """Return how many rows the loop looked at, in one step at most, and how many others did."""
+        counts = self.on_loop, self.most_in_one_step, self.elsewhere
+        self.on_loop = self.elsewhere = self.most_in_one_step = 0
+        return counts
+
+
+MANY = 100_000
+MANY_IN_ONE_STEP = 5_000
+ORDER = (Order("v", descending=True), Order("w"))
+
+
+@pytest.fixture
+async def bench():
+    return Bench()
+
+
+@pytest.fixture
+async def looks(monkeypatch):
+    looks = Looks(monkeypatch)
+    watching = asyncio.create_task(looks.watch())
+    yield looks
+    watching.cancel()
+
+
+@pytest.fixture(params=[int, lambda number: f"{10**8 + number:09d}"], ids=["numbers", "texts"])
+def value(request):
+    """What stands in a column for a number, in the order of the numbers."""
+    return request.param
+
+
+def put(bench, value, count, *, first=0):
+    """Insert rows whose order is that of their indexes, but for every other."""
+    numbers = np.arange(first, first + count)
+    bench.insert(count)
+    values = [value(-(number // 2)) for number in numbers.tolist()]
+    set_meta(bench.catalog, numbers, [column("v", values), column("w", -(numbers % 2.0))])
+
+
+@pytest.mark.parametrize("ranked", [True, False])
+async def test_a_claim_looks_at_what_it_takes_and_the_first_at_all_in_short_steps(bench, looks, value, ranked):
+    put(bench, value, MANY)
+    for number in range(20):
+        call = bench.ask((0, 1, number) if ranked else None, batch_size=8, order_by=ORDER)
+        await asyncio.wait([call])
+        assert sorted(rows(call)) == list(range(8 * number, 8 * number + 8))
+        on_loop, in_one_step, elsewhere = looks.take()
+        assert on_loop <= 1000 + (MANY if number == 0 else 0)
+        assert in_one_step <= MANY_IN_ONE_STEP
+        assert elsewhere == 0
+
+
+async def test_rows_that_come_are_entered_without_looking_at_the_others(bench, looks, value):
+    put(bench, value, MANY)
+    await bench.ask(batch_size=2, order_by=ORDER)
+    for number in range(10):
+        indexes = bench.insert(5, meta=[{"v": value(10 + number), "w": 0.0}] * 5)
+        looks.take()
+        call = bench.ask(batch_size=2, order_by=ORDER)
+        await asyncio.wait([call])
+        assert rows(call) == indexes[:2]
+        assert max(looks.take()) <= 1000
+    put(bench, value, MANY, first=bench.partition.inserted_count)
+    looks.take()
+    await bench.ask(batch_size=2, order_by=ORDER)
+    on_loop, in_one_step, elsewhere = looks.take()
+    assert on_loop <= 1000 + 2 * MANY  # noted when they came, and when they got their values
+    assert in_one_step <= MANY_IN_ONE_STEP
+    assert elsewhere == 0
+
+
+async def test_many_that_are_gone_are_passed_over_off_the_loop_and_once(bench, looks, value):
+    put(bench, value, MANY)
+    await bench.ask(batch_size=2, order_by=ORDER)
+    await bench.ask(batch_size=MANY // 2)  # in the order of the indexes, which is the same
+    looks.take()
+    call = bench.ask(batch_size=2, order_by=ORDER)
+    await asyncio.wait([call])
+    assert sorted(rows(call)) == [MANY // 2 + 2, MANY // 2 + 3]
+    on_loop, _, elsewhere = looks.take()
+    assert on_loop <= 30_000  # a few thousand at once, and as many by the pump
+    assert 0 < elsewhere <= MANY
+    await bench.ask(batch_size=2, order_by=ORDER)
+    assert max(looks.take()) <= 1000
+
+
+async def test_a_sampler_on_a_thread_takes_rows_in_order_too(bench, looks, value):
+    put(bench, value, MANY)
+    slow = Whenever(lambda view, request: Plan.of([view.ready()[: request.batch_size]]), quick=False)
+    for number in range(3):
+        call = bench.ask(batch_size=4, order_by=ORDER, sampler=slow)
+        await asyncio.wait([call])
+        assert sorted(rows(call)) == list(range(4 * number, 4 * number + 4))
+        on_loop, in_one_step, _ = looks.take()
+        assert on_loop <= 1000 + (MANY if number == 0 else 0)
+        assert in_one_step <= MANY_IN_ONE_STEP
+
+
+async def test_others_have_the_loop_while_rows_are_sorted(bench, value):
+    """Puts and claims in another way go on, and what they change is in the order."""
+    put(bench, value, MANY)
+    call = bench.ask(batch_size=2, order_by=ORDER)
+    await turns()
+    first = bench.insert(1, meta=[{"v": value(5), "w": 0.0}])
+    set_meta(bench.catalog, np.array([7]), [column("v", [value(3)])])
+    clear(bench.catalog, np.array([0]))
+    await asyncio.wait([call])
+    assert rows(call) == [*first, 7]
+    assert rows(await next_call(bench)) == [1, 3]  # w goes from -1.0 up
+    reset(bench.catalog, bench.task, keep_consumed=False)
+    assert rows(await next_call(bench)) == [*first, 7]
+
+
+async def next_call(bench):
+    call = bench.ask(batch_size=2, order_by=ORDER)
+    await asyncio.wait([call])
+    return call
+
+
+async def test_a_reset_while_rows_are_sorted_leaves_nobody_behind(bench, value):
+    put(bench, value, MANY)
+    call = bench.ask((0, 1, 0), batch_size=2, order_by=ORDER)
+    await turns()
+    reset(bench.catalog, bench.task, keep_consumed=False)
+    await asyncio.wait([call])
+    assert sorted(rows(call)) == [0, 1]
+    assert (bench.task.epoch, bench.task.next_batch_index) == (1, 1)
+
+
+async def test_orders_of_rows_that_pass_different_conditions(bench):
+    put(bench, int, 100)
+    for number in range(50):
+        where, order = (Condition("v", ">=", (-number,)),), (Order("v"), Order("w", descending=True))
+        call = bench.ask(batch_size=1, order_by=order, where=where)
+        await asyncio.wait([call])
+        assert rows(call) == [2 * number]
+
+
+def test_few_orders_are_kept():
+    index = indexed_partition().ready_index
+    keys = [((("x",), (), None), (Order(f"c{number}"),)) for number in range(50)]
+    made = [index.ordered(*key) for key in keys]
+    kept = [index.ordered(*key) is ordered for key, ordered in reversed(list(zip(keys, made, strict=True)))]
+    assert kept == [True] * 4 + [False] * 46
+
+
+def test_an_order_nobody_asks_for_any_more_is_forgotten():
+    target, orders = indexed_partition(), (Order("v"),)
+    insert(target, MANY)
+    task = task_of(target, "t")
+    ordered = target.ready_index.ordered((("x",), (), None), orders)
+    assert sorted_view(target, task, orders).ready(2).tolist() == [0, 1]
+    assert ordered.is_in_use
+    for number in range(3):
+        set_meta(target, np.arange(MANY), [column("w", np.full(MANY, number))])
+    assert not ordered.is_in_use
+    assert sorted_view(target, task, orders).ready(2).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("sampler", [SequentialSampler(), GRPOGroupNSampler(n_samples_per_prompt=2)])
+async def test_the_last_in_order_come_at_the_end(bench, value, sampler):
+    put(bench, value, 10)
+    calls = [bench.ask((0, 1, index), batch_size=4, order_by=ORDER, sampler=sampler) for index in range(4)]
+    await turns(20)
+    assert [call.done() for call in calls] == [True, True, False, False]
+    seal(bench.catalog)
+    await asyncio.wait(calls)
+    assert [sorted(rows(call)) for call in calls[:3]] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert calls[3].result().skipped_count == 0
+
+
+# Cost
+
+
+async def test_one_long_text_takes_no_memory_for_other_samples(bench):
+    entries = [{"v": f"{number:05d}"} for number in range(20_000)]
+    entries[7]["v"] = "0" * 16_000
+    bench.insert(20_000, meta=entries)
+    tracemalloc.start()
+    try:
+        call = bench.ask(batch_size=2, order_by=(Order("v"),))
+        await asyncio.wait([call])
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert rows(call) == [0, 7]
+    assert peak < 200 * 20_000
+
+
+async def test_texts_of_samples_that_are_gone_are_let_go(bench):
+    """Also those that no claim in this order ever comes to."""
+    bench.insert(100, meta=[{"v": "a"}] * 100)
+    tracemalloc.start()
+    try:
+        for number in range(40):
+            indexes = bench.insert(1_000, meta=[{"v": f"{index:01000d}"} for index in range(1_000)])
+            call = bench.ask(batch_size=1, order_by=(Order("v", descending=True),))
+            await asyncio.wait([call])
+            assert rows(call) == [number]
+            clear(bench.catalog, np.array(indexes))
+        assert tracemalloc.get_traced_memory()[0] < 12_000_000  # of 40 million
+    finally:
+        tracemalloc.stop()

@@ -1,1 +1,0 @@
-"""What the controller knows and decides: partitions, samples, groups, tasks, claims. No grpc, protobuf or torch."""

@@ -1,1 +1,0 @@
-"""Admission: what bounds writes of new samples, and the queue in which they wait for capacity."""

@@ -1,5 +1,0 @@
-"""Changes: each a dataclass that says what came of a request, with the only code that changes the state.
-
-A change says what came of a request, not what was asked: a claim carries its rows, so that applying it needs no sampler
-and gives the same answer. The state machine takes them one by one, live and from the log alike.
-"""

@@ -1,1 +1,0 @@
-"""Claims: how consumers ask for samples, what they are given, and what becomes of it."""

@@ -1,1 +1,0 @@
-"""Tables: what is known of each row, group and put, in columns that are declared once."""

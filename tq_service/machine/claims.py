@@ -1,0 +1,586 @@
+"""Changes of what tasks consume: samples claimed, acknowledged, released; leases extended and expired; epochs begun.
+
+`prepare` finds the task and the claim, and refuses what does not fit them; `apply` is one verb of the task's ledger,
+and says what follows from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tq_service.errors import InvalidArgumentError, LeaseExpiredError, PreconditionError
+from tq_service.machine.state_machine import Change, State, Step
+from tq_service.planning.grouping import Grouping, skip_rest
+from tq_service.schema import EndCounts
+from tq_service.state.ledger import QueueClaim, RecordedPlan, TaskLedger
+from tq_service.state.partition import Partition
+from tq_service.state.plan import Indexes
+from tq_service.state.request import BatchSpec, LeasedClaim, LeaseTerms
+from tq_service.state.runs import groups_in_runs
+from tq_service.state.states import DROPPED, LIVE
+
+_MOST_NAMED = 20
+
+# What changes look up: the partition, the task, its claim, and the positions of rows.
+TaskRows: TypeAlias = tuple[Partition, TaskLedger, Indexes]
+ClaimRows: TypeAlias = tuple[Partition, TaskLedger, QueueClaim, Indexes]
+ReleasedRows: TypeAlias = tuple[Partition, TaskLedger, QueueClaim | None, Indexes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskChange(Change):
+    """What becomes of one task of a partition."""
+
+    partition_id: str
+    task_name: str
+
+    def find(self, state: State) -> tuple[Partition, TaskLedger]:
+        """Return the partition and the task, which must be there."""
+        partition = state.partition(self.partition_id)
+        return partition, partition.known_task(self.task_name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClaimChange(TaskChange):
+    """What becomes of the claim of a queue worker."""
+
+    request_id: bytes
+
+    def find_claim(self, state: State) -> tuple[Partition, TaskLedger, QueueClaim | None]:
+        """Return the partition, the task, and the claim, None where it is not there any more."""
+        partition, task = self.find(state)
+        return partition, task, task.claims.get(self.request_id)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskSeen(TaskChange):
+    """A task asked for the first time."""
+
+    def prepare(self, state: State) -> Partition | None:
+        """Find the partition, unless it knows the task; raises TaskNotFoundError where it was created for others."""
+        partition = state.partition(self.partition_id)
+        partition.check_task(self.task_name)
+        return None if self.task_name in partition.tasks else partition
+
+    def apply(self, state: State, prepared: Partition, step: Step) -> TaskLedger:
+        """Open the task's ledger."""
+        step.tasks.append((prepared, self.task_name))
+        return prepared.open_task(self.task_name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskForgotten(TaskChange):
+    """A task of which nothing is on record was forgotten: the calls that asked for it were refused."""
+
+    def prepare(self, state: State) -> tuple[Partition, TaskLedger] | None:
+        """Find the task; None if it was declared with the partition, or something is on record."""
+        partition, task = self.find(state)
+        is_kept = self.task_name in partition.settings.tasks or not task.is_unused
+        return None if is_kept else (partition, task)
+
+    def apply(self, state: State, prepared: tuple[Partition, TaskLedger], step: Step) -> None:
+        """Drop the task's ledger."""
+        partition, task = prepared
+        partition.drop_task(task.name)
+        step.tasks.append((partition, task.name))
+
+
+# Claims
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchPlanned(TaskChange):
+    """The next batch_index of a task was planned, for all ranks."""
+
+    batch_spec: BatchSpec
+    plan: RecordedPlan
+
+    def prepare(self, state: State) -> TaskRows:
+        """Find the positions of all rows of the plan; raises TqError where one is gone."""
+        partition, task = self.find(state)
+        return partition, task, partition.positions_of(self.plan.named)
+
+    def apply(self, state: State, prepared: TaskRows, step: Step) -> None:
+        """Record the plan, and what it consumes."""
+        partition, task, positions = prepared
+        task.claim_batch(self.batch_spec, self.plan, positions)
+        step.consumed[partition] = None
+        step.tasks.append((partition, task.name))
+        step.delivered.append((partition, task.name, self.plan))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndReached(TaskChange):
+    """No further batch comes in this epoch of a task."""
+
+    dp_size: int
+    end: EndCounts
+
+    def prepare(self, state: State) -> tuple[Partition, TaskLedger]:
+        """Find the task."""
+        return self.find(state)
+
+    def apply(self, state: State, prepared: tuple[Partition, TaskLedger], step: Step) -> None:
+        """Record the end."""
+        partition, task = prepared
+        task.reach_end(self.dp_size, self.end)
+        step.tasks.append((partition, task.name))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueClaimed(TaskChange):
+    """A queue worker was given samples; without a `lease` they are done.
+
+    Attributes:
+        claim_name: by which the claim can be asked for again; empty: it has none.
+        batch_spec: what was asked for, where the claim has a name.
+    """
+
+    request_id: bytes
+    plan: RecordedPlan
+    lease: LeaseTerms | None = None
+    claim_name: str = ""
+    batch_spec: BatchSpec | None = None
+
+    def prepare(self, state: State) -> TaskRows:
+        """Find the positions of the samples; raises TqError where one is gone."""
+        partition, task = self.find(state)
+        return partition, task, partition.positions_of(self.plan.named)
+
+    def apply(self, state: State, prepared: TaskRows, step: Step) -> QueueClaim:
+        """Record the claim and return it."""
+        partition, task, positions = prepared
+        claim = task.claim_samples(
+            self.request_id, self.plan, positions, self.lease, name=self.claim_name, batch_spec=self.batch_spec
+        )
+        if self.lease is not None:
+            step.leases.append((partition, task.name, claim))
+        step.consumed[partition] = None
+        step.tasks.append((partition, task.name))
+        step.delivered.append((partition, task.name, self.plan))
+        return claim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedEndReached(TaskChange):
+    """A call for a claim by name was answered with the end, as all are that come under this name."""
+
+    claim_name: str
+    end: EndCounts
+
+    def prepare(self, state: State) -> TaskLedger:
+        """Find the task."""
+        return self.find(state)[1]
+
+    def apply(self, state: State, prepared: TaskLedger, step: Step) -> None:
+        """Record the end."""
+        prepared.reach_named_end(self.claim_name, self.end)
+
+
+# What becomes of the claim of a queue worker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClaimReleased(ClaimChange):
+    """A queue claim was released: what is left of it can be claimed again.
+
+    Samples that the claim acknowledged or released before are ignored, as is an unknown claim: a client releases what
+    it may have got.
+
+    Attributes:
+        global_indexes: samples of a leased claim; None: all that are left of it.
+        is_final: whether its request_id is refused from now on. Not so where the answer reached no client, which then
+            may ask again under the same one.
+    """
+
+    global_indexes: Indexes | None = None
+    is_final: bool = True
+
+    def prepare(self, state: State) -> ReleasedRows | None:
+        """Find what is released; None where nothing is, and the request_id stays as it is.
+
+        Raises:
+            LeaseExpiredError: the lease of samples that are named ran out.
+            InvalidArgumentError: only a part of a claim without a lease is named, or of a group that stays whole.
+        """
+        partition, task, claim = self.find_claim(state)
+        if self.global_indexes is not None and task.ended.has_expired(self.request_id):
+            _check_leased(partition, task, self.request_id, self.global_indexes)
+        if claim is None:
+            return (partition, task, None, np.zeros(0, np.int64)) if self.is_final else None
+        positions = _left(partition, task, claim, self.global_indexes)
+        is_nothing = self.global_indexes is not None and claim.lease is not None and not positions.size
+        return None if is_nothing else (partition, task, claim, positions)
+
+    def apply(self, state: State, prepared: ReleasedRows, step: Step) -> int:
+        """Release the samples; return how many can be claimed again at once."""
+        partition, task, claim, positions = prepared
+        if self.is_final:
+            task.ended.add(self.request_id, step.at_seconds, is_expired=False)
+        if claim is None:
+            return 0
+        task.nack(claim, positions)
+        step.tasks.append((partition, task.name))
+        _reopened(partition, positions, step)
+        _skip_rest(partition, task, positions, step)
+        return int(np.count_nonzero(partition.state.data[positions] == LIVE))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClaimAcked(ClaimChange):
+    """Samples of a leased claim are done, for good or for this time; None: all that are left of it.
+
+    Samples that are done, have failed or were cleared may be named: no other worker will process them.
+    """
+
+    global_indexes: Indexes | None = None
+
+    def prepare(self, state: State) -> ClaimRows | None:
+        """Find the samples that are leased; None where none of them is.
+
+        Raises:
+            LeaseExpiredError: samples are no longer the claim's; none is acknowledged.
+            InvalidArgumentError: samples were never in the claim, or are a part of a group that stays whole.
+            PreconditionError: the claim was made without a lease.
+        """
+        partition, task, claim = self.find_claim(state)
+        _check_leased(partition, task, self.request_id, self.global_indexes)
+        if claim is None:
+            return None
+        positions = _left(partition, task, claim, self.global_indexes)
+        return (partition, task, claim, positions) if positions.size else None
+
+    def apply(self, state: State, prepared: ClaimRows, step: Step) -> int:
+        """Consume the samples for good, or return them for their next use; return how many they are."""
+        partition, task, claim, positions = prepared
+        returned = task.ack(claim, positions)
+        _reopened(partition, returned, step)
+        _skip_rest(partition, task, returned, step)
+        step.tasks.append((partition, task.name))
+        step.changed[partition] = None  # the end may have come with the last that was leased
+        return int(positions.size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClaimExtended(ClaimChange):
+    """What is left of a leased claim was given more time, from then on."""
+
+    lease_seconds: float
+
+    def prepare(self, state: State) -> tuple[Partition, TaskLedger, QueueClaim, LeaseTerms]:
+        """Find the claim, and say how long it lasts.
+
+        Raises:
+            LeaseExpiredError: the lease ran out, or its samples were released.
+            PreconditionError: nothing is left to be acknowledged, or the claim was made without a lease.
+        """
+        partition, task, claim = self.find_claim(state)
+        if claim is None or task.ended.has_expired(self.request_id):
+            raise _is_over(task)
+        lease = replace(_lease_of(task, claim), seconds=self.lease_seconds)
+        if claim.leased_count == 0:
+            raise PreconditionError(
+                f"nothing is left of this claim of task {task.name!r}: its samples are acknowledged, failed, cleared "
+                f"or released; no more time is needed",
+                metadata={"task_name": task.name},
+            )
+        return partition, task, claim, lease
+
+    def apply(self, state: State, prepared: tuple[Partition, TaskLedger, QueueClaim, LeaseTerms], step: Step) -> int:
+        """Change how long the lease lasts; return how many samples are left of it."""
+        partition, task, claim, lease = prepared
+        task.extend(claim, lease)
+        step.leases.append((partition, task.name, claim))
+        return claim.leased_count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseExpired(ClaimChange):
+    """What was left of a leased claim can be claimed again, or is dead-lettered."""
+
+    def prepare(self, state: State) -> ClaimRows:
+        """Find what is left; raises LookupError where that is nothing."""
+        partition, task, claim = self.find_claim(state)
+        if claim is None or claim.leased_count == 0:
+            raise LookupError(f"task {task.name!r} has leased nothing under request_id {self.request_id.hex()}")
+        return partition, task, claim, task.left(claim)
+
+    def apply(self, state: State, prepared: ClaimRows, step: Step) -> None:
+        """Take the samples from the worker."""
+        partition, task, claim, positions = prepared
+        step.note_change(partition)  # what is dead-lettered may bring the end, or let the rest of its group go
+        _reopened(partition, task.expire(claim, positions, step.at_seconds), step)
+        _skip_rest(partition, task, positions, step)
+        step.tasks.append((partition, task.name))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConsumptionReset(TaskChange):
+    """The next epoch of a task began.
+
+    Attributes:
+        keep_consumed: whether only what was not done can be claimed in it: leased and dead-lettered samples.
+        epoch: the epoch that the caller means to end; None: whichever.
+    """
+
+    keep_consumed: bool
+    epoch: int | None = None
+
+    def prepare(self, state: State) -> tuple[Partition, TaskLedger]:
+        """Find the task.
+
+        Raises:
+            StaleEpochError: it is at another epoch.
+        """
+        partition, task = self.find(state)
+        task.check_epoch(self.epoch)
+        return partition, task
+
+    def apply(self, state: State, prepared: tuple[Partition, TaskLedger], step: Step) -> int:
+        """Start the epoch and return it."""
+        partition, task = prepared
+        reopened = task.reset(keep_consumed=self.keep_consumed, open_count=partition.open_count)
+        if self.keep_consumed:
+            _reopened(partition, reopened, step)
+        else:
+            partition.on_reset(task.name)
+        step.note_change(partition)
+        step.tasks.append((partition, task.name))
+        return task.epoch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeadLettersRequeued(TaskChange):
+    """Dead-lettered samples of a task can be claimed again, as if they had never been delivered.
+
+    Attributes:
+        global_indexes: samples, of which those that are not dead-lettered are ignored; None: all that are.
+    """
+
+    global_indexes: Indexes | None = None
+
+    def prepare(self, state: State) -> TaskRows | None:
+        """Find the samples; None where none of them is dead-lettered.
+
+        Raises:
+            PreconditionError: the ranks of the task have come to their end, so that nothing is delivered any more.
+        """
+        partition, task = self.find(state)
+        positions = task.dead_lettered()
+        if self.global_indexes is not None:
+            positions = positions[np.isin(partition.table.index.data[positions], self.global_indexes)]
+        if not positions.size:
+            return None
+        if task.end is not None:
+            raise PreconditionError(
+                f"task {task.name!r} of partition {self.partition_id!r} is at its end, so its ranks ask for nothing "
+                "more; reset its consumption with keep_consumed, which delivers dead-lettered samples again",
+                metadata={"task_name": task.name},
+            )
+        return partition, task, positions
+
+    def apply(self, state: State, prepared: TaskRows, step: Step) -> int:
+        """Have them claimable; return how many they are."""
+        partition, task, positions = prepared
+        task.requeue(positions)
+        step.tasks.append((partition, task.name))
+        _reopened(partition, positions, step)
+        _reopened(partition, task.take_back(), step)  # their groups may be whole again
+        _skip_rest(partition, task, None, step)
+        return int(positions.size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupsKept(TaskChange):
+    """A task asks for whole groups in another way than before, or no longer does.
+
+    Attributes:
+        kept_groups: see `TaskFacts`.
+    """
+
+    kept_groups: int | None
+
+    def prepare(self, state: State) -> tuple[Partition, TaskLedger] | None:
+        """Find the task; None where it asks as before."""
+        partition, task = self.find(state)
+        return None if task.kept_groups == self.kept_groups else (partition, task)
+
+    def apply(self, state: State, prepared: tuple[Partition, TaskLedger], step: Step) -> None:
+        """Skip the rest of groups that lost a member, or have it pending again."""
+        partition, task = prepared
+        task.kept_groups = self.kept_groups
+        _reopened(partition, task.take_back(), step)
+        _skip_rest(partition, task, None, step)
+
+
+# Consequences
+
+
+def _skip_rest(partition: Partition, task: TaskLedger, positions: Indexes | None, step: Step) -> None:
+    """Skip what is left of groups that lost a member, see `skip_rest`; writes may have capacity for it."""
+    if task.kept_groups is not None and skip_rest(partition, task, positions):
+        step.consumed[partition] = None
+        step.tasks.append((partition, task.name))
+
+
+def _reopened(partition: Partition, positions: Indexes, step: Step) -> None:
+    """Have waiting claims look again at rows that can be claimed again."""
+    if positions.size:
+        partition.touched(partition.table.index.data[positions])
+        step.note_change(partition)
+
+
+# Checks
+
+
+def check_claim(partition: Partition, claim: LeasedClaim, rows: Indexes) -> None:
+    """Refuse a write to samples of a leased claim unless the claim holds them, or has acknowledged them.
+
+    Samples that have failed or were cleared are no reason to refuse it: no other worker will process them.
+
+    Raises:
+        LeaseExpiredError: samples are no longer the claim's.
+        InvalidArgumentError: samples were never in the claim.
+        PreconditionError: the claim was made without a lease.
+        TaskNotFoundError: there is no such task.
+    """
+    _check_leased(partition, partition.known_task(claim.task_name), claim.request_id, rows)
+
+
+def _check_leased(partition: Partition, task: TaskLedger, request_id: bytes, rows: Indexes | None) -> None:
+    """Refuse a worker that does not hold, and has not acknowledged, samples of its claim; None: all of them."""
+    claim = task.claims.get(request_id)
+    if claim is None:
+        _check_cleared(partition, task, request_id, rows)
+        return
+    _lease_of(task, claim)
+    if rows is not None:
+        _check_held(partition, task, claim, rows)
+    elif task.ended.has_expired(request_id):
+        raise _is_over(task)
+
+
+def _left(partition: Partition, task: TaskLedger, claim: QueueClaim, rows: Indexes | None) -> Indexes:
+    """Return the positions of what a claim holds of some samples, of all where none are named.
+
+    Raises:
+        InvalidArgumentError: they are only a part of a claim without a lease, or of a group that stays whole.
+    """
+    positions = task.left(claim)
+    if rows is None:
+        return positions
+    if claim.lease is not None:
+        is_named = np.isin(partition.table.index.data[positions], rows)
+        if claim.plan.dropped:
+            is_named = _with_dropped(partition, task, claim, positions, is_named)
+        _check_whole_groups(partition, task, claim, positions, is_named)
+        return positions[is_named]
+    delivered = claim.rows[partition.table.find(claim.rows) >= 0]
+    if not np.isin(delivered, rows).all():
+        raise InvalidArgumentError(
+            f"got {rows.size} of the {delivered.size} samples of a claim without a lease, which is released whole; ask "
+            "with a lease to release some",
+            field="global_indexes",
+        )
+    return positions
+
+
+def _with_dropped(
+    partition: Partition, task: TaskLedger, claim: QueueClaim, positions: Indexes, is_named: NDArray[np.bool_]
+) -> NDArray[np.bool_]:
+    """Return which rows of a claim are meant: a dropped row goes with the other members of its group that are left.
+
+    All parts of a batch name everything that it drops, whichever samples they are of.
+    """
+    is_dropped = claim.plan.drops(partition.table.index.data[positions])
+    ids = _group_ids(partition, task, claim, positions)
+    delivered = ids[~is_dropped]
+    is_alone = is_dropped & ~np.isin(ids, delivered)
+    meant: NDArray[np.bool_] = np.isin(ids, delivered[is_named[~is_dropped]]) & is_dropped
+    return (is_named & (~is_dropped | is_alone)) | meant
+
+
+def _group_ids(partition: Partition, task: TaskLedger, claim: QueueClaim, positions: Indexes) -> Indexes:
+    """Return the id of the group that each row of a leased claim is in; without groups each row has its own."""
+    block_size = None if claim.lease is None else claim.lease.group_block_size
+    if claim.lease is None or block_size is None:
+        return positions
+    if claim.lease.blocks == "anywhere":  # found among what was claimed, of which some may be acknowledged or gone
+        claimed = np.unique(np.concatenate([claim.rows, *claim.plan.dropped]))
+        ids = groups_in_runs(claimed, block_size)
+        return ids[np.searchsorted(claimed, partition.table.index.data[positions])]
+    return Grouping(partition, task, block_size or None).ids(positions)
+
+
+def _lease_of(task: TaskLedger, claim: QueueClaim) -> LeaseTerms:
+    if claim.lease is None:
+        raise PreconditionError(
+            f"this claim of task {task.name!r} has no lease, so its samples were done when they were delivered; ask "
+            "with a lease to acknowledge them, or name none with a write",
+            metadata={"task_name": task.name},
+        )
+    return claim.lease
+
+
+def _check_cleared(partition: Partition, task: TaskLedger, request_id: bytes, rows: Indexes | None) -> None:
+    """Refuse a claim that is gone, unless it went with its samples when they were cleared."""
+    if rows is None or rows.size == 0 or task.ended.has_expired(request_id):
+        raise _is_over(task, rows)
+    there = rows[(partition.table.find(rows) >= 0) | (rows < 0) | (rows >= partition.inserted_count)]
+    if there.size:
+        raise _is_over(task, there)
+
+
+def _check_held(partition: Partition, task: TaskLedger, claim: QueueClaim, rows: Indexes) -> None:
+    foreign = rows[~(np.isin(rows, claim.rows) | claim.plan.drops(rows))]
+    if foreign.size:
+        raise InvalidArgumentError(
+            f"samples {_named(foreign)} were never in this claim of task {task.name!r}; name the samples of a claim by "
+            f"the batch it came with",
+            field="global_indexes",
+        )
+    positions = partition.table.find(rows)
+    is_there = positions >= 0
+    marks = task.claim.data[positions]
+    is_done = (marks == DROPPED) & claim.plan.drops(rows)
+    lost = rows[is_there & (np.abs(marks) != claim.serial) & ~is_done]
+    if claim.returned is not None:
+        lost = lost[~np.isin(lost, claim.returned)]
+    if lost.size:
+        raise _is_over(task, lost)
+
+
+def _check_whole_groups(
+    partition: Partition, task: TaskLedger, claim: QueueClaim, positions: Indexes, is_named: NDArray[np.bool_]
+) -> None:
+    """Refuse a part of a group, of which the rest could never be delivered again as a whole one."""
+    if is_named.all() or not is_named.any():
+        return
+    ids = _group_ids(partition, task, claim, positions)
+    parted = np.intersect1d(ids[is_named], ids[~is_named])
+    if parted.size:
+        is_member = ids == parted[0]
+        members = partition.table.index.data[positions[is_member]]
+        raise InvalidArgumentError(
+            f"samples {_named(members)} are a group, of which {int(is_named[is_member].sum())} of {members.size} "
+            f"are named; the claim is of whole groups, so name all of them or none",
+            field="global_indexes",
+        )
+
+
+def _is_over(task: TaskLedger, rows: Indexes | None = None) -> LeaseExpiredError:
+    what = "samples of this claim" if rows is None else f"samples {_named(rows)}"
+    return LeaseExpiredError(
+        f"{what} are no longer leased to this worker of task {task.name!r}: the lease ran out, was released, or "
+        f"consumption was reset; others may do the same work, so drop yours, and ask for a longer lease or extend it",
+        metadata={"task_name": task.name} | ({} if rows is None else {"global_indexes": _named(rows)}),
+    )
+
+
+def _named(rows: Indexes) -> str:
+    named = ", ".join(map(str, rows[:_MOST_NAMED].tolist()))
+    return named if rows.size <= _MOST_NAMED else f"{named} and {rows.size - _MOST_NAMED} more"

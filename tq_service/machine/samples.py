@@ -1,0 +1,453 @@
+"""Changes of samples: added, written to, cleared; their custom_meta set, their groups closed.
+
+A write names its samples by index, by key, or not at all where they are new. `check_write` finds them and sees whether
+they take what is written.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import gcd
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tq_service.custom_meta import MetaColumn
+from tq_service.errors import (
+    AlreadyExistsError,
+    InvalidArgumentError,
+    KeyNotFoundError,
+    PartitionSealedError,
+    SampleFailedError,
+    nearest,
+)
+from tq_service.machine.claims import check_claim
+from tq_service.machine.state_machine import Change, State, Step
+from tq_service.planning.grouping import skip_rest
+from tq_service.schema import FieldSpec, KeyMode, SampleState
+from tq_service.state.cells import ColumnWrite, Put
+from tq_service.state.groups import CheckedGroups
+from tq_service.state.names import GroupNames, Names
+from tq_service.state.partition import Partition
+from tq_service.state.plan import Indexes
+from tq_service.state.request import LeasedClaim
+from tq_service.state.states import CLEARED, FAILED, STATE_CODES, is_open
+from tq_service.state.table import distinct
+
+# A write was checked against its claim when it was made; the log need not know of it.
+_CHECKED_ONCE = {"is_encoded": False}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleWrite:
+    """What Insert and Commit write.
+
+    Attributes:
+        row_count: number of samples.
+        global_indexes: existing samples `(n,)`; None: new ones, or those of `keys`.
+        keys: unique names, in order.
+        groups: groups of new samples in order, "" for none.
+        names: what is known of keys and groups already; None: nothing.
+        put: where the columns are, None for metadata and state only.
+        columns: the columns of the put.
+        claim: the leased claim that the samples of `global_indexes` are of; None: the write is not checked against one.
+
+    Raises:
+        InvalidArgumentError: no sample is named where they must be existing ones.
+    """
+
+    row_count: int
+    global_indexes: Indexes | None = None
+    keys: Sequence[str] | None = None
+    key_mode: KeyMode = "upsert"
+    groups: Sequence[str] | None = None
+    names: Names | None = field(default=None, metadata={"is_encoded": False})
+    group_size: int = 0
+    state: SampleState | None = None
+    meta: Sequence[MetaColumn] = ()
+    put: Put | None = None
+    columns: Sequence[ColumnWrite] = ()
+    claim: LeasedClaim | None = field(default=None, metadata=_CHECKED_ONCE)
+
+    def __post_init__(self) -> None:
+        _check_claim_has_rows(self.claim, self.global_indexes)
+        if self.key_mode == "existing" and self.keys is None and self.global_indexes is None:
+            raise InvalidArgumentError(
+                "key_mode is existing, but neither keys nor global_indexes name the samples; give one of them",
+                field="key_mode",
+            )
+
+    @property
+    def may_add_samples(self) -> bool:
+        """Whether it may have new samples: it names none, or keys that need not be known."""
+        return self.global_indexes is None and (self.keys is None or self.key_mode != "existing")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedWrite:
+    """A write that a partition takes as it is now.
+
+    Attributes:
+        positions: of its rows `(n,)` in order, -1 for new ones; None: all are new.
+        new_count: how many are.
+        groups: the groups of the new ones, None where the write names none.
+        specs: those that the written fields have afterwards.
+    """
+
+    partition: Partition
+    positions: Indexes | None
+    new_count: int
+    groups: CheckedGroups | None
+    specs: Sequence[FieldSpec]
+
+    @property
+    def is_new(self) -> slice | NDArray[np.bool_]:
+        """What is of new rows, in an array in the order of the write."""
+        return slice(None) if self.positions is None else self.positions < 0
+
+
+FoundRows: TypeAlias = tuple[Partition, Indexes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """What a write did: the samples, a range where all are new, and the specs of the fields written."""
+
+    partition: Partition
+    global_indexes: Indexes | range
+    specs: Sequence[FieldSpec] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplesWritten(Change):
+    """Samples were added, or written to."""
+
+    partition_id: str
+    write: SampleWrite
+
+    def prepare(self, state: State) -> CheckedWrite:
+        """Find the rows of the write and see whether they take it."""
+        return check_write(state.partition(self.partition_id), self.write)
+
+    def apply(self, state: State, prepared: CheckedWrite, step: Step) -> Written:
+        """Add the rows that are new, then write their state, cells and custom_meta."""
+        partition, positions = prepared.partition, prepared.positions
+        write, table = self.write, partition.table
+        rows: slice | Indexes
+        rows = added = _add_rows(write, prepared, step)
+        indexes: Indexes | range = range(table.next_index - prepared.new_count, table.next_index)
+        if positions is not None:
+            if write.state is not None:
+                _set_state(partition, STATE_CODES[write.state], positions[positions >= 0], step)
+            positions[positions < 0] = np.arange(added.start, added.stop)
+            rows, indexes = positions, table.index.data[positions]
+        _write_cells(partition, write, prepared.specs, rows, step)
+        partition.meta.write(write.meta, rows)
+        expected = partition.settings.expected_samples
+        if expected is not None and partition.inserted_count >= expected and not partition.sealed:
+            partition.sealed = True
+            step.note_change(partition)
+            step.tasks.append((partition, None))
+        elif write.state is SampleState.FAILED:
+            step.tasks.append((partition, None))
+        partition.touched(indexes)
+        step.written.append((partition, indexes))
+        step.changed[partition] = None
+        table.close_gaps(write.row_count)
+        return Written(partition=partition, global_indexes=indexes, specs=prepared.specs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetaSet(Change):
+    """custom_meta of existing samples was written."""
+
+    partition_id: str
+    global_indexes: Indexes
+    columns: Sequence[MetaColumn]
+    claim: LeasedClaim | None = field(default=None, metadata=_CHECKED_ONCE)
+
+    def prepare(self, state: State) -> FoundRows:
+        """Find the samples and see whether the columns take the values."""
+        partition = state.partition(self.partition_id)
+        if self.global_indexes.size == 0:
+            raise InvalidArgumentError("global_indexes is empty; name at least one sample", field="global_indexes")
+        if self.claim is not None:
+            check_claim(partition, self.claim, self.global_indexes)
+        positions = partition.positions_of(self.global_indexes)
+        partition.meta.check(self.columns, positions.size)
+        return partition, positions
+
+    def apply(self, state: State, prepared: FoundRows, step: Step) -> None:
+        """Write the values."""
+        partition, positions = prepared
+        partition.meta.write(self.columns, positions)
+        partition.touched(self.global_indexes)
+        step.written.append((partition, self.global_indexes))
+        step.note_change(partition)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupsClosed(Change):
+    """Groups get no further members."""
+
+    partition_id: str
+    names: Sequence[str]
+
+    def prepare(self, state: State) -> FoundRows:
+        """Find the groups."""
+        partition = state.partition(self.partition_id)
+        return partition, partition.groups.slots_of(self.names)
+
+    def apply(self, state: State, prepared: FoundRows, step: Step) -> None:
+        """Close them."""
+        partition, slots = prepared
+        partition.groups.close(slots)
+        step.note_change(partition)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplesCleared(Change):
+    """Samples were removed; those that were not there are named too."""
+
+    partition_id: str
+    global_indexes: Indexes
+    claim: LeasedClaim | None = field(default=None, metadata=_CHECKED_ONCE)
+
+    def prepare(self, state: State) -> FoundRows | None:
+        """Find those that are there."""
+        partition = state.partition(self.partition_id)
+        if self.claim is not None:
+            check_claim(partition, self.claim, self.global_indexes)
+        positions = partition.table.find(self.global_indexes)
+        positions = distinct(positions[positions >= 0], partition.table.count)
+        return (partition, positions) if positions.size else None
+
+    def apply(self, state: State, prepared: FoundRows, step: Step) -> int:
+        """Remove them from all that knows of them; return how many they were."""
+        partition, positions = prepared
+        step.freed += partition.cells.forget(positions, partition.cells.fields.values())
+        keys = None if partition.key.is_blank else partition.key.data[positions]
+        step.removed.append((partition, partition.table.index.data[positions], keys))
+        states = partition.state.data[positions]
+        still_open = positions[is_open(states)]
+        for task in partition.tasks.values():
+            task.on_rows_closed(still_open)
+            task.on_rows_cleared(positions)
+        partition.key_index.on_rows_cleared(positions)
+        partition.count_states(positions, -1)
+        partition.groups.forget_members(positions)
+        partition.state.write(positions, CLEARED)
+        _skip_rest(partition, positions, step)
+        partition.table.remove(positions)
+        step.note_change(partition)
+        return positions.size
+
+
+# What a write does
+
+
+def _add_rows(write: SampleWrite, checked: CheckedWrite, step: Step) -> slice:
+    """Add the new rows of a write; return their positions."""
+    partition, count = checked.partition, checked.new_count
+    code = STATE_CODES[write.state or SampleState.LIVE]
+    added = partition.table.append(count, code)
+    if count == 0:
+        return added
+    had_groups = partition.groups.in_use
+    partition.insert_size_gcd = gcd(partition.insert_size_gcd, count)
+    if write.keys is not None:
+        keys = write.keys
+        if checked.positions is not None:
+            keys = list(itertools.compress(keys, checked.positions < 0))
+        partition.key.write(added, keys)
+        partition.key_index.add(keys, range(partition.table.next_index - count, partition.table.next_index))
+    if checked.groups is not None:
+        partition.groups.add(checked.groups, write.group_size, added)
+    partition.count_state(code, added, 1)
+    if code != FAILED:
+        for task in partition.tasks.values():
+            task.on_rows_added(count)
+    if partition.groups.in_use and not had_groups:  # blocks of unnamed rows are no groups any more
+        for task in partition.tasks.values():
+            if (taken := task.take_back()).size:
+                partition.touched(partition.table.index.data[taken])
+    _skip_rest(partition, np.arange(added.start, added.stop), step)
+    return added
+
+
+def _write_cells(
+    partition: Partition, write: SampleWrite, specs: Sequence[FieldSpec], positions: slice | Indexes, step: Step
+) -> None:
+    """Point the rows to the cells of the put, but for failed ones, whose bytes are not kept."""
+    if write.put is None:
+        return
+    if write.state is SampleState.FAILED:
+        step.freed.append(write.put)
+        return
+    cells = partition.cells
+    step.freed += cells.write(write.put, write.columns, specs, positions, write.row_count)
+    if partition.state_counts[FAILED] and not isinstance(positions, slice):
+        failed = positions[partition.state.data[positions] == FAILED]
+        step.freed += cells.forget(failed, [cells.fields[spec.name] for spec in specs])
+
+
+def _set_state(partition: Partition, code: int, positions: Indexes, step: Step) -> None:
+    """Give rows that have not failed a state."""
+    changed = positions[partition.state.data[positions] != code]
+    if changed.size == 0:
+        return
+    if code == FAILED:
+        step.freed += partition.cells.forget(changed, partition.cells.fields.values())
+        for task in partition.tasks.values():
+            task.on_rows_closed(changed)
+    partition.count_states(changed, -1)
+    partition.state.write(changed, code)
+    partition.count_state(code, changed, 1)
+    partition.state_version += 1
+    if code == FAILED:
+        _skip_rest(partition, changed, step)
+
+
+def _skip_rest(partition: Partition, positions: Indexes, step: Step) -> None:
+    """Skip, for tasks that keep groups whole, the rest of those that lost one of these rows, or got it too late."""
+    for task in partition.tasks.values():
+        if task.kept_groups is not None and skip_rest(partition, task, positions):
+            step.consumed[partition] = None
+            step.tasks.append((partition, task.name))
+
+
+# What a write means, and whether its rows take it
+
+
+def check_write(partition: Partition, write: SampleWrite) -> CheckedWrite:
+    """Find the rows of a write and what it does to them; raises where they do not take it, and changes nothing."""
+    _check_counts(write)
+    positions = _find_rows(partition, write)
+    new_count = write.row_count if positions is None else int(np.count_nonzero(positions < 0))
+    if new_count == write.row_count:
+        positions = None
+    if partition.sealed and new_count:
+        raise PartitionSealedError(
+            f"partition {partition.partition_id!r} is sealed with {partition.inserted_count} samples, got "
+            f"{new_count} new ones; put columns of existing samples by their indexes, or by keys with key_mode "
+            f"existing; clear the partition to start over, or use another one",
+            metadata={"partition_id": partition.partition_id},
+        )
+    if partition.sealed and write.keys is not None and write.key_mode == "upsert" and positions is not None:
+        _check_not_overwritten(partition, write, write.keys, positions)
+    specs = partition.cells.merged_specs(write.columns, positions)
+    partition.meta.check(write.meta, write.row_count)
+    if positions is not None and write.state is not None and write.state is not SampleState.FAILED:
+        _check_not_failed(partition, positions[positions >= 0])
+    groups = None if write.groups is None else _check_groups(partition, write, write.groups, positions)
+    return CheckedWrite(partition=partition, positions=positions, new_count=new_count, groups=groups, specs=specs)
+
+
+def _check_not_overwritten(partition: Partition, write: SampleWrite, keys: Sequence[str], positions: Indexes) -> None:
+    """Refuse to overwrite columns of a sealed partition by an upsert: it looks like another run under the same name."""
+    for column in write.columns:
+        if column.spec.name not in partition.cells.fields:
+            continue
+        is_there = partition.cells.produced([column.spec.name], positions)
+        if is_there.any():
+            raise PartitionSealedError(
+                f"partition {partition.partition_id!r} is sealed, and key {keys[int(np.argmax(is_there))]!r} has field "
+                f"{column.spec.name!r} already, perhaps from another run; clear the partition to start over, or use "
+                f"another one, or a namespace for each run; put with key_mode existing to overwrite it",
+                metadata={"partition_id": partition.partition_id},
+            )
+
+
+def _check_groups(
+    partition: Partition, write: SampleWrite, groups: Sequence[str], positions: Indexes | None
+) -> CheckedGroups:
+    """Return the groups of the new samples; raises where they, or those of the others, cannot be what is given."""
+    names = (write.names and write.names.group_names) or GroupNames.of(groups)
+    if positions is not None:
+        old = np.flatnonzero(positions >= 0)
+        for position, group, known in zip(
+            positions[old].tolist(), names.at(old), partition.groups.names_of(positions[old]), strict=True
+        ):
+            if group and group != known:
+                raise InvalidArgumentError(
+                    f"sample {int(partition.table.index.data[position])} is in group {known!r}, got {group!r}; groups "
+                    f"are given when a sample is inserted and stay",
+                    field="groups",
+                )
+        names = names.of_samples(positions < 0)
+    return partition.groups.check(names, write.group_size)
+
+
+def _check_not_failed(partition: Partition, positions: Indexes) -> None:
+    failed = positions[partition.state.data[positions] == FAILED]
+    if failed.size:
+        raise SampleFailedError(
+            f"sample {int(partition.table.index.data[failed[0]])} of partition {partition.partition_id!r} has failed, "
+            f"which is final; insert a new sample in its place",
+            metadata={
+                "partition_id": partition.partition_id,
+                "global_index": str(partition.table.index.data[failed[0]]),
+            },
+        )
+
+
+def _check_counts(write: SampleWrite) -> None:
+    if write.row_count <= 0:
+        raise InvalidArgumentError("an empty put: got 0 samples; put at least one", field="row_count")
+    counts = {"keys": write.keys, "groups": write.groups, "global_indexes": write.global_indexes}
+    for name, values in counts.items():
+        if values is not None and len(values) != write.row_count:
+            raise InvalidArgumentError(
+                f"got {len(values)} {name} for {write.row_count} samples; give one a sample", field=name
+            )
+    if write.keys is not None and not (write.names and write.names.are_keys_unique):
+        unique = set(write.keys)
+        if len(unique) != len(write.keys):
+            ((twice, _),) = Counter(write.keys).most_common(1)
+            raise InvalidArgumentError(f"key {twice!r} is given twice in one put; keys are unique", field="keys")
+        if "" in unique:
+            raise InvalidArgumentError("a key is empty; give every sample of the put a key", field="keys")
+
+
+def _find_rows(partition: Partition, write: SampleWrite) -> Indexes | None:
+    """Return the positions of the samples of a write, -1 for new ones; None: all are new."""
+    if write.global_indexes is not None:
+        if write.keys is not None:
+            raise InvalidArgumentError("a write names its samples by index or by key, not by both", field="keys")
+        if write.claim is not None:
+            check_claim(partition, write.claim, write.global_indexes)
+        return partition.positions_of(write.global_indexes)
+    keys, index = write.keys, partition.key_index
+    if keys is None:
+        return None
+    positions = index.positions_of(keys)
+    is_known = positions >= 0
+    if write.key_mode == "new" and is_known.any():
+        raise AlreadyExistsError(
+            f"key {keys[int(np.argmax(is_known))]!r} is known in partition {partition.partition_id!r}; use "
+            f"key_mode upsert to write to it",
+            metadata={
+                "resource_type": "key",
+                "resource_name": keys[int(np.argmax(is_known))],
+                "partition_id": partition.partition_id,
+            },
+        )
+    if write.key_mode == "existing" and not is_known.all():
+        key = keys[int(np.argmin(is_known))]
+        raise KeyNotFoundError(
+            f"partition {partition.partition_id!r} has no key {key!r}; {nearest(key, index)}; use "
+            f"key_mode upsert to add it",
+            metadata={"partition_id": partition.partition_id, "key": key},
+        )
+    return positions
+
+
+def _check_claim_has_rows(claim: LeasedClaim | None, global_indexes: Indexes | None) -> None:
+    if claim is not None and global_indexes is None:
+        raise InvalidArgumentError(
+            "claim is given without global_indexes; name the samples of the claim by their indexes", field="claim"
+        )

@@ -1,0 +1,300 @@
+"""The one way to change the state of a controller.
+
+    group:  prepare -> encode -> apply, for each change; the answer of the request last
+            -> append to the log, whole
+            -> consequences to the listener: freed cells, started leases, wake-ups
+
+A group is what one step of the event loop does. `prepare` makes all checks and changes nothing, so a change that is
+refused, or has no bytes, leaves no trace. Whatever goes wrong once a change is being applied is fatal: the group is
+dropped, and the state of the process, of which a part may have been changed, is not used again. So the log has what was
+applied, and a start, which applies the same changes, gives the same state. Consequences are for the process that made
+the change: they are not repeated when the log is read.
+
+It has the shape of a replicated state machine: Ongaro and Ousterhout, "In Search of an Understandable Consensus
+Algorithm", 2014, section 2.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, ClassVar, Protocol, TypeAlias
+
+from numpy.typing import NDArray
+
+from tq_service.errors import PartitionNotFoundError, TqError, nearest
+from tq_service.log_message import LogMessage
+from tq_service.state.cells import Freed
+from tq_service.state.idempotency import IdempotencyCache
+from tq_service.state.ledger import QueueClaim, RecordedPlan
+from tq_service.state.partition import Partition
+from tq_service.state.plan import Indexes
+
+_log = logging.getLogger(__name__)
+
+WrittenRows: TypeAlias = tuple[Partition, Indexes | range]
+ChangedTask: TypeAlias = tuple[Partition, str | None]
+
+
+class State:
+    """All that a controller has to know to go on where it was: what changes are applied to, and snapshots hold.
+
+    Attributes:
+        partitions: by name.
+        answers: of mutating requests, for retries.
+        snapshot_number: of the snapshot that it comes from; 0: of none.
+    """
+
+    __slots__ = ("answers", "partitions", "snapshot_number")
+
+    def __init__(self, answers: IdempotencyCache | None = None) -> None:
+        self.partitions: dict[str, Partition] = {}
+        self.snapshot_number = 0
+        self.answers = IdempotencyCache(600.0) if answers is None else answers
+
+    def partition(self, partition_id: str, incarnation: bytes = b"") -> Partition:
+        """Return a partition that must be there, in the incarnation the caller means; empty means whichever."""
+        partition = self.partitions.get(partition_id)
+        if partition is None:
+            raise PartitionNotFoundError(
+                f"no partition {partition_id!r}; {nearest(partition_id, self.partitions)}",
+                metadata={"partition_id": partition_id},
+            )
+        partition.check_incarnation(incarnation)
+        return partition
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """What the changes of one group are applied in, and what follows from them for the process that made them.
+
+    Attributes:
+        at_seconds: when, in seconds (see `StateMachine.now_seconds`); the same when the change is applied again.
+        freed: cells that no sample has any more.
+        leases: claims of which the lease began, or got more time, with the partition and the name of their task.
+        delivered: plans that were recorded, with the partition and the name of the task that they were made for.
+        changed: partitions in which waiting claims may find more samples.
+        consumed: partitions of which a task has fewer samples left, so that writes may have capacity.
+        created: partitions that are there from now on.
+        cleared: partitions that are not there any more.
+        written: partition and global indexes of rows that were added or written to.
+        removed: partition and global indexes of rows that were removed, and their keys, None where none had one.
+        tasks: partition and name of tasks that went on; None for the name: all of the partition.
+    """
+
+    at_seconds: float
+    freed: list[Freed] = field(default_factory=list)
+    leases: list[tuple[Partition, str, QueueClaim]] = field(default_factory=list)
+    delivered: list[tuple[Partition, str, RecordedPlan]] = field(default_factory=list)
+    changed: dict[Partition, None] = field(default_factory=dict)
+    consumed: dict[Partition, None] = field(default_factory=dict)
+    created: list[Partition] = field(default_factory=list)
+    cleared: list[Partition] = field(default_factory=list)
+    written: list[WrittenRows] = field(default_factory=list)
+    removed: list[tuple[Partition, Indexes, NDArray[Any] | None]] = field(default_factory=list)
+    tasks: list[ChangedTask] = field(default_factory=list)
+
+    def note_change(self, partition: Partition) -> None:
+        """Have all waiting claims of a partition look again, whichever rows have changed."""
+        partition.state_version += 1
+        self.changed[partition] = None
+
+
+class Change(ABC):
+    """Something that can be done to the state: a frozen dataclass, whose fields are what the log keeps of it.
+
+    Attributes:
+        kinds: all changes there are, by the name of their class, which the log knows them by.
+    """
+
+    __slots__ = ()
+    kinds: ClassVar[dict[str, type[Change]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        if "apply" in vars(cls):  # else it is what several changes have in common
+            Change.kinds[cls.__name__] = cls
+
+    @abstractmethod
+    def prepare(self, state: State) -> Any | None:
+        """Check the change and look up what it needs; None where there is nothing to change.
+
+        Nothing is changed here.
+
+        Raises:
+            TqError: the change does not fit the state.
+        """
+
+    @abstractmethod
+    def apply(self, state: State, prepared: Any, step: Step) -> Any:
+        """Make the change, by the state and the step alone, and return what came of it.
+
+        It cannot be refused any more.
+        """
+
+
+class ChangeLog(Protocol):
+    """Where changes are written down."""
+
+    def encode(self, change: Change) -> bytes:
+        """Return the bytes of a change; raises where it has none, or nothing is taken any more."""
+        ...
+
+    def append(self, at_seconds: float, changes: Sequence[bytes]) -> None:
+        """Take the changes of a group into memory, to be durable together: it cannot fail."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestAnswered(Change):
+    """A mutating request was answered, last in the group of what it changed.
+
+    Attributes:
+        packed: the answer, as it is kept.
+    """
+
+    request_id: bytes
+    packed: Any
+
+    def prepare(self, state: State) -> State:
+        """Return the state: an answer is of what has been applied, so there is nothing to refuse."""
+        return state
+
+    def apply(self, state: State, prepared: State, step: Step) -> None:
+        """Record it."""
+        state.answers.add(self.request_id, self.packed, step.at_seconds)
+
+
+class StateMachine:
+    """Applies changes to the state, and has them written down. Confined to one event loop.
+
+    Attributes:
+        log: None: nothing is written down, as while a log is read.
+        fatal: called where the state cannot be used any more, with the reason and the error.
+        listener: called with what follows from a group once that was appended.
+        refusal: returns why no change is made at present; None: changes are made.
+    """
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.log: ChangeLog | None = None
+        self.fatal: Callable[[str, BaseException], None] = _log_critical
+        self.listener: Callable[[Step], None] = lambda step: None
+        self.refusal: Callable[[], TqError] | None = None
+        self._group: Group | None = None
+        self._clock_offset = time.time() - time.monotonic()
+        self._last_seconds = 0.0
+
+    def group(self) -> Group:
+        """Return what the changes of this step of the loop are made in; no group is made in another."""
+        return Group(self)
+
+    def commit(self, change: Change, prepared: Any = None) -> Any:
+        """Make a change, alone or in the open group, and return what came of it; None where nothing is to change.
+
+        Args:
+            change: what is to be done.
+            prepared: what `prepare` returned for the state as it is.
+
+        Raises:
+            TqError: it does not fit the state, which has not changed.
+        """
+        if prepared is None:
+            prepared = change.prepare(self.state)
+            if prepared is None:
+                return None
+        return self.commit_all(((change, prepared),))
+
+    def commit_all(self, changes: Sequence[tuple[Change, Any]]) -> Any:
+        """Make several changes that were prepared, or none of them; return what came of the last one."""
+        if self._group is not None:
+            return self._group.make(changes)
+        with self.group() as group:
+            return group.make(changes)
+
+    def log_alone(self, change: Change) -> None:
+        """Write down a change that was made in another way, also while changes are refused."""
+        if self.log is not None:
+            self.log.append(self.now_seconds(), [self.log.encode(change)])
+
+    def replay(self, change: Change, at_seconds: float) -> None:
+        """Apply a change that was written down, to the state in which it was made.
+
+        Raises:
+            TqError, LookupError, ValueError: it does not fit the state.
+        """
+        self._last_seconds = at_seconds
+        prepared = change.prepare(self.state)
+        if prepared is None:
+            raise ValueError("it changes nothing")
+        change.apply(self.state, prepared, Step(at_seconds))
+
+    def now_seconds(self) -> float:
+        """Return the time of a group that begins now.
+
+        The wall clock is read once for each process, since it may be set; from then on time goes by monotonically. It
+        goes on from the last group of the log where the clock was set back before the start.
+        """
+        now = self._clock_offset + time.monotonic()
+        if now < self._last_seconds:
+            self._clock_offset += self._last_seconds - now
+            now = self._last_seconds
+        self._last_seconds = now
+        return now
+
+
+class Group:
+    """Changes of one step of the loop, in a `with`; there is no await in it."""
+
+    __slots__ = ("_encoded", "_machine", "_step")
+
+    def __init__(self, machine: StateMachine) -> None:
+        self._machine = machine
+        self._step = Step(machine.now_seconds())
+        self._encoded: list[bytes] = []
+
+    def make(self, changes: Sequence[tuple[Change, Any]]) -> Any:
+        """Encode changes, then apply them; return what came of the last one."""
+        if self._machine.refusal is not None:
+            raise self._machine.refusal()
+        log, result = self._machine.log, None
+        encoded = [b"" if log is None else log.encode(change) for change, _ in changes]
+        try:
+            for change, prepared in changes:
+                result = change.apply(self._machine.state, prepared, self._step)
+        except BaseException as error:
+            self._encoded.clear()  # the changes before it in the group are dropped with it
+            self._machine.fatal("a change was made in part", error)
+            raise
+        self._encoded += encoded
+        return result
+
+    def __enter__(self) -> Group:
+        self._machine._group = self
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        machine = self._machine
+        machine._group = None
+        if not self._encoded:
+            return
+        # A refusal may follow a change that was made whole, such as a task that was seen for the first time.
+        if error is not None and not isinstance(error, TqError):
+            machine.fatal("a request failed after a change of it was made", error)
+            return
+        try:
+            if machine.log is not None:
+                machine.log.append(self._step.at_seconds, self._encoded)
+            machine.listener(self._step)
+        except Exception as failure:
+            machine.fatal("what follows from a change could not be done", failure)
+            raise
+
+
+def _log_critical(reason: str, error: BaseException) -> None:
+    _log.critical(LogMessage("the state cannot be used any more", reason=reason), exc_info=error)

@@ -1,0 +1,247 @@
+"""Which rows make up a group for a sampler, and which groups can be delivered."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tq_service.errors import InvalidArgumentError
+from tq_service.schema import Blocks
+from tq_service.state.groups import NO_GROUP
+from tq_service.state.ledger import TaskLedger
+from tq_service.state.partition import Partition
+from tq_service.state.plan import Indexes
+from tq_service.state.runs import groups_in_runs, run_lengths
+from tq_service.state.states import DEAD_LETTERED, FAILED, UNCLAIMED, is_open
+from tq_service.state.table import distinct
+
+
+class Grouping:
+    """The groups of a partition, as one sampler asks for them.
+
+    They are the named ones where groups were ever named; a row without a name is a group of its own. Else blocks of
+    `block_size` consecutive indexes stand in for them, or, without a block size, each row is a group.
+
+    A group has lost its members that failed, were cleared, or were dead-lettered by the task. The rest of it is
+    delivered if `take_incomplete`, and never otherwise.
+    """
+
+    blocks: ClassVar[Blocks] = "aligned"
+
+    def __init__(
+        self, partition: Partition, task: TaskLedger, block_size: int | None, *, take_incomplete: bool = False
+    ) -> None:
+        self.block_size = block_size
+        self._partition = partition
+        self._groups = partition.groups
+        self._task = task
+        self._take_incomplete = take_incomplete
+
+    @property
+    def kept(self) -> int | None:
+        """How groups are kept whole, see `TaskFacts.kept_groups`."""
+        return None if self._take_incomplete else self.block_size or 0
+
+    def check(self) -> None:
+        """Refuse blocks that cut through what was put together."""
+        size, step = self.block_size, self._partition.insert_size_gcd
+        if size is not None and not self._groups.in_use and step % size:
+            raise InvalidArgumentError(
+                f"n_samples_per_prompt is {size}, but samples were put in steps of {step}: blocks of consecutive "
+                f"indexes are not groups; put multiples of {size}, name their groups, or have them begin anywhere "
+                f"with blocks 'anywhere'",
+                field="sampler_config",
+                metadata={"option": "n_samples_per_prompt"},
+            )
+
+    def ids(self, positions: Indexes) -> Indexes:
+        """Return the id of the group of each row."""
+        if self._groups.in_use:
+            slots = self._groups.of_rows[positions]
+            return np.where(slots == NO_GROUP, -2 - positions, slots)
+        return positions if self.block_size is None else self._partition.table.index.data[positions] // self.block_size
+
+    def members(self, positions: Indexes) -> Indexes:
+        """Return the positions of rows and of all others of their groups."""
+        if self._groups.in_use:
+            # A copy, since rows of new groups may be added while another thread looks.
+            slots = self._groups.of_rows[: self._partition.table.count].copy()
+            is_met = np.zeros(int(slots.max(initial=NO_GROUP)) + 2, np.bool_)  # the last is of rows without a group
+            is_met[slots[positions]] = True
+            is_met[NO_GROUP] = False
+            return np.concatenate([positions[slots[positions] == NO_GROUP], np.flatnonzero(is_met[slots])])
+        if self.block_size is None:
+            return positions
+        found = self._find_blocks(np.unique(self.ids(positions)), self.block_size)
+        return found[found >= 0]
+
+    def whole(self, ready: Indexes, *, no_more: bool) -> tuple[Indexes, Indexes]:
+        """Return the rows of groups that can be delivered, and the sizes of these.
+
+        Args:
+            ready: positions of rows in the order of the batch; groups come in the order of their first members.
+            no_more: see `needed`.
+        """
+        ids, first, group_of, counts = np.unique(
+            self.ids(ready), return_index=True, return_inverse=True, return_counts=True
+        )
+        is_whole = counts == self.needed(ids, no_more=no_more)
+        by_first = np.argsort(first)
+        rows = np.flatnonzero(is_whole[group_of])
+        order = np.argsort(first[group_of[rows]], kind="stable")
+        return ready[rows[order]], counts[by_first[is_whole[by_first]]]
+
+    def is_dead(self, positions: Indexes) -> NDArray[np.bool_]:
+        """Return for each row whether its group can never be delivered, given that no new rows come."""
+        ids, group_of = np.unique(self.ids(positions), return_inverse=True)
+        needed = self.needed(ids, no_more=True)
+        dead: NDArray[np.bool_] = ((needed < 0) | (self._left(ids) < needed))[group_of]
+        return dead
+
+    def needed(self, ids: Indexes, *, no_more: bool) -> Indexes:
+        """Return how many members of each group must be ready for it to be delivered, -1 where it is not complete.
+
+        Args:
+            ids: of groups.
+            no_more: whether no new rows come, which completes groups of unknown size.
+        """
+        needed = self._left(ids) if self._take_incomplete else self._sizes(ids)
+        if not self._groups.in_use:
+            return needed
+        is_complete = self._groups.is_complete(np.maximum(ids, 0), self.block_size, no_more=no_more)
+        return np.where(is_complete | (ids < 0), needed, -1)
+
+    def _sizes(self, ids: Indexes) -> Indexes:
+        """Return how many members groups ever had."""
+        if self._groups.in_use:
+            return np.where(ids < 0, 1, self._groups.members[np.maximum(ids, 0)])
+        return np.full(ids.size, self.block_size or 1)
+
+    def _left(self, ids: Indexes) -> Indexes:
+        """Return how many members groups have not lost."""
+        if self._groups.in_use:
+            slots = np.maximum(ids, 0)
+            lost = self._groups.failed[slots] + self._groups.cleared[slots] + self._dead_lettered_counts(slots)
+            return np.where(ids < 0, 1, self._groups.members[slots] - lost)
+        if self.block_size is None:
+            return np.ones(ids.size, np.int64)
+        positions = self._find_blocks(ids, self.block_size)
+        is_left = is_open(self._partition.state.data[positions]) & (self._task.claim.data[positions] != DEAD_LETTERED)
+        left: Indexes = (is_left & (positions >= 0)).sum(axis=1)
+        return left
+
+    def _find_blocks(self, blocks: Indexes, size: int) -> Indexes:
+        """Return the positions `(n, size)` of the rows of blocks, -1 where there is none."""
+        indexes = blocks[:, None] * size + np.arange(size)
+        return self._partition.table.find(indexes.ravel()).reshape(indexes.shape)
+
+    def _dead_lettered_counts(self, slots: Indexes) -> Indexes:
+        """Return how many members of named groups are dead-lettered; those that failed since are counted as failed."""
+        positions = self._task.dead_lettered()
+        positions = positions[is_open(self._partition.state.data[positions])]
+        lost = np.sort(self._groups.of_rows[positions])
+        counts: Indexes = np.searchsorted(lost, slots, "right") - np.searchsorted(lost, slots)
+        return counts
+
+
+class Runs(Grouping):
+    """Groups of `block_size` rows whose indexes follow each other, anywhere among the rows that are ready.
+
+    A row has no group of its own: which one it is in depends on the rows beside it that are ready as well.
+    """
+
+    blocks: ClassVar[Blocks] = "anywhere"
+    kept: ClassVar[int | None] = None  # which rows are one group is open until they are delivered
+
+    def __init__(self, partition: Partition, task: TaskLedger, block_size: int) -> None:
+        super().__init__(partition, task, block_size)
+        self._size = block_size
+
+    def check(self) -> None:
+        """Accept any partition."""
+
+    def ids(self, positions: Indexes) -> Indexes:
+        """Return the id of the group that each row has among these rows."""
+        by_index = np.argsort(positions)
+        ids = np.empty_like(positions)
+        ids[by_index] = groups_in_runs(self._partition.table.index.data[positions[by_index]], self._size)
+        return np.where(ids < 0, -2 - positions, ids)
+
+    def members(self, positions: Indexes) -> Indexes:
+        """Return the positions of all rows, any of which may be in one group with another."""
+        return np.arange(self._partition.table.count)
+
+    def needed(self, ids: Indexes, *, no_more: bool) -> Indexes:
+        """Return how many members each group has, -1 for a row without one."""
+        return np.where(ids < 0, -1, self._size)
+
+    def is_dead(self, positions: Indexes) -> NDArray[np.bool_]:
+        """Return for each row whether too few rows are left beside it, given that no new rows come."""
+        count = self._partition.table.count
+        left = is_open(self._partition.state.data[:count]) & (self._task.claim.data[:count] == UNCLAIMED)
+        lengths = np.zeros(count, np.int64)
+        lengths[left] = run_lengths(self._partition.table.index.data[:count][left])[1]
+        dead: NDArray[np.bool_] = lengths[positions] < self._size
+        return dead
+
+
+def skip_rest(partition: Partition, task: TaskLedger, positions: Indexes | None = None) -> int:
+    """Skip what is pending of groups that lost a member for good, where the task keeps groups whole.
+
+    A member is lost that failed, was cleared, or was dead-lettered by the task. Of cleared rows the state says so, and
+    the rest of the table does not yet.
+
+    Args:
+        partition: that of the task.
+        task: the task.
+        positions: rows whose groups may have lost a member, or got one; None: any may have.
+
+    Returns:
+        The number of rows that are skipped from now on.
+    """
+    if task.kept_groups is None:
+        return 0
+    if positions is None:
+        if not (partition.table.removed_count or partition.state_counts[FAILED] or task.dead_lettered_count):
+            return 0
+        positions = partition.table.present_positions()
+    if partition.groups.in_use:
+        return task.skip(_rest_of_named(partition, task, positions))
+    return task.skip(_rest_of_blocks(partition, task, positions, task.kept_groups)) if task.kept_groups else 0
+
+
+def _rest_of_named(partition: Partition, task: TaskLedger, positions: Indexes) -> Indexes:
+    groups = partition.groups
+    slots = groups.of_rows[positions]
+    slots = distinct(slots[slots >= 0], groups.slots.count)
+    slots = slots[groups.cleared[slots] < groups.members[slots]]
+    has_lost = groups.failed[slots] + groups.cleared[slots] > 0
+    if not task.dead_lettered_count:
+        return groups.members_of(slots[has_lost], partition.table)
+    members = groups.members_of(slots, partition.table)
+    is_lost = np.zeros(groups.slots.count, np.bool_)
+    is_lost[slots[has_lost]] = True
+    is_lost[groups.of_rows[members[task.claim.data[members] == DEAD_LETTERED]]] = True
+    return members[is_lost[groups.of_rows[members]]]
+
+
+def _rest_of_blocks(partition: Partition, task: TaskLedger, positions: Indexes, size: int) -> Indexes:
+    table = partition.table
+    indexes = np.unique(table.index.data[positions] // size)[:, None] * size + np.arange(size)
+    members = table.find(indexes.ravel()).reshape(indexes.shape)
+    is_there = (members >= 0) & is_open(partition.state.data[members])
+    is_there &= task.claim.data[members] != DEAD_LETTERED
+    has_lost = ((indexes < table.next_index) & ~is_there).any(axis=1)
+    rest = members[has_lost]
+    return rest[rest >= 0]
+
+
+def grouping_of(
+    partition: Partition, task: TaskLedger, block_size: int | None, blocks: Blocks, *, take_incomplete: bool = False
+) -> Grouping:
+    """Return the groups that a sampler asks for; those that have names are never anything else."""
+    if blocks == "anywhere" and block_size is not None and not partition.groups.in_use:
+        return Runs(partition, task, block_size)
+    return Grouping(partition, task, block_size, take_incomplete=take_incomplete)

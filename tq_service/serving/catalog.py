@@ -1,0 +1,662 @@
+"""All partitions by name, the planners of their tasks, and the claims that wait for a partition to appear."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, KeysView, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, TypeVar
+
+from tq_service.errors import (
+    AlreadyExistsError,
+    PartitionClearedError,
+    PreconditionError,
+    StaleIncarnationError,
+    TqError,
+    UnavailableError,
+)
+from tq_service.machine.claims import LeaseExpired, TaskForgotten, TaskSeen
+from tq_service.machine.partitions import PartitionCleared, PartitionCreated
+from tq_service.machine.samples import (
+    CheckedWrite,
+    SamplesWritten,
+    SampleWrite,
+    Written,
+    check_write,
+)
+from tq_service.machine.state_machine import Change, RequestAnswered, State, StateMachine, Step
+from tq_service.results import RecentBatch
+from tq_service.schema import check_name, check_passed_on
+from tq_service.serving.admission import AdmissionQueue
+from tq_service.serving.history import MOST_UNREAD, MOST_UNREAD_ROWS, ChangeHistory
+from tq_service.serving.lease_timer import LeaseTimer
+from tq_service.serving.limits import Limits
+from tq_service.serving.lookup_wait import LookupWait
+from tq_service.serving.planner import Planner, RunsPlans
+from tq_service.serving.wait_queue import Answer, LoopYielder, NotYet
+from tq_service.state.cells import CellsSnapshot, Freed
+from tq_service.state.idempotency import IdempotencyCache
+from tq_service.state.ledger import QueueClaim, TaskLedger, check_epoch
+from tq_service.state.partition import Listeners, Partition, PartitionSettings, PartitionSnapshot
+from tq_service.state.request import ClaimRequest
+from tq_service.state.selection import Selection
+from tq_service.wait_clock import Waiting
+
+Made = TypeVar("Made")
+_FREED_AT_ONCE: Final = 1 << 16  # samples
+_KEYS_A_LOOK: Final = 1024  # of new samples the first ones tell
+_RATE_SECONDS: Final = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """The answer to a claim; no partition where it does not exist yet."""
+
+    partition: Partition | None
+    answer: Answer
+
+
+class DeliveryRate:
+    """A sum of deliveries to a task, each of which counts for less as it gets older, by a factor e every 10 seconds.
+
+    It takes the same memory and time however many there were. Times are in seconds on one clock, and never go back.
+    """
+
+    __slots__ = ("_at_seconds", "_count")
+
+    def __init__(self) -> None:
+        self._count = self._at_seconds = 0.0
+
+    def add(self, count: int, at_seconds: float) -> None:
+        """Count samples that were delivered."""
+        self._count = self._left(at_seconds) + count
+        self._at_seconds = at_seconds
+
+    def per_second(self, at_seconds: float) -> float:
+        """Return how many are delivered a second, lately."""
+        return self._left(at_seconds) / _RATE_SECONDS
+
+    def _left(self, at_seconds: float) -> float:
+        return self._count * math.exp((self._at_seconds - at_seconds) / _RATE_SECONDS) if self._count else 0.0
+
+
+class _Serving:
+    """What serves the calls of one partition, made on first use; unlike its state it does not outlive the process."""
+
+    def __init__(self, partition: Partition, expire: Callable[[str, bytes], object]) -> None:
+        self.planners: dict[str, Planner] = {}
+        self.admission_queue = AdmissionQueue(partition, self._deadlock) if partition.settings.is_bounded else None
+        self.lease_timer = LeaseTimer(partition.tasks, expire)
+        self.lookups: set[LookupWait] = set()
+        self.delivery_rates: dict[str, DeliveryRate] = {}  # by task
+
+    def _deadlock(self, task_name: str, asking: ClaimRequest | None) -> str:
+        """Return why a task cannot consume before more samples come; of no task in particular, any such; "" if none."""
+        planners = [self.planners[task_name]] if task_name in self.planners else []
+        if not task_name:
+            planners = [each for each in self.planners.values() if each.has_all_left]
+        return next(filter(None, (planner.starvation(asking) for planner in planners)), "")
+
+    def count_delivered(self, task_name: str, count: int, at_seconds: float) -> None:
+        """Count samples that a task was delivered."""
+        rate = self.delivery_rates.get(task_name)
+        if rate is None:
+            rate = self.delivery_rates[task_name] = DeliveryRate()
+        rate.add(count, at_seconds)
+
+    def end(self, error: Callable[[], TqError]) -> None:
+        """End all waiting calls, and those to come, with an error; no lease expires any more."""
+        for planner in self.planners.values():
+            planner.end(error)
+        for lookup in self.lookups:
+            lookup.end(error)
+        if self.admission_queue is not None:
+            self.admission_queue.end(error)
+        self.lease_timer.stop()
+
+
+class Catalog:
+    """The partitions of a controller, and the claims that wait for their samples. All methods run on its event loop.
+
+    Attributes:
+        machine: what makes all changes.
+        answers: of mutating requests, for retries.
+        history: what has changed since when.
+        on_freed: called with cells that no sample has any more, once that was appended to the log.
+        on_batch: called with the name of the sampler and each batch that was recorded for ranks.
+        on_partition: called with a partition and whether it was "created", "restored", or "removed".
+    """
+
+    def __init__(
+        self, runner: RunsPlans, limits: Limits | None = None, answers: IdempotencyCache | None = None
+    ) -> None:
+        self.limits = limits or Limits()
+        self.machine = StateMachine(State(answers))
+        self.machine.listener = self._follow
+        self.on_freed: Callable[[Sequence[Freed]], None] = lambda freed: None
+        self.on_batch = Listeners()
+        self.on_partition = Listeners()
+        self._state = self.machine.state
+        self._partitions = self._state.partitions
+        self.history = ChangeHistory(self._state)
+        self.answers = self._state.answers
+        self._runner = runner
+        self._serving: dict[Partition, _Serving] = {}  # that are there
+        self._most_samples = math.inf  # there are no more than that
+        # What waits for partitions that are not there, in order of the calls: claims, and look-ups as None.
+        self._arrivals: dict[str, dict[asyncio.Future[bool], ClaimRequest | None]] = {}
+        self._under_way: set[asyncio.Task[None]] = set()
+        self._retracted: list[tuple[Partition, str, bytes]] = []  # claims, while no change is made
+        self._is_draining = False
+        self._closed_prefix: str | None = None
+
+    # Changes
+
+    def commit(self, change: Change) -> Any:
+        """Make a change; see `StateMachine.commit`."""
+        return self.machine.commit(change)
+
+    def run_once(self, request_id: bytes, make: Callable[[], Made], kind: type[object] = object) -> Made:
+        """Return the recorded answer of a request, or make its changes and record the answer, all in one group.
+
+        Raises:
+            InvalidArgumentError: the id has not 16 bytes, or the recorded answer is not of this kind: it is that of
+                another method, to which the caller gave the same id.
+        """
+        recorded: Made | None = self.recorded(request_id, kind)
+        if recorded is not None:
+            return recorded
+        with self.machine.group():
+            answer = make()
+            self.commit(RequestAnswered(request_id=request_id, packed=self.answers.pack(answer)))
+        return answer
+
+    def recorded(self, request_id: bytes, kind: type[object] = object) -> Any | None:
+        """Return the recorded answer of a request, None where there is none; see `run_once`."""
+        return self.answers.recorded(request_id, kind, self.machine.now_seconds())
+
+    def _follow(self, step: Step) -> None:
+        """Do what follows from changes that were made."""
+        for partition in step.created:
+            self._appear(partition)
+            self.on_partition(partition, "created")
+        for partition in step.cleared:
+            self._disappear(partition)
+        for partition, task_name, claim in step.leases:
+            self._start_lease(partition, task_name, claim)
+        for partition, task_name, plan in step.delivered:
+            if (serving := self._serving.get(partition)) is not None:  # else it was cleared since
+                serving.count_delivered(task_name, plan.rows.size, step.at_seconds)
+        for partition in step.changed:
+            partition.on_change()
+        for partition in step.consumed:
+            partition.on_consumed()
+        history = self.history
+        is_due = history.is_awaited or step.removed or step.cleared or len(history.unread) >= MOST_UNREAD
+        if is_due or any(len(rows) > MOST_UNREAD_ROWS and type(rows) is not range for _, rows in step.written):
+            history.note(step)
+        else:
+            history.unread.append((step.created, step.written, step.tasks))
+        if step.freed:
+            self.on_freed(step.freed)
+
+    def _appear(self, partition: Partition) -> None:
+        if waiting := self._arrivals.pop(partition.partition_id, None):
+            self._start(_wake_all(waiting))
+
+    def _start(self, what_follows: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(what_follows)
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
+
+    def _disappear(self, partition: Partition) -> None:
+        self.on_partition(partition, "removed")
+        if (serving := self._serving.pop(partition, None)) is not None:
+            serving.end(_was_cleared(partition.partition_id))
+        partition.forget_listeners()
+        if partition.table.count > _FREED_AT_ONCE:
+            self._start(_free(partition))
+
+    def _serving_of(self, partition: Partition) -> _Serving:
+        serving = self._serving.get(partition)
+        if serving is None:
+            serving = self._serving[partition] = _Serving(partition, partial(self._expire, partition))
+            if self._is_draining:
+                serving.end(_is_draining)
+        return serving
+
+    # Partitions
+
+    def names(self) -> KeysView[str]:
+        """Return the names of all partitions."""
+        return self._partitions.keys()
+
+    def partitions(self) -> list[Partition]:
+        """Return all partitions of this moment."""
+        return list(self._partitions.values())
+
+    def sample_count(self) -> int:
+        """Return the number of samples in all partitions."""
+        return sum(partition.table.present_count for partition in self._partitions.values())
+
+    def snapshot_cells(self) -> list[CellsSnapshot]:
+        """Return which cells samples of all partitions have now, for `live_cells`, which another thread may read."""
+        return [partition.cells.snapshot() for partition in self._partitions.values()]
+
+    def get(self, partition_id: str, incarnation: bytes = b"") -> Partition:
+        """Return a partition that must be there, in the incarnation the caller means; empty means whichever."""
+        return self._state.partition(partition_id, incarnation)
+
+    def find(self, partition_id: str, incarnation: bytes = b"", *, missing_ok: bool) -> Partition | None:
+        """Return a partition as `get` does; with `missing_ok` None where it is not there in that incarnation."""
+        partition = self._partitions.get(partition_id)
+        if missing_ok and (partition is None or (incarnation and incarnation != partition.incarnation)):
+            check_name("partition_id", partition_id)
+            return None
+        return self.get(partition_id, incarnation)
+
+    def create(self, partition_id: str, settings: PartitionSettings) -> Partition:
+        """Return the partition with these settings, made if it is not there."""
+        partition = self._partitions.get(partition_id)
+        if partition is None:
+            created: Partition = self.machine.commit(*self._creation(partition_id, settings))
+            return created
+        if partition.settings != settings:
+            raise AlreadyExistsError(
+                f"partition {partition_id!r} is there with other settings: {partition.settings.unlike(settings)}; "
+                f"create a partition before its first samples, and with the same settings everywhere",
+                metadata={"resource_type": "partition", "resource_name": partition_id},
+            )
+        return partition
+
+    def _creation(
+        self, partition_id: str, settings: PartitionSettings, made: Partition | None = None
+    ) -> tuple[Change, Partition]:
+        check_name("partition_id", partition_id)
+        if self._closed_prefix is not None and partition_id.startswith(self._closed_prefix):
+            raise UnavailableError("a checkpoint is being restored; new partitions can be made once it is")
+        self.limits.check_create(partition_id, settings, len(self._partitions))
+        incarnation = os.urandom(16) if made is None else made.incarnation
+        creation = PartitionCreated(partition_id=partition_id, incarnation=incarnation, settings=settings)
+        return creation, made or creation.prepare(self._state)
+
+    @contextlib.asynccontextmanager
+    async def capacity_for(
+        self, partition_id: str, incarnation: bytes, write: SampleWrite
+    ) -> AsyncIterator[Partition | None]:
+        """Reserve capacity for the new rows of a write in steps, which let others run; the `with` block writes it.
+
+        The write is checked first, so that one which is refused takes no memory. Nothing else changes: whatever is done
+        to the partition meanwhile, the write is checked again as it is made, and unused capacity is returned.
+        Yields the partition to be, where there is none.
+        """
+        made: Partition | None = None
+        while True:
+            checked: CheckedWrite = self._check_write(partition_id, incarnation, write, made)[-1][1]
+            partition, there = checked.partition, self._partitions.get(partition_id)
+            made = None if there is partition else partition
+            try:
+                for _ in partition.table.reserve_capacity(checked.new_count):
+                    await asyncio.sleep(0)
+                    if self._partitions.get(partition_id) is not there:  # cleared, or made by another
+                        break
+                else:
+                    yield made
+                    return
+            finally:
+                partition.table.return_capacity()
+
+    def write(
+        self, partition_id: str, incarnation: bytes, write: SampleWrite, made: Partition | None = None
+    ) -> Written:
+        """Write samples; the first ones make their partition, and a refused write leaves none behind.
+
+        Args:
+            partition_id: where they are.
+            incarnation: that is meant; empty: whichever.
+            write: what is written.
+            made: the partition to be, if there is none yet; see `capacity_for`.
+        """
+        written: Written = self.machine.commit_all(self._check_write(partition_id, incarnation, write, made))
+        return written
+
+    def _check_write(
+        self, partition_id: str, incarnation: bytes, write: SampleWrite, made: Partition | None
+    ) -> list[tuple[Change, Any]]:
+        """Check a write; return its change, behind the one that makes its partition where there is none."""
+        changes: list[tuple[Change, Any]] = []
+        if partition_id in self._partitions or incarnation or not write.may_add_samples:
+            partition = self.get(partition_id, incarnation)
+        else:
+            creation, partition = self._creation(partition_id, PartitionSettings(), made)
+            changes.append((creation, partition))
+        self.limits.check_write(partition, write)
+        checked = check_write(partition, write)
+        self._check_samples(checked.new_count)
+        return [*changes, (SamplesWritten(partition_id=partition_id, write=write), checked)]
+
+    def _check_samples(self, new_count: int) -> None:
+        """Refuse new samples that would be too many.
+
+        All are counted only where those that were added since could be too many: there may be thousands of partitions.
+        """
+        if new_count and self._most_samples + new_count > self.limits.max_samples:
+            self._most_samples = self.sample_count()
+            self.limits.check_samples(self._most_samples + new_count)
+        self._most_samples += new_count
+
+    def knows_keys(self, partition_id: str, incarnation: bytes, keys: Sequence[str]) -> bool:
+        """Whether samples of a partition have these keys, or had them; not where it is not there."""
+        try:
+            index = self.get(partition_id, incarnation).key_index
+        except TqError:
+            return False
+        parts = (keys[start : start + _KEYS_A_LOOK] for start in range(0, len(keys), _KEYS_A_LOOK))
+        return all((index.find(part) >= 0).all() for part in parts)
+
+    def remove(self, partition_id: str, incarnation: bytes, *, missing_ok: bool = False) -> int:
+        """Remove a partition; return how many samples it held."""
+        if self.find(partition_id, incarnation, missing_ok=missing_ok) is None:
+            return 0
+        count: int = self.commit(PartitionCleared(partition_id=partition_id))
+        return count
+
+    def admission_queue(self, partition_id: str) -> AdmissionQueue | None:
+        """Return where writes of new samples wait for capacity, None where nothing bounds them."""
+        partition = self._partitions.get(partition_id)
+        return None if partition is None else self._serving_of(partition).admission_queue
+
+    def waiting_put_count(self, partition_id: str) -> int:
+        """Return the number of writes of new samples that wait for capacity."""
+        queue = self.admission_queue(partition_id)
+        return 0 if queue is None else queue.waiting_count
+
+    # Snapshots
+
+    def snapshot(self) -> list[PartitionSnapshot]:
+        """Return all partitions as they are now, for another thread to read."""
+        return [partition.snapshot() for partition in self._partitions.values()]
+
+    @contextlib.contextmanager
+    def closed(self, prefix: str) -> Iterator[None]:
+        """Refuse new partitions whose names begin so until the end of the `with`, but those that are adopted.
+
+        Raises:
+            PreconditionError: there are such partitions.
+        """
+        count = sum(name.startswith(prefix) for name in self._partitions)
+        if count or self._closed_prefix is not None:
+            which = f" whose names begin with {prefix!r}" if prefix else ""
+            raise PreconditionError(
+                f"the service has {count} partitions{which}; a checkpoint is restored where there are none: "
+                f"clear them, start another service, or have it take their place (replace)"
+            )
+        self._closed_prefix = prefix
+        try:
+            yield
+        finally:
+            self._closed_prefix = None
+
+    def adopt(self, restored: Sequence[Partition]) -> None:
+        """Take over partitions, all in one step; no listener is called."""
+        self._most_samples = math.inf
+        for partition in restored:
+            self._partitions[partition.partition_id] = partition
+            self._appear(partition)
+            self.on_partition(partition, "restored")
+
+    def prepare_replacement(self, restored: Sequence[Partition]) -> None:
+        """Refuse changes until `end_replacement`: partitions are about to take the place of others that are there.
+
+        One whose incarnation is there gets another: samples put since then had global indexes that will be those of
+        others, and a partition of another name may be of the same checkpoint.
+        """
+        self.machine.refusal = _is_replaced
+        known = {partition.incarnation for partition in self._partitions.values()}
+        for partition in restored:
+            if partition.incarnation in known:
+                partition.incarnation = os.urandom(16)
+
+    def end_replacement(self) -> None:
+        """Make changes again, those first that could not be made meanwhile; nothing where there was no replacement."""
+        self.machine.refusal = None
+        retracted, self._retracted = self._retracted, []
+        for each in retracted:
+            self.retract(*each)
+
+    def replace(self, restored: Sequence[Partition], prefix: str) -> None:
+        """Take over partitions in place of those whose names begin so, in one step; what waits on these gets an error.
+
+        It is not written down: the snapshot that has the new partitions is where the log goes on.
+        """
+        freed: list[Freed] = []
+        replaced = [each for name, each in self._partitions.items() if name.startswith(prefix)]
+        for partition in replaced:
+            del self._partitions[partition.partition_id]
+            freed += partition.cells.forget_all()
+            self._disappear(partition)
+        self.adopt(restored)
+        self.history.note_replaced(replaced, restored)
+        self.on_freed(freed)
+
+    # Claims
+
+    def planner(self, partition: Partition, task_name: str) -> Planner:
+        """Return the planner of a task, made on its first use."""
+        planners = self._serving_of(partition).planners
+        if task_name not in planners:
+            task = self.task(partition, task_name)
+            commit = partial(self._commit_in, partition)
+            planners[task_name] = Planner(partition, task, self._runner, commit, self.on_batch)
+        return planners[task_name]
+
+    def task(self, partition: Partition, task_name: str) -> TaskLedger:
+        """Return the ledger of a task, opened on its first use."""
+        task = partition.tasks.get(task_name)
+        if task is None:
+            self.limits.check_task(partition, task_name)
+            task = self.commit(TaskSeen(partition_id=partition.partition_id, task_name=task_name))
+        return task
+
+    def _forget_unused(self, partition: Partition, task_name: str) -> None:
+        """Forget a task after a call of it was refused, if nothing is on record of it and no other call waits."""
+        planner = self._known_planner(partition, task_name)
+        is_over = planner is None or self._is_draining or self.machine.refusal is not None
+        if is_over or planner is None or not planner.is_idle or not partition.tasks[task_name].is_unused:
+            return
+        self.commit(TaskForgotten(partition_id=partition.partition_id, task_name=task_name))
+        if task_name not in partition.tasks:
+            planner.close()
+            del self._serving_of(partition).planners[task_name]
+
+    def _commit_in(self, partition: Partition, change: Change, prepared: Any = None) -> Any:
+        """Make a change of a partition, unless it was cleared: another may have its name by now."""
+        if self._partitions.get(partition.partition_id) is not partition:
+            return None
+        return self.machine.commit(change, prepared)
+
+    def retract(self, partition: Partition, task_name: str, request_id: bytes) -> None:
+        """Release a queue claim whose answer did not reach its client; see `Planner.retract`."""
+        if self.machine.refusal is not None:
+            self._retracted.append((partition, task_name, request_id))
+        elif (planner := self._known_planner(partition, task_name)) is not None:
+            planner.retract(request_id)
+
+    def _known_planner(self, partition: Partition, task_name: str) -> Planner | None:
+        serving = self._serving.get(partition)
+        return None if serving is None else serving.planners.get(task_name)
+
+    # Leases
+
+    def start_leases(self) -> None:
+        """Have the leases expire that were recovered or restored, each after its full time."""
+        for partition in self._partitions.values():
+            for task in partition.tasks.values():
+                for claim in task.leases.values():
+                    self._start_lease(partition, task.name, claim)
+
+    def _start_lease(self, partition: Partition, task_name: str, claim: QueueClaim) -> None:
+        if self._is_draining or self._partitions.get(partition.partition_id) is not partition:
+            return
+        self._serving_of(partition).lease_timer.start(task_name, claim)
+
+    def _expire(self, partition: Partition, task_name: str, request_id: bytes) -> None:
+        if self.machine.refusal is not None:  # it begins again, as after a restart
+            self._start_lease(partition, task_name, partition.tasks[task_name].claims[request_id])
+            return
+        self.commit(LeaseExpired(partition_id=partition.partition_id, task_name=task_name, request_id=request_id))
+
+    # Waiting
+
+    def waiting_claims(self, partition: Partition, task_name: str) -> list[tuple[ClaimRequest, int]]:
+        """Return one of the waiting claims that ask alike, and their number; empty `task_name`: of all tasks."""
+        planners = self._serving_of(partition).planners
+        names = [task_name] if task_name else list(planners)
+        return [each for name in names if name in planners for each in planners[name].waiting_claims()]
+
+    def awaited_names(self) -> KeysView[str]:
+        """Return the names of partitions that are not there and are waited for."""
+        return self._arrivals.keys()
+
+    def awaiting(self, partition_id: str) -> list[ClaimRequest | None]:
+        """Return the calls that wait for a partition which is not there, in order: claims, and look-ups as None."""
+        return list(self._arrivals.get(partition_id, {}).values())
+
+    def waiting_count(self, partition: Partition, task_name: str) -> int:
+        """Return the number of calls that wait for a task."""
+        planner = self._known_planner(partition, task_name)
+        return 0 if planner is None else planner.waiting_count
+
+    def delivered_per_second(self, partition: Partition, task_name: str) -> float:
+        """Return the rate at which samples are delivered to a task, see `DeliveryRate`."""
+        serving = self._serving.get(partition)
+        rate = None if serving is None else serving.delivery_rates.get(task_name)
+        return 0.0 if rate is None else rate.per_second(self.machine.now_seconds())
+
+    def last_request(self, partition: Partition, task_name: str) -> ClaimRequest | None:
+        """Return the last claim of a task that this process has seen, None where there was none."""
+        planner = self._known_planner(partition, task_name)
+        return None if planner is None else planner.last_request
+
+    def recent_batches(self, partition: Partition, task_name: str) -> tuple[RecentBatch, ...]:
+        """Return the last batches that this process planned for the ranks of a task in its epoch."""
+        planner = self._known_planner(partition, task_name)
+        return () if planner is None else planner.recent_batches
+
+    async def claim(
+        self, partition_id: str, incarnation: bytes, request: ClaimRequest, max_wait_seconds: float
+    ) -> Claimed:
+        """Return a claim, waiting for the partition and for its samples up to `max_wait_seconds` together."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + max_wait_seconds
+        while (partition := self._partitions.get(partition_id)) is None:
+            check_name("partition_id", partition_id)  # lest one that can never appear is waited for
+            if incarnation:
+                check_passed_on("incarnation", incarnation)
+                raise StaleIncarnationError(
+                    f"partition {partition_id!r} of incarnation {incarnation.hex()} was cleared; drop what you "
+                    f"hold of it",
+                    metadata={"partition_id": partition_id, "got": incarnation.hex()},
+                )
+            if not await self._wait_for_arrival(partition_id, deadline - loop.time(), request):
+                return Claimed(None, NotYet())
+        self.check_not_draining()
+        partition.check_incarnation(incarnation)
+        name = request.task_name
+        if name not in partition.tasks:
+            check_epoch(name, 0, request.epoch)
+        try:
+            answer = await self.planner(partition, name).claim(request, max(0.0, deadline - loop.time()))
+        except TqError:
+            self._forget_unused(partition, name)
+            raise
+        return Claimed(partition, answer)
+
+    async def wait_for_samples(
+        self, partition_id: str, selection: Selection, min_count: int, max_wait_seconds: float
+    ) -> bool:
+        """Wait for a partition, and until it has so many of some samples; return whether the time was over before.
+
+        It also ends where there never will be so many.
+
+        Raises:
+            PartitionClearedError: the partition was cleared meanwhile.
+            UnavailableError: the server is shutting down.
+            InvalidArgumentError: a condition does not fit its column.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + max_wait_seconds
+        while (partition := self._partitions.get(partition_id)) is None:
+            check_name("partition_id", partition_id)
+            if not await self._wait_for_arrival(partition_id, deadline - loop.time(), None):
+                return True
+        self.check_not_draining()
+        lookups = self._serving_of(partition).lookups
+        with LookupWait(partition, selection, min_count) as lookup:
+            lookups.add(lookup)
+            try:
+                return not await lookup.until_enough(deadline)
+            finally:
+                lookups.discard(lookup)
+
+    async def _wait_for_arrival(self, partition_id: str, seconds: float, claim: ClaimRequest | None) -> bool:
+        self.check_not_draining()
+        arrival: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        waiting = self._arrivals.setdefault(partition_id, {})
+        waiting[arrival] = claim
+        try:
+            with Waiting():
+                await asyncio.wait((arrival,), timeout=seconds)
+            return arrival.done() and arrival.result()
+        finally:
+            waiting.pop(arrival, None)
+            if not waiting and self._arrivals.get(partition_id) is waiting:
+                del self._arrivals[partition_id]
+
+    def drain(self) -> None:
+        """End all waiting calls, and those to come, so that their clients turn to the next server."""
+        self._is_draining = True
+        for serving in self._serving.values():
+            serving.end(_is_draining)
+        for arrivals in self._arrivals.values():
+            for arrival in arrivals:
+                if not arrival.done():
+                    arrival.set_exception(_is_draining())
+
+    def check_not_draining(self) -> None:
+        """Refuse a call that would wait, while the server ends."""
+        if self._is_draining:
+            raise _is_draining()
+
+
+async def _free(partition: Partition) -> None:
+    """Free what a cleared partition has, some at a time: to free millions of objects takes the loop a second."""
+    for _ in partition.free():
+        await asyncio.sleep(0)
+
+
+async def _wake_all(arrivals: Iterable[asyncio.Future[bool]]) -> None:
+    pace = LoopYielder()
+    for arrival in tuple(arrivals):
+        if not arrival.done():
+            arrival.set_result(True)
+            await pace.step()
+
+
+def _was_cleared(partition_id: str) -> Callable[[], PartitionClearedError]:
+    return lambda: PartitionClearedError(
+        f"partition {partition_id!r} was cleared while the call waited; ask again to wait for its next incarnation",
+        metadata={"partition_id": partition_id},
+    )
+
+
+def _is_replaced() -> UnavailableError:
+    return UnavailableError("a restored checkpoint is taking the place of all partitions; try again")
+
+
+def _is_draining() -> UnavailableError:
+    return UnavailableError("the server is shutting down; the call may be sent again to its successor")

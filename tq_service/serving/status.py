@@ -1,0 +1,291 @@
+"""The status of partitions and their tasks, as clients see it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tq_service.errors import InvalidArgumentError
+from tq_service.results import (
+    ClaimLease,
+    ConsumptionStatus,
+    FieldStatus,
+    PartitionDescription,
+    PartitionSummary,
+    ProductionStatus,
+    TaskStatus,
+)
+from tq_service.schema import SampleConsumption
+from tq_service.serving.backlogs import NO_BACKLOG, Backlog, Backlogs, tasks_with_versions
+from tq_service.serving.catalog import Catalog
+from tq_service.serving.lookup import check_fields
+from tq_service.state.ledger import QueueClaim, TaskLedger
+from tq_service.state.partition import Partition
+from tq_service.state.plan import Indexes
+from tq_service.state.states import CLEARED, DEAD_LETTERED, DROPPED, FAILED, HELD, LIVE, UNCLAIMED
+
+_MOST_DEAD_LETTERED: Final = 100  # named in a status
+_MOST_LEASES: Final = 20  # as above
+_CLAIM_ID_BYTES: Final = 4  # of a request_id: enough to find a claim in the log of calls, not to acknowledge it
+_SLICE_ROWS: Final = 1 << 17
+
+
+NOTHING_CONSUMED: Final = ConsumptionStatus(
+    consumed_count=0, total_count=0, skipped_count=0, sealed=False, complete=False, epoch=0
+)
+NOTHING_PRODUCED: Final = ProductionStatus(produced_count=0, total_count=0, complete=False)
+
+
+def consumption_of(partition: Partition, task_name: str, *, missing_ok: bool = False) -> ConsumptionStatus:
+    """Return what a task has consumed.
+
+    Raises:
+        TaskNotFoundError: it is not one of the tasks that were declared; or has not asked yet, unless `missing_ok`.
+    """
+    if missing_ok and task_name not in partition.tasks:
+        partition.check_task(task_name)
+        return _consumption_of_none(partition)
+    task = partition.known_task(task_name)
+    return ConsumptionStatus(
+        consumed_count=task.consumed_count,
+        total_count=partition.inserted_count,
+        skipped_count=_skipped_count(partition, task),
+        sealed=partition.sealed,
+        complete=_is_complete(partition, task),
+        epoch=task.epoch,
+        leased_count=task.leased_count,
+        dead_lettered_count=task.dead_lettered_count,
+        expected_count=partition.expected_count,
+    )
+
+
+def consumption_states(
+    partition: Partition, task_name: str, positions: Indexes, *, missing_ok: bool = False
+) -> NDArray[np.uint8]:
+    """Return what a task has done with samples `(n,)`, as numbers of `SampleConsumption`.
+
+    Raises:
+        TaskNotFoundError: see `consumption_of`.
+    """
+    states = np.full(positions.size, SampleConsumption.LEFT, np.uint8)
+    if missing_ok and task_name not in partition.tasks:
+        partition.check_task(task_name)
+        return states
+    claims = partition.known_task(task_name).claim.data[positions]
+    states[claims > UNCLAIMED] = SampleConsumption.CONSUMED
+    states[claims < DROPPED] = SampleConsumption.LEASED
+    states[claims == DEAD_LETTERED] = SampleConsumption.DEAD_LETTERED
+    states[claims == DROPPED] = SampleConsumption.DROPPED
+    return states
+
+
+def _consumption_of_none(partition: Partition) -> ConsumptionStatus:
+    """Return what a task has consumed that has not asked yet."""
+    return ConsumptionStatus(
+        consumed_count=0,
+        total_count=partition.inserted_count,
+        skipped_count=partition.inserted_count - partition.open_count,
+        sealed=partition.sealed,
+        complete=partition.is_whole and partition.open_count == 0,
+        epoch=0,
+        expected_count=partition.expected_count,
+    )
+
+
+def _skipped_count(partition: Partition, task: TaskLedger) -> int:
+    """Return how many samples a task will never get, as far as is known."""
+    if task.end is not None:
+        return task.end.skipped_count
+    return partition.inserted_count - task.consumed_count - task.backlog
+
+
+def _is_complete(partition: Partition, task: TaskLedger) -> bool:
+    """Return whether nothing is left for a task: where there are rounds, of those that have begun."""
+    if task.end is None:
+        return partition.is_whole and task.backlog == 0 and task.leased_count == 0
+    known_count = task.end.consumed_count + task.end.skipped_count
+    return partition.settings.samples_per_round is None or known_count == partition.inserted_count
+
+
+def production_of(partition: Partition, names: Sequence[str], *, missing_ok: bool = False) -> ProductionStatus:
+    """Return how many samples have all of some fields.
+
+    Raises:
+        InvalidArgumentError: no field is named.
+        FieldNotFoundError: the partition has not all of them, unless `missing_ok`.
+    """
+    check_fields_named(names)
+    if not missing_ok:
+        check_fields(partition, names)
+    fields = [partition.cells.fields[name] for name in names if name in partition.cells.fields]
+    if len(fields) < len(names):
+        produced = 0
+    elif len(fields) == 1:  # counted as they are written
+        produced = fields[0].produced_count
+    else:
+        produced = int(np.count_nonzero(partition.cells.produced(names, partition.table.present_positions())))
+    total = partition.open_count
+    is_complete = partition.is_whole and produced == total
+    return ProductionStatus(produced_count=produced, total_count=total, complete=is_complete)
+
+
+def check_fields_named(names: Sequence[str]) -> None:
+    """Refuse to count the samples that have no field in particular."""
+    if not names:
+        raise InvalidArgumentError("data_fields is empty; name at least one field", field="data_fields")
+
+
+def summary_of(partition: Partition) -> PartitionSummary:
+    """Return a partition in short."""
+    return PartitionSummary(
+        partition_id=partition.partition_id,
+        incarnation=partition.incarnation,
+        inserted_count=partition.inserted_count,
+        present_count=partition.table.present_count,
+        sealed=partition.sealed,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Redelivery:
+    """What became of samples of a task whose leases ran out.
+
+    Attributes:
+        redelivered_count: samples that were delivered more than once.
+        dead_lettered_indexes: the first of those that were delivered too often.
+    """
+
+    redelivered_count: int = 0
+    dead_lettered_indexes: tuple[int, ...] = ()
+
+
+async def description_of(catalog: Catalog, backlogs: Backlogs, partition: Partition) -> PartitionDescription:
+    """Return a partition with its fields and tasks.
+
+    It is of one moment, but for the samples that were redelivered and dead-lettered, which are looked for before, with
+    turns for others; and for the versions, which are those that were last seen (`Backlogs.refresh`).
+    """
+    redelivery = {task.name: await _redelivery_of(partition, task) for task in list(partition.tasks.values())}
+    versions = {task.name: backlogs.of(task) or NO_BACKLOG for _, task in tasks_with_versions(partition)}
+    return _description_of(catalog, partition, redelivery, versions)
+
+
+async def _redelivery_of(partition: Partition, task: TaskLedger) -> Redelivery:
+    if task.deliveries.is_blank:
+        return Redelivery()
+    table, count, dead_lettered = partition.table, 0, list[int]()
+    for rows in table.slices(_SLICE_ROWS):
+        is_there = table.state.data[rows] != CLEARED
+        count += int(np.count_nonzero(is_there & (task.deliveries.data[rows] > 1)))
+        if task.dead_lettered_count and len(dead_lettered) < _MOST_DEAD_LETTERED:
+            found = np.flatnonzero(is_there & (task.claim.data[rows] == DEAD_LETTERED))
+            dead_lettered += table.index.data[rows][found].tolist()
+        await asyncio.sleep(0)
+    return Redelivery(redelivered_count=count, dead_lettered_indexes=tuple(dead_lettered[:_MOST_DEAD_LETTERED]))
+
+
+def _description_of(
+    catalog: Catalog, partition: Partition, redelivery: Mapping[str, Redelivery], versions: Mapping[str, Backlog]
+) -> PartitionDescription:
+    return PartitionDescription(
+        summary=summary_of(partition),
+        expected_samples=partition.settings.expected_samples,
+        live_count=partition.state_counts[LIVE],
+        held_count=partition.state_counts[HELD],
+        failed_count=partition.state_counts[FAILED],
+        group_count=len(partition.groups),
+        fields=tuple(
+            FieldStatus(spec=field.spec, produced_count=field.produced_count)
+            for field in partition.cells.fields.values()
+        ),
+        tasks=tuple(
+            status_of(
+                catalog,
+                partition,
+                task,
+                redelivery=redelivery.get(task.name, Redelivery()),
+                backlog=versions.get(task.name, NO_BACKLOG),
+                leases=_leases_of(task),
+            )
+            for task in partition.tasks.values()
+        ),
+        custom_meta_columns=partition.meta.statuses,
+        used_bytes=partition.cells.used_bytes,
+        max_bytes=partition.settings.max_bytes,
+        staleness_limits=partition.settings.staleness_limits,
+        waiting_put_count=catalog.waiting_put_count(partition.partition_id),
+        declared_tasks=partition.settings.tasks,
+        samples_per_round=partition.settings.samples_per_round,
+        revision=catalog.history.revision(),
+    )
+
+
+def status_of(
+    catalog: Catalog,
+    partition: Partition,
+    task: TaskLedger,
+    *,
+    redelivery: Redelivery | None = None,
+    backlog: Backlog = NO_BACKLOG,
+    leases: tuple[ClaimLease, ...] = (),
+) -> TaskStatus:
+    """Return a task of a partition.
+
+    Args:
+        catalog: has the partition.
+        partition: has the task.
+        task: its ledger.
+        redelivery: what was looked for in its rows; None: its first dead-lettered samples are looked for now, and
+            redelivered ones are not counted.
+        backlog: what was last seen of the versions of its samples.
+        leases: the first of its claims that lease samples.
+    """
+    if redelivery is None:
+        dead_lettered = partition.table.index.data[task.dead_lettered()[:_MOST_DEAD_LETTERED]]
+        redelivery = Redelivery(dead_lettered_indexes=tuple(dead_lettered.tolist()))
+    return TaskStatus(
+        task_name=task.name,
+        epoch=task.epoch,
+        consumed_count=task.consumed_count,
+        skipped_count=_skipped_count(partition, task),
+        planned_batch_count=task.next_batch_index,
+        dp_size=task.dp_size or 0,
+        waiting_count=catalog.waiting_count(partition, task.name),
+        complete=_is_complete(partition, task),
+        leased_count=task.leased_count,
+        dead_lettered_count=task.dead_lettered_count,
+        dead_lettered_indexes=redelivery.dead_lettered_indexes,
+        pending_count=task.backlog,
+        redelivered_count=redelivery.redelivered_count,
+        delivered_per_second=catalog.delivered_per_second(partition, task.name),
+        recent_batches=catalog.recent_batches(partition, task.name),
+        oldest_version=backlog.oldest_version,
+        staleness_versions=backlog.staleness_versions,
+        leasing_claim_count=len(task.leases),
+        leases=leases,
+    )
+
+
+def _leases_of(task: TaskLedger) -> tuple[ClaimLease, ...]:
+    """Return the claims of a task that lease samples, those first that have for longest."""
+    now = asyncio.get_running_loop().time()
+    return tuple(_lease_of(claim, now) for claim in islice(task.leases.values(), _MOST_LEASES))
+
+
+def _lease_of(claim: QueueClaim, now: float) -> ClaimLease:
+    has_begun = math.isfinite(claim.deadline)  # else the service is ending, and leases begin again with the next one
+    full_seconds = 0.0 if claim.lease is None else claim.lease.seconds
+    return ClaimLease(
+        claim_id=claim.request_id[:_CLAIM_ID_BYTES].hex(),
+        claim_name=claim.name,
+        leased_count=claim.leased_count,
+        delivered_ago_seconds=max(0.0, now - claim.delivered_at) if has_begun else 0.0,
+        ends_in_seconds=max(0.0, claim.deadline - now) if has_begun else full_seconds,
+    )

@@ -1,0 +1,563 @@
+"""The cells of a partition: its fields, the puts that hold their cells, and which row of which put holds each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tq_service.errors import FieldMismatchError
+from tq_service.schema import Encoding, FieldSpec, Layout
+from tq_service.state.plan import Indexes
+from tq_service.state.table import Column, ColumnSnapshot, RowTable, SlotTable, TableSnapshot, as_slice
+
+NOT_PRODUCED = -1
+CELL_COLUMN = "cell/"  # what the names of the columns with the cells of a field begin with
+_SLOT_SHIFT = 32  # a cell is (slot of its put << 32 | row in the put), so that neighbours in a put differ by 1
+_ROW_MASK = (1 << _SLOT_SHIFT) - 1
+_ROW_BYTES = 8
+_MOST_FORMER_SPECS = 1024
+_TENSORS = frozenset({Layout.DENSE, Layout.JAGGED})
+
+
+class Put(NamedTuple):
+    """A put, named with the instance of the storage service that took it."""
+
+    storage_id: str
+    boot_id: bytes
+    put_id: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColumnWrite:
+    """One column of a put.
+
+    Attributes:
+        spec: dtype, layout and row shape of the column.
+        extents: size of each row in each ragged dimension of `spec` `(n, ragged dims)`; None where it is not jagged.
+        value_bytes: bytes of its values, all rows together.
+    """
+
+    spec: FieldSpec
+    extents: Indexes | None = None
+    value_bytes: int = 0
+
+    @property
+    def fitting_shape(self) -> tuple[int, ...]:
+        """The row shape with -1 only where rows of this put differ: rows of one size fit a field of that size."""
+        shape = list(self.spec.row_shape or ())
+        if self.extents is not None and self.extents.size:
+            for column, dim in enumerate(self.spec.ragged_dims):
+                sizes = self.extents[:, column]
+                if sizes.min() == sizes.max():
+                    shape[dim] = int(sizes[0])
+        return tuple(shape)
+
+    def sizes(self, dim: int) -> Indexes | int:
+        """Return the size of the rows in one dimension: of each `(n,)`, or of all."""
+        if self.extents is not None and dim in self.spec.ragged_dims:
+            return self.extents[:, self.spec.ragged_dims.index(dim)]
+        return (self.spec.row_shape or ())[dim]
+
+
+def cells_of(slot: int, rows: Indexes) -> Indexes:
+    """Return the cells that rows of a put are."""
+    return rows + (slot << _SLOT_SHIFT)
+
+
+def slots_and_rows(cells: Indexes) -> tuple[Indexes, Indexes]:
+    """Return the slots of the puts that hold cells, and the rows in these puts."""
+    return cells >> _SLOT_SHIFT, cells & _ROW_MASK
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellRuns:
+    """Cells of fields that were put together, as runs of neighbouring rows in the order of the samples."""
+
+    field_names: tuple[str, ...]
+    puts: tuple[Put, ...]
+    put_indexes: Sequence[int]
+    first_rows: Sequence[int]
+    row_counts: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellSet:
+    """Cells of one put; its rows in ascending order, or None: all that it was made with."""
+
+    put: Put
+    field_names: tuple[str, ...] = ()
+    rows: Indexes | None = None
+
+
+Freed: TypeAlias = CellSet | Put
+"""Cells that no sample has any more; a put is all of its cells, since those of a large partition are named at once."""
+
+
+def freed_cells(freed: Freed) -> CellSet:
+    """Return what is freed as cells."""
+    return CellSet(put=freed) if isinstance(freed, Put) else freed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellsSnapshot:
+    """Which cells samples had at one moment: the puts, and by field the cells of all rows."""
+
+    puts: TableSnapshot
+    cells: Mapping[str, ColumnSnapshot]
+
+    @classmethod
+    def of(cls, rows: TableSnapshot, puts: TableSnapshot) -> CellsSnapshot:
+        """Return the cells of a partition by the snapshots of its rows and puts."""
+        cells = {
+            name.removeprefix(CELL_COLUMN): column
+            for name, column in rows.columns.items()
+            if name.startswith(CELL_COLUMN)
+        }
+        return cls(puts=puts, cells=cells)
+
+
+class Field:
+    """A column of the partition: which put and which row of it holds each cell, as one number of both.
+
+    Attributes:
+        spec: what holds of all cells, and of a field without any what is declared.
+        length: size of each cell in the first dimension in which cells differ; None while they do not.
+        produced_count: number of cells that there are.
+    """
+
+    __slots__ = ("_table", "cell", "length", "produced_count", "spec")
+
+    def __init__(self, spec: FieldSpec, table: RowTable) -> None:
+        self._table = table
+        self.cell: Column = table.column(CELL_COLUMN + spec.name, np.int64, NOT_PRODUCED)
+        self.length: Column | None = None
+        self.produced_count = 0
+        self.spec = spec
+        self.take(spec)
+
+    @property
+    def has_lengths(self) -> bool:
+        """Whether there are cells with a length: of tensors that are no scalars."""
+        return self.produced_count > 0 and bool(self.spec.row_shape)
+
+    def lengths(self, rows: slice | Indexes) -> Indexes:
+        """Return the sizes of cells in the first dimension in which they differ, or in the first where none does.
+
+        -1 where there is no cell, or cells are scalars or objects. Another thread may ask.
+        """
+        spec, length = self.spec, self.length  # in this order: `take` writes them in the other one
+        is_there = self.cell.data[rows] >= 0
+        if spec.ragged_dims:
+            return np.where(is_there, -1 if length is None else length.data[rows], -1)
+        return np.where(is_there, (spec.row_shape or (-1,))[0], -1)
+
+    def take(self, spec: FieldSpec) -> None:
+        """Have another spec of the same name, which holds of the cells that there are, too."""
+        known, first = self.spec, spec.ragged_dims[:1]
+        if first and self.length is None:
+            self.length = self._table.column(_length_column(spec.name), np.int64, -1)
+        if self.length is not None and self.produced_count and first != known.ragged_dims[:1]:
+            # No cell differs in this dimension so far, or it would have been the first one.
+            self.length.write(slice(0, self._table.count), (known.row_shape or ())[first[0]])
+        self.spec = spec
+        if not first and self.length is not None:
+            self.length = None
+            self._table.drop_column(_length_column(spec.name))
+
+    def drop(self) -> None:
+        """Have no columns any more; for a field that is not used again, but by readers on another thread."""
+        self._table.drop_column(CELL_COLUMN + self.spec.name)
+        if self.length is not None:
+            self._table.drop_column(_length_column(self.spec.name))
+
+
+def _length_column(name: str) -> str:
+    return f"length/{name}"
+
+
+class CellTable:
+    """The fields of a partition and where their cells are.
+
+    A field is there while it has cells, or is declared. With its last cell it forgets all that puts have made of it.
+
+    Args:
+        table: the rows.
+        declared: fields that are there from the start.
+        default_layout: of fields that are not declared, or without a layout.
+
+    Attributes:
+        fields: by name.
+        former_specs: what fields were that forgot it, the last ones of them. An empty batch of a claim is described by
+            them, which a rank may ask for once the samples of the others are cleared.
+    """
+
+    __slots__ = ("_declared", "_default_layout", "_table", "fields", "former_specs", "puts")
+
+    def __init__(
+        self, table: RowTable, declared: Iterable[FieldSpec] = (), default_layout: Layout = Layout.AUTO
+    ) -> None:
+        self._table = table
+        self._declared = {spec.name: spec for spec in declared}
+        self._default_layout = default_layout
+        self.puts = PutTable()
+        self.fields: dict[str, Field] = {}
+        self.former_specs: dict[str, FieldSpec] = {}
+        for spec in self._declared.values():
+            self.declare(spec)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the values of all cells; where a part of a put is freed, its share by number of cells."""
+        return self.puts.used_bytes
+
+    def snapshot(self) -> CellsSnapshot:
+        """Return which cells samples have now, for `live_cells`."""
+        count = self._table.count
+        cells = {name: field.cell.snapshot(count) for name, field in self.fields.items()}
+        return CellsSnapshot(puts=self.puts.snapshot(), cells=cells)
+
+    def rebuild(self) -> None:
+        """Find out what follows from restored columns."""
+        self.puts.rebuild()
+        for field in self.fields.values():
+            field.produced_count = int(np.count_nonzero(field.cell.data >= 0))
+
+    def declare(self, spec: FieldSpec) -> Field:
+        """Return the field of a spec, which is new or takes it."""
+        field = self.fields.get(spec.name)
+        if field is None:
+            field = self.fields[spec.name] = Field(spec, self._table)
+        elif field.spec is not spec:
+            field.take(spec)
+        return field
+
+    def spec_of_none(self, name: str) -> FieldSpec | None:
+        """Return what an empty batch says of a field: what it is, or was last; None where that is not known."""
+        field = self.fields.get(name)
+        return self.former_specs.get(name) or (None if field is None else field.spec)
+
+    def produced(self, names: Sequence[str], rows: slice | Indexes) -> NDArray[np.bool_]:
+        """Return which rows of a stretch, or at some positions, have cells of all these fields, known or not `(n,)`."""
+        fields = [self.fields.get(name) for name in names]
+        masks = [field.cell.data[rows] >= 0 for field in fields if field is not None]
+        if len(masks) < len(fields) or not masks:
+            return np.full(self._table.index.data[rows].size, not fields)
+        for mask in masks[1:]:
+            masks[0] &= mask
+        return masks[0]
+
+    def produced_by(self, positions: Indexes) -> dict[str, NDArray[np.bool_]]:
+        """Return for each field that at least one of some rows has a cell of, which of them have one `(n,)`."""
+        all_of_them = np.ones(positions.size, np.bool_)
+        found: dict[str, NDArray[np.bool_]] = {}
+        for name, field in self.fields.items():
+            is_complete = field.produced_count == self._table.present_count
+            mask = all_of_them if is_complete else field.cell.data[positions] >= 0
+            if mask.any():
+                found[name] = mask
+        return found
+
+    def merged_specs(self, columns: Sequence[ColumnWrite], positions: Indexes | None) -> list[FieldSpec]:
+        """Return the specs that the fields have once `columns` are written, or refuse them.
+
+        Args:
+            columns: what is to be written.
+            positions: the rows that it is written to, -1 for new ones; None: all are new.
+        """
+        merged = []
+        for column in columns:
+            new = column.spec
+            field = self.fields.get(new.name)
+            if field is not None and field.spec == new:  # as most puts have it
+                merged.append(field.spec)
+                continue
+            declared = self._declared.get(new.name) or FieldSpec(new.name)
+            known = declared
+            if field is not None and (positions is None or not _is_replaced(field, positions)):
+                known = field.spec
+            merged.append(merge_specs(known, column, declared.layout or self._default_for(new)))
+        return merged
+
+    def _default_for(self, spec: FieldSpec) -> Layout:
+        """Return the layout of a field that none is declared of; scalars have no dimension that could be ragged."""
+        is_scalar = spec.layout is Layout.DENSE and not spec.row_shape
+        return Layout.AUTO if spec.layout is Layout.OBJECT or is_scalar else self._default_layout
+
+    def write(self, put: Put, columns: Sequence[ColumnWrite], specs: Sequence[FieldSpec], positions: slice | Indexes,
+              row_count: int) -> list[Freed]:  # fmt: skip
+        """Point the cells at `positions`, a slice where they are of new rows, to the rows of the put in order.
+
+        Return the cells that this replaced.
+        """
+        slot = self.puts.add(put, len(columns) * row_count, sum(column.value_bytes for column in columns))
+        freed: list[Freed] = []
+        if not isinstance(positions, slice):
+            known = (self.fields.get(spec.name) for spec in specs)
+            freed = self._free(positions, [field for field in known if field is not None])
+        cells = cells_of(slot, np.arange(row_count))
+        where = as_slice(positions)
+        for column, spec in zip(columns, specs, strict=True):
+            self.former_specs.pop(spec.name, None)
+            field = self.declare(spec)
+            field.cell.write(where, cells)
+            field.produced_count += row_count
+            if field.length is not None:
+                field.length.write(where, column.sizes(spec.ragged_dims[0]))
+        return freed
+
+    def forget(self, positions: Indexes, fields: Iterable[Field]) -> list[Freed]:
+        """Mark the cells of rows as not produced and return those that were; fields without cells are forgotten."""
+        looked_at = list(fields)
+        freed = self._free(positions, looked_at)
+        for field in looked_at:
+            if not field.produced_count:
+                self._forget_field(field)
+        return freed
+
+    def _forget_field(self, field: Field) -> None:
+        """Have a field that lost its last cell be as declared, or not there."""
+        name = field.spec.name
+        declared = self._declared.get(name)
+        if declared is not None and field.spec == declared:
+            return
+        self.former_specs[name] = field.spec
+        if len(self.former_specs) > _MOST_FORMER_SPECS:
+            del self.former_specs[next(iter(self.former_specs))]
+        if declared is None:
+            del self.fields[name]
+            field.drop()
+        else:
+            field.take(declared)
+
+    def _free(self, positions: Indexes, fields: Iterable[Field]) -> list[Freed]:
+        forgotten: list[tuple[str, Indexes]] = []
+        for field in fields:
+            cells = field.cell.data[positions]
+            produced = cells >= 0
+            if not produced.any():
+                continue
+            if produced.all():
+                field.cell.write(as_slice(positions), NOT_PRODUCED)
+            else:
+                field.cell.write(positions[produced], NOT_PRODUCED)
+                cells = cells[produced]
+            field.produced_count -= cells.size
+            forgotten.append((field.spec.name, cells))
+        freed: list[Freed] = []
+        for slot, alike in _by_put(forgotten).items():
+            put, count = self.puts.get(slot), sum(len(rows) // _ROW_BYTES * len(names) for rows, names in alike.items())
+            freed += [put] if self.puts.drop(slot, count) else _cell_sets(put, alike)
+        return freed
+
+    def count_of_runs(self, positions: Indexes, most: int) -> int:
+        """Return how many rows from the first on have cells in at most so many runs, each of one put; -1 is no row."""
+        breaks = np.zeros(max(0, positions.size - 1), np.bool_)
+        for field in self.fields.values():
+            slots = np.where(positions < 0, NOT_PRODUCED, field.cell.data[positions]) >> _SLOT_SHIFT
+            breaks |= slots[1:] != slots[:-1]
+        heads = breaks.nonzero()[0]
+        return positions.size if heads.size < most else int(heads[most - 1]) + 1
+
+    def forget_all(self) -> Iterable[Freed]:
+        """Return all puts as freed, for a partition that is cleared."""
+        return self.puts.all()
+
+    def locate(self, names: Sequence[str], positions: Indexes) -> list[CellRuns]:
+        """Return where cells are, of those fields that all rows have; fields that lie alike share their runs."""
+        alike: dict[bytes, tuple[Indexes, list[str]]] = {}
+        for name in names:
+            cells = self.fields[name].cell.data[positions]
+            alike.setdefault(cells.tobytes(), (cells, []))[1].append(name)
+        return [
+            self._runs(tuple(fields), cells)
+            for cells, fields in alike.values()
+            if cells.size and int(cells.min()) != NOT_PRODUCED
+        ]
+
+    def _runs(self, names: tuple[str, ...], cells: Indexes) -> CellRuns:
+        breaks = (cells[1:] - cells[:-1] != 1).nonzero()[0]
+        if not breaks.size:  # most claims: samples that were put together
+            first = int(cells[0])
+            return CellRuns(
+                field_names=names,
+                puts=(self.puts.get(first >> _SLOT_SHIFT),),
+                put_indexes=(0,),
+                first_rows=(first & _ROW_MASK,),
+                row_counts=(cells.size,),
+            )
+        starts = np.concatenate(([0], breaks + 1))
+        used: dict[int, int] = {}
+        put_indexes = tuple(used.setdefault(slot, len(used)) for slot in (cells[starts] >> _SLOT_SHIFT).tolist())
+        return CellRuns(
+            field_names=names,
+            puts=tuple(map(self.puts.get, used)),
+            put_indexes=put_indexes,
+            first_rows=(cells[starts] & _ROW_MASK).tolist(),
+            row_counts=np.diff(starts, append=cells.size).tolist(),
+        )
+
+
+def live_cells(snapshot: CellsSnapshot) -> Iterator[CellSet]:
+    """Yield the cells that samples had at the moment of a snapshot, those of one put one after the other.
+
+    It may take long, on any thread, in steps of a few thousand slots or cells.
+    """
+    partial: dict[int, Put] = {}
+    masks: list[NDArray[np.bool_]] = []
+    start = 0
+    puts = snapshot.puts.columns
+    blocks = zip(puts["put"].blocks(), puts["cells"].blocks(), puts["made"].blocks(), strict=True)
+    for some, counts, made in blocks:
+        for put in some[(counts == made) & (counts > 0)].tolist():
+            yield CellSet(put=put)
+        is_part = (counts < made) & (counts > 0)
+        masks.append(is_part)
+        where = np.flatnonzero(is_part)
+        partial |= zip((where + start).tolist(), some[where].tolist(), strict=True)
+        start += some.size
+    if partial:
+        is_partial = np.concatenate(masks)
+        cells = {
+            name: np.concatenate([block[is_partial[block >> _SLOT_SHIFT] & (block >= 0)] for block in column.blocks()])
+            for name, column in snapshot.cells.items()
+        }
+        for slot, alike in _by_put(cells.items()).items():
+            yield from _cell_sets(partial[slot], alike)
+
+
+def _by_put(cells_of_fields: Iterable[tuple[str, Indexes]]) -> dict[int, dict[bytes, list[str]]]:
+    """Return for each put, by its slot, of which fields cells are: those that are of the same rows together."""
+    found: dict[int, dict[bytes, list[str]]] = {}
+    for name, cells in cells_of_fields:
+        slots, rows = slots_and_rows(np.sort(cells, kind="stable"))  # quick where they are in order, as most are
+        starts = np.flatnonzero(np.diff(slots, prepend=-1))
+        for slot, in_put in zip(slots[starts].tolist(), np.split(rows, starts[1:]), strict=False):
+            found.setdefault(slot, {}).setdefault(in_put.tobytes(), []).append(name)
+    return found
+
+
+def _cell_sets(put: Put, alike: Mapping[bytes, Sequence[str]]) -> Iterator[CellSet]:
+    for rows, names in alike.items():
+        yield CellSet(put=put, field_names=tuple(names), rows=np.frombuffer(rows, np.int64))
+
+
+class PutTable(SlotTable):
+    """The puts that hold cells of a partition, each counted by its cells and bytes; slots are used again.
+
+    Attributes:
+        used_bytes: bytes of all cells. Those of a put go with its cells: all with the last, of parts an equal share for
+            each cell, since sizes of single cells are known to the storage service only.
+    """
+
+    __slots__ = ("_bytes", "_cells", "_made", "used_bytes")
+
+    def __init__(self) -> None:
+        super().__init__("put")
+        self._cells = self.column("cells", np.int64, 0)
+        self._made = self.column("made", np.int64, 0)
+        self._bytes = self.column("bytes", np.int64, 0)
+        self.used_bytes = 0
+
+    def add(self, put: Put, cells: int, value_bytes: int) -> int:
+        """Enter a put with so many cells of so many bytes together, and return its slot."""
+        self.used_bytes += value_bytes
+        (slot,) = self.take(1)
+        self.occupants.write(slot, put)
+        self._cells.write(slot, cells)
+        self._made.write(slot, cells)
+        self._bytes.write(slot, value_bytes)
+        return slot
+
+    def get(self, slot: int) -> Put:
+        """Return the put of a slot in use."""
+        put: Put | None = self.occupants[slot]
+        if put is None:
+            raise LookupError(f"put slot {slot} is free")
+        return put
+
+    def drop(self, slot: int, cells: int) -> bool:
+        """Count cells off; return whether the put has none left, and forget it then."""
+        cells_left, bytes_left = int(self._cells[slot]), int(self._bytes[slot])
+        gone_bytes = bytes_left * cells // cells_left
+        self.used_bytes -= gone_bytes
+        if cells_left > cells:
+            self._cells.write(slot, cells_left - cells)
+            self._bytes.write(slot, bytes_left - gone_bytes)
+            return False
+        self.give_up(np.array([slot]))
+        return True
+
+    def all(self) -> Iterable[Put]:
+        """Return all puts in use."""
+        return [put for put in self.occupants[: self.count] if put is not None]
+
+    def rebuild(self) -> None:
+        """Find out what follows from restored columns."""
+        super().rebuild()
+        self.used_bytes = int(self._bytes.data.sum())
+
+
+def _is_replaced(field: Field, positions: Indexes) -> bool:
+    """Whether a write to some rows leaves no cell of a field that there is now."""
+    count = field.produced_count
+    return count <= positions.size and count == np.count_nonzero(field.cell.data[positions[positions >= 0]] >= 0)
+
+
+def merge_specs(known: FieldSpec, column: ColumnWrite, layout: Layout) -> FieldSpec:
+    """Return the spec of a field that holds the rows of a column too, or raise FieldMismatchError with both.
+
+    Args:
+        known: what holds of the rows that it has, or what is declared of one without.
+        column: the rows to come.
+        layout: that of the field as it is declared. Fields that are declared jagged take rows of equal shape; ones of
+            "auto" are jagged from the first row on that differs, or that comes jagged.
+    """
+    new = column.spec
+    if new.row_shape is None:
+        raise _mismatch(known, new, "say the row shape of every column")
+    is_of_tensors = bool(known.dtype) or not _TENSORS.isdisjoint((layout, known.layout))
+    if is_of_tensors and new.layout is Layout.OBJECT:
+        hint = "it holds tensors: put tensors, arrays or lists of numbers, or declare the field as object beforehand"
+        raise _mismatch(known, new, hint)
+    if new.layout is not Layout.OBJECT and Layout.OBJECT in (layout, known.layout):
+        hint = "it holds objects: put its rows as a list, or declare the field as dense or jagged beforehand"
+        raise _mismatch(known, new, hint)
+    if new.layout is Layout.OBJECT:
+        if known.encoding in {Encoding.TEXT, Encoding.BYTES} and new.encoding is not known.encoding:
+            hint = f"put {known.encoding} in every row, or declare the field without an encoding"
+            raise _mismatch(known, new, hint)
+        return _unless_equal(known, replace(new, encoding=known.encoding))
+    if known.dtype and known.dtype != new.dtype:
+        raise _mismatch(known, new, "convert the rows to the dtype of the field, or put them into another one")
+    given = column.fitting_shape
+    shape = given if known.row_shape is None else known.row_shape
+    if len(shape) != len(given):
+        hint = "put rows of as many dimensions in every put: scalars (n,) beside scalars, rows (n, 1) beside rows"
+        raise _mismatch(known, new, hint)
+    if layout is Layout.JAGGED and not shape:
+        raise _mismatch(known, new, "put rows of one or more dimensions, or declare the field dense for scalars")
+    widened = tuple(a if a == b else -1 for a, b in zip(shape, given, strict=True))
+    if layout is Layout.DENSE and (new.layout is Layout.JAGGED or widened != given):
+        raise _mismatch(known, new, "put rows of one shape, or declare the field as auto or jagged")
+    is_jagged = -1 in widened or Layout.JAGGED in (layout, known.layout, new.layout)
+    if -1 not in widened and new.layout is Layout.JAGGED:  # nothing differs yet
+        # torch takes the first dimension of equal rows for the ragged one, so that it says nothing if there are others.
+        first = 0 if len(widened) == 1 else 1
+        widened = (*widened[:first], *new.row_shape[first:])
+    return _unless_equal(known, replace(new, layout=Layout.JAGGED if is_jagged else Layout.DENSE, row_shape=widened))
+
+
+def _unless_equal(known: FieldSpec, merged: FieldSpec) -> FieldSpec:
+    return known if merged == known else merged
+
+
+def _mismatch(known: FieldSpec, new: FieldSpec, hint: str) -> FieldMismatchError:
+    return FieldMismatchError(
+        f"field {known.name!r} is {known.describe()}, got {new.describe()}; {hint}",
+        field="columns",
+        metadata={"field_name": known.name, "got": new.describe(), "expected": known.describe()},
+    )

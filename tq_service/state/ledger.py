@@ -1,0 +1,957 @@
+"""The ledger of one task: which samples of a partition its claims have consumed, hold under a lease, or lost.
+
+One column, `claim`, says of each row what became of it, and only the ledger writes it:
+
+- 0: it can be claimed;
+- 1: consumed in an earlier epoch;
+- n from 3 on: consumed for good by the claim with serial n: delivered without a lease, or acknowledged;
+- -n: leased to the claim with serial n, which has yet to acknowledge it;
+- -1: dead-lettered: delivered too often without being acknowledged;
+- -2: dropped: a plan left it out of its batch, for good.
+
+Another column, `skipped`, marks rows at 0 that are in a group which lost a member for good, while the task keeps groups
+whole: they are not pending. Samplers see them as before, so a task that takes the rest of such groups can have them.
+
+    0 --claim_batch, claim_samples---------------------------> n    (nack of a claim without a lease: back to 0)
+    0 --claim_samples with a lease--> -n --ack, row is gone--> n
+                                      -n --nack, expire------> 0    (expire of one delivered too often: -1)
+    -1 --requeue--> 0
+    0 --claim_batch, claim_samples, of what the plan drops---> -2   (under a lease: -n, and -2 with its ack)
+    any --reset--> 0, or 1 what was consumed and is kept so
+
+A plan may consume other samples than it delivers (`RecordedPlan.consumed`). What it only delivers stays at 0, or under
+a lease returns to 0 with its acknowledgement, and counts in another column, `uses`. No row says then which records it
+is in, so these are not dropped with their rows: the last of them are kept.
+
+What changes the ledger checks nothing and reads no clock: it is given what was looked up and checked before, and does
+the same whether a claim is made now or is made again from the log. When a lease expires is decided by the timer of the
+instance that serves the partition, and comes back to the ledger as a change.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+from collections import OrderedDict
+from copy import copy
+from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
+from typing import Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tq_service.errors import (
+    BatchForgottenError,
+    ClaimReleasedError,
+    InvalidArgumentError,
+    LeaseExpiredError,
+    PreconditionError,
+    RankDisagreementError,
+    SamplesClearedError,
+    StaleEpochError,
+)
+from tq_service.schema import EndCounts
+from tq_service.state.claim_names import ClaimNames, Loss, PastName
+from tq_service.state.plan import Indexes, Pack, Plan, RankPlan
+from tq_service.state.request import BatchSpec, ClaimRequest, LeaseTerms, shown
+from tq_service.state.states import CONSUMED_EARLIER, DEAD_LETTERED, DROPPED, FAILED, LAST_RESERVED, UNCLAIMED, is_open
+from tq_service.state.table import Column, RowTable, count_values
+
+_ENDED_SECONDS = 900.0
+_MOST_ENDED = 131_072
+_DERIVED = {"is_encoded": False}  # rebuilt from the columns, or of this instance of the service alone
+_MOST_REMEMBERED_ROWS, _MOST_REMEMBERED_PACKS = 1 << 13, 512  # of a rank; 256 steps of so many take some 40 MB
+_MOST_BATCHES_WITHOUT_ROWS = 16  # short batches come at the end of an epoch, so there is rarely more than one
+_MOST_REUSING, _MOST_REUSING_ROWS = 1 << 10, 1 << 22  # records of plans that deliver what they do not consume
+
+_NO_ROWS: Final = np.zeros(0, np.int64)
+_NO_ROWS.flags.writeable = False
+
+_OTHER_DP_SIZE: Final = (
+    ". To resume with another number of ranks, clear the samples that were trained, reset the consumption of the task "
+    "once, and have all ranks begin with batch_index 0 (docs/data_loading.md)"
+)
+
+Steps: TypeAlias = tuple[tuple[Pack, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedPlan:
+    """A plan as it is recorded, by the hundred thousand: in few objects, and without what follows from the rest.
+
+    Attributes:
+        rows: global indexes of all ranks `(sum(sizes),)`, those of rank 0 first.
+        sizes: number of rows of each rank.
+        steps: of each rank, see `RankPlan`; empty where the sampler made none.
+        micro_batch_size: samples a micro-batch, or None; for a plan without steps.
+        consumed: global indexes of what is consumed, see `Plan`; None: of all rows, none of which comes twice.
+        dropped: global indexes of what each rank's part leaves out, see `RankPlan`; empty where nothing is left out.
+    """
+
+    rows: Indexes
+    sizes: tuple[int, ...]
+    steps: tuple[Steps, ...] = ()
+    micro_batch_size: int | None = None
+    consumed: Indexes | None = None
+    dropped: tuple[Indexes, ...] = ()
+
+    @classmethod
+    def of(cls, plan: Plan, micro_batch_size: int | None = None) -> RecordedPlan:
+        """Return what is recorded of a plan."""
+        steps = tuple(part.steps for part in plan.ranks)
+        dropped = tuple(part.dropped for part in plan.ranks)
+        return cls(
+            rows=np.concatenate([part.rows for part in plan.ranks]),
+            sizes=tuple(part.rows.size for part in plan.ranks),
+            steps=steps if any(steps) else (),
+            micro_batch_size=micro_batch_size,
+            consumed=plan.consumed,
+            dropped=dropped if any(map(len, dropped)) else (),
+        )
+
+    @property
+    def is_reusing(self) -> bool:
+        """Whether it may deliver what it does not consume."""
+        return self.consumed is not None
+
+    @property
+    def used(self) -> Indexes:
+        """The samples that it delivers or consumes, each once."""
+        return self.rows if self.consumed is None else np.union1d(self.rows, self.consumed)
+
+    @property
+    def named(self) -> Indexes:
+        """The samples that it delivers or consumes, and then those that it drops, each once."""
+        return np.concatenate([self.used, *self.dropped]) if self.dropped else self.used
+
+    @property
+    def dropped_count(self) -> int:
+        """How many samples it drops."""
+        return sum(map(len, self.dropped))
+
+    def drops(self, rows: Indexes) -> NDArray[np.bool_]:
+        """Return which samples it drops."""
+        return np.isin(rows, np.concatenate(self.dropped)) if self.dropped else np.zeros(rows.size, np.bool_)
+
+    def consumes(self, rows: Indexes) -> NDArray[np.bool_]:
+        """Return which samples it consumes."""
+        return np.ones(rows.size, np.bool_) if self.consumed is None else np.isin(rows, self.consumed)
+
+    def consuming(self, spent: Indexes) -> RecordedPlan:
+        """Return the plan that consumes these rows, and beside them only what its sampler said."""
+        consumed = np.unique(spent) if self.consumed is None else np.union1d(spent, self.consumed)
+        is_all = np.array_equal(np.sort(self.rows), consumed)
+        return replace(self, consumed=None if is_all else consumed)
+
+    def part(self, dp_rank: int = 0) -> RankPlan:
+        """Return the part of a rank; without steps it has micro-batches, as many on every rank, empty ones included."""
+        start, size = sum(self.sizes[:dp_rank]), self.sizes[dp_rank]
+        steps = self.steps[dp_rank] if self.steps else self._one_step(size)
+        dropped = self.dropped[dp_rank] if self.dropped else _NO_ROWS
+        return RankPlan(rows=self.rows[start : start + size], steps=steps, dropped=dropped)
+
+    def _one_step(self, size: int) -> Steps:
+        largest, micro_batch_size = max(self.sizes), self.micro_batch_size
+        is_large = largest > _MOST_REMEMBERED_ROWS or largest > _MOST_REMEMBERED_PACKS * (micro_batch_size or largest)
+        return (_one_step if is_large else _remembered_step)(size, largest, micro_batch_size)
+
+
+def _one_step(count: int, largest: int, micro_batch_size: int | None) -> Steps:
+    """Return the micro-batches of a rank with `count` rows, where some rank has `largest`."""
+    positions = np.arange(count)
+    positions.flags.writeable = False
+    size = micro_batch_size or max(1, largest)
+    return (tuple(Pack(positions=positions[start : start + size]) for start in range(0, max(1, largest), size)),)
+
+
+_remembered_step = lru_cache(maxsize=256)(_one_step)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Batch:
+    """A recorded plan for all ranks.
+
+    Attributes:
+        remaining: its samples that are not cleared; 0 for one that does not go with its samples.
+    """
+
+    serial: int
+    batch_spec: BatchSpec
+    plan: RecordedPlan
+    batch_index: int
+    remaining: int = 0
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class QueueClaim:
+    """What a queue worker got.
+
+    Attributes:
+        serial: its number in the task.
+        plan: the samples, and how they are used.
+        name: what its caller calls it; empty: it has no name.
+        batch_spec: what all calls under its name have to ask for alike; None where it was made without a name.
+        lease: the terms, also once nothing is leased any more; None: its samples were done when they were delivered.
+        delivery_counts: for each sample of a claim with a lease how often it was delivered, this time included.
+        returned: samples of a claim with a lease that it acknowledged and did not consume; None: there are none.
+        remaining: its samples that are neither cleared nor released.
+        leased_count: its samples that are leased: neither acknowledged, failed, cleared nor released.
+        deadline: when these expire, by the clock of the event loop; set by the lease timer, which no replay has.
+        delivered_at: when its lease first began in this instance of the service, by the same clock; set likewise.
+        answer_count: calls that were answered with it by this instance of the service: a call that disconnects before
+            its answer was sent releases the claim only if no retry was given the same.
+    """
+
+    request_id: bytes
+    serial: int
+    plan: RecordedPlan
+    name: str = ""
+    batch_spec: BatchSpec | None = None
+    lease: LeaseTerms | None = None
+    delivery_counts: NDArray[np.int32] | None = None
+    returned: Indexes | None = None
+    remaining: int = field(default=0, metadata=_DERIVED)
+    leased_count: int = field(default=0, metadata=_DERIVED)
+    delivered_at: float = field(default=math.inf, metadata=_DERIVED)
+    deadline: float = field(default=math.inf, metadata=_DERIVED)
+    answer_count: int = field(default=0, metadata=_DERIVED)
+
+    @property
+    def rows(self) -> Indexes:
+        """Global indexes of its samples."""
+        return self.plan.rows
+
+    @property
+    def goes_with_rows(self) -> bool:
+        """Whether its rows say that they are its own, so that it goes with the last of them."""
+        return self.lease is not None or not self.plan.is_reusing
+
+    @property
+    def mark(self) -> int:
+        """What stands in the `claim` column for the samples it has been given and holds."""
+        return self.serial if self.lease is None else -self.serial
+
+    def leased_seconds(self, now: float) -> float:
+        """Return how long what is leased stays with the worker; 0 where nothing is."""
+        return max(0.0, self.deadline - now) if self.leased_count else 0.0
+
+
+class EndedClaims(OrderedDict[bytes, tuple[float, bool]]):
+    """Request ids of claims that were released or have expired, the oldest first: for a late GetMeta to be refused.
+
+    Of each it is known since when, and whether it has expired, be it that it was released as well.
+    """
+
+    def add(self, request_id: bytes, at_seconds: float, *, is_expired: bool) -> None:
+        """Remember one from a time that is not before that of any other; forget those that are too old to matter."""
+        self[request_id] = (at_seconds, is_expired or self.has_expired(request_id))
+        self.move_to_end(request_id)
+        while len(self) > _MOST_ENDED or next(iter(self.values()))[0] < at_seconds - _ENDED_SECONDS:
+            self.popitem(last=False)
+
+    def has_expired(self, request_id: bytes) -> bool:
+        """Whether samples of the claim were not acknowledged in time."""
+        return request_id in self and self[request_id][1]
+
+
+@dataclass(slots=True, kw_only=True)
+class TaskTotals:
+    """What has become of the samples of a task, over all epochs, as far as this process has applied it.
+
+    None of it ever falls, and none of it is in a snapshot.
+
+    Attributes:
+        delivered: samples delivered, each as often as it was.
+        redelivered: those of them that were delivered under a lease before, which ran out.
+        expired: samples whose leases ran out.
+        dead_lettered: those of them that are not delivered again.
+    """
+
+    delivered: int = 0
+    redelivered: int = 0
+    expired: int = 0
+    dead_lettered: int = 0
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class TaskFacts:
+    """What is known of a task besides its columns and records, in plain values: part of a snapshot as it stands here.
+
+    Attributes:
+        end: None: it is not at its end.
+        consumed_count: rows consumed in this epoch, leased and cleared ones included.
+        kept_count: those of them that were consumed in earlier epochs, and that the last reset left so.
+        backlog: rows that are live or held, and neither consumed, dead-lettered, dropped nor skipped.
+        skipped_count: rows that are live or held and skipped; those cleared since are not counted.
+        kept_groups: how the last request kept groups whole: 0 for named groups, else the length of the blocks that
+            stand in for them where no group is named; None: it took samples one by one, or the rest of incomplete
+            groups, or has not asked in this epoch.
+        dead_lettered_count: rows dead-lettered in this epoch, cleared ones included.
+        dropped_count: rows that plans of this epoch left out, cleared ones included.
+        last_forgotten: the last batch_index whose record was dropped although its rows are there; -1: none was.
+        serial: the last one given to a claim.
+    """
+
+    name: str
+    epoch: int = 0
+    dp_size: int | None = None
+    next_batch_index: int = 0
+    end: EndCounts | None = None
+    consumed_count: int = 0
+    kept_count: int = 0
+    backlog: int = 0
+    skipped_count: int = 0
+    kept_groups: int | None = None
+    dead_lettered_count: int = 0
+    dropped_count: int = 0
+    last_forgotten: int = -1
+    serial: int = LAST_RESERVED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskSnapshot:
+    """A task at one moment, but for its columns, from which follows how many rows are left of each record."""
+
+    facts: TaskFacts
+    batches: list[Batch] = field(default_factory=list)
+    claims: list[QueueClaim] = field(default_factory=list)
+    names: list[tuple[str, bytes]] = field(default_factory=list)
+    past_names: list[tuple[str, PastName]] = field(default_factory=list)
+    reusing: list[int] = field(default_factory=list)  # serials of records, the oldest first
+    ended: list[tuple[bytes, tuple[float, bool]]] = field(default_factory=list)
+
+
+class TaskLedger(TaskFacts):
+    """What one named consumer has consumed of a partition: its claims, leases, epoch and end.
+
+    Records of claims are dropped with the last of their rows, so what a task keeps is bounded by what is stored. A
+    short batch in which some ranks have no rows outlives those of the others, since these ranks may come late. Of
+    records whose rows others may get too, the last are kept, whether or not the rows are there.
+
+    Attributes, and those of `TaskFacts`, are read by everybody and changed here only:
+        claim: what became of each row, see the module.
+        deliveries: how often each row was delivered under a lease in this epoch, and not acknowledged.
+        uses: how often each row was delivered, under a lease also acknowledged, and not consumed.
+        skipped: which rows are skipped, see the module.
+        leased_count: rows that are leased.
+        batches: recorded batches by batch_index, in the order of these; also the few kept without rows.
+        claims: claims of queue workers by their request_id.
+        leases: those of them that lease samples, in the order of their delivery.
+        names: what the names stand for that callers gave to queue claims.
+        ended: ids of claims that were released or have expired.
+        totals: counts that are not of the epoch, but of this process.
+    """
+
+    def __init__(self, name: str, table: RowTable, state: Column, *, backlog: int) -> None:
+        super().__init__(name=name, backlog=backlog)
+        self.leased_count = 0
+        claim, deliveries, uses, skipped = task_columns(name)
+        self.claim = table.column(claim, np.int64, UNCLAIMED)
+        self.deliveries = table.column(deliveries, np.int32, 0)
+        self.uses = table.column(uses, np.int32, 0)
+        self.skipped = table.column(skipped, np.bool_, False)
+        self.batches: dict[int, Batch] = {}
+        self.claims: dict[bytes, QueueClaim] = {}
+        self.leases: dict[bytes, QueueClaim] = {}
+        self.names = ClaimNames()
+        self.ended = EndedClaims()
+        self.totals = TaskTotals()
+        self._without_rows: list[int] = []  # batch indexes, the lowest first
+        self._reusing: OrderedDict[int, Batch | QueueClaim] = OrderedDict()  # those that lease nothing, by serial
+        self._reusing_row_count = 0
+        self._table = table
+        self._state = state
+        self._by_serial: dict[int, Batch | QueueClaim] = {}
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether nothing is on record: no claim, end, epoch or release."""
+        is_first = self.epoch == 0 and self.serial == LAST_RESERVED
+        return is_first and self.end is None and not (self.ended or self.names.past)
+
+    # Snapshots
+
+    @property
+    def facts(self) -> TaskFacts:
+        """What is known of the task besides its columns and records."""
+        return TaskFacts(**{each.name: getattr(self, each.name) for each in fields(TaskFacts)})
+
+    def snapshot(self) -> TaskSnapshot:
+        """Return all that the task has on record, as it is now: pointers to its records.
+
+        Its columns are in the snapshot of the table.
+        """
+        return TaskSnapshot(
+            facts=self.facts,
+            batches=list(self.batches.values()),
+            claims=[copy(claim) if claim.plan.is_reusing else claim for claim in self.claims.values()],
+            names=list(self.names.claims.items()),
+            past_names=list(self.names.past.items()),
+            reusing=list(self._reusing),
+            ended=list(self.ended.items()),
+        )
+
+    def restore(self, snapshot: TaskSnapshot) -> None:
+        """Have the facts and records of a snapshot for its own; for a new task whose columns are restored."""
+        for each in fields(TaskFacts):
+            setattr(self, each.name, getattr(snapshot.facts, each.name))
+        self.ended.update(snapshot.ended)
+        self.names.claims.update(snapshot.names)
+        self.names.past.update(snapshot.past_names)
+        specs: dict[BatchSpec | None, BatchSpec | None] = {}  # thousands of claims share a few
+        serials, counts = count_values(self.claim[: self._table.count])
+        rows_of = dict(zip(serials.tolist(), counts.tolist(), strict=True))
+        reusing: dict[int, Batch | QueueClaim] = {}
+        for batch in snapshot.batches:
+            self.batches[batch.batch_index] = batch
+            if batch.plan.is_reusing:
+                reusing[batch.serial] = batch
+                continue
+            batch.remaining = rows_of.get(batch.serial, 0)
+            self._by_serial[batch.serial] = batch
+            if not batch.remaining:
+                self._without_rows.append(batch.batch_index)
+        for claim in snapshot.claims:
+            claim.batch_spec = specs.setdefault(claim.batch_spec, claim.batch_spec)
+            claim.leased_count = rows_of.get(-claim.serial, 0)
+            claim.remaining = rows_of.get(claim.serial, 0) + claim.leased_count
+            self.claims[claim.request_id] = claim
+            self.leased_count += claim.leased_count
+            if claim.leased_count:
+                self.leases[claim.request_id] = claim
+            if claim.goes_with_rows:
+                self._by_serial[claim.serial] = claim
+            if claim.plan.consumed is not None and not claim.goes_with_rows:
+                claim.remaining = claim.plan.consumed.size
+            if claim.plan.is_reusing or not claim.rows.size:
+                reusing[claim.serial] = claim
+        for serial in snapshot.reusing:
+            self._reusing[serial] = reusing[serial]
+            self._reusing_row_count += reusing[serial].plan.rows.size
+
+    # Recorded answers
+
+    def check_epoch(self, epoch: int | None) -> None:
+        """Refuse a caller that means another epoch."""
+        check_epoch(self.name, self.epoch, epoch)
+
+    def recorded(self, request: ClaimRequest) -> RankPlan | QueueClaim | EndCounts | None:
+        """Return the recorded answer to a request, None where there is none yet."""
+        if request.rank is None:
+            return self._recorded_claim(request)
+        rank = request.rank
+        if self.dp_size is not None and rank.dp_size != self.dp_size:
+            raise _disagreement(
+                "dp_size", rank.dp_size, self.dp_size, f"this epoch of task {self.name!r}", remedy=_OTHER_DP_SIZE
+            )
+        if rank.batch_index >= self.next_batch_index:
+            return self.end
+        batch = self.batches.get(rank.batch_index)
+        if batch is None:
+            raise self._forgotten() if rank.batch_index <= self.last_forgotten else self._cleared()
+        differs = request.batch_spec.disagreement(batch.batch_spec)
+        if differs is not None:
+            raise _disagreement(*differs, f"batch_index {rank.batch_index} of task {self.name!r}")
+        part = batch.plan.part(rank.dp_rank)
+        if batch.remaining < batch.plan.rows.size:
+            self.check_present(part.rows)
+        return part
+
+    def _recorded_claim(self, request: ClaimRequest) -> QueueClaim | EndCounts | None:
+        name, request_id = request.claim_name, request.request_id
+        if name and (named := self._recorded_under(name, request)) is not None:
+            return named
+        if request_id in self.ended:
+            raise self._expired() if self.ended.has_expired(request_id) else self._released()
+        claim = self.claims.get(request_id)
+        if claim is not None and name:
+            raise InvalidArgumentError(
+                f"request_id {request_id.hex()} is that of another claim of task {self.name!r} than {name!r}; make one "
+                f"for each claim_name",
+                field="request_id",
+            )
+        return None if claim is None else self._with_rows(claim)
+
+    def _recorded_under(self, name: str, request: ClaimRequest) -> QueueClaim | EndCounts | None:
+        """Return what a name stands for, None where it stands for nothing yet."""
+        if name in self.names.claims:
+            claim = self.claims[self.names.claims[name]]
+            differs = None if claim.batch_spec is None else request.batch_spec.disagreement(claim.batch_spec)
+            if differs is not None:
+                raise _disagreement(*differs, f"claim_name {name!r} of task {self.name!r}")
+            return self._with_rows(claim)
+        past = self.names.past.get(name)
+        if past is None or past.loss is None:
+            return None if past is None else past.end
+        match past.loss:
+            case "cleared":
+                raise self._cleared()
+            case "released":
+                raise self._released()
+            case "expired":
+                raise self._expired()
+            case "forgotten":
+                raise self._forgotten()
+
+    def _released(self) -> ClaimReleasedError:
+        return ClaimReleasedError(
+            f"this claim of task {self.name!r} was released; ask again under a new request_id, or another claim_name",
+            metadata={"task_name": self.name},
+        )
+
+    def _expired(self) -> LeaseExpiredError:
+        return LeaseExpiredError(
+            f"the lease of this claim of task {self.name!r} ran out, and others may have its samples; ask again "
+            f"under a new request_id, or another claim_name",
+            metadata={"task_name": self.name},
+        )
+
+    def _with_rows(self, claim: QueueClaim) -> QueueClaim:
+        """Return a claim whose samples are all there."""
+        if claim.plan.is_reusing or claim.remaining < claim.rows.size:
+            self.check_present(claim.rows)
+        return claim
+
+    def check_present(self, rows: Indexes) -> None:
+        """Refuse an answer of which samples have been cleared since it was planned."""
+        if bool((self._table.find(rows) < 0).any()):
+            raise self._cleared()
+
+    def _cleared(self) -> SamplesClearedError:
+        return SamplesClearedError(
+            f"what task {self.name!r} was to get here was planned, but samples of it have been cleared since; go on "
+            f"with a later batch_index (the next to be planned is {self.next_batch_index}), a queue worker under a new "
+            f"request_id, or another claim_name",
+            metadata={"task_name": self.name, "next_batch_index": str(self.next_batch_index)},
+        )
+
+    def _forgotten(self) -> BatchForgottenError:
+        return BatchForgottenError(
+            f"what task {self.name!r} was to get here was planned, and is not on record any more: of plans that "
+            f"deliver samples without consuming them the last {_MOST_REUSING} are kept; go on with a later batch_index "
+            f"(the next to be planned is {self.next_batch_index}), a queue worker under another claim_name",
+            metadata={"task_name": self.name, "next_batch_index": str(self.next_batch_index)},
+        )
+
+    # Claims
+
+    def claim_batch(self, batch_spec: BatchSpec, plan: RecordedPlan, positions: Indexes) -> None:
+        """Record the plan of the next batch_index, and what it consumes.
+
+        Args:
+            batch_spec: what the ranks ask for.
+            plan: the plan.
+            positions: those of `plan.named`.
+        """
+        self.serial += 1
+        batch = self.batches[self.next_batch_index] = Batch(
+            serial=self.serial, batch_spec=batch_spec, plan=plan, batch_index=self.next_batch_index
+        )
+        self.next_batch_index += 1
+        self.totals.delivered += plan.rows.size
+        self.dp_size = len(plan.sizes)
+        positions, dropped = _parted(plan, positions)
+        self._drop_rows(dropped)
+        if plan.is_reusing:
+            self._use(plan, positions, batch.serial)
+            self._keep_reusing(batch)
+            return
+        batch.remaining = positions.size
+        self._by_serial[batch.serial] = batch
+        self._consume(positions, batch.serial)
+        if not batch.remaining:
+            self._drop_batch(batch)
+
+    def reach_end(self, dp_size: int, end: EndCounts) -> None:
+        """Record that no batch follows, for all ranks and batch indexes from the next on."""
+        self.dp_size = dp_size
+        self.end = end
+
+    def claim_samples(
+        self,
+        request_id: bytes,
+        plan: RecordedPlan,
+        positions: Indexes,
+        lease: LeaseTerms | None = None,
+        *,
+        name: str = "",
+        batch_spec: BatchSpec | None = None,
+    ) -> QueueClaim:
+        """Record what a queue worker gets, leased where terms are given; a named claim with what was asked for.
+
+        `positions` are those of `plan.named`.
+        """
+        self.serial += 1
+        claim = self.claims[request_id] = QueueClaim(
+            request_id=request_id,
+            serial=self.serial,
+            plan=plan,
+            name=name,
+            batch_spec=batch_spec,
+            lease=lease,
+            remaining=positions.size,
+        )
+        positions, dropped = _parted(plan, positions)
+        if lease is None:
+            self._drop_rows(dropped)
+            claim.remaining = positions.size
+        self.totals.delivered += plan.rows.size
+        if name:
+            self.names.claims[name] = request_id
+        if claim.goes_with_rows:
+            self._by_serial[claim.serial] = claim
+        if lease is not None:
+            self._lease(claim, positions, dropped)
+        elif plan.is_reusing:
+            claim.remaining = self._use(plan, positions, claim.serial)
+            self._keep_reusing(claim)
+        else:
+            self._consume(positions, claim.serial)
+            if not positions.size:
+                self._keep_reusing(claim)
+        return claim
+
+    def _lease(self, claim: QueueClaim, positions: Indexes, dropped: Indexes) -> None:
+        """Lease what a claim delivers and what it drops; what it consumes without delivering it is done."""
+        delivered = positions
+        if claim.plan.is_reusing:
+            is_delivered = np.isin(claim.plan.used, claim.rows)
+            self._consume(positions[~is_delivered], claim.serial)
+            delivered = positions[is_delivered]
+        claim.delivery_counts = self.deliveries.data[delivered] + np.int32(1)
+        self.totals.redelivered += int(np.count_nonzero(claim.delivery_counts > 1))
+        self.deliveries.write(delivered, claim.delivery_counts)
+        if claim.plan.is_reusing:  # in which a sample may come twice
+            claim.delivery_counts = self.deliveries.data[self._table.find(claim.rows)]
+        if dropped.size:
+            self.deliveries.write(dropped, self.deliveries.data[dropped] + np.int32(1))
+            delivered = np.concatenate([delivered, dropped])
+        self._count_leased(claim, delivered.size)
+        self._consume(delivered, claim.mark)
+
+    def _use(self, plan: RecordedPlan, positions: Indexes, serial: int) -> int:
+        """Consume what a plan consumes, and count what it delivers; return how many are consumed."""
+        consumed = positions[plan.consumes(plan.used)]
+        self._consume(consumed, serial)
+        self._count_uses(plan.rows, 1)
+        return consumed.size
+
+    def _count_uses(self, rows: Indexes, by: int) -> None:
+        """Count deliveries of rows, as often as they are given and as far as they are there."""
+        positions = self._table.find(rows)
+        self.uses.add(positions[positions >= 0], by)
+
+    def reach_named_end(self, name: str, end: EndCounts) -> None:
+        """Record that the call under a name was answered with the end."""
+        self.names.reach_end(name, end)
+
+    def _consume(self, positions: Indexes, mark: int) -> None:
+        self.claim.write(positions, mark)
+        self.consumed_count += positions.size
+        self.backlog -= positions.size - self._unmark(positions)
+
+    def _drop_rows(self, positions: Indexes) -> None:
+        """Have rows that a plan leaves out pending no more, without consuming them."""
+        if not positions.size:
+            return
+        self.claim.write(positions, DROPPED)
+        self.dropped_count += positions.size
+        self.backlog -= positions.size - self._unmark(positions)
+
+    def _keep_reusing(self, record: Batch | QueueClaim) -> None:
+        """Keep a record whose rows others may get too, and drop the oldest of those where they are many."""
+        self._reusing[record.serial] = record
+        self._reusing_row_count += record.plan.rows.size
+        while len(self._reusing) > 1 and (
+            len(self._reusing) > _MOST_REUSING or self._reusing_row_count > _MOST_REUSING_ROWS
+        ):
+            oldest = next(iter(self._reusing.values()))
+            if isinstance(oldest, Batch):
+                self.last_forgotten = oldest.batch_index
+                self._drop(oldest)
+                del self.batches[oldest.batch_index]
+            else:
+                self._drop_claim(oldest, "forgotten")
+
+    # What becomes of a claim
+
+    def left(self, claim: QueueClaim) -> Indexes:
+        """Return the positions of the samples that a claim holds: leased ones, without a lease those not cleared."""
+        rows = claim.plan.named
+        positions = self._table.find(rows)
+        is_held = (positions >= 0) & (self.claim.data[positions] == claim.mark)
+        if claim.lease is None and claim.plan.dropped:
+            is_held |= (positions >= 0) & claim.plan.drops(rows)
+        held: Indexes = positions[is_held]
+        return held
+
+    def ack(self, claim: QueueClaim, positions: Indexes) -> Indexes:
+        """Have leased rows consumed or dropped for good, or used once more; return those that can be claimed again."""
+        plan, dropped = claim.plan, positions[:0]
+        if plan.dropped:
+            is_dropped = plan.drops(self._table.index.data[positions])
+            positions, dropped = positions[~is_dropped], positions[is_dropped]
+            self.claim.write(dropped, DROPPED)
+            self.dropped_count += dropped.size
+        consumed, returned = positions, positions[:0]
+        if plan.is_reusing:
+            rows = self._table.index.data[positions]
+            is_consumed = plan.consumes(rows)
+            consumed, returned = positions[is_consumed], positions[~is_consumed]
+            self._count_uses(plan.rows[np.isin(plan.rows, rows)], 1)
+        self.claim.write(consumed, claim.serial)
+        self._count_leased(claim, -consumed.size)
+        if returned.size:
+            self.deliveries.write(returned, 0)
+            before = returned[:0] if claim.returned is None else claim.returned
+            claim.returned = np.concatenate([before, self._table.index.data[returned]])
+            self._reopen(returned)
+        self._lose(claim, returned.size + dropped.size)
+        return returned
+
+    def nack(self, claim: QueueClaim, positions: Indexes) -> None:
+        """Release rows of a claim as if they had not been delivered; all that are left where it has no lease."""
+        count = positions.size
+        self._lose_name(claim, "released")
+        if claim.lease is None:  # those cleared meanwhile are counted as cleared before the task took them
+            count = claim.remaining = claim.rows.size if claim.plan.consumed is None else claim.plan.consumed.size
+            self.dropped_count -= claim.plan.dropped_count
+            if claim.plan.is_reusing:
+                self._count_uses(claim.rows, -1)
+        else:
+            self.deliveries.write(positions, self.deliveries.data[positions] - np.int32(1))
+        self._reopen(positions)
+        self._lose(claim, count)
+
+    def extend(self, claim: QueueClaim, lease: LeaseTerms) -> None:
+        """Change for how long rows are leased, also where that starts again after a restart."""
+        claim.lease = lease
+
+    def expire(self, claim: QueueClaim, positions: Indexes, at_seconds: float) -> Indexes:
+        """Take all that is leased; return the positions that can be claimed again, not the dead-lettered."""
+        most = None if claim.lease is None else claim.lease.max_deliveries
+        is_spent = self.deliveries.data[positions] >= (np.iinfo(np.int32).max if most is None else most)
+        reopened, spent = positions[~is_spent], positions[is_spent]
+        self._lose_name(claim, "expired")
+        self._reopen(reopened)
+        self.claim.write(spent, DEAD_LETTERED)
+        self.dead_lettered_count += spent.size
+        self.totals.expired += positions.size
+        self.totals.dead_lettered += spent.size
+        self._lose(claim, positions.size)
+        self.ended.add(claim.request_id, at_seconds, is_expired=True)
+        return reopened
+
+    def _reopen(self, positions: Indexes) -> None:
+        self.claim.write(positions, UNCLAIMED)
+        states = self._state.data[positions]
+        self.backlog += int(np.count_nonzero(is_open(states)))
+
+    def _count_leased(self, claim: QueueClaim, count: int) -> None:
+        """Count rows that are leased from now on; fewer than 0: not any more."""
+        self.leased_count += count
+        claim.leased_count += count
+        if not claim.leased_count:
+            self.leases.pop(claim.request_id, None)
+        elif count > 0:
+            self.leases[claim.request_id] = claim
+
+    def _lose(self, claim: QueueClaim, count: int) -> None:
+        """Count off rows that are no longer consumed by a claim, nor leased to it."""
+        if claim.lease is not None:
+            self._count_leased(claim, -count)
+        self.consumed_count -= count
+        claim.remaining -= count
+        self._on_fewer_rows(claim)
+
+    def _on_fewer_rows(self, claim: QueueClaim) -> None:
+        """Drop a claim that has no rows left; one that returned some is kept with those whose rows others may get."""
+        if claim.remaining == 0 and claim.returned is None:
+            self._drop_claim(claim, "cleared")
+        elif claim.plan.is_reusing and not claim.leased_count and claim.serial not in self._reusing:
+            self._keep_reusing(claim)
+
+    def _drop_claim(self, claim: QueueClaim, loss: Loss) -> None:
+        self._lose_name(claim, loss)
+        self._drop(claim)
+        del self.claims[claim.request_id]
+
+    def _drop(self, record: Batch | QueueClaim) -> None:
+        self._by_serial.pop(record.serial, None)
+        if self._reusing.pop(record.serial, None) is not None:
+            self._reusing_row_count -= record.plan.rows.size
+
+    def _lose_name(self, claim: QueueClaim, loss: Loss) -> None:
+        """Have the name of a claim, if it has one, stand for it no more."""
+        if claim.name:
+            self.names.lose(claim.name, claim.request_id, loss)
+
+    def dead_lettered(self) -> Indexes:
+        """Return the positions of the rows that are dead-lettered and not cleared."""
+        if self.dead_lettered_count == 0:
+            return np.zeros(0, np.int64)
+        return np.flatnonzero(self.claim.data[: self._table.count] == DEAD_LETTERED)
+
+    def requeue(self, positions: Indexes) -> None:
+        """Have dead-lettered rows claimable, as if they had never been delivered."""
+        self.deliveries.write(positions, 0)
+        self.dead_lettered_count -= positions.size
+        self._reopen(positions)
+
+    # Skipped rows
+
+    def skip(self, positions: Indexes) -> int:
+        """Skip those of some rows that are pending; return how many they are."""
+        is_pending = is_open(self._state.data[positions]) & (self.claim.data[positions] == UNCLAIMED)
+        skipped = positions[is_pending & ~self.skipped.data[positions]]
+        self.skipped.write(skipped, True)
+        self.backlog -= skipped.size
+        self.skipped_count += skipped.size
+        return int(skipped.size)
+
+    def take_back(self) -> Indexes:
+        """Have no row skipped any more; return the positions of those that were."""
+        if not self.skipped_count:
+            return np.zeros(0, np.int64)
+        positions = np.flatnonzero(self.skipped.data[: self._table.count])
+        self.backlog += self._unmark(positions)
+        return positions
+
+    def _unmark(self, positions: Indexes) -> int:
+        """Count off those of some rows that are skipped, without counting them as pending; return how many."""
+        if not self.skipped_count:
+            return 0
+        marked = positions[self.skipped.data[positions]]
+        self.skipped.write(marked, False)
+        self.skipped_count -= marked.size
+        return int(marked.size)
+
+    def is_pending(self, rows: slice) -> NDArray[np.bool_]:
+        """Return which rows are left: live or held, and neither claimed, dead-lettered, dropped nor skipped."""
+        pending = is_open(self._state.data[rows])
+        pending &= self.claim.data[rows] == UNCLAIMED
+        if self.skipped_count:
+            pending &= ~self.skipped.data[rows]
+        return pending
+
+    def is_lost(self, positions: Indexes) -> NDArray[np.bool_]:
+        """Return which of some rows it never gets: failed before it took them, dead-lettered, dropped, or skipped."""
+        claims = self.claim.data[positions]
+        is_failed = (self._state.data[positions] == FAILED) & (claims == UNCLAIMED)
+        is_given_up = (claims == DEAD_LETTERED) | (claims == DROPPED)
+        lost: NDArray[np.bool_] = is_failed | is_given_up | self.skipped.data[positions]
+        return lost
+
+    def reset(self, *, keep_consumed: bool, open_count: int) -> Indexes:
+        """Start the next epoch; return the positions of rows that were leased, dead-lettered, dropped or skipped.
+
+        They were not done, and are claimable in any case. All others are unless `keep_consumed`: the backlog is then
+        `open_count`, the rows that are live or held.
+        """
+        self.epoch += 1
+        self.dp_size = None
+        self.next_batch_index = 0
+        self.end = None
+        self.consumed_count -= self.leased_count
+        self.kept_groups = None
+        reopened = self.take_back()
+        if self.dropped_count or not self.deliveries.is_blank:
+            lost = np.flatnonzero(self.claim.data[: self._table.count] < UNCLAIMED)
+            self._reopen(lost)
+            reopened = np.concatenate([reopened, lost])
+            self.deliveries.write(slice(0, self._table.count), 0)
+        if not keep_consumed and not self.uses.is_blank:
+            self.uses.write(slice(0, self._table.count), 0)
+        self.leased_count = self.dead_lettered_count = self.dropped_count = 0
+        self.last_forgotten = -1
+        self._reusing.clear()
+        self._reusing_row_count = 0
+        self.batches.clear()
+        self._without_rows.clear()
+        self.claims.clear()
+        self.leases.clear()
+        self.names.clear()
+        self._by_serial.clear()
+        if keep_consumed:
+            claims = self.claim.data[: self._table.count]
+            self.claim.write(np.flatnonzero(claims != UNCLAIMED), CONSUMED_EARLIER)
+        else:
+            self.claim.write(slice(0, self._table.count), UNCLAIMED)
+            self.consumed_count, self.backlog = 0, open_count
+        self.kept_count = self.consumed_count
+        return reopened
+
+    # Rows that come and go
+
+    def on_rows_added(self, count: int) -> None:
+        """Count new rows that are live or held."""
+        self.backlog += count
+
+    def on_rows_closed(self, positions: Indexes) -> None:
+        """Count off rows that were live or held and are being cleared, or have failed.
+
+        Those that are leased are consumed for good: no other worker will process them.
+        """
+        claims = self.claim.data[positions]
+        self.backlog -= int(np.count_nonzero(claims == UNCLAIMED)) - self._unmark(positions)
+        if not self.leased_count:
+            return
+        is_leased = claims < DROPPED
+        serials, counts = count_values(-claims[is_leased])
+        self.claim.write(positions[is_leased], -claims[is_leased])
+        for serial, count in zip(serials.tolist(), counts.tolist(), strict=True):
+            if isinstance(claim := self._by_serial[serial], QueueClaim):  # as all are that have leased rows
+                self._count_leased(claim, -count)
+                self._on_fewer_rows(claim)
+
+    def on_rows_cleared(self, positions: Indexes) -> None:
+        """Drop the records whose last rows are being cleared."""
+        serials, counts = count_values(self.claim.data[positions])
+        for serial, count in zip(serials.tolist(), counts.tolist(), strict=True):
+            record = self._by_serial.get(serial)
+            if record is None:
+                continue
+            record.remaining -= count
+            if isinstance(record, QueueClaim):
+                self._on_fewer_rows(record)
+            elif record.remaining == 0:
+                self._drop_batch(record)
+
+    def _drop_batch(self, batch: Batch) -> None:
+        """Drop a batch whose rows are gone, but for the last few in which a rank had none: it still gets its answer."""
+        if 0 in batch.plan.sizes:
+            insort(self._without_rows, batch.batch_index)
+            if len(self._without_rows) <= _MOST_BATCHES_WITHOUT_ROWS:
+                return
+            batch = self.batches[self._without_rows.pop(0)]
+        self._drop(batch)
+        del self.batches[batch.batch_index]
+
+
+def task_columns(name: str) -> tuple[str, str, str, str]:
+    """Return the names of the columns of a task: `claim`, `deliveries`, `uses` and `skipped`."""
+    return f"claim/{name}", f"deliveries/{name}", f"uses/{name}", f"skipped/{name}"
+
+
+def check_epoch(name: str, epoch: int, got: int | None) -> None:
+    """Refuse a caller that means another epoch than that of a task; None: whichever it is."""
+    if got is not None and got != epoch:
+        raise StaleEpochError(
+            f"task {name!r} is at epoch {epoch}, got epoch {got}; its consumption was reset since: take the epoch of "
+            f"CheckConsumption",
+            metadata={"task_name": name, "got": str(got), "expected": str(epoch)},
+        )
+
+
+def _parted(plan: RecordedPlan, positions: Indexes) -> tuple[Indexes, Indexes]:
+    """Return the positions of what a plan uses and of what it drops, given those of `plan.named`."""
+    used_count = positions.size - plan.dropped_count
+    return positions[:used_count], positions[used_count:]
+
+
+def _disagreement(name: str, got: object, expected: object, what: str, remedy: str = "") -> PreconditionError:
+    return RankDisagreementError(
+        f"{name} of {what} is {shown(expected)}, got {shown(got)}; all must ask with the same arguments{remedy}",
+        metadata={"field": name, "got": shown(got)[:512], "expected": shown(expected)[:512]},
+    )

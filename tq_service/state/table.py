@@ -1,0 +1,799 @@
+"""Tables: columns of one length, each declared once by name, dtype and fill.
+
+Growth, compaction, snapshots, restoring, what samplers may read and what tests compare go over the declared columns.
+So a new column is its declaration and nothing else.
+
+Names of columns. One that every table of its kind has is a plain word without a slash, such as `state`. One of
+something that a user named is `KIND/NAME`, such as `cell/tokens`, `meta/reward` or `claim/update_actor`: the kind is a
+plain word, and all that follows the first slash is the user's name as it is, slashes included. So no name of a user
+can be that of another column.
+
+A snapshot of a column copies nothing. A change of the column afterwards first keeps the blocks it is about to touch: it
+costs a copy of a few thousand values at most, however long the column is, and only while a snapshot is still read.
+
+`RowTable`: rows in order of their global index. A removed row stays as a gap until gaps outnumber rows; then they are
+closed: rows are moved to the front, some thousands with each step that adds or removes others, and about twice as many
+as these. So no step takes long, and the end is reached before the table has grown by much. A gap keeps its index, by
+which the rows around it are found; only what moved rows have left behind has none. No row is moved while a reader on
+another thread needs positions to stay (`pinned`). Such a reader first waits for the others to end if gaps are many
+(`has_many_gaps`), so that readers which overlap all the time do not keep gaps for good. A reader that goes over the
+rows of a table in slices, with turns for others between, pins nothing (`slices`).
+
+Many rows at once are added in two parts: capacity for them is reserved in steps, between which everything else goes
+on, and the step that adds them writes only their values (`reserve_capacity`).
+
+`NameIndex`, `KeyIndex`: numbers by names, and rows by their keys.
+
+`SlotTable`: slots of things that come and go; a slot that is no longer used is used again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import operator
+import sys
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from tq_service.errors import NewerVersionError
+from tq_service.state.column_memory import (
+    BLOCK_ROWS,
+    BLOCK_SHIFT,
+    RESERVED_FROM,
+    ObjectChunks,
+    Where,
+    blocks_of,
+    give_back,
+    reserved_memory,
+    zeros,
+)
+from tq_service.state.hashed_names import HashedNames
+from tq_service.state.plan import Indexes
+from tq_service.state.states import CLEARED, LIVE
+from tq_service.texts import Texts, hash_of
+
+_GROWTH: Final = 1 << 14  # values by which a long column grows at least
+_CAPACITY_STEP: Final = 1 << 16  # rows for which capacity is reserved in a step
+_FIRST_CAPACITY = 64
+_LEAST_GAPS = 1024
+_MANY_GAPS = 1 << 13  # beyond two for each row
+_FEW = 64
+_MARKED_SHARE = 16
+_NO_INDEX = -1  # of what rows have left behind as gaps are closed
+_LEAST_CLOSED = 1 << 14  # rows that are looked at in a step, at least
+_CLOSED_SHARE = 2  # and as many for each row that the step adds or removes
+_FIRST_NAMES: Final = 1 << 19  # names in one dict: to move them takes some 15 ms
+_PART_COUNT: Final = 256
+_HASH_MASK: Final = (1 << 16) - 1
+# Parts by the last bits of a hash: the last part has twice as many names as the first, and those between grow evenly,
+# so that each is full at another time.
+_PART_OF: Final = 1 + (_PART_COUNT * np.log2(1 + np.arange(_HASH_MASK + 1) / (_HASH_MASK + 1))).astype(np.int64)
+_LEAST_HASHED: Final = 1 << 10  # names that come together, from which on only their hashes are kept
+_MOST_HASHED: Final = 1 << 20  # names up to which hashes are quicker than dicts: they are in several runs
+_FEW_NAMES: Final = 8
+_GAPS_FROM_BYTES: Final = 1 << 12
+_MOST_BYTES_A_NAME: Final = 1 << 8  # of a dict; one that has just grown has up to 90
+
+
+class ColumnSnapshot:
+    """The first `size` values of a column as they were when it was made; to be read once, in order, by any thread.
+
+    The column keeps a block before it changes it (on its own thread), and the reader looks for a kept block after it
+    has copied the one of the column: what it copied then began to change only afterwards.
+    """
+
+    __slots__ = ("__weakref__", "_array", "_kept", "_next_block", "size")
+
+    def __init__(self, array: NDArray[Any] | ObjectChunks, size: int) -> None:
+        self.size = size
+        self._array = array
+        self._kept: dict[int, NDArray[Any]] = {}
+        self._next_block = 0
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Type of the values."""
+        return self._array.dtype
+
+    def blocks(self) -> Iterator[NDArray[Any]]:
+        """Yield the values, a few thousand at a time."""
+        for number in range(-(-self.size // BLOCK_ROWS)):
+            block = self._block(number)
+            self._next_block = number + 1
+            yield self._kept.pop(number, block)
+        self._next_block = self.size + 1
+
+    def values(self) -> NDArray[Any]:
+        """Return all values; a column of many takes as long as its copy."""
+        values = np.empty(self.size, self.dtype)
+        start = 0
+        for block in self.blocks():
+            values[start : start + block.size] = block
+            start += block.size
+        return values
+
+    def keep(self, where: Where) -> None:
+        """Keep what is about to change, as far as it is still to be read; called by the column."""
+        for number in blocks_of(where, self.size):
+            if number >= self._next_block and number not in self._kept:
+                self._kept[number] = self._block(number)
+
+    def _block(self, number: int) -> NDArray[Any]:
+        start, stop = number << BLOCK_SHIFT, min((number + 1) << BLOCK_SHIFT, self.size)
+        if isinstance(self._array, ObjectChunks):
+            return self._array.block(number, stop)
+        return self._array[start:stop].copy()
+
+
+class Column:
+    """One fact per row, or per slot.
+
+    Attributes:
+        data: the values, and more up to the capacity; read-only, and replaced whenever the column grows or is
+            compacted. What a reader took before is the same memory, unless the column moved.
+        fill: what stands where nothing was written.
+        is_blank: whether nothing was ever written, so that it has nothing but the fill.
+    """
+
+    __slots__ = ("_array", "_memory", "_snapshots", "data", "fill", "is_blank")
+
+    def __init__(self, dtype: DTypeLike, fill: Any, capacity: int) -> None:
+        self.fill = fill
+        self._snapshots: list[weakref.ref[ColumnSnapshot]] = []
+        self._move(capacity, np.dtype(dtype))
+
+    def __getitem__(self, where: Any) -> Any:
+        return self.data[where]
+
+    def write(self, where: Where, values: Any) -> None:
+        """Change values; positions are 0 or more, and each is given once."""
+        if self._snapshots:
+            self._keep(where)
+        if isinstance(self._memory, ObjectChunks):
+            self._memory.assign(where, values)
+        else:
+            self._array[where] = values.tolist() if isinstance(values, Texts) else values
+        self.is_blank = False
+
+    def clear(self, where: Where) -> None:
+        """Have the fill where something may be written."""
+        if not self.is_blank:
+            self.write(where, self.fill)
+
+    def add(self, where: Indexes, by: int) -> None:
+        """Add to values, as often as their positions are given."""
+        if self._snapshots:
+            self._keep(where)
+        np.add.at(self._array, where, by)
+        self.is_blank = False
+
+    def resize(self, capacity: int) -> None:
+        """Grow or shrink to `capacity` values; values that are cut off had the fill, and new ones have it.
+
+        Nothing is copied where the memory behind the column suffices, or can be returned.
+        """
+        memory, size = self._memory, self.data.size
+        reserved = reserved_memory(memory)
+        if capacity < size and reserved is not None:
+            if self._snapshots:
+                self._keep(slice(capacity, None))
+            give_back(self._array, reserved, capacity, size)
+        elif not isinstance(memory, ObjectChunks) and not size <= capacity <= memory.size:
+            old, is_blank = self.data[:capacity], self.is_blank
+            self._move(capacity, old.dtype)
+            if not is_blank:
+                self.write(slice(0, old.size), old)
+            return
+        self._use(min(size, capacity), capacity)
+
+    def convert(self, dtype: DTypeLike) -> None:
+        """Change the type of all values."""
+        old = self.data
+        self._move(old.size, np.dtype(dtype))
+        self.write(slice(0, old.size), old)
+
+    def snapshot(self, size: int) -> ColumnSnapshot:
+        """Return the first `size` values as they are now; it costs the same however many there are."""
+        snapshot = ColumnSnapshot(self._array, size)
+        self._snapshots.append(weakref.ref(snapshot))
+        return snapshot
+
+    def restore(self, snapshot: ColumnSnapshot) -> None:
+        """Take over the values of a snapshot; new memory for blocks of nothing but the fill is left untouched."""
+        start, is_new = 0, self.is_blank
+        for block in snapshot.blocks():
+            if not is_new or block.dtype.kind in "fO" or not bool((block == self.fill).all()):  # -0.0 is equal to 0.0
+                self.write(slice(start, start + block.size), block)
+            start += block.size
+
+    def _keep(self, where: Where) -> None:
+        readers = [snapshot for reference in self._snapshots if (snapshot := reference()) is not None]
+        for snapshot in readers:
+            snapshot.keep(where)
+        if len(readers) < len(self._snapshots):
+            self._snapshots = [weakref.ref(snapshot) for snapshot in readers]
+
+    def _move(self, capacity: int, dtype: np.dtype[Any]) -> None:
+        """Go on in other memory that has capacity for so many values; snapshots have the old one for themselves."""
+        self._memory = zeros(capacity, dtype, self.fill)
+        self._snapshots = []
+        self.is_blank = True
+        self._use(0, capacity)
+
+    def _use(self, start: int, capacity: int) -> None:
+        """Have `capacity` values, those from `start` on for the first time."""
+        self.data: NDArray[Any]
+        if isinstance(self._memory, ObjectChunks):
+            self._memory.size = capacity
+            self._array = self.data = cast("NDArray[Any]", self._memory)  # it is read like one
+            return
+        self._array = self._memory[:capacity]
+        if self.fill is not None and self.fill != 0:
+            self._array[start:] = self.fill
+        self.data = self._array.view()
+        self.data.flags.writeable = False
+
+
+def grown(capacity: int, least: int) -> int:
+    """Return the capacity for at least so many values; large columns grow where they are, and so by little."""
+    if least < RESERVED_FROM:
+        return max(least, 2 * capacity, _FIRST_CAPACITY)
+    return -(-least // _GROWTH) * _GROWTH
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableSnapshot:
+    """The columns of a table at one moment by name, each of `size` values."""
+
+    size: int
+    columns: Mapping[str, ColumnSnapshot]
+
+
+class Table:
+    """Columns that grow together.
+
+    Attributes:
+        columns: by name, in the order of their declarations.
+        count: rows, or slots, that were ever in use and not compacted away: columns have values for so many.
+    """
+
+    __slots__ = ("_capacity", "columns", "count")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.columns: dict[str, Column] = {}
+        self._capacity = _FIRST_CAPACITY
+
+    def column(self, name: str, dtype: DTypeLike, fill: Any) -> Column:
+        """Declare a column, in which every row has `fill` until it is written; for how it is named see the module.
+
+        Raises:
+            ValueError: there is a column of this name.
+        """
+        if name in self.columns:
+            raise ValueError(f"column {name!r} is declared twice")
+        column = self.columns[name] = Column(dtype, fill, self._capacity)
+        return column
+
+    def drop_column(self, name: str) -> None:
+        """Have no column of this name any more; readers of it, or of a snapshot of it, go on."""
+        del self.columns[name]
+
+    def snapshot(self) -> TableSnapshot:
+        """Return all columns as they are now; it costs the same however many rows there are."""
+        columns = {name: column.snapshot(self.count) for name, column in self.columns.items()}
+        return TableSnapshot(size=self.count, columns=columns)
+
+    def restore(self, snapshot: TableSnapshot) -> Sequence[str]:
+        """Take over the rows of a snapshot, whose values go to the columns by name; for a table without rows.
+
+        Return the names of columns that the snapshot does not have: these have their fill in each row.
+
+        Raises:
+            NewerVersionError: the snapshot has a column that is not declared, or of another dtype.
+        """
+        unknown = snapshot.columns.keys() - self.columns.keys()
+        if unknown:
+            raise NewerVersionError(f"unknown columns {', '.join(map(repr, sorted(unknown)))}")
+        self._resize(grown(0, snapshot.size))
+        self.count = snapshot.size
+        for name, values in snapshot.columns.items():
+            column = self.columns[name]
+            if values.dtype != column.data.dtype:
+                raise NewerVersionError(f"column {name!r} is of {values.dtype} there, and of {column.data.dtype} here")
+            column.restore(values)
+        return [name for name in self.columns if name not in snapshot.columns]
+
+    def free_objects(self) -> Iterator[None]:
+        """Have no objects any more, in steps; for a table that is not used again but by readers of snapshots."""
+        for column in self.columns.values():
+            if column.data.dtype.hasobject:
+                for start in range(0, self.count, _CAPACITY_STEP):
+                    column.clear(slice(start, min(start + _CAPACITY_STEP, self.count)))
+                    yield
+
+    def _resize(self, capacity: int) -> None:
+        for column in self.columns.values():
+            column.resize(capacity)
+        self._capacity = capacity
+
+
+class RowTable(Table):
+    """Rows in order of insertion, looked up by global index.
+
+    Attributes:
+        index: the global index of each row, also of those that there is capacity for.
+        state: the state of each row, `CLEARED` where there is a gap.
+        readable: columns that samplers, `where` and `order_by` find by name, as they find custom_meta.
+    """
+
+    __slots__ = (
+        "_closing", "_when_unpinned",
+        "index", "next_index", "pin_count", "present_count", "readable", "state",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.present_count = 0  # rows without the gaps
+        self.next_index = 0
+        self.pin_count = 0  # readers on other threads that need positions to stay
+        self._when_unpinned: list[Callable[[], object]] = []
+        self.readable: dict[str, Column] = {}
+        self._closing: tuple[int, int] | None = None  # where the next row goes, and where it is looked for
+        self.index = self.column("index", np.int64, _NO_INDEX)
+        self.state = self.column("state", np.uint8, CLEARED)
+        self._number(0)
+
+    def column(self, name: str, dtype: DTypeLike, fill: Any, *, is_readable: bool = False) -> Column:
+        """Declare a column, see `Table.column`.
+
+        Args:
+            name: its name.
+            dtype: of its values; int, float, bool or object (text) where it is readable.
+            fill: what every row has until it is written.
+            is_readable: whether it is an attribute of samples that claims may name, beside custom_meta; each row has a
+                value then.
+        """
+        column = super().column(name, dtype, fill)
+        if is_readable:
+            self.readable[name] = column
+        return column
+
+    def rebuild(self, next_index: int) -> None:
+        """Find out what follows from restored columns, and go on with this global index."""
+        self.next_index = next_index
+        self.present_count = int(np.count_nonzero(self.state.data[: self.count]))
+        left = np.flatnonzero(self.index.data[: self.count] == _NO_INDEX)
+        if left.size:
+            self._closing = (int(left[0]), int(left[-1]) + 1)
+        self._number(self.count)
+
+    def append(self, count: int, state: int = LIVE) -> slice:
+        """Add rows and return their positions."""
+        end = self.count + count
+        if end > self._capacity:
+            self._grow(end)
+        added = slice(self.count, end)
+        self.state.write(added, state)
+        self.count = end
+        self.next_index += count
+        self.present_count += count
+        return added
+
+    def reserve_capacity(self, count: int) -> Iterator[None]:
+        """Reserve capacity for so many more rows in steps; other changes may be made between these.
+
+        At the end `append` finds the indexes of these rows written.
+        """
+        while (end := self.count + count) > self._capacity:
+            self._grow(min(end, self._capacity + _CAPACITY_STEP))
+            yield
+
+    def return_capacity(self) -> None:
+        """Give memory back that was made for rows which did not come."""
+        if self._capacity > 2 * self.count + _CAPACITY_STEP:
+            self._resize(grown(0, self.count))
+
+    def _grow(self, least: int) -> None:
+        start = self._capacity
+        self._resize(grown(start, least))
+        self._number(start)
+
+    def _number(self, start: int) -> None:
+        """Write the indexes of rows that are still to come, from a position on as far as there is capacity for them."""
+        first = self.next_index - self.count
+        self.index.write(slice(start, self._capacity), np.arange(first + start, first + self._capacity))
+
+    def remove(self, positions: Indexes) -> None:
+        """Remove rows, each given once. Positions of other rows change when the gaps are closed."""
+        where = as_slice(positions)
+        for column in self.columns.values():
+            if column is not self.index:
+                column.clear(where)
+        self.present_count -= positions.size
+        self.close_gaps(positions.size)
+
+    def close_gaps(self, changed_count: int) -> None:
+        """Close gaps where there are many, as far as a step may that adds or removes so many rows.
+
+        Positions of rows change. Call it where a step has no use for them any more; `remove` does so itself.
+        """
+        if self.pin_count:
+            return
+        gaps = self.gap_count
+        if self._closing is None and (gaps < _LEAST_GAPS or gaps <= self.present_count):
+            return
+        to, start = self._closing or (0, 0)
+        end = min(self.count, start + max(_LEAST_CLOSED, _CLOSED_SHARE * changed_count))
+        if self.present_count:
+            to = self._move_rows(start, end, to)
+        else:
+            to, end = 0, self.count
+        self._closing = (to, end)
+        if end == self.count:
+            self._closing, self.count = None, to
+            self._resize(grown(0, to))
+            self._number(to)
+
+    def _move_rows(self, start: int, end: int, to: int) -> int:
+        """Move the rows between two positions to positions from `to` on; return where they end."""
+        rows = start + np.flatnonzero(self.state.data[start:end] != CLEARED)
+        end_of_moved = to + rows.size
+        if end_of_moved == end:  # there was no gap so far
+            return end
+        source, moved, left = as_slice(rows), slice(to, end_of_moved), slice(max(end_of_moved, start), end)
+        for column in self.columns.values():
+            if not column.is_blank:
+                column.write(moved, column.data[source])
+                column.write(left, column.fill)
+        return end_of_moved
+
+    @property
+    def gap_count(self) -> int:
+        """Positions without a row."""
+        return self.count - self.present_count
+
+    @property
+    def has_many_gaps(self) -> bool:
+        """Whether there are so many that a reader should not pin the table before they are closed."""
+        return self.gap_count > _MANY_GAPS + 2 * self.present_count
+
+    @contextlib.contextmanager
+    def pinned(self) -> Iterator[None]:
+        """Have all positions stay as they are, for a reader on another thread, until the end of the `with`."""
+        self.pin_count += 1
+        try:
+            yield
+        finally:
+            self.pin_count -= 1
+            if not self.pin_count:
+                waiting, self._when_unpinned = self._when_unpinned, []
+                for notify in waiting:
+                    notify()
+
+    def when_unpinned(self, notify: Callable[[], object]) -> None:
+        """Call this once as soon as no reader pins the table."""
+        self._when_unpinned.append(notify)
+
+    def slices(self, count: int) -> Iterator[slice]:
+        """Yield the positions of all rows of this moment, so many at a time at most, in order.
+
+        Each slice is of the moment at which it is asked for: rows may be added, removed and moved between two of them.
+        """
+        end_index, index = self.next_index, 0
+        while (start := self.position_from(index)) < (end := self.position_from(end_index)):
+            stop = min(start + count, end)
+            index = int(self.index.data[start:stop].max()) + 1
+            yield slice(start, stop)
+
+    def find(self, indexes: Indexes) -> Indexes:
+        """Return the position `(n,)` of each global index, -1 for one that is not there."""
+        if self.count == 0 or indexes.size == 0:
+            return np.full(indexes.size, -1, np.int64)
+        if self._is_gapless:
+            positions: Indexes = indexes - self.index.data[0]
+            if positions.view(np.uint64).max() < self.count:  # negative ones are huge when taken as unsigned
+                if self.present_count == self.count:
+                    return positions
+                found = self.state.data[positions] != CLEARED
+                return positions if found.all() else np.where(found, positions, -1)
+        positions = np.minimum(self._search(indexes), self.count - 1)
+        found = (self.index.data[positions] == indexes) & (self.state.data[positions] != CLEARED)
+        return positions if found.all() else np.where(found, positions, -1)
+
+    @property
+    def _is_gapless(self) -> bool:
+        """Whether no gap was closed between the first row and the last: positions follow from indexes."""
+        return self._closing is None and self.next_index - int(self.index.data[0]) == self.count
+
+    @property
+    def removed_count(self) -> int:
+        """Number of rows that were ever removed."""
+        return self.next_index - self.present_count
+
+    def position_from(self, index: int) -> int:
+        """Return the position of the first row whose global index is at least `index`."""
+        if self.count == 0:
+            return 0
+        if index >= self.next_index:
+            return self.count
+        if self._is_gapless:
+            return max(0, index - int(self.index.data[0]))
+        return int(self._search(np.array([index]))[0])
+
+    def _search(self, indexes: Indexes) -> Indexes:
+        """Return the positions `(n,)` of the first rows, or gaps, that have at least these indexes."""
+        index = self.index.data
+        if self._closing is None:
+            return np.searchsorted(index[: self.count], indexes)
+        to, start = self._closing
+        moved = np.searchsorted(index[:to], indexes)
+        return np.where(moved < to, moved, start + np.searchsorted(index[start : self.count], indexes))
+
+    def present_positions(self) -> Indexes:
+        """Return the positions of all rows."""
+        return np.flatnonzero(self.state.data[: self.count] != CLEARED)
+
+    def present_from(self, index: int, count: int) -> Indexes:
+        """Return the positions of the first `count` rows from a global index on, or of all there are."""
+        start = self.position_from(index)
+        found: list[Indexes] = []
+        while count > 0 and start < self.count:
+            end = min(self.count, start + max(count, _LEAST_GAPS))
+            some = start + np.flatnonzero(self.state.data[start:end] != CLEARED)[:count]
+            found.append(some)
+            count, start = count - some.size, end
+        return np.concatenate(found) if found else np.zeros(0, np.int64)
+
+
+class NameIndex(Collection[str]):
+    """Numbers by name, found as in a dict; no step takes long, however many names there are.
+
+    A dict that is full moves all that it has to other memory at once. So only the first names are in one dict, which is
+    the quickest way; those that come once it is large are in many others, by their hashes. Names that come by the
+    thousands as `Texts` are in no dict, up to a million: only their hashes are kept, and compared with the column.
+
+    Attributes:
+        column: the names by number.
+    """
+
+    def __init__(self, column: Column) -> None:
+        self.column = column
+        self._dicts: list[dict[str, int]] = [{}]  # the first one, and then the others
+        self._looked_at = 0  # the one that was last looked at for gaps
+        self._hashed = HashedNames()  # of names that are in no dict
+
+    def __len__(self) -> int:
+        return sum(map(len, self._dicts)) + self._hashed.count
+
+    def __contains__(self, name: object) -> bool:
+        if any(map(operator.contains, self._dicts, itertools.repeat(name))):
+            return True
+        return isinstance(name, str) and self._hashed.count > 0 and bool(self.find([name])[0] >= 0)
+
+    def __iter__(self) -> Iterator[str]:
+        return itertools.chain(*self._dicts, self._names_of(self._hashed.numbers()))
+
+    def find(self, names: Sequence[str]) -> Indexes:
+        """Return the number of each name `(n,)`, -1 where there is none."""
+        if not isinstance(names, Texts) or names.counts is not None:
+            listed = list(names)
+            numbers = self._ask(dict.get, listed)
+            left = np.flatnonzero(numbers < 0) if self._hashed.count else numbers[:0]
+            if left.size <= _FEW_NAMES:
+                for at in left.tolist():
+                    numbers[at] = self._find_one(listed[at])
+            else:
+                texts = Texts.of(listed if left.size == numbers.size else [listed[at] for at in left.tolist()])
+                numbers[left] = self._checked(texts, self._hashed.find(texts.hashes()))
+            return numbers
+        numbers = np.full(len(names), -1, np.int64)
+        if self._hashed.count:
+            numbers[names.order.positions] = self._hashed.find(names.order.hashes)
+            numbers = self._checked(names, numbers)
+        if any(self._dicts):
+            left = np.flatnonzero(numbers < 0)
+            numbers[left] = self._ask(dict.get, names.at(left))
+        return numbers
+
+    def _find_one(self, name: str) -> int:
+        """Return the number of a name that is in no dict, -1 where there is none."""
+        number = self._hashed.find_one(hash_of(name))
+        return number if number >= 0 and self._names_of(np.array([number])) == [name] else -1
+
+    def _checked(self, names: Texts, numbers: Indexes) -> Indexes:
+        """Return the numbers that hashes of names have, -1 where the name is another."""
+        found = np.flatnonzero(numbers >= 0)
+        pairs = zip(names.at(found), self._names_of(numbers[found]), strict=True)
+        is_other = np.fromiter((one != other for one, other in pairs), np.bool_, found.size)
+        numbers[found[is_other]] = -1
+        return numbers
+
+    def _names_of(self, numbers: Indexes) -> list[str]:
+        """Return the names that have numbers."""
+        names: list[str] = self.column.data[numbers].tolist()
+        return names
+
+    def add(self, names: Sequence[str], numbers: Sequence[int]) -> None:
+        """Enter names that are not there."""
+        if isinstance(names, Texts):
+            order = names.order
+            are_many = len(names) >= _LEAST_HASHED and self._hashed.count + len(names) <= _MOST_HASHED
+            are_distinct = order.are_distinct and names.counts is None
+            if are_many and are_distinct and not bool((self._hashed.find(order.hashes) >= 0).any()):
+                self._hashed.add(order.hashes, as_array(numbers)[order.positions])
+                return
+            names = names.tolist()  # or two have one hash by chance
+        if len(self._dicts[0]) + len(names) <= _FIRST_NAMES:
+            self._dicts[0].update(zip(names, numbers, strict=True))
+            return
+        if len(self._dicts) == 1:
+            self._dicts += ({} for _ in range(_PART_COUNT))
+        deque(
+            map(dict.__setitem__, self._parts_of(names), names, numbers), maxlen=0
+        )  # without a step in Python for each
+
+    def fill(self, names: Sequence[str], numbers: Iterable[int]) -> None:
+        """Enter all names of a start: one dict takes them the soonest, and one that is large then grows no more."""
+        self._dicts[0].update(zip(names, numbers, strict=True))
+
+    def remove(self, names: Sequence[str]) -> None:
+        """Forget names."""
+        is_left = self._ask(dict.pop, names) < 0
+        if self._hashed.count and is_left.any():
+            self._hashed.remove(Texts.of(list(itertools.compress(names, is_left.tolist()))).hashes())
+        if not self:
+            self._dicts = [{}]
+        self._looked_at = number = (self._looked_at + 1) % len(self._dicts)
+        some = self._dicts[number]
+        is_mostly_gaps = sys.getsizeof(some) > _GAPS_FROM_BYTES + _MOST_BYTES_A_NAME * len(some)
+        if is_mostly_gaps and len(some) <= _FIRST_NAMES:
+            self._dicts[number] = dict(some)  # what was taken out of a dict leaves a gap there, but not in a copy
+
+    def free(self) -> Iterator[None]:
+        """Forget all names in steps."""
+        self._hashed = HashedNames()
+        for some in self._dicts:
+            some.clear()
+            yield
+
+    def _ask(self, method: Callable[..., int], names: Sequence[str]) -> Indexes:
+        """Return what `method(dict, name, -1)` gives for each name: of the first dict, or else of the part it is in."""
+        first, default = self._dicts[0], itertools.repeat(-1)
+        if first.keys().isdisjoint(names):  # as names of new rows are, which is found out in half the time
+            if len(self._dicts) == 1:
+                return np.full(len(names), -1, np.int64)
+            return np.fromiter(map(method, self._parts_of(names), names, default), np.int64, len(names))
+        numbers = np.fromiter(map(method, itertools.repeat(first), names, default), np.int64, len(names))
+        is_left = numbers < 0
+        if len(self._dicts) > 1 and is_left.any():
+            left = list(itertools.compress(names, is_left.tolist()))
+            numbers[is_left] = list(map(method, self._parts_of(left), left, default))
+        return numbers
+
+    def _parts_of(self, names: Sequence[str]) -> Iterator[dict[str, int]]:
+        """Return the dict beside the first that each name belongs to."""
+        hashes = np.fromiter(map(hash, names), np.int64, len(names))
+        return map(self._dicts.__getitem__, _PART_OF[hashes & _HASH_MASK].tolist())
+
+
+class KeyIndex(NameIndex):
+    """The global indexes of rows by their keys, which are in the column `key` of the table.
+
+    Attributes:
+        column: the key of each row, None for one without.
+    """
+
+    def __init__(self, table: RowTable) -> None:
+        super().__init__(table.column("key", np.object_, None))
+        self._table = table
+
+    def _names_of(self, numbers: Indexes) -> list[str]:
+        return super()._names_of(self._table.find(numbers))
+
+    def positions_of(self, keys: Sequence[str]) -> Indexes:
+        """Return the positions of the rows that have keys `(n,)`, -1 where there is none."""
+        positions = self.find(keys)
+        is_known = positions >= 0
+        if is_known.any():
+            positions[is_known] = self._table.find(positions[is_known])
+        return positions
+
+    def on_rows_cleared(self, positions: Indexes) -> None:
+        """Forget the keys of rows that are still there."""
+        if self:
+            keys = self.column.data[positions]
+            self.remove(keys[keys != None].tolist())  # noqa: E711  (of each)
+
+    def rebuild(self) -> None:
+        """Enter the keys of restored rows."""
+        keys, indexes = self.column.data[: self._table.count], self._table.index.data[: self._table.count]
+        is_there = keys != None  # noqa: E711  (of each)
+        if not is_there.all():
+            keys, indexes = keys[is_there], indexes[is_there]
+        self.fill(keys.tolist(), indexes.tolist())
+
+
+class SlotTable(Table):
+    """Hands out slots, for each of which every column has a value.
+
+    Attributes:
+        occupants: the column of objects that says what each slot is used for; None: it is free.
+    """
+
+    __slots__ = ("_free", "occupants")
+
+    def __init__(self, occupants: str) -> None:
+        super().__init__()
+        self.occupants = self.column(occupants, np.object_, None)
+        self._free: list[int] = []
+
+    def take(self, count: int) -> Sequence[int]:
+        """Return so many slots that are not in use, at least one."""
+        slots = self._free[-count:]
+        del self._free[-count:]
+        first, self.count = self.count, self.count + count - len(slots)
+        if self.count > self._capacity:
+            self._resize(grown(self._capacity, self.count))
+        new = range(first, self.count)
+        return [*slots, *new] if slots else new
+
+    def give_up(self, slots: Indexes) -> None:
+        """Give slots up, each named once, and what the columns have of them."""
+        for column in self.columns.values():
+            column.clear(slots)
+        self._free += slots.tolist()
+
+    def rebuild(self) -> None:
+        """Find out which restored slots are free."""
+        self._free = [slot for slot, each in enumerate(self.occupants.data[: self.count].tolist()) if each is None]
+
+
+def distinct(values: Indexes, bound: int) -> Indexes:
+    """Return each of some integers of 0 to `bound` - 1 once, in ascending order.
+
+    Marking them costs a step for each possible value, sorting many more for each that is given.
+    """
+    if values.size < 2 or bool((values[1:] > values[:-1]).all()):
+        return values
+    if values.size * _MARKED_SHARE > bound:
+        marks = np.zeros(bound, np.bool_)
+        marks[values] = True
+        return np.flatnonzero(marks)
+    ordered = np.sort(values)
+    return ordered[np.r_[True, ordered[1:] != ordered[:-1]]]
+
+
+def count_values(values: Indexes) -> tuple[Indexes, Indexes]:
+    """Return each value once, in ascending order, and how often it is there; neighbours are mostly alike."""
+    if values.size == 0:
+        return values, values
+    heads = np.r_[0, np.flatnonzero(np.diff(values)) + 1]
+    lengths = np.diff(heads, append=values.size)
+    order = np.argsort(values[heads], kind="stable")
+    ordered = values[heads[order]]
+    firsts = np.r_[0, np.flatnonzero(np.diff(ordered)) + 1]
+    return ordered[firsts], np.add.reduceat(lengths[order], firsts)
+
+
+def as_array(numbers: Sequence[int]) -> Indexes:
+    """Return numbers as an array, those of a range without an object for each."""
+    return np.arange(numbers.start, numbers.stop) if isinstance(numbers, range) else np.asarray(numbers, np.int64)
+
+
+def as_slice(positions: slice | Indexes) -> slice | Indexes:
+    """Return positions as a slice where they are many and follow each other: numpy then copies instead of picking."""
+    if isinstance(positions, slice):
+        return positions
+    size = positions.size
+    if size <= _FEW or int(positions[-1]) - int(positions[0]) != size - 1:
+        return positions
+    is_ascending = bool((positions[1:] > positions[:-1]).all())
+    return slice(int(positions[0]), int(positions[0]) + size) if is_ascending else positions
