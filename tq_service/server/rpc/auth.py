@@ -292,7 +292,11 @@ def _stranger(message: str, reason: str, name: str = "") -> Caller:
 
 def _other_protocol(metadata: Iterable[Any]) -> Caller | None:
     """Return a caller to refuse, if its user agent names another protocol; clients in other languages name none."""
-    agent = next((str(value) for key, value in metadata if key == "user-agent"), "")
+    agent = ""
+    for key, value in metadata:
+        if key == "user-agent":
+            agent = str(value)
+            break
     if agent.startswith(USER_AGENT) or (match := _AGENT.match(agent)) is None or int(match[2]) == PROTOCOL:
         return None
     build, protocol = match.groups()

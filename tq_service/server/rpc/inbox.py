@@ -51,12 +51,13 @@ class Turn:
         is_aside: whether it was slow while others waited, so that it counts no more for those that run at once.
     """
 
-    __slots__ = ("_began_at", "_lane", "_patience", "connection", "is_aside")
+    __slots__ = ("_began_at", "_is_ended", "_lane", "_task", "connection", "is_aside")
 
     def __init__(self, lane: Lane, connection: str) -> None:
         self._lane = lane
-        self._patience: asyncio.Timeout | None = None  # of the step that runs
+        self._task: asyncio.Task[Any] | None = None  # while it runs a step
         self._began_at = 0.0
+        self._is_ended = False
         self.connection = connection
         self.is_aside = False
 
@@ -66,14 +67,13 @@ class Turn:
         Raises:
             DeadlineError: it took too long, and others wait.
         """
-        patience = asyncio.timeout(None)
+        task = self._task = asyncio.current_task()
+        self._began_at = asyncio.get_running_loop().time()
+        self._lane.watch(self)
         try:
-            async with patience:
-                self._patience, self._began_at = patience, asyncio.get_running_loop().time()
-                self._lane.watch(self)
-                return await step
-        except TimeoutError:
-            if self._patience is not None:
+            return await step
+        except asyncio.CancelledError:
+            if not self._is_ended or task is None or task.uncancel():  # by the caller, which has left
                 raise
             raise DeadlineError(
                 f"a message did not come within {self._lane.patience_seconds:g} s while others waited to be read; "
@@ -81,23 +81,23 @@ class Turn:
                 metadata={"limit_name": "patience", "limit": f"{self._lane.patience_seconds:g}"},
             ) from None
         finally:
-            self._patience = None
+            self._task = None
             self._lane.unwatch(self)
 
     @property
     def runs(self) -> bool:
         """Whether a step of it runs, and was not ended."""
-        return self._patience is not None
+        return self._task is not None and not self._is_ended
 
     def due(self) -> float:
         """Return when its step is slow."""
         return self._began_at + self._lane.patience_seconds
 
     def end(self) -> None:
-        """End its step, if that has not been done."""
-        if self._patience is not None:
-            self._patience.reschedule(self._began_at)
-            self._patience = None
+        """End its step, and with that its call."""
+        if self._task is not None and not self._is_ended:
+            self._is_ended = True
+            self._task.cancel()
 
     def leave(self) -> None:
         """End it, and let others have theirs."""
@@ -136,7 +136,7 @@ class Lane:
         self._most_of_one = most_of_one
         self._most_aside = most_aside
         self._most_waiting_of_one = most_waiting_of_one
-        self._by_connection: Counter[str] = Counter()
+        self._by_connection: dict[str, int] = {}  # turns, those aside included
         self._waiting: dict[str, deque[asyncio.Future[Turn]]] = {}
         self._steps: dict[Turn, None] = {}  # turns that run a step and are not aside, the oldest step first
         self._aside: dict[Turn, None] = {}
@@ -180,28 +180,30 @@ class Lane:
             self._aside.pop(turn, None)
         else:
             self.running -= 1
-        self._by_connection[turn.connection] -= 1
-        if not self._by_connection[turn.connection]:
-            del self._by_connection[turn.connection]
-        self._admit()
+        left = self._by_connection.pop(turn.connection) - 1
+        if left:
+            self._by_connection[turn.connection] = left
+        if self._waiting:
+            self._admit()
 
     def watch(self, turn: Turn) -> None:
         """Count a step that begins."""
         if not turn.is_aside:
             self._steps[turn] = None
-            self._watch()
+            if self._waiting:
+                self._watch()
 
     def unwatch(self, turn: Turn) -> None:
         """Count a step no more that has ended."""
         self._steps.pop(turn, None)
 
     def _has_place(self, connection: str) -> bool:
-        is_slow = any(slow.connection == connection for slow in self._aside)
-        return self.running + is_slow < self._most and self._by_connection[connection] < self._most_of_one
+        is_slow = bool(self._aside) and any(slow.connection == connection for slow in self._aside)
+        return self.running + is_slow < self._most and self._by_connection.get(connection, 0) < self._most_of_one
 
     def _start(self, connection: str) -> Turn:
         self.running += 1
-        self._by_connection[connection] += 1
+        self._by_connection[connection] = self._by_connection.get(connection, 0) + 1
         return Turn(self, connection)
 
     def _admit(self) -> None:
