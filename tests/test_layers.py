@@ -55,7 +55,7 @@ ARROWS: dict[str, set[str]] = {
     "dataplane": {"wire", "v1", "internal"},
     # Engines know nothing of what the objects are; each imports its own package inside functions.
     "objects": set(),
-    "durable": {"machine", "state", "storage", "wire", "v1"},
+    "durable": {"machine", "serving", "state", "storage", "wire", "v1"},
     # The second tenant of the log, and what of a cluster is in etcd; `durable` itself does without grpc.
     "cluster": {"durable", "wire", "internal"},
     # It reads what it shows, and is called by nothing that it reads; `observe/clients.py` reads nothing.

@@ -500,7 +500,7 @@ class Catalog:
                     self._start_lease(partition, task.name, claim)
 
     def _start_lease(self, partition: Partition, task_name: str, claim: QueueClaim) -> None:
-        if self._is_draining or self._partitions.get(partition.partition_id) is not partition:
+        if claim.lease is None or self._is_draining or self._partitions.get(partition.partition_id) is not partition:
             return
         self._serving_of(partition).lease_timer.start(task_name, claim)
 
