@@ -33,6 +33,8 @@ ETCD := $(VENV)/etcd/.installed
 NODE_PACKAGES := examples/node/node_modules/.installed
 export PYTHON
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Compiled modules are kept: without them a service takes 2.3 s of processor time to start instead of 0.8 s.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help install format lint typecheck generate accept-protos check test test-all properties chaos fuzz soak bench compare compat demo demo-verl clean FORCE
