@@ -129,7 +129,7 @@ def columns_digest(columns: Sequence[ColumnShape]) -> bytes:
         what = (spec.name, spec.dtype, spec.layout, spec.row_shape, spec.encoding, column.row_count, column.value_bytes)
         digest.update(repr(what).encode())
         if column.extents is not None:
-            digest.update(np.ascontiguousarray(column.extents))
+            digest.update(np.ascontiguousarray(column.extents).data)
     return digest.digest()
 
 

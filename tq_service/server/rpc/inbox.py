@@ -30,6 +30,7 @@ MAX_OPEN_REQUEST_BYTES: Final = 4096
 MAX_WAITING_BYTES: Final = 32 << 20
 """Of the requests of all calls that may wait for samples or capacity, while they run."""
 
+_DECODED_AT_ONCE: Final = 512 << 10  # bytes, some milliseconds' work where they are varints
 _EOF: Final = grpc.aio.EOF
 
 awaits_end: Final[ContextVar[bool]] = ContextVar("awaits_end", default=False)
@@ -344,7 +345,7 @@ class _Reader:
         self._release()
 
     async def _first(self) -> Any:
-        """Return the first message; a thread joins and decodes one that comes in parts."""
+        """Return the first message; a thread decodes a large one, and joins one that comes in parts."""
         self._is_begun = True
         lane = self._inbox.open_calls if self._method.is_open else self._inbox.requests
         data = await self._message(lane)
@@ -359,7 +360,7 @@ class _Reader:
             self._release()
         if self._method.waits:
             self._hold(len(data))
-        return self._decoded(data) if len(data) < PART_BYTES else await asyncio.to_thread(self._decoded, data)
+        return self._decoded(data) if len(data) < _DECODED_AT_ONCE else await asyncio.to_thread(self._decoded, data)
 
     async def _joined(self, first: bytes, lane: Lane) -> bytes:
         """Return a request that comes in parts."""
