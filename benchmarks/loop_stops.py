@@ -10,7 +10,7 @@ the samples are dead-lettered.
 Data come and go as well: a put is compacted, texts are got in random order, keys are looked up that are not there. And
 samples are claimed of a partition of many: those whose text is one of a hundred, the last ones of a sealed partition,
 and those behind an incomplete group and many consumed ones. What an asyncio client does on the loop of its caller is
-measured in this process too, with the service in another.
+measured in this process too, once its service has ended and another one runs in another process.
 """
 
 from __future__ import annotations
@@ -360,7 +360,7 @@ async def _measure(options: Options) -> Report:
             await _status(watch, options)
             await _data(watch, options)
             await _claims(watch, options)
-            await _puts_of_an_async_client(watch, options)
+        await _puts_of_an_async_client(watch, options)
     return _report(watch, rows)
 
 

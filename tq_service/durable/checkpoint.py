@@ -243,7 +243,7 @@ class PartitionPlan:
             + np.cumsum(np.diff(slots, prepend=slots[0]) != 0) // _MOST_PUTS
         )
         for positions in np.split(produced, np.flatnonzero(np.diff(numbers)) + 1):
-            renamed[positions] = cells_of(len(self.blocks), np.arange(positions.size))
+            renamed[positions] = cells_of(len(self.blocks), positions.size)
             puts, runs = self._runs(names, cells[positions])
             self.blocks.append(
                 Block(

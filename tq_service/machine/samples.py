@@ -275,7 +275,8 @@ def _add_rows(write: SampleWrite, checked: CheckedWrite, step: Step) -> slice:
         for task in partition.tasks.values():
             if (taken := task.take_back()).size:
                 partition.touched(partition.table.index.data[taken])
-    _skip_rest(partition, np.arange(added.start, added.stop), step)
+    if any(task.kept_groups is not None for task in partition.tasks.values()):
+        _skip_rest(partition, np.arange(added.start, added.stop), step)
     return added
 
 

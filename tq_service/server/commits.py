@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Final, TypeAlias, TypeVar
 
 import grpc
@@ -33,7 +33,7 @@ from tq_service.state.names import LARGE, Names
 from tq_service.state.partition import Partition
 from tq_service.v1 import commit_pb2, metadata_pb2
 from tq_service.v1 import controller_service_pb2 as pb
-from tq_service.wire.columns import ColumnShape
+from tq_service.wire.columns import ColumnShape, decode_headers
 from tq_service.wire.runs import read_indexes
 from tq_service.wire.texts import FEW
 
@@ -41,6 +41,13 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 Answer = TypeVar("Answer", pb.InsertResponse, commit_pb2.CommitResponse)
 _NO_ROWS: Final = np.zeros(0, np.int64)
+
+
+async def columns_of(headers: Sequence[metadata_pb2.ColumnHeader], row_count: int) -> list[ColumnShape]:
+    """Return the columns of a put, see `decode_headers`; a thread looks at the extents of many rows."""
+    if row_count < LARGE:
+        return decode_headers(headers, row_count)
+    return await asyncio.to_thread(decode_headers, headers, row_count)
 
 
 class Commits:
@@ -73,7 +80,8 @@ class Commits:
             if request.columns:
                 raise InvalidArgumentError("columns came without a placement; say where the put is", field="placement")
             return await self._write_without_put(request, context, commit_pb2.CommitResponse)
-        put, columns = converters.placement(request.placement), converters.put_columns(request)
+        put = converters.placement(request.placement)
+        columns = await columns_of(request.columns, request.write.row_count)
         partition_id, receipt = request.write.partition_id, request.placement.receipt
         if (answer := self.recorded(request.request_id)) is not None:
             if not self._storages.is_committed(put):  # it is a second put for the same commit, or gone since
@@ -84,10 +92,9 @@ class Commits:
         with self._storages.redeemed(put, columns, partition_id, receipt) as redeemed:
             async with self.admitted(request, sum(column.value_bytes for column in columns), context) as names:
                 known = None if names is None else await names
-                if self.recorded(request.request_id) is None:
-                    self._storages.check_uncommitted(put)
-                    redeemed.check()
-                return self.commit_stored(request, put, columns, known, for_existing_rows=redeemed.for_existing_rows)
+                return await self.commit_stored(
+                    request, put, columns, known, for_existing_rows=redeemed.for_existing_rows, check=redeemed.check
+                )
 
     def check(self, request: commit_pb2.CommitRequest) -> None:
         """Refuse a commit that asks for more than one answer is about."""
@@ -160,14 +167,15 @@ class Commits:
         with capacity:
             yield names
 
-    def commit_stored(
+    async def commit_stored(
         self,
         request: commit_pb2.CommitRequest,
         put: Put,
         columns: Sequence[ColumnShape],
         names: Names | None = None,
         *,
-        for_existing_rows: bool = False,
+        for_existing_rows: bool,
+        check: Callable[[], None],
     ) -> commit_pb2.CommitResponse:
         """Make the columns of a stored put visible in one step, once for each request_id.
 
@@ -177,11 +185,16 @@ class Commits:
             columns: of the put.
             names: what is known of keys and groups.
             for_existing_rows: whether it may have taken the reserve, so that no samples are made of it.
+            check: raises where the put is not there any more.
         """
+        recorded = self.recorded(request.request_id)
+        if recorded is not None:
+            return recorded
+        write = converters.sample_write(request.write, put, columns, names)
 
         def change() -> commit_pb2.CommitResponse:
             self._storages.check_uncommitted(put)
-            write = converters.sample_write(request.write, put, columns, names)
+            check()
             if for_existing_rows and self.makes_samples(request.write, names):
                 raise QuotaExceededError(
                     f"put {put.put_id.hex()} was put as columns for existing samples, which may use a reserve that new "
@@ -189,9 +202,10 @@ class Commits:
                     metadata={"limit_name": "reserve", "put_id": put.put_id.hex()},
                 )
             with self._storages.committing(put):
-                return commit_pb2.CommitResponse(meta=self._write(request.write, write))
+                return commit_pb2.CommitResponse(meta=self._write(request.write, write, made))
 
-        return self._catalog.run_once(request.request_id, change, commit_pb2.CommitResponse)
+        async with self._capacity(request.write, write) as made:
+            return self._catalog.run_once(request.request_id, change, commit_pb2.CommitResponse)
 
     def makes_samples(self, write: commit_pb2.SampleWrite, names: Names | None) -> bool:
         """Whether a write makes samples, as of now; one that is refused anyhow may or may not."""

@@ -31,7 +31,7 @@ from tq_service.state.request import BatchSpec, ClaimRequest, ClaimSpec, LeasedC
 from tq_service.state.selection import Selection
 from tq_service.v1 import commit_pb2, metadata_pb2
 from tq_service.v1 import controller_service_pb2 as pb
-from tq_service.wire.columns import ColumnShape, decode_headers
+from tq_service.wire.columns import ColumnShape
 from tq_service.wire.durations import read_seconds, to_duration
 from tq_service.wire.mapper import read_message, to_message
 from tq_service.wire.metadata import (
@@ -126,11 +126,6 @@ def groups_of(write: commit_pb2.SampleWrite) -> Sequence[str]:
 def _column_write(column: ColumnShape) -> ColumnWrite:
     extents = column.extents if column.spec.layout is Layout.JAGGED else None
     return ColumnWrite(spec=column.spec, extents=extents, value_bytes=column.value_bytes)
-
-
-def put_columns(commit: commit_pb2.CommitRequest) -> list[ColumnShape]:
-    """Return the columns of a commit that has a placement."""
-    return decode_headers(commit.columns, commit.write.row_count)
 
 
 def placement(message: commit_pb2.PutPlacement) -> Put:

@@ -300,7 +300,8 @@ class Catalog:
             partition, there = checked.partition, self._partitions.get(partition_id)
             made = None if there is partition else partition
             try:
-                for _ in partition.table.reserve_capacity(checked.new_count):
+                columns = partition.cells.new_columns(checked.specs)
+                for _ in partition.table.reserve_capacity(checked.new_count, columns):
                     await asyncio.sleep(0)
                     if self._partitions.get(partition_id) is not there:  # cleared, or made by another
                         break

@@ -20,7 +20,8 @@ another thread needs positions to stay (`pinned`). Such a reader first waits for
 rows of a table in slices, with turns for others between, pins nothing (`slices`).
 
 Many rows at once are added in two parts: capacity for them is reserved in steps, between which everything else goes
-on, and the step that adds them writes only their values (`reserve_capacity`).
+on, and the step that adds them writes only their values (`reserve_capacity`). Columns that this step will declare are
+made beforehand, too.
 
 `NameIndex`, `KeyIndex`: numbers by names, and rows by their keys.
 
@@ -37,7 +38,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, Final, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -80,6 +81,10 @@ _MOST_HASHED: Final = 1 << 20  # names up to which hashes are quicker than dicts
 _FEW_NAMES: Final = 8
 _GAPS_FROM_BYTES: Final = 1 << 12
 _MOST_BYTES_A_NAME: Final = 1 << 8  # of a dict; one that has just grown has up to 90
+
+
+NewColumn: TypeAlias = tuple[str, DTypeLike, Any]
+"""A column to be declared: its name, dtype and fill."""
 
 
 class ColumnSnapshot:
@@ -264,11 +269,12 @@ class Table:
         count: rows, or slots, that were ever in use and not compacted away: columns have values for so many.
     """
 
-    __slots__ = ("_capacity", "columns", "count")
+    __slots__ = ("_capacity", "_spare", "columns", "count")
 
     def __init__(self) -> None:
         self.count = 0
         self.columns: dict[str, Column] = {}
+        self._spare: dict[str, Column] = {}  # made, and not declared yet
         self._capacity = _FIRST_CAPACITY
 
     def column(self, name: str, dtype: DTypeLike, fill: Any) -> Column:
@@ -279,7 +285,9 @@ class Table:
         """
         if name in self.columns:
             raise ValueError(f"column {name!r} is declared twice")
-        column = self.columns[name] = Column(dtype, fill, self._capacity)
+        column = self._spare.pop(name, None) or Column(dtype, fill, self._capacity)
+        column.resize(self._capacity)
+        self.columns[name] = column
         return column
 
     def drop_column(self, name: str) -> None:
@@ -387,17 +395,24 @@ class RowTable(Table):
         self.present_count += count
         return added
 
-    def reserve_capacity(self, count: int) -> Iterator[None]:
+    def reserve_capacity(self, count: int, columns: Iterable[NewColumn] = ()) -> Iterator[None]:
         """Reserve capacity for so many more rows in steps; other changes may be made between these.
 
-        At the end `append` finds the indexes of these rows written.
+        At the end `append` finds the indexes of these rows written, and `column` finds the columns made that are to be
+        declared with them.
         """
         while (end := self.count + count) > self._capacity:
             self._grow(min(end, self._capacity + _CAPACITY_STEP))
             yield
+        for name, dtype, fill in columns:
+            spare = self._spare.setdefault(name, Column(dtype, fill, 0))
+            while spare.data.size < self._capacity:
+                spare.resize(min(self._capacity, spare.data.size + _CAPACITY_STEP))
+                yield
 
     def return_capacity(self) -> None:
         """Give memory back that was made for rows which did not come."""
+        self._spare.clear()
         if self._capacity > 2 * self.count + _CAPACITY_STEP:
             self._resize(grown(0, self.count))
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from tq_service.errors import InvalidArgumentError
 from tq_service.v1 import metadata_pb2 as pb
+from tq_service.wire.texts import fill_packed
 
 Indexes = NDArray[np.int64]
 
@@ -82,12 +83,10 @@ class CellRuns:
 
     def to_proto(self) -> pb.CellRuns:
         """Return the runs as a message."""
-        return pb.CellRuns(
-            field_names=self.field_names,
-            put_indexes=self.put_indexes.tolist(),
-            first_rows=self.first_rows.tolist(),
-            row_counts=self.row_counts.tolist(),
-        )
+        message = pb.CellRuns(field_names=self.field_names)
+        for name in ("put_indexes", "first_rows", "row_counts"):
+            fill_packed(message, name, getattr(self, name).astype(np.uint32))
+        return message
 
     @property
     def row_count(self) -> int:
@@ -102,7 +101,12 @@ class CellRuns:
 def set_indexes(message: pb.BatchMeta, indexes: Indexes | range) -> None:
     """Name the samples of a batch, which has none yet."""
     if isinstance(indexes, range):
-        indexes = np.arange(indexes.start, indexes.stop)
+        if len(indexes) > _FEW_VALUES:
+            message.index_ranges.first_indexes.append(indexes.start)
+            message.index_ranges.index_counts.append(len(indexes))
+        else:
+            message.global_indexes.extend(indexes)
+        return
     if indexes.size > _FEW_VALUES:
         firsts, counts = runs_of(indexes)
         if firsts.size * _LEAST_MEAN_LENGTH <= indexes.size:

@@ -239,7 +239,7 @@ def is_temporary(error: OSError) -> bool:
 
 
 async def in_thread(
-    executor: Executor,
+    executor: Executor | None,
     work: Callable[..., T],
     *args: object,
     pinned: Sequence[Blob],
@@ -248,7 +248,7 @@ async def in_thread(
     """Return what a thread returns; it goes on where the caller is cancelled.
 
     Args:
-        executor: has the threads.
+        executor: has the threads; None: those of the loop.
         work: what it does.
         args: what with.
         pinned: blobs that it works on, which stay until it is done.
