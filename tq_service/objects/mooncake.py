@@ -202,7 +202,7 @@ class MooncakeObjects(ThreadedObjects):
 
     @contextmanager
     def _staging(self, size: int) -> Iterator[_Staging]:
-        """Lend registered memory to a call; a call that hangs keeps it."""
+        """Give registered memory to a call; one that hangs keeps it."""
         buffer = self._staged.pop() if self._staged else None
         if buffer is None or len(buffer.view) < size:
             if buffer is not None:
