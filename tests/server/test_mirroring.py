@@ -5,11 +5,11 @@ import logging
 import socket
 
 import pytest
+from memory_pool import MemoryPool, PoolObjects
 
 from tq_service.config import ServeSettings
 from tq_service.durable import codec
 from tq_service.errors import InvalidArgumentError, UnavailableError
-from tq_service.objects.memory import MemoryObjects, MemoryPool
 from tq_service.server import mirroring
 from tq_service.server.composition import _node_of
 from tq_service.server.mirroring import Mirroring, Registration
@@ -21,7 +21,7 @@ from tq_service.storage.mirror.layout import pack_puts
 
 def mirroring_of(pool):
     return Mirroring(
-        MemoryObjects(pool), url="memory://pool", node="here", copies=1, required=1, offered_bytes=0,
+        PoolObjects(pool), url="memory://pool", node="here", copies=1, required=1, offered_bytes=0,
         supervisor=Supervisor(),
     )  # fmt: skip
 

@@ -23,7 +23,6 @@ from tq_service.storage.mirror.mirror import Mirror
 from tq_service.storage.mirror.writer import ObjectWriter
 
 _log = logging.getLogger(__name__)
-CLUSTER: Final = "tq"
 _RETRY_SECONDS: Final = 1.0
 _MARGIN_SECONDS: Final = 2.0
 _IDLE_SECONDS: Final = 30.0
@@ -124,7 +123,7 @@ class Mirroring:
         """Return the mirror of the puts of an instance of a storage service, and what writes its objects."""
         writer = ObjectWriter(
             self._objects,
-            Names(cluster=CLUSTER, storage_id=storage_id, boot_id=boot_id),
+            Names(storage_id=storage_id, boot_id=boot_id),
             copies=self._copies,
             required=self._required,
             generation=generation,
@@ -206,7 +205,7 @@ class Mirroring:
     async def _adopt(self, storage_id: str, boot_id: bytes, own: StorageEngine, search_id: bytes) -> Adopted:
         if not self._opened.is_set():
             raise UnavailableError(f"the mirror {self._url} was not reached yet; try again")
-        names = Names(cluster=CLUSTER, storage_id=storage_id, boot_id=boot_id)
+        names = Names(storage_id=storage_id, boot_id=boot_id)
         left = await find_left(self._objects, names, codec, copies=self._copies)
         registration = Registration()
         mirror, writer = self.mirror_of(storage_id, boot_id, registration, left.next_generation)

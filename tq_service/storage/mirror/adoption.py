@@ -64,7 +64,7 @@ class _Listed:
 
     async def copies(self, names: Sequence[str]) -> list[int]:
         if self._names is None:
-            self._names = {name async for page in self._objects.list_names(self._prefix) for name in page}
+            self._names = {name async for name in self._objects.list_names(self._prefix)}
         await asyncio.sleep(0)  # the caller looks at many
         return [int(name in self._names) * (self._objects.abilities.fixed_copies or 1) for name in names]
 
@@ -105,7 +105,7 @@ async def find_left(
         UnavailableError: the engine did not answer.
         DataLossError: its list is damaged.
     """
-    there = _Listed(objects, names.prefix) if objects.abilities.lists_by_prefix else objects
+    there = _Listed(objects, names.prefix) if objects.abilities.lists_names else objects
     source = _Source(objects, there, names, codec)
     begun = await _copies(there, [names.heir(number) for number in range(1, _MOST_GENERATIONS)])
     newest = max((number for number, count in enumerate(begun, 1) if count), default=0)
