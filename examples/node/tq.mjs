@@ -259,8 +259,8 @@ export class Client {
     return Object.fromEntries(fields);
   }
 
-  #storage({ kind, address }) {
-    const at = kind === "controller" ? this.address : address;
+  #storage({ address }) {
+    const at = address || this.address;
     if (!this.storages.has(at)) {
       this.storages.set(at, new this.services.StorageService(at, this.credentials, OPTIONS));
     }

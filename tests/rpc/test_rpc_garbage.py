@@ -132,7 +132,7 @@ def requests_of_all_methods(meta: tq.BatchMeta) -> dict[str, Message]:
 
 
 def commit_request() -> commit_pb2.CommitRequest:
-    endpoint = metadata_pb2.StorageEndpoint(storage_id="other", boot_id=new_id(), kind="grpc", address="127.0.0.1:1")
+    endpoint = metadata_pb2.StorageEndpoint(storage_id="other", boot_id=new_id(), address="127.0.0.1:1")
     placement = commit_pb2.PutPlacement(storage=endpoint, put_id=new_id())
     return commit_pb2.CommitRequest(request_id=new_id(), write=WRITE, placement=placement, columns=[COLUMN])
 

@@ -457,7 +457,7 @@ def test_placing_and_announcing_change_nothing_that_is_stored(server: LiveServer
     assert placed.max_granted_put_bytes > 1 << 60  # there is no other
     assert placed.embedded
     assert placed.storages[0].boot_id == client.storage_stat().boot_id
-    endpoint = metadata_pb2.StorageEndpoint(storage_id="other", boot_id=new_id(), kind="grpc", address="127.0.0.1:1")
+    endpoint = metadata_pb2.StorageEndpoint(storage_id="other", boot_id=new_id(), address="127.0.0.1:1")
     announced = storage_registry_pb2.RegisterStorageRequest(storage=endpoint, max_bytes=1 << 50)
     answers = [server.registry.RegisterStorage(announced, metadata=server.as_service) for _ in range(2)]
     assert answers[0] == answers[1]

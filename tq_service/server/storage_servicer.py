@@ -12,7 +12,7 @@ from typing import Any, Final, TypeAlias
 
 import grpc
 
-from tq_service.dataplane.parties import CONTROLLER_KIND, GRPC_KIND, Deadline, Received
+from tq_service.dataplane.parties import Deadline, Received
 from tq_service.dataplane.receive_buffers import RECEIVE_BUFFERS
 from tq_service.dataplane.shared_memory.server import Session, SharedMemoryServer
 from tq_service.errors import (
@@ -67,10 +67,7 @@ _LEAST_FRAME_BYTES: Final = 16 << 10
 
 def endpoint_of(engine: StorageEngine, address: str) -> metadata_pb2.StorageEndpoint:
     """Return how clients reach an engine; an empty address is that of the controller, whose process it is in."""
-    kind = GRPC_KIND if address else CONTROLLER_KIND
-    return metadata_pb2.StorageEndpoint(
-        storage_id=engine.storage_id, boot_id=engine.boot_id, kind=kind, address=address
-    )
+    return metadata_pb2.StorageEndpoint(storage_id=engine.storage_id, boot_id=engine.boot_id, address=address)
 
 
 class EngineDriver:

@@ -163,7 +163,7 @@ class StorageEngine:
         self._mirror = mirror
         self._backing: Backing | None = self._journal if mirror is None else mirror
         if mirror is not None:
-            if self._journal is not None or not self._store.partial_free:
+            if not isinstance(self._store, MemoryBlobs):
                 raise InvalidArgumentError(
                     f"a mirror goes with puts in memory, got {type(self._store).__name__}; leave blobs out",
                     field="blobs",
@@ -858,7 +858,7 @@ class StorageEngine:
             self._start_compaction()
 
     def _may_compact(self, put_id: bytes) -> bool:
-        return self._store.partial_free and (self._backing is None or self._backing.may_compact(put_id))
+        return self._backing is None or self._backing.may_compact(put_id)
 
     def _start_compaction(self) -> None:
         if self._compaction is None and not self._is_closed:

@@ -353,28 +353,10 @@ class StorageEndpoint(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    @typing.final
-    class ParamsEntry(google.protobuf.message.Message):
-        DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-        KEY_FIELD_NUMBER: builtins.int
-        VALUE_FIELD_NUMBER: builtins.int
-        key: builtins.str
-        value: builtins.str
-        def __init__(
-            self,
-            *,
-            key: builtins.str = ...,
-            value: builtins.str = ...,
-        ) -> None: ...
-        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
-
     STORAGE_ID_FIELD_NUMBER: builtins.int
     BOOT_ID_FIELD_NUMBER: builtins.int
     ADDRESS_FIELD_NUMBER: builtins.int
     IS_AWAY_FIELD_NUMBER: builtins.int
-    KIND_FIELD_NUMBER: builtins.int
-    PARAMS_FIELD_NUMBER: builtins.int
     storage_id: builtins.str
     """Name of the storage service, the same over restarts."""
     boot_id: builtins.bytes
@@ -382,19 +364,11 @@ class StorageEndpoint(google.protobuf.message.Message):
     under another boot is gone.
     """
     address: builtins.str
-    """Where clients reach it, "host:port", for kinds that have an address."""
+    """Where clients reach it, "host:port"; empty: where the client found the controller."""
     is_away: builtins.bool
     """Whether its address is not known at present: it has not registered since the controller started. Call Locate
     again later.
     """
-    kind: builtins.str
-    """How clients reach it: "grpc" (StorageService at `address`), or "controller" (StorageService where the client found
-    the controller).
-    """
-    @property
-    def params(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
-        """Further parameters of its kind, by name; empty for the two kinds above."""
-
     def __init__(
         self,
         *,
@@ -402,10 +376,8 @@ class StorageEndpoint(google.protobuf.message.Message):
         boot_id: builtins.bytes = ...,
         address: builtins.str = ...,
         is_away: builtins.bool = ...,
-        kind: builtins.str = ...,
-        params: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "boot_id", b"boot_id", "is_away", b"is_away", "kind", b"kind", "params", b"params", "storage_id", b"storage_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "boot_id", b"boot_id", "is_away", b"is_away", "storage_id", b"storage_id"]) -> None: ...
 
 global___StorageEndpoint = StorageEndpoint
 

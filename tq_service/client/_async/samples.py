@@ -31,9 +31,7 @@ from tq_service.client.writes import (
     written_meta,
 )
 from tq_service.client_probes import probes
-from tq_service.dataplane._async.drivers import async_driver
 from tq_service.dataplane.messages import put_header
-from tq_service.dataplane.parties import CONTROLLER_KIND
 from tq_service.errors import (
     DataLossError,
     FieldMismatchError,
@@ -47,7 +45,7 @@ from tq_service.results import Revision
 from tq_service.schema import FieldSpec, KeyMode, SampleState
 from tq_service.v1 import commit_pb2
 from tq_service.v1 import controller_service_pb2 as pb
-from tq_service.v1.metadata_pb2 import MetaColumn, StorageEndpoint
+from tq_service.v1.metadata_pb2 import MetaColumn
 from tq_service.v1.storage_service_pb2 import PutHeader
 from tq_service.wire.columns import Column
 from tq_service.wire.durations import to_duration
@@ -57,7 +55,6 @@ from tq_service.wire.metadata import decode_spec, encode_meta_columns
 
 _COMMIT_PATIENCE_SECONDS: Final = 5.0
 _MOST_LOSSES: Final = 3
-_CONTROLLER: Final = StorageEndpoint(kind=CONTROLLER_KIND)
 
 
 class AsyncSampleCalls(AsyncBase):
@@ -248,11 +245,11 @@ class AsyncSampleCalls(AsyncBase):
         if place.embedded:
             if not header.HasField("commit"):
                 header.commit.CopyFrom(request)
-            answer = await async_driver(_CONTROLLER, self._calls).put(header, columns, deadline)
+            answer = await self._calls.driver("").put(header, columns, deadline)
             return answer.commit
         header.ClearField("commit")
         storage = self._placement.endpoint(place)
-        answer = await async_driver(storage, self._calls).put(header, columns, deadline)
+        answer = await self._calls.driver(storage.address).put(header, columns, deadline)
         commit = commit_pb2.CommitRequest(
             request_id=request.request_id,
             write=request.write,

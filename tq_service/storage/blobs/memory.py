@@ -83,8 +83,6 @@ class PooledStore(LocalStore, Generic[BackingT]):
     that memory, or disk, is given back in time.
     """
 
-    partial_free = True
-
     def __init__(self) -> None:
         self._pool: dict[int, list[BackingT]] = {}
         self._high_water_bytes = 0
