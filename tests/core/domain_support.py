@@ -274,7 +274,7 @@ class SlowSampler(Sampler):
 
 def is_at_rest(planner):
     """Return whether all who wait in a planner wait for a change."""
-    return planner._dispatching is None and not any(line.planning for line in planner._queue.lines)
+    return planner._dispatching is None and not planner._plans and planner._planned_for is None
 
 
 async def turns(count=5):

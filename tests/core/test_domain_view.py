@@ -23,7 +23,7 @@ from domain_support import (
 
 from tq_service.errors import InvalidArgumentError, MissingLengthError
 from tq_service.planning.grouping import Grouping
-from tq_service.planning.view import PartitionView, ReadyIndex
+from tq_service.planning.view import PartitionView, ScanStarts, ScanWatch
 from tq_service.state.meta import Condition, Order
 from tq_service.state.names import GroupNames
 from tq_service.state.plan import LengthSource, MustBeAwaited, Plan
@@ -32,13 +32,21 @@ from tq_service.state.plan import LengthSource, MustBeAwaited, Plan
 @pytest.fixture
 def train():
     train = partition()
-    train.ready_index = ReadyIndex(train, "t")
+    train.scan_starts = ScanStarts(train, "t")
     return train
 
 
-def view_of(train, *, length=None, **bound):
+def view_of(train, *, length=None, watch=None, **bound):
     spec = batch_spec(**bound)
-    return PartitionView(train, task_of(train, "t"), train.ready_index, spec, length)
+    return PartitionView(train, task_of(train, "t"), train.scan_starts, spec, length, watch=watch)
+
+
+def start_of(train, key=(("x",), (), None)):
+    return train.scan_starts.get(key)[0]
+
+
+def apart(train):
+    return train.scan_starts.get((("x",), (), None))[1].tolist()
 
 
 def ready(train, limit=None, **bound):
@@ -49,9 +57,7 @@ def groups(
     train, limit=None, *, no_more=False, unit="sample", block_size=None, take_incomplete=False, blocks="aligned",
     on_loop=True, **bound
 ):  # fmt: skip
-    view = view_of(train, **bound)
-    if not on_loop:
-        view.leave_loop()
+    view = view_of(train, watch=None if on_loop else ScanWatch(), **bound)
     view.no_more = view.no_more or no_more
     found = view.ready_groups(limit, unit=unit, block_size=block_size, take_incomplete=take_incomplete, blocks=blocks)
     return [part.tolist() for part in np.split(found.rows, found.starts[1:])] if len(found) else []
@@ -221,15 +227,14 @@ def test_groups_are_whole_across_stretches(train):
 def test_a_scan_starts_at_the_first_row_that_may_be_ready(train):
     insert(train, 5000, ())
     insert(train, 3)
-    key = (("x",), (), None)
     assert ready(train, 1) == [5000]
-    assert train.ready_index.start(key) == 5000  # also past stretches that have nothing at all
+    assert start_of(train) == 5000  # also past stretches that have nothing at all
     consume(train, 5000, 5001)
     assert ready(train, 1) == [5002]
-    assert train.ready_index.start(key) == 5002
+    assert start_of(train) == 5002
     consume(train, 5002)
     assert ready(train, 1) == []
-    assert train.ready_index.start(key) == 5003
+    assert start_of(train) == 5003
 
 
 def test_the_start_is_lowered_when_an_early_row_becomes_ready(train):
@@ -262,16 +267,33 @@ def test_a_released_claim_is_found_again(train):
     assert ready(train) == [0, 1, 2, 3]
 
 
-def test_a_view_that_was_overtaken_moves_no_start(train):
-    view = view_of(train)
-    insert(train, 2)
-    assert view.ready().tolist() == []
-    assert ready(train) == [0, 1]
-    off_the_loop = view_of(train)
-    off_the_loop.leave_loop()
-    consume(train, 0)
-    off_the_loop.ready()
-    assert train.ready_index.start((("x",), (), None)) == 0
+def test_a_scan_during_which_rows_change_moves_the_start_no_further_than_to_these(train):
+    insert(train, 4000, ())
+    insert(train, 1)
+    with train.scan_starts.watched() as watch:
+        view = view_of(train, watch=watch)
+        assert view.ready(1).tolist() == [4000]
+        assert start_of(train) == 0
+        update(train, [3000], ("x",))
+    assert start_of(train) == 3000
+    assert ready(train) == [3000, 4000]
+    with train.scan_starts.watched() as watch:
+        consume(train, 3000)
+        assert view_of(train, watch=watch).ready(1).tolist() == [4000]
+        reset(train, task_of(train, "t"), keep_consumed=False)
+    assert ready(train) == [3000, 4000]
+
+
+def test_a_scan_that_is_over_on_another_thread_moves_the_start_for_later_ones(train):
+    insert(train, 4000, ())
+    insert(train, 1)
+    insert(train, 4000, ())
+    insert(train, 1)
+    with train.scan_starts.watched() as watch:
+        assert view_of(train, watch=watch).ready().tolist() == [4000, 8001]
+        insert(train, 1)
+    assert (start_of(train), apart(train)) == (8001, [4000])
+    assert ready(train) == [4000, 8001, 8002]
 
 
 def test_ways_of_asking_that_are_forgotten_cost_no_memory(train):
@@ -279,11 +301,11 @@ def test_ways_of_asking_that_are_forgotten_cost_no_memory(train):
     keys = [(("x",), (Condition("v", "==", (number,)),), None) for number in range(500)]
     for key in keys:
         ready(train, where=key[1])
-    assert 0 < sum(train.ready_index.start(key) > 0 for key in keys) <= 64
+    assert 0 < sum(start_of(train, key) > 0 for key in keys) <= 64
     keys = [(("x",), (Condition("v", "==", (f"{number:0100000}",)),), None) for number in range(64)]
     for key in keys:
-        train.ready_index.set_start(key, 1)
-    assert 0 < sum(train.ready_index.start(key) > 0 for key in keys) <= 10
+        train.scan_starts.set(key, (1, np.zeros(0, np.int64)))
+    assert 0 < sum(start_of(train, key) > 0 for key in keys) <= 10
 
 
 def test_consumed_rows_are_compacted_away_under_a_running_task(train):
@@ -304,18 +326,17 @@ def test_ready_rows_that_no_claim_takes_are_not_in_the_way_of_others(train):
     insert(train, 50_000, groups=[f"g{row // 4}" for row in range(50_000)], group_size=4)
     insert(train, 1, groups=["nor this"], group_size=4)
     consume(train, *range(1, 40_001))
-    key = (("x",), (), None)
     for first in range(40_001, 40_061, 4):
         assert groups(train, 4) == [[*range(first, first + 4)]]
-        assert train.ready_index.start(key) >= first
-        assert train.ready_index.apart(key).tolist() == [0]
+        assert start_of(train) >= first
+        assert apart(train) == [0]
         consume(train, *range(first, first + 4))
     insert(train, 3, groups=["never"] * 3, group_size=4)
     consume(train, *range(40_061, 50_001))
     assert groups(train, 4) == [[0, 50_002, 50_003, 50_004]]
     consume(train, 0)
     groups(train, 4)
-    assert not train.ready_index.apart(key).size
+    assert not apart(train)
 
 
 def test_rows_apart_come_back_when_they_are_written_to_or_released(train):
@@ -460,18 +481,7 @@ def all_is_ready(train, *, call="ready", **bound):
         view.ready()
     else:
         view.ready_groups(block_size=2, blocks="anywhere" if call == "runs" else "aligned")
-    return all_of(view.no_more_can_become_ready())
-
-
-def all_of(steps):
-    """Return what some steps come to."""
-    while True:
-        try:
-            work = next(steps)
-        except StopIteration as stop:
-            return stop.value
-        if work is not None:
-            work()
+    return not view.may_become_ready()
 
 
 def test_no_plain_row_can_become_ready_when_all_are_ready_or_done(train):
@@ -546,12 +556,8 @@ def test_what_is_left_is_neither_consumed_nor_failed_nor_excluded(train):
 @pytest.mark.parametrize("on_loop", [True, False])
 def test_a_row_that_comes_back_is_left_again(train, on_loop):
     def left(limit=1, **bound):
-        view = view_of(train, **bound)
-        if not on_loop:
-            view.leave_loop()
-        found = view.left(limit).tolist()
-        view.rejoin_loop()
-        return found
+        with train.scan_starts.watched() as watch:
+            return view_of(train, watch=None if on_loop else watch, **bound).left(limit).tolist()
 
     insert(train, 2000)
     task = task_of(train, "t")

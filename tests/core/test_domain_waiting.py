@@ -12,12 +12,13 @@ from domain_support import SlowSampler, asks, is_at_rest, new_write, reset, seal
 from planner_bench import Bench, Whenever, rows
 
 from tq_service.errors import InvalidArgumentError, PartitionClearedError, StaleEpochError
+from tq_service.planning.search import NOT_LOOKED
 from tq_service.samplers import PlanRunner, SequentialSampler
 from tq_service.schema import EndCounts
 from tq_service.serving import planner
 from tq_service.serving import wait_queue as waiters
 from tq_service.serving.catalog import Catalog
-from tq_service.serving.wait_queue import NOT_LOOKED, LoopYielder, NotYet, Waiter, WaitQueue
+from tq_service.serving.wait_queue import LineState, LoopYielder, NotYet, Waiter, WaitQueue
 from tq_service.state.ledger import QueueClaim
 from tq_service.state.meta import Condition
 from tq_service.state.partition import PartitionSettings
@@ -100,18 +101,37 @@ async def test_a_line_skips_those_who_have_left():
     assert not queue
 
 
-async def test_a_line_has_its_turn_once_no_line_before_it_has_a_head_start():
+async def test_lines_that_came_later_have_no_turn_while_a_line_holds_them():
     queue, loop = WaitQueue(), asyncio.get_running_loop()
     waiters = [Waiter(asks(batch_size=size), loop.create_future()) for size in (1, 2, 3)]
     first, second, third = (queue.join(waiter, NOT_LOOKED) for waiter in waiters)
-    queue.head_starts = {line: loop.call_soon(int) for line in (second, first)}
+    queue.holder = second
     for line in (third, first):
         queue.put(line)
-    assert queue.pop() is None  # also the first has its plan under way, not its turn
-    del queue.head_starts[first]
-    assert (queue.pop(), queue.pop()) == (first, None)
+    assert (next_of(queue), next_of(queue)) == (first, None)
     waiters[1].expire()  # nobody is there any more whom the plan could serve
-    assert queue.pop() is third
+    assert next_of(queue) is third
+
+
+async def test_a_line_has_one_state_and_leaves_it_by_what_it_waits_for():
+    queue, waiter = WaitQueue(), Waiter(asks(), asyncio.get_running_loop().create_future())
+    line = queue.join(waiter, NOT_LOOKED)
+    assert line.state is LineState.PARKED
+    for _ in range(2):
+        queue.put(line)
+        assert line.state is LineState.QUEUED
+    assert (next_of(queue), line.state) == (line, LineState.PARKED)
+    queue.put_heavy(line)
+    queue.put(line)
+    assert (next_of(queue), line.state) == (None, LineState.HEAVY)
+    assert (queue.next_heavy(), line.state) == (line, LineState.PARKED)
+    queue.is_stale = True
+    assert next_of(queue) is line
+    assert (next_of(queue), queue.next_heavy(), line.state) == (None, None, LineState.PARKED)
+
+
+def next_of(queue):
+    return queue.next(lambda line: True)
 
 
 async def test_ranks_of_one_plan_are_answered_a_few_a_turn(bench):

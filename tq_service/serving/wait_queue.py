@@ -1,4 +1,4 @@
-"""Calls that wait for a claim: one queue in order of arrival, over ranks and queue workers, whatever they ask for."""
+"""Calls that wait for claims of one task: lines of those that ask alike, which have their turns in order of arrival."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import heapq
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final
 
 from tq_service.errors import TqError
+from tq_service.planning.search import Miss
 from tq_service.schema import EndCounts
-from tq_service.state.ledger import QueueClaim, TaskLedger
-from tq_service.state.partition import Partition
+from tq_service.state.ledger import QueueClaim
 from tq_service.state.plan import RankPlan
 from tq_service.state.request import ClaimRequest, ClaimSpec
 
@@ -28,6 +30,7 @@ Answer = RankPlan | QueueClaim | EndCounts | NotYet
 _STEPS_A_TURN = 16
 _TURN_SECONDS = 0.002
 _ANSWERS_WITHOUT_REST = 128
+_LINES_A_TURN: Final = 16  # of those that are looked through after a change
 
 
 class LoopYielder:
@@ -54,42 +57,6 @@ class LoopYielder:
         if self._answer_count >= _ANSWERS_WITHOUT_REST:
             await asyncio.sleep(time.perf_counter() - self._last)
         self._last = time.perf_counter()
-
-
-@dataclass(frozen=True, slots=True)
-class NoPlan:
-    """What was found where there is no plan, and what must change before something else can be found.
-
-    So a partition that fills row by row is not scanned for each of them, nor at its end for each waiting claim.
-
-    Attributes:
-        state_version: of the partition when the search was begun.
-        row_version: that the partition must reach.
-        consumed: rows consumed and leased by the task then, where a change of these may bring the end, or is after it;
-            else None.
-    """
-
-    state_version: int = -1
-    row_version: int = 0
-    consumed: tuple[int, int] | None = None
-
-    def holds(self, partition: Partition, task: TaskLedger) -> bool:
-        """Whether too little has changed for another search to be worth while."""
-        return (
-            partition.state_version == self.state_version
-            and partition.row_version < self.row_version
-            and self.consumed in (None, (task.consumed_count, task.leased_count))
-        )
-
-
-NOT_LOOKED = NoPlan()  # which never holds
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndFound(NoPlan):
-    """No plan follows, unless something changes."""
-
-    end: EndCounts
 
 
 @dataclass(slots=True, eq=False)
@@ -131,6 +98,20 @@ class Waiter:
         self.resolve(NotYet())
 
 
+class LineState(Enum):
+    """What a line waits for.
+
+    PARKED --something has changed--> QUEUED --its turn--> PARKED, or served and QUEUED again
+                                                |must be awaited
+                                              HEAVY --no other plan is made--> PLANNING --> PARKED or QUEUED
+    """
+
+    PARKED = "a change"
+    QUEUED = "its turn"
+    HEAVY = "the plan that is made off the event loop to be over, or to have taken long"
+    PLANNING = "its own plan, which is made off the event loop"
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class Line:
     """The calls that ask with one spec, in order of arrival: a plan for one is a plan for any of them.
@@ -139,21 +120,18 @@ class Line:
     of its own: the calls that wait hold their requests anyway, and are counted.
 
     Attributes:
-        found: why there was no plan when one was last looked for.
-        is_queued: whether the line is to have a turn.
+        last_miss: why there was no plan when one was last looked for.
         seen: number of the last call that had come when it last had a turn.
-        planning: makes a plan off the event loop.
-        head_start_seconds: for how long such a plan goes before claims of calls that came later.
-        look_past: ready rows that it leaves to others, who were quicker before.
+        hold_seconds: for how long lines that came later wait for a plan of it off the event loop.
+        look_past: ready rows that such a plan leaves to others, who were quicker before.
         loss_count: such plans in a row that lost their rows to others.
     """
 
     spec: ClaimSpec
-    found: NoPlan
-    is_queued: bool = False
+    last_miss: Miss
+    state: LineState = LineState.PARKED
     seen: int = 0
-    planning: asyncio.Task[None] | None = None
-    head_start_seconds: float = 0.0
+    hold_seconds: float = 0.0
     look_past: int = 0
     loss_count: int = 0
     _waiters: OrderedDict[Waiter, None] = field(default_factory=OrderedDict)
@@ -216,21 +194,27 @@ class Line:
 
 
 class WaitQueue:
-    """The lines of waiting claims, and which of them are to have a turn, in order of arrival of their first waiters.
+    """The lines of waiting claims, and which of them has the next turn: in order of arrival of their first calls.
 
-    Joining, leaving and having a turn cost the same however many wait, but for a logarithm of the number of lines.
+    After a change, which is `is_stale`, lines that it may be of use to are queued again, also those that were passed
+    over before. Where changes come all the time, all lines are looked through once for as many turns as were due at
+    least, so that many lines cost each turn little.
 
     Attributes:
         by_spec: the lines; a call that is answered at once joins none.
         last_arrival: the last number that was given to a call.
-        head_starts: lines whose plans off the loop go before those of lines that come after them, and what ends that.
+        holder: the line whose plan off the event loop goes before lines that came later; None: no line has to wait.
+        is_stale: whether something has changed since all lines were looked through.
     """
 
     def __init__(self) -> None:
         self.by_spec: dict[ClaimSpec, Line] = {}
-        self._turns: list[tuple[float, Line]] = []  # a heap; no two lines have the same order
         self.last_arrival = 0
-        self.head_starts: dict[Line, asyncio.TimerHandle] = {}
+        self.holder: Line | None = None
+        self.is_stale = False
+        self._turns: list[tuple[float, Line]] = []  # heaps; no two lines have the same order
+        self._heavy: list[tuple[float, Line]] = []
+        self._turns_left = 0
         self._by_name: dict[str, dict[Waiter, None]] = {}  # those that ask for a claim by name
 
     def __len__(self) -> int:
@@ -253,13 +237,13 @@ class WaitQueue:
         """The lines of ranks."""
         return [line for line in self.by_spec.values() if line.is_ranked]
 
-    def join(self, waiter: Waiter, found: NoPlan) -> Line:
-        """Add a waiter, for which this was found, and return its line; `leave` is called once for it."""
+    def join(self, waiter: Waiter, miss: Miss) -> Line:
+        """Add a waiter, for which there was no plan, and return its line; `leave` is called once for it."""
         self._give_number(waiter)
         spec = waiter.request.spec
         line = self.by_spec.get(spec)
         if line is None:
-            line = self.by_spec[spec] = Line(spec, found)
+            line = self.by_spec[spec] = Line(spec, miss)
         line.add(waiter)
         if name := waiter.request.claim_name:
             self._by_name.setdefault(name, {})[waiter] = None
@@ -284,39 +268,57 @@ class WaitQueue:
 
     def drop_if_unused(self, line: Line) -> None:
         """Forget a line in which no claim waits and for which no plan is made."""
-        if not line and line.planning is None and self.by_spec.get(line.spec) is line:
+        if not line and line.state is not LineState.PLANNING and self.by_spec.get(line.spec) is line:
             del self.by_spec[line.spec]
 
     # Turns
 
     def put(self, line: Line) -> None:
-        """Let a line have a turn, unless no claim waits in it or a plan is made for it."""
-        order = line.order
-        if not line.is_queued and line.planning is None and order < math.inf:
-            line.is_queued = True
-            heapq.heappush(self._turns, (order, line))
+        """Let a parked line have a turn, unless no claim waits in it."""
+        if line.state is LineState.PARKED:
+            self._push(self._turns, line, LineState.QUEUED)
 
-    @property
-    def turn_count(self) -> int:
-        """Number of turns that lines are to have."""
-        return len(self._turns)
+    def put_heavy(self, line: Line) -> None:
+        """Let a line have a plan made off the event loop."""
+        self._push(self._heavy, line, LineState.HEAVY)
+
+    def _push(self, heap: list[tuple[float, Line]], line: Line, state: LineState) -> None:
+        order = line.order
+        line.state = LineState.PARKED if order == math.inf else state
+        if line.state is state:
+            heapq.heappush(heap, (order, line))
 
     @property
     def has_turn(self) -> bool:
         """Whether a line may have a turn now."""
-        if not self._turns:
-            return False
-        return self._turns[0][0] < min((line.order for line in self.head_starts), default=math.inf)
+        return bool(self._turns) and (self.holder is None or self._turns[0][0] < self.holder.order)
 
-    def pop(self) -> Line | None:
-        """Return the line whose turn it is, None where no line has one."""
+    def next(self, may_be_served: Callable[[Line], bool]) -> Line | None:
+        """Return the line whose turn it is, which is parked then; None where no line has one."""
+        if self.is_stale and (self._turns_left <= 0 or not self.has_turn):
+            self.is_stale = False
+            for line in self.lines:
+                if line.state is LineState.PARKED and may_be_served(line):
+                    self.put(line)
+            self._turns_left = max(len(self._turns), len(self.by_spec) // _LINES_A_TURN)
         while self.has_turn:
             order, line = heapq.heappop(self._turns)
-            if line.is_queued:
-                line.is_queued = False
+            if line.state is LineState.QUEUED:
+                line.state = LineState.PARKED
                 if line.order <= order:
+                    self._turns_left -= 1
                     return line
                 self.put(line)  # those before it have left; claims in other lines may have come first
+        return None
+
+    def next_heavy(self) -> Line | None:
+        """Return the line that a plan is to be made for off the event loop, None where there is none."""
+        while self._heavy:
+            line = heapq.heappop(self._heavy)[1]
+            if line.state is LineState.HEAVY:
+                line.state = LineState.PARKED
+                if line.first() is not None:
+                    return line
         return None
 
     def defer(self, line: Line) -> None:
@@ -327,5 +329,5 @@ class WaitQueue:
 
     def first_ranks(self, line: Line) -> Line:
         """Return the line of the ranks that wait for the lowest batch_index, of this one and those to be served."""
-        others = [each for each in self.ranked_lines if each.first() and (each.is_queued or each.planning)]
+        others = [each for each in self.ranked_lines if each.state is not LineState.PARKED and each.first()]
         return min([line, *others], key=lambda each: each.batch_index)

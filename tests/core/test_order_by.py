@@ -1,4 +1,4 @@
-"""Claims in the order of numbers and texts: that of a plain sort, at the cost of the batch, never long on the loop."""
+"""Claims in the order of numbers and texts: that of a plain sort, at a look at each ready row, few on the loop."""
 
 import asyncio
 import math
@@ -30,7 +30,7 @@ from domain_support import (
 from planner_bench import Bench, Whenever, rows
 
 from tq_service.custom_meta import JSON_NULL, MetaColumn
-from tq_service.planning import ordered_rows, view
+from tq_service.planning import ordering, view
 from tq_service.planning.readiness import Readiness
 from tq_service.samplers import GRPOGroupNSampler, SequentialSampler
 from tq_service.state.meta import Condition, Order
@@ -69,21 +69,14 @@ def column(name, values):
     return MetaColumn(name=name, values=array, present=present)
 
 
-def indexed_partition():
+def scanned_partition():
     target = partition()
-    target.ready_index = view.ReadyIndex(target, "t")
+    target.scan_starts = view.ScanStarts(target, "t")
     return target
 
 
-def view_of(target, task, orders):
-    return view.PartitionView(target, task, target.ready_index, batch_spec(order_by=orders), None)
-
-
-def sorted_view(target, task, orders):
-    """Return a view with all work done that is heavy."""
-    while (made := view_of(target, task, orders)).is_heavy:
-        made.prepare_some()
-    return made
+def view_of(target, task, orders, watch=None):
+    return view.PartitionView(target, task, target.scan_starts, batch_spec(order_by=orders), None, watch=watch)
 
 
 class Rows:
@@ -92,7 +85,7 @@ class Rows:
     def __init__(self, rng, orders):
         self.rng = rng
         self.orders = orders
-        self.partition = indexed_partition()
+        self.partition = scanned_partition()
         self.task = task_of(self.partition, "t")
         self.rewrites = rng.random() < 0.5
         self.values = {}  # by global index, of live and produced rows that are not consumed: what each column has
@@ -166,39 +159,26 @@ class Rows:
             release(self.partition, self.task, request_id)
             self.values |= entries
 
-    def view(self):
-        """Return a view as the planner has it."""
-        made = sorted_view(self.partition, self.task, self.orders)
-        if self.rng.random() < 0.3:
-            made.leave_loop()
-        return made
-
     def ready(self, limit):
         """Return ready rows, read by another thread where the event loop has no time for that."""
         try:
-            return self.view().ready(limit)
+            return view_of(self.partition, self.task, self.orders).ready(limit)
         except MustBeAwaited:
-            made = self.view()
-            made.leave_loop()
-            found = made.ready(limit)
-            made.rejoin_loop()
-            return found
+            return self.ready_elsewhere(limit)
 
-    def sort_some(self):
-        """Do a step of what is left to others, between other changes."""
-        made = view_of(self.partition, self.task, self.orders)
-        if made.is_heavy:
-            made.prepare_some()
+    def ready_elsewhere(self, limit):
+        with self.partition.scan_starts.watched() as watch:
+            return view_of(self.partition, self.task, self.orders, watch).ready(limit)
 
     def plan_elsewhere(self):
         """Have another thread read, while rows change or others read here."""
-        made = self.view()
-        made.leave_loop()
-        if self.rng.random() < 0.5:
-            made.ready(self.rng.choice([None, 1, 3]))
-        for _ in range(self.rng.randint(0, 2)):
-            getattr(self, self.rng.choice(STEPS))()
-        made.rejoin_loop()
+        with self.partition.scan_starts.watched() as watch:
+            made = view_of(self.partition, self.task, self.orders, watch)
+            if self.rng.random() < 0.5:
+                made.ready(self.rng.choice([None, 1, 3]))
+            with self.partition.table.pinned():
+                for _ in range(self.rng.randint(0, 2)):
+                    getattr(self, self.rng.choice(STEPS))()
 
     def expected(self):
         def key(index):
@@ -222,10 +202,11 @@ class Rows:
     def check(self):
         for limit in (None, 1, 3):
             assert self.ready(limit).tolist() == self.expected()[:limit]
+            assert self.ready_elsewhere(limit).tolist() == self.expected()[:limit]
 
 
 STEPS = ["insert", "insert", "set_meta", "set_meta", "remove_value", "show", "hold", "clear", "claim", "claim",
-         "give_back", "check", "sort_some", "plan_elsewhere"]  # fmt: skip
+         "give_back", "check", "plan_elsewhere"]  # fmt: skip
 ORDERS = [
     (Order("int"),), (Order("int", descending=True),), (Order("double"),), (Order("double", descending=True),),
     (Order("bool"), Order("int", descending=True)), (Order("bool", descending=True), Order("double"), Order("int")),
@@ -237,12 +218,9 @@ ORDERS = [
 @pytest.fixture
 def few_at_once(monkeypatch):
     """Have few rows be many, so that all ways of large partitions are gone."""
-    monkeypatch.setattr(ordered_rows, "_SLICE", 5)
-    monkeypatch.setattr(ordered_rows, "_FIRST_BUCKET", 2)
-    monkeypatch.setattr(ordered_rows, "_MOST_STALE", 3)
-    monkeypatch.setattr(ordered_rows, "_MOST_SPLITTERS", 3)
-    monkeypatch.setattr(ordered_rows, "_SAMPLES", 2)
-    monkeypatch.setattr(view, "_MOST_ON_LOOP", 6)
+    for name, count in {"_SLICE": 5, "_FIRST_SLICE": 2, "_TEXTS_AT_ONCE": 8}.items():
+        monkeypatch.setattr(ordering, name, count)
+    monkeypatch.setattr(view, "_MOST_ORDERED_ON_LOOP", 12)
 
 
 @pytest.mark.parametrize("orders", ORDERS)
@@ -264,22 +242,22 @@ def test_keys_of_all_values_are_in_their_order():
         entries = [{**others, name: value} for value in [*values, *values[::-1], None]]
         set_meta(target.partition, np.array(indexes), target.columns(entries))
         target.values = dict(zip(indexes, entries, strict=True))
-        assert target.view().ready().tolist() == target.expected()
+        target.check()
 
 
 def test_integers_that_become_doubles_keep_their_order():
     target = Rows(random.Random(0), (Order("v"),))
     insert(target.partition, 3, meta=[{"v": 3}, {"v": -1}, {"v": 2}])
-    assert target.view().ready().tolist() == [1, 2, 0]
+    assert target.ready(None).tolist() == [1, 2, 0]
     insert(target.partition, 1, meta=[{"v": 2.5}])
-    assert target.view().ready().tolist() == [1, 2, 3, 0]
+    assert target.ready(None).tolist() == [1, 2, 3, 0]
 
 
 @pytest.mark.parametrize("is_text", [True, False])
 @pytest.mark.parametrize("named", [True, False])
 def test_groups_come_in_the_order_of_their_first_members_however_far_apart_they_are(named, is_text):
     rng = np.random.default_rng(0)
-    target = indexed_partition()
+    target = scanned_partition()
     group_count, size = 3000, 4
     names = np.repeat([f"g{number}" for number in range(group_count)], size)
     values = [f"{value:06d}" if is_text else value for value in rng.integers(0, 50_000, names.size).tolist()]
@@ -295,10 +273,9 @@ def test_groups_come_in_the_order_of_their_first_members_however_far_apart_they_
     expected = sorted(members, key=lambda group: (values[group[0]], group[0]))
 
     for limit in (1, 8, 300, None):
-        made = sorted_view(target, task, orders)
-        if limit is None:
-            made.leave_loop()
-        found = made.ready_groups(limit, unit="group", block_size=None if named else size)
+        with target.scan_starts.watched() as watch:
+            made = view_of(target, task, orders, watch if limit is None else None)
+            found = made.ready_groups(limit, unit="group", block_size=None if named else size)
         groups = [found.rows[start : start + size].tolist() for start in found.starts.tolist()]
         assert groups == expected[:limit]
 
@@ -337,8 +314,9 @@ class Looks:
         return counts
 
 
+FEW = 20_000
 MANY = 100_000
-MANY_IN_ONE_STEP = 5_000
+MOST_IN_ONE_STEP = 1 << 15
 ORDER = (Order("v", descending=True), Order("w"))
 
 
@@ -369,82 +347,83 @@ def put(bench, value, count, *, first=0):
     set_meta(bench.catalog, numbers, [column("v", values), column("w", -(numbers % 2.0))])
 
 
+async def next_call(bench, rank=None, **arguments):
+    call = bench.ask(rank, **{"batch_size": 2, "order_by": ORDER, **arguments})
+    await asyncio.wait([call])
+    return call
+
+
 @pytest.mark.parametrize("ranked", [True, False])
-async def test_a_claim_looks_at_what_it_takes_and_the_first_at_all_in_short_steps(bench, looks, value, ranked):
-    put(bench, value, MANY)
-    for number in range(20):
-        call = bench.ask((0, 1, number) if ranked else None, batch_size=8, order_by=ORDER)
-        await asyncio.wait([call])
+@pytest.mark.parametrize("count", [FEW, MANY])
+async def test_a_claim_looks_at_each_ready_row_once_off_the_loop_where_these_are_many(
+    bench, looks, value, ranked, count
+):
+    put(bench, value, count)
+    for number in range(10):
+        call = await next_call(bench, (0, 1, number) if ranked else None, batch_size=8)
         assert sorted(rows(call)) == list(range(8 * number, 8 * number + 8))
         on_loop, in_one_step, elsewhere = looks.take()
-        assert on_loop <= 1000 + (MANY if number == 0 else 0)
-        assert in_one_step <= MANY_IN_ONE_STEP
-        assert elsewhere == 0
+        left = count - 8 * max(0, number - 1)  # a scan begins where the one before found its first row
+        assert (on_loop, elsewhere) == ((left, 0) if count == FEW else (0, left))
+        assert in_one_step <= MOST_IN_ONE_STEP
 
 
-async def test_rows_that_come_are_entered_without_looking_at_the_others(bench, looks, value):
+async def test_rows_that_come_are_in_the_order_of_the_next_claim(bench, looks, value):
     put(bench, value, MANY)
-    await bench.ask(batch_size=2, order_by=ORDER)
     for number in range(10):
         indexes = bench.insert(5, meta=[{"v": value(10 + number), "w": 0.0}] * 5)
-        looks.take()
-        call = bench.ask(batch_size=2, order_by=ORDER)
-        await asyncio.wait([call])
-        assert rows(call) == indexes[:2]
-        assert max(looks.take()) <= 1000
-    put(bench, value, MANY, first=bench.partition.inserted_count)
-    looks.take()
-    await bench.ask(batch_size=2, order_by=ORDER)
-    on_loop, in_one_step, elsewhere = looks.take()
-    assert on_loop <= 1000 + 2 * MANY  # noted when they came, and when they got their values
-    assert in_one_step <= MANY_IN_ONE_STEP
-    assert elsewhere == 0
+        assert rows(await next_call(bench)) == indexes[:2]
+        assert looks.take()[0] == 0
 
 
-async def test_many_that_are_gone_are_passed_over_off_the_loop_and_once(bench, looks, value):
+async def test_many_that_are_gone_from_the_front_are_not_looked_at_again(bench, looks, value):
     put(bench, value, MANY)
-    await bench.ask(batch_size=2, order_by=ORDER)
-    await bench.ask(batch_size=MANY // 2)  # in the order of the indexes, which is the same
+    await next_call(bench)
+    await bench.ask(batch_size=MANY - 100)  # in the order of the indexes, which is the same
     looks.take()
-    call = bench.ask(batch_size=2, order_by=ORDER)
-    await asyncio.wait([call])
-    assert sorted(rows(call)) == [MANY // 2 + 2, MANY // 2 + 3]
+    assert sorted(rows(await next_call(bench))) == [MANY - 98, MANY - 97]
+    assert sum(looks.take()) <= 2 * MANY
+    assert sorted(rows(await next_call(bench))) == [MANY - 96, MANY - 95]
     on_loop, _, elsewhere = looks.take()
-    assert on_loop <= 30_000  # a few thousand at once, and as many by the pump
-    assert 0 < elsewhere <= MANY
-    await bench.ask(batch_size=2, order_by=ORDER)
-    assert max(looks.take()) <= 1000
+    assert (on_loop, elsewhere) == (98, 0)
 
 
-async def test_a_sampler_on_a_thread_takes_rows_in_order_too(bench, looks, value):
+async def test_a_sampler_on_a_thread_takes_all_rows_in_order_too(bench, looks, value):
     put(bench, value, MANY)
     slow = Whenever(lambda view, request: Plan.of([view.ready()[: request.batch_size]]), quick=False)
     for number in range(3):
-        call = bench.ask(batch_size=4, order_by=ORDER, sampler=slow)
-        await asyncio.wait([call])
+        call = await next_call(bench, batch_size=4, sampler=slow)
         assert sorted(rows(call)) == list(range(4 * number, 4 * number + 4))
-        on_loop, in_one_step, _ = looks.take()
-        assert on_loop <= 1000 + (MANY if number == 0 else 0)
-        assert in_one_step <= MANY_IN_ONE_STEP
+        assert looks.take() == (0, 0, MANY - 4 * max(0, number - 1))
 
 
-async def test_others_have_the_loop_while_rows_are_sorted(bench, value):
-    """Puts and claims in another way go on, and what they change is in the order."""
+async def test_others_have_the_loop_while_rows_are_sorted(bench, monkeypatch, value):
+    """Puts and claims in another way go on, and what they change is in the order: rows that were lost are replaced."""
     put(bench, value, MANY)
+    is_begun, may_go_on = threading.Event(), threading.Event()
+
+    def first_in_order(*arguments):
+        is_begun.set()
+        may_go_on.wait(60)
+        return ordering.first_in_order(*arguments)
+
+    monkeypatch.setattr(view, "first_in_order", first_in_order)
     call = bench.ask(batch_size=2, order_by=ORDER)
-    await turns()
+    await asyncio.to_thread(is_begun.wait)
     first = bench.insert(1, meta=[{"v": value(5), "w": 0.0}])
     set_meta(bench.catalog, np.array([7]), [column("v", [value(3)])])
     clear(bench.catalog, np.array([0]))
+    assert rows(await bench_claim(bench, batch_size=1)) == [1]
+    may_go_on.set()
     await asyncio.wait([call])
     assert rows(call) == [*first, 7]
-    assert rows(await next_call(bench)) == [1, 3]  # w goes from -1.0 up
+    assert rows(await next_call(bench)) == [3, 2]  # w goes from -1.0 up
     reset(bench.catalog, bench.task, keep_consumed=False)
     assert rows(await next_call(bench)) == [*first, 7]
 
 
-async def next_call(bench):
-    call = bench.ask(batch_size=2, order_by=ORDER)
+async def bench_claim(bench, **arguments):
+    call = bench.ask(**arguments)
     await asyncio.wait([call])
     return call
 
@@ -463,30 +442,8 @@ async def test_orders_of_rows_that_pass_different_conditions(bench):
     put(bench, int, 100)
     for number in range(50):
         where, order = (Condition("v", ">=", (-number,)),), (Order("v"), Order("w", descending=True))
-        call = bench.ask(batch_size=1, order_by=order, where=where)
-        await asyncio.wait([call])
+        call = await next_call(bench, batch_size=1, order_by=order, where=where)
         assert rows(call) == [2 * number]
-
-
-def test_few_orders_are_kept():
-    index = indexed_partition().ready_index
-    keys = [((("x",), (), None), (Order(f"c{number}"),)) for number in range(50)]
-    made = [index.ordered(*key) for key in keys]
-    kept = [index.ordered(*key) is ordered for key, ordered in reversed(list(zip(keys, made, strict=True)))]
-    assert kept == [True] * 4 + [False] * 46
-
-
-def test_an_order_nobody_asks_for_any_more_is_forgotten():
-    target, orders = indexed_partition(), (Order("v"),)
-    insert(target, MANY)
-    task = task_of(target, "t")
-    ordered = target.ready_index.ordered((("x",), (), None), orders)
-    assert sorted_view(target, task, orders).ready(2).tolist() == [0, 1]
-    assert ordered.is_in_use
-    for number in range(3):
-        set_meta(target, np.arange(MANY), [column("w", np.full(MANY, number))])
-    assert not ordered.is_in_use
-    assert sorted_view(target, task, orders).ready(2).tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("sampler", [SequentialSampler(), GRPOGroupNSampler(n_samples_per_prompt=2)])
@@ -504,14 +461,32 @@ async def test_the_last_in_order_come_at_the_end(bench, value, sampler):
 # Cost
 
 
+@pytest.mark.parametrize("limit", [8, 2_000, None])
+def test_texts_are_compared_in_short_runs_for_which_the_interpreter_lock_is_held(monkeypatch, limit):
+    target = scanned_partition()
+    values = [f"{number:06d}" for number in np.random.default_rng(0).permutation(MANY).tolist()]
+    insert(target, MANY, meta=[{"v": value} for value in values])
+    longest = 0
+
+    def sorted_run(some, **options):
+        nonlocal longest
+        longest = max(longest, len(some))
+        return sorted(some, **options)
+
+    monkeypatch.setattr(ordering, "sorted", sorted_run, raising=False)
+    with target.scan_starts.watched() as watch:
+        found = view_of(target, task_of(target, "t"), (Order("v"),), watch).ready(limit).tolist()
+    assert found == sorted(range(MANY), key=values.__getitem__)[:limit]
+    assert longest <= 1 << 13
+
+
 async def test_one_long_text_takes_no_memory_for_other_samples(bench):
     entries = [{"v": f"{number:05d}"} for number in range(20_000)]
     entries[7]["v"] = "0" * 16_000
     bench.insert(20_000, meta=entries)
     tracemalloc.start()
     try:
-        call = bench.ask(batch_size=2, order_by=(Order("v"),))
-        await asyncio.wait([call])
+        call = await next_call(bench, order_by=(Order("v"),))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -526,8 +501,7 @@ async def test_texts_of_samples_that_are_gone_are_let_go(bench):
     try:
         for number in range(40):
             indexes = bench.insert(1_000, meta=[{"v": f"{index:01000d}"} for index in range(1_000)])
-            call = bench.ask(batch_size=1, order_by=(Order("v", descending=True),))
-            await asyncio.wait([call])
+            call = await next_call(bench, batch_size=1, order_by=(Order("v", descending=True),))
             assert rows(call) == [number]
             clear(bench.catalog, np.array(indexes))
         assert tracemalloc.get_traced_memory()[0] < 12_000_000  # of 40 million
