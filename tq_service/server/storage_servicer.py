@@ -33,7 +33,6 @@ from tq_service.server.rpc.inbox import awaits_end
 from tq_service.server.rpc.limits import RETRY_AFTER_SECONDS, WaitingCalls, wait_until
 from tq_service.server.rpc.middleware import token_name
 from tq_service.state.cells import Put
-from tq_service.state.names import Names
 from tq_service.storage.cells import PutCells
 from tq_service.storage.engine import StorageEngine
 from tq_service.storage.index.put import PendingPut
@@ -314,12 +313,12 @@ class StorageServicer:
             )
         self._check_controller(header)
         self._check_put_counts(header)
-        async with self._admitted(header, context) as names:
+        async with self._admitted(header, context):
             async with self._driver.storing(
                 header,
                 columns,
                 until=wait_until(context),
-                for_existing_rows=await self._takes_reserve(header, names),
+                for_existing_rows=self._takes_reserve(header),
                 shared=shared,
                 waiting=self._waiting.one(context),
             ) as pending:
@@ -328,9 +327,8 @@ class StorageServicer:
                     columns = self._engine.columns_of(header.put_id)  # not what this header says: that is not compared
                 else:
                     await receive(pending)
-                known = None if names is None else await names
             try:
-                answer = self._done(header, columns, known)
+                answer = self._done(header, columns)
             except BaseException:
                 if not pending.already_complete:  # else it is that of a call before, and waits for its own commit
                     self._engine.discard(header.put_id)
@@ -353,9 +351,7 @@ class StorageServicer:
             raise not_registered(header.controller_id)
         header.controller_id = self._controller_id
 
-    def _admitted(
-        self, header: pb.PutHeader, context: Context
-    ) -> contextlib.AbstractAsyncContextManager[asyncio.Future[Names] | None]:
+    def _admitted(self, header: pb.PutHeader, context: Context) -> contextlib.AbstractAsyncContextManager[None]:
         """Wait until the partition has capacity for the samples of the put's own commit; other puts wait in Commit."""
         if self._commits is None or not header.HasField("commit"):
             return contextlib.nullcontext()
@@ -376,14 +372,14 @@ class StorageServicer:
                     metadata={"limit_name": limit_name, "got": str(count + 1), "limit": str(limit)},
                 )
 
-    async def _takes_reserve(self, header: pb.PutHeader, names: asyncio.Future[Names] | None) -> bool:
+    def _takes_reserve(self, header: pb.PutHeader) -> bool:
         """Whether a put may use the reserve for columns of existing samples; its commit is looked at, where it is here.
 
         What its client says is not believed: Commit refuses to make samples of a put that may.
         """
         if self._commits is None or not header.HasField("commit") or not header.for_existing_rows:
             return header.for_existing_rows
-        return not self._commits.makes_samples(header.commit.write, None if names is None else await names)
+        return not self._commits.makes_samples(header.commit.write)
 
     def _recorded(self, header: pb.PutHeader) -> pb.PutResponse | None:
         if self._commits is None:
@@ -395,7 +391,7 @@ class StorageServicer:
         recorded = self._commits.recorded(header.commit.request_id)
         return None if recorded is None else pb.PutResponse(storage=self._endpoint, commit=recorded)
 
-    def _done(self, header: pb.PutHeader, columns: Sequence[ColumnShape], names: Names | None) -> pb.PutResponse:
+    def _done(self, header: pb.PutHeader, columns: Sequence[ColumnShape]) -> pb.PutResponse:
         """Answer a put whose bytes are all there; its commit makes it visible and stay in the same step."""
         if self._commits is None:
             return pb.PutResponse(storage=self._endpoint, receipt=self._receipt(header))
@@ -403,7 +399,7 @@ class StorageServicer:
             return pb.PutResponse(storage=self._endpoint)
         put = Put(self._engine.storage_id, self._engine.boot_id, header.put_id)
         answer = self._commits.commit_stored(
-            header.commit, put, columns, names, for_existing_rows=self._engine.is_for_existing_rows(header.put_id)
+            header.commit, put, columns, for_existing_rows=self._engine.is_for_existing_rows(header.put_id)
         )
         return pb.PutResponse(storage=self._endpoint, commit=answer)
 
