@@ -39,7 +39,6 @@ from tq_service.testing import COMMAND, ListeningProcess
 from tq_service.v1 import commit_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1.controller_service_pb2_grpc import ControllerServiceStub
-from tq_service.wire.texts import encode_texts
 
 _STEP: Final = 1 << 16
 _KEYED_STEP: Final = 1 << 13
@@ -68,8 +67,7 @@ _KINDS: Final = {
 def _insert(address: str, row_count: int, keys_from: int | None = None) -> None:
     write = commit_pb2.SampleWrite(partition_id=_PARTITION, row_count=row_count)
     if keys_from is not None:
-        keys = [f"prompt-{row}-{row % 8}" for row in range(keys_from, keys_from + row_count)]
-        write.keys.MergeFrom(encode_texts(keys, "keys"))
+        write.keys.extend(f"prompt-{row}-{row % 8}" for row in range(keys_from, keys_from + row_count))
     _call(address, "Insert", pb.InsertRequest(request_id=secrets.token_bytes(16), write=write))
 
 

@@ -23,7 +23,6 @@ from tq_service.errors import (
 )
 from tq_service.internal.v1 import storage_registry_pb2
 from tq_service.v1 import commit_pb2
-from tq_service.wire.texts import encode_texts
 
 
 @pytest.fixture
@@ -38,7 +37,7 @@ def impossible(request):
     other.CopyFrom(request)
     other.request_id = os.urandom(16)
     unknown = [f"unknown-{number}" for number in range(other.write.row_count)]
-    other.write.keys.CopyFrom(encode_texts(unknown, "keys"))
+    other.write.keys.extend(unknown)
     other.write.key_mode = commit_pb2.KEY_MODE_EXISTING
     return other
 

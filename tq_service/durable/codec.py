@@ -17,7 +17,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, TypeVar
 
 import msgpack
 import numpy as np
@@ -26,13 +26,11 @@ from numpy.typing import NDArray
 from tq_service.errors import NewerVersionError
 from tq_service.machine.state_machine import Change
 from tq_service.storage.index.put_journal import EncodedPut, PutDropped, PutRecord, PutStored
-from tq_service.texts import Texts
 
 Value = TypeVar("Value")
 _RANGE: Final = 1  # int64, first and count
 _TEXTS: Final = 2  # objects: None or text
 _ARRAY: Final = 3  # dtype, shape and bytes
-_PACKED_TEXTS: Final = 8  # of samples: their UTF-8, and as bytes of uint32 the sizes and the counts, see `Texts`
 _VECTORS: Final[dict[int, np.dtype[Any]]] = {
     4: np.dtype("<i8"),
     5: np.dtype("<f8"),
@@ -114,9 +112,7 @@ def _same(value: Any) -> Any:
 
 
 def _sequence_decoder(make: Callable[[Any], Any], each: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    if each is _same:
-        return lambda values: values if isinstance(values, Texts) else make(values)
-    return lambda values: make(map(each, values))
+    return make if each is _same else lambda values: make(map(each, values))
 
 
 def _union_decoder(kinds: Sequence[Any]) -> Callable[[Any], Any]:
@@ -170,9 +166,6 @@ def _plain(value: Any) -> Any:
     """Return what msgpack shall pack in place of a value it does not know."""
     if isinstance(value, np.ndarray):
         return _packed_array(value)
-    if isinstance(value, Texts):
-        parts = [None if each is None else each.astype("<u4").tobytes() for each in (value.sizes, value.counts)]
-        return msgpack.ExtType(_PACKED_TEXTS, msgpack.packb((value.utf8, *parts)))
     defaults = _defaults.get(type(value))
     if defaults is None:
         if not dataclasses.is_dataclass(value):
@@ -205,12 +198,8 @@ def _packed_array(values: NDArray[Any]) -> msgpack.ExtType:
     return msgpack.ExtType(_ARRAY, header + values.astype(dtype, copy=False).tobytes())
 
 
-def array(code: int, data: bytes) -> NDArray[Any] | Texts:
-    """Return the array, or the texts, of an extension of msgpack."""
-    if code == _PACKED_TEXTS:
-        utf8, *parts = msgpack.unpackb(data)
-        sizes, counts = (None if part is None else np.frombuffer(part, "<u4") for part in parts)
-        return Texts(utf8, cast("NDArray[np.uint32]", sizes), counts)
+def array(code: int, data: bytes) -> NDArray[Any]:
+    """Return the array of an extension of msgpack."""
     if code in _VECTORS:
         return np.frombuffer(data, _VECTORS[code])
     match code:

@@ -24,7 +24,6 @@ from tq_service.serving.status import consumption_states
 from tq_service.state.cells import CellRuns, ColumnWrite, Put
 from tq_service.state.ledger import QueueClaim
 from tq_service.state.meta import Condition
-from tq_service.state.names import Names
 from tq_service.state.partition import Partition
 from tq_service.state.plan import Indexes, RankPlan
 from tq_service.state.request import BatchSpec, ClaimRequest, ClaimSpec, LeasedClaim, LeaseTerms, Rank
@@ -44,7 +43,6 @@ from tq_service.wire.metadata import (
     encode_spec,
 )
 from tq_service.wire.runs import decode_integers, set_indexes
-from tq_service.wire.texts import decode_texts
 
 _REMEMBERED_REQUEST_BYTES: Final = 1024
 _MOST_CLAIM_BYTES: Final = 256 * 1024  # what is asked for is kept while the call waits, and with its batches
@@ -68,7 +66,6 @@ def sample_write(
     write: commit_pb2.SampleWrite,
     put: Put | None = None,
     columns: Sequence[ColumnShape] = (),
-    names: Names | None = None,
 ) -> SampleWrite:
     """Return what Insert or Commit writes."""
     if write.global_indexes and not write.incarnation:
@@ -91,10 +88,9 @@ def sample_write(
     return SampleWrite(
         row_count=write.row_count,
         global_indexes=decode_integers(write.global_indexes) if write.global_indexes else None,
-        keys=(keys_of(write) or None) if names is None else names.keys,
+        keys=list(write.keys) or None,
         key_mode=KEY_MODES.decode(write.key_mode) or "upsert",
-        groups=(groups_of(write) or None) if names is None else names.groups,
-        names=names,
+        groups=list(write.groups) or None,
         group_size=write.group_size,
         state=STATES.decode(write.state),
         meta=check_json(decode_meta_columns(write.custom_meta, write.row_count)),
@@ -111,16 +107,6 @@ def leased_claim(
     if not request.HasField("claim"):
         return None
     return LeasedClaim(task_name=request.claim.task_name, request_id=request.claim.claim_request_id)
-
-
-def keys_of(write: commit_pb2.SampleWrite) -> Sequence[str]:
-    """Return the keys of a write, a few as a list."""
-    return decode_texts(write.keys, write.row_count, "keys") if write.HasField("keys") else ()
-
-
-def groups_of(write: commit_pb2.SampleWrite) -> Sequence[str]:
-    """Return the groups of a write, a few as a list."""
-    return decode_texts(write.groups, write.row_count, "groups") if write.HasField("groups") else ()
 
 
 def _column_write(column: ColumnShape) -> ColumnWrite:

@@ -33,7 +33,6 @@ from tq_service.server.rpc.inbox import awaits_end
 from tq_service.server.rpc.limits import RETRY_AFTER_SECONDS, WaitingCalls, wait_until
 from tq_service.server.rpc.middleware import token_name
 from tq_service.state.cells import Put
-from tq_service.state.names import LARGE, Names
 from tq_service.storage.cells import PutCells
 from tq_service.storage.engine import StorageEngine
 from tq_service.storage.index.put import PendingPut
@@ -311,12 +310,12 @@ class StorageServicer:
             )
         self._check_controller(header)
         self._check_put_counts(header)
-        async with self._admitted(header, context) as names:
+        async with self._admitted(header, context):
             async with self._driver.storing(
                 header,
                 columns,
                 until=wait_until(context),
-                for_existing_rows=await self._takes_reserve(header, names),
+                for_existing_rows=self._takes_reserve(header),
                 shared=shared,
                 waiting=self._waiting.one(context),
             ) as pending:
@@ -325,9 +324,8 @@ class StorageServicer:
                     columns = self._engine.columns_of(header.put_id)  # not what this header says: that is not compared
                 else:
                     await receive(pending)
-                known = None if names is None else await names
             try:
-                answer = await self._done(header, columns, known)
+                answer = await self._done(header, columns)
             except BaseException:
                 if not pending.already_complete:  # else it is that of a call before, and waits for its own commit
                     self._engine.discard(header.put_id)
@@ -350,9 +348,7 @@ class StorageServicer:
             raise not_registered(header.controller_id)
         header.controller_id = self._controller_id
 
-    def _admitted(
-        self, header: pb.PutHeader, context: Context
-    ) -> contextlib.AbstractAsyncContextManager[asyncio.Future[Names] | None]:
+    def _admitted(self, header: pb.PutHeader, context: Context) -> contextlib.AbstractAsyncContextManager[None]:
         """Wait until the partition has capacity for the samples of the put's own commit; other puts wait in Commit."""
         if self._commits is None or not header.HasField("commit"):
             return contextlib.nullcontext()
@@ -373,14 +369,14 @@ class StorageServicer:
                     metadata={"limit_name": limit_name, "got": str(count + 1), "limit": str(limit)},
                 )
 
-    async def _takes_reserve(self, header: pb.PutHeader, names: asyncio.Future[Names] | None) -> bool:
+    def _takes_reserve(self, header: pb.PutHeader) -> bool:
         """Whether a put may use the reserve for columns of existing samples; its commit is looked at, where it is here.
 
         What its client says is not believed: Commit refuses to make samples of a put that may.
         """
         if self._commits is None or not header.HasField("commit") or not header.for_existing_rows:
             return header.for_existing_rows
-        return not self._commits.makes_samples(header.commit.write, None if names is None else await names)
+        return not self._commits.makes_samples(header.commit.write)
 
     def _recorded(self, header: pb.PutHeader) -> pb.PutResponse | None:
         if self._commits is None:
@@ -392,7 +388,7 @@ class StorageServicer:
         recorded = self._commits.recorded(header.commit.request_id)
         return None if recorded is None else pb.PutResponse(storage=self._endpoint, commit=recorded)
 
-    async def _done(self, header: pb.PutHeader, columns: Sequence[ColumnShape], names: Names | None) -> pb.PutResponse:
+    async def _done(self, header: pb.PutHeader, columns: Sequence[ColumnShape]) -> pb.PutResponse:
         """Answer a put whose bytes are all there; its commit makes it visible and stay in one step."""
         if self._commits is None:
             return pb.PutResponse(storage=self._endpoint, receipt=self._receipt(header))
@@ -403,7 +399,6 @@ class StorageServicer:
             header.commit,
             put,
             columns,
-            names,
             for_existing_rows=self._engine.is_for_existing_rows(header.put_id),
             check=lambda: self._engine.check_complete(header.put_id, header.partition_id),
         )
@@ -620,7 +615,7 @@ def _get_header(reading: Reading, shared: pb.SharedColumns | None = None) -> pb.
 
 async def _encoded(reading: Reading, shared: pb.SharedColumns | None = None) -> bytes:
     """Return the message that says what a reading has; a thread copies the extents of many rows."""
-    if reading.row_count < LARGE:
+    if reading.row_count < MANY_ROWS:
         return encode_part(_get_header(reading, shared))
     return await asyncio.to_thread(lambda: encode_part(_get_header(reading, shared)))
 

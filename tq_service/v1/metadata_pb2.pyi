@@ -255,34 +255,24 @@ class BoolValues(google.protobuf.message.Message):
 global___BoolValues = BoolValues
 
 @typing.final
-class Texts(google.protobuf.message.Message):
-    """Texts in order, such as one of each sample. A text that several in a row share may be there once."""
+class StringValues(google.protobuf.message.Message):
+    """Texts."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    UTF8_FIELD_NUMBER: builtins.int
-    SIZES_FIELD_NUMBER: builtins.int
-    COUNTS_FIELD_NUMBER: builtins.int
-    utf8: builtins.bytes
-    """The texts in UTF-8, one after the other, with nothing between them."""
+    VALUES_FIELD_NUMBER: builtins.int
     @property
-    def sizes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """The bytes of each text in `utf8`, 0 for an empty one."""
-
-    @property
-    def counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """How many in a row have each of these texts, 1 or more; as many values as `sizes`. Empty: one each."""
+    def values(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """One value for each sample that has one."""
 
     def __init__(
         self,
         *,
-        utf8: builtins.bytes = ...,
-        sizes: collections.abc.Iterable[builtins.int] | None = ...,
-        counts: collections.abc.Iterable[builtins.int] | None = ...,
+        values: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["counts", b"counts", "sizes", b"sizes", "utf8", b"utf8"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["values", b"values"]) -> None: ...
 
-global___Texts = Texts
+global___StringValues = StringValues
 
 @typing.final
 class MetaColumn(google.protobuf.message.Message):
@@ -321,8 +311,8 @@ class MetaColumn(google.protobuf.message.Message):
         """Booleans."""
 
     @property
-    def string_values(self) -> global___Texts:
-        """Texts, one for each sample that has one."""
+    def string_values(self) -> global___StringValues:
+        """Texts."""
 
     @property
     def json_values(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
@@ -338,7 +328,7 @@ class MetaColumn(google.protobuf.message.Message):
         int64_values: global___Int64Values | None = ...,
         double_values: global___DoubleValues | None = ...,
         bool_values: global___BoolValues | None = ...,
-        string_values: global___Texts | None = ...,
+        string_values: global___StringValues | None = ...,
         json_values: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["bool_values", b"bool_values", "double_values", b"double_values", "int64_values", b"int64_values", "string_values", b"string_values", "values", b"values"]) -> builtins.bool: ...

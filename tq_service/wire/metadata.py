@@ -31,7 +31,6 @@ from tq_service.v1 import commit_pb2, controller_service_pb2
 from tq_service.v1 import metadata_pb2 as pb
 from tq_service.wire.dtypes import exact_numbers
 from tq_service.wire.runs import decode_integers
-from tq_service.wire.texts import decode_texts, fill_packed, fill_texts
 
 Word = TypeVar("Word", bound=str)
 
@@ -110,6 +109,9 @@ _DTYPES: Final[dict[str, Any]] = {
 _FIELDS: Final = {np.dtype(dtype): field for field, dtype in _DTYPES.items()}
 _REMEMBERED_SPEC_BYTES: Final = 256
 _MOST_INT64: Final = np.iinfo(np.int64).max
+_FEW: Final = 64  # values up to which objects of Python cost less than arrays
+_BYTES_TYPE: Final = 2  # of a field, in the encoding of protobuf: a packed one has its values as bytes
+_VARINT_BITS: Final = 7
 # What `MetaColumn.kinds` says of a sample; 0: nothing.
 _TYPED: Final = 1
 _JSON: Final = 2
@@ -194,18 +196,38 @@ def _fill_meta_column(message: pb.MetaColumn, column: MetaColumn) -> None:
         if values.size or (column.json is None and column.removed is None):
             kind: Any = getattr(message, _FIELDS[column.values.dtype])
             kind.SetInParent()  # also without a value the column has its type
-            if values.dtype == object:
-                what = f"custom_meta column {column.name!r}"
-                fill_texts(kind, values.tolist(), what, field="custom_meta", are_shared=True)
-            else:
-                fill_packed(kind, "values", values)
+            _fill_packed(kind, values)
         if texts:
             message.json_values.extend(texts)
     except UnicodeEncodeError as error:
+        given = values.tolist()
+        place = f"[{given.index(error.object)}]" if error.object in given else ""
         raise InvalidArgumentError(
-            f"custom_meta column {column.name!r} has {error.object!r:.200}, expected text in valid Unicode ({error})",
+            f"custom_meta column {column.name!r}{place} is {error.object!r:.200}, expected text in valid Unicode "
+            f"({error})",
             field="custom_meta",
         ) from None
+
+
+def _fill_packed(message: Any, values: NDArray[Any]) -> None:
+    """Fill the field `values` of a message that has none yet.
+
+    Numbers lie in a packed field as they do in an array, so that many of them are copied at once.
+    """
+    if values.size <= _FEW or values.dtype.hasobject:
+        message.values.extend(values.tolist())
+        return
+    number = message.DESCRIPTOR.fields_by_name["values"].number
+    data: Any = np.ascontiguousarray(values, values.dtype.newbyteorder("<"))
+    message.MergeFromString(b"".join((_varint(number << 3 | _BYTES_TYPE), _varint(data.nbytes), data)))
+
+
+def _varint(value: int) -> bytes:
+    parts = []
+    while value >> _VARINT_BITS:
+        parts.append(value & ~(-1 << _VARINT_BITS) | 1 << _VARINT_BITS)
+        value >>= _VARINT_BITS
+    return bytes([*parts, value])
 
 
 def _kinds_of(column: MetaColumn) -> bytes:
@@ -238,7 +260,7 @@ def decode_meta_columns(messages: Iterable[pb.MetaColumn], row_count: int) -> li
 
 
 def _decode_meta_column(message: pb.MetaColumn, row_count: int) -> MetaColumn:
-    values = _decode_values(message, row_count)
+    values = _decode_values(message)
     if values.size == row_count and not message.kinds and not message.json_values:
         return MetaColumn(name=message.name, values=values, present=np.ones(row_count, np.bool_))
     kinds = _decode_kinds(message, row_count)
@@ -299,7 +321,7 @@ def _decode_kinds(message: pb.MetaColumn, row_count: int) -> NDArray[np.uint8]:
     return kinds
 
 
-def _decode_values(message: pb.MetaColumn, row_count: int) -> NDArray[Any]:
+def _decode_values(message: pb.MetaColumn) -> NDArray[Any]:
     field = message.WhichOneof("values")
     if field is None:
         if message.json_values or _REMOVED in message.kinds:
@@ -309,11 +331,10 @@ def _decode_values(message: pb.MetaColumn, row_count: int) -> NDArray[Any]:
             field="custom_meta",
             metadata={"column": message.name},
         )
-    if field == "string_values":
-        what = f"custom_meta column {message.name!r}"
-        texts = decode_texts(message.string_values, row_count, what, field="custom_meta")
-        return np.fromiter(texts, np.object_, len(texts))
     values = getattr(message, field).values
+    if field == "string_values":
+        known: dict[str, str] = {}  # many samples share a text, such as a tag, and then its memory
+        return np.fromiter(map(known.setdefault, values, values), np.object_, len(values))
     return decode_integers(values) if field == "int64_values" else np.array(values, _DTYPES[field])
 
 

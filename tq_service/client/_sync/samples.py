@@ -12,7 +12,6 @@ import numpy as np
 from tq_service.client._sync.calls import Base
 from tq_service.client.batch_meta import NAMED_AT_ONCE, BatchMeta, check_is_batch, in_parts, joined
 from tq_service.client.concurrency import unless_light
-from tq_service.client.names import GroupColumn, MetaGiven, NameColumn, check_meta_count, meta_columns_of
 from tq_service.client.requests import (
     check_waits,
     condition_messages,
@@ -24,10 +23,15 @@ from tq_service.client.requests import (
 )
 from tq_service.client.retry import Deadline
 from tq_service.client.writes import (
+    GroupColumn,
+    MetaGiven,
+    NameColumn,
     NamesGiven,
+    check_meta_count,
     check_row_counts,
     fill_write,
     known_fields,
+    meta_columns_of,
     put_nothing,
     written_meta,
 )
@@ -94,10 +98,11 @@ class SampleCalls(Base):
                 only.
             partition_id: the partition; made on first use.
             metadata: existing samples, instead of `partition_id`.
-            keys: `n` unique names of the samples: a list, or an array of text.
+            keys: `n` unique names of the samples: a list, or an array of text; at most 16,384 in one call.
             key_mode: "upsert" (default): known keys name their sample, unknown ones make one; "new": every key makes a
                 sample; "existing": every key names one.
-            groups: `n` groups of new samples: a list with None, or an array of text with "", for a sample without.
+            groups: `n` groups of new samples: a list with None, or an array of text with "", for a sample without; at
+                most 16,384 in one call.
             group_size: number of members that completes each of these groups.
             custom_meta: `n` mappings of names to what JSON has, or columns: one mapping of names to arrays, tensors or
                 lists of `n` values, which is by far the quickest way for many samples. They merge with what is there.
@@ -284,8 +289,8 @@ class SampleCalls(Base):
         Args:
             partition_id: the partition; made on first use.
             row_count: number of samples; None: as many as there are keys, custom_meta or groups.
-            keys: their unique names.
-            groups: their groups, None for a sample without.
+            keys: their unique names; at most 16,384 in one call.
+            groups: their groups, None for a sample without; at most 16,384 in one call.
             group_size: number of members that completes each of these groups.
             custom_meta: mappings of names to what JSON has, or columns; see `put`, for keys and groups too.
             state: "live" (default), "held" or "failed".
