@@ -25,7 +25,7 @@ from tq_service.errors import (
 from tq_service.internal.v1 import storage_control_pb2
 from tq_service.log_message import LogMessage
 from tq_service.schema import check_id, check_name, check_passed_on
-from tq_service.server.commits import Commits, columns_of
+from tq_service.server.commits import MANY_ROWS, Commits, columns_of
 from tq_service.server.mirroring import Mirroring
 from tq_service.server.progress import LEAST_PROGRESS_BYTES, LeastRate, Progress, received
 from tq_service.server.receipts import ReceiptKeys, not_registered

@@ -30,7 +30,7 @@ from tq_service.schema import (
 from tq_service.v1 import commit_pb2, controller_service_pb2
 from tq_service.v1 import metadata_pb2 as pb
 from tq_service.wire.dtypes import exact_numbers
-from tq_service.wire.runs import decode_integers
+from tq_service.wire.runs import decode_integers, fill_packed
 
 Word = TypeVar("Word", bound=str)
 
@@ -109,9 +109,6 @@ _DTYPES: Final[dict[str, Any]] = {
 _FIELDS: Final = {np.dtype(dtype): field for field, dtype in _DTYPES.items()}
 _REMEMBERED_SPEC_BYTES: Final = 256
 _MOST_INT64: Final = np.iinfo(np.int64).max
-_FEW: Final = 64  # values up to which objects of Python cost less than arrays
-_BYTES_TYPE: Final = 2  # of a field, in the encoding of protobuf: a packed one has its values as bytes
-_VARINT_BITS: Final = 7
 # What `MetaColumn.kinds` says of a sample; 0: nothing.
 _TYPED: Final = 1
 _JSON: Final = 2
@@ -196,7 +193,10 @@ def _fill_meta_column(message: pb.MetaColumn, column: MetaColumn) -> None:
         if values.size or (column.json is None and column.removed is None):
             kind: Any = getattr(message, _FIELDS[column.values.dtype])
             kind.SetInParent()  # also without a value the column has its type
-            _fill_packed(kind, values)
+            if values.dtype.hasobject:
+                kind.values.extend(values.tolist())
+            else:
+                fill_packed(kind, "values", values)
         if texts:
             message.json_values.extend(texts)
     except UnicodeEncodeError as error:
@@ -207,27 +207,6 @@ def _fill_meta_column(message: pb.MetaColumn, column: MetaColumn) -> None:
             f"({error})",
             field="custom_meta",
         ) from None
-
-
-def _fill_packed(message: Any, values: NDArray[Any]) -> None:
-    """Fill the field `values` of a message that has none yet.
-
-    Numbers lie in a packed field as they do in an array, so that many of them are copied at once.
-    """
-    if values.size <= _FEW or values.dtype.hasobject:
-        message.values.extend(values.tolist())
-        return
-    number = message.DESCRIPTOR.fields_by_name["values"].number
-    data: Any = np.ascontiguousarray(values, values.dtype.newbyteorder("<"))
-    message.MergeFromString(b"".join((_varint(number << 3 | _BYTES_TYPE), _varint(data.nbytes), data)))
-
-
-def _varint(value: int) -> bytes:
-    parts = []
-    while value >> _VARINT_BITS:
-        parts.append(value & ~(-1 << _VARINT_BITS) | 1 << _VARINT_BITS)
-        value >>= _VARINT_BITS
-    return bytes([*parts, value])
 
 
 def _kinds_of(column: MetaColumn) -> bytes:
