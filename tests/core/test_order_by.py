@@ -218,7 +218,7 @@ ORDERS = [
 @pytest.fixture
 def few_at_once(monkeypatch):
     """Have few rows be many, so that all ways of large partitions are gone."""
-    for name, count in {"_SLICE": 5, "_FIRST_SLICE": 2, "_TEXTS_AT_ONCE": 8}.items():
+    for name, count in {"_SLICE": 5, "_FEW": 2, "_TEXTS_AT_ONCE": 8}.items():
         monkeypatch.setattr(ordering, name, count)
     monkeypatch.setattr(view, "_MOST_ORDERED_ON_LOOP", 12)
 

@@ -11,9 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
+import numpy as np
+
 from tq_service.admission_turn import AdmissionTurn
 from tq_service.errors import CallCancelledError, ResourceExhaustedError, TqError
 from tq_service.machine.samples import SampleWrite
+from tq_service.planning.readiness import Readiness
 from tq_service.serving.bounds import (
     RETRY_AFTER_SECONDS,
     Bound,
@@ -22,11 +25,13 @@ from tq_service.serving.bounds import (
     demand_of,
     sum_of,
 )
+from tq_service.serving.planner import Planner
 from tq_service.state.partition import Partition
 from tq_service.state.request import ClaimRequest
 from tq_service.wait_clock import Waiting
 
 _MOST_LOOKED_AT: Final = 256  # of the writes that wait, after each change
+_MOST_EXPLAINED: Final = 1 << 16  # rows that a refused put has time to look at
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -263,3 +268,37 @@ class AdmissionQueue:
             return f"; {len(self._admitted)} puts in front were let in and are not stored yet"
         deadlock = self._deadlock(bound.task_name, asking)
         return f"; {deadlock}" if deadlock else ""
+
+
+def starvation(partition: Partition, planner: Planner, asking: ClaimRequest | None = None) -> str:
+    """Return, in words, why a task consumes nothing of what it has left; "" if that is unknown or it may.
+
+    Either a claim waits which only new samples can serve, or conditions rule out samples, which stay pending.
+
+    Args:
+        partition: that of the task.
+        planner: serves its claims.
+        asking: a claim that is known to wait, if it is of this task.
+    """
+    task, waiting = planner.task, [request for request, _ in planner.waiting_claims()]
+    if asking is not None and asking.task_name == task.name:
+        waiting.insert(0, asking)
+    request, rows = waiting[0] if waiting else planner.last_request, slice(0, partition.table.count)
+    if request is None or task.leased_count or rows.stop > _MOST_EXPLAINED:
+        return ""
+    try:
+        readiness = Readiness(partition, task, request.batch_spec, planner.length(request))
+        pending, ready = task.is_pending(rows), readiness.ready(rows)
+        excluded = pending & readiness.excluded(rows)
+    except TqError:
+        return ""
+    ruled_out, names = int(np.count_nonzero(excluded)), {each.column for each in request.batch_spec.where}
+    cause = f"{ruled_out} samples are ruled out by its where ({', '.join(sorted(names))}); clear these"
+    if not waiting:
+        return f"for task {task.name!r} {cause}" if ruled_out else ""
+    if (pending & ~ready & ~excluded).any():  # held, or a field of them is still to come
+        return ""
+    return (
+        f"this is a deadlock unless samples that fit still come: task {task.name!r} waits for more samples itself, "
+        f"{int(np.count_nonzero(pending & ready))} are ready, too few for it{', and ' + cause if ruled_out else ''}"
+    )

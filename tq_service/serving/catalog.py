@@ -31,7 +31,7 @@ from tq_service.machine.samples import (
 from tq_service.machine.state_machine import Change, RequestAnswered, State, StateMachine, Step
 from tq_service.results import RecentBatch
 from tq_service.schema import check_name, check_passed_on
-from tq_service.serving.admission import AdmissionQueue
+from tq_service.serving.admission import AdmissionQueue, starvation
 from tq_service.serving.history import MOST_UNREAD, MOST_UNREAD_ROWS, ChangeHistory
 from tq_service.serving.lease_timer import LeaseTimer
 from tq_service.serving.limits import Limits
@@ -87,6 +87,7 @@ class _Serving:
     """What serves the calls of one partition, made on first use; unlike its state it does not outlive the process."""
 
     def __init__(self, partition: Partition, expire: Callable[[str, bytes], object]) -> None:
+        self._partition = partition
         self.planners: dict[str, Planner] = {}
         self.admission_queue = AdmissionQueue(partition, self._deadlock) if partition.settings.is_bounded else None
         self.lease_timer = LeaseTimer(partition.tasks, expire)
@@ -97,8 +98,9 @@ class _Serving:
         """Return why a task cannot consume before more samples come; of no task in particular, any such; "" if none."""
         planners = [self.planners[task_name]] if task_name in self.planners else []
         if not task_name:
-            planners = [each for each in self.planners.values() if each.has_all_left]
-        return next(filter(None, (planner.starvation(asking) for planner in planners)), "")
+            count = self._partition.table.present_count
+            planners = [each for each in self.planners.values() if each.task.backlog == count]
+        return next(filter(None, (starvation(self._partition, planner, asking) for planner in planners)), "")
 
     def count_delivered(self, task_name: str, count: int, at_seconds: float) -> None:
         """Count samples that a task was delivered."""

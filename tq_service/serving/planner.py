@@ -23,9 +23,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, Final, Protocol, TypeVar
-
-import numpy as np
+from typing import Any, Protocol, TypeVar
 
 from tq_service.errors import (
     InternalError,
@@ -69,7 +67,6 @@ _HOLD_SECONDS = (
 _CLOSED_AT_ONCE = 1 << 12  # rows that changed, as many as gaps are closed for in a step
 _MOST_BATCHES_AHEAD = 256  # loaders ask for prefetch_factor * num_workers; the batches before it are planned as well
 _FEW_ROWS = 1 << 13  # whose end the event loop looks for by itself
-_MOST_EXPLAINED: Final = 1 << 16  # rows that a refused put has time to look at
 
 
 class RunsPlans(Protocol):
@@ -115,7 +112,7 @@ class Planner:
             on_batch: called with the name of the sampler and each batch that was recorded for ranks.
         """
         self._partition = partition
-        self._task = task
+        self.task = task
         self._runner = runner
         self._commit = commit
         self._on_batch = on_batch
@@ -130,6 +127,7 @@ class Planner:
         self._planned_for: Line | None = None  # off the loop, and not for long yet
         self._plans: set[asyncio.Task[Any] | None] = set()  # all that are made off the loop
         self._gone: Callable[[], TqError] | None = None
+        partition.on_change.append(self.wake)
 
     @property
     def waiting_count(self) -> int:
@@ -143,6 +141,7 @@ class Planner:
 
     def close(self) -> None:
         """Serve no calls any more, while it is idle."""
+        self._partition.on_change.remove(self.wake)
         self._starts.close()
 
     @property
@@ -153,47 +152,12 @@ class Planner:
     @property
     def recent_batches(self) -> tuple[RecentBatch, ...]:
         """The last batches that were recorded for ranks in this epoch, by this process."""
-        return self._recent.of_epoch(self._task.epoch)
+        return self._recent.of_epoch(self.task.epoch)
 
     def waiting_claims(self) -> list[tuple[ClaimRequest, int]]:
         """Return the first of the claims of each line, and how many wait in it, in order of arrival of the first."""
         lines = sorted(self._queue.lines, key=lambda line: line.order)
         return [(first.request, len(line)) for line in lines if (first := line.first()) is not None]
-
-    @property
-    def has_all_left(self) -> bool:
-        """Whether the task has consumed nothing of what the partition still has."""
-        return self._task.backlog == self._partition.table.present_count
-
-    def starvation(self, asking: ClaimRequest | None = None) -> str:
-        """Return, in words, why the task consumes nothing of what it has left; "" if that is unknown or it may.
-
-        Either a claim waits which only new samples can serve, such as `asking` if it is of this task, or conditions
-        rule out samples, which stay pending.
-        """
-        partition, task, rows = self._partition, self._task, slice(0, self._partition.table.count)
-        waiting = [request for request, _ in self.waiting_claims()]
-        if asking is not None and asking.task_name == task.name:
-            waiting.insert(0, asking)
-        request = waiting[0] if waiting else self._last_request
-        if request is None or task.leased_count or rows.stop > _MOST_EXPLAINED:
-            return ""
-        try:
-            readiness = Readiness(partition, task, request.batch_spec, self.length(request))
-            pending, ready = task.is_pending(rows), readiness.ready(rows)
-            excluded = pending & readiness.excluded(rows)
-        except TqError:
-            return ""
-        ruled_out, names = int(np.count_nonzero(excluded)), {each.column for each in request.batch_spec.where}
-        cause = f"{ruled_out} samples are ruled out by its where ({', '.join(sorted(names))}); clear these"
-        if not waiting:
-            return f"for task {task.name!r} {cause}" if ruled_out else ""
-        if (pending & ~ready & ~excluded).any():  # held, or a field of them is still to come
-            return ""
-        return (
-            f"this is a deadlock unless samples that fit still come: task {task.name!r} waits for more samples itself, "
-            f"{int(np.count_nonzero(pending & ready))} are ready, too few for it{', and ' + cause if ruled_out else ''}"
-        )
 
     async def claim(self, request: ClaimRequest, max_wait_seconds: float) -> Answer:
         """Return the recorded answer, or wait for one; `NotYet` when the time is over."""
@@ -206,23 +170,20 @@ class Planner:
         is_next, found = self._is_next(request), None
         with contextlib.suppress(MustBeAwaited):
             found = self._find_at_once(request) if is_next else NOT_LOOKED
-        if found is None or (isinstance(found, Miss) and not isinstance(found, EndFound)):
-            is_over = is_next and found is not None and max_wait_seconds <= 0
-            return NotYet() if is_over else await self._wait(request, found, max_wait_seconds)
-        if request.rank is None:
-            answer: Answer = self._record_for_worker(request, found)
-        else:
-            self._record_for_ranks(request.spec, found)
-            answer = found.plan.part(request.rank.dp_rank) if isinstance(found, Planned) else found.end
-        self._start_dispatch()
-        return answer
+        if isinstance(found, Planned | EndFound):
+            answer = self._record(request, found)
+            self._start_dispatch()
+            return answer
+        if is_next and found is not None and max_wait_seconds <= 0:
+            return NotYet()
+        return await self._wait(request, found, max_wait_seconds)
 
     def _is_next(self, request: ClaimRequest) -> bool:
         """Whether a call may be served before it joins a line: others have no turn now, and none asks alike.
 
         All waiting claims wait for a change then, so that no turn is taken away.
         """
-        is_ahead = request.rank is not None and request.rank.batch_index > self._task.next_batch_index
+        is_ahead = request.rank is not None and request.rank.batch_index > self.task.next_batch_index
         return not (is_ahead or self._is_serving or request.spec in self._queue.by_spec)
 
     async def _wait(self, request: ClaimRequest, miss: Miss | None, max_wait_seconds: float) -> Answer:
@@ -233,11 +194,10 @@ class Planner:
         line = self._queue.join(waiter, miss or NOT_LOOKED)
         timer = None
         try:
-            self._listen()
             if miss is None:
                 self._queue.put_heavy(line)
                 self._start_plan()
-            elif self._is_serving or self._may_be_served(line) or waiter.is_poll:
+            elif self._may_be_served(line) or waiter.is_poll:
                 self._queue.put(line)
                 self._start_dispatch()
             if not waiter.is_poll:
@@ -245,7 +205,7 @@ class Planner:
             with Waiting():
                 answer = await waiter.answer
             if isinstance(answer, RankPlan | QueueClaim) and self._partition.table.removed_count != removed_count:
-                self._task.check_present(answer.rows)
+                self.task.check_present(answer.rows)
             if isinstance(answer, QueueClaim) and answer.lease is not None:
                 self._check_leased(answer)
             return answer
@@ -256,18 +216,7 @@ class Planner:
             if timer is not None:
                 timer.cancel()
             self._queue.leave(line, waiter)
-            self._listen()
             del waiter  # through which an error would hold this frame, and with it the partition
-
-    def _listen(self) -> None:
-        """Hear of changes of the partition while a call waits; else they are nothing to a planner."""
-        listeners = self._partition.on_change
-        is_listening = self.wake in listeners
-        if self._queue and not is_listening:
-            self._epoch = self._task.epoch
-            listeners.append(self.wake)
-        elif is_listening and not self._queue:
-            listeners.remove(self.wake)
 
     def _recorded(self, request: ClaimRequest) -> RankPlan | QueueClaim | EndCounts | None:
         """Return the recorded answer of a call, or None; a queue claim counts the calls it answers.
@@ -275,8 +224,8 @@ class Planner:
         Raises:
             TqError: the call can have no answer.
         """
-        self._task.check_epoch(request.epoch)
-        recorded = self._task.recorded(request)
+        self.task.check_epoch(request.epoch)
+        recorded = self.task.recorded(request)
         if recorded is None and request.rank is not None:
             self._check_not_far_ahead(request.rank.batch_index)
         if isinstance(recorded, QueueClaim):
@@ -285,11 +234,11 @@ class Planner:
 
     def _check_not_far_ahead(self, batch_index: int) -> None:
         """Refuse an index that no rank reaches by counting: all batches before it would be planned, and consumed."""
-        next_index = self._task.next_batch_index
+        next_index = self.task.next_batch_index
         if batch_index > next_index + _MOST_BATCHES_AHEAD:
             raise InvalidArgumentError(
                 f"batch_index is {batch_index}; expected at most {next_index + _MOST_BATCHES_AHEAD}, which is "
-                f"{_MOST_BATCHES_AHEAD} more than the next batch of task {self._task.name!r} in partition "
+                f"{_MOST_BATCHES_AHEAD} more than the next batch of task {self.task.name!r} in partition "
                 f"{self._partition.partition_id!r}, {next_index}. Count batches from 0 in each partition and epoch.",
                 field="batch_index",
                 metadata={"got": str(batch_index), "expected": f"0 to {next_index + _MOST_BATCHES_AHEAD}"},
@@ -297,17 +246,17 @@ class Planner:
 
     def _check_leased(self, claim: QueueClaim) -> None:
         """Refuse a claim that went between its record and the turn of the loop in which its call goes on."""
-        if self._task.claims.get(claim.request_id) is not claim:
+        if self.task.claims.get(claim.request_id) is not claim:
             raise LeaseExpiredError(
-                f"the lease of this claim of task {self._task.name!r} ended before its answer was sent; ask again "
+                f"the lease of this claim of task {self.task.name!r} ended before its answer was sent; ask again "
                 f"under a new request_id",
-                metadata={"task_name": self._task.name},
+                metadata={"task_name": self.task.name},
             )
 
     def wake(self) -> None:
         """Look at all waiting claims once more."""
-        if self._epoch != self._task.epoch:  # calls may mean the epoch before
-            self._epoch = self._task.epoch
+        if self._epoch != self.task.epoch:  # calls may mean the epoch before
+            self._epoch = self.task.epoch
             self._review(self._queue)
         self._queue.is_stale = True
         self._start_dispatch()
@@ -332,7 +281,7 @@ class Planner:
 
         The client may ask again under the same request_id. A claim with a name stays: others ask for it too.
         """
-        claim = self._task.claims.get(request_id)
+        claim = self.task.claims.get(request_id)
         if claim is None or claim.name:
             return
         claim.answer_count -= 1
@@ -364,7 +313,7 @@ class Planner:
                 else:
                     return
         except Exception:
-            _log.exception(LogMessage("planning failed", task=self._task.name))
+            _log.exception(LogMessage("planning failed", task=self.task.name))
             self._to_answer.clear()
             self._fail_all(self._queue)
         finally:
@@ -372,7 +321,7 @@ class Planner:
 
     def _may_be_served(self, line: Line) -> bool:
         """Whether it is worth while to look for a plan."""
-        return not line.last_miss.is_current(self._partition, self._task)
+        return not line.last_miss.is_current(self._partition, self.task)
 
     @property
     def _is_serving(self) -> bool:
@@ -407,7 +356,7 @@ class Planner:
         if self._answer_recorded(waiter):
             self._queue.put(line)
             return
-        is_ahead = waiter.batch_index > self._task.next_batch_index
+        is_ahead = waiter.batch_index > self.task.next_batch_index
         if is_ahead and (earlier := self._queue.first_ranks(line)) is not line:
             self._give_way(line, earlier)
             return
@@ -434,6 +383,7 @@ class Planner:
         """Serve a line with what was found for it, in the step in which it was found, or pass it over."""
         if isinstance(found, Miss):
             line.last_miss = found
+            self._queue.awaits_end |= found.consumed is not None
         if isinstance(found, Planned | EndFound):
             self._serve(line, found)
             return
@@ -450,7 +400,7 @@ class Planner:
         """
         if line.is_ranked:
             self._record_for_ranks(line.spec, found)
-            next_index = self._task.next_batch_index
+            next_index = self.task.next_batch_index
             if isinstance(found, Planned) and next_index % _MOST_BATCHES_A_TURN == 0:
                 line.expire_polls(next_index)
                 self._queue.defer(line)
@@ -458,41 +408,48 @@ class Planner:
             waiter.resolve(self._record_for_worker(waiter.request, found))
         self._queue.put(line)
 
+    def _record(self, request: ClaimRequest, found: Planned | EndFound) -> Answer:
+        """Record what was found, and return what it is for the call that caused it."""
+        if request.rank is None:
+            return self._record_for_worker(request, found)
+        self._record_for_ranks(request.spec, found)
+        return found.plan.part(request.rank.dp_rank) if isinstance(found, Planned) else found.end
+
     def _record_for_ranks(self, spec: ClaimSpec, found: Planned | EndFound) -> None:
         """Record a batch, or the end, for all ranks; answer the claims that wait for it, reject those that disagree."""
-        batch_index, is_end = self._task.next_batch_index, isinstance(found, EndFound)
+        batch_index, is_end = self.task.next_batch_index, isinstance(found, EndFound)
         if isinstance(found, EndFound):
             end = EndReached(**self._names, dp_size=spec.plan_request.rank_count, end=found.end)
-            self._commit(end, (self._partition, self._task))
+            self._commit(end, (self._partition, self.task))
         else:
             batch = BatchPlanned(**self._names, batch_spec=spec.batch_spec, plan=found.plan)
-            self._commit(batch, (self._partition, self._task, found.positions))
+            self._commit(batch, (self._partition, self.task, found.positions))
             self._note_batch(batch_index, spec.batch_spec, found)
-        self._queue.is_stale = True
+        self._queue.is_stale |= self._queue.awaits_end
         for line in self._queue.ranked_lines:
             disagrees = line.spec.dp_size != spec.dp_size
             self._review(each for each in line.waiters if each.batch_index == batch_index or is_end or disagrees)
 
     def _note_batch(self, batch_index: int, batch_spec: BatchSpec, found: Planned) -> None:
         """Keep in numbers a batch that was just recorded, unless its partition was cleared before."""
-        if self._task.next_batch_index == batch_index:
+        if self.task.next_batch_index == batch_index:
             return
         is_plain = not (found.plan.is_reusing or found.plan.dropped)
         positions = found.positions if is_plain else self._partition.table.find(found.plan.rows)
-        readiness = Readiness(self._partition, self._task, batch_spec, found.length)
+        readiness = Readiness(self._partition, self.task, batch_spec, found.length)
         batch = describe_batch(batch_index, found.plan, readiness.known_lengths(positions))
-        self._recent.add(self._task.epoch, batch)
+        self._recent.add(self.task.epoch, batch)
         self._on_batch(batch_spec.sampler, batch)
 
     def _record_for_worker(self, request: ClaimRequest, found: Planned | EndFound) -> QueueClaim | EndCounts:
         """Record what a queue worker gets; an end is of this one only, or of all that ask under its name."""
-        self._queue.is_stale = True  # the end of others may come with what is consumed
+        self._queue.is_stale |= self._queue.awaits_end
         name = request.claim_name
         if name:
-            self._review(self._queue.named(name))
+            self._review(waiter for waiter in self._queue if waiter.request.claim_name == name)
         if isinstance(found, EndFound):
             if name:
-                self._commit(NamedEndReached(**self._names, claim_name=name, end=found.end), self._task)
+                self._commit(NamedEndReached(**self._names, claim_name=name, end=found.end), self.task)
             return found.end
         terms, grouping = request.lease, found.grouping
         if terms is not None and grouping is not None:
@@ -505,7 +462,7 @@ class Planner:
             claim_name=name,
             batch_spec=request.batch_spec if name else None,
         )
-        claim: QueueClaim = self._commit(change, (self._partition, self._task, found.positions))
+        claim: QueueClaim = self._commit(change, (self._partition, self.task, found.positions))
         claim.answer_count = 1
         return claim
 
@@ -535,7 +492,7 @@ class Planner:
             MustBeAwaited: the sampler, or what it needs, does not run on the event loop.
             TqError: the sampler's fault, or its own.
         """
-        search = Search(self._partition, self._task, self._starts, request, self.length(request))
+        search = Search(self._partition, self.task, self._starts, request, self.length(request))
         plan = self._runner.run_inline(request.sampler, search.view, search.wanted)
         if plan is None and search.begins_last():
             plan = self._runner.run_inline(request.sampler, search.view, search.wanted)
@@ -550,12 +507,10 @@ class Planner:
         """
         sampler, length = request.sampler, self.length(request)
         if look_past:
-            view = Search(self._partition, self._task, self._starts, request, length).view
+            view = Search(self._partition, self.task, self._starts, request, length).view
             look_past *= view.has_ready(look_past + request.plan_request.total_size)
         with self._starts.watched() as watch, self._partition.table.pinned():
-            search = Search(
-                self._partition, self._task, self._starts, request, length, watch=watch, look_past=look_past
-            )
+            search = Search(self._partition, self.task, self._starts, request, length, watch=watch, look_past=look_past)
             plan, is_last, end = await self._runner.run(sampler, search.view, search.wanted), False, None
             if plan is None:
                 is_last = await self._in_thread_if_many(search.begins_last)
@@ -572,7 +527,7 @@ class Planner:
 
     def _keep_groups(self, search: Search, found: Found) -> Found:
         """Record how the task keeps groups whole, if it did so in another way before; return what was found."""
-        task, kept = self._task, search.view.kept_groups
+        task, kept = self.task, search.view.kept_groups
         is_of_use = isinstance(found, Planned | EndFound)
         # Once it is known, a miss does not change it: two that wait and differ would wake each other for ever.
         if (is_of_use or (task.kept_groups is None and found not in (NOT_LOOKED, LOST))) and kept != task.kept_groups:
@@ -613,21 +568,21 @@ class Planner:
         try:
             try:
                 await self._close_gaps()
-                batch_index, waiter = self._task.next_batch_index, line.first()
+                batch_index, waiter = self.task.next_batch_index, line.first()
                 if waiter is not None and not self._answer_recorded(waiter):
                     found = await self._plan_for(line, waiter.request)
             finally:
                 line.state = LineState.PARKED
             while (waiter := line.first()) is not None and self._answer_recorded(waiter):
                 pass  # it was released while the plan was made
-            if found is None or found is LOST or (line.is_ranked and self._task.next_batch_index != batch_index):
+            if found is None or found is LOST or (line.is_ranked and self.task.next_batch_index != batch_index):
                 self._queue.put(line)  # it came too late
             else:
                 self._conclude(line, found)
         except TqError as error:
             self._fail(line, error)
         except Exception:
-            _log.exception(LogMessage("planning failed", task=self._task.name))
+            _log.exception(LogMessage("planning failed", task=self.task.name))
             self._fail_all(line.waiters)
         finally:
             self._plans.discard(plan)
@@ -635,13 +590,12 @@ class Planner:
                 timer.cancel()
             self._queue.is_stale |= line.is_ranked  # other ranks may have awaited it
             self._queue.drop_if_unused(line)
-            self._listen()
             self._yield_turn(line)
             self._start_dispatch()
 
     async def _plan_for(self, line: Line, request: ClaimRequest) -> Found:
         """Look for a plan, and note how the next one of this line can win its rows."""
-        loop, task = asyncio.get_running_loop(), self._task
+        loop, task = asyncio.get_running_loop(), self.task
         line.seen = self._queue.last_arrival
         started_at, consumed_count = loop.time(), task.consumed_count
         found = await self._find_off_loop(request, line.look_past)

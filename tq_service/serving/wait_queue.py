@@ -205,17 +205,17 @@ class WaitQueue:
         last_arrival: the last number that was given to a call.
         holder: the line whose plan off the event loop goes before lines that came later; None: no line has to wait.
         is_stale: whether something has changed since all lines were looked through.
+        awaits_end: whether the end of some line may come with what others of the task consume.
     """
 
     def __init__(self) -> None:
         self.by_spec: dict[ClaimSpec, Line] = {}
         self.last_arrival = 0
         self.holder: Line | None = None
-        self.is_stale = False
+        self.is_stale = self.awaits_end = False
         self._turns: list[tuple[float, Line]] = []  # heaps; no two lines have the same order
         self._heavy: list[tuple[float, Line]] = []
         self._turns_left = 0
-        self._by_name: dict[str, dict[Waiter, None]] = {}  # those that ask for a claim by name
 
     def __len__(self) -> int:
         return sum(map(len, self.by_spec.values()))
@@ -245,13 +245,7 @@ class WaitQueue:
         if line is None:
             line = self.by_spec[spec] = Line(spec, miss)
         line.add(waiter)
-        if name := waiter.request.claim_name:
-            self._by_name.setdefault(name, {})[waiter] = None
         return line
-
-    def named(self, name: str) -> list[Waiter]:
-        """Return the waiters that ask for the claim of a name."""
-        return list(self._by_name.get(name, ()))
 
     def _give_number(self, waiter: Waiter) -> None:
         self.last_arrival += 1
@@ -260,10 +254,6 @@ class WaitQueue:
     def leave(self, line: Line, waiter: Waiter) -> None:
         """Remove a waiter from its line."""
         line.remove(waiter)
-        if name := waiter.request.claim_name:
-            self._by_name[name].pop(waiter, None)
-            if not self._by_name[name]:
-                del self._by_name[name]
         self.drop_if_unused(line)
 
     def drop_if_unused(self, line: Line) -> None:
@@ -296,8 +286,9 @@ class WaitQueue:
     def next(self, may_be_served: Callable[[Line], bool]) -> Line | None:
         """Return the line whose turn it is, which is parked then; None where no line has one."""
         if self.is_stale and (self._turns_left <= 0 or not self.has_turn):
-            self.is_stale = False
+            self.is_stale = self.awaits_end = False
             for line in self.lines:
+                self.awaits_end |= line.last_miss.consumed is not None
                 if line.state is LineState.PARKED and may_be_served(line):
                     self.put(line)
             self._turns_left = max(len(self._turns), len(self.by_spec) // _LINES_A_TURN)
