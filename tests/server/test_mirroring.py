@@ -7,8 +7,8 @@ import socket
 import pytest
 
 from tq_service.config import ServeSettings
-from tq_service.durable import codec
 from tq_service.errors import InvalidArgumentError, UnavailableError
+from tq_service.journal import codec
 from tq_service.objects.memory import MemoryObjects, MemoryPool
 from tq_service.server import mirroring
 from tq_service.server.composition import _node_of

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from engine_driver import begin, begin_shared, put_id
 
-from tq_service.durable import codec
+from tq_service.journal import codec
 from tq_service.objects.memory import MemoryObjects, MemoryPool
 from tq_service.storage.engine import StorageEngine
 from tq_service.storage.mirror.adoption import find_left

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tq_service.durable.codec import decode, encode
 from tq_service.errors import InvalidArgumentError
+from tq_service.journal.codec import decode, encode
 from tq_service.texts import Texts, hash_of
 from tq_service.v1 import metadata_pb2 as pb
 from tq_service.wire.texts import decode_texts, fill_packed, fill_texts
