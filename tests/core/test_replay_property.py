@@ -9,7 +9,7 @@ from hypothesis import given
 from property_settings import examples
 from test_claims_property import SEEDS, Interleaving, Reusing, sequences
 
-from tq_service.durable.codec import decode_group, encode_group, encode_named
+from tq_service.journal.codec import decode_group, encode_group, encode_named
 from tq_service.samplers import PlanRunner
 from tq_service.serving.catalog import Catalog
 from tq_service.state import ledger

@@ -13,9 +13,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "core"))
 from digest import digest, facts_of
 from domain_support import BOOT, batch_spec, new_write, plan_of
 
-from tq_service.durable import codec
 from tq_service.durable.state_store import StateStore
 from tq_service.errors import ServiceFailedError
+from tq_service.journal import codec
 from tq_service.machine.claims import (
     BatchPlanned,
     ClaimAcked,

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from tq_service.durable import codec
-from tq_service.durable.column_codec import TableHeader, TableReader, encode_table
 from tq_service.errors import NewerVersionError
+from tq_service.journal import codec
+from tq_service.journal.columns import TableHeader, TableReader, encode_table
 from tq_service.state.cells import Put
 from tq_service.state.table import ColumnSnapshot, TableSnapshot
 

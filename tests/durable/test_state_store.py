@@ -16,10 +16,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "core"))
 from digest import digest
 from domain_support import claim_rows, clear, new_write, task_of
 
-from tq_service.durable import codec, data_dir, files, state_store
-from tq_service.durable.log.log import Stream
-from tq_service.durable.state_store import StateStore
+from tq_service.durable import data_dir, state_store
+from tq_service.durable.state_store import StateStore, Stream
 from tq_service.errors import DataDirError, DiskFullError, JournalDamagedError, SnapshotDamagedError
+from tq_service.journal import codec, files
 from tq_service.samplers import PlanRunner
 from tq_service.server import converters
 from tq_service.serving.catalog import Catalog

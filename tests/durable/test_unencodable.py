@@ -13,9 +13,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "core"))
 from digest import digest
 from domain_support import asks, new_write, task_of
 
-from tq_service.durable import codec
 from tq_service.durable.state_store import StateStore
 from tq_service.errors import InvalidArgumentError, ServiceFailedError, TqError
+from tq_service.journal import codec
 from tq_service.machine.claims import BatchPlanned, QueueClaimed
 from tq_service.machine.samples import SamplesWritten
 from tq_service.samplers import PlanRunner, Sampler

@@ -15,8 +15,8 @@ import torch
 from live_server import LiveServer
 
 import tq_service as tq
-from tq_service.durable import codec
-from tq_service.durable.record_file import RecordWriter, read_records
+from tq_service.journal import codec
+from tq_service.journal.record_file import RecordWriter, read_records
 from tq_service.testing import ServiceProcess
 
 PARTITION = "train@0"

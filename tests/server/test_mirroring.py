@@ -8,8 +8,8 @@ import pytest
 from memory_pool import MemoryPool, PoolObjects
 
 from tq_service.config import ServeSettings
-from tq_service.durable import codec
 from tq_service.errors import InvalidArgumentError, UnavailableError
+from tq_service.journal import codec
 from tq_service.server import mirroring
 from tq_service.server.composition import _node_of
 from tq_service.server.mirroring import Mirroring, Registration

@@ -2,7 +2,7 @@
 
 from engine_driver import begin, begin_shared, compacted, put_id
 
-from tq_service.durable import codec
+from tq_service.journal import codec
 from tq_service.storage import engine as engine_module
 from tq_service.storage.blobs import segments
 from tq_service.storage.blobs.segments import SegmentBlobs

@@ -7,7 +7,7 @@ from dataclasses import replace
 from engine_driver import begin, begin_shared, put_id
 from memory_pool import MemoryPool, PoolObjects
 
-from tq_service.durable import codec
+from tq_service.journal import codec
 from tq_service.storage.engine import StorageEngine
 from tq_service.storage.mirror.adoption import find_left
 from tq_service.storage.mirror.layout import Names

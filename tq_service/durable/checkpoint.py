@@ -27,10 +27,6 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from tq_service.durable.files import PARTIAL_SUFFIX, beside, make_directory
-from tq_service.durable.log.segment import HEADER_BYTES
-from tq_service.durable.pace import Pace
-from tq_service.durable.record_file import RecordWriter, damaged, gathered, read_records
 from tq_service.durable.snapshot import (
     CheckpointFacts,
     ServiceSnapshot,
@@ -43,6 +39,9 @@ from tq_service.durable.snapshot import (
     write_state,
 )
 from tq_service.errors import DiskFullError, InternalError, InvalidArgumentError, PreconditionError
+from tq_service.journal.files import PARTIAL_SUFFIX, beside, make_directory
+from tq_service.journal.record_file import Pace, RecordWriter, damaged, gathered, read_records
+from tq_service.journal.segment import HEADER_BYTES
 from tq_service.state.cells import CELL_COLUMN, NOT_PRODUCED, CellsSnapshot, Put, cells_of, slots_and_rows
 from tq_service.state.partition import Partition, PartitionSnapshot
 from tq_service.state.plan import Indexes

@@ -24,10 +24,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from tq_service.durable import codec
-from tq_service.durable.column_codec import ColumnPart, TableHeader, TableReader, encode_table
-from tq_service.durable.record_file import Found, RecordWriter, damaged, gathered, read_records
 from tq_service.errors import NewerVersionError, SnapshotDamagedError, TqError
+from tq_service.journal import codec
+from tq_service.journal.columns import ColumnPart, TableHeader, TableReader, encode_table
+from tq_service.journal.record_file import Found, RecordWriter, damaged, gathered, read_records
 from tq_service.state.claim_names import PastName
 from tq_service.state.idempotency import Entry
 from tq_service.state.ledger import Batch, QueueClaim, RecordedPlan, Steps, TaskFacts, TaskSnapshot

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from tq_service.durable import codec
 from tq_service.errors import InvalidArgumentError, PreconditionError, UnavailableError
+from tq_service.journal import codec
 from tq_service.log_message import LogMessage
 from tq_service.objects.base import ObjectStore
 from tq_service.server.receipts import ReceiptKeys

@@ -19,8 +19,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from tq_service.durable.record_file import gathered
 from tq_service.errors import NewerVersionError
+from tq_service.journal.record_file import gathered
 from tq_service.state.cells import Put
 from tq_service.state.table import ColumnSnapshot, TableSnapshot
 
