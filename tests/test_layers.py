@@ -44,19 +44,19 @@ ARROWS: dict[str, set[str]] = {
     "config": set(),
     "v1": set(),
     "internal": {"v1"},
+    # It stores bytes and arrays for the owners of records, whom it does not know.
+    "journal": set(),
     "state": set(),
     "planning": {"state"},
-    "machine": {"planning", "state"},
+    "machine": {"journal", "planning", "state"},
     "serving": {"machine", "planning", "state"},
     "balancing": set(),
     "samplers": {"balancing", "planning", "state"},
     "wire": {"v1"},
-    "storage": {"objects", "wire", "v1"},
+    "storage": {"journal", "objects", "wire", "v1"},
     "dataplane": {"wire", "v1", "internal"},
     # Engines know nothing of what the objects are; each imports its own package inside functions.
     "objects": set(),
-    # It stores bytes and arrays, whoever owns them.
-    "journal": {"machine", "state", "storage"},
     # It composes what the service is restored from: state and puts, in a data directory.
     "durable": {"journal", "machine", "serving", "state", "storage", "wire", "v1"},
     # The second backend of the log, and what of a cluster is in etcd; `durable` itself does without grpc.

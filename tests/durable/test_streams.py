@@ -30,9 +30,18 @@ from tq_service.journal import codec
 from tq_service.journal.file_backend import FileBackend
 from tq_service.journal.log import Log, Record
 from tq_service.journal.segment import SegmentWriter
+from tq_service.machine.state_machine import decode_group, encode_group
 from tq_service.samplers import PlanRunner
 from tq_service.serving.catalog import Catalog
-from tq_service.storage.index.put_journal import ColumnRecord, LeftRows, PutDropped, PutStored, left_puts
+from tq_service.storage.index.put_journal import (
+    ColumnRecord,
+    LeftRows,
+    PutDropped,
+    PutStored,
+    decode_put,
+    encode_put,
+    left_puts,
+)
 
 MODES = pytest.mark.parametrize("sync", [False, True], ids=["process", "disk"])
 ROWS = 4
@@ -88,8 +97,8 @@ PUT = PutStored(
 
 @pytest.mark.parametrize("values", [b"", b"x", bytes(range(256)) * 300])
 def test_the_record_of_a_put_comes_back_with_its_values(values: bytes) -> None:
-    head = codec.encode_put(PUT)
-    found, (again, rest) = codec.decode_put(head + values)
+    head = encode_put(PUT)
+    found, (again, rest) = decode_put(head + values)
     assert (again, rest) == (head, values)
     assert isinstance(found, PutStored)
     for name in PutStored.__slots__:
@@ -98,24 +107,24 @@ def test_the_record_of_a_put_comes_back_with_its_values(values: bytes) -> None:
     for got, expected in zip(found.left_rows, PUT.left_rows, strict=True):
         assert got.names == expected.names
         assert got.rows.tolist() == expected.rows.tolist()
-    dropped, _ = codec.decode_put(codec.encode_put(PutDropped(put_id=b"q" * 16)))
+    dropped, _ = decode_put(encode_put(PutDropped(put_id=b"q" * 16)))
     assert dropped == PutDropped(put_id=b"q" * 16)
 
 
 def test_what_became_of_a_put_that_is_not_known_was_written_by_a_newer_version() -> None:
     unknown = codec.encode(("PutMirrored", {"put_id": b"p" * 16}))
     with pytest.raises(NewerVersionError, match=r"'PutMirrored'.*install that one"):
-        codec.decode_put(len(unknown).to_bytes(4, "little") + unknown)
+        decode_put(len(unknown).to_bytes(4, "little") + unknown)
 
 
 def test_a_large_group_is_records_below_1_mib_but_for_a_change_that_is_larger_alone(tmp_path: Path) -> None:
     changes = [codec.encode(bytes(size)) for size in (400_000, 400_000, 400_000, 2 << 20, 10, 20)]
-    records = codec.encode_group(7.5, changes)
+    records = encode_group(7.5, changes)
     assert [len(record) for record in records if len(record) >= 1 << 20] == [len(changes[3]) + 8]
     assert len(records) == 4
     assert b"".join(record[8:] for record in records) == b"".join(changes)
     assert len({record[:8] for record in records}) == 1
-    assert len(codec.encode_group(7.5, changes[:2])) == 1
+    assert len(encode_group(7.5, changes[:2])) == 1
 
 
 @MODES
@@ -250,12 +259,12 @@ def test_after_each_record_all_puts_are_there_that_samples_have(
         if record.stream == Stream.PUTS:
             puts.append(record.data)
         else:
-            at_seconds, changes = codec.decode_group(record.data)
+            at_seconds, changes = decode_group(record.data)
             for change in changes:
                 catalog.machine.replay(change, at_seconds)
             assert MARK.to_bytes(8, "little") not in record.data  # no values of samples
             assert len(record.data) < 1 << 20
-        there = set(left_puts(puts, codec.decode_put))
+        there = set(left_puts(puts))
         named = named_puts(catalog)
         assert named <= there
         most = max(most, len(named))
@@ -309,7 +318,7 @@ def test_a_change_that_names_a_put_comes_after_the_put_is_durable_elsewhere(
         assert len(records_now(controller, tmp_path / "meanwhile", Stream.CHANGES)) == before
     put(controller.client(), 2)
     assert len(records_now(controller, tmp_path / "after", Stream.CHANGES)) == before + 1
-    assert len(left_puts(records_now(storage, tmp_path / "there", Stream.PUTS), codec.decode_put)) >= 2
+    assert len(left_puts(records_now(storage, tmp_path / "there", Stream.PUTS))) >= 2
 
 
 def test_a_put_goes_after_the_change_that_frees_it_is_durable_elsewhere(
@@ -324,7 +333,7 @@ def test_a_put_goes_after_the_change_that_frees_it_is_durable_elsewhere(
         assert not controller.app.controller.catalog.names()  # type: ignore[union-attr]
         controller.settle()
         assert put_count(storage) == 1
-        assert len(left_puts(records_now(storage, tmp_path / "meanwhile", Stream.PUTS), codec.decode_put)) == 1
+        assert len(left_puts(records_now(storage, tmp_path / "meanwhile", Stream.PUTS))) == 1
     put(controller.client(), 3)  # what is durable after it is so too
     deadline = time.monotonic() + 60
     while put_count(storage) != 1:

@@ -396,8 +396,8 @@ def with_a_column_more(path):
                 rows = header["tables"]["rows"]
                 rows["dtypes"]["priority"] = "<i4"
                 writer.write(codec.encode((kind, header)))
-                part = {"table": "rows", "column": "priority", "form": "same", "values": (rows["size"], 7)}
-                writer.write(codec.encode(("column", part)))
+                part = {"table": "rows", "column": "priority", "part": ("same", (rows["size"], 7))}
+                writer.write(codec.encode(("ColumnPart", part)))
             else:
                 writer.write(data)
 

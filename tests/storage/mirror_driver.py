@@ -7,7 +7,6 @@ from dataclasses import replace
 from engine_driver import begin, begin_shared, put_id
 from memory_pool import MemoryPool, PoolObjects
 
-from tq_service.journal import codec
 from tq_service.storage.engine import StorageEngine
 from tq_service.storage.mirror.adoption import find_left
 from tq_service.storage.mirror.layout import Names
@@ -59,7 +58,7 @@ class Nodes:
         )  # fmt: skip
         if generation:
             await self.writer.begin_generation()
-        self.mirror = Mirror(self.writer, required=self.required, codec=codec)
+        self.mirror = Mirror(self.writer, required=self.required)
         self.engine = StorageEngine(
             storage_id="storage-1", boot_id=self.names.boot_id, mirror=self.mirror, **self.settings
         )
@@ -78,7 +77,7 @@ class Nodes:
         """Return what is found in the mirror: now by asking for names, now by listing them."""
         objects = (ListingObjects if len(self.pool.objects) % 2 else PoolObjects)(self.pool)
         await objects.open("heir", 0)
-        return await find_left(objects, self.names, codec, copies=self.copies)
+        return await find_left(objects, self.names, copies=self.copies)
 
     async def take_over(self):
         """Have another engine take over what the one that was killed has left."""

@@ -38,14 +38,13 @@ from tq_service.errors import (
     SnapshotDamagedError,
     TqError,
 )
-from tq_service.journal import codec
 from tq_service.journal.file_backend import FileBackend
 from tq_service.journal.files import quarantine, snapshot_numbers, snapshot_path
 from tq_service.journal.log import Log, Record
 from tq_service.journal.segment import segment_numbers
 from tq_service.log_message import LogMessage
 from tq_service.machine.partitions import StateReplaced
-from tq_service.machine.state_machine import Change
+from tq_service.machine.state_machine import decode_group
 from tq_service.serving.catalog import Catalog
 from tq_service.state.idempotency import Entry
 from tq_service.state.partition import Partition, PartitionSnapshot
@@ -328,7 +327,7 @@ class StateStore:
             raise self._of_another_role("the partitions of a controller")
         kind = "which cannot be read"
         try:
-            at_seconds, changes = codec.decode_group(record.data)
+            at_seconds, changes = decode_group(record.data)
             for change in changes:
                 kind = type(change).__name__
                 self._catalog.machine.replay(change, at_seconds)
@@ -345,7 +344,7 @@ class StateStore:
         if self._engine is not None:
             with no_collection():  # so many new objects, none of them garbage
                 return self._engine.recover(puts, self)
-        if left_count := len(left_puts(puts, self.decode_put)):
+        if left_count := len(left_puts(puts)):
             raise self._of_another_role(f"{left_count} puts of a storage service")
         return 0
 
@@ -358,21 +357,17 @@ class StateStore:
 
     # The log of the state machine
 
-    def encode(self, change: Change) -> bytes:
-        """Return the bytes of a change that is about to be made; raises what `abandon` was given."""
+    def check_open(self) -> None:
+        """Raise the error given to `abandon`."""
         if self._abandoned is not None:
             raise self._abandoned
-        return codec.encode_named(change)
 
-    def append(self, at_seconds: float, changes: Sequence[bytes]) -> None:
-        """Append a group of changes that were made."""
-        for record in codec.encode_group(at_seconds, changes):
+    def append(self, records: Sequence[bytes]) -> None:
+        """Append the records of a group of changes."""
+        for record in records:
             self._append(Stream.CHANGES, record)
 
     # The log of the storage engine
-
-    encode_put = staticmethod(codec.encode_put)
-    decode_put = staticmethod(codec.decode_put)
 
     def append_put(self, record: bytes, values: bytes | bytearray = b"") -> None:
         """Append what became of a put, and the values of a small one."""

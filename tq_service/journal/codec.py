@@ -15,7 +15,7 @@ import struct
 import threading
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, Final, TypeVar
 
@@ -24,8 +24,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tq_service.errors import NewerVersionError
-from tq_service.machine.state_machine import Change
-from tq_service.storage.index.put_journal import EncodedPut, PutDropped, PutRecord, PutStored
 
 Value = TypeVar("Value")
 _RANGE: Final = 1  # int64, first and count
@@ -40,10 +38,6 @@ _VECTORS: Final[dict[int, np.dtype[Any]]] = {
 _VECTOR_CODES: Final[dict[np.dtype[Any], int]] = {dtype: code for code, dtype in _VECTORS.items()}
 _LEAST_RANGE: Final = 16
 _BOUNDS: Final = struct.Struct("<qq")
-_AT_SECONDS: Final = struct.Struct("<d")
-_SIZE: Final = struct.Struct("<I")
-_MOST_GROUP_BYTES: Final = (1 << 20) - 1
-_PUT_KINDS: Final[dict[str, type[PutRecord]]] = {kind.__name__: kind for kind in (PutStored, PutDropped)}
 _MOST_KEPT_BYTES: Final = 1 << 20
 _local = threading.local()  # has the packer of a thread, and its buffer: making one takes longer than packing a change
 
@@ -221,15 +215,16 @@ def array(code: int, data: bytes) -> NDArray[Any]:
     return values
 
 
-# Records of the log: each dataclass in them as its name and its fields.
-#
-# - of changes: the time of their group (double), and one after the other;
-# - of puts: the size of the dataclass (uint32), the dataclass, and of a small put its values.
-
-
 def encode_named(value: Any) -> bytes:
     """Return the bytes of a dataclass with its name."""
     return encode((type(value).__name__, value))
+
+
+def unpack_each(data: bytes | memoryview) -> Iterator[Any]:
+    """Yield the values that follow each other in bytes, each as `unpack` returns it."""
+    unpacker = msgpack.Unpacker(ext_hook=array, strict_map_key=False, use_list=False, max_buffer_size=0)
+    unpacker.feed(data)
+    yield from unpacker
 
 
 def decode_named(kinds: Mapping[str, type[Value]], name: str, fields: object) -> Value:
@@ -245,50 +240,3 @@ def decode_named(kinds: Mapping[str, type[Value]], name: str, fields: object) ->
         )
     value: Value = decoder(kind)(fields)
     return value
-
-
-def encode_group(at_seconds: float, changes: Sequence[bytes]) -> list[bytes]:
-    """Return the records of a group of changes, each below 1 MiB unless it has one change alone that is larger.
-
-    So that any log takes them; the caller that appends them has the log keep them together.
-    """
-    parts: list[list[bytes]] = [[]]
-    size = _AT_SECONDS.size
-    for change in changes:
-        if parts[-1] and size + len(change) > _MOST_GROUP_BYTES:
-            parts.append([])
-            size = _AT_SECONDS.size
-        parts[-1].append(change)
-        size += len(change)
-    return [b"".join((_AT_SECONDS.pack(at_seconds), *part)) for part in parts]
-
-
-def decode_group(record: bytes) -> tuple[float, list[Change]]:
-    """Return the time and the changes of a record of a group.
-
-    Raises:
-        NewerVersionError: one of them is not known here.
-        ValueError, TypeError, KeyError, struct.error: the bytes are not those of a group.
-    """
-    (at_seconds,) = _AT_SECONDS.unpack_from(record)
-    unpacker = msgpack.Unpacker(ext_hook=array, strict_map_key=False, use_list=False, max_buffer_size=0)
-    unpacker.feed(memoryview(record)[_AT_SECONDS.size :])
-    return at_seconds, [decode_named(Change.kinds, *named) for named in unpacker]
-
-
-def encode_put(record: PutRecord) -> bytes:
-    """Return the record of what became of a put; the values of a small one are to follow it."""
-    encoded = encode_named(record)
-    return _SIZE.pack(len(encoded)) + encoded
-
-
-def decode_put(data: bytes) -> tuple[PutRecord, EncodedPut]:
-    """Return what became of a put, and its record apart from the values that follow it.
-
-    Raises:
-        NewerVersionError: it has a kind or a field that is not known here.
-        ValueError, TypeError, KeyError, struct.error: the bytes are not those of a put.
-    """
-    end = _SIZE.size + _SIZE.unpack_from(data)[0]
-    named = unpack(data[_SIZE.size : end])
-    return decode_named(_PUT_KINDS, *named), (data[:end], data[end:])

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any, Final
 
 from tq_service.errors import InvalidArgumentError, PreconditionError, UnavailableError
-from tq_service.journal import codec
 from tq_service.log_message import LogMessage
 from tq_service.objects.base import ObjectStore
 from tq_service.server.receipts import ReceiptKeys
@@ -129,7 +128,7 @@ class Mirroring:
             generation=generation,
             may_remove=registration.holds,
         )
-        return Mirror(writer, required=self._required, codec=codec, url=self._url), writer
+        return Mirror(writer, required=self._required, url=self._url), writer
 
     async def run(self, mirror: Mirror, register: Callable[[Adopted], Coroutine[Any, Any, None]]) -> None:
         """Open the engine, again until it is there, and do what the mirror of this service does in the background.
@@ -206,7 +205,7 @@ class Mirroring:
         if not self._opened.is_set():
             raise UnavailableError(f"the mirror {self._url} was not reached yet; try again")
         names = Names(storage_id=storage_id, boot_id=boot_id)
-        left = await find_left(self._objects, names, codec, copies=self._copies)
+        left = await find_left(self._objects, names, copies=self._copies)
         registration = Registration()
         mirror, writer = self.mirror_of(storage_id, boot_id, registration, left.next_generation)
         await writer.begin_generation()
