@@ -218,7 +218,7 @@ class EndCounts:
 
 MOST_SAMPLES: Final = 2**24
 """Most samples that one request writes or claims."""
-MOST_NAMED_ROWS: Final = 2**14
+MOST_NAMED_PER_WRITE: Final = 2**14
 """Most samples with keys or groups that one request writes."""
 LARGEST_EXACT: Final = 1 << 53
 """Of the integers that floats hold."""
@@ -238,12 +238,12 @@ def check_range(name: str, value: float, least: int, most: float = _LARGEST, hin
 
 def check_named_rows(name: str, count: int) -> None:
     """Refuse to write so many samples with keys, or with groups, at once: it would take long in one step."""
-    if count > MOST_NAMED_ROWS:
+    if count > MOST_NAMED_PER_WRITE:
         raise InvalidArgumentError(
-            f"{name} names {count} samples, expected at most {MOST_NAMED_ROWS} in one call. Write them in several "
-            f"calls of at most {MOST_NAMED_ROWS} each, or without keys and groups.",
+            f"{name} names {count} samples, expected at most {MOST_NAMED_PER_WRITE} in one call. Write them in several "
+            f"calls of at most {MOST_NAMED_PER_WRITE} each, or without keys and groups.",
             field=name,
-            metadata={"got": str(count), "limit": str(MOST_NAMED_ROWS)},
+            metadata={"got": str(count), "limit": str(MOST_NAMED_PER_WRITE)},
         )
 
 

@@ -16,7 +16,7 @@ from planner_bench import Bench, rows
 from tq_service.custom_meta import MetaColumn
 from tq_service.machine.samples import SampleWrite
 from tq_service.samplers import GRPOGroupNSampler
-from tq_service.schema import MOST_NAMED_ROWS, EndCounts, FieldSpec, Layout
+from tq_service.schema import MOST_NAMED_PER_WRITE, EndCounts, FieldSpec, Layout
 from tq_service.serving.wait_queue import NotYet
 from tq_service.state import column_memory
 from tq_service.state.cells import ColumnWrite, Put
@@ -113,7 +113,7 @@ def lines_to_write(kind, count):
 
 @kinds
 def test_samples_are_written_without_a_line_for_each(kind):
-    assert lines_to_write(kind, MOST_NAMED_ROWS) <= 2 * lines_to_write(kind, MOST_NAMED_ROWS // 8)
+    assert lines_to_write(kind, MOST_NAMED_PER_WRITE) <= 2 * lines_to_write(kind, MOST_NAMED_PER_WRITE // 8)
 
 
 def columns_of(partition):
