@@ -104,8 +104,8 @@ class SampleWrite(google.protobuf.message.Message):
 
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """The group of each new sample, "" for one without. For one that exists: "", or the group that it has. At most 16,384,
-        as `keys`. Empty: no new sample has one.
+        """The group of each new sample, "" for one without. For one that exists: "", or the group that it has. At most
+        16,384, as `keys`. Empty: no new sample has one.
         """
 
     @property
