@@ -212,8 +212,9 @@ async def test_what_two_controllers_need_is_not_given_up(etcd: EtcdStandIn, tmp_
         standby.etcd.ask(pb.EtcdTxnRequest(success=[put(KEYS.members + b"b", b"{}")]))
         for number in range(30):
             await append(leader, b"%d" % number)
-        before = len(etcd.keys(KEYS.log))
         number = leader.log.rotate()
+        await leader.log.wait_durable()  # the rotation is a batch too
+        before = len(etcd.keys(KEYS.log))
         await asyncio.to_thread(leader.backend.truncate_before, number)
         assert len(etcd.keys(KEYS.log)) == before  # the standby has no snapshot
         await asyncio.to_thread(standby.backend.truncate_before, 11)
