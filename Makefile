@@ -152,5 +152,5 @@ demo: $(INSTALLED)
 	$(BIN)/python -m examples.demo
 
 clean:
-	rm -rf $(VENV) examples/node/node_modules .venv-generate .venv-transferqueue .venv-ray .venv-stores .venv-compat-* build dist demo-output chaos-output compat-output .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) examples/node/node_modules .venv-generate .venv-transferqueue .venv-ray .venv-compat-* build dist demo-output chaos-output compat-output .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

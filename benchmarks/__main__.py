@@ -34,7 +34,6 @@ BENCHMARKS = (
     "data_loader",
     "loader_workers",
     "kv_calls",
-    "journal_store",
     "memory",
     "memory_bounds",
     "back_pressure",

@@ -82,5 +82,4 @@ TRANSFER_QUEUE = PeerEnvironment(
     },
 )
 RAY = PeerEnvironment(name="Ray", requirements=(_RAY, "numpy>=1.26"), variables=_RAY_VARIABLES)
-STORES = PeerEnvironment(name="Stores", requirements=("lmdb==3.0.0", "rocksdict==0.3.29"))
-PEER_NAMES = (TRANSFER_QUEUE.name, RAY.name, STORES.name)
+PEER_NAMES = (TRANSFER_QUEUE.name, RAY.name)

@@ -5,22 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from tq_service.addresses import DEFAULT_PORT, parse_address
+from tq_service.cli.options import given_credentials
 from tq_service.errors import DeadlineError, InvalidArgumentError, TqError, UnavailableError
 
 if TYPE_CHECKING:
     from tq_service.client import Client
-
-ADDRESS_HELP: Final = (
-    "The service, as host:port, or the host alone for port 50051; of several controllers their addresses with commas "
-    "between them. Default: localhost:50051."
-)
 
 _START_SECONDS: Final = 1.0
 _ASK_AGAIN_SECONDS: Final = 0.1
@@ -80,29 +76,29 @@ def probed_address(address: str | None) -> str:
     return f"localhost:{port}"
 
 
-def _complete_partition(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Return the partitions whose names begin so; none where the service does not answer at once."""
+def _completions(ctx: typer.Context, names: Callable[[Client], Iterable[str]]) -> list[str]:
+    """Return the names that a shell shows; none if the service does not answer at once."""
     with contextlib.suppress(Exception):  # a shell that completes shows no errors
-        from tq_service.cli.options import given_credentials  # noqa: PLC0415  (as in open_client)
         from tq_service.client import Client  # noqa: PLC0415  (as in open_client)
 
         with Client(ctx.params.get("address"), _COMPLETION_SECONDS, **given_credentials(ctx.params)) as client:
             client.health()
-            return [each.partition_id for each in client.list_partitions(incomplete)[:_MOST_COMPLETIONS]]
+            return list(names(client))
     return []
+
+
+def _complete_partition(ctx: typer.Context, incomplete: str) -> list[str]:
+    return _completions(
+        ctx, lambda client: [each.partition_id for each in client.list_partitions(incomplete)[:_MOST_COMPLETIONS]]
+    )
 
 
 def _complete_task(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Return the tasks of the partition whose names begin so; none where the service does not answer at once."""
-    with contextlib.suppress(Exception):  # as above
-        from tq_service.cli.options import given_credentials  # noqa: PLC0415  (as in open_client)
-        from tq_service.client import Client  # noqa: PLC0415  (as in open_client)
+    def names(client: Client) -> Iterator[str]:
+        tasks = client.describe_partition(ctx.params["partition"]).tasks
+        return (each.task_name for each in tasks if each.task_name.startswith(incomplete))
 
-        with Client(ctx.params.get("address"), _COMPLETION_SECONDS, **given_credentials(ctx.params)) as client:
-            client.health()
-            tasks = client.describe_partition(ctx.params["partition"]).tasks
-            return [each.task_name for each in tasks if each.task_name.startswith(incomplete)]
-    return []
+    return _completions(ctx, names)
 
 
 Partition = Annotated[str, typer.Argument(help="Name of the partition.", autocompletion=_complete_partition)]

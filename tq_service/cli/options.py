@@ -10,7 +10,10 @@ from typing import Annotated, Any, Final
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from tq_service.cli.addresses import ADDRESS_HELP
+ADDRESS_HELP: Final = (
+    "The service, as host:port, or the host alone for port 50051; of several controllers their addresses with commas "
+    "between them. Default: localhost:50051."
+)
 
 # Clients read the same variables. There is no option for the token itself: every user of a machine can read the
 # arguments of its processes.

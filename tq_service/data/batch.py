@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from tensordict import TensorDict
 
 from tq_service.data.columns import flatten, object_bytes
-from tq_service.data.end import End
+from tq_service.schema import EndCounts
 
 if TYPE_CHECKING:
     from tq_service.client.batch_meta import BatchMeta
@@ -52,6 +52,30 @@ class FetchedBatch:
     def size_bytes(self) -> int:
         """Bytes of its tensors, arrays, texts and images, also in plain containers; other objects are not counted."""
         return flatten(self.data).size_bytes if isinstance(self.data, TensorDict) else object_bytes(self.data)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """What a stream gives after its last batch.
+
+    Attributes:
+        incarnation: of the partition.
+        epoch: of the task's consumption.
+        counts: what became of the samples, the same for all ranks; None where fetch_batch_fn made the end itself.
+    """
+
+    incarnation: bytes = b""
+    epoch: int = 0
+    counts: EndCounts | None = None
+
+    @classmethod
+    def of(cls, meta: Any) -> End:
+        """Return the end of a meta of status "end", whatever its type: fetch_batch_fn may have made it."""
+        return cls(
+            incarnation=getattr(meta, "incarnation", b""),
+            epoch=getattr(meta, "epoch", 0),
+            counts=getattr(meta, "end", None),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,8 +12,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 from tq_service.client.channel import resolve_address
 from tq_service.client.wait_reports import warn_of_wait
 from tq_service.client_probes import timed
-from tq_service.data.batch import BatchStream, FetchedBatch, StreamIdentity
-from tq_service.data.end import End, end_warning
+from tq_service.data.batch import BatchStream, End, FetchedBatch, StreamIdentity
+from tq_service.data.end import end_warning
 from tq_service.data.micro_batches import ProcessBatch, micro_batch_count, split_micro_batches
 from tq_service.data.pack_options import PackOptions
 from tq_service.data.packed_batches import PackBatches

@@ -1,39 +1,11 @@
-"""The end of a partition as a loader sees it: the counts of consumed and skipped samples, and the reasons."""
+"""What a loader warns of at the end of a partition: the samples that its task did not get, and why."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
+from tq_service.data.batch import End
+from tq_service.data.source import BatchRequest
 from tq_service.errors import NothingDeliveredError
 from tq_service.schema import EndCounts
-
-if TYPE_CHECKING:
-    from tq_service.data.source import BatchRequest
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class End:
-    """What a stream gives after its last batch.
-
-    Attributes:
-        incarnation: of the partition.
-        epoch: of the task's consumption.
-        counts: what became of the samples, the same for all ranks; None where fetch_batch_fn made the end itself.
-    """
-
-    incarnation: bytes = b""
-    epoch: int = 0
-    counts: EndCounts | None = None
-
-    @classmethod
-    def of(cls, meta: Any) -> End:
-        """Return the end of a meta of status "end", whatever its type: fetch_batch_fn may have made it."""
-        return cls(
-            incarnation=getattr(meta, "incarnation", b""),
-            epoch=getattr(meta, "epoch", 0),
-            counts=getattr(meta, "end", None),
-        )
 
 
 def end_warning(end: End, request: BatchRequest) -> str | None:

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
-from tq_service.data.batch import BatchStream, FetchedBatch, SplitBatch
-from tq_service.data.end import End
+from tq_service.data.batch import BatchStream, End, FetchedBatch, SplitBatch
 from tq_service.data.prefetch_queue import PrefetchLimit, PrefetchQueue, QueuedStream, end
 
 _MOST_AHEAD: Final = 2

@@ -8,8 +8,7 @@ import weakref
 from dataclasses import replace
 from functools import partial
 
-from tq_service.data.batch import FetchedBatch, StreamIdentity
-from tq_service.data.end import End
+from tq_service.data.batch import End, FetchedBatch, StreamIdentity
 from tq_service.data.prefetch_queue import PrefetchLimit, PrefetchQueue, QueuedStream
 from tq_service.data.source import BatchFetcher, BatchSource, StreamClosedError
 

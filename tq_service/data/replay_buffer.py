@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from tq_service.data.batch import BatchStream, FetchedBatch
-from tq_service.data.end import End
+from tq_service.data.batch import BatchStream, End, FetchedBatch
 
 
 class ReplayBuffer:

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import torch
 
-from tq_service.data.batch import BatchStream, ExceptionWrapper, FetchedBatch
-from tq_service.data.end import End
+from tq_service.data.batch import BatchStream, End, ExceptionWrapper, FetchedBatch
 from tq_service.data.shared_batch import BatchLayout, lay_out, open_batch
 from tq_service.errors import InvalidArgumentError
 from tq_service.wire.dtypes import Bytes

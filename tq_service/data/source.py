@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from tensordict import TensorDict
 
 from tq_service.client.wait_reports import WaitReports, warn_of_wait
-from tq_service.data.batch import FetchedBatch, StreamIdentity
-from tq_service.data.end import End
+from tq_service.data.batch import End, FetchedBatch, StreamIdentity
 from tq_service.results import WaitReason
 from tq_service.schema import BatchUnit, ReadLayout
 

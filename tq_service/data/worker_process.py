@@ -18,8 +18,7 @@ from multiprocessing.reduction import send_handle
 import torch
 
 from tq_service.client_probes import Note, ProbeNotes
-from tq_service.data.batch import ExceptionWrapper, StreamIdentity
-from tq_service.data.end import End
+from tq_service.data.batch import End, ExceptionWrapper, StreamIdentity
 from tq_service.data.shared_batch import SharedBatch, share_batch
 from tq_service.data.shared_buffers import SharedBufferWriter
 from tq_service.data.source import BatchFetcher, BatchSource, StreamClosedError

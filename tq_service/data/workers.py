@@ -30,8 +30,7 @@ from multiprocessing.reduction import ForkingPickler, recv_handle
 from typing import Any, Final
 
 from tq_service.client_probes import notify_probes
-from tq_service.data.batch import ExceptionWrapper, FetchedBatch, StreamIdentity
-from tq_service.data.end import End
+from tq_service.data.batch import End, ExceptionWrapper, FetchedBatch, StreamIdentity
 from tq_service.data.prefetch_queue import PrefetchLimit
 from tq_service.data.shared_batch import SharedBatch, open_batch
 from tq_service.data.shared_buffers import SharedBufferReader
