@@ -30,7 +30,7 @@ class Program:
         self._process = process
 
     def ask(self, command: str, **arguments: object) -> Any:
-        """Return what a command of the program returns.
+        """Return the result of a command of the program.
 
         Raises:
             RuntimeError: the command raised, or the program has ended.

@@ -1,7 +1,7 @@
-"""What really listens at an address that gRPC cannot reach: gRPC tells of the last address it tried, not of the cause.
+"""The check of an address that gRPC cannot reach: gRPC names the failure of the last address it tried, not the cause.
 
-A name such as "localhost" has two addresses, ::1 and 127.0.0.1. Where a service at the second one speaks TLS and the
-client does not, gRPC says "connection refused": ::1 refused last.
+A name such as "localhost" has two addresses, ::1 and 127.0.0.1. If a service at the second one speaks TLS and the
+client does not, gRPC reports "connection refused": ::1 refused last.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _Connection: TypeAlias = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class ConnectionCheck:
-    """Connects to an address in a thread of its own, so that neither a call nor an event loop waits for it.
+    """Connects to an address in a separate thread, for which neither a call nor an event loop waits.
 
     Args:
-        address: as gRPC takes it; one that is no host and port is not checked.
+        address: as gRPC takes it; an address without host and port is not checked.
         tls: with which the client reaches it, None for plaintext.
 
     Attributes:
-        finding: what is wrong there in plain words; None where nothing is known that gRPC's own words do not tell.
+        finding: the fault in plain words; None if the check found no more than gRPC reports.
     """
 
     def __init__(self, address: str, tls: Tls | None) -> None:
@@ -71,7 +71,7 @@ class ConnectionCheck:
 
 
 def find_fault(address: str, tls: Tls | None) -> str | None:
-    """Return what is wrong with the first that listens at one of the addresses; None where none does, or it is right.
+    """Return the fault of the first that listens at one of the addresses; None if none listens, or it has no fault.
 
     Takes up to two seconds for each address of the name.
     """
@@ -88,7 +88,7 @@ async def _find_fault(address: str, tls: Tls | None) -> str | None:
             return await _fault_of(first, ip, port, address, tls)
         except TimeoutError:
             return f"{_shown(ip, port)} takes connections and does not answer"
-        except OSError:  # closed by the other side: gRPC's words say as much
+        except OSError:  # closed by the other side, which gRPC reports as well
             return None
     return None
 
@@ -145,7 +145,7 @@ async def _speaks_tls(connection: _Connection) -> bool:
 
 
 async def _greet(connection: _Connection, context: ssl.SSLContext | None = None, host: str | None = None) -> bytes:
-    """Return the header of the first frame that answers an HTTP/2 client, less where the connection ends before."""
+    """Return the header of the first frame that answers an HTTP/2 client; less if the connection ends before."""
     reader, writer = connection
     try:
         if context is not None:
