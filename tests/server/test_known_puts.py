@@ -62,7 +62,7 @@ def test_a_put_of_which_very_many_rows_are_left_here_and_there_takes_many_messag
     put = Put("s", BOOT, b"p" * 16)
     rows = np.arange(0, 200_000, 2)
     leaving = [CellSet(put=put, field_names=("x",), rows=rows), CellSet(put=put, field_names=("y",))]
-    pieces = list(KnownPuts(storage_id="s", boot_id=BOOT, leaving=[leaving]).pieces())
+    pieces = list(KnownPuts(storage_id="s", boot_id=BOOT, leaving=leaving).pieces())
     assert max(piece.ByteSize() for piece in pieces) <= 64 * 1024
     first_rows = [row for piece in pieces for cells in piece.cells for row in cells.first_rows]
     assert first_rows == rows.tolist()

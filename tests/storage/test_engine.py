@@ -231,21 +231,22 @@ async def test_an_overdue_put_goes_where_its_controller_does_not_know_it_and_no_
     for number in range(6):
         await put(engine, number, SMALL, confirm=False)
         assert engine.receipt_number(put_id(number)) == number
-    assert engine.confirmations(b"").overdue(9) == Overdue(numbers={}, receipts_from=0)
+    assert engine.uncommitted(b"").overdue(9) == Overdue(put_ids=[], receipts_from=0)
     clock.now += 10
     await put(engine, 6, SMALL, confirm=False)
     assert engine.receipt_number(put_id(6)) == 6
-    asked = engine.confirmations(b"").overdue(5)
-    assert asked == Overdue(numbers={put_id(number): number for number in range(5)}, receipts_from=6)
+    asked = engine.uncommitted(b"").overdue(5)
+    assert asked == Overdue(put_ids=[put_id(number) for number in range(5)], receipts_from=6)
     engine.free([cells(4)])
-    assert engine.on_answer(b"", asked, unknown=[put_id(1), put_id(4)], undecided=[put_id(2), put_id(3)]) == 1
+    engine.confirm(put_id(0))
+    assert engine.on_answer(b"", asked, unknown=[put_id(0), put_id(1), put_id(4)]) == 1
     assert engine.stat().uncommitted_put_count == 4  # 0 is committed, 1 and 4 are gone
-    assert list(engine.confirmations(b"").overdue(9).numbers) == [put_id(5)]  # the undecided ones later
+    assert engine.uncommitted(b"").overdue(9).put_ids == [put_id(5)]  # the others later
     assert engine.receipt_number(put_id(0)) is None
     assert engine.receipt_number(put_id(2)) == 7  # the one before is void
     assert engine.receipt_number(put_id(2)) == 7
     clock.now += 10
-    assert list(engine.confirmations(b"").overdue(9).numbers) == [put_id(number) for number in (5, 6, 3, 2)]
+    assert engine.uncommitted(b"").overdue(9).put_ids == [put_id(number) for number in (5, 6, 2, 3)]
     with pytest.raises(PutNotFoundError):
         engine.check_complete(put_id(1), PARTITION)
 
@@ -256,32 +257,33 @@ async def test_a_put_that_gets_another_receipt_while_it_is_asked_for_stays():
     await put(engine, 1, SMALL, confirm=False)
     assert engine.receipt_number(put_id(1)) == 0
     clock.now += 10
-    first = engine.confirmations(b"").overdue(9)
-    engine.on_answer(b"", Overdue(numbers={}, receipts_from=first.receipts_from), (), ())
-    asked = engine.confirmations(b"").overdue(9)
+    asked = engine.uncommitted(b"").overdue(9)
     assert engine.receipt_number(put_id(1)) == 1
-    assert engine.on_answer(b"", asked, unknown=[put_id(1)], undecided=()) == 0
-    assert engine.confirmations(b"").overdue(9) == Overdue(numbers={}, receipts_from=1)
+    assert engine.on_answer(b"", asked, unknown=[put_id(1)]) == 0
+    assert engine.uncommitted(b"").overdue(9) == Overdue(put_ids=[], receipts_from=1)
 
 
-async def test_a_put_of_which_an_answer_says_that_it_is_committed_outlasts_a_reconciliation_of_before():
+async def test_a_put_that_its_controller_knows_outlasts_a_reconciliation_of_before():
     clock = Clock()
     engine = StorageEngine(max_bytes=None, put_ttl_seconds=10, clock=clock)
     await put(engine, 1, SMALL, confirm=False)
     clock.now += 10
     state = engine.begin_reconciliation()
-    asked = engine.confirmations(b"").overdue(9)
-    engine.on_answer(b"", asked, unknown=(), undecided=())  # it was committed after the controller looked at its puts
+    asked = engine.uncommitted(b"").overdue(9)
+    engine.on_answer(b"", asked, unknown=())  # it was committed after the controller looked at its puts
     for _ in engine.finish_reconciliation(state):
         pass
-    assert (engine.stat().put_count, engine.stat().uncommitted_put_count) == (1, 0)
+    assert engine.stat().put_count == 1
 
 
-async def test_void_receipts_are_replaced(engine):
+async def test_void_receipts_are_replaced():
+    clock = Clock()
+    engine = StorageEngine(max_bytes=None, put_ttl_seconds=10, clock=clock)
     await put(engine, 1, SMALL, confirm=False)
     await put(engine, 2, SMALL, confirm=False)
     assert [engine.receipt_number(put_id(number)) for number in (1, 2, 2)] == [0, 1, 1]
-    engine.confirmations(b"").void_receipts()
+    clock.now += 10
+    engine.uncommitted(b"").overdue()
     assert [engine.receipt_number(put_id(number)) for number in (2, 1, 2)] == [2, 3, 2]
 
 

@@ -272,7 +272,7 @@ class Controller:
             ),
             supervisor=supervisor,
         )
-        self.catalog.on_freed = self.storages.free
+        self.catalog.on_freed = self.storages.puts.free
         self.commits = Commits(catalog=self.catalog, storages=self.storages, waiting=waiting)
         self.watches = Watches(self.catalog, most=settings.max_watchers, stall_seconds=settings.stall_seconds)
         self.backlogs = Backlogs(self.catalog, runner)

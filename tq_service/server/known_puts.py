@@ -30,20 +30,20 @@ class KnownPuts:
         storage_id: the storage service.
         boot_id: its boot.
         cells: those that samples have, by partition, of all storage services.
-        leaving: those that samples had, and that must not be freed yet, in batches, of all storage services.
+        leaving: those that samples had, and that are not freed yet, of all storage services.
         uncommitted: its puts whose commit is under way.
     """
 
     storage_id: str
     boot_id: bytes
     cells: Sequence[CellsSnapshot] = ()
-    leaving: Sequence[Sequence[Freed]] = ()
+    leaving: Sequence[Freed] = ()
     uncommitted: Sequence[bytes] = ()
 
     def parts(self) -> Iterator[PutCells]:
         """Yield all known cells once, those of one put one after the other; any thread may do so."""
         leaving: dict[bytes, list[CellSet]] = {}
-        for cells in map(freed_cells, chain.from_iterable(self.leaving)):
+        for cells in map(freed_cells, self.leaving):
             if self._is_own(cells):
                 leaving.setdefault(cells.put.put_id, []).append(cells)
         own = filter(self._is_own, chain.from_iterable(map(live_cells, self.cells)))

@@ -487,16 +487,23 @@ class StorageServicer:
             shared_memory_count=self._engine.shared_memory_count,
         )
 
-    async def ConfirmPuts(
-        self, request: storage_control_pb2.ConfirmPutsRequest, context: Context
-    ) -> storage_control_pb2.ConfirmPutsResponse:
+    async def UpdatePuts(
+        self, request: storage_control_pb2.UpdatePutsRequest, context: Context
+    ) -> storage_control_pb2.UpdatePutsResponse:
         self._keys.check_epoch(request.controller_id, request.epoch)
-        with contextlib.suppress(DataLossError):
+        cells = [_put_cells(cells) for cells in request.freed]
+        with contextlib.suppress(DataLossError):  # of another boot there is nothing to change
             engine = self._driver.engine_of(request.boot_id)
-            return storage_control_pb2.ConfirmPutsResponse(
-                missing_put_ids=[put_id for put_id in request.put_ids if not engine.confirm(put_id)]
-            )
-        return storage_control_pb2.ConfirmPutsResponse()
+
+            def update() -> storage_control_pb2.UpdatePutsResponse:
+                missing = [put_id for put_id in request.committed_put_ids if not engine.confirm(put_id)]
+                engine.free(cells)
+                next_number = engine.uncommitted(request.controller_id).next_number
+                return storage_control_pb2.UpdatePutsResponse(missing_put_ids=missing, next_receipt_number=next_number)
+
+            keys = self._keys if self._mirroring is None else self._mirroring.keys(request.boot_id) or self._keys
+            return keys.update_once(request.controller_id, request.key_id, request.number, update)
+        return storage_control_pb2.UpdatePutsResponse()
 
     async def ReconcilePuts(
         self, parts: AsyncIterator[storage_control_pb2.ReconcilePutsRequest], context: Context
@@ -537,18 +544,6 @@ class StorageServicer:
         if state.dropped_count:
             _log.warning(LogMessage("dropped puts unknown to the controller", count=state.dropped_count))
         return to_message(storage_control_pb2.ReconcilePutsResponse, state)
-
-    async def FreeCells(
-        self, request: storage_control_pb2.FreeCellsRequest, context: Context
-    ) -> storage_control_pb2.FreeCellsResponse:
-        self._keys.check_epoch(request.controller_id, request.epoch)
-        cells = [_put_cells(cells) for cells in request.cells]
-        with contextlib.suppress(DataLossError):  # of another boot there is nothing to free
-            engine = self._driver.engine_of(request.boot_id)
-            keys = self._keys if self._mirroring is None else self._mirroring.keys(request.boot_id) or self._keys
-            if keys.takes_free(request.controller_id, request.key_id, request.number):
-                engine.free(cells)
-        return storage_control_pb2.FreeCellsResponse()
 
     async def Adopt(
         self, request: storage_control_pb2.AdoptRequest, context: Context

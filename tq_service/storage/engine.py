@@ -34,7 +34,7 @@ from tq_service.storage.index.admission import Admission
 from tq_service.storage.index.compaction import Move
 from tq_service.storage.index.put import PendingPut, StoredPut
 from tq_service.storage.index.put_journal import EncodedPut, PutJournal, PutLog, PutStored, put_of
-from tq_service.storage.index.put_table import Confirmations, Overdue, PutTable, RecoveredPut
+from tq_service.storage.index.put_table import Overdue, PutState, PutTable, RecoveredPut, UncommittedPuts
 from tq_service.storage.index.reading import (
     Reading,
     UnreadableError,
@@ -302,7 +302,7 @@ class StorageEngine:
         if put_id not in self._puts:
             return False
         owner = self._puts.owner_of(put_id)
-        self._puts.confirmations(owner).forget(put_id)
+        self._puts.uncommitted(owner).remove(put_id)
         if (state := self._reconciliations.get(owner)) is not None:
             state.staying.add(put_id)
         self._spill()
@@ -329,7 +329,7 @@ class StorageEngine:
             PutNotFoundError: some of its cells were freed, so that it was committed before, maybe with a controller
                 that has restarted since and knows nothing of it.
         """
-        number = self._puts.confirmations_of(put_id).receipt_number(put_id)
+        number = self._puts.uncommitted(self._puts.owner_of(put_id)).receipt_number(put_id)
         was_freed = put_id in self._when_fetched or not (put_id in self.damaged or self._puts[put_id].is_whole())
         if number is not None and was_freed:
             raise PutNotFoundError(
@@ -338,26 +338,19 @@ class StorageEngine:
             )
         return number
 
-    def confirmations(self, owner: bytes) -> Confirmations:
-        """Return which puts of a controller wait for their confirmation, and which receipts it takes."""
-        return self._puts.confirmations(owner)
+    def uncommitted(self, owner: bytes) -> UncommittedPuts:
+        """Return the puts of a controller that are not known to be committed, and which receipts it takes."""
+        return self._puts.uncommitted(owner)
 
-    def on_answer(self, owner: bytes, asked: Overdue, unknown: Iterable[bytes], undecided: Iterable[bytes]) -> int:
-        """Learn what a controller knows of overdue puts, and drop those that it does not know.
+    def on_answer(self, owner: bytes, asked: Overdue, unknown: Iterable[bytes]) -> int:
+        """Drop overdue puts that a controller does not know, and return how many these are.
 
         Args:
             owner: the controller.
-            asked: what its `Confirmations.overdue` returned before it was asked.
-            unknown: those of them that are neither committed nor can be any more.
-            undecided: those of them that may still be committed; all others are.
-
-        Returns:
-            How many puts were dropped.
+            asked: what its `UncommittedPuts.overdue` returned before it was asked.
+            unknown: those of them that are neither committed nor can be any more; all others are, or may be.
         """
-        unknown, undecided = frozenset(unknown), frozenset(undecided)
-        for put_id in asked.numbers.keys() - unknown - undecided:
-            self.confirm(put_id)  # a reconciliation that began before the commit must not drop it
-        dropped = list(self._puts.confirmations(owner).on_answer(asked, unknown, undecided))
+        dropped = self._puts.uncommitted(owner).on_answer(asked, frozenset(unknown))
         for put_id in dropped:
             self._drop(put_id)
         return len(dropped)
@@ -406,7 +399,7 @@ class StorageEngine:
 
     def discard(self, put_id: bytes) -> None:
         """Drop a complete put whose commit was refused; one that is confirmed, or not here, stays as it is."""
-        if put_id in self._puts and self._puts.confirmations_of(put_id).is_waiting(put_id):
+        if put_id in self._puts and self._puts.state_of(put_id) is PutState.WAITING:
             self._drop(put_id)
 
     # Learning which puts are known
@@ -467,14 +460,15 @@ class StorageEngine:
         """
         self._check_current(state)
         self._free_others(state)
-        work, waiting = 0, self._puts.confirmations(state.owner)
+        work, uncommitted = 0, self._puts.uncommitted(state.owner)
         for put_ids in self._puts.slices():
             for put_id in put_ids:
                 if self._puts.owner_of(put_id) != state.owner:
                     continue
-                if waiting.is_recovered(put_id):
-                    waiting.begin(put_id)
-                elif put_id not in state.staying and not waiting.is_waiting(put_id):
+                put_state = uncommitted.state_of(put_id)
+                if put_state is PutState.RECOVERED:
+                    uncommitted.wait(put_id)
+                elif put_state is PutState.COMMITTED and put_id not in state.staying:
                     self._drop(put_id)
                     state.dropped_count += 1
                     work += _DROP_WORK
@@ -501,7 +495,7 @@ class StorageEngine:
         if put_id in state.freed:  # what is listed is gone; a put of this id that is here was stored again
             return
         state.staying.add(put_id)
-        self._puts.confirmations(state.owner).forget(put_id)
+        self._puts.uncommitted(state.owner).remove(put_id)
         if self._has(state, put_id) and put_id not in self.damaged:
             return
         state.miss(put_id)
@@ -643,7 +637,7 @@ class StorageEngine:
             used_bytes=self._admission.used_bytes,
             pooled_bytes=self._store.pooled_bytes,
             put_count=len(self._puts),
-            uncommitted_put_count=self._puts.waiting_count,
+            uncommitted_put_count=self._puts.uncommitted_count,
             damaged_put_count=len(self.damaged),
             written_bytes=self._written_bytes,
             read_bytes=self._read_bytes,
@@ -767,10 +761,8 @@ class StorageEngine:
                 return
 
     def _may_spill(self, put_id: bytes) -> bool:
-        waiting = self._puts.confirmations_of(put_id)
         return (
-            not waiting.is_waiting(put_id)
-            and not waiting.is_recovered(put_id)
+            self._puts.state_of(put_id) is PutState.COMMITTED
             and self._puts[put_id].is_whole()
             and self._mirror is not None
             and self._mirror.spill(put_id)
