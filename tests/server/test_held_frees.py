@@ -28,6 +28,7 @@ class FakeStorage:
 
     def __init__(self):
         self.freed, self.confirmed = [], []
+        self.engine = self
 
     def confirm(self, put_id):
         self.confirmed.append(put_id)

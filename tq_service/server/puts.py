@@ -46,9 +46,12 @@ _FREED_PER_TURN: Final = 128  # puts, or parts of some, freed before others have
 
 
 class Holder(Protocol):
-    """A storage service that holds puts."""
+    """A storage service that holds puts: the engine of this process, or a `RemoteStorage`."""
 
-    def confirm(self, put_id: bytes) -> None:
+    storage_id: str
+    boot_id: bytes
+
+    def confirm(self, put_id: bytes) -> object:
         """Make a put stay, soon."""
         ...
 
@@ -69,7 +72,8 @@ class Puts:
     """The puts that samples have or are about to get, and the cells that are to be freed. Confined to the event loop.
 
     Args:
-        holder_of: returns what holds the puts of an instance of a storage service; None: nothing that is known.
+        embedded: the engine of this process; None: it has none.
+        find: returns what holds the puts of another instance of a storage service; None: nothing that is known.
         snapshot_cells: returns the cells that samples have now, by partition.
         after_durable: calls something once all that has changed here so far cannot be lost any more.
         supervisor: runs the background task.
@@ -81,13 +85,15 @@ class Puts:
 
     def __init__(
         self,
-        holder_of: Callable[[str, bytes], Holder | None],
+        embedded: Holder | None,
+        find: Callable[[str, bytes], Holder | None],
         snapshot_cells: Callable[[], Sequence[CellsSnapshot]],
         after_durable: Callable[[Callable[[], None]], None],
         supervisor: Supervisor,
     ) -> None:
         self.has_some_elsewhere = False
-        self._holder_of = holder_of
+        self._embedded = embedded
+        self._find = find
         self._snapshot_cells = snapshot_cells
         self._after_durable = after_durable
         self._supervisor = supervisor
@@ -208,6 +214,12 @@ class Puts:
     def _confirm(self, put: Put) -> None:
         if put in self._committed and (holder := self._holder_of(*put[:2])) is not None:
             holder.confirm(put.put_id)
+
+    def _holder_of(self, storage_id: str, boot_id: bytes) -> Holder | None:
+        embedded = self._embedded
+        if embedded is not None and (embedded.storage_id, embedded.boot_id) == (storage_id, boot_id):
+            return embedded
+        return self._find(storage_id, boot_id)
 
     def _when_durable(self, action: Callable[[], None]) -> None:
         if self.has_some_elsewhere:

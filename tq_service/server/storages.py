@@ -63,17 +63,17 @@ class EmbeddedStorage:
         self.boot_id = engine.boot_id
         self.endpoint = endpoint
         self.driver = driver
-        self._engine = engine
+        self.engine = engine
         self._controller_id = controller_id
 
     def capacity(self) -> Capacity:
         """Return its bytes."""
-        stat = self._engine.stat()
+        stat = self.engine.stat()
         return Capacity(max_bytes=stat.max_bytes, used_bytes=stat.used_bytes)
 
     def status(self) -> StorageStatus:
         """Return what is known of it."""
-        stat = self._engine.stat()
+        stat = self.engine.stat()
         return StorageStatus(
             storage_id=self.storage_id,
             address=self.endpoint.address,
@@ -101,29 +101,21 @@ class EmbeddedStorage:
                 "answered, as it is",
                 field="receipt",
             )
-        self._engine.check_complete(put_id, partition_id)
+        self.engine.check_complete(put_id, partition_id)
         return PutReceipt(
-            for_existing_rows=self._engine.is_for_existing_rows(put_id),
-            columns_digest=columns_digest(self._engine.columns_of(put_id)),
+            for_existing_rows=self.engine.is_for_existing_rows(put_id),
+            columns_digest=columns_digest(self.engine.columns_of(put_id)),
         )
 
     def check_held(self, put_id: bytes, partition_id: str) -> None:
         """Check that a put is still here."""
-        self._engine.check_complete(put_id, partition_id)
-
-    def confirm(self, put_id: bytes) -> None:
-        """Make a put stay; one is not here if all its samples have failed, and its commit freed it."""
-        self._engine.confirm(put_id)
-
-    def free(self, cells: Sequence[PutCells]) -> None:
-        """Give cells back."""
-        self._engine.free(cells)
+        self.engine.check_complete(put_id, partition_id)
 
     def reconcile(self, cells: Iterable[PutCells]) -> None:
         """Say which cells samples have, before anybody is served."""
-        state = self._engine.begin_reconciliation(self._controller_id)
-        self._engine.reconcile(state, cells=cells)
-        for _ in self._engine.finish_reconciliation(state):
+        state = self.engine.begin_reconciliation(self._controller_id)
+        self.engine.reconcile(state, cells=cells)
+        for _ in self.engine.finish_reconciliation(state):
             pass
         report_reconciled(self.storage_id, state.missing_put_ids, state.missing_count, state.dropped_count)
 
@@ -175,7 +167,13 @@ class StorageRegistry:
         self._closing: set[asyncio.Task[None]] = set()
         self._supervisor = supervisor or Supervisor()
         self.adoptions = Adoptions(self._storages, heartbeat_seconds, self._supervisor, takes_heartbeats)
-        self.puts = Puts(self._find, snapshot_cells, after_durable, self._supervisor)
+        self.puts = Puts(
+            None if embedded is None else embedded.engine,
+            self._find_remote,
+            snapshot_cells,
+            after_durable,
+            self._supervisor,
+        )
 
     @property
     def count(self) -> int:
@@ -215,6 +213,10 @@ class StorageRegistry:
         if storage is None or storage.boot_id != boot_id:
             return self.adoptions.taken.get((storage_id, boot_id))
         return storage
+
+    def _find_remote(self, storage_id: str, boot_id: bytes) -> RemoteStorage | None:
+        storage = self._find(storage_id, boot_id)
+        return None if isinstance(storage, EmbeddedStorage) else storage
 
     def recover(self) -> None:
         """Learn which puts are committed, and tell the embedded storage, once the samples are there again."""
