@@ -343,7 +343,7 @@ async def test_reconciliation_touches_the_puts_of_its_owner_alone(engine):
     assert read(engine, [2], runs(["dense"], (0, 0, 4)))["dense"].tolist() == DATA["dense"].tolist()
     other = engine.begin_reconciliation(b"b")
     engine.begin_reconciliation(b"a")
-    engine.reconcile(other, whole=[put_id(2)])  # that of another owner goes on
+    engine.reconcile(other, cells=[cells(2)])  # that of another owner goes on
     for _ in engine.finish_reconciliation(other):
         pass
     assert engine.stat().put_count == 2
@@ -372,7 +372,7 @@ async def test_what_was_listed_of_a_freed_put_says_nothing_of_one_stored_under_i
         engine.reconcile(state, cells=listed[:1])
     engine.free([cells(1, 0, 1), cells(1, 2, 3)])  # by which all of it is gone
     await put(engine, 1, DATA, confirm=False)
-    engine.reconcile(state, cells=listed[is_begun:], whole=[put_id(2)])
+    engine.reconcile(state, cells=[*listed[is_begun:], cells(2)])
     for _ in engine.finish_reconciliation(state):
         pass
     assert engine.stat().uncommitted_put_count == 1

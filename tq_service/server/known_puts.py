@@ -58,10 +58,7 @@ class KnownPuts:
         while some := list(islice(uncommitted, _MOST_PUTS)):
             yield storage_control_pb2.ReconcilePutsRequest(uncommitted_put_ids=some)
         for cells in in_messages(chain.from_iterable(map(split_runs, self.parts())), _MOST_PUTS):
-            yield storage_control_pb2.ReconcilePutsRequest(
-                whole_put_ids=[each.put_id for each in cells if each.is_whole],
-                cells=[encode_cells(each) for each in cells if not each.is_whole],
-            )
+            yield storage_control_pb2.ReconcilePutsRequest(cells=map(encode_cells, cells))
         yield storage_control_pb2.ReconcilePutsRequest(is_last=True)
 
     def _is_own(self, cells: CellSet) -> bool:

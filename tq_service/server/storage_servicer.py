@@ -521,7 +521,6 @@ class StorageServicer:
                     await context.send_initial_metadata(())
                 engine.reconcile(
                     state,
-                    whole=part.whole_put_ids,
                     cells=map(_put_cells, part.cells),
                     uncommitted=part.uncommitted_put_ids,
                 )

@@ -25,7 +25,6 @@ from tq_service.errors import (
 )
 from tq_service.log_message import LogMessage
 from tq_service.results import MirrorStatus
-from tq_service.storage.backing import Backing
 from tq_service.storage.blobs.base import Blob, BlobStore, DurableBlobStore, in_thread, is_temporary
 from tq_service.storage.blobs.memfd import MemfdBlobs
 from tq_service.storage.blobs.memory import SMALL_BYTES, LocalBlob, MemoryBlobs
@@ -34,7 +33,7 @@ from tq_service.storage.index.admission import Admission
 from tq_service.storage.index.compaction import Move
 from tq_service.storage.index.put import PendingPut, StoredPut
 from tq_service.storage.index.put_journal import EncodedPut, PutJournal, PutLog, PutStored, put_of
-from tq_service.storage.index.put_table import Overdue, PutState, PutTable, RecoveredPut, UncommittedPuts
+from tq_service.storage.index.put_table import Backing, Overdue, PutState, PutTable, RecoveredPut, UncommittedPuts
 from tq_service.storage.index.reading import (
     Reading,
     UnreadableError,
@@ -161,7 +160,7 @@ class StorageEngine:
             store.on_freed = self._admission.release
         self._journal = PutJournal(self._store) if isinstance(self._store, DurableBlobStore) else None
         self._mirror = mirror
-        self._backing: Backing | None = self._journal if mirror is None else mirror
+        self._backing: Backing = mirror or self._journal or Backing()
         if mirror is not None:
             if not isinstance(self._store, MemoryBlobs):
                 raise InvalidArgumentError(
@@ -293,9 +292,8 @@ class StorageEngine:
             DiskFailedError: they could not be written.
             QuotaExceededError: the mirror has not the copies required until the deadline (with `retry_after_seconds`).
         """
-        if self._backing is not None:
-            await self._backing.flush(pending, deadline)
-            pending.opened()
+        await self._backing.flush(pending, deadline)
+        pending.opened()
 
     def confirm(self, put_id: bytes) -> bool:
         """Make a complete put stay: its commit is made. Idempotent; return whether it is here."""
@@ -383,7 +381,7 @@ class StorageEngine:
 
     def partition_of(self, put_id: bytes) -> str | None:
         """Return the partition that a complete put is for, None where it is not here."""
-        if self._backing is not None and (partition_id := self._backing.partition_of(put_id)) is not None:
+        if (partition_id := self._backing.partition_of(put_id)) is not None:
             return partition_id
         put = self._puts.get(put_id)
         return None if put is None else put.partition_id
@@ -417,7 +415,6 @@ class StorageEngine:
         self,
         state: Reconciliation,
         *,
-        whole: Iterable[bytes] = (),
         cells: Iterable[PutCells] = (),
         uncommitted: Iterable[bytes] = (),
     ) -> None:
@@ -425,8 +422,7 @@ class StorageEngine:
 
         Args:
             state: what `begin_reconciliation` returned.
-            whole: puts of which all cells are known.
-            cells: known cells of other puts; all else of these is freed. Those of one put follow each other.
+            cells: known cells; all else of their puts is freed. Those of one put follow each other.
             uncommitted: puts whose commit is under way: they stay as they are.
 
         Raises:
@@ -435,8 +431,6 @@ class StorageEngine:
         """
         self._check_current(state)
         state.staying.update(uncommitted)
-        for put_id in whole:
-            self._know(state, put_id)
         for some in cells:
             if some.put_id != state.put_id:
                 self._free_others(state)
@@ -446,7 +440,8 @@ class StorageEngine:
                         field="cells",
                     )
                 state.put_id = some.put_id
-                state.partial.add(some.put_id)
+                if not some.is_whole:
+                    state.partial.add(some.put_id)
                 self._know(state, some.put_id)
             state.parts.append(some)
 
@@ -499,7 +494,7 @@ class StorageEngine:
         if self._has(state, put_id) and put_id not in self.damaged:
             return
         state.miss(put_id)
-        if self._backing is not None:
+        if put_id not in self._puts:
             self._backing.mark_damaged(put_id, "it is not here")
 
     def _has(self, state: Reconciliation, put_id: bytes) -> bool:
@@ -513,7 +508,7 @@ class StorageEngine:
             return
         if put_id in state.freed:
             return
-        if self._is_unfetched(put_id):
+        if self._backing.is_unfetched(put_id):
             self._defer(put_id, lambda: self.free(cells_besides(put_id, self._puts[put_id], parts)))
             return
         self.free(cells_besides(put_id, self._puts[put_id], parts))
@@ -543,7 +538,7 @@ class StorageEngine:
             if some.is_whole:
                 self._note_freed(some.put_id)
             if some.put_id not in self._puts:
-                if some.is_whole and self._backing is not None:
+                if some.is_whole:
                     self._backing.forget(some.put_id)
                 continue
             if some.is_whole:
@@ -551,7 +546,7 @@ class StorageEngine:
                 continue
             if some.put_id in self.damaged:
                 continue
-            if self._is_unfetched(some.put_id):
+            if self._backing.is_unfetched(some.put_id):
                 self._defer(some.put_id, partial(self.free, [some]))
                 continue
             put = self._puts[some.put_id]
@@ -581,8 +576,7 @@ class StorageEngine:
             move.is_given_up = True
         if self._compaction is not None:
             await asyncio.wait([self._compaction])
-        if self._backing is not None:
-            await self._backing.close()
+        await self._backing.close()
         for store in (self._store, self._memfds):
             await store.close()
 
@@ -621,7 +615,7 @@ class StorageEngine:
             return UnavailableError(f"put {put_id.hex()} cannot be read now ({error}); try again")
         reason = f"its bytes cannot be read: {error}"
         put = self._puts.get(put_id)
-        if self._backing is not None and put is not None and put.values is blob:
+        if put is not None and put.values is blob:
             self._backing.mark_damaged(put_id, reason)
         return lost_error([put_id], reason, self.storage_id)
 
@@ -671,13 +665,11 @@ class StorageEngine:
     async def check(self, put_ids: Collection[bytes]) -> None:
         """Have the bytes of recovered and spilled puts here, and look at those of the first, before they are read."""
         self._use(put_ids)  # those that are here stay, while the others are fetched
-        if self._backing is not None:
-            await self._backing.check(put_ids)
+        await self._backing.check(put_ids)
 
     async def scrub(self) -> None:
         """Have the bytes of all recovered puts here, and look at them, slowly."""
-        if self._backing is not None:
-            await self._backing.scrub()
+        await self._backing.scrub()
 
     def take_over(self, objects: Iterable[PutObject]) -> int:
         """Take over the puts of an engine that is gone, from objects of its mirror; return how many there are.
@@ -714,13 +706,9 @@ class StorageEngine:
             if put_id in self._puts:
                 action()
 
-    def _is_unfetched(self, put_id: bytes) -> bool:
-        return self._backing is not None and self._backing.is_unfetched(put_id)
-
     def _defer(self, put_id: bytes, action: Callable[[], None]) -> None:
         self._when_fetched.setdefault(put_id, []).append(action)
-        if self._backing is not None:
-            self._backing.fetch_to_free(put_id)
+        self._backing.fetch_to_free(put_id)
 
     # Memory
 
@@ -771,7 +759,7 @@ class StorageEngine:
     @property
     def damaged(self) -> Mapping[bytes, str]:
         """Puts whose bytes are lost, and why; what was not looked at since the start is not known to be."""
-        return {} if self._backing is None else self._backing.damaged
+        return self._backing.damaged
 
     @property
     def _needed_journal(self) -> PutJournal:
@@ -783,8 +771,7 @@ class StorageEngine:
 
     def _finish(self, pending: PendingPut, stored: StoredPut) -> None:
         del self._pending[pending.put_id]
-        if self._backing is not None:
-            self._backing.record(pending.put_id, stored, pending.checksum)
+        self._backing.record(pending.put_id, stored, pending.checksum)
         self._puts.add(pending.put_id, stored)
         self._written_bytes += stored.values.charge
         if self._residents is not None:
@@ -807,10 +794,7 @@ class StorageEngine:
         if (move := self._moves.pop(put_id, None)) is not None:
             move.is_given_up = True
         self._when_fetched.pop(put_id, None)
-        if self._backing is None:
-            blob.release()
-        else:
-            self._backing.drop(put_id, blob)
+        self._backing.drop(put_id, blob)
 
     def _note_freed(self, put_id: bytes) -> None:
         for state in self._reconciliations.values():
@@ -832,7 +816,7 @@ class StorageEngine:
         put = self._puts[put_id]
         self._holed[put_id] = None
         left_bytes = put.compacted_bytes()
-        if left_bytes * 2 >= put.values.charge or not self._may_compact(put_id):
+        if left_bytes * 2 >= put.values.charge or not self._backing.may_compact(put_id):
             return
         if left_bytes >= SMALL_BYTES or not put.values.is_local:
             self._due[put_id] = None
@@ -848,9 +832,6 @@ class StorageEngine:
         self._lacking_bytes = lacking_bytes
         if self._holed:
             self._start_compaction()
-
-    def _may_compact(self, put_id: bytes) -> bool:
-        return self._backing is None or self._backing.may_compact(put_id)
 
     def _start_compaction(self) -> None:
         if self._compaction is None and not self._is_closed:
@@ -896,7 +877,7 @@ class StorageEngine:
         A thread copies. Cells freed during the copy are freed in the old blob at once, and in the new one at the end.
         """
         put = self._puts.get(put_id)
-        if put is None or not self._may_compact(put_id):
+        if put is None or not self._backing.may_compact(put_id):
             return False
         move = self._moves[put_id] = Move(put)
         old, blob, is_moved = put.values, None, False
@@ -938,10 +919,7 @@ class StorageEngine:
         old = self._puts[put_id].values
         self._puts.replace(put_id, smaller)
         self._holed.pop(put_id, None)
-        if self._backing is None:
-            old.release()
-        else:
-            self._backing.move(put_id, old, smaller, checksum)
+        self._backing.move(put_id, old, smaller, checksum)
 
     def _free_moved(self, put_id: bytes, freed: Sequence[PutCells]) -> None:
         for cells in freed:

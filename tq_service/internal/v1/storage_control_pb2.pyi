@@ -110,7 +110,6 @@ class ReconcilePutsRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     BOOT_ID_FIELD_NUMBER: builtins.int
-    WHOLE_PUT_IDS_FIELD_NUMBER: builtins.int
     CELLS_FIELD_NUMBER: builtins.int
     UNCOMMITTED_PUT_IDS_FIELD_NUMBER: builtins.int
     IS_LAST_FIELD_NUMBER: builtins.int
@@ -125,12 +124,8 @@ class ReconcilePutsRequest(google.protobuf.message.Message):
     epoch: builtins.int
     """Its epoch, as in RegisterStorageResponse. First message only."""
     @property
-    def whole_put_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
-        """Puts that keep all their cells."""
-
-    @property
     def cells(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PutCells]:
-        """Cells of other puts; those of one put follow each other, over messages too."""
+        """Known cells; those of one put follow each other, over messages too."""
 
     @property
     def uncommitted_put_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
@@ -140,14 +135,13 @@ class ReconcilePutsRequest(google.protobuf.message.Message):
         self,
         *,
         boot_id: builtins.bytes = ...,
-        whole_put_ids: collections.abc.Iterable[builtins.bytes] | None = ...,
         cells: collections.abc.Iterable[global___PutCells] | None = ...,
         uncommitted_put_ids: collections.abc.Iterable[builtins.bytes] | None = ...,
         is_last: builtins.bool = ...,
         controller_id: builtins.bytes = ...,
         epoch: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "cells", b"cells", "controller_id", b"controller_id", "epoch", b"epoch", "is_last", b"is_last", "uncommitted_put_ids", b"uncommitted_put_ids", "whole_put_ids", b"whole_put_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "cells", b"cells", "controller_id", b"controller_id", "epoch", b"epoch", "is_last", b"is_last", "uncommitted_put_ids", b"uncommitted_put_ids"]) -> None: ...
 
 global___ReconcilePutsRequest = ReconcilePutsRequest
 

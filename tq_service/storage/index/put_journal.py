@@ -30,7 +30,7 @@ from tq_service.storage.blobs.base import Blob, DurableBlobStore, is_temporary
 from tq_service.storage.blobs.memory import LocalBlob
 from tq_service.storage.cells import Rows
 from tq_service.storage.index.put import PendingPut, RowSet, StoredColumn, StoredPut
-from tq_service.storage.index.put_table import RecoveredPut
+from tq_service.storage.index.put_table import Backing, RecoveredPut
 
 _log = logging.getLogger(__name__)
 _SCRUB_BYTES_PER_SECOND: Final = 100e6
@@ -118,7 +118,7 @@ class PutLog(Protocol):
         ...
 
 
-class PutJournal:
+class PutJournal(Backing):
     """The part of an engine that keeps its puts. Confined to the engine's event loop.
 
     Args:
@@ -130,9 +130,9 @@ class PutJournal:
     """
 
     def __init__(self, store: DurableBlobStore) -> None:
+        super().__init__()
         self._store = store
         self._log: PutLog | None = None
-        self.damaged: dict[bytes, str] = {}
         self.on_looked_at: Callable[[bytes], None] = lambda _: None
         self._expected: dict[bytes, tuple[Blob, int]] = {}  # checksums of recovered puts that were not looked at yet
         self._checking: dict[bytes, asyncio.Task[None]] = {}
@@ -140,17 +140,11 @@ class PutJournal:
         self._to_free: dict[bytes, None] = {}  # puts to be looked at first: cells of them are to be freed
         self._has_to_free = asyncio.Event()
 
-    def mark_damaged(self, put_id: bytes, reason: str) -> None:
-        """Take note of a put that cannot be read."""
-        if put_id not in self.damaged:
-            _log.error(LogMessage("a put is damaged", put_id=put_id, reason=reason))
-            self.damaged[put_id] = reason
-
     def forget(self, put_id: bytes) -> bool:
         """Forget whether a put is sound; return whether it was damaged."""
         self._expected.pop(put_id, None)
         self._to_free.pop(put_id, None)
-        return self.damaged.pop(put_id, None) is not None
+        return super().forget(put_id)
 
     # Taking puts
 
@@ -197,7 +191,7 @@ class PutJournal:
 
     def may_compact(self, put_id: bytes) -> bool:
         """Whether a put may be moved now."""
-        return put_id not in self._expected and put_id not in self.damaged
+        return put_id not in self._expected and super().may_compact(put_id)
 
     def move(self, put_id: bytes, old: Blob, moved: StoredPut, checksum: int | None) -> None:
         """Write down a put that was compacted and flushed, and release its old blob once that cannot be lost."""
@@ -207,9 +201,6 @@ class PutJournal:
             self._needed_log.fatal("a put was moved and could not be written down", error)
             raise
         self._release_later(old)
-
-    async def close(self) -> None:
-        """Do nothing: what is under way ends by itself."""
 
     def _release_later(self, blob: Blob) -> None:
         self._needed_log.after_durable(blob.release)
@@ -258,10 +249,6 @@ class PutJournal:
     def is_unfetched(self, put_id: bytes) -> bool:
         """Whether a put was not looked at since it was recovered: its tables are in its segment alone."""
         return put_id in self._expected
-
-    def partition_of(self, put_id: bytes) -> str | None:
-        """Return None: the record of each put is here."""
-        return None
 
     # Whether the bytes of recovered puts are as they were put
 

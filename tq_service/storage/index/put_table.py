@@ -1,4 +1,6 @@
-"""The complete puts of an engine, and whether each is committed: a put's life in its storage service.
+"""The complete puts of an engine: their names, whether each is committed, and what keeps them beyond the process.
+
+A put's life in its storage service:
 
     written -> waiting ------------- committed -> freed, row by row or whole
                  | overdue               |
@@ -16,16 +18,19 @@ no put is lost: `server/puts.py`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from itertools import chain, islice, takewhile
 from typing import Final, NamedTuple
 
+from tq_service.log_message import LogMessage
 from tq_service.schema import CONTROLLER_NAME_BYTES
 from tq_service.storage.blobs.base import Blob
-from tq_service.storage.index.put import StoredPut
+from tq_service.storage.index.put import PendingPut, StoredPut
 
+_log = logging.getLogger(__name__)
 _SHARDS: Final = 1024
 
 
@@ -277,3 +282,73 @@ class PutTable(Mapping[bytes, StoredPut]):
 
     def _shard(self, put_id: object) -> dict[bytes, StoredPut | RecoveredPut]:
         return self._shards[hash(put_id) & (_SHARDS - 1)]
+
+
+class Backing:
+    """What keeps the puts of an engine beyond its process: this one nothing; `PutJournal` a disk, `Mirror` other nodes.
+
+    Confined to the engine's event loop.
+
+    Attributes:
+        damaged: puts whose bytes are lost, and why; those that were not looked at yet are not known to be.
+    """
+
+    def __init__(self) -> None:
+        self.damaged: dict[bytes, str] = {}
+
+    async def flush(self, pending: PendingPut, deadline: float | None) -> None:
+        """Wait until the bytes of a put outlive this process, before it is finished.
+
+        Args:
+            pending: all of it is written.
+            deadline: until when to wait, by the engine's clock; None: for as long as the caller is not cancelled.
+        """
+
+    def record(self, put_id: bytes, put: StoredPut, checksum: int | None) -> None:
+        """Take note that a put is complete: it was flushed."""
+
+    def drop(self, put_id: bytes, blob: Blob) -> None:
+        """Forget a put, and release its blob when it may be."""
+        blob.release()
+
+    def may_compact(self, put_id: bytes) -> bool:
+        """Whether a put may be moved to a smaller blob now."""
+        return put_id not in self.damaged
+
+    def move(self, put_id: bytes, old: Blob, moved: StoredPut, checksum: int | None) -> None:
+        """Take note that a put was compacted and flushed, and release its old blob when it may be."""
+        old.release()
+
+    def is_unfetched(self, put_id: bytes) -> bool:
+        """Whether the tables of a put are not in memory until `check` has read or fetched it."""
+        return False
+
+    def partition_of(self, put_id: bytes) -> str | None:
+        """Return the partition of a put that is known by name and owner alone, None for others."""
+        return None
+
+    async def check(self, put_ids: Collection[bytes]) -> None:
+        """Have the bytes of recovered puts here, and look at them, before they are read.
+
+        Raises:
+            UnavailableError: that cannot be done now.
+        """
+
+    def fetch_to_free(self, put_id: bytes) -> None:
+        """Have an unfetched put checked soon, in the background, since cells of it are to be freed."""
+
+    async def scrub(self) -> None:
+        """Have the bytes of all recovered puts here, and look at them, slowly."""
+
+    def mark_damaged(self, put_id: bytes, reason: str) -> None:
+        """Take note of a put that cannot be read."""
+        if put_id not in self.damaged:
+            _log.error(LogMessage("a put is damaged", put_id=put_id, reason=reason))
+            self.damaged[put_id] = reason
+
+    def forget(self, put_id: bytes) -> bool:
+        """Forget whether a put is sound; return whether it was damaged."""
+        return self.damaged.pop(put_id, None) is not None
+
+    async def close(self) -> None:
+        """End what it has in the background."""

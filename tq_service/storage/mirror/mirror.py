@@ -20,12 +20,12 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Final, TypeAlias
 
 from tq_service.errors import DataLossError, QuotaExceededError, TqError, UnavailableError
-from tq_service.log_message import LogMessage
 from tq_service.objects.base import LARGEST_OBJECT_BYTES, Buffer
 from tq_service.results import MirrorStatus
 from tq_service.storage.blobs.base import RETRY_AFTER_SECONDS, Blob
 from tq_service.storage.index.put import PendingPut, StoredPut
 from tq_service.storage.index.put_journal import PutStored, decode_put, describe_put, encode_put
+from tq_service.storage.index.put_table import Backing
 from tq_service.storage.mirror.layout import PutObject, pack_puts, unpack_heads
 from tq_service.storage.mirror.writer import ObjectWriter
 
@@ -106,7 +106,7 @@ class _Batch:
         self.task: asyncio.Task[None] | None = None
 
 
-class Mirror:
+class Mirror(Backing):
     """Where the puts of an engine are a second time. Confined to the engine's event loop.
 
     Args:
@@ -130,11 +130,11 @@ class Mirror:
         url: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__()
         self._writer = writer
         self._required = required
         self._url = url
         self._clock = clock
-        self.damaged: dict[bytes, str] = {}
         self.on_fetched: Callable[[PutStored, memoryview], StoredPut | None] = lambda *_: None
         self.may_fetch: Callable[[], bool] = lambda: True
         self._copies: dict[bytes, _Copy] = {}
@@ -351,24 +351,6 @@ class Mirror:
         if copy is not None:
             self._abandon(copy)
         blob.release()
-
-    def may_compact(self, put_id: bytes) -> bool:
-        """Whether a put may be moved now."""
-        return put_id not in self.damaged
-
-    def move(self, put_id: bytes, old: Blob, moved: StoredPut, checksum: int | None) -> None:
-        """Free what a put was in; its object stays as it is."""
-        old.release()
-
-    def mark_damaged(self, put_id: bytes, reason: str) -> None:
-        """Take note of a put that cannot be read."""
-        if put_id not in self.damaged:
-            _log.error(LogMessage("a put is damaged", put_id=put_id, reason=reason))
-            self.damaged[put_id] = reason
-
-    def forget(self, put_id: bytes) -> bool:
-        """Forget whether a put is sound; return whether it was damaged."""
-        return self.damaged.pop(put_id, None) is not None
 
     # Puts that are not in memory
 
