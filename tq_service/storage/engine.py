@@ -268,9 +268,6 @@ class StorageEngine:
                 await in_thread(None, stored.place, blob, columns, pinned=[blob])
             if stored.values_at and not blob.is_local:
                 await store.write(blob, 0, stored.tables())
-            if self._store.has_tables and store is not self._store:
-                blob.copy = await self._store.allocate(stored.blob_bytes(self._store))
-                blob.copy.charge = 0
         except BaseException:
             if blob is None:
                 self._admission.release(charge)

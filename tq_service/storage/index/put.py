@@ -18,7 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64
 
-from tq_service.errors import CallCancelledError, FieldNotFoundError, InvalidArgumentError, PutNotFoundError, nearest
+from tq_service.errors import (
+    CallCancelledError,
+    FieldNotFoundError,
+    InvalidArgumentError,
+    PutNotFoundError,
+    UnavailableError,
+    nearest,
+)
 from tq_service.schema import Encoding, FieldSpec
 from tq_service.storage.blobs.base import Blob, BlobStore, Span
 from tq_service.storage.cells import PutCells, Rows
@@ -182,7 +189,6 @@ class StoredPut:
     """
 
     __slots__ = (
-        "_tables",
         "columns",
         "for_existing_rows",
         "live_bytes",
@@ -194,7 +200,6 @@ class StoredPut:
     )
 
     values: Blob
-    _tables: bytearray | None
 
     def __init__(
         self,
@@ -249,11 +254,8 @@ class StoredPut:
         """
         self.values = values
         self.live_bytes = values.charge
-        self._tables = None  # the values' blob has them
-        if not values.store.has_tables:
-            self._tables = bytearray(self.tables_bytes) if self.tables_bytes else _NO_TABLES
-        elif not is_recovered:
-            values.hold_tables(self.tables_bytes)
+        if not values.store.has_tables or not (is_recovered or values.is_local):
+            values.tables = bytearray(self.tables_bytes) if self.tables_bytes else _NO_TABLES
         placed = [column for column in self.columns.values() if column is not None]
         for column, start in zip(placed, self._place_values(values.store)[0], strict=True):
             column.values_at = self.values_at + start
@@ -275,7 +277,7 @@ class StoredPut:
     @property
     def values_at(self) -> int:
         """Where the values start in their blob."""
-        return 0 if self._tables is not None else self.tables_bytes
+        return self.tables_bytes if self.values.store.has_tables else 0
 
     def tables(self) -> Tables:
         """Return what cuts its columns into rows.
@@ -283,7 +285,12 @@ class StoredPut:
         Raises:
             UnavailableError: it is in a file that has not been read since the start.
         """
-        return self.values.tables() if self._tables is None else self._tables
+        values = self.values
+        if values.tables is not None:
+            return values.tables
+        if values.is_local:
+            return values.view()
+        raise UnavailableError(f"segment {values.number} has not been read since the start; try again")
 
     def table_views(self) -> list[memoryview]:
         """Return the tables of the columns that are left: one after the other they are those of a copy."""

@@ -153,10 +153,18 @@ class PutJournal(Backing):
         stored = pending.whole()
         if stored is None:
             return
-        values = stored.values
-        copied = None if values.copy is None else (memoryview(stored.tables()), values, stored.value_spans())
+        values, source = stored.values, None
+        if values.store is not self._store:  # shared memory, which no other process will find
+            values.pin()  # a put that is aborted meanwhile frees its copy, too
+            try:
+                values.copy = await self._store.allocate(stored.blob_bytes(self._store))
+                values.copy.charge = 0
+                pending.opened()
+            finally:
+                values.unpin()
+            source = memoryview(stored.tables()), values, stored.value_spans()
         try:
-            checksum = await self._store.flush(values.copy or values, copied)
+            checksum = await self._store.flush(values.copy or values, source)
         except OSError as error:
             raise DiskFailedError(f"the bytes of a put could not be written: {error}; put it again") from error
         if checksum is not None:
@@ -165,7 +173,7 @@ class PutJournal(Backing):
     def record(self, put_id: bytes, put: StoredPut, checksum: int | None) -> None:
         """Write down that a put is complete, or was moved."""
         blob = put.values.copy or put.values
-        if blob.number and checksum is None:
+        if blob.store is not self._store or (blob.number and checksum is None):
             raise RuntimeError(f"put {put_id.hex()} was finished before it was flushed")
         record = describe_put(put_id, put, checksum=(blob.number and checksum) or 0)
         self._append(record, b"" if blob.number else self._store.inline(blob))
