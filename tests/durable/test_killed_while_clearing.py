@@ -40,7 +40,7 @@ async def test_what_was_not_given_back_goes_after_the_restart_and_what_is_kept_s
         assert engine.stat().put_count == left_count + 1
         assert engine.stat().uncommitted_put_count == left_count
         while engine.stat().uncommitted_put_count:
-            sum(engine.expire())
+            sum(app.controller.storages.expire())
             await asyncio.sleep(0)
         await durable(app)
         assert (engine.stat().put_count, engine.stat().used_bytes) == (1, 64)

@@ -351,11 +351,9 @@ def test_puts_without_a_commit_expire(start_server: StartServer, send_put: SendP
     client = server.client()
     messages = put_stream()
     stored = send_put(server, messages)
-    engine = server.app.storage.engine
-    assert engine is not None
 
     async def expire() -> int:
-        return sum(engine.expire())
+        return sum(server.app.controller.storages.expire())
 
     while not server.loop.run(expire()):
         pass

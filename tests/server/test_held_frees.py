@@ -253,3 +253,20 @@ async def test_capacity_that_others_wait_for_is_given_back_as_the_puts_go():
     assert engine.stat().put_count > 1
     await registry.close()
     assert (engine.stat().put_count, engine.stat().used_bytes) == (1, 300)
+
+
+async def test_puts_expire_in_slices_but_those_that_are_being_committed_or_were_by_then():
+    now = [0.0]
+    engine = StorageEngine(max_bytes=None, storage_id="s", boot_id=b"b" * 16, put_ttl_seconds=10, clock=lambda: now[0])
+    registry = registry_of(EmbeddedStorage(engine, endpoint_of(engine, ""), EngineDriver(engine)))
+    for number in range(600):
+        await put(engine, number, {"x": np.zeros(1, np.uint8)}, confirm=False, owner=registry.controller_id)
+    now[0] += 10
+    with registry.puts.committing(Put("s", b"b" * 16, put_id(0))) as check:
+        slices = registry.expire()
+        assert next(slices) == 511
+        assert engine.confirm(put_id(599))
+        assert list(slices) == [87]
+        assert engine.stat().put_count == 2
+        check()
+    await registry.close()

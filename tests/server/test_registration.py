@@ -209,13 +209,13 @@ class Heirs:
         self.asked = []
         self.answer = answer
 
-        async def adopt(heir, instance, search_id):
+        async def take_over(heir, instance, search_id):
             self.asked.append((heir.storage_id, instance[0], search_id))
             if isinstance(self.answer, Exception):
                 raise self.answer
             return self.answer
 
-        monkeypatch.setattr(remote_storage.RemoteStorage, "adopt", adopt)
+        monkeypatch.setattr(remote_storage.RemoteStorage, "take_over", take_over)
 
 
 def mirrored(*names):

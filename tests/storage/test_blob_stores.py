@@ -42,8 +42,8 @@ async def allocated(store, size):
     """Return a blob with its content, written in pieces, or adopted."""
     blob = await store.allocate(size)
     data = content(size)
-    if store.adopts:
-        blob.adopt(shared_memory.write_columns(encode_columns({"x": np.frombuffer(data, np.uint8)})) if size else [])
+    if store.maps_fds:
+        blob.map_fds(shared_memory.write_columns(encode_columns({"x": np.frombuffer(data, np.uint8)})) if size else [])
         return blob
     for start in range(0, max(size, 1), 70_000):
         await store.write(blob, start, memoryview(data)[start : start + 70_000])
@@ -62,7 +62,7 @@ async def test_the_durable_stores_are_known(store, request):
 
 @pytest.mark.parametrize("size", SIZES)
 async def test_what_was_written_is_read(store, size):
-    if store.adopts and size % 64:
+    if store.maps_fds and size % 64:
         size = -(-size // 64) * 64  # clients send columns at multiples of 64 bytes
     blob = await allocated(store, size)
     assert blob.size == blob.charge == size
@@ -144,7 +144,7 @@ async def test_an_allocation_that_is_cancelled_leaves_nothing(store):
 
 
 async def test_small_blobs_are_there_at_once(store):
-    if store.adopts:
+    if store.maps_fds:
         pytest.skip("clients make its blobs")
     for size in SIZES:
         blob = store.allocate_now(size)
@@ -167,13 +167,13 @@ async def test_what_is_held_for_reuse_is_given_up_in_time(store):
 
 async def test_memory_of_another_size_is_not_adopted_and_closed(store):
     blob = await store.allocate(128_000)
-    if not store.adopts:
+    if not store.maps_fds:
         with pytest.raises(TypeError, match="takes no shared memory"):
-            blob.adopt([])
+            blob.map_fds([])
         return
     fds = shared_memory.write_columns(encode_columns({"x": np.zeros(64_000, np.uint8)}))
     with pytest.raises(ValueError, match="expected 128000"):
-        blob.adopt(fds)
+        blob.map_fds(fds)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fds[0])
     assert (store.memory_count, list(blob.fds)) == (1, [])

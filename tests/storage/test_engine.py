@@ -5,7 +5,20 @@ import threading
 import numpy as np
 import psutil
 import pytest
-from engine_driver import PARTITION, begin, cells, compacted, indexes, put, put_id, read, receive, reconcile, runs
+from engine_driver import (
+    PARTITION,
+    begin,
+    cells,
+    compacted,
+    expire,
+    indexes,
+    put,
+    put_id,
+    read,
+    receive,
+    reconcile,
+    runs,
+)
 
 from tq_service.errors import (
     CallCancelledError,
@@ -214,14 +227,14 @@ async def test_unconfirmed_puts_expire_and_confirmed_ones_stay():
     await put(engine, 3, SMALL)
     assert engine.stat().uncommitted_put_count == 2
     clock.now += 5
-    assert sum(engine.expire()) == 1
+    assert expire(engine) == 1
     with pytest.raises(PutNotFoundError):
         engine.check_complete(put_id(1), PARTITION)
     assert not engine.confirm(put_id(1))
     assert engine.confirm(put_id(2))
     assert engine.confirm(put_id(2))
     clock.now += 100
-    assert sum(engine.expire()) == 0
+    assert expire(engine) == 0
     assert engine.stat().put_count == 2
 
 
@@ -300,7 +313,7 @@ async def test_of_owners_that_are_no_controller_all_goes_in_time_and_of_others_n
     assert engine.absent_owners([b"b"]) == []
     clock.now += 1
     assert engine.absent_owners([b"b"]) == [b"a"]
-    assert sum(engine.drop_owner(b"a")) == 2
+    assert sum(engine.delete_owned(b"a")) == 2
     assert engine.absent_owners([b"b"]) == []
     assert (engine.stat().put_count, engine.stat().uncommitted_put_count) == (2, 1)
 
@@ -312,7 +325,7 @@ async def test_what_an_earlier_start_of_a_controller_put_goes_at_once():
     for number, owner in enumerate([before, now, other]):
         await put(engine, number, SMALL, owner=owner)
     assert engine.absent_owners([now]) == [before]
-    assert sum(engine.drop_owner(before)) == 1
+    assert sum(engine.delete_owned(before)) == 1
     assert engine.absent_owners([now]) == []
     assert engine.stat().put_count == 2
 
@@ -321,7 +334,7 @@ async def test_a_put_that_comes_while_those_of_its_owner_are_dropped_goes_the_ne
     clock = Clock()
     engine = StorageEngine(max_bytes=None, put_ttl_seconds=10, clock=clock)
     await put(engine, 0, SMALL, owner=b"a")
-    dropping = engine.drop_owner(b"a")
+    dropping = engine.delete_owned(b"a")
     dropped = sum(next(dropping) for _ in range(512))
     for number in range(1, 32):
         await put(engine, number, SMALL, confirm=False, owner=b"a")  # into slices to come, and into those that are over
@@ -330,7 +343,7 @@ async def test_a_put_that_comes_while_those_of_its_owner_are_dropped_goes_the_ne
     assert engine.absent_owners([b"b"]) == []
     clock.now += 10
     assert engine.absent_owners([b"b"]) == [b"a"]
-    sum(engine.drop_owner(b"a"))
+    sum(engine.delete_owned(b"a"))
     assert engine.stat().put_count == engine.stat().used_bytes == 0
     assert engine.absent_owners([b"b"]) == []
 
@@ -525,19 +538,6 @@ def test_settings_are_checked():
             StorageEngine(**settings)
     assert len({StorageEngine(max_bytes=None).boot_id for _ in range(3)}) == 3
     assert StoredPut.__slots__
-
-
-async def test_many_puts_expire_in_slices_and_one_that_is_confirmed_between_them_stays():
-    clock = Clock()
-    engine = StorageEngine(max_bytes=None, put_ttl_seconds=10, clock=clock)
-    for number in range(600):
-        await put(engine, number, {"x": np.zeros(1, np.uint8)}, confirm=False, owner=bytes([number % 2]) * 16)
-    clock.now += 10
-    slices = engine.expire()
-    assert next(slices) == 512
-    assert engine.confirm(put_id(599))
-    assert list(slices) == [87]
-    assert engine.stat().put_count == 1
 
 
 # Compaction beside other calls

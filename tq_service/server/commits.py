@@ -98,7 +98,7 @@ class Commits:
 
             def check() -> None:
                 check_known()
-                self._storages.check_held(put, partition_id)
+                self._storages.check_not_lost(put)
 
             async with self.admitted(request, sum(column.value_bytes for column in columns), context):
                 return await self.commit_stored(

@@ -120,7 +120,7 @@ async def register_storage(
                 )
             keys.renew(controller_id, answer.receipt_key)
             for owner in engine.absent_owners({controller_id}):
-                for count in engine.drop_owner(owner):
+                for count in engine.delete_owned(owner):
                     dropped_count += count
                     await asyncio.sleep(0)
             if dropped_count:

@@ -181,16 +181,13 @@ class RemoteStorage:
         """Return what a receipt says of an uncommitted put of a partition."""
         return self._receipts.open(receipt, put_id, partition_id)
 
-    def check_held(self, put_id: bytes, partition_id: str) -> None:
-        """Do nothing: it asks before a put whose commit is under way expires."""
-
     def confirm(self, put_id: bytes) -> None:
         """Say that a put is committed, soon and with others."""
         if not self._is_closed and not self._receipts.is_leaving(put_id):
             self._to_confirm[put_id] = None
             self._deliver()
 
-    async def adopt(self, instance: tuple[str, bytes], search_id: bytes) -> int:
+    async def take_over(self, instance: tuple[str, bytes], search_id: bytes) -> int:
         """Have it take over the puts of a lost instance; return how many there are.
 
         Args:
@@ -313,6 +310,7 @@ class RemoteStorage:
             answer = await self._repeat("cannot be sent updates of puts", partial(self._update, request))
             report_reconciled(self.storage_id, answer.missing_put_ids, len(answer.missing_put_ids), 0)
             self._receipts.on_freed((each.put_id for each in cells if each.is_whole), answer.next_receipt_number)
+            self._receipts.void_before(answer.receipts_from)
 
     async def _update(self, request: storage_control_pb2.UpdatePutsRequest) -> storage_control_pb2.UpdatePutsResponse:
         return await self._peer.stub.UpdatePuts(request, timeout=_CALL_SECONDS, metadata=self._peer.metadata())

@@ -250,7 +250,7 @@ class StorageServicer:
                         field="frame",
                     )
                 try:
-                    await pending.adopt(take_fds())
+                    await pending.map_fds(take_fds())
                 except OSError as error:
                     raise UnavailableError(f"the shared memory of a put cannot be used: {error}") from error
 
@@ -328,7 +328,7 @@ class StorageServicer:
                 answer = await self._done(header, columns)
             except BaseException:
                 if not pending.already_complete:  # else it is that of a call before, and waits for its own commit
-                    self._engine.discard(header.put_id)
+                    self._engine.delete_waiting(header.put_id)
                 raise
         return await self._completed(header, answer)
 
@@ -498,8 +498,10 @@ class StorageServicer:
             def update() -> storage_control_pb2.UpdatePutsResponse:
                 missing = [put_id for put_id in request.committed_put_ids if not engine.confirm(put_id)]
                 engine.free(cells)
-                next_number = engine.uncommitted(request.controller_id).next_number
-                return storage_control_pb2.UpdatePutsResponse(missing_put_ids=missing, next_receipt_number=next_number)
+                left = engine.uncommitted(request.controller_id)
+                return storage_control_pb2.UpdatePutsResponse(
+                    missing_put_ids=missing, next_receipt_number=left.next_number, receipts_from=left.oldest_number
+                )
 
             keys = self._keys if self._mirroring is None else self._mirroring.keys(request.boot_id) or self._keys
             return keys.update_once(request.controller_id, request.key_id, request.number, update)
@@ -554,7 +556,7 @@ class StorageServicer:
                 f"storage service {self._engine.storage_id!r} has no mirror to take puts over from; start it with the "
                 "setting mirror"
             )
-        adopted = await self._mirroring.adopt(request.storage_id, request.boot_id, self._engine, request.search_id)
+        adopted = await self._mirroring.take_over(request.storage_id, request.boot_id, self._engine, request.search_id)
         return storage_control_pb2.AdoptResponse(put_count=adopted.engine.stat().put_count)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Final, TypeAlias
 
@@ -44,6 +44,7 @@ _MOST_GRANTED: Final = 16  # storage services
 _GRANTED_SHARE: Final = 64  # of what is free, so that services fill evenly
 _GRANTED_PUT_BYTES: Final = 1 << 20
 _UNBOUNDED_BYTES: Final = 1 << 62
+_EXPIRED_PER_TURN: Final = 512
 
 
 class EmbeddedStorage:
@@ -106,10 +107,6 @@ class EmbeddedStorage:
             for_existing_rows=self.engine.is_for_existing_rows(put_id),
             columns_digest=columns_digest(self.engine.columns_of(put_id)),
         )
-
-    def check_held(self, put_id: bytes, partition_id: str) -> None:
-        """Check that a put is still here."""
-        self.engine.check_complete(put_id, partition_id)
 
     def reconcile(self, cells: Iterable[PutCells]) -> None:
         """Say which cells samples have, before anybody is served."""
@@ -354,6 +351,18 @@ class StorageRegistry:
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
 
+    def expire(self) -> Iterator[int]:
+        """Drop the puts of this process that wait for too long and are not being committed.
+
+        They go in slices, of each of which the size is yielded; storage services of other processes ask about theirs.
+        """
+        if self.embedded is None:
+            return
+        engine = self.embedded.engine
+        while (asked := engine.uncommitted(self.controller_id).overdue(_EXPIRED_PER_TURN)).put_ids:
+            unknown = self.puts.unknown(engine.storage_id, engine.boot_id, asked.put_ids)
+            yield engine.on_answer(self.controller_id, asked, unknown)
+
     def place(self, size_bytes: int) -> PlacePutResponse:
         """Return where a put is to go: to the most free bytes, where so many could ever be; and the next ones.
 
@@ -419,12 +428,6 @@ class StorageRegistry:
                 field="columns",
             )
         return opened
-
-    def check_held(self, put: Put, partition_id: str) -> None:
-        """Check that a put whose receipt was opened before is still held."""
-        self.check_not_lost(put)
-        if self.embedded is not None and self.embedded.storage_id == put.storage_id:
-            self.embedded.check_held(put.put_id, partition_id)
 
     def check_not_lost(self, put: Put) -> None:
         """Refuse a put whose storage service is lost to this controller, though it may live and take puts.

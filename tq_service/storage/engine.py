@@ -242,7 +242,7 @@ class StorageEngine:
             raise
         if pending.is_aborted:
             stored.values.release()
-            pending.opened()
+            pending.require_open()
         pending.begin(stored)
         return pending
 
@@ -290,7 +290,7 @@ class StorageEngine:
             QuotaExceededError: the mirror has not the copies required until the deadline (with `retry_after_seconds`).
         """
         await self._backing.flush(pending, deadline)
-        pending.opened()
+        pending.require_open()
 
     def confirm(self, put_id: bytes) -> bool:
         """Make a complete put stay: its commit is made. Idempotent; return whether it is here."""
@@ -347,28 +347,28 @@ class StorageEngine:
         """
         dropped = self._puts.uncommitted(owner).on_answer(asked, frozenset(unknown))
         for put_id in dropped:
-            self._drop(put_id)
+            self._delete(put_id)
         return len(dropped)
 
     def absent_owners(self, controllers: Collection[bytes]) -> list[bytes]:
         """Return the owners of puts that have been none of the controllers there are for `put_ttl_seconds`."""
         return self._puts.absent_owners(controllers)
 
-    def drop_owner(self, owner: bytes) -> Iterator[int]:
+    def delete_owned(self, owner: bytes) -> Iterator[int]:
         """Drop all puts of an owner that is gone, in slices, of each of which the size is yielded."""
         for put_ids in self._puts.slices():
             own = [put_id for put_id in put_ids if self._puts.owner_of(put_id) == owner]
             for put_id in own:
-                self._drop(put_id)
+                self._delete(put_id)
             yield len(own)
-        self._puts.forget_owner(owner)
+        self._puts.remove_owner(owner)
 
-    def let_go(self) -> None:
+    def release_all(self) -> None:
         """Free the memory of all puts, and leave what the mirror has of them; call it after `close`."""
         for put_ids in self._puts.slices():
             for put_id in put_ids:
                 if self._residents is not None:
-                    self._residents.forget(put_id)
+                    self._residents.remove(put_id)
                 self._puts.pop(put_id).release()
 
     def is_for_existing_rows(self, put_id: bytes) -> bool:
@@ -392,10 +392,10 @@ class StorageEngine:
         check_sound([put_id], self.damaged, self.storage_id)
         return self._puts[put_id].shapes()
 
-    def discard(self, put_id: bytes) -> None:
+    def delete_waiting(self, put_id: bytes) -> None:
         """Drop a complete put whose commit was refused; one that is confirmed, or not here, stays as it is."""
         if put_id in self._puts and self._puts.state_of(put_id) is PutState.WAITING:
-            self._drop(put_id)
+            self._delete(put_id)
 
     # Learning which puts are known
 
@@ -461,7 +461,7 @@ class StorageEngine:
                 if put_state is PutState.RECOVERED:
                     uncommitted.wait(put_id)
                 elif put_state is PutState.COMMITTED and put_id not in state.staying:
-                    self._drop(put_id)
+                    self._delete(put_id)
                     state.dropped_count += 1
                     work += _DROP_WORK
             work += len(put_ids)
@@ -512,16 +512,6 @@ class StorageEngine:
 
     # Giving back
 
-    def expire(self) -> Iterator[int]:
-        """Drop puts that wait for too long, where their controller is in this process and need not be asked.
-
-        They go in slices, of each of which the size is yielded.
-        """
-        while overdue := self._puts.overdue(_MOST_WORK // _DROP_WORK):
-            for put_id in overdue:
-                self._drop(put_id)
-            yield len(overdue)
-
     def trim(self) -> None:
         """Return pooled memory that was not needed; call it regularly."""
         now = self._clock()
@@ -536,10 +526,10 @@ class StorageEngine:
                 self._note_freed(some.put_id)
             if some.put_id not in self._puts:
                 if some.is_whole:
-                    self._backing.forget(some.put_id)
+                    self._backing.clear_damage(some.put_id)
                 continue
             if some.is_whole:
-                self._drop(some.put_id)
+                self._delete(some.put_id)
                 continue
             if some.put_id in self.damaged:
                 continue
@@ -549,7 +539,7 @@ class StorageEngine:
             put = self._puts[some.put_id]
             put.free(some)
             if put.is_empty():
-                self._drop(some.put_id)
+                self._delete(some.put_id)
                 continue
             if (move := self._moves.get(some.put_id)) is not None:
                 move.freed.append(some)
@@ -781,17 +771,17 @@ class StorageEngine:
         if stored is not None:
             stored.values.release()
 
-    def _drop(self, put_id: bytes) -> None:
+    def _delete(self, put_id: bytes) -> None:
         self._note_freed(put_id)
         blob = self._puts.pop(put_id)
         if self._residents is not None:
-            self._residents.forget(put_id)
+            self._residents.remove(put_id)
         self._holed.pop(put_id, None)
         self._due.pop(put_id, None)
         if (move := self._moves.pop(put_id, None)) is not None:
             move.is_given_up = True
         self._when_fetched.pop(put_id, None)
-        self._backing.drop(put_id, blob)
+        self._backing.delete(put_id, blob)
 
     def _note_freed(self, put_id: bytes) -> None:
         for state in self._reconciliations.values():

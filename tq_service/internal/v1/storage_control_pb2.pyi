@@ -227,8 +227,11 @@ class UpdatePutsResponse(google.protobuf.message.Message):
 
     MISSING_PUT_IDS_FIELD_NUMBER: builtins.int
     NEXT_RECEIPT_NUMBER_FIELD_NUMBER: builtins.int
+    RECEIPTS_FROM_FIELD_NUMBER: builtins.int
     next_receipt_number: builtins.int
     """The number of the next receipt: all receipts of puts freed by this call have lower ones."""
+    receipts_from: builtins.int
+    """Puts whose receipts have lower numbers are not waiting for their commit any more: their receipts are void."""
     @property
     def missing_put_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """Committed puts of the request that the storage service does not hold: their bytes are lost."""
@@ -238,7 +241,8 @@ class UpdatePutsResponse(google.protobuf.message.Message):
         *,
         missing_put_ids: collections.abc.Iterable[builtins.bytes] | None = ...,
         next_receipt_number: builtins.int = ...,
+        receipts_from: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["missing_put_ids", b"missing_put_ids", "next_receipt_number", b"next_receipt_number"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["missing_put_ids", b"missing_put_ids", "next_receipt_number", b"next_receipt_number", "receipts_from", b"receipts_from"]) -> None: ...
 
 global___UpdatePutsResponse = UpdatePutsResponse

@@ -5,7 +5,7 @@ read, and releases it once; the store gives the bytes back when it is released a
 
 What a store can do beyond that, it says:
 
-- `adopts`: its blobs take shared memory that a client has made (`Blob.adopt`), instead of being written.
+- `maps_fds`: its blobs take shared memory that a client has made (`Blob.map_fds`), instead of being written.
 - `DurableBlobStore`: its blobs outlive the process; so each begins with the tables of its put (`has_tables`).
 
 And each blob says whether its bytes are memory of this process (`is_local`): the event loop reads and writes those
@@ -89,8 +89,8 @@ class Blob:
         """
         self.view()[start : start + len(data)] = data
 
-    def adopt(self, fds: Sequence[int]) -> None:
-        """Take over file descriptors of its memory, whatever comes of it; only where its store `adopts`.
+    def map_fds(self, fds: Sequence[int]) -> None:
+        """Take over file descriptors of its memory, whatever comes of it; only where its store `maps_fds`.
 
         Raises:
             InvalidArgumentError: they are not sealed memory of the sizes announced.
@@ -128,7 +128,7 @@ class BlobStore(ABC):
         pooled_bytes: bytes held for reuse.
     """
 
-    adopts: ClassVar[bool] = False
+    maps_fds: ClassVar[bool] = False
     has_tables: ClassVar[bool] = False
 
     on_freed: Callable[[int], None] = staticmethod(lambda _: None)

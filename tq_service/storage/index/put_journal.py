@@ -140,17 +140,17 @@ class PutJournal(Backing):
         self._to_free: dict[bytes, None] = {}  # puts to be looked at first: cells of them are to be freed
         self._has_to_free = asyncio.Event()
 
-    def forget(self, put_id: bytes) -> bool:
+    def clear_damage(self, put_id: bytes) -> bool:
         """Forget whether a put is sound; return whether it was damaged."""
         self._expected.pop(put_id, None)
         self._to_free.pop(put_id, None)
-        return super().forget(put_id)
+        return super().clear_damage(put_id)
 
     # Taking puts
 
     async def flush(self, pending: PendingPut, deadline: float | None = None) -> None:
         """Wait until the bytes of a put are where they outlive this process; see `StorageEngine.flush`."""
-        stored = pending.whole()
+        stored = pending.require_complete()
         if stored is None:
             return
         values, source = stored.values, None
@@ -159,7 +159,7 @@ class PutJournal(Backing):
             try:
                 values.copy = await self._store.allocate(stored.blob_bytes(self._store))
                 values.copy.charge = 0
-                pending.opened()
+                pending.require_open()
             finally:
                 values.unpin()
             source = memoryview(stored.tables()), values, stored.value_spans()
@@ -190,10 +190,10 @@ class PutJournal(Backing):
 
     # Giving them back
 
-    def drop(self, put_id: bytes, blob: Blob) -> None:
+    def delete(self, put_id: bytes, blob: Blob) -> None:
         """Write down that a put is gone, and release its blob once that cannot be lost any more."""
         self._records.pop(put_id, None)
-        (blob.copy or blob).is_damaged = self.forget(put_id)
+        (blob.copy or blob).is_damaged = self.clear_damage(put_id)
         self._needed_log.append_put(encode_put(PutDropped(put_id=put_id)))
         self._release_later(blob)
 

@@ -22,7 +22,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from itertools import chain, islice, takewhile
+from itertools import islice, takewhile
 from typing import Final, NamedTuple
 
 from tq_service.log_message import LogMessage
@@ -86,6 +86,11 @@ class UncommittedPuts:
     def __len__(self) -> int:
         return len(self._waiting) + len(self._recovered)
 
+    @property
+    def oldest_number(self) -> int:
+        """The number of the oldest receipt of a put that waits."""
+        return next((each.number for each in self._waiting.values()), self.next_number)
+
     def state_of(self, put_id: bytes) -> PutState:
         """Return the state of a put of this controller."""
         if put_id in self._waiting:
@@ -124,12 +129,8 @@ class UncommittedPuts:
         now = self._clock()
         valid = (each.number for each in self._waiting.values() if each.until > now)
         self._valid_from = next(valid, self.next_number)
-        return Overdue(put_ids=list(islice(self.overdue_puts(), most)), receipts_from=self._valid_from)
-
-    def overdue_puts(self) -> Iterator[bytes]:
-        """Yield the puts that have waited for too long, for as long as none comes or goes."""
-        now = self._clock()
-        return (put_id for put_id, _ in takewhile(lambda item: item[1].until <= now, self._waiting.items()))
+        overdue = takewhile(lambda put_id: self._waiting[put_id].until <= now, self._waiting)
+        return Overdue(put_ids=list(islice(overdue, most)), receipts_from=self._valid_from)
 
     def on_answer(self, asked: Overdue, unknown: Collection[bytes]) -> list[bytes]:
         """Return the puts to be dropped, which the controller does not know; other ones that were asked for wait anew.
@@ -231,11 +232,6 @@ class PutTable(Mapping[bytes, StoredPut]):
         """Number of puts that are not known to be committed."""
         return sum(map(len, self._uncommitted.values()))
 
-    def overdue(self, most: int) -> list[bytes]:
-        """Return up to so many puts, of whichever owners, that have waited for too long."""
-        overdue = chain.from_iterable(each.overdue_puts() for each in self._uncommitted.values())
-        return list(islice(overdue, most))
-
     def absent_owners(self, controllers: Collection[bytes]) -> list[bytes]:
         """Return the owners that have been none of the controllers there are for the time that a put waits.
 
@@ -251,7 +247,7 @@ class PutTable(Mapping[bytes, StoredPut]):
             if since + self._ttl_seconds <= now or owner[:CONTROLLER_NAME_BYTES] in names
         ]
 
-    def forget_owner(self, owner: bytes) -> None:
+    def remove_owner(self, owner: bytes) -> None:
         """Forget an owner, unless puts of it wait: they came while the others were dropped, and go the next time."""
         if not self.uncommitted(owner):
             del self._uncommitted[owner]
@@ -307,7 +303,7 @@ class Backing:
     def record(self, put_id: bytes, put: StoredPut, checksum: int | None) -> None:
         """Take note that a put is complete: it was flushed."""
 
-    def drop(self, put_id: bytes, blob: Blob) -> None:
+    def delete(self, put_id: bytes, blob: Blob) -> None:
         """Forget a put, and release its blob when it may be."""
         blob.release()
 
@@ -346,7 +342,7 @@ class Backing:
             _log.error(LogMessage("a put is damaged", put_id=put_id, reason=reason))
             self.damaged[put_id] = reason
 
-    def forget(self, put_id: bytes) -> bool:
+    def clear_damage(self, put_id: bytes) -> bool:
         """Forget whether a put is sound; return whether it was damaged."""
         return self.damaged.pop(put_id, None) is not None
 

@@ -176,7 +176,7 @@ class Mirror(Backing):
                 self._has_to_free.clear()
                 await self.scrub()
 
-    async def settle(self, seconds: float) -> int:
+    async def flush_all(self, seconds: float) -> int:
         """Wait until all puts have their copies, for so long at most; return the bytes of those that have not."""
         loop = asyncio.get_running_loop()
         end = loop.time() + seconds
@@ -202,14 +202,14 @@ class Mirror(Backing):
         Raises:
             QuotaExceededError: it has not until the deadline.
         """
-        stored = pending.whole()
+        stored = pending.require_complete()
         if stored is None:
             return
         copy = self._begin(pending.put_id, stored)
         try:
             if self._required:
                 await self._wait(copy, deadline)
-            pending.opened()
+            pending.require_open()
         except BaseException:
             self._abandon(copy)
             raise
@@ -335,7 +335,7 @@ class Mirror(Backing):
             self._short_put_count -= stored.is_short
             stored.put_ids.discard(copy.put_id)
             if not stored.put_ids:
-                self._writer.discard(stored)
+                self._writer.remove(stored)
 
     def record(self, put_id: bytes, put: StoredPut, checksum: int | None) -> None:
         """Take note that a flushed put is complete."""
@@ -343,9 +343,9 @@ class Mirror(Backing):
 
     # Giving them back
 
-    def drop(self, put_id: bytes, blob: Blob) -> None:
+    def delete(self, put_id: bytes, blob: Blob) -> None:
         """Free the memory of a put at once, and have its object removed soon."""
-        self.forget(put_id)
+        self.clear_damage(put_id)
         self._leave_unfetched(put_id)
         copy = self._copies.pop(put_id, None)
         if copy is not None:
