@@ -212,7 +212,7 @@ def test_keeping_puts_of_another_boot_is_refused(deployment: Deployment) -> None
     )
 
 
-@pytest.mark.parametrize("counts", [[], [1, 1]])
+@pytest.mark.parametrize("counts", [[], [1, 1], [-1], [2**62]])
 @pytest.mark.parametrize("name", ["ReconcilePuts", "UpdatePuts"])
 def test_cells_whose_rows_and_counts_do_not_fit_are_refused_and_nothing_is_dropped(deployment, name, counts):
     server, client = deployment.storage, deployment.controller.client()

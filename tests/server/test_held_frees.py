@@ -34,7 +34,7 @@ class FakeStorage:
         self.confirmed.append(put_id)
 
     def free(self, cells):
-        self.freed += [(each.put_id, None if each.first_rows is None else each.first_rows.tolist()) for each in cells]
+        self.freed += [(each.put_id, None if each.rows is None else each.rows.tolist()) for each in cells]
 
     async def close(self):
         pass

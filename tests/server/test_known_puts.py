@@ -193,7 +193,7 @@ async def test_a_put_that_was_freed_meanwhile_is_not_missing():
     engine.free([PutCells(put_id=ids(1)[0])])
     engine.reconcile(
         state,
-        cells=[*whole(0, 1, 7), PutCells(put_id=ids(2)[0], first_rows=np.array([1]), row_counts=np.array([1]))],
+        cells=[*whole(0, 1, 7), PutCells(put_id=ids(2)[0], rows=np.array([1]))],
     )
     for _ in engine.finish_reconciliation(state):
         pass
@@ -221,9 +221,7 @@ async def test_of_two_that_say_what_is_known_the_later_one_counts():
 async def test_cells_of_a_put_that_come_apart_are_refused():
     engine = await engine_of(2)
     state = engine.begin_reconciliation()
-    first, second = (
-        PutCells(put_id=put_id, first_rows=np.array([0]), row_counts=np.array([2])) for put_id in ids(0, 1)
-    )
+    first, second = (PutCells(put_id=put_id, rows=np.array([0, 1])) for put_id in ids(0, 1))
     engine.reconcile(state, cells=[first])
     engine.reconcile(state, cells=[second])
     with pytest.raises(InvalidArgumentError, match="in a row"):
@@ -234,7 +232,7 @@ async def test_cells_of_a_put_may_come_in_several_pieces():
     engine = await engine_of(1)
     state = engine.begin_reconciliation()
     for row in (0, 3):
-        cells = PutCells(put_id=ids(0)[0], first_rows=np.array([row]), row_counts=np.array([1]))
+        cells = PutCells(put_id=ids(0)[0], rows=np.array([row]))
         engine.reconcile(state, cells=[cells])
         await asyncio.sleep(0)
     for _ in engine.finish_reconciliation(state):

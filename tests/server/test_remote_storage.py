@@ -111,7 +111,7 @@ async def test_many_puts_and_scattered_rows_are_freed_in_calls_of_some_milliseco
 
     monkeypatch.setattr(storage._peer.stub, "UpdatePuts", take)
     scattered = [
-        PutCells(put_id=bytes([number]) * 16, first_rows=np.arange(count) * 2, row_counts=np.ones(count, np.int64))
+        PutCells(put_id=bytes([number]) * 16, rows=np.arange(count) * 2)
         for number, count in enumerate([1, 10_000, 3_000, 3_000])
     ]
     storage.free([*scattered, *(PutCells(put_id=PUT_ID) for _ in range(5_000))])
@@ -122,7 +122,7 @@ async def test_many_puts_and_scattered_rows_are_freed_in_calls_of_some_milliseco
     rows = {}
     for cells in (cells for request in requests for cells in request.freed if cells.first_rows):
         rows.setdefault(cells.put_id, []).extend(cells.first_rows)
-    assert rows == {cells.put_id: cells.first_rows.tolist() for cells in scattered}
+    assert rows == {cells.put_id: cells.rows.tolist() for cells in scattered}
     assert sum(not cells.first_rows for request in requests for cells in request.freed) == 5_000
 
 

@@ -114,6 +114,5 @@ def cells(number, *rows, fields=()):
     return PutCells(
         put_id=put_id(number),
         field_names=tuple(fields),
-        first_rows=indexes(*rows),
-        row_counts=np.ones(len(rows), np.int64),
+        rows=indexes(*rows),
     )

@@ -395,7 +395,7 @@ async def test_what_was_listed_of_a_freed_put_says_nothing_of_one_stored_under_i
 async def test_unknown_cells_are_ignored(engine):
     await put(engine, 1, DATA)
     before = engine.stat()
-    wild = PutCells(put_id=put_id(1), first_rows=indexes(-5, 4, 2**62, 1), row_counts=indexes(2, 9, 2**62, -3))
+    wild = PutCells(put_id=put_id(1), rows=indexes(-5, -4, *range(4, 13), 2**62))
     engine.free([cells(9), cells(1, fields=["unknown"]), cells(1, 1, fields=["unknown"]), wild])
     assert engine.stat() == before
     assert read(engine, [1], runs(DATA, (0, 0, 4)))["object"] == DATA["object"]

@@ -23,7 +23,7 @@ from tq_service.internal.v1 import put_receipt_pb2, storage_control_pb2, storage
 from tq_service.internal.v1.storage_control_pb2_grpc import StorageControlServiceStub
 from tq_service.log_message import LogMessage
 from tq_service.results import MirrorStatus, StorageStatus
-from tq_service.server.known_puts import KnownPuts, encode_cells, in_messages, split_runs
+from tq_service.server.known_puts import KnownPuts, encode_cells, in_messages
 from tq_service.server.peer import Peer, PeerOutage
 from tq_service.server.receipts import ReceiptBook, key_id
 from tq_service.server.supervisor import Supervisor
@@ -117,7 +117,7 @@ class RemoteStorage:
         self._outage = PeerOutage(_log, "storage service", storage=self.storage_id, address=self.endpoint.address)
         self._bulk: Peer[AsyncGrpcDriver] | None = None  # apart, lest confirmations wait behind bytes
         self._to_confirm: dict[bytes, None] = {}
-        self._to_free: list[PutCells] = []
+        self._to_free: list[storage_control_pb2.PutCells] = []
         self._update_count = 0
         self._delivering: asyncio.Task[None] | None = None
         self._is_closed = False
@@ -227,7 +227,7 @@ class RemoteStorage:
             return
         cells = [each for each in cells if not self._receipts.is_leaving(each.put_id)]
         for each in cells:
-            self._to_free += split_runs(each)
+            self._to_free += encode_cells(each)
             if each.is_whole:
                 self._receipts.revoke(each.put_id)
                 self._to_confirm.pop(each.put_id, None)
@@ -305,11 +305,12 @@ class RemoteStorage:
                 number=self._update_count,
                 epoch=self._epoch,
                 committed_put_ids=put_ids,
-                freed=map(encode_cells, cells),
+                freed=cells,
             )
             answer = await self._repeat("cannot be sent updates of puts", partial(self._update, request))
             report_reconciled(self.storage_id, answer.missing_put_ids, len(answer.missing_put_ids), 0)
-            self._receipts.on_freed((each.put_id for each in cells if each.is_whole), answer.next_receipt_number)
+            whole = [each.put_id for each in cells if not (each.first_rows or each.field_names)]
+            self._receipts.on_freed(whole, answer.next_receipt_number)
             self._receipts.void_before(answer.receipts_from)
 
     async def _update(self, request: storage_control_pb2.UpdatePutsRequest) -> storage_control_pb2.UpdatePutsResponse:

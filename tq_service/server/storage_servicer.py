@@ -40,7 +40,7 @@ from tq_service.storage.index.reading import Reading, shared_part
 from tq_service.storage.index.reconciliation import Reconciliation
 from tq_service.v1 import metadata_pb2
 from tq_service.v1 import storage_service_pb2 as pb
-from tq_service.wire.columns import Column, ColumnShape, columns_digest, encode_header
+from tq_service.wire.columns import MAX_ROWS, Column, ColumnShape, columns_digest, encode_header
 from tq_service.wire.frames import (
     DEFAULT_FRAME_BYTES,
     INLINE_BYTES,
@@ -53,7 +53,7 @@ from tq_service.wire.frames import (
     iter_frames,
 )
 from tq_service.wire.mapper import to_message
-from tq_service.wire.runs import CellRuns, decode_integers
+from tq_service.wire.runs import CellRuns, decode_integers, expand_runs
 
 _log = logging.getLogger(__name__)
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -625,7 +625,7 @@ def _put_cells(cells: storage_control_pb2.PutCells) -> PutCells:
     """Return cells of a put.
 
     Raises:
-        InvalidArgumentError: first rows and counts do not belong together.
+        InvalidArgumentError: first rows and counts do not belong together, or are more rows than a put may have.
     """
     if len(cells.first_rows) != len(cells.row_counts):
         raise InvalidArgumentError(
@@ -633,10 +633,14 @@ def _put_cells(cells: storage_control_pb2.PutCells) -> PutCells:
             f"one of each for each run, or neither for all rows",
             field="cells",
         )
-    has_rows = len(cells.first_rows) > 0
-    return PutCells(
-        put_id=cells.put_id,
-        field_names=tuple(cells.field_names),
-        first_rows=decode_integers(cells.first_rows) if has_rows else None,
-        row_counts=decode_integers(cells.row_counts) if has_rows else None,
-    )
+    rows = None
+    if cells.first_rows:
+        counts = decode_integers(cells.row_counts)
+        if counts.min() < 0 or counts.max() > MAX_ROWS or counts.sum() > MAX_ROWS:
+            raise InvalidArgumentError(
+                f"the cells of a put have runs of {counts.min()} to {counts.max()} rows, {counts.sum()} together; "
+                f"expected 0 to {MAX_ROWS}",
+                field="cells",
+            )
+        rows = expand_runs(decode_integers(cells.first_rows), counts)
+    return PutCells(put_id=cells.put_id, field_names=tuple(cells.field_names), rows=rows)

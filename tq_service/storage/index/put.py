@@ -339,10 +339,10 @@ class StoredPut:
     def free(self, cells: PutCells) -> None:
         """Free cells of it; those that are not there are ignored."""
         names = {name for name in (cells.field_names or self.columns) if self.columns.get(name) is not None}
-        if cells.first_rows is None:
+        if cells.rows is None:
             self._free_columns(names)
             return
-        rows = cells.rows(self.row_count)
+        rows = cells.rows_of(self.row_count)
         for row_set in self._split(names):
             members = self.members(row_set)
             died = row_set.free(rows)
