@@ -348,6 +348,27 @@ async def test_what_is_freed_is_said_again_until_it_is_heard(split, what):
     assert await split.settled() == 0
 
 
+async def test_a_put_that_comes_again_while_its_free_is_repeated_can_be_committed(split):
+    request = await split.store()
+    await split.commit(request)
+    await split.until(lambda: split.engine.stat().uncommitted_put_count == 0)
+    fault = split.link.add("UpdatePuts", hold_answer=True, lose_answer=True)
+    await split.clear()
+    await split.until(lambda: fault.is_made)  # it is freed, and the controller does not know that
+    other = await split.store(request.placement.put_id)
+    with pytest.raises(UnavailableError, match="is being given back"):
+        await split.commit(other)
+    calls = len(split.link.calls)
+    fault.answer.set()
+    await split.until(lambda: len(split.link.calls) > calls)  # the same update again
+    await split.turns(50)
+    with pytest.raises(PutNotFoundError):
+        await split.commit(again(request))
+    await split.commit(other)
+    assert await split.settled() == 1
+    assert split.lost_puts() == []
+
+
 async def test_a_connection_that_is_closed_during_a_call_ends_no_loop(split):
     """As where a certificate is replaced: gRPC raises CancelledError then, though nobody has cancelled anything."""
     split.link.add("UpdatePuts", lose_answer=True, error=asyncio.CancelledError())
