@@ -25,7 +25,7 @@ from tq_service.cli.status_view import header_of
 from tq_service.config import load_settings
 from tq_service.internal.v1.cluster_pb2 import FetchSnapshotRequest
 from tq_service.internal.v1.cluster_pb2_grpc import ClusterServiceStub
-from tq_service.internal.v1.storage_control_pb2 import ConfirmPutsRequest, FreeCellsRequest, ReconcilePutsRequest
+from tq_service.internal.v1.storage_control_pb2 import ReconcilePutsRequest, UpdatePutsRequest
 from tq_service.server.app import CONTROLLER_SERVICE
 from tq_service.server.supervisor import FAILED_EXIT_CODE
 from tq_service.v1.controller_service_pb2 import CreatePartitionRequest, GetMetaRequest, ListPartitionsRequest
@@ -268,8 +268,7 @@ def test_a_storage_service_obeys_no_controller_that_was_superseded(
     old = leader.app.cluster.epoch - 1  # type: ignore[union-attr]
     controller_id = leader.app.controller.storages.controller_id  # type: ignore[union-attr]
     calls = [
-        (storage.control.ConfirmPuts, ConfirmPutsRequest(controller_id=controller_id, epoch=old)),
-        (storage.control.FreeCells, FreeCellsRequest(controller_id=controller_id, epoch=old)),
+        (storage.control.UpdatePuts, UpdatePutsRequest(controller_id=controller_id, epoch=old)),
         (storage.control.ReconcilePuts, iter([ReconcilePutsRequest(controller_id=controller_id, epoch=old)])),
     ]
     for call, request in calls:

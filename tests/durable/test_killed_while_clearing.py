@@ -29,7 +29,7 @@ async def test_what_was_not_given_back_goes_after_the_restart_and_what_is_kept_s
                 await client.put(VALUES, partition_id="cleared")
             kept = await client.put(VALUES, partition_id="kept")
         app.controller.catalog.remove("cleared", b"")
-        app.controller.storages._giving_back.cancel()  # as if it had died between two steps
+        app.controller.storages.puts._freeing.cancel()  # as if it had died between two steps
         await durable(app)
         left_count = app.storage.engine.stat().put_count - 1
         assert 0 < left_count < PUT_COUNT
@@ -40,7 +40,7 @@ async def test_what_was_not_given_back_goes_after_the_restart_and_what_is_kept_s
         assert engine.stat().put_count == left_count + 1
         assert engine.stat().uncommitted_put_count == left_count
         while engine.stat().uncommitted_put_count:
-            sum(engine.expire())
+            sum(app.controller.storages.expire())
             await asyncio.sleep(0)
         await durable(app)
         assert (engine.stat().put_count, engine.stat().used_bytes) == (1, 64)

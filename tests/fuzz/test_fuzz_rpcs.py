@@ -148,7 +148,7 @@ def check(service: FuzzedService, method: MethodDescriptor, call: Call) -> bool:
 
 def test_methods_between_services_are_among_those_called() -> None:
     names = {method.name for method in (*METHODS, *STORAGE_ONLY) if is_internal(method)}
-    assert names == {"RegisterStorage", "Adopt", "ConfirmPuts", "ReconcilePuts", "FreeCells"}
+    assert names == {"RegisterStorage", "Adopt", "ReconcilePuts", "UpdatePuts"}
 
 
 @pytest.mark.parametrize("method", STORAGE_ONLY, ids=lambda method: method.name)

@@ -53,9 +53,8 @@ def test_no_role_but_those_of_admin_and_service_is_for_the_service_itself() -> N
         "RegisterStorage",
         "FetchSnapshot",
         "Adopt",
-        "ConfirmPuts",
         "ReconcilePuts",
-        "FreeCells",
+        "UpdatePuts",
     }
     for method in METHODS.values():
         if method.concerns_all:

@@ -84,9 +84,13 @@ def test_garbled_calls_between_services_never_end_in_an_internal_error(
     boot_id = server.app.storage.engine.boot_id
     server.app.storage.receipt_keys.renew(b"c" * 16, b"k" * 32)
     for name, request in {
-        "ConfirmPuts": storage_control_pb2.ConfirmPutsRequest(boot_id=boot_id, put_ids=[new_id()]),
-        "FreeCells": storage_control_pb2.FreeCellsRequest(
-            boot_id=boot_id, cells=[cells], controller_id=b"c" * 16, key_id=key_id(b"k" * 32), number=1
+        "UpdatePuts": storage_control_pb2.UpdatePutsRequest(
+            boot_id=boot_id,
+            controller_id=b"c" * 16,
+            key_id=key_id(b"k" * 32),
+            number=1,
+            committed_put_ids=[new_id()],
+            freed=[cells],
         ),
         "ReconcilePuts": storage_control_pb2.ReconcilePutsRequest(
             boot_id=boot_id, controller_id=new_id(), cells=[cells]

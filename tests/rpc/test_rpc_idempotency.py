@@ -351,11 +351,9 @@ def test_puts_without_a_commit_expire(start_server: StartServer, send_put: SendP
     client = server.client()
     messages = put_stream()
     stored = send_put(server, messages)
-    engine = server.app.storage.engine
-    assert engine is not None
 
     async def expire() -> int:
-        return sum(engine.expire())
+        return sum(server.app.controller.storages.expire())
 
     while not server.loop.run(expire()):
         pass
@@ -397,29 +395,30 @@ def test_confirming_and_freeing_again_changes_nothing(start_server: StartServer,
     messages[0].header.controller_id = b"c" * 16
     stored = send_put(server, messages)
     put_id, boot_id = messages[0].header.put_id, stored.storage.boot_id
-    confirm = storage_control_pb2.ConfirmPutsRequest(boot_id=new_id(), put_ids=[put_id])
-    server.control.ConfirmPuts(confirm, metadata=as_service)
-    assert stat().uncommitted_put_count == 1  # it was another boot
-    confirm.boot_id = boot_id
-    for _ in range(2):
-        assert list(server.control.ConfirmPuts(confirm, metadata=as_service).missing_put_ids) == []
-        assert (stat().put_count, stat().uncommitted_put_count) == (1, 0)
     cells = storage_control_pb2.PutCells(put_id=put_id)
-    other_boot = storage_control_pb2.FreeCellsRequest(boot_id=new_id(), cells=[cells])
-    server.control.FreeCells(other_boot, metadata=as_service)
+
+    def update(number, **changes):
+        request = storage_control_pb2.UpdatePutsRequest(
+            controller_id=b"c" * 16, key_id=key_id(b"k" * 32), number=number, **{"boot_id": boot_id, **changes}
+        )
+        return list(server.control.UpdatePuts(request, metadata=as_service).missing_put_ids)
+
+    update(1, committed_put_ids=[put_id], boot_id=new_id())
+    assert stat().uncommitted_put_count == 1  # it was another boot
+    for _ in range(2):
+        assert update(1, committed_put_ids=[put_id]) == []
+        assert (stat().put_count, stat().uncommitted_put_count) == (1, 0)
+    update(2, freed=[cells], boot_id=new_id())
     assert stat().put_count == 1
     for _ in range(2):
-        free = storage_control_pb2.FreeCellsRequest(
-            boot_id=boot_id, cells=[cells], controller_id=b"c" * 16, key_id=key_id(b"k" * 32), number=1
-        )
-        server.control.FreeCells(free, metadata=as_service)
+        update(2, freed=[cells])
         assert stat().used_bytes == 0
-    assert list(server.control.ConfirmPuts(confirm, metadata=as_service).missing_put_ids) == [put_id]
+    for _ in range(2):
+        assert update(3, committed_put_ids=[put_id]) == [put_id]
     send_put(server, messages)  # again, under the same id
-    server.control.FreeCells(free, metadata=as_service)
+    update(2, freed=[cells])
     assert stat().put_count == 1
-    free.number = 2
-    server.control.FreeCells(free, metadata=as_service)
+    update(4, freed=[cells])
     assert stat().put_count == 0
 
 
@@ -435,9 +434,9 @@ def test_cells_are_freed_under_the_present_key_of_a_controller_only(
     stored = send_put(server, messages)
     said = {"controller_id": b"c" * 16, "key_id": key_id(b"k" * 32), "number": 1, **wrong}
     cells = storage_control_pb2.PutCells(put_id=messages[0].header.put_id)
-    free = storage_control_pb2.FreeCellsRequest(boot_id=stored.storage.boot_id, cells=[cells], **said)
+    free = storage_control_pb2.UpdatePutsRequest(boot_id=stored.storage.boot_id, freed=[cells], **said)
     with pytest.raises(grpc.RpcError) as caught:
-        server.control.FreeCells(free, metadata=server.as_service)
+        server.control.UpdatePuts(free, metadata=server.as_service)
     call: Any = caught.value
     assert call.code() == grpc.StatusCode.UNAVAILABLE
     assert "is not registered with controller" in call.details()

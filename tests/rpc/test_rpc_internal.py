@@ -38,7 +38,7 @@ CODE = grpc.StatusCode
 
 def test_internal_is_what_services_alone_call() -> None:
     names = {name.rpartition("/")[2] for name in INTERNAL}
-    assert {"RegisterStorage", "ConfirmPuts", "ReconcilePuts", "FreeCells"} <= names
+    assert {"RegisterStorage", "ReconcilePuts", "UpdatePuts"} <= names
     called_by_clients = {"Put", "PutInline", "Get", "GetInline", "Stat", "Commit", "Insert", "GetMeta", "PlacePut"}
     assert not names & called_by_clients
 
@@ -90,8 +90,8 @@ class Topology:
                     getattr(message, field).CopyFrom(value)
                 else:
                     setattr(message, field, value)
-        if kind.name == "FreeCellsRequest":
-            message.cells.add(put_id=self.put_id)  # what is freed; with none all others keep
+        if kind.name == "UpdatePutsRequest":
+            message.freed.add(put_id=self.put_id)  # what is freed; with none all others keep
         return message
 
 
@@ -167,8 +167,8 @@ def test_no_client_gets_through_and_nothing_changes(topology: Topology) -> None:
 
 
 def test_services_get_through(topology: Topology) -> None:
-    request = storage_control_pb2.FreeCellsRequest(boot_id=new_id())
-    error = code_of(topology.storage, CONTROL + "FreeCells", request, topology.controller.as_service)
+    request = storage_control_pb2.UpdatePutsRequest(boot_id=new_id())
+    error = code_of(topology.storage, CONTROL + "UpdatePuts", request, topology.controller.as_service)
     assert (error is None) == (topology.storage is not topology.controller)
     name = REGISTRY + "RegisterStorage"
     error = code_of(
@@ -301,5 +301,5 @@ def test_a_storage_service_that_refuses_its_controller_holds_up_no_put(
     client = controller.client()
     monkeypatch.setattr(storage.app.listener.credentials.secret, "_proof", "0" * 64)
     meta = client.put({"x": np.arange(4)}, partition_id="train")  # is committed on its receipt, without a call
-    until(lambda: any("cannot be sent confirmations" in message for message in caplog.messages))
+    until(lambda: any("cannot be sent updates" in message for message in caplog.messages))
     assert client.get_data(meta)["x"].tolist() == [0, 1, 2, 3]

@@ -106,8 +106,7 @@ def test_a_storage_service_that_starts_again_is_told_what_is_known(deployment: D
     with pytest.raises(tq.PartitionNotFoundError):
         client.get_data(gone)
     # What waits for its commit goes on doing so.
-    confirm = storage_control_pb2.ConfirmPutsRequest(boot_id=after.storage.boot_id, put_ids=[waiting])
-    deployment.storage.control.ConfirmPuts(confirm, metadata=deployment.storage.as_service)
+    deployment.storage.app.storage.engine.confirm(waiting)
     assert deployment.stat().uncommitted_put_count == 1
     client.clear_partition("train")
     deployment.wait(lambda stat: stat.put_count == 2)
@@ -126,8 +125,7 @@ def test_what_is_known_is_told_in_pieces_however_much_it_is(
     client.clear_samples(partition_id="train", keys=[f"{number}-3" for number in range(0, 50, 2)])
     deployment.controller.stop()
     stray = store_unconfirmed(deployment.controller, deployment.storage, deployment.stat().storage.boot_id)
-    confirm = storage_control_pb2.ConfirmPutsRequest(boot_id=deployment.stat().storage.boot_id, put_ids=[stray])
-    deployment.storage.control.ConfirmPuts(confirm, metadata=deployment.storage.as_service)
+    deployment.storage.app.storage.engine.confirm(stray)
     deployment.restart_storage()
     deployment.restart_controller()
     deployment.wait(lambda stat: stat.uncommitted_put_count == 1)  # the stray one, which waits again after the restart
@@ -144,9 +142,8 @@ def test_a_controller_that_starts_again_tells_what_it_knows(deployment: Deployme
     boot_id = deployment.stat().storage.boot_id
     deployment.controller.stop()
     stray = store_unconfirmed(deployment.controller, deployment.storage, boot_id)
-    confirm = storage_control_pb2.ConfirmPutsRequest(boot_id=boot_id, put_ids=[stray])
     # By a controller that ended before it committed.
-    deployment.storage.control.ConfirmPuts(confirm, metadata=deployment.storage.as_service)
+    deployment.storage.app.storage.engine.confirm(stray)
     assert deployment.stat().put_count == 2
     deployment.restart_controller()
     deployment.wait(lambda stat: stat.put_count == 1)
@@ -179,10 +176,10 @@ def test_puts_that_the_storage_service_has_lost_are_told_and_named(deployment: D
     located = deployment.controller.controller.Locate(locate)
     cells = storage_control_pb2.PutCells(put_id=located.meta.locations.puts[0].put_id)
     ((controller_id, key),) = deployment.storage.app.storage.receipt_keys._keys.items()
-    free = storage_control_pb2.FreeCellsRequest(
-        boot_id=boot_id, cells=[cells], controller_id=controller_id, key_id=key_id(key), number=1
+    free = storage_control_pb2.UpdatePutsRequest(
+        boot_id=boot_id, freed=[cells], controller_id=controller_id, key_id=key_id(key), number=1 << 40
     )
-    deployment.storage.control.FreeCells(free, metadata=deployment.storage.as_service)
+    deployment.storage.control.UpdatePuts(free, metadata=deployment.storage.as_service)
     deployment.restart_storage()
     deployment.wait(lambda stat: stat.damaged_put_count == 1)
     with pytest.raises(tq.DataLossError, match="'x' of samples 0, 1, 2"):
@@ -215,14 +212,15 @@ def test_keeping_puts_of_another_boot_is_refused(deployment: Deployment) -> None
     )
 
 
-@pytest.mark.parametrize("counts", [[], [1, 1]])
-@pytest.mark.parametrize("name", ["ReconcilePuts", "FreeCells"])
+@pytest.mark.parametrize("counts", [[], [1, 1], [-1], [2**62]])
+@pytest.mark.parametrize("name", ["ReconcilePuts", "UpdatePuts"])
 def test_cells_whose_rows_and_counts_do_not_fit_are_refused_and_nothing_is_dropped(deployment, name, counts):
     server, client = deployment.storage, deployment.controller.client()
     meta = client.put({"x": torch.arange(4)}, partition_id="train")
     boot_id = server.storage.Stat(pb.StatRequest()).storage.boot_id
     cells = [storage_control_pb2.PutCells(put_id=b"p" * 16, first_rows=[0], row_counts=counts)]
-    request = getattr(storage_control_pb2, f"{name}Request")(boot_id=boot_id, cells=cells)
+    field = "cells" if name == "ReconcilePuts" else "freed"
+    request = getattr(storage_control_pb2, f"{name}Request")(boot_id=boot_id, **{field: cells})
     with pytest.raises(grpc.RpcError) as refused:
         getattr(server.control, name)(
             iter([request]) if name == "ReconcilePuts" else request, metadata=server.as_service

@@ -48,9 +48,8 @@ def test_internal_methods_lose_data_in_other_hands() -> None:
     assert {METHODS[name].short_name for name in INTERNAL} == {
         "RegisterStorage",
         "Adopt",
-        "ConfirmPuts",
         "ReconcilePuts",
-        "FreeCells",
+        "UpdatePuts",
     }
 
 

@@ -203,7 +203,7 @@ class Split:
             controller_id=b"c" * 16 if self.is_stable else None,
         )
         self.directories.append(self.directory)
-        self.catalog.on_freed = self.directory.free
+        self.catalog.on_freed = self.directory.puts.free
         self.commits = Commits(catalog=self.catalog, storages=self.directory, waiting=WaitingCalls())
         self._admitted = self.commits.admitted
         self.commits.admitted = self._admitted_later

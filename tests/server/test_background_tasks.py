@@ -72,7 +72,7 @@ async def put_and_clear(port):
     ("method", "name"),
     [
         ("_reconcile_always", "reconciling storage s"),
-        ("_deliver_all", "confirming puts and freeing cells of storage s"),
+        ("_deliver_all", "updating puts of storage s"),
     ],
 )
 async def test_what_a_controller_does_for_a_storage_service_is_supervised(monkeypatch, method, name):
@@ -120,7 +120,7 @@ async def test_no_task_of_a_service_at_rest_is_without_a_supervisor(tmp_path):
         while True:  # until what calls have begun has come to its end
             supervised = set().union(*(app.supervisor._tasks for app in (controller, storage, both)))
             names = {task.get_name() for task in supervised}
-            if own_tasks() <= supervised and "confirming puts and freeing cells of storage s" not in names:
+            if own_tasks() <= supervised and "updating puts of storage s" not in names:
                 break
             await asyncio.sleep(0)
         assert names == {

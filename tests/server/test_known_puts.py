@@ -53,7 +53,7 @@ def test_what_is_said_of_very_many_puts_takes_many_small_messages_made_one_by_on
     listed = 0
     for piece in pieces:
         assert piece.ByteSize() <= 64 * 1024
-        listed += len(piece.whole_put_ids)
+        listed += len(piece.cells)
     assert piece.is_last
     assert listed == 150_000
 
@@ -62,7 +62,7 @@ def test_a_put_of_which_very_many_rows_are_left_here_and_there_takes_many_messag
     put = Put("s", BOOT, b"p" * 16)
     rows = np.arange(0, 200_000, 2)
     leaving = [CellSet(put=put, field_names=("x",), rows=rows), CellSet(put=put, field_names=("y",))]
-    pieces = list(KnownPuts(storage_id="s", boot_id=BOOT, leaving=[leaving]).pieces())
+    pieces = list(KnownPuts(storage_id="s", boot_id=BOOT, leaving=leaving).pieces())
     assert max(piece.ByteSize() for piece in pieces) <= 64 * 1024
     first_rows = [row for piece in pieces for cells in piece.cells for row in cells.first_rows]
     assert first_rows == rows.tolist()
@@ -85,7 +85,7 @@ async def test_other_calls_have_their_turn_between_the_pieces(split):
     split.storage.ReconcilePuts = counted
     answer = await split.reconciled()
     assert (answer.missing_count, answer.dropped_count) == (0, 0)
-    assert all(len(part.whole_put_ids) <= 3 for part in split.link.streams[-1].written)
+    assert all(len(part.cells) <= 3 for part in split.link.streams[-1].written)
     assert len(heartbeats) > 20
     assert len(set(heartbeats)) > 10
     assert split.lost_puts() == []
@@ -154,10 +154,14 @@ def ids(*numbers):
     return [number.to_bytes(16, "big") for number in numbers]
 
 
+def whole(*numbers):
+    return [PutCells(put_id=put_id) for put_id in ids(*numbers)]
+
+
 async def test_what_is_unknown_is_dropped_in_slices():
     engine = await engine_of(5000)
     state = engine.begin_reconciliation()
-    engine.reconcile(state, whole=ids(*range(0, 5000, 5)))
+    engine.reconcile(state, cells=whole(*range(0, 5000, 5)))
     left = [5000]
     for _ in engine.finish_reconciliation(state):
         left.append(engine.stat().put_count)
@@ -174,7 +178,7 @@ async def test_what_is_confirmed_after_the_begin_stays_and_what_waits_goes_on_wa
         engine.confirm(put_id)
     state = engine.begin_reconciliation()
     engine.confirm(ids(3)[0])
-    engine.reconcile(state, whole=ids(0), uncommitted=ids(1, 9))
+    engine.reconcile(state, cells=whole(0), uncommitted=ids(1, 9))
     engine.confirm(ids(4)[0])
     for _ in engine.finish_reconciliation(state):
         pass
@@ -189,8 +193,7 @@ async def test_a_put_that_was_freed_meanwhile_is_not_missing():
     engine.free([PutCells(put_id=ids(1)[0])])
     engine.reconcile(
         state,
-        whole=ids(0, 1, 7),
-        cells=[PutCells(put_id=ids(2)[0], first_rows=np.array([1]), row_counts=np.array([1]))],
+        cells=[*whole(0, 1, 7), PutCells(put_id=ids(2)[0], rows=np.array([1]))],
     )
     for _ in engine.finish_reconciliation(state):
         pass
@@ -202,14 +205,14 @@ async def test_a_put_that_was_freed_meanwhile_is_not_missing():
 async def test_of_two_that_say_what_is_known_the_later_one_counts():
     engine = await engine_of(3)
     old = engine.begin_reconciliation()
-    engine.reconcile(old, whole=ids(0))
+    engine.reconcile(old, cells=whole(0))
     new = engine.begin_reconciliation()
     with pytest.raises(CallCancelledError):
-        engine.reconcile(old, whole=ids(1))
+        engine.reconcile(old, cells=whole(1))
     with pytest.raises(CallCancelledError):
         next(engine.finish_reconciliation(old), None)
     engine.end_reconciliation(old)
-    engine.reconcile(new, whole=ids(0, 1, 2))
+    engine.reconcile(new, cells=whole(0, 1, 2))
     for _ in engine.finish_reconciliation(new):
         pass
     assert engine.stat().put_count == 3
@@ -218,9 +221,7 @@ async def test_of_two_that_say_what_is_known_the_later_one_counts():
 async def test_cells_of_a_put_that_come_apart_are_refused():
     engine = await engine_of(2)
     state = engine.begin_reconciliation()
-    first, second = (
-        PutCells(put_id=put_id, first_rows=np.array([0]), row_counts=np.array([2])) for put_id in ids(0, 1)
-    )
+    first, second = (PutCells(put_id=put_id, rows=np.array([0, 1])) for put_id in ids(0, 1))
     engine.reconcile(state, cells=[first])
     engine.reconcile(state, cells=[second])
     with pytest.raises(InvalidArgumentError, match="in a row"):
@@ -231,7 +232,7 @@ async def test_cells_of_a_put_may_come_in_several_pieces():
     engine = await engine_of(1)
     state = engine.begin_reconciliation()
     for row in (0, 3):
-        cells = PutCells(put_id=ids(0)[0], first_rows=np.array([row]), row_counts=np.array([1]))
+        cells = PutCells(put_id=ids(0)[0], rows=np.array([row]))
         engine.reconcile(state, cells=[cells])
         await asyncio.sleep(0)
     for _ in engine.finish_reconciliation(state):

@@ -107,7 +107,7 @@ async def test_a_put_that_goes_while_capacity_is_reserved_is_put_again(service, 
         if not dropped:
             dropped.extend(engine._puts)
             for put_id in dropped:
-                engine.discard(put_id)
+                engine.delete_waiting(put_id)
         return reserve(table, *args)
 
     monkeypatch.setattr(RowTable, "reserve_capacity", dropping)

@@ -67,14 +67,14 @@ async def test_what_was_taken_over_for_another_controller_is_looked_up_again():
     put = PutStored(put_id=b"p" * 16, partition_id="train", row_count=1, columns=(), size_bytes=0, owner=b"o" * 16)
     while not mirror.stat().is_reachable or not heir._opened.is_set():  # noqa: ASYNC110  (there is no event)
         await asyncio.sleep(0)
-    first = await heir.adopt("s", b"b" * 16, own, b"1" * 16)
-    assert await heir.adopt("s", b"b" * 16, own, b"1" * 16) is first  # a call that is repeated
+    first = await heir.take_over("s", b"b" * 16, own, b"1" * 16)
+    assert await heir.take_over("s", b"b" * 16, own, b"1" * 16) is first  # a call that is repeated
     assert (first.engine.stat().put_count, first.engine.put_ttl_seconds) == (0, 7.0)
     await writer.write(b"o" * 16, "train", [b"p" * 16], pack_puts([(encode_put(put), [])]))
     pool.gate = asyncio.Event()
-    late = asyncio.create_task(heir.adopt("s", b"b" * 16, own, b"2" * 16))
+    late = asyncio.create_task(heir.take_over("s", b"b" * 16, own, b"2" * 16))
     await asyncio.sleep(0)
-    asking = asyncio.create_task(heir.adopt("s", b"b" * 16, own, b"3" * 16))  # while that one looks into the mirror
+    asking = asyncio.create_task(heir.take_over("s", b"b" * 16, own, b"3" * 16))  # while that one looks into the mirror
     await asyncio.sleep(0)
     pool.gate.set()
     with pytest.raises(UnavailableError, match="was lost again since"):
@@ -86,7 +86,7 @@ async def test_what_was_taken_over_for_another_controller_is_looked_up_again():
     for task in running:
         task.cancel()
     await asyncio.gather(*running, return_exceptions=True)
-    await heir.let_go(again)
+    await heir.leave(again)
     await asyncio.gather(heir.close(), lost.close())
 
 

@@ -62,12 +62,12 @@ async def test_a_put_takes_no_call_between_services_and_many_are_confirmed_in_on
     before = len(split.link.calls)
     for _ in range(20):
         await split.commit(await split.store())
-        assert split.link.calls[before:] in ([], ["ConfirmPuts"])
+        assert split.link.calls[before:] in ([], ["UpdatePuts"])
         split.link.calls[before:] = []
     requests = [await split.store() for _ in range(20)]
     await asyncio.gather(*map(split.commit, requests))
     await split.until(lambda: split.engine.stat().uncommitted_put_count == 0)
-    assert split.link.calls[before:] == ["ConfirmPuts"]
+    assert split.link.calls[before:] == ["UpdatePuts"]
 
 
 async def test_a_client_that_leaves_while_its_commit_waits_leaves_no_put(split):
@@ -95,7 +95,7 @@ async def test_a_put_whose_commit_waits_for_long_stays(split):
 @pytest.mark.parametrize("what", ["lose_request", "lose_answer"])
 async def test_a_confirmation_that_gets_lost_comes_again(split, what):
     for _ in range(3):
-        split.link.add("ConfirmPuts", **{what: True})
+        split.link.add("UpdatePuts", **{what: True})
     await split.commit(await split.store())
     await split.until(lambda: split.engine.stat().uncommitted_put_count == 0)
     assert await split.settled() == 1
@@ -103,11 +103,11 @@ async def test_a_confirmation_that_gets_lost_comes_again(split, what):
 
 
 async def test_a_put_that_is_committed_and_not_confirmed_is_not_dropped(split):
-    split.link.add("ConfirmPuts", hold_request=True)
+    split.link.add("UpdatePuts", hold_request=True)
     await split.commit(await split.store())
     split.now += TTL_SECONDS + 1
     await split.heartbeats()
-    assert split.engine.stat().uncommitted_put_count == 0  # it has asked
+    assert split.engine.stat().put_count == 1  # it has asked
     assert await split.settled() == 1
     assert split.lost_puts() == []
 
@@ -132,7 +132,7 @@ async def test_a_commit_that_comes_before_the_question_keeps_the_put(split):
     split.now += TTL_SECONDS + 1
     fault = split.to_controller.add("RegisterStorage", hold_request=True)
     await split.turns(50)
-    split.link.add("ConfirmPuts", hold_request=True)
+    split.link.add("UpdatePuts", hold_request=True)
     await split.commit(request)
     fault.request.set()
     assert await split.settled() == 1
@@ -160,8 +160,7 @@ async def test_a_put_that_gets_another_receipt_while_it_is_asked_about_stays(spl
     fault = split.to_controller.add("RegisterStorage", hold_answer=True)
     await split.until(lambda: fault.is_made)
     with pytest.raises(PutNotFoundError):
-        await split.commit(await split.store(request.placement.put_id))  # neither service has heard of the other's mind
-    split.engine.confirmations(split.directory.controller_id).void_receipts()
+        await split.commit(request)
     last = await split.store(request.placement.put_id)
     fault.answer.set()
     await split.heartbeats()
@@ -188,7 +187,7 @@ async def test_a_commit_that_is_refused_frees_its_put_at_once(split):
 
 async def test_a_receipt_of_a_put_that_was_refused_or_cleared_is_spent(split):
     refused, cleared = await split.store(), await split.store()
-    split.link.add("FreeCells", hold_request=True)
+    split.link.add("UpdatePuts", hold_request=True)
     with pytest.raises(PartitionNotFoundError):
         await split.commit(impossible(refused))
     await split.commit(cleared)
@@ -344,17 +343,38 @@ async def test_two_puts_of_one_commit_at_once_leave_one(split):
 async def test_what_is_freed_is_said_again_until_it_is_heard(split, what):
     await split.commit(await split.store())
     for _ in range(3):
-        split.link.add("FreeCells", **{what: True})
+        split.link.add("UpdatePuts", **{what: True})
     await split.clear()
     assert await split.settled() == 0
 
 
+async def test_a_put_that_comes_again_while_its_free_is_repeated_can_be_committed(split):
+    request = await split.store()
+    await split.commit(request)
+    await split.until(lambda: split.engine.stat().uncommitted_put_count == 0)
+    fault = split.link.add("UpdatePuts", hold_answer=True, lose_answer=True)
+    await split.clear()
+    await split.until(lambda: fault.is_made)  # it is freed, and the controller does not know that
+    other = await split.store(request.placement.put_id)
+    with pytest.raises(UnavailableError, match="is being given back"):
+        await split.commit(other)
+    calls = len(split.link.calls)
+    fault.answer.set()
+    await split.until(lambda: len(split.link.calls) > calls)  # the same update again
+    await split.turns(50)
+    with pytest.raises(PutNotFoundError):
+        await split.commit(again(request))
+    await split.commit(other)
+    assert await split.settled() == 1
+    assert split.lost_puts() == []
+
+
 async def test_a_connection_that_is_closed_during_a_call_ends_no_loop(split):
     """As where a certificate is replaced: gRPC raises CancelledError then, though nobody has cancelled anything."""
-    split.link.add("ConfirmPuts", lose_answer=True, error=asyncio.CancelledError())
+    split.link.add("UpdatePuts", lose_answer=True, error=asyncio.CancelledError())
     await split.commit(await split.store())
     await split.until(lambda: split.engine.stat().uncommitted_put_count == 0)
-    split.link.add("FreeCells", lose_request=True, error=asyncio.CancelledError())
+    split.link.add("UpdatePuts", lose_request=True, error=asyncio.CancelledError())
     await split.clear()
     await split.until(lambda: split.engine.stat().put_count == 0)
 
@@ -436,7 +456,7 @@ async def test_whatever_happens_samples_have_their_puts_and_nothing_else_is_left
     monkeypatch.setattr("tq_service.server.known_puts._MOST_PUTS", 2)
     monkeypatch.setattr("tq_service.server.known_puts._MOST_RUNS", 2)
     monkeypatch.setattr("tq_service.storage.engine._MOST_WORK", 1)
-    monkeypatch.setattr("tq_service.server.storages._FREED_A_TURN", 1)
+    monkeypatch.setattr("tq_service.server.puts._FREED_PER_TURN", 1)
     calls = []
     async with split_service(monkeypatch, reconcile_seconds=3600.0 if seed % 2 else 0.0) as split:
         async for _ in act_at_random(split, random.Random(seed), calls):
@@ -477,7 +497,7 @@ async def act_at_random(split, rng, calls):
                     )
                     requests.append(stored)
             case 7 | 8:
-                method = rng.choice(["ConfirmPuts", "FreeCells", "ReconcilePuts", "RegisterStorage"])
+                method = rng.choice(["UpdatePuts", "UpdatePuts", "ReconcilePuts", "RegisterStorage"])
                 link = split.to_controller if method == "RegisterStorage" else split.link
                 held.append(link.add(method, **{rng.choice(FAULTS): True}))
             case 9 if held:

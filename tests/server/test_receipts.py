@@ -7,7 +7,8 @@ import pytest
 
 from tq_service.errors import DataLossError, InvalidArgumentError, PutNotFoundError, UnavailableError
 from tq_service.internal.v1.put_receipt_pb2 import PutReceipt
-from tq_service.server.receipts import ReceiptBook, ReceiptKeys
+from tq_service.internal.v1.storage_control_pb2 import UpdatePutsResponse
+from tq_service.server.receipts import ReceiptBook, ReceiptKeys, key_id
 from tq_service.server.storage_servicer import EngineDriver
 from tq_service.storage.engine import StorageEngine
 
@@ -21,8 +22,7 @@ def book():
 
 def sealed(book, number=0, put_id=PUT_ID, partition_id="train", *, for_existing_rows=False, columns_digest=b""):
     keys = ReceiptKeys()
-    assert keys.renew(OWNER, book.key)
-    assert not keys.renew(OWNER, book.key)
+    keys.renew(OWNER, book.key)
     return keys.seal(OWNER, put_id, partition_id, number, for_existing_rows=for_existing_rows, columns_digest=b"")
 
 
@@ -76,31 +76,57 @@ def test_the_receipt_of_another_registration_is_refused(book):
         book.open(sealed(ReceiptBook())[:32] + content.SerializeToString(), PUT_ID, "train")
 
 
-def test_a_receipt_is_taken_until_it_is_void_or_spent(book):
-    receipts = [sealed(book, number) for number in range(8)]
-    book.spend(3)
-    book.spend(6)
+def test_a_receipt_is_taken_until_it_is_void_or_revoked(book):
+    put_ids = [bytes([number]) * 16 for number in range(8)]
+    receipts = [sealed(book, number, put_id) for number, put_id in enumerate(put_ids)]
+    book.revoke(put_ids[3])
+    with pytest.raises(UnavailableError, match="is being given back"):
+        book.open(receipts[3], put_ids[3], "train")
+    book.on_freed([put_ids[3], put_ids[6]], 8)
     book.void_before(2)
     book.void_before(1)
     taken = []
-    for number, receipt in enumerate(receipts):
+    for number, (put_id, receipt) in enumerate(zip(put_ids, receipts, strict=True)):
         try:
-            book.open(receipt, PUT_ID, "train")
+            book.open(receipt, put_id, "train")
             taken.append(number)
         except PutNotFoundError as error:
             assert ("waited" in error.message) == (number < 2)
     assert taken == [2, 4, 5, 7]
+    assert book.open(sealed(book, 8, put_ids[3]), put_ids[3], "train").number == 8  # of bytes that were put again
     book.void_before(8)
-    assert book._unspent == set()
+    assert not book._freed
+    assert not book._leaving
 
 
-def test_only_what_waits_for_its_commit_is_remembered(book):
+def test_only_what_was_freed_since_the_oldest_valid_receipt_is_remembered(book):
     for number in range(10_000):
-        if number % 100:
-            book.spend(number)
+        put_id = number.to_bytes(16, "big")
+        book.revoke(put_id)
+        book.on_freed([put_id], number + 1)
         if number % 1000 == 999:
-            book.void_before(number - 1000)
-    assert len(book._unspent) <= 30
+            book.void_before(number - 100)
+            assert len(book._freed) <= 101
+    assert not book._leaving
+
+
+def test_an_update_is_done_once_and_answered_again():
+    keys, done = ReceiptKeys(), []
+
+    def update():
+        done.append(len(done))
+        return UpdatePutsResponse(next_receipt_number=len(done))
+
+    keys.renew(OWNER, b"k" * 32)
+    key = key_id(b"k" * 32)
+    answers = [keys.update_once(OWNER, key, number, update).next_receipt_number for number in (1, 1, 2, 2, 1)]
+    assert answers == [1, 1, 2, 2, 2]
+    keys.renew(OWNER, b"k" * 32)
+    assert keys.update_once(OWNER, key, 2, update).next_receipt_number == 2
+    keys.renew(OWNER, b"l" * 32)
+    with pytest.raises(UnavailableError, match="is not registered with controller"):
+        keys.update_once(OWNER, key, 3, update)
+    assert len(done) == 2
 
 
 def test_no_receipt_is_given_for_a_controller_that_is_not_known():

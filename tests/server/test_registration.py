@@ -68,7 +68,7 @@ async def test_those_that_are_silent_and_empty_make_way(monkeypatch):
     async with registry_of(heartbeat_seconds=0.0) as registry:
         for name in ("a", "b"):
             registry.on_heartbeat(registration(name))
-        with registry.committing(Put("a", BOOT, os.urandom(16))):
+        with registry.puts.commit(Put("a", BOOT, os.urandom(16))):
             pass
         await asyncio.sleep(0.001)
         registry.on_heartbeat(registration("c"))
@@ -145,11 +145,8 @@ async def test_no_put_is_committed_at_a_storage_service_that_is_lost():
         registry.adoptions.lose(put[:2], "file:///m")  # it is silent, and nothing has taken its name
         ask(registry, put[:2], heir)
         for heartbeat in (heir, back):
-            with (
-                pytest.raises(DataLossError, match=r"was lost since the put.* put the data again"),
-                registry.redeemed(put, [], "train", b"receipt"),
-            ):
-                pass
+            with pytest.raises(DataLossError, match=r"was lost since the put.* put the data again"):
+                registry.open_receipt(put, [], "train", b"receipt")
             registry.on_heartbeat(heartbeat)
         registry.check_not_lost(Put("a", b"2" * 16, os.urandom(16)))
 
@@ -212,13 +209,13 @@ class Heirs:
         self.asked = []
         self.answer = answer
 
-        async def adopt(heir, instance, search_id):
+        async def take_over(heir, instance, search_id):
             self.asked.append((heir.storage_id, instance[0], search_id))
             if isinstance(self.answer, Exception):
                 raise self.answer
             return self.answer
 
-        monkeypatch.setattr(remote_storage.RemoteStorage, "adopt", adopt)
+        monkeypatch.setattr(remote_storage.RemoteStorage, "take_over", take_over)
 
 
 def mirrored(*names):

@@ -8,7 +8,7 @@ import grpc
 import numpy as np
 import pytest
 
-from tq_service.errors import UnavailableError
+from tq_service.errors import PutNotFoundError, UnavailableError
 from tq_service.internal.v1 import storage_control_pb2
 from tq_service.internal.v1.storage_registry_pb2 import RegisterStorageRequest
 from tq_service.server.known_puts import KnownPuts
@@ -41,13 +41,13 @@ class Stub:
     def ReconcilePuts(self, **_):  # noqa: N802  (the name of the rpc)
         return Unheard()
 
-    async def ConfirmPuts(self, request, **_):  # noqa: N802
-        self.calls.append(("confirm", list(request.put_ids)))
-        return storage_control_pb2.ConfirmPutsResponse(missing_put_ids=self.missing)
-
-    async def FreeCells(self, request, **_):  # noqa: N802
-        await self.is_answering.wait()
-        self.calls += [("free", cells.put_id) for cells in request.cells]
+    async def UpdatePuts(self, request, **_):  # noqa: N802
+        if request.freed:
+            await self.is_answering.wait()
+        if request.committed_put_ids:
+            self.calls.append(("confirm", list(request.committed_put_ids)))
+        self.calls += [("free", cells.put_id) for cells in request.freed]
+        return storage_control_pb2.UpdatePutsResponse(missing_put_ids=self.missing, next_receipt_number=1)
 
 
 @pytest.fixture
@@ -80,7 +80,9 @@ async def test_the_receipt_of_a_put_is_not_taken_while_it_is_being_given_back(st
     assert storage.open_receipt(other, "train", receipt_of(storage, other)).put_id == other
     stub.is_answering.set()
     await storage._delivering
-    assert storage.open_receipt(PUT_ID, "train", receipt_of(storage)).put_id == PUT_ID
+    with pytest.raises(PutNotFoundError, match="was freed since"):
+        storage.open_receipt(PUT_ID, "train", receipt_of(storage))
+    assert storage.open_receipt(PUT_ID, "train", receipt_of(storage, number=1)).put_id == PUT_ID  # it was put again
     assert stub.calls == [("free", PUT_ID)]
 
 
@@ -105,22 +107,23 @@ async def test_many_puts_and_scattered_rows_are_freed_in_calls_of_some_milliseco
 
     async def take(request, **_):
         requests.append(request)
+        return storage_control_pb2.UpdatePutsResponse()
 
-    monkeypatch.setattr(storage._peer.stub, "FreeCells", take)
+    monkeypatch.setattr(storage._peer.stub, "UpdatePuts", take)
     scattered = [
-        PutCells(put_id=bytes([number]) * 16, first_rows=np.arange(count) * 2, row_counts=np.ones(count, np.int64))
+        PutCells(put_id=bytes([number]) * 16, rows=np.arange(count) * 2)
         for number, count in enumerate([1, 10_000, 3_000, 3_000])
     ]
     storage.free([*scattered, *(PutCells(put_id=PUT_ID) for _ in range(5_000))])
     await storage._delivering
-    assert max(sum(len(cells.first_rows) for cells in request.cells) for request in requests) <= 4096
-    assert max(len(request.cells) for request in requests) <= 1024
+    assert max(sum(len(cells.first_rows) for cells in request.freed) for request in requests) <= 4096
+    assert max(len(request.freed) for request in requests) <= 1024
     assert len(requests) <= 10
     rows = {}
-    for cells in (cells for request in requests for cells in request.cells if cells.first_rows):
+    for cells in (cells for request in requests for cells in request.freed if cells.first_rows):
         rows.setdefault(cells.put_id, []).extend(cells.first_rows)
-    assert rows == {cells.put_id: cells.first_rows.tolist() for cells in scattered}
-    assert sum(not cells.first_rows for request in requests for cells in request.cells) == 5_000
+    assert rows == {cells.put_id: cells.rows.tolist() for cells in scattered}
+    assert sum(not cells.first_rows for request in requests for cells in request.freed) == 5_000
 
 
 async def test_a_committed_put_that_is_not_there_is_logged(storage, caplog):
@@ -135,24 +138,21 @@ async def test_frees_are_told_again_until_they_are_heard_and_the_log_says_so_onc
     monkeypatch.setattr("tq_service.server.remote_storage._FIRST_RETRY_SECONDS", 0.0)
     failures = [None] * 5
     stub = storage._peer.stub
-    free = stub.FreeCells
+    free = stub.UpdatePuts
 
     async def at_first_lost(request, **_):
         if failures:
             failures.pop()
             raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, SimpleNamespace(), SimpleNamespace())
-        await free(request)
+        return await free(request)
 
-    stub.FreeCells = at_first_lost
+    stub.UpdatePuts = at_first_lost
     stub.is_answering.set()
     storage.free([PutCells(put_id=PUT_ID)])
     await storage._delivering
     assert stub.calls == [("free", PUT_ID)]
     warning, end = caplog.messages
-    assert (
-        warning
-        == "storage service cannot be sent confirmations and frees storage=s address=127.0.0.1:1 error=UNAVAILABLE"
-    )
+    assert warning == "storage service cannot be sent updates of puts storage=s address=127.0.0.1:1 error=UNAVAILABLE"
     assert end.startswith("storage service answers again storage=s address=127.0.0.1:1 after_seconds=")
 
 

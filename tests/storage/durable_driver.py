@@ -79,7 +79,7 @@ class _Log:
 async def put(engine, number, data, *, shared=False, confirm=True):
     if shared:
         pending, columns = await begin_shared(engine, number, data)
-        await pending.adopt(shared_memory.write_columns(columns))
+        await pending.map_fds(shared_memory.write_columns(columns))
     else:
         pending, chunks = await begin(engine, number, data)
         for parts in iter_frames(chunks, 1 << 16):

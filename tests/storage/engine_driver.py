@@ -31,6 +31,12 @@ def reconcile(engine, cells=(), uncommitted=(), *, owner=b""):
     return state
 
 
+def expire(engine, owner=b""):
+    """Drop the overdue puts of a controller that knows none of them; return how many there were."""
+    asked = engine.uncommitted(owner).overdue()
+    return engine.on_answer(owner, asked, asked.put_ids)
+
+
 async def begin(engine, number, data, *, existing=False, deadline=None, owner=b"", partition_id=PARTITION, token=""):
     columns = encode_columns(data)
     pending = await engine.reserve(
@@ -60,7 +66,7 @@ async def begin_shared(engine, number, data, *, deadline=None):
 
 async def put_shared(engine, number, data):
     pending, columns = await begin_shared(engine, number, data)
-    await pending.adopt(shared_memory.write_columns(columns))
+    await pending.map_fds(shared_memory.write_columns(columns))
     pending.finish()
     engine.confirm(put_id(number))
 
@@ -108,6 +114,5 @@ def cells(number, *rows, fields=()):
     return PutCells(
         put_id=put_id(number),
         field_names=tuple(fields),
-        first_rows=indexes(*rows),
-        row_counts=np.ones(len(rows), np.int64),
+        rows=indexes(*rows),
     )

@@ -106,7 +106,7 @@ async def turns_until(condition):
 async def put(engine, number, data, *, shared=False, confirm=True, deadline=None, owner=b""):
     if shared:
         pending, columns = await begin_shared(engine, number, data)
-        await pending.adopt(shared_memory.write_columns(columns))
+        await pending.map_fds(shared_memory.write_columns(columns))
     else:
         pending, chunks = await begin(engine, number, data, owner=owner)
         for parts in iter_frames(chunks, 1 << 16):

@@ -9,7 +9,7 @@ import numpy as np
 import psutil
 import pytest
 from durable_driver import BOOT, Directory, put, settled
-from engine_driver import PARTITION, begin, begin_shared, cells, put_id, read, reconcile, runs
+from engine_driver import PARTITION, begin, begin_shared, cells, expire, put_id, read, reconcile, runs
 from open_files import open_files
 
 from tq_service.errors import (
@@ -114,7 +114,7 @@ async def test_a_segment_is_not_used_again_before_the_end_of_its_put_is_durable(
 async def test_a_put_is_not_finished_before_it_is_flushed(directory):
     engine = directory.open()
     pending, columns = await begin_shared(engine, 1, BIG)
-    await pending.adopt(shared_memory.write_columns(columns))
+    await pending.map_fds(shared_memory.write_columns(columns))
     with pytest.raises(RuntimeError, match="flushed"):
         pending.finish()
 
@@ -122,7 +122,7 @@ async def test_a_put_is_not_finished_before_it_is_flushed(directory):
 async def test_a_retry_may_take_over_while_a_put_is_flushed(directory):
     engine = directory.open()
     first, columns = await begin_shared(engine, 1, BIG)
-    await first.adopt(shared_memory.write_columns(columns))
+    await first.map_fds(shared_memory.write_columns(columns))
     flushing = asyncio.create_task(engine.flush(first))
     await asyncio.sleep(0)
     await put(engine, 1, BIG)
@@ -497,7 +497,7 @@ async def test_recovered_puts_wait_for_what_the_controller_knows(tmp_path):
     directory.flush()
     engine = directory.open()
     now[0] += 1000
-    assert sum(engine.expire()) == 0
+    assert expire(engine) == 0
     await put(engine, 4, SMALL)
     await put(engine, 5, SMALL, confirm=False)
     kept = reconcile(engine, [cells(0), cells(1, 0, 1, 2), cells(1, fields=["dense"]), cells(8)])
@@ -512,7 +512,7 @@ async def test_recovered_puts_wait_for_what_the_controller_knows(tmp_path):
     with pytest.raises(DataLossError, match="it is not here"):
         read(engine, [8], runs(["dense"], (0, 0, 1)))
     now[0] += 11
-    assert sum(engine.expire()) == 3
+    assert expire(engine) == 3
     assert engine.stat().put_count == 2
     assert reconcile(engine, [cells(0)]).dropped_count == 1
     engine.free([cells(8)])

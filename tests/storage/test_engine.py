@@ -5,7 +5,20 @@ import threading
 import numpy as np
 import psutil
 import pytest
-from engine_driver import PARTITION, begin, cells, compacted, indexes, put, put_id, read, receive, reconcile, runs
+from engine_driver import (
+    PARTITION,
+    begin,
+    cells,
+    compacted,
+    expire,
+    indexes,
+    put,
+    put_id,
+    read,
+    receive,
+    reconcile,
+    runs,
+)
 
 from tq_service.errors import (
     CallCancelledError,
@@ -214,14 +227,14 @@ async def test_unconfirmed_puts_expire_and_confirmed_ones_stay():
     await put(engine, 3, SMALL)
     assert engine.stat().uncommitted_put_count == 2
     clock.now += 5
-    assert sum(engine.expire()) == 1
+    assert expire(engine) == 1
     with pytest.raises(PutNotFoundError):
         engine.check_complete(put_id(1), PARTITION)
     assert not engine.confirm(put_id(1))
     assert engine.confirm(put_id(2))
     assert engine.confirm(put_id(2))
     clock.now += 100
-    assert sum(engine.expire()) == 0
+    assert expire(engine) == 0
     assert engine.stat().put_count == 2
 
 
@@ -231,21 +244,22 @@ async def test_an_overdue_put_goes_where_its_controller_does_not_know_it_and_no_
     for number in range(6):
         await put(engine, number, SMALL, confirm=False)
         assert engine.receipt_number(put_id(number)) == number
-    assert engine.confirmations(b"").overdue(9) == Overdue(numbers={}, receipts_from=0)
+    assert engine.uncommitted(b"").overdue(9) == Overdue(put_ids=[], receipts_from=0)
     clock.now += 10
     await put(engine, 6, SMALL, confirm=False)
     assert engine.receipt_number(put_id(6)) == 6
-    asked = engine.confirmations(b"").overdue(5)
-    assert asked == Overdue(numbers={put_id(number): number for number in range(5)}, receipts_from=6)
+    asked = engine.uncommitted(b"").overdue(5)
+    assert asked == Overdue(put_ids=[put_id(number) for number in range(5)], receipts_from=6)
     engine.free([cells(4)])
-    assert engine.on_answer(b"", asked, unknown=[put_id(1), put_id(4)], undecided=[put_id(2), put_id(3)]) == 1
+    engine.confirm(put_id(0))
+    assert engine.on_answer(b"", asked, unknown=[put_id(0), put_id(1), put_id(4)]) == 1
     assert engine.stat().uncommitted_put_count == 4  # 0 is committed, 1 and 4 are gone
-    assert list(engine.confirmations(b"").overdue(9).numbers) == [put_id(5)]  # the undecided ones later
+    assert engine.uncommitted(b"").overdue(9).put_ids == [put_id(5)]  # the others later
     assert engine.receipt_number(put_id(0)) is None
     assert engine.receipt_number(put_id(2)) == 7  # the one before is void
     assert engine.receipt_number(put_id(2)) == 7
     clock.now += 10
-    assert list(engine.confirmations(b"").overdue(9).numbers) == [put_id(number) for number in (5, 6, 3, 2)]
+    assert engine.uncommitted(b"").overdue(9).put_ids == [put_id(number) for number in (5, 6, 2, 3)]
     with pytest.raises(PutNotFoundError):
         engine.check_complete(put_id(1), PARTITION)
 
@@ -256,32 +270,33 @@ async def test_a_put_that_gets_another_receipt_while_it_is_asked_for_stays():
     await put(engine, 1, SMALL, confirm=False)
     assert engine.receipt_number(put_id(1)) == 0
     clock.now += 10
-    first = engine.confirmations(b"").overdue(9)
-    engine.on_answer(b"", Overdue(numbers={}, receipts_from=first.receipts_from), (), ())
-    asked = engine.confirmations(b"").overdue(9)
+    asked = engine.uncommitted(b"").overdue(9)
     assert engine.receipt_number(put_id(1)) == 1
-    assert engine.on_answer(b"", asked, unknown=[put_id(1)], undecided=()) == 0
-    assert engine.confirmations(b"").overdue(9) == Overdue(numbers={}, receipts_from=1)
+    assert engine.on_answer(b"", asked, unknown=[put_id(1)]) == 0
+    assert engine.uncommitted(b"").overdue(9) == Overdue(put_ids=[], receipts_from=1)
 
 
-async def test_a_put_of_which_an_answer_says_that_it_is_committed_outlasts_a_reconciliation_of_before():
+async def test_a_put_that_its_controller_knows_outlasts_a_reconciliation_of_before():
     clock = Clock()
     engine = StorageEngine(max_bytes=None, put_ttl_seconds=10, clock=clock)
     await put(engine, 1, SMALL, confirm=False)
     clock.now += 10
     state = engine.begin_reconciliation()
-    asked = engine.confirmations(b"").overdue(9)
-    engine.on_answer(b"", asked, unknown=(), undecided=())  # it was committed after the controller looked at its puts
+    asked = engine.uncommitted(b"").overdue(9)
+    engine.on_answer(b"", asked, unknown=())  # it was committed after the controller looked at its puts
     for _ in engine.finish_reconciliation(state):
         pass
-    assert (engine.stat().put_count, engine.stat().uncommitted_put_count) == (1, 0)
+    assert engine.stat().put_count == 1
 
 
-async def test_void_receipts_are_replaced(engine):
+async def test_void_receipts_are_replaced():
+    clock = Clock()
+    engine = StorageEngine(max_bytes=None, put_ttl_seconds=10, clock=clock)
     await put(engine, 1, SMALL, confirm=False)
     await put(engine, 2, SMALL, confirm=False)
     assert [engine.receipt_number(put_id(number)) for number in (1, 2, 2)] == [0, 1, 1]
-    engine.confirmations(b"").void_receipts()
+    clock.now += 10
+    engine.uncommitted(b"").overdue()
     assert [engine.receipt_number(put_id(number)) for number in (2, 1, 2)] == [2, 3, 2]
 
 
@@ -298,7 +313,7 @@ async def test_of_owners_that_are_no_controller_all_goes_in_time_and_of_others_n
     assert engine.absent_owners([b"b"]) == []
     clock.now += 1
     assert engine.absent_owners([b"b"]) == [b"a"]
-    assert sum(engine.drop_owner(b"a")) == 2
+    assert sum(engine.delete_owned(b"a")) == 2
     assert engine.absent_owners([b"b"]) == []
     assert (engine.stat().put_count, engine.stat().uncommitted_put_count) == (2, 1)
 
@@ -310,7 +325,7 @@ async def test_what_an_earlier_start_of_a_controller_put_goes_at_once():
     for number, owner in enumerate([before, now, other]):
         await put(engine, number, SMALL, owner=owner)
     assert engine.absent_owners([now]) == [before]
-    assert sum(engine.drop_owner(before)) == 1
+    assert sum(engine.delete_owned(before)) == 1
     assert engine.absent_owners([now]) == []
     assert engine.stat().put_count == 2
 
@@ -319,7 +334,7 @@ async def test_a_put_that_comes_while_those_of_its_owner_are_dropped_goes_the_ne
     clock = Clock()
     engine = StorageEngine(max_bytes=None, put_ttl_seconds=10, clock=clock)
     await put(engine, 0, SMALL, owner=b"a")
-    dropping = engine.drop_owner(b"a")
+    dropping = engine.delete_owned(b"a")
     dropped = sum(next(dropping) for _ in range(512))
     for number in range(1, 32):
         await put(engine, number, SMALL, confirm=False, owner=b"a")  # into slices to come, and into those that are over
@@ -328,7 +343,7 @@ async def test_a_put_that_comes_while_those_of_its_owner_are_dropped_goes_the_ne
     assert engine.absent_owners([b"b"]) == []
     clock.now += 10
     assert engine.absent_owners([b"b"]) == [b"a"]
-    sum(engine.drop_owner(b"a"))
+    sum(engine.delete_owned(b"a"))
     assert engine.stat().put_count == engine.stat().used_bytes == 0
     assert engine.absent_owners([b"b"]) == []
 
@@ -341,7 +356,7 @@ async def test_reconciliation_touches_the_puts_of_its_owner_alone(engine):
     assert read(engine, [2], runs(["dense"], (0, 0, 4)))["dense"].tolist() == DATA["dense"].tolist()
     other = engine.begin_reconciliation(b"b")
     engine.begin_reconciliation(b"a")
-    engine.reconcile(other, whole=[put_id(2)])  # that of another owner goes on
+    engine.reconcile(other, cells=[cells(2)])  # that of another owner goes on
     for _ in engine.finish_reconciliation(other):
         pass
     assert engine.stat().put_count == 2
@@ -370,7 +385,7 @@ async def test_what_was_listed_of_a_freed_put_says_nothing_of_one_stored_under_i
         engine.reconcile(state, cells=listed[:1])
     engine.free([cells(1, 0, 1), cells(1, 2, 3)])  # by which all of it is gone
     await put(engine, 1, DATA, confirm=False)
-    engine.reconcile(state, cells=listed[is_begun:], whole=[put_id(2)])
+    engine.reconcile(state, cells=[*listed[is_begun:], cells(2)])
     for _ in engine.finish_reconciliation(state):
         pass
     assert engine.stat().uncommitted_put_count == 1
@@ -380,7 +395,7 @@ async def test_what_was_listed_of_a_freed_put_says_nothing_of_one_stored_under_i
 async def test_unknown_cells_are_ignored(engine):
     await put(engine, 1, DATA)
     before = engine.stat()
-    wild = PutCells(put_id=put_id(1), first_rows=indexes(-5, 4, 2**62, 1), row_counts=indexes(2, 9, 2**62, -3))
+    wild = PutCells(put_id=put_id(1), rows=indexes(-5, -4, *range(4, 13), 2**62))
     engine.free([cells(9), cells(1, fields=["unknown"]), cells(1, 1, fields=["unknown"]), wild])
     assert engine.stat() == before
     assert read(engine, [1], runs(DATA, (0, 0, 4)))["object"] == DATA["object"]
@@ -523,19 +538,6 @@ def test_settings_are_checked():
             StorageEngine(**settings)
     assert len({StorageEngine(max_bytes=None).boot_id for _ in range(3)}) == 3
     assert StoredPut.__slots__
-
-
-async def test_many_puts_expire_in_slices_and_one_that_is_confirmed_between_them_stays():
-    clock = Clock()
-    engine = StorageEngine(max_bytes=None, put_ttl_seconds=10, clock=clock)
-    for number in range(600):
-        await put(engine, number, {"x": np.zeros(1, np.uint8)}, confirm=False, owner=bytes([number % 2]) * 16)
-    clock.now += 10
-    slices = engine.expire()
-    assert next(slices) == 512
-    assert engine.confirm(put_id(599))
-    assert list(slices) == [87]
-    assert engine.stat().put_count == 1
 
 
 # Compaction beside other calls

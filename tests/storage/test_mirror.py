@@ -220,9 +220,9 @@ async def test_what_the_mirror_has_not_yet_it_gets_before_a_stop_if_there_is_tim
     nodes.pool.gate = asyncio.Event()
     await put(engine, 2, small(2))
     await put(engine, 3, LARGE)
-    assert await nodes.mirror.settle(0.01) == engine.stat().mirror.unmirrored_bytes > LARGE["x"].nbytes
+    assert await nodes.mirror.flush_all(0.01) == engine.stat().mirror.unmirrored_bytes > LARGE["x"].nbytes
     asyncio.get_running_loop().call_later(0.01, nodes.pool.gate.set)
-    assert await nodes.mirror.settle(60.0) == 0
+    assert await nodes.mirror.flush_all(60.0) == 0
     names = nodes.put_objects()
     assert len(names) == 3
     await nodes.kill()

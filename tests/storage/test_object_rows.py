@@ -55,7 +55,7 @@ async def store(engine, columns, *, shared, piece=1 << 20):
     )
     try:
         if shared:
-            await pending.adopt(shared_memory.write_columns(columns))
+            await pending.map_fds(shared_memory.write_columns(columns))
         else:
             data = b"".join(chunk for column in columns for chunk in column.chunks)
             for start in range(0, len(data), piece):

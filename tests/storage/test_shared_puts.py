@@ -121,7 +121,7 @@ async def test_memory_of_another_size_is_refused_and_closed(engine):
     before = open_files()
     pending, columns = await begin_shared(engine, 1, DATA)
     with pytest.raises(InvalidArgumentError, match="was sent; expected"):
-        await pending.adopt(shared_memory.write_columns(columns[:2]))
+        await pending.map_fds(shared_memory.write_columns(columns[:2]))
     assert open_files() <= before
     with pytest.raises(InvalidArgumentError, match="before what its header declared"):
         pending.finish()
@@ -141,8 +141,8 @@ async def test_shared_memory_for_other_puts_is_refused_and_closed(engine):
     pending = await engine.reserve(put_id(1), columns, partition_id=PARTITION, for_existing_rows=False, deadline=None)
     before = open_files()
     with pytest.raises(InvalidArgumentError, match="come in frames"):
-        await pending.adopt(shared_memory.write_columns(columns))
+        await pending.map_fds(shared_memory.write_columns(columns))
     pending.abort()
     with pytest.raises(CallCancelledError):
-        await pending.adopt(shared_memory.write_columns(columns))
+        await pending.map_fds(shared_memory.write_columns(columns))
     assert open_files() <= before

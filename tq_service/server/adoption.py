@@ -259,7 +259,7 @@ class Adoptions:
 
     async def _ask(self, instance: Instance, lost: _Lost, heir: RemoteStorage) -> None:
         try:
-            count = await heir.adopt(instance, lost.search_id)
+            count = await heir.take_over(instance, lost.search_id)
         except (NotFoundError, DataLossError) as error:
             _log.error(LogMessage("a lost storage service has left nothing", storage=instance[0], error=error))
             if self._lost.get(instance) is lost:

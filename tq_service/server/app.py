@@ -262,13 +262,12 @@ class App:
         self.calls.report()
         self._connections.report()
         await asyncio.to_thread(give_back_freed_memory)
-        if self.storage is None:
-            return
-        self.storage.trim()
+        if self.storage is not None:
+            self.storage.trim()
         if self.controller is None:
             return
         expired = 0
-        for count in self.storage.engine.expire():
+        for count in self.controller.storages.expire():
             expired += count
             await asyncio.sleep(0)
         if expired:
@@ -311,7 +310,7 @@ class App:
             self.storage.drain()
         await self._stop_server(grace_seconds)
         if self.storage is not None:
-            await self.storage.settle(ends_at - time.monotonic())
+            await self.storage.flush(ends_at - time.monotonic())
         await self._closing.aclose()
 
 

@@ -114,7 +114,7 @@ class Checkpoints:
 
     async def _copy(self, writer: CheckpointWriter, metadata: str, prefix: str) -> pb.CheckpointResponse:
         """Write the bytes of all samples of this moment, and then the state; return what was written."""
-        with self._storages.holding_frees():
+        with self._storages.puts.holding_frees():
             partitions, answers = (
                 self._catalog.snapshot(),
                 self._catalog.answers.snapshot(),
@@ -237,7 +237,7 @@ class Checkpoints:
                 restored = _Restored(partitions=partitions, puts=puts, answers=checkpoint.state.answers)
                 await _to_the_end(self._appear(restored, request_id, answer, prefix))
             except BaseException:
-                self._storages.discard([put for put in puts if not self._storages.is_committed(put)])
+                self._storages.puts.free_now([put for put in puts if not self._storages.puts.is_committed(put)])
                 raise
         return answer
 
@@ -251,7 +251,7 @@ class Checkpoints:
             return [*others, *(partition.snapshot() for partition in partitions)]
 
         def appear() -> None:
-            self._storages.adopt(restored.puts)
+            self._storages.puts.mark_committed(restored.puts)
             catalog.replace(partitions, prefix)
             catalog.end_replacement()
             catalog.start_leases()
@@ -277,7 +277,7 @@ class Checkpoints:
         columns = await _in_thread(lambda: _columns(checkpoint, block))
         header = put_header(put.put_id, columns, partition_id=prefix + block.partition_id)
         header.controller_id = self._storages.controller_id
-        with self._storages.placing(put):
+        with self._storages.puts.placing(put):
             await driver.put(header, columns, Seconds(_CAPACITY_SECONDS + header.size_bytes / _BYTES_A_SECOND))
             self._storages.check_not_lost(put)
         return put

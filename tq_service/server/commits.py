@@ -55,13 +55,14 @@ class Commits:
 
     Args:
         catalog: what is written to.
-        storages: where puts are.
+        storages: where puts are, and which there are.
         waiting: counts the calls that wait for capacity.
     """
 
     def __init__(self, *, catalog: Catalog, storages: StorageRegistry, waiting: WaitingCalls) -> None:
         self._catalog = catalog
         self._storages = storages
+        self._puts = storages.puts
         self._waiting = waiting
 
     async def insert(self, request: pb.InsertRequest, context: Context) -> pb.InsertResponse:
@@ -84,15 +85,24 @@ class Commits:
         columns = await columns_of(request.columns, request.write.row_count)
         partition_id, receipt = request.write.partition_id, request.placement.receipt
         if (answer := self.recorded(request.request_id)) is not None:
-            if not self._storages.is_committed(put):  # it is a second put for the same commit, or gone since
-                with contextlib.suppress(TqError), self._storages.redeemed(put, columns, partition_id, receipt):
+            with contextlib.suppress(
+                TqError
+            ):  # unless it is committed, it is a second put for the same commit, or gone
+                self._storages.open_receipt(put, columns, partition_id, receipt)
+                with self._puts.committing(put):
                     pass
             return answer
-        self._storages.check_uncommitted(put)
-        with self._storages.redeemed(put, columns, partition_id, receipt) as redeemed:
+        self._puts.check_uncommitted(put)
+        opened = self._storages.open_receipt(put, columns, partition_id, receipt)
+        with self._puts.committing(put) as check_known:
+
+            def check() -> None:
+                check_known()
+                self._storages.check_not_lost(put)
+
             async with self.admitted(request, sum(column.value_bytes for column in columns), context):
                 return await self.commit_stored(
-                    request, put, columns, for_existing_rows=redeemed.for_existing_rows, check=redeemed.check
+                    request, put, columns, for_existing_rows=opened.for_existing_rows, check=check
                 )
 
     def check(self, request: commit_pb2.CommitRequest) -> None:
@@ -187,7 +197,6 @@ class Commits:
         write = converters.sample_write(request.write, put, columns)
 
         def change() -> commit_pb2.CommitResponse:
-            self._storages.check_uncommitted(put)
             check()
             if for_existing_rows and self.makes_samples(request.write):
                 raise QuotaExceededError(
@@ -195,7 +204,7 @@ class Commits:
                     "ones may not, and its commit makes samples; put it again without for_existing_rows",
                     metadata={"limit_name": "reserve", "put_id": put.put_id.hex()},
                 )
-            with self._storages.committing(put):
+            with self._puts.commit(put):
                 return commit_pb2.CommitResponse(meta=self._write(request.write, write, made))
 
         async with self._capacity(request.write, write) as made:

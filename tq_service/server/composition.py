@@ -191,9 +191,9 @@ class Storage:
         for engine in (self.engine, *self._adopted()):
             engine.trim()
 
-    async def settle(self, seconds: float) -> None:
+    async def flush(self, seconds: float) -> None:
         """Let the mirror have what it has not yet, for so long at most: no process has it after this one."""
-        if self.mirror is not None and (unmirrored_bytes := await self.mirror.settle(seconds)):
+        if self.mirror is not None and (unmirrored_bytes := await self.mirror.flush_all(seconds)):
             _log.warning(LogMessage("stops although the mirror has not all puts", unmirrored_bytes=unmirrored_bytes))
 
     def close(self) -> None:
@@ -272,7 +272,7 @@ class Controller:
             ),
             supervisor=supervisor,
         )
-        self.catalog.on_freed = self.storages.free
+        self.catalog.on_freed = self.storages.puts.free
         self.commits = Commits(catalog=self.catalog, storages=self.storages, waiting=waiting)
         self.watches = Watches(self.catalog, most=settings.max_watchers, stall_seconds=settings.stall_seconds)
         self.backlogs = Backlogs(self.catalog, runner)

@@ -84,13 +84,13 @@ async def register_storage(
     async with _Registry(controllers, credentials) as registry:
         outage = PeerOutage(_log, "controller", address=controller)
         while True:
-            stat, overdue = engine.stat(), engine.confirmations(controller_id).overdue(MOST_OVERDUE_PUTS)
+            stat, overdue = engine.stat(), engine.uncommitted(controller_id).overdue(MOST_OVERDUE_PUTS)
             request = storage_registry_pb2.RegisterStorageRequest(
                 storage=endpoint,
                 max_bytes=stat.max_bytes or 0,
                 used_bytes=stat.used_bytes,
                 run_id=engine.run_id,
-                overdue_put_ids=overdue.numbers,
+                overdue_put_ids=overdue.put_ids,
                 receipts_from=overdue.receipts_from,
                 controller_id=controller_id,
                 put_count=stat.put_count,
@@ -112,18 +112,15 @@ async def register_storage(
             registration.renew(sent_at, interval_seconds)
             dropped_count = 0
             if answer.controller_id == controller_id:  # else it was asked about the puts of another one
-                dropped_count = engine.on_answer(
-                    controller_id, overdue, answer.unknown_put_ids, answer.undecided_put_ids
-                )
+                dropped_count = engine.on_answer(controller_id, overdue, answer.unknown_put_ids)
             else:
                 controller_id = answer.controller_id
                 _log.info(
                     LogMessage("registered with the controller", address=registry.address, storage=engine.storage_id)
                 )
-            if keys.renew(controller_id, answer.receipt_key):
-                engine.confirmations(controller_id).void_receipts()
+            keys.renew(controller_id, answer.receipt_key)
             for owner in engine.absent_owners({controller_id}):
-                for count in engine.drop_owner(owner):
+                for count in engine.delete_owned(owner):
                     dropped_count += count
                     await asyncio.sleep(0)
             if dropped_count:

@@ -8,7 +8,7 @@ under way at that moment, and it is listed as such.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain, groupby, islice
 from typing import Final
 
@@ -17,6 +17,7 @@ import numpy as np
 from tq_service.internal.v1 import storage_control_pb2
 from tq_service.state.cells import CellSet, CellsSnapshot, Freed, freed_cells, live_cells
 from tq_service.storage.cells import PutCells
+from tq_service.wire.runs import runs_of
 
 _MOST_PUTS: Final = 1024  # a piece is some milliseconds' work for the storage service
 _MOST_RUNS: Final = 4096  # of rows in one message
@@ -30,20 +31,20 @@ class KnownPuts:
         storage_id: the storage service.
         boot_id: its boot.
         cells: those that samples have, by partition, of all storage services.
-        leaving: those that samples had, and that must not be freed yet, in batches, of all storage services.
+        leaving: those that samples had, and that are not freed yet, of all storage services.
         uncommitted: its puts whose commit is under way.
     """
 
     storage_id: str
     boot_id: bytes
     cells: Sequence[CellsSnapshot] = ()
-    leaving: Sequence[Sequence[Freed]] = ()
+    leaving: Sequence[Freed] = ()
     uncommitted: Sequence[bytes] = ()
 
     def parts(self) -> Iterator[PutCells]:
         """Yield all known cells once, those of one put one after the other; any thread may do so."""
         leaving: dict[bytes, list[CellSet]] = {}
-        for cells in map(freed_cells, chain.from_iterable(self.leaving)):
+        for cells in map(freed_cells, self.leaving):
             if self._is_own(cells):
                 leaving.setdefault(cells.put.put_id, []).append(cells)
         own = filter(self._is_own, chain.from_iterable(map(live_cells, self.cells)))
@@ -57,11 +58,8 @@ class KnownPuts:
         uncommitted = iter(self.uncommitted)
         while some := list(islice(uncommitted, _MOST_PUTS)):
             yield storage_control_pb2.ReconcilePutsRequest(uncommitted_put_ids=some)
-        for cells in in_messages(chain.from_iterable(map(split_runs, self.parts())), _MOST_PUTS):
-            yield storage_control_pb2.ReconcilePutsRequest(
-                whole_put_ids=[each.put_id for each in cells if each.is_whole],
-                cells=[encode_cells(each) for each in cells if not each.is_whole],
-            )
+        for cells in in_messages(chain.from_iterable(map(encode_cells, self.parts())), _MOST_PUTS):
+            yield storage_control_pb2.ReconcilePutsRequest(cells=cells)
         yield storage_control_pb2.ReconcilePutsRequest(is_last=True)
 
     def _is_own(self, cells: CellSet) -> bool:
@@ -72,24 +70,32 @@ def put_cells(cells: CellSet) -> PutCells:
     """Return cells as their storage service names them."""
     if cells.rows is None:
         return PutCells(put_id=cells.put.put_id)
-    return PutCells.of_rows(cells.put.put_id, cells.field_names, np.sort(cells.rows))
+    return PutCells(put_id=cells.put.put_id, field_names=cells.field_names, rows=np.sort(cells.rows))
 
 
-def split_runs(cells: PutCells) -> Iterable[PutCells]:
-    """Return cells in parts that each fit into one message."""
-    first_rows, row_counts = cells.first_rows, cells.row_counts
-    if first_rows is None or row_counts is None or first_rows.size <= _MOST_RUNS:
-        return [cells]
-    parts = [slice(start, start + _MOST_RUNS) for start in range(0, first_rows.size, _MOST_RUNS)]
-    return [replace(cells, first_rows=first_rows[part], row_counts=row_counts[part]) for part in parts]
+def encode_cells(cells: PutCells) -> Iterator[storage_control_pb2.PutCells]:
+    """Yield cells in parts that each fit into one message."""
+    if cells.rows is None:
+        yield storage_control_pb2.PutCells(put_id=cells.put_id, field_names=cells.field_names)
+        return
+    first_rows, row_counts = runs_of(cells.rows)
+    for start in range(0, first_rows.size, _MOST_RUNS):
+        yield storage_control_pb2.PutCells(
+            put_id=cells.put_id,
+            field_names=cells.field_names,
+            first_rows=first_rows[start : start + _MOST_RUNS].tolist(),
+            row_counts=row_counts[start : start + _MOST_RUNS].tolist(),
+        )
 
 
-def in_messages(cells: Iterable[PutCells], most: int) -> Iterator[list[PutCells]]:
+def in_messages(
+    cells: Iterable[storage_control_pb2.PutCells], most: int
+) -> Iterator[list[storage_control_pb2.PutCells]]:
     """Yield cells, some for one message at a time: of `most` puts, with some thousand runs."""
-    message: list[PutCells] = []
+    message: list[storage_control_pb2.PutCells] = []
     message_runs = 0
     for each in cells:
-        run_count = 1 if each.first_rows is None else each.first_rows.size
+        run_count = max(1, len(each.first_rows))
         if message and (message_runs + run_count > _MOST_RUNS or len(message) == most):
             yield message
             message, message_runs = [], 0
@@ -97,13 +103,3 @@ def in_messages(cells: Iterable[PutCells], most: int) -> Iterator[list[PutCells]
         message_runs += run_count
     if message:
         yield message
-
-
-def encode_cells(cells: PutCells) -> storage_control_pb2.PutCells:
-    """Return the message of cells."""
-    return storage_control_pb2.PutCells(
-        put_id=cells.put_id,
-        field_names=cells.field_names,
-        first_rows=() if cells.first_rows is None else cells.first_rows.tolist(),
-        row_counts=() if cells.row_counts is None else cells.row_counts.tolist(),
-    )

@@ -149,7 +149,7 @@ class Mirroring:
         self._opened.set()
         await mirror.run()
 
-    async def adopt(self, storage_id: str, boot_id: bytes, own: StorageEngine, search_id: bytes) -> Adopted:
+    async def take_over(self, storage_id: str, boot_id: bytes, own: StorageEngine, search_id: bytes) -> Adopted:
         """Take over the puts of a storage service that is lost, under the quota of this service's own engine.
 
         Args:
@@ -198,7 +198,7 @@ class Mirroring:
         if known is not None:
             if known.search_id == search_id:
                 return known
-            await self.let_go(known)
+            await self.leave(known)
         return await self._adopt(storage_id, boot_id, own, search_id)
 
     async def _adopt(self, storage_id: str, boot_id: bytes, own: StorageEngine, search_id: bytes) -> Adopted:
@@ -247,7 +247,7 @@ class Mirroring:
             _log.warning(
                 LogMessage("lets go of puts that it took over", storage=adopted.engine.storage_id, error=error.message)
             )
-            await self.let_go(adopted)
+            await self.leave(adopted)
 
     async def _watch(self, adopted: Adopted) -> None:
         """Let go of what was taken over once nothing of it is left."""
@@ -255,9 +255,9 @@ class Mirroring:
         while idle_seconds < _IDLE_SECONDS:
             await asyncio.sleep(_LOOK_SECONDS)
             idle_seconds = 0.0 if adopted.engine.stat().put_count else idle_seconds + _LOOK_SECONDS
-        await self.let_go(adopted)
+        await self.leave(adopted)
 
-    async def let_go(self, adopted: Adopted) -> None:
+    async def leave(self, adopted: Adopted) -> None:
         """Answer for an instance no more: its puts are gone, or another storage service has taken them over."""
         self.adopted.pop(adopted.engine.boot_id, None)
         current = asyncio.current_task()
@@ -265,7 +265,7 @@ class Mirroring:
             if task is not current:
                 task.cancel()
         await adopted.engine.close()
-        adopted.engine.let_go()
+        adopted.engine.release_all()
 
     def engine(self, boot_id: bytes) -> StorageEngine | None:
         """Return the engine of an instance that was taken over, None for another one."""

@@ -4,8 +4,9 @@
 
 The controller makes a random key for each registration of a storage service and tells it in the answer. So a key
 belongs to one process of each of the two: what was sealed for another controller, by another storage service, or before
-either restarted opens nowhere. Receipts under one key are numbered; a number is spent when its put is freed,
-since the storage service may not have heard of that yet, and void once the storage service says so.
+either restarted opens nowhere. Receipts under one key are numbered: a heartbeat says from which number on they are
+valid. A put that is freed has its receipts revoked: all of them until the storage service has freed it, then those
+that it gave before.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
+from collections.abc import Callable, Iterable
+from itertools import takewhile
 from typing import Final
 
 from google.protobuf.message import DecodeError
 
 from tq_service.errors import InvalidArgumentError, PreconditionError, PutNotFoundError, UnavailableError
 from tq_service.internal.v1.put_receipt_pb2 import PutReceipt
+from tq_service.internal.v1.storage_control_pb2 import UpdatePutsResponse
 from tq_service.schema import check_passed_on
 
 KEY_BYTES: Final = 32
@@ -30,7 +34,7 @@ class ReceiptKeys:
 
     def __init__(self) -> None:
         self._keys: dict[bytes, bytes] = {}
-        self._freed: dict[bytes, int] = {}  # by controller: the number of its last FreeCells that was taken
+        self._updates: dict[bytes, tuple[int, UpdatePutsResponse]] = {}  # by controller: its last one, and the answer
         self._epochs: dict[bytes, int] = {}  # by controller: the highest that was seen
 
     @property
@@ -53,33 +57,33 @@ class ReceiptKeys:
         if epoch:
             self._epochs[controller_id] = epoch
 
-    def renew(self, controller_id: bytes, key: bytes) -> bool:
-        """Take the key of a controller; return whether it is another one than before."""
-        is_new = self._keys.get(controller_id) != key
-        if is_new:
-            self._keys[controller_id], self._freed[controller_id] = key, 0
-        return is_new
+    def renew(self, controller_id: bytes, key: bytes) -> None:
+        """Take the key of a controller."""
+        if self._keys.get(controller_id) != key:
+            self._keys[controller_id], self._updates[controller_id] = key, (0, UpdatePutsResponse())
 
-    def takes_free(self, controller_id: bytes, key: bytes, number: int) -> bool:
-        """Return whether a FreeCells is to be done; one that was done before could free what was stored since.
+    def update_once(
+        self, controller_id: bytes, key: bytes, number: int, update: Callable[[], UpdatePutsResponse]
+    ) -> UpdatePutsResponse:
+        """Return the answer to an update of puts; one that was done before could free what was stored since.
 
         Args:
-            controller_id: whose it is.
+            controller_id: the caller.
             key: the `key_id` of the key under which it is numbered.
             number: its number.
+            update: does it.
 
         Raises:
-            UnavailableError: the key is none that this service has, any more or yet.
+            UnavailableError: this service does not have the key, any more or yet.
         """
         if controller_id not in self._keys or key_id(self._keys[controller_id]) != key:
             raise UnavailableError(
                 f"this storage service is not registered with controller {controller_id.hex() or '(none given)'} under "
                 "such a key; try again after its next heartbeat"
             )
-        if number <= self._freed[controller_id]:
-            return False
-        self._freed[controller_id] = number
-        return True
+        if number > self._updates[controller_id][0]:
+            self._updates[controller_id] = number, update()
+        return self._updates[controller_id][1]
 
     def check_registered(self, controller_id: bytes) -> None:
         """Refuse a put that could not be given a receipt.
@@ -126,22 +130,29 @@ class ReceiptBook:
     def __init__(self) -> None:
         self.key = secrets.token_bytes(KEY_BYTES)
         self._valid_from = 0
-        # Numbers from `_next` on, and these below it, are not spent: as many as puts that wait for their commit.
-        self._next = 0
-        self._unspent: set[int] = set()
+        self._leaving: set[bytes] = set()  # puts of which it is not known yet that they were freed
+        self._freed: dict[bytes, int] = {}  # with the number of the next receipt since, ascending
 
     def void_before(self, number: int) -> None:
         """Take no receipts with lower numbers any more."""
-        if number > self._valid_from:
-            self._valid_from = number
-            self._next = max(self._next, number)
-            self._unspent = {each for each in self._unspent if each >= number}
+        self._valid_from = max(self._valid_from, number)
+        for put_id in list(takewhile(lambda put_id: self._freed[put_id] <= self._valid_from, self._freed)):
+            del self._freed[put_id]
 
-    def spend(self, number: int) -> None:
-        """Take a receipt no more: its put is freed, or will be."""
-        self._unspent.update(range(self._next, number))
-        self._unspent.discard(number)
-        self._next = max(self._next, number + 1)
+    def revoke(self, put_id: bytes) -> None:
+        """Take no receipt of a put that is to be freed, until `on_freed`."""
+        self._leaving.add(put_id)
+
+    def is_leaving(self, put_id: bytes) -> bool:
+        """Whether a put is to be freed, and may be freed late, or twice."""
+        return put_id in self._leaving
+
+    def on_freed(self, put_ids: Iterable[bytes], next_number: int) -> None:
+        """Take note that puts were freed before the receipt with that number; later ones are of bytes put again."""
+        for put_id in put_ids:
+            self._leaving.discard(put_id)
+            if self._freed.pop(put_id, 0) < next_number > self._valid_from:
+                self._freed[put_id] = next_number
 
     def open(self, receipt: bytes, put_id: bytes, partition_id: str) -> PutReceipt:
         """Return what a receipt says.
@@ -152,10 +163,13 @@ class ReceiptBook:
             partition_id: what the put must be for.
 
         Raises:
+            UnavailableError: the put is being freed.
             InvalidArgumentError: its seal is wrong, or it is for another put or partition.
-            PutNotFoundError: it was given before this controller or the storage service started, is expired or spent;
+            PutNotFoundError: it was given before this controller or the storage service started, is expired or revoked;
                 or there is none, as where the put was committed before.
         """
+        if put_id in self._leaving:
+            raise UnavailableError(f"put {put_id.hex()} is being given back to its storage service; put it again")
         seal, content = receipt[:_SEAL_BYTES], receipt[_SEAL_BYTES:]
         if not receipt:
             raise PutNotFoundError(
@@ -190,7 +204,7 @@ class ReceiptBook:
                 f"put {put_id.hex()} waited for too long for its commit; put it again",
                 metadata={"put_id": put_id.hex()},
             )
-        if said.number < self._next and said.number not in self._unspent:
+        if said.number < self._freed.get(put_id, 0):
             raise PutNotFoundError(
                 f"put {put_id.hex()} was freed since its receipt was given; put it again",
                 metadata={"put_id": put_id.hex()},

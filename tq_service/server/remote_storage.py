@@ -1,6 +1,6 @@
 """A storage service that runs in another process, as its controller uses it.
 
-Confirmations and frees of single puts go in batches, in order, and are sent again until they are answered.
+It is told what becomes of single puts in batches, in order, each again until it is answered.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
 
@@ -22,7 +23,7 @@ from tq_service.internal.v1 import put_receipt_pb2, storage_control_pb2, storage
 from tq_service.internal.v1.storage_control_pb2_grpc import StorageControlServiceStub
 from tq_service.log_message import LogMessage
 from tq_service.results import MirrorStatus, StorageStatus
-from tq_service.server.known_puts import KnownPuts, encode_cells, in_messages, split_runs
+from tq_service.server.known_puts import KnownPuts, encode_cells, in_messages
 from tq_service.server.peer import Peer, PeerOutage
 from tq_service.server.receipts import ReceiptBook, key_id
 from tq_service.server.supervisor import Supervisor
@@ -44,8 +45,8 @@ _RECONCILIATION_SECONDS = 1800.0
 _RECONCILE_SECONDS = 3600.0
 _FIRST_RETRY_SECONDS = 0.2
 _LAST_RETRY_SECONDS = 10.0
-_MOST_CONFIRMED_A_CALL = 4096
-_MOST_FREED_A_CALL = 1024  # some milliseconds' work for the storage service
+_MOST_CONFIRMED_PER_CALL = 4096
+_MOST_FREED_PER_CALL = 1024  # some milliseconds' work for the storage service
 _CONFIRM_SECONDS = 0.05  # how long a confirmation waits for others
 _MOST_NAMED = 5
 _MOST_EARLIER_RUNS = 16
@@ -116,10 +117,8 @@ class RemoteStorage:
         self._outage = PeerOutage(_log, "storage service", storage=self.storage_id, address=self.endpoint.address)
         self._bulk: Peer[AsyncGrpcDriver] | None = None  # apart, lest confirmations wait behind bytes
         self._to_confirm: dict[bytes, None] = {}
-        self._to_free: list[PutCells] = []
-        self._freeing: list[PutCells] = []  # sent, until it is answered
-        self._free_count = 0
-        self._leaving: set[bytes] = set()  # puts that are to be freed whole
+        self._to_free: list[storage_control_pb2.PutCells] = []
+        self._update_count = 0
         self._delivering: asyncio.Task[None] | None = None
         self._is_closed = False
         self.on_heartbeat(request)
@@ -180,26 +179,15 @@ class RemoteStorage:
 
     def open_receipt(self, put_id: bytes, partition_id: str, receipt: bytes) -> put_receipt_pb2.PutReceipt:
         """Return what a receipt says of an uncommitted put of a partition."""
-        if put_id in self._leaving:  # it may be freed late, or twice, and with it what is committed by then
-            raise UnavailableError(
-                f"put {put_id.hex()} is being given back to storage service {self.storage_id!r}; put it again"
-            )
         return self._receipts.open(receipt, put_id, partition_id)
-
-    def check_held(self, put_id: bytes, partition_id: str) -> None:
-        """Do nothing: it asks before a put whose commit is under way expires."""
-
-    def spend(self, receipt: put_receipt_pb2.PutReceipt) -> None:
-        """Take a receipt no more."""
-        self._receipts.spend(receipt.number)
 
     def confirm(self, put_id: bytes) -> None:
         """Say that a put is committed, soon and with others."""
-        if not self._is_closed and put_id not in self._leaving:
+        if not self._is_closed and not self._receipts.is_leaving(put_id):
             self._to_confirm[put_id] = None
             self._deliver()
 
-    async def adopt(self, instance: tuple[str, bytes], search_id: bytes) -> int:
+    async def take_over(self, instance: tuple[str, bytes], search_id: bytes) -> int:
         """Have it take over the puts of a lost instance; return how many there are.
 
         Args:
@@ -237,17 +225,17 @@ class RemoteStorage:
         """Give cells back as soon as the service can be reached."""
         if self._is_closed:  # the list of known puts has it, once this controller has restarted
             return
-        cells = [each for each in cells if each.put_id not in self._leaving]
+        cells = [each for each in cells if not self._receipts.is_leaving(each.put_id)]
         for each in cells:
-            self._to_free += split_runs(each)
+            self._to_free += encode_cells(each)
             if each.is_whole:
-                self._leaving.add(each.put_id)
+                self._receipts.revoke(each.put_id)
                 self._to_confirm.pop(each.put_id, None)
         self._deliver()
 
     def _deliver(self) -> None:
         if self._delivering is None or self._delivering.done():
-            name = f"confirming puts and freeing cells of storage {self.storage_id}"
+            name = f"updating puts of storage {self.storage_id}"
             self._delivering = self._supervisor.start(name, self._deliver_all(), may_end=True)
 
     async def _reconcile_always(self) -> None:
@@ -301,44 +289,32 @@ class RemoteStorage:
             call.cancel()
 
     async def _deliver_all(self) -> None:
-        """Confirm and free what is to be, one call after the other, so that nothing is confirmed after it was freed."""
-        while self._to_confirm or self._to_free or self._freeing:
-            if not (self._to_free or self._freeing):
+        while self._to_confirm or self._to_free:
+            if not self._to_free:
                 await asyncio.sleep(_CONFIRM_SECONDS)
-            await self._repeat("cannot be sent confirmations and frees", self._deliver_some)
-
-    async def _deliver_some(self) -> None:
-        await self._confirm_some()
-        await self._free_some()
-
-    async def _confirm_some(self) -> None:
-        put_ids = list(islice(self._to_confirm, _MOST_CONFIRMED_A_CALL))
-        if put_ids:
-            request = storage_control_pb2.ConfirmPutsRequest(
-                boot_id=self.boot_id, put_ids=put_ids, controller_id=self._controller_id, epoch=self._epoch
-            )
-            answer = await self._peer.stub.ConfirmPuts(request, timeout=_CALL_SECONDS, metadata=self._peer.metadata())
+            put_ids = list(islice(self._to_confirm, _MOST_CONFIRMED_PER_CALL))
             for put_id in put_ids:
-                self._to_confirm.pop(put_id, None)
-            report_reconciled(self.storage_id, answer.missing_put_ids, len(answer.missing_put_ids), 0)
-
-    async def _free_some(self) -> None:
-        if not self._freeing and self._to_free:
-            self._freeing = next(in_messages(self._to_free, _MOST_FREED_A_CALL))  # both sides do them in one step
-            del self._to_free[: len(self._freeing)]
-            self._free_count += 1
-        if self._freeing:  # the same again under its number: it may have been done, and the answer lost
-            request = storage_control_pb2.FreeCellsRequest(
+                del self._to_confirm[put_id]
+            cells = next(in_messages(self._to_free, _MOST_FREED_PER_CALL), [])  # both sides do them in one step
+            del self._to_free[: len(cells)]
+            self._update_count += 1
+            request = storage_control_pb2.UpdatePutsRequest(
                 boot_id=self.boot_id,
-                cells=map(encode_cells, self._freeing),
                 controller_id=self._controller_id,
                 key_id=key_id(self.receipt_key),
-                number=self._free_count,
+                number=self._update_count,
                 epoch=self._epoch,
+                committed_put_ids=put_ids,
+                freed=cells,
             )
-            await self._peer.stub.FreeCells(request, timeout=_CALL_SECONDS, metadata=self._peer.metadata())
-            self._leaving.difference_update(each.put_id for each in self._freeing if each.is_whole)
-            self._freeing = []
+            answer = await self._repeat("cannot be sent updates of puts", partial(self._update, request))
+            report_reconciled(self.storage_id, answer.missing_put_ids, len(answer.missing_put_ids), 0)
+            whole = [each.put_id for each in cells if not (each.first_rows or each.field_names)]
+            self._receipts.on_freed(whole, answer.next_receipt_number)
+            self._receipts.void_before(answer.receipts_from)
+
+    async def _update(self, request: storage_control_pb2.UpdatePutsRequest) -> storage_control_pb2.UpdatePutsResponse:
+        return await self._peer.stub.UpdatePuts(request, timeout=_CALL_SECONDS, metadata=self._peer.metadata())
 
     async def close(self) -> None:
         """Stop what runs in the background and close the channel."""

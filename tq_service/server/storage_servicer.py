@@ -40,7 +40,7 @@ from tq_service.storage.index.reading import Reading, shared_part
 from tq_service.storage.index.reconciliation import Reconciliation
 from tq_service.v1 import metadata_pb2
 from tq_service.v1 import storage_service_pb2 as pb
-from tq_service.wire.columns import Column, ColumnShape, columns_digest, encode_header
+from tq_service.wire.columns import MAX_ROWS, Column, ColumnShape, columns_digest, encode_header
 from tq_service.wire.frames import (
     DEFAULT_FRAME_BYTES,
     INLINE_BYTES,
@@ -53,7 +53,7 @@ from tq_service.wire.frames import (
     iter_frames,
 )
 from tq_service.wire.mapper import to_message
-from tq_service.wire.runs import CellRuns, decode_integers
+from tq_service.wire.runs import CellRuns, decode_integers, expand_runs
 
 _log = logging.getLogger(__name__)
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -250,7 +250,7 @@ class StorageServicer:
                         field="frame",
                     )
                 try:
-                    await pending.adopt(take_fds())
+                    await pending.map_fds(take_fds())
                 except OSError as error:
                     raise UnavailableError(f"the shared memory of a put cannot be used: {error}") from error
 
@@ -328,7 +328,7 @@ class StorageServicer:
                 answer = await self._done(header, columns)
             except BaseException:
                 if not pending.already_complete:  # else it is that of a call before, and waits for its own commit
-                    self._engine.discard(header.put_id)
+                    self._engine.delete_waiting(header.put_id)
                 raise
         return await self._completed(header, answer)
 
@@ -487,16 +487,25 @@ class StorageServicer:
             shared_memory_count=self._engine.shared_memory_count,
         )
 
-    async def ConfirmPuts(
-        self, request: storage_control_pb2.ConfirmPutsRequest, context: Context
-    ) -> storage_control_pb2.ConfirmPutsResponse:
+    async def UpdatePuts(
+        self, request: storage_control_pb2.UpdatePutsRequest, context: Context
+    ) -> storage_control_pb2.UpdatePutsResponse:
         self._keys.check_epoch(request.controller_id, request.epoch)
-        with contextlib.suppress(DataLossError):
+        cells = [_put_cells(cells) for cells in request.freed]
+        with contextlib.suppress(DataLossError):  # of another boot there is nothing to change
             engine = self._driver.engine_of(request.boot_id)
-            return storage_control_pb2.ConfirmPutsResponse(
-                missing_put_ids=[put_id for put_id in request.put_ids if not engine.confirm(put_id)]
-            )
-        return storage_control_pb2.ConfirmPutsResponse()
+
+            def update() -> storage_control_pb2.UpdatePutsResponse:
+                missing = [put_id for put_id in request.committed_put_ids if not engine.confirm(put_id)]
+                engine.free(cells)
+                left = engine.uncommitted(request.controller_id)
+                return storage_control_pb2.UpdatePutsResponse(
+                    missing_put_ids=missing, next_receipt_number=left.next_number, receipts_from=left.oldest_number
+                )
+
+            keys = self._keys if self._mirroring is None else self._mirroring.keys(request.boot_id) or self._keys
+            return keys.update_once(request.controller_id, request.key_id, request.number, update)
+        return storage_control_pb2.UpdatePutsResponse()
 
     async def ReconcilePuts(
         self, parts: AsyncIterator[storage_control_pb2.ReconcilePutsRequest], context: Context
@@ -514,7 +523,6 @@ class StorageServicer:
                     await context.send_initial_metadata(())
                 engine.reconcile(
                     state,
-                    whole=part.whole_put_ids,
                     cells=map(_put_cells, part.cells),
                     uncommitted=part.uncommitted_put_ids,
                 )
@@ -538,18 +546,6 @@ class StorageServicer:
             _log.warning(LogMessage("dropped puts unknown to the controller", count=state.dropped_count))
         return to_message(storage_control_pb2.ReconcilePutsResponse, state)
 
-    async def FreeCells(
-        self, request: storage_control_pb2.FreeCellsRequest, context: Context
-    ) -> storage_control_pb2.FreeCellsResponse:
-        self._keys.check_epoch(request.controller_id, request.epoch)
-        cells = [_put_cells(cells) for cells in request.cells]
-        with contextlib.suppress(DataLossError):  # of another boot there is nothing to free
-            engine = self._driver.engine_of(request.boot_id)
-            keys = self._keys if self._mirroring is None else self._mirroring.keys(request.boot_id) or self._keys
-            if keys.takes_free(request.controller_id, request.key_id, request.number):
-                engine.free(cells)
-        return storage_control_pb2.FreeCellsResponse()
-
     async def Adopt(
         self, request: storage_control_pb2.AdoptRequest, context: Context
     ) -> storage_control_pb2.AdoptResponse:
@@ -560,7 +556,7 @@ class StorageServicer:
                 f"storage service {self._engine.storage_id!r} has no mirror to take puts over from; start it with the "
                 "setting mirror"
             )
-        adopted = await self._mirroring.adopt(request.storage_id, request.boot_id, self._engine, request.search_id)
+        adopted = await self._mirroring.take_over(request.storage_id, request.boot_id, self._engine, request.search_id)
         return storage_control_pb2.AdoptResponse(put_count=adopted.engine.stat().put_count)
 
 
@@ -629,7 +625,7 @@ def _put_cells(cells: storage_control_pb2.PutCells) -> PutCells:
     """Return cells of a put.
 
     Raises:
-        InvalidArgumentError: first rows and counts do not belong together.
+        InvalidArgumentError: first rows and counts do not belong together, or are more rows than a put may have.
     """
     if len(cells.first_rows) != len(cells.row_counts):
         raise InvalidArgumentError(
@@ -637,10 +633,14 @@ def _put_cells(cells: storage_control_pb2.PutCells) -> PutCells:
             f"one of each for each run, or neither for all rows",
             field="cells",
         )
-    has_rows = len(cells.first_rows) > 0
-    return PutCells(
-        put_id=cells.put_id,
-        field_names=tuple(cells.field_names),
-        first_rows=decode_integers(cells.first_rows) if has_rows else None,
-        row_counts=decode_integers(cells.row_counts) if has_rows else None,
-    )
+    rows = None
+    if cells.first_rows:
+        counts = decode_integers(cells.row_counts)
+        if counts.min() < 0 or counts.max() > MAX_ROWS or counts.sum() > MAX_ROWS:
+            raise InvalidArgumentError(
+                f"the cells of a put have runs of {counts.min()} to {counts.max()} rows, {counts.sum()} together; "
+                f"expected 0 to {MAX_ROWS}",
+                field="cells",
+            )
+        rows = expand_runs(decode_integers(cells.first_rows), counts)
+    return PutCells(put_id=cells.put_id, field_names=tuple(cells.field_names), rows=rows)

@@ -1,14 +1,11 @@
-"""The storage services a controller knows: where puts go, and how it confirms puts and frees cells there."""
+"""The storage services that a controller knows: their registration, where puts go, and which one holds a put."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, TypeAlias
 
@@ -20,7 +17,6 @@ from tq_service.errors import (
     LimitExceededError,
     PreconditionError,
     QuotaExceededError,
-    TqError,
     UnavailableError,
 )
 from tq_service.internal.v1.put_receipt_pb2 import PutReceipt
@@ -28,10 +24,10 @@ from tq_service.internal.v1.storage_registry_pb2 import RegisterStorageRequest, 
 from tq_service.log_message import LogMessage
 from tq_service.results import StorageStatus
 from tq_service.server.adoption import Adoptions
-from tq_service.server.known_puts import KnownPuts, put_cells
+from tq_service.server.puts import Puts
 from tq_service.server.remote_storage import Capacity, RemoteStorage, report_reconciled
 from tq_service.server.supervisor import Supervisor
-from tq_service.state.cells import CellSet, CellsSnapshot, Freed, Put, freed_cells, live_cells
+from tq_service.state.cells import CellsSnapshot, Put
 from tq_service.storage.cells import PutCells
 from tq_service.storage.engine import StorageEngine
 from tq_service.v1.controller_service_pb2 import PlacePutResponse
@@ -48,7 +44,7 @@ _MOST_GRANTED: Final = 16  # storage services
 _GRANTED_SHARE: Final = 64  # of what is free, so that services fill evenly
 _GRANTED_PUT_BYTES: Final = 1 << 20
 _UNBOUNDED_BYTES: Final = 1 << 62
-_FREED_A_TURN: Final = 128  # puts, or parts of some, that are given back before others have their turns: a millisecond
+_EXPIRED_PER_TURN: Final = 512
 
 
 class EmbeddedStorage:
@@ -68,17 +64,17 @@ class EmbeddedStorage:
         self.boot_id = engine.boot_id
         self.endpoint = endpoint
         self.driver = driver
-        self._engine = engine
+        self.engine = engine
         self._controller_id = controller_id
 
     def capacity(self) -> Capacity:
         """Return its bytes."""
-        stat = self._engine.stat()
+        stat = self.engine.stat()
         return Capacity(max_bytes=stat.max_bytes, used_bytes=stat.used_bytes)
 
     def status(self) -> StorageStatus:
         """Return what is known of it."""
-        stat = self._engine.stat()
+        stat = self.engine.stat()
         return StorageStatus(
             storage_id=self.storage_id,
             address=self.endpoint.address,
@@ -106,32 +102,17 @@ class EmbeddedStorage:
                 "answered, as it is",
                 field="receipt",
             )
-        self._engine.check_complete(put_id, partition_id)
+        self.engine.check_complete(put_id, partition_id)
         return PutReceipt(
-            for_existing_rows=self._engine.is_for_existing_rows(put_id),
-            columns_digest=columns_digest(self._engine.columns_of(put_id)),
+            for_existing_rows=self.engine.is_for_existing_rows(put_id),
+            columns_digest=columns_digest(self.engine.columns_of(put_id)),
         )
-
-    def check_held(self, put_id: bytes, partition_id: str) -> None:
-        """Check that a put is still here."""
-        self._engine.check_complete(put_id, partition_id)
-
-    def spend(self, receipt: PutReceipt) -> None:
-        """Do nothing: a put that is freed is gone at once."""
-
-    def confirm(self, put_id: bytes) -> None:
-        """Make a put stay; one is not here if all its samples have failed, and its commit freed it."""
-        self._engine.confirm(put_id)
-
-    def free(self, cells: Sequence[PutCells]) -> None:
-        """Give cells back."""
-        self._engine.free(cells)
 
     def reconcile(self, cells: Iterable[PutCells]) -> None:
         """Say which cells samples have, before anybody is served."""
-        state = self._engine.begin_reconciliation(self._controller_id)
-        self._engine.reconcile(state, cells=cells)
-        for _ in self._engine.finish_reconciliation(state):
+        state = self.engine.begin_reconciliation(self._controller_id)
+        self.engine.reconcile(state, cells=cells)
+        for _ in self.engine.finish_reconciliation(state):
             pass
         report_reconciled(self.storage_id, state.missing_put_ids, state.missing_count, state.dropped_count)
 
@@ -141,36 +122,6 @@ class EmbeddedStorage:
 
 Storage: TypeAlias = EmbeddedStorage | RemoteStorage
 """A storage service as the controller uses it: both have the same methods."""
-
-
-@dataclass(slots=True)
-class _Commits:
-    """The calls that are about to commit one put.
-
-    Attributes:
-        call_count: how many there are.
-        is_answered: whether one of them has come to an answer, not just to its end.
-        is_freed: whether the put was committed, and freed, meanwhile.
-        receipts: what they brought, and the call that opened it.
-    """
-
-    call_count: int = 0
-    is_answered: bool = False
-    is_freed: bool = False
-    receipts: list[tuple[Storage, PutReceipt]] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Redeemed:
-    """A put that a call is about to commit.
-
-    Attributes:
-        for_existing_rows: whether it may have taken the reserve, so that no samples are made of it.
-        check: raises where it was freed since.
-    """
-
-    for_existing_rows: bool
-    check: Callable[[], None]
 
 
 class StorageRegistry:
@@ -186,6 +137,9 @@ class StorageRegistry:
         after_durable: calls something once all that has changed here so far cannot be lost any more.
         takes_heartbeats: whether heartbeats are taken now, and not refused before they come here.
         supervisor: runs the background tasks; None: one of its own.
+
+    Attributes:
+        puts: those that the storage services hold.
     """
 
     def __init__(
@@ -204,24 +158,19 @@ class StorageRegistry:
         self.controller_id = os.urandom(16) if controller_id is None else controller_id
         self._epoch = epoch
         self.embedded = embedded
-        self._snapshot_cells = snapshot_cells
         self.heartbeat_seconds = heartbeat_seconds
         self._credentials = credentials
         self._storages: dict[str, Storage] = {} if embedded is None else {embedded.storage_id: embedded}
         self._closing: set[asyncio.Task[None]] = set()
-        self._committed: set[Put] = set()
-        self._committing: dict[Put, _Commits] = {}
-        self._placed: set[Put] = set()  # made here for a restore that is under way
-        self._holder_count = 0
-        self._held: list[Freed] = []
-        self._freed: deque[Freed] = deque()  # that are being given back; their puts are committed until then
-        self._giving_back: asyncio.Task[None] | None = None
-        self._after_durable = after_durable
         self._supervisor = supervisor or Supervisor()
         self.adoptions = Adoptions(self._storages, heartbeat_seconds, self._supervisor, takes_heartbeats)
-        self._leaving: deque[Sequence[Freed]] = deque()  # freed as soon as their removal is durable
-        self._has_puts_elsewhere = False
-        self._is_closed = False
+        self.puts = Puts(
+            None if embedded is None else embedded.engine,
+            self._find_remote,
+            snapshot_cells,
+            after_durable,
+            self._supervisor,
+        )
 
     @property
     def count(self) -> int:
@@ -248,7 +197,7 @@ class StorageRegistry:
     def endpoint_of(self, storage_id: str, boot_id: bytes) -> StorageEndpoint | None:
         """Return how clients reach an instance of a storage service, None where that is not known at present.
 
-        One that is gone with its puts is where the name is now: that says so to its readers.
+        Of an instance that is lost for good it is the endpoint now registered under its name, which answers DATA_LOSS.
         """
         if self.adoptions.is_awaited((storage_id, boot_id)):
             return None
@@ -262,21 +211,25 @@ class StorageRegistry:
             return self.adoptions.taken.get((storage_id, boot_id))
         return storage
 
+    def _find_remote(self, storage_id: str, boot_id: bytes) -> RemoteStorage | None:
+        storage = self._find(storage_id, boot_id)
+        return None if isinstance(storage, EmbeddedStorage) else storage
+
     def recover(self) -> None:
         """Learn which puts are committed, and tell the embedded storage, once the samples are there again."""
-        self._committed = {cells.put for each in self._snapshot_cells() for cells in live_cells(each)}
+        self.puts.recover()
         own = None if self.embedded is None else self.embedded.storage_id
-        elsewhere = {put[:2] for put in self._committed if put.storage_id != own}
-        self._has_puts_elsewhere = bool(elsewhere)
+        elsewhere = {instance for instance in self.puts.instances() if instance[0] != own}
+        self.puts.has_some_elsewhere = bool(elsewhere)
         self.adoptions.expect(elsewhere)
         if self.embedded is not None:
-            self.embedded.reconcile(self._known(self.embedded.storage_id, self.embedded.boot_id).parts())
+            self.embedded.reconcile(self.puts.known(self.embedded.storage_id, self.embedded.boot_id).parts())
 
     def on_heartbeat(self, request: RegisterStorageRequest) -> RegisterStorageResponse:
-        """Register a storage service, and say which of its overdue puts are committed.
+        """Register a storage service, and say which of its overdue puts are unknown.
 
-        A new run takes the place of the old one. What is said to be unknown stays so: its receipt is void. What it says
-        of the puts of another controller is not looked at.
+        A new run takes the place of the old one. A put reported as unknown is revoked for good: its receipt is void.
+        What it says of the puts of another controller is not looked at.
 
         Raises:
             AlreadyExistsError: the embedded storage has its name, or one that has registered since and is alive.
@@ -305,18 +258,13 @@ class StorageRegistry:
             storage = self._register_heir(request)
         else:
             storage = self._register(request)
-        answer = RegisterStorageResponse(
+        return RegisterStorageResponse(
             heartbeat_interval=to_duration(self.heartbeat_seconds),
             controller_id=self.controller_id,
             receipt_key=storage.receipt_key,
             epoch=self._epoch(),
+            unknown_put_ids=self.puts.unknown(*instance, request.overdue_put_ids),
         )
-        for put_id in request.overdue_put_ids:
-            put = Put(endpoint.storage_id, endpoint.boot_id, put_id)
-            if put not in self._committed:
-                is_under_way = put in self._committing or put in self._placed
-                (answer.undecided_put_ids if is_under_way else answer.unknown_put_ids).append(put_id)
-        return answer
 
     def _register_heir(self, request: RegisterStorageRequest) -> RemoteStorage:
         """Register a storage service for the puts that it has taken over."""
@@ -333,13 +281,13 @@ class StorageRegistry:
         if replaced is not None and self._storages.get(instance[0]) is replaced:
             del self._storages[instance[0]]
         self.adoptions.take(instance, storage)
-        self._has_puts_elsewhere = True
+        self.puts.has_some_elsewhere = True
         return storage
 
     def _make(self, request: RegisterStorageRequest, replaces: RemoteStorage | None) -> RemoteStorage:
         return RemoteStorage(
             request,
-            partial(self._known, request.storage.storage_id, request.storage.boot_id),
+            partial(self.puts.known, request.storage.storage_id, request.storage.boot_id),
             3 * self.heartbeat_seconds,
             self._credentials,
             controller_id=self.controller_id,
@@ -378,12 +326,12 @@ class StorageRegistry:
             self.adoptions.forget_expected(storage.storage_id)
         _log.info(LogMessage("storage registered", storage=endpoint.storage_id, address=endpoint.address))
         self._storages[endpoint.storage_id] = storage
-        self._has_puts_elsewhere = True
+        self.puts.has_some_elsewhere = True
         return storage
 
     def _forget_lost(self) -> None:
         """Forget storage services that are silent and hold no samples, such as those of pods that are no more."""
-        holders = {put.storage_id for put in self._committed}
+        holders = {storage_id for storage_id, _ in self.puts.instances()}
         lost = [each for each in self._storages.values() if each.capacity() is None and each.storage_id not in holders]
         if not lost:
             raise LimitExceededError(
@@ -403,16 +351,17 @@ class StorageRegistry:
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
 
-    def _known(self, storage_id: str, boot_id: bytes) -> KnownPuts:
-        """Return the puts of a storage service that samples have, or may have again, as of now."""
-        owner = (storage_id, boot_id)
-        return KnownPuts(
-            storage_id=storage_id,
-            boot_id=boot_id,
-            cells=self._snapshot_cells(),
-            leaving=(tuple(self._held), tuple(self._freed), *self._leaving),
-            uncommitted=[put.put_id for put in (*self._committing, *self._placed) if put[:2] == owner],
-        )
+    def expire(self) -> Iterator[int]:
+        """Drop the puts of this process that wait for too long and are not being committed.
+
+        They go in slices, of each of which the size is yielded; storage services of other processes ask about theirs.
+        """
+        if self.embedded is None:
+            return
+        engine = self.embedded.engine
+        while (asked := engine.uncommitted(self.controller_id).overdue(_EXPIRED_PER_TURN)).put_ids:
+            unknown = self.puts.unknown(engine.storage_id, engine.boot_id, asked.put_ids)
+            yield engine.on_answer(self.controller_id, asked, unknown)
 
     def place(self, size_bytes: int) -> PlacePutResponse:
         """Return where a put is to go: to the most free bytes, where so many could ever be; and the next ones.
@@ -452,16 +401,8 @@ class StorageRegistry:
             max_granted_put_bytes=largest_put,
         )
 
-    @contextlib.contextmanager
-    def redeemed(
-        self, put: Put, columns: Sequence[ColumnShape], partition_id: str, receipt: bytes
-    ) -> Iterator[Redeemed]:
-        """Take the receipt of an uncommitted put of a partition, for the `with` to commit it.
-
-        Several calls may commit one put at once, such as a retry beside the call that was given up. A put that none of
-        them has committed is freed by the last one, if it was refused; while it may be committed, its storage service
-        is answered that it is undecided. Where all calls were cancelled, or the service was unavailable, a retry may
-        still commit it.
+    def open_receipt(self, put: Put, columns: Sequence[ColumnShape], partition_id: str, receipt: bytes) -> PutReceipt:
+        """Return what the receipt of an uncommitted put of a partition says.
 
         Raises:
             UnavailableError: the storage service has not registered, or the put is being freed.
@@ -486,34 +427,7 @@ class StorageRegistry:
                 "header as they are",
                 field="columns",
             )
-
-        def check() -> None:
-            if commits.is_freed:
-                raise UnavailableError(f"put {put.put_id.hex()} was freed while it was committed again; put it again")
-            self.check_not_lost(put)
-            storage.check_held(put.put_id, partition_id)
-
-        commits = self._committing.setdefault(put, _Commits())
-        commits.call_count += 1
-        commits.receipts.append((storage, opened))
-        try:
-            yield Redeemed(for_existing_rows=opened.for_existing_rows, check=check)
-            commits.is_answered = True
-        except TqError as error:
-            commits.is_answered |= not isinstance(error, UnavailableError)
-            raise
-        finally:
-            commits.call_count -= 1
-            if not commits.call_count:
-                del self._committing[put]
-                self._end_commits(put, commits)
-
-    def _end_commits(self, put: Put, commits: _Commits) -> None:
-        if commits.is_answered or commits.is_freed:
-            for storage, receipt in commits.receipts:
-                storage.spend(receipt)
-        if commits.is_answered and not commits.is_freed and put not in self._committed:
-            self.discard([put])
+        return opened
 
     def check_not_lost(self, put: Put) -> None:
         """Refuse a put whose storage service is lost to this controller, though it may live and take puts.
@@ -531,47 +445,8 @@ class StorageRegistry:
                 metadata={"storage_id": put.storage_id},
             )
 
-    def is_committed(self, put: Put) -> bool:
-        """Whether some samples have their cells in this put."""
-        return put in self._committed
-
-    def check_uncommitted(self, put: Put) -> None:
-        """Refuse a second commit of a put: its cells would be freed with the samples of either."""
-        if put in self._committed:
-            raise AlreadyExistsError(
-                f"put {put.put_id.hex()} is committed already under another request_id; put data once for each commit",
-                metadata={"resource_type": "put", "resource_name": put.put_id.hex()},
-            )
-
-    @contextlib.contextmanager
-    def committing(self, put: Put) -> Iterator[None]:
-        """Take note that a put is committed by what is done in the `with`, unless it raises; it stays from now on."""
-        self._committed.add(put)
-        try:
-            yield
-        except BaseException:
-            self._committed.discard(put)
-            raise
-        self._confirm(put)
-
-    def _confirm(self, put: Put) -> None:
-        """Have the storage service of a committed put confirm it, once the commit cannot be lost any more.
-
-        The embedded one does so at once: it comes back from the journal together with the samples.
-        """
-
-        def confirm() -> None:
-            storage = self._find(put.storage_id, put.boot_id)
-            if storage is not None and put in self._committed:
-                storage.confirm(put.put_id)
-
-        if self.embedded is not None and put.storage_id == self.embedded.storage_id:
-            confirm()
-        else:
-            self._after_durable(confirm)
-
     def driver(self, storage_id: str, boot_id: bytes) -> AsyncDriver:
-        """Return what puts and gets bytes at a storage service; a put stays where `adopt` follows.
+        """Return what puts and gets bytes at a storage service; a put stays if `Puts.mark_committed` follows.
 
         Raises:
             DataLossError: it is not there under this boot.
@@ -583,96 +458,8 @@ class StorageRegistry:
             raise DataLossError(f"storage service {storage_id!r} is gone, or came back empty")
         return storage.driver
 
-    @contextlib.contextmanager
-    def placing(self, put: Put) -> Iterator[None]:
-        """Have a put that is being made here known to its storage service, unless the `with` raises."""
-        self._placed.add(put)
-        try:
-            yield
-        except BaseException:
-            self.discard([put])
-            raise
-
-    def adopt(self, puts: Iterable[Put]) -> None:
-        """Take note that puts made here are committed by now."""
-        puts = list(puts)
-        self._committed.update(puts)
-        self._placed.difference_update(puts)
-        for put in puts:
-            self._confirm(put)
-
-    @contextlib.contextmanager
-    def holding_frees(self) -> Iterator[None]:
-        """Give no cells back until the end of the `with`, so that those of its beginning can be read."""
-        self._holder_count += 1
-        try:
-            yield
-        finally:
-            self._holder_count -= 1
-            if not self._holder_count:
-                held, self._held = self._held, []
-                self.free(held)
-
-    def discard(self, puts: Iterable[Put]) -> None:
-        """Give back puts that were not committed at once: they may be sent again, and must be gone by then."""
-        self._free(CellSet(put=put) for put in puts)
-
-    def free(self, freed: Sequence[Freed]) -> None:
-        """Give cells that samples had back, in order, once a crash of this controller cannot bring the samples back.
-
-        A controller with an embedded storage alone does so at once: that writes to the journal of the controller, after
-        what the controller wrote.
-        """
-        if self._holder_count:
-            self._held += freed
-        elif self._has_puts_elsewhere:
-            self._leaving.append(freed)
-            self._after_durable(lambda: self._give_back(self._leaving.popleft()))
-        else:
-            self._give_back(freed)
-
-    def _give_back(self, freed: Sequence[Freed]) -> None:
-        """Free a few cells now; the rest of many, such as all of a partition, in small steps with turns for others.
-
-        What is left when this process ends is unknown to the process that starts after it, and goes as such.
-        """
-        if self._is_closed:
-            return
-        has_more = bool(self._freed)
-        self._freed += freed
-        if not has_more:
-            self._free_some()
-        if self._freed and (self._giving_back is None or self._giving_back.done()):
-            self._giving_back = self._supervisor.start("giving cells back", self._free_all(), may_end=True)
-
-    async def _free_all(self) -> None:
-        while self._freed:
-            await asyncio.sleep(0)
-            self._free_some()
-
-    def _free_some(self) -> None:
-        count = min(len(self._freed), _FREED_A_TURN)
-        self._free([freed_cells(self._freed.popleft()) for _ in range(count)])
-
-    def _free(self, freed: Iterable[CellSet]) -> None:
-        """Give cells back, each to the storage service that holds it; a boot that is over has nothing to free."""
-        cells_of: dict[tuple[str, bytes], list[PutCells]] = {}
-        for each in freed:
-            if each.rows is None:
-                self._committed.discard(each.put)
-                self._placed.discard(each.put)
-                if (commits := self._committing.get(each.put)) is not None:
-                    commits.is_freed = True
-            cells_of.setdefault(each.put[:2], []).append(put_cells(each))
-        for instance, cells in cells_of.items():
-            if (storage := self._find(*instance)) is not None:
-                storage.free(cells)
-
     async def close(self) -> None:
-        """Give back what may be, and end what runs in the background."""
-        self._is_closed = True
-        if self._giving_back is not None:
-            self._giving_back.cancel()
-        await self._free_all()
+        """Free what may be, and end what runs in the background."""
+        await self.puts.close()
         storages = [*self._storages.values(), *self.adoptions.taken.values()]
         await asyncio.gather(*(storage.close() for storage in storages), *self._closing)

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tq_service.wire.runs import expand_runs, runs_of
-
 Rows = NDArray[np.int64]
 
 
@@ -19,30 +17,20 @@ class PutCells:
     Attributes:
         put_id: the put.
         field_names: the fields; empty: all.
-        first_rows: first row of each run of rows; None: all rows.
-        row_counts: number of rows of each run.
+        rows: the rows in the put; None: all. Those that the put does not have are ignored.
     """
 
     put_id: bytes
     field_names: tuple[str, ...] = ()
-    first_rows: Rows | None = None
-    row_counts: Rows | None = None
+    rows: Rows | None = None
 
-    @classmethod
-    def of_rows(cls, put_id: bytes, field_names: tuple[str, ...], rows: Rows) -> PutCells:
-        """Return cells of these rows, ascending, at least one."""
-        firsts, counts = runs_of(rows)
-        return cls(put_id=put_id, field_names=field_names, first_rows=firsts, row_counts=counts)
-
-    def rows(self, row_count: int) -> Rows:
-        """Return the rows one by one, those left out that a put of `row_count` rows has not."""
-        if self.first_rows is None or self.row_counts is None:
+    def rows_of(self, row_count: int) -> Rows:
+        """Return the rows as far as a put of `row_count` rows has them."""
+        if self.rows is None:
             return np.arange(row_count, dtype=np.int64)
-        starts = np.clip(self.first_rows, 0, row_count)
-        ends = np.clip(self.first_rows + np.clip(self.row_counts, 0, row_count), starts, row_count)
-        return expand_runs(starts, ends - starts)
+        return self.rows[(self.rows >= 0) & (self.rows < row_count)]
 
     @property
     def is_whole(self) -> bool:
         """Whether these are all cells of the put."""
-        return self.first_rows is None and not self.field_names
+        return self.rows is None and not self.field_names

@@ -25,7 +25,6 @@ from tq_service.errors import (
 )
 from tq_service.log_message import LogMessage
 from tq_service.results import MirrorStatus
-from tq_service.storage.backing import Backing
 from tq_service.storage.blobs.base import Blob, BlobStore, DurableBlobStore, in_thread, is_temporary
 from tq_service.storage.blobs.memfd import MemfdBlobs
 from tq_service.storage.blobs.memory import SMALL_BYTES, LocalBlob, MemoryBlobs
@@ -34,7 +33,7 @@ from tq_service.storage.index.admission import Admission
 from tq_service.storage.index.compaction import Move
 from tq_service.storage.index.put import PendingPut, StoredPut
 from tq_service.storage.index.put_journal import EncodedPut, PutJournal, PutLog, PutStored, put_of
-from tq_service.storage.index.put_table import Confirmations, Overdue, PutTable, RecoveredPut
+from tq_service.storage.index.put_table import Backing, Overdue, PutState, PutTable, RecoveredPut, UncommittedPuts
 from tq_service.storage.index.reading import (
     Reading,
     UnreadableError,
@@ -161,7 +160,7 @@ class StorageEngine:
             store.on_freed = self._admission.release
         self._journal = PutJournal(self._store) if isinstance(self._store, DurableBlobStore) else None
         self._mirror = mirror
-        self._backing: Backing | None = self._journal if mirror is None else mirror
+        self._backing: Backing = mirror or self._journal or Backing()
         if mirror is not None:
             if not isinstance(self._store, MemoryBlobs):
                 raise InvalidArgumentError(
@@ -243,7 +242,7 @@ class StorageEngine:
             raise
         if pending.is_aborted:
             stored.values.release()
-            pending.opened()
+            pending.require_open()
         pending.begin(stored)
         return pending
 
@@ -269,9 +268,6 @@ class StorageEngine:
                 await in_thread(None, stored.place, blob, columns, pinned=[blob])
             if stored.values_at and not blob.is_local:
                 await store.write(blob, 0, stored.tables())
-            if self._store.has_tables and store is not self._store:
-                blob.copy = await self._store.allocate(stored.blob_bytes(self._store))
-                blob.copy.charge = 0
         except BaseException:
             if blob is None:
                 self._admission.release(charge)
@@ -293,16 +289,15 @@ class StorageEngine:
             DiskFailedError: they could not be written.
             QuotaExceededError: the mirror has not the copies required until the deadline (with `retry_after_seconds`).
         """
-        if self._backing is not None:
-            await self._backing.flush(pending, deadline)
-            pending.opened()
+        await self._backing.flush(pending, deadline)
+        pending.require_open()
 
     def confirm(self, put_id: bytes) -> bool:
         """Make a complete put stay: its commit is made. Idempotent; return whether it is here."""
         if put_id not in self._puts:
             return False
         owner = self._puts.owner_of(put_id)
-        self._puts.confirmations(owner).forget(put_id)
+        self._puts.uncommitted(owner).remove(put_id)
         if (state := self._reconciliations.get(owner)) is not None:
             state.staying.add(put_id)
         self._spill()
@@ -329,7 +324,7 @@ class StorageEngine:
             PutNotFoundError: some of its cells were freed, so that it was committed before, maybe with a controller
                 that has restarted since and knows nothing of it.
         """
-        number = self._puts.confirmations_of(put_id).receipt_number(put_id)
+        number = self._puts.uncommitted(self._puts.owner_of(put_id)).receipt_number(put_id)
         was_freed = put_id in self._when_fetched or not (put_id in self.damaged or self._puts[put_id].is_whole())
         if number is not None and was_freed:
             raise PutNotFoundError(
@@ -338,49 +333,42 @@ class StorageEngine:
             )
         return number
 
-    def confirmations(self, owner: bytes) -> Confirmations:
-        """Return which puts of a controller wait for their confirmation, and which receipts it takes."""
-        return self._puts.confirmations(owner)
+    def uncommitted(self, owner: bytes) -> UncommittedPuts:
+        """Return the puts of a controller that are not known to be committed, and which receipts it takes."""
+        return self._puts.uncommitted(owner)
 
-    def on_answer(self, owner: bytes, asked: Overdue, unknown: Iterable[bytes], undecided: Iterable[bytes]) -> int:
-        """Learn what a controller knows of overdue puts, and drop those that it does not know.
+    def on_answer(self, owner: bytes, asked: Overdue, unknown: Iterable[bytes]) -> int:
+        """Drop overdue puts that a controller does not know, and return how many these are.
 
         Args:
             owner: the controller.
-            asked: what its `Confirmations.overdue` returned before it was asked.
-            unknown: those of them that are neither committed nor can be any more.
-            undecided: those of them that may still be committed; all others are.
-
-        Returns:
-            How many puts were dropped.
+            asked: what its `UncommittedPuts.overdue` returned before it was asked.
+            unknown: those of them that are neither committed nor can be any more; all others are, or may be.
         """
-        unknown, undecided = frozenset(unknown), frozenset(undecided)
-        for put_id in asked.numbers.keys() - unknown - undecided:
-            self.confirm(put_id)  # a reconciliation that began before the commit must not drop it
-        dropped = list(self._puts.confirmations(owner).on_answer(asked, unknown, undecided))
+        dropped = self._puts.uncommitted(owner).on_answer(asked, frozenset(unknown))
         for put_id in dropped:
-            self._drop(put_id)
+            self._delete(put_id)
         return len(dropped)
 
     def absent_owners(self, controllers: Collection[bytes]) -> list[bytes]:
         """Return the owners of puts that have been none of the controllers there are for `put_ttl_seconds`."""
         return self._puts.absent_owners(controllers)
 
-    def drop_owner(self, owner: bytes) -> Iterator[int]:
+    def delete_owned(self, owner: bytes) -> Iterator[int]:
         """Drop all puts of an owner that is gone, in slices, of each of which the size is yielded."""
         for put_ids in self._puts.slices():
             own = [put_id for put_id in put_ids if self._puts.owner_of(put_id) == owner]
             for put_id in own:
-                self._drop(put_id)
+                self._delete(put_id)
             yield len(own)
-        self._puts.forget_owner(owner)
+        self._puts.remove_owner(owner)
 
-    def let_go(self) -> None:
+    def release_all(self) -> None:
         """Free the memory of all puts, and leave what the mirror has of them; call it after `close`."""
         for put_ids in self._puts.slices():
             for put_id in put_ids:
                 if self._residents is not None:
-                    self._residents.forget(put_id)
+                    self._residents.remove(put_id)
                 self._puts.pop(put_id).release()
 
     def is_for_existing_rows(self, put_id: bytes) -> bool:
@@ -390,7 +378,7 @@ class StorageEngine:
 
     def partition_of(self, put_id: bytes) -> str | None:
         """Return the partition that a complete put is for, None where it is not here."""
-        if self._backing is not None and (partition_id := self._backing.partition_of(put_id)) is not None:
+        if (partition_id := self._backing.partition_of(put_id)) is not None:
             return partition_id
         put = self._puts.get(put_id)
         return None if put is None else put.partition_id
@@ -404,10 +392,10 @@ class StorageEngine:
         check_sound([put_id], self.damaged, self.storage_id)
         return self._puts[put_id].shapes()
 
-    def discard(self, put_id: bytes) -> None:
+    def delete_waiting(self, put_id: bytes) -> None:
         """Drop a complete put whose commit was refused; one that is confirmed, or not here, stays as it is."""
-        if put_id in self._puts and self._puts.confirmations_of(put_id).is_waiting(put_id):
-            self._drop(put_id)
+        if put_id in self._puts and self._puts.state_of(put_id) is PutState.WAITING:
+            self._delete(put_id)
 
     # Learning which puts are known
 
@@ -424,7 +412,6 @@ class StorageEngine:
         self,
         state: Reconciliation,
         *,
-        whole: Iterable[bytes] = (),
         cells: Iterable[PutCells] = (),
         uncommitted: Iterable[bytes] = (),
     ) -> None:
@@ -432,8 +419,7 @@ class StorageEngine:
 
         Args:
             state: what `begin_reconciliation` returned.
-            whole: puts of which all cells are known.
-            cells: known cells of other puts; all else of these is freed. Those of one put follow each other.
+            cells: known cells; all else of their puts is freed. Those of one put follow each other.
             uncommitted: puts whose commit is under way: they stay as they are.
 
         Raises:
@@ -442,8 +428,6 @@ class StorageEngine:
         """
         self._check_current(state)
         state.staying.update(uncommitted)
-        for put_id in whole:
-            self._know(state, put_id)
         for some in cells:
             if some.put_id != state.put_id:
                 self._free_others(state)
@@ -453,7 +437,8 @@ class StorageEngine:
                         field="cells",
                     )
                 state.put_id = some.put_id
-                state.partial.add(some.put_id)
+                if not some.is_whole:
+                    state.partial.add(some.put_id)
                 self._know(state, some.put_id)
             state.parts.append(some)
 
@@ -467,15 +452,16 @@ class StorageEngine:
         """
         self._check_current(state)
         self._free_others(state)
-        work, waiting = 0, self._puts.confirmations(state.owner)
+        work, uncommitted = 0, self._puts.uncommitted(state.owner)
         for put_ids in self._puts.slices():
             for put_id in put_ids:
                 if self._puts.owner_of(put_id) != state.owner:
                     continue
-                if waiting.is_recovered(put_id):
-                    waiting.begin(put_id)
-                elif put_id not in state.staying and not waiting.is_waiting(put_id):
-                    self._drop(put_id)
+                put_state = uncommitted.state_of(put_id)
+                if put_state is PutState.RECOVERED:
+                    uncommitted.wait(put_id)
+                elif put_state is PutState.COMMITTED and put_id not in state.staying:
+                    self._delete(put_id)
                     state.dropped_count += 1
                     work += _DROP_WORK
             work += len(put_ids)
@@ -501,11 +487,11 @@ class StorageEngine:
         if put_id in state.freed:  # what is listed is gone; a put of this id that is here was stored again
             return
         state.staying.add(put_id)
-        self._puts.confirmations(state.owner).forget(put_id)
+        self._puts.uncommitted(state.owner).remove(put_id)
         if self._has(state, put_id) and put_id not in self.damaged:
             return
         state.miss(put_id)
-        if self._backing is not None:
+        if put_id not in self._puts:
             self._backing.mark_damaged(put_id, "it is not here")
 
     def _has(self, state: Reconciliation, put_id: bytes) -> bool:
@@ -519,22 +505,12 @@ class StorageEngine:
             return
         if put_id in state.freed:
             return
-        if self._is_unfetched(put_id):
+        if self._backing.is_unfetched(put_id):
             self._defer(put_id, lambda: self.free(cells_besides(put_id, self._puts[put_id], parts)))
             return
         self.free(cells_besides(put_id, self._puts[put_id], parts))
 
     # Giving back
-
-    def expire(self) -> Iterator[int]:
-        """Drop puts that wait for too long, where their controller is in this process and need not be asked.
-
-        They go in slices, of each of which the size is yielded.
-        """
-        while overdue := self._puts.overdue(_MOST_WORK // _DROP_WORK):
-            for put_id in overdue:
-                self._drop(put_id)
-            yield len(overdue)
 
     def trim(self) -> None:
         """Return pooled memory that was not needed; call it regularly."""
@@ -549,21 +525,21 @@ class StorageEngine:
             if some.is_whole:
                 self._note_freed(some.put_id)
             if some.put_id not in self._puts:
-                if some.is_whole and self._backing is not None:
-                    self._backing.forget(some.put_id)
+                if some.is_whole:
+                    self._backing.clear_damage(some.put_id)
                 continue
             if some.is_whole:
-                self._drop(some.put_id)
+                self._delete(some.put_id)
                 continue
             if some.put_id in self.damaged:
                 continue
-            if self._is_unfetched(some.put_id):
+            if self._backing.is_unfetched(some.put_id):
                 self._defer(some.put_id, partial(self.free, [some]))
                 continue
             put = self._puts[some.put_id]
             put.free(some)
             if put.is_empty():
-                self._drop(some.put_id)
+                self._delete(some.put_id)
                 continue
             if (move := self._moves.get(some.put_id)) is not None:
                 move.freed.append(some)
@@ -587,8 +563,7 @@ class StorageEngine:
             move.is_given_up = True
         if self._compaction is not None:
             await asyncio.wait([self._compaction])
-        if self._backing is not None:
-            await self._backing.close()
+        await self._backing.close()
         for store in (self._store, self._memfds):
             await store.close()
 
@@ -627,7 +602,7 @@ class StorageEngine:
             return UnavailableError(f"put {put_id.hex()} cannot be read now ({error}); try again")
         reason = f"its bytes cannot be read: {error}"
         put = self._puts.get(put_id)
-        if self._backing is not None and put is not None and put.values is blob:
+        if put is not None and put.values is blob:
             self._backing.mark_damaged(put_id, reason)
         return lost_error([put_id], reason, self.storage_id)
 
@@ -643,7 +618,7 @@ class StorageEngine:
             used_bytes=self._admission.used_bytes,
             pooled_bytes=self._store.pooled_bytes,
             put_count=len(self._puts),
-            uncommitted_put_count=self._puts.waiting_count,
+            uncommitted_put_count=self._puts.uncommitted_count,
             damaged_put_count=len(self.damaged),
             written_bytes=self._written_bytes,
             read_bytes=self._read_bytes,
@@ -677,13 +652,11 @@ class StorageEngine:
     async def check(self, put_ids: Collection[bytes]) -> None:
         """Have the bytes of recovered and spilled puts here, and look at those of the first, before they are read."""
         self._use(put_ids)  # those that are here stay, while the others are fetched
-        if self._backing is not None:
-            await self._backing.check(put_ids)
+        await self._backing.check(put_ids)
 
     async def scrub(self) -> None:
         """Have the bytes of all recovered puts here, and look at them, slowly."""
-        if self._backing is not None:
-            await self._backing.scrub()
+        await self._backing.scrub()
 
     def take_over(self, objects: Iterable[PutObject]) -> int:
         """Take over the puts of an engine that is gone, from objects of its mirror; return how many there are.
@@ -720,13 +693,9 @@ class StorageEngine:
             if put_id in self._puts:
                 action()
 
-    def _is_unfetched(self, put_id: bytes) -> bool:
-        return self._backing is not None and self._backing.is_unfetched(put_id)
-
     def _defer(self, put_id: bytes, action: Callable[[], None]) -> None:
         self._when_fetched.setdefault(put_id, []).append(action)
-        if self._backing is not None:
-            self._backing.fetch_to_free(put_id)
+        self._backing.fetch_to_free(put_id)
 
     # Memory
 
@@ -767,10 +736,8 @@ class StorageEngine:
                 return
 
     def _may_spill(self, put_id: bytes) -> bool:
-        waiting = self._puts.confirmations_of(put_id)
         return (
-            not waiting.is_waiting(put_id)
-            and not waiting.is_recovered(put_id)
+            self._puts.state_of(put_id) is PutState.COMMITTED
             and self._puts[put_id].is_whole()
             and self._mirror is not None
             and self._mirror.spill(put_id)
@@ -779,7 +746,7 @@ class StorageEngine:
     @property
     def damaged(self) -> Mapping[bytes, str]:
         """Puts whose bytes are lost, and why; what was not looked at since the start is not known to be."""
-        return {} if self._backing is None else self._backing.damaged
+        return self._backing.damaged
 
     @property
     def _needed_journal(self) -> PutJournal:
@@ -791,8 +758,7 @@ class StorageEngine:
 
     def _finish(self, pending: PendingPut, stored: StoredPut) -> None:
         del self._pending[pending.put_id]
-        if self._backing is not None:
-            self._backing.record(pending.put_id, stored, pending.checksum)
+        self._backing.record(pending.put_id, stored, pending.checksum)
         self._puts.add(pending.put_id, stored)
         self._written_bytes += stored.values.charge
         if self._residents is not None:
@@ -805,20 +771,17 @@ class StorageEngine:
         if stored is not None:
             stored.values.release()
 
-    def _drop(self, put_id: bytes) -> None:
+    def _delete(self, put_id: bytes) -> None:
         self._note_freed(put_id)
         blob = self._puts.pop(put_id)
         if self._residents is not None:
-            self._residents.forget(put_id)
+            self._residents.remove(put_id)
         self._holed.pop(put_id, None)
         self._due.pop(put_id, None)
         if (move := self._moves.pop(put_id, None)) is not None:
             move.is_given_up = True
         self._when_fetched.pop(put_id, None)
-        if self._backing is None:
-            blob.release()
-        else:
-            self._backing.drop(put_id, blob)
+        self._backing.delete(put_id, blob)
 
     def _note_freed(self, put_id: bytes) -> None:
         for state in self._reconciliations.values():
@@ -840,7 +803,7 @@ class StorageEngine:
         put = self._puts[put_id]
         self._holed[put_id] = None
         left_bytes = put.compacted_bytes()
-        if left_bytes * 2 >= put.values.charge or not self._may_compact(put_id):
+        if left_bytes * 2 >= put.values.charge or not self._backing.may_compact(put_id):
             return
         if left_bytes >= SMALL_BYTES or not put.values.is_local:
             self._due[put_id] = None
@@ -856,9 +819,6 @@ class StorageEngine:
         self._lacking_bytes = lacking_bytes
         if self._holed:
             self._start_compaction()
-
-    def _may_compact(self, put_id: bytes) -> bool:
-        return self._backing is None or self._backing.may_compact(put_id)
 
     def _start_compaction(self) -> None:
         if self._compaction is None and not self._is_closed:
@@ -904,7 +864,7 @@ class StorageEngine:
         A thread copies. Cells freed during the copy are freed in the old blob at once, and in the new one at the end.
         """
         put = self._puts.get(put_id)
-        if put is None or not self._may_compact(put_id):
+        if put is None or not self._backing.may_compact(put_id):
             return False
         move = self._moves[put_id] = Move(put)
         old, blob, is_moved = put.values, None, False
@@ -946,10 +906,7 @@ class StorageEngine:
         old = self._puts[put_id].values
         self._puts.replace(put_id, smaller)
         self._holed.pop(put_id, None)
-        if self._backing is None:
-            old.release()
-        else:
-            self._backing.move(put_id, old, smaller, checksum)
+        self._backing.move(put_id, old, smaller, checksum)
 
     def _free_moved(self, put_id: bytes, freed: Sequence[PutCells]) -> None:
         for cells in freed:

@@ -15,39 +15,33 @@ _sym_db = _symbol_database.Default()
 from tq_service.v1 import method_rule_pb2 as tq__service_dot_v1_dot_method__rule__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n,tq_service/internal/v1/storage_control.proto\x12\x16tq_service.internal.v1\x1a\x1ftq_service/v1/method_rule.proto\"l\n\x0c\x41\x64optRequest\x12\x12\n\nstorage_id\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\x0c\x12\x15\n\rcontroller_id\x18\x03 \x01(\x0c\x12\r\n\x05\x65poch\x18\x04 \x01(\x03\x12\x11\n\tsearch_id\x18\x05 \x01(\x0c\"\"\n\rAdoptResponse\x12\x11\n\tput_count\x18\x01 \x01(\x03\"\\\n\x12\x43onfirmPutsRequest\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\x0c\x12\x0f\n\x07put_ids\x18\x02 \x03(\x0c\x12\x15\n\rcontroller_id\x18\x03 \x01(\x0c\x12\r\n\x05\x65poch\x18\x04 \x01(\x03\".\n\x13\x43onfirmPutsResponse\x12\x17\n\x0fmissing_put_ids\x18\x01 \x03(\x0c\"W\n\x08PutCells\x12\x0e\n\x06put_id\x18\x01 \x01(\x0c\x12\x13\n\x0b\x66ield_names\x18\x02 \x03(\t\x12\x12\n\nfirst_rows\x18\x03 \x03(\x03\x12\x12\n\nrow_counts\x18\x04 \x03(\x03\"\xc3\x01\n\x14ReconcilePutsRequest\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\x0c\x12\x15\n\rwhole_put_ids\x18\x02 \x03(\x0c\x12/\n\x05\x63\x65lls\x18\x03 \x03(\x0b\x32 .tq_service.internal.v1.PutCells\x12\x1b\n\x13uncommitted_put_ids\x18\x04 \x03(\x0c\x12\x0f\n\x07is_last\x18\x05 \x01(\x08\x12\x15\n\rcontroller_id\x18\x06 \x01(\x0c\x12\r\n\x05\x65poch\x18\x07 \x01(\x03\"^\n\x15ReconcilePutsResponse\x12\x17\n\x0fmissing_put_ids\x18\x01 \x03(\x0c\x12\x15\n\rmissing_count\x18\x02 \x01(\x03\x12\x15\n\rdropped_count\x18\x03 \x01(\x03\"\x9a\x01\n\x10\x46reeCellsRequest\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\x0c\x12/\n\x05\x63\x65lls\x18\x02 \x03(\x0b\x32 .tq_service.internal.v1.PutCells\x12\x15\n\rcontroller_id\x18\x03 \x01(\x0c\x12\x0e\n\x06key_id\x18\x04 \x01(\x0c\x12\x0e\n\x06number\x18\x05 \x01(\x03\x12\r\n\x05\x65poch\x18\x06 \x01(\x03\"\x13\n\x11\x46reeCellsResponse2\xdf\x03\n\x15StorageControlService\x12t\n\x0b\x43onfirmPuts\x12*.tq_service.internal.v1.ConfirmPutsRequest\x1a+.tq_service.internal.v1.ConfirmPutsResponse\"\x0c\x90\x02\x02\xd2\xd7\x1b\x05\n\x01\x05\x10\x03\x12|\n\rReconcilePuts\x12,.tq_service.internal.v1.ReconcilePutsRequest\x1a-.tq_service.internal.v1.ReconcilePutsResponse\"\x0c\x90\x02\x02\xd2\xd7\x1b\x05\n\x01\x05\x10\x03(\x01\x12n\n\tFreeCells\x12(.tq_service.internal.v1.FreeCellsRequest\x1a).tq_service.internal.v1.FreeCellsResponse\"\x0c\x90\x02\x02\xd2\xd7\x1b\x05\n\x01\x05\x10\x03\x12\x62\n\x05\x41\x64opt\x12$.tq_service.internal.v1.AdoptRequest\x1a%.tq_service.internal.v1.AdoptResponse\"\x0c\x90\x02\x02\xd2\xd7\x1b\x05\n\x01\x05\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n,tq_service/internal/v1/storage_control.proto\x12\x16tq_service.internal.v1\x1a\x1ftq_service/v1/method_rule.proto\"l\n\x0c\x41\x64optRequest\x12\x12\n\nstorage_id\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\x0c\x12\x15\n\rcontroller_id\x18\x03 \x01(\x0c\x12\r\n\x05\x65poch\x18\x04 \x01(\x03\x12\x11\n\tsearch_id\x18\x05 \x01(\x0c\"\"\n\rAdoptResponse\x12\x11\n\tput_count\x18\x01 \x01(\x03\"W\n\x08PutCells\x12\x0e\n\x06put_id\x18\x01 \x01(\x0c\x12\x13\n\x0b\x66ield_names\x18\x02 \x03(\t\x12\x12\n\nfirst_rows\x18\x03 \x03(\x03\x12\x12\n\nrow_counts\x18\x04 \x03(\x03\"\xac\x01\n\x14ReconcilePutsRequest\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\x0c\x12/\n\x05\x63\x65lls\x18\x02 \x03(\x0b\x32 .tq_service.internal.v1.PutCells\x12\x1b\n\x13uncommitted_put_ids\x18\x03 \x03(\x0c\x12\x0f\n\x07is_last\x18\x04 \x01(\x08\x12\x15\n\rcontroller_id\x18\x05 \x01(\x0c\x12\r\n\x05\x65poch\x18\x06 \x01(\x03\"^\n\x15ReconcilePutsResponse\x12\x17\n\x0fmissing_put_ids\x18\x01 \x03(\x0c\x12\x15\n\rmissing_count\x18\x02 \x01(\x03\x12\x15\n\rdropped_count\x18\x03 \x01(\x03\"\xb6\x01\n\x11UpdatePutsRequest\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\x0c\x12\x15\n\rcontroller_id\x18\x02 \x01(\x0c\x12\x0e\n\x06key_id\x18\x03 \x01(\x0c\x12\x0e\n\x06number\x18\x04 \x01(\x03\x12\r\n\x05\x65poch\x18\x05 \x01(\x03\x12\x19\n\x11\x63ommitted_put_ids\x18\x06 \x03(\x0c\x12/\n\x05\x66reed\x18\x07 \x03(\x0b\x32 .tq_service.internal.v1.PutCells\"a\n\x12UpdatePutsResponse\x12\x17\n\x0fmissing_put_ids\x18\x01 \x03(\x0c\x12\x1b\n\x13next_receipt_number\x18\x02 \x01(\x03\x12\x15\n\rreceipts_from\x18\x03 \x01(\x03\x32\xec\x02\n\x15StorageControlService\x12q\n\nUpdatePuts\x12).tq_service.internal.v1.UpdatePutsRequest\x1a*.tq_service.internal.v1.UpdatePutsResponse\"\x0c\x90\x02\x02\xd2\xd7\x1b\x05\n\x01\x05\x10\x03\x12|\n\rReconcilePuts\x12,.tq_service.internal.v1.ReconcilePutsRequest\x1a-.tq_service.internal.v1.ReconcilePutsResponse\"\x0c\x90\x02\x02\xd2\xd7\x1b\x05\n\x01\x05\x10\x03(\x01\x12\x62\n\x05\x41\x64opt\x12$.tq_service.internal.v1.AdoptRequest\x1a%.tq_service.internal.v1.AdoptResponse\"\x0c\x90\x02\x02\xd2\xd7\x1b\x05\n\x01\x05\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tq_service.internal.v1.storage_control_pb2', _globals)
 if _descriptor._USE_C_DESCRIPTORS == False:
   DESCRIPTOR._options = None
-  _globals['_STORAGECONTROLSERVICE'].methods_by_name['ConfirmPuts']._options = None
-  _globals['_STORAGECONTROLSERVICE'].methods_by_name['ConfirmPuts']._serialized_options = b'\220\002\002\322\327\033\005\n\001\005\020\003'
+  _globals['_STORAGECONTROLSERVICE'].methods_by_name['UpdatePuts']._options = None
+  _globals['_STORAGECONTROLSERVICE'].methods_by_name['UpdatePuts']._serialized_options = b'\220\002\002\322\327\033\005\n\001\005\020\003'
   _globals['_STORAGECONTROLSERVICE'].methods_by_name['ReconcilePuts']._options = None
   _globals['_STORAGECONTROLSERVICE'].methods_by_name['ReconcilePuts']._serialized_options = b'\220\002\002\322\327\033\005\n\001\005\020\003'
-  _globals['_STORAGECONTROLSERVICE'].methods_by_name['FreeCells']._options = None
-  _globals['_STORAGECONTROLSERVICE'].methods_by_name['FreeCells']._serialized_options = b'\220\002\002\322\327\033\005\n\001\005\020\003'
   _globals['_STORAGECONTROLSERVICE'].methods_by_name['Adopt']._options = None
   _globals['_STORAGECONTROLSERVICE'].methods_by_name['Adopt']._serialized_options = b'\220\002\002\322\327\033\005\n\001\005\020\003'
   _globals['_ADOPTREQUEST']._serialized_start=105
   _globals['_ADOPTREQUEST']._serialized_end=213
   _globals['_ADOPTRESPONSE']._serialized_start=215
   _globals['_ADOPTRESPONSE']._serialized_end=249
-  _globals['_CONFIRMPUTSREQUEST']._serialized_start=251
-  _globals['_CONFIRMPUTSREQUEST']._serialized_end=343
-  _globals['_CONFIRMPUTSRESPONSE']._serialized_start=345
-  _globals['_CONFIRMPUTSRESPONSE']._serialized_end=391
-  _globals['_PUTCELLS']._serialized_start=393
-  _globals['_PUTCELLS']._serialized_end=480
-  _globals['_RECONCILEPUTSREQUEST']._serialized_start=483
-  _globals['_RECONCILEPUTSREQUEST']._serialized_end=678
-  _globals['_RECONCILEPUTSRESPONSE']._serialized_start=680
-  _globals['_RECONCILEPUTSRESPONSE']._serialized_end=774
-  _globals['_FREECELLSREQUEST']._serialized_start=777
-  _globals['_FREECELLSREQUEST']._serialized_end=931
-  _globals['_FREECELLSRESPONSE']._serialized_start=933
-  _globals['_FREECELLSRESPONSE']._serialized_end=952
-  _globals['_STORAGECONTROLSERVICE']._serialized_start=955
-  _globals['_STORAGECONTROLSERVICE']._serialized_end=1434
+  _globals['_PUTCELLS']._serialized_start=251
+  _globals['_PUTCELLS']._serialized_end=338
+  _globals['_RECONCILEPUTSREQUEST']._serialized_start=341
+  _globals['_RECONCILEPUTSREQUEST']._serialized_end=513
+  _globals['_RECONCILEPUTSRESPONSE']._serialized_start=515
+  _globals['_RECONCILEPUTSRESPONSE']._serialized_end=609
+  _globals['_UPDATEPUTSREQUEST']._serialized_start=612
+  _globals['_UPDATEPUTSREQUEST']._serialized_end=794
+  _globals['_UPDATEPUTSRESPONSE']._serialized_start=796
+  _globals['_UPDATEPUTSRESPONSE']._serialized_end=893
+  _globals['_STORAGECONTROLSERVICE']._serialized_start=896
+  _globals['_STORAGECONTROLSERVICE']._serialized_end=1260
 # @@protoc_insertion_point(module_scope)

@@ -17,20 +17,15 @@ class StorageControlServiceStub(object):
         Args:
             channel: A grpc.Channel.
         """
-        self.ConfirmPuts = channel.unary_unary(
-                '/tq_service.internal.v1.StorageControlService/ConfirmPuts',
-                request_serializer=tq__service_dot_internal_dot_v1_dot_storage__control__pb2.ConfirmPutsRequest.SerializeToString,
-                response_deserializer=tq__service_dot_internal_dot_v1_dot_storage__control__pb2.ConfirmPutsResponse.FromString,
+        self.UpdatePuts = channel.unary_unary(
+                '/tq_service.internal.v1.StorageControlService/UpdatePuts',
+                request_serializer=tq__service_dot_internal_dot_v1_dot_storage__control__pb2.UpdatePutsRequest.SerializeToString,
+                response_deserializer=tq__service_dot_internal_dot_v1_dot_storage__control__pb2.UpdatePutsResponse.FromString,
                 )
         self.ReconcilePuts = channel.stream_unary(
                 '/tq_service.internal.v1.StorageControlService/ReconcilePuts',
                 request_serializer=tq__service_dot_internal_dot_v1_dot_storage__control__pb2.ReconcilePutsRequest.SerializeToString,
                 response_deserializer=tq__service_dot_internal_dot_v1_dot_storage__control__pb2.ReconcilePutsResponse.FromString,
-                )
-        self.FreeCells = channel.unary_unary(
-                '/tq_service.internal.v1.StorageControlService/FreeCells',
-                request_serializer=tq__service_dot_internal_dot_v1_dot_storage__control__pb2.FreeCellsRequest.SerializeToString,
-                response_deserializer=tq__service_dot_internal_dot_v1_dot_storage__control__pb2.FreeCellsResponse.FromString,
                 )
         self.Adopt = channel.unary_unary(
                 '/tq_service.internal.v1.StorageControlService/Adopt',
@@ -45,16 +40,19 @@ class StorageControlServiceServicer(object):
     higher.
     """
 
-    def ConfirmPuts(self, request, context):
-        """Confirms that puts are committed, so that they stay. The controller calls it a short time after it has committed
-        them, again until it is answered. Idempotent, does not block. Puts under another boot are ignored.
+    def UpdatePuts(self, request, context):
+        """Marks puts as committed, and frees cells that were cleared, overwritten or failed. The controller repeats each
+        call until it is answered, and before the next one. A repeated number changes nothing and gets the answer of the
+        first call, since other bytes may have been stored meanwhile under the id of a freed put. Unknown puts, and puts
+        under another boot, are ignored. Does not block. Errors: UNAVAILABLE (the key is not that of the present
+        registration).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReconcilePuts(self, request_iterator, context):
-        """Says which puts the controller knows, in pieces: called by it when it or this service has restarted, and now and
+        """Lists the puts that the controller knows, in pieces: called by it when it or this service restarted, and now and
         then. The first message has the boot and the controller alone; initial metadata answers it, and only then the
         controller looks at what it knows, so that a put is listed, or confirmed after the first message, or not known.
         Changes, after the last message: confirmed puts of this controller that are not listed are dropped, but those
@@ -62,15 +60,6 @@ class StorageControlServiceServicer(object):
         those that wait for their commit, stay as they are. A stream that breaks off drops nothing but cells that are not
         listed of puts that are. Other calls go on between the messages. Errors: DATA_LOSS (another boot), CANCELLED (a
         later call of this method has begun).
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def FreeCells(self, request, context):
-        """Frees cells that were cleared, overwritten or failed. Unknown puts are ignored. A call whose number was carried
-        out before changes nothing, so that what was stored since under the id of a put stays. Does not block. Errors:
-        UNAVAILABLE (the key is not that of the present registration).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -91,20 +80,15 @@ class StorageControlServiceServicer(object):
 
 def add_StorageControlServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'ConfirmPuts': grpc.unary_unary_rpc_method_handler(
-                    servicer.ConfirmPuts,
-                    request_deserializer=tq__service_dot_internal_dot_v1_dot_storage__control__pb2.ConfirmPutsRequest.FromString,
-                    response_serializer=tq__service_dot_internal_dot_v1_dot_storage__control__pb2.ConfirmPutsResponse.SerializeToString,
+            'UpdatePuts': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdatePuts,
+                    request_deserializer=tq__service_dot_internal_dot_v1_dot_storage__control__pb2.UpdatePutsRequest.FromString,
+                    response_serializer=tq__service_dot_internal_dot_v1_dot_storage__control__pb2.UpdatePutsResponse.SerializeToString,
             ),
             'ReconcilePuts': grpc.stream_unary_rpc_method_handler(
                     servicer.ReconcilePuts,
                     request_deserializer=tq__service_dot_internal_dot_v1_dot_storage__control__pb2.ReconcilePutsRequest.FromString,
                     response_serializer=tq__service_dot_internal_dot_v1_dot_storage__control__pb2.ReconcilePutsResponse.SerializeToString,
-            ),
-            'FreeCells': grpc.unary_unary_rpc_method_handler(
-                    servicer.FreeCells,
-                    request_deserializer=tq__service_dot_internal_dot_v1_dot_storage__control__pb2.FreeCellsRequest.FromString,
-                    response_serializer=tq__service_dot_internal_dot_v1_dot_storage__control__pb2.FreeCellsResponse.SerializeToString,
             ),
             'Adopt': grpc.unary_unary_rpc_method_handler(
                     servicer.Adopt,
@@ -125,7 +109,7 @@ class StorageControlService(object):
     """
 
     @staticmethod
-    def ConfirmPuts(request,
+    def UpdatePuts(request,
             target,
             options=(),
             channel_credentials=None,
@@ -135,9 +119,9 @@ class StorageControlService(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(request, target, '/tq_service.internal.v1.StorageControlService/ConfirmPuts',
-            tq__service_dot_internal_dot_v1_dot_storage__control__pb2.ConfirmPutsRequest.SerializeToString,
-            tq__service_dot_internal_dot_v1_dot_storage__control__pb2.ConfirmPutsResponse.FromString,
+        return grpc.experimental.unary_unary(request, target, '/tq_service.internal.v1.StorageControlService/UpdatePuts',
+            tq__service_dot_internal_dot_v1_dot_storage__control__pb2.UpdatePutsRequest.SerializeToString,
+            tq__service_dot_internal_dot_v1_dot_storage__control__pb2.UpdatePutsResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 
@@ -155,23 +139,6 @@ class StorageControlService(object):
         return grpc.experimental.stream_unary(request_iterator, target, '/tq_service.internal.v1.StorageControlService/ReconcilePuts',
             tq__service_dot_internal_dot_v1_dot_storage__control__pb2.ReconcilePutsRequest.SerializeToString,
             tq__service_dot_internal_dot_v1_dot_storage__control__pb2.ReconcilePutsResponse.FromString,
-            options, channel_credentials,
-            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
-
-    @staticmethod
-    def FreeCells(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(request, target, '/tq_service.internal.v1.StorageControlService/FreeCells',
-            tq__service_dot_internal_dot_v1_dot_storage__control__pb2.FreeCellsRequest.SerializeToString,
-            tq__service_dot_internal_dot_v1_dot_storage__control__pb2.FreeCellsResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

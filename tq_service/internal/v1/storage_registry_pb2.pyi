@@ -94,7 +94,6 @@ class RegisterStorageResponse(google.protobuf.message.Message):
     HEARTBEAT_INTERVAL_FIELD_NUMBER: builtins.int
     CONTROLLER_ID_FIELD_NUMBER: builtins.int
     UNKNOWN_PUT_IDS_FIELD_NUMBER: builtins.int
-    UNDECIDED_PUT_IDS_FIELD_NUMBER: builtins.int
     RECEIPT_KEY_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
     controller_id: builtins.bytes
@@ -114,13 +113,7 @@ class RegisterStorageResponse(google.protobuf.message.Message):
     @property
     def unknown_put_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """Of the puts of the request, those that are not committed and cannot be any more, since their receipts are void:
-        they are to be dropped.
-        """
-
-    @property
-    def undecided_put_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
-        """Of the puts of the request, those whose commit is under way: they are to be asked for again. All others are
-        committed.
+        they are to be dropped. All others are committed, or their commit is under way.
         """
 
     def __init__(
@@ -129,11 +122,10 @@ class RegisterStorageResponse(google.protobuf.message.Message):
         heartbeat_interval: google.protobuf.duration_pb2.Duration | None = ...,
         controller_id: builtins.bytes = ...,
         unknown_put_ids: collections.abc.Iterable[builtins.bytes] | None = ...,
-        undecided_put_ids: collections.abc.Iterable[builtins.bytes] | None = ...,
         receipt_key: builtins.bytes = ...,
         epoch: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["heartbeat_interval", b"heartbeat_interval"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["controller_id", b"controller_id", "epoch", b"epoch", "heartbeat_interval", b"heartbeat_interval", "receipt_key", b"receipt_key", "undecided_put_ids", b"undecided_put_ids", "unknown_put_ids", b"unknown_put_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["controller_id", b"controller_id", "epoch", b"epoch", "heartbeat_interval", b"heartbeat_interval", "receipt_key", b"receipt_key", "unknown_put_ids", b"unknown_put_ids"]) -> None: ...
 
 global___RegisterStorageResponse = RegisterStorageResponse

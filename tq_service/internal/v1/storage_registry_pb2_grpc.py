@@ -30,7 +30,7 @@ class StorageRegistryServiceServicer(object):
 
     def RegisterStorage(self, request, context):
         """Registers a storage service; repeated as its heartbeat. Changes: it gets puts from now on. The answer says which
-        of the puts it names are committed, so that it keeps those and drops the others. Idempotent, does not block.
+        of the puts it names the controller does not know, so that it drops those. Idempotent, does not block.
         Errors: INVALID_ARGUMENT (more than 4,096 puts), ALREADY_EXISTS (a process that registered later has the name,
         and is alive), FAILED_PRECONDITION (the puts of this boot were taken over by another storage service: end, and
         start empty).

@@ -28,7 +28,7 @@ class StorageRegistryServiceStub:
         tq_service.internal.v1.storage_registry_pb2.RegisterStorageResponse,
     ]
     """Registers a storage service; repeated as its heartbeat. Changes: it gets puts from now on. The answer says which
-    of the puts it names are committed, so that it keeps those and drops the others. Idempotent, does not block.
+    of the puts it names the controller does not know, so that it drops those. Idempotent, does not block.
     Errors: INVALID_ARGUMENT (more than 4,096 puts), ALREADY_EXISTS (a process that registered later has the name,
     and is alive), FAILED_PRECONDITION (the puts of this boot were taken over by another storage service: end, and
     start empty).
@@ -44,7 +44,7 @@ class StorageRegistryServiceAsyncStub:
         tq_service.internal.v1.storage_registry_pb2.RegisterStorageResponse,
     ]
     """Registers a storage service; repeated as its heartbeat. Changes: it gets puts from now on. The answer says which
-    of the puts it names are committed, so that it keeps those and drops the others. Idempotent, does not block.
+    of the puts it names the controller does not know, so that it drops those. Idempotent, does not block.
     Errors: INVALID_ARGUMENT (more than 4,096 puts), ALREADY_EXISTS (a process that registered later has the name,
     and is alive), FAILED_PRECONDITION (the puts of this boot were taken over by another storage service: end, and
     start empty).
@@ -62,7 +62,7 @@ class StorageRegistryServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[tq_service.internal.v1.storage_registry_pb2.RegisterStorageResponse, collections.abc.Awaitable[tq_service.internal.v1.storage_registry_pb2.RegisterStorageResponse]]:
         """Registers a storage service; repeated as its heartbeat. Changes: it gets puts from now on. The answer says which
-        of the puts it names are committed, so that it keeps those and drops the others. Idempotent, does not block.
+        of the puts it names the controller does not know, so that it drops those. Idempotent, does not block.
         Errors: INVALID_ARGUMENT (more than 4,096 puts), ALREADY_EXISTS (a process that registered later has the name,
         and is alive), FAILED_PRECONDITION (the puts of this boot were taken over by another storage service: end, and
         start empty).

@@ -5,7 +5,7 @@ read, and releases it once; the store gives the bytes back when it is released a
 
 What a store can do beyond that, it says:
 
-- `adopts`: its blobs take shared memory that a client has made (`Blob.adopt`), instead of being written.
+- `maps_fds`: its blobs take shared memory that a client has made (`Blob.map_fds`), instead of being written.
 - `DurableBlobStore`: its blobs outlive the process; so each begins with the tables of its put (`has_tables`).
 
 And each blob says whether its bytes are memory of this process (`is_local`): the event loop reads and writes those
@@ -39,10 +39,11 @@ class Blob:
         is_damaged: whether what is behind it is not to be used again.
         fds: file descriptors of its memory, where that is shared.
         segment_bytes: size of what is behind each of them but the last.
+        tables: memory of the tables of its put; None: it is local and begins with them, or was recovered and not read.
         copy: what outlives the process in its place, freed with it.
     """
 
-    __slots__ = ("_is_released", "_pin_count", "charge", "copy", "is_damaged", "size", "store")
+    __slots__ = ("_is_released", "_pin_count", "charge", "copy", "is_damaged", "size", "store", "tables")
 
     is_local: ClassVar[bool] = False
     fds: Sequence[int] = ()
@@ -57,6 +58,7 @@ class Blob:
         self.store = store
         self.size = size
         self.charge = size
+        self.tables: bytearray | None = None
         self.copy: Blob | None = None
         self.is_damaged = False
         self._pin_count = 0
@@ -65,17 +67,6 @@ class Blob:
     def view(self) -> memoryview:
         """Return its bytes, writable while its put is received; only if it `is_local`."""
         raise TypeError(f"a blob of {type(self.store).__name__} has no local view")
-
-    def tables(self) -> memoryview | bytearray:
-        """Return what it begins with, the tables of its put, from memory; only if its store `has_tables`.
-
-        Raises:
-            UnavailableError: they are in a file that has not been read since the start.
-        """
-        return self.view()
-
-    def hold_tables(self, size: int) -> None:
-        """Have memory for the tables of a new put, which are written to the blob besides."""
 
     def read_into(self, target: memoryview, start: int) -> None:
         """Copy bytes from `start` on until `target` is full; any thread may while it is pinned.
@@ -98,8 +89,8 @@ class Blob:
         """
         self.view()[start : start + len(data)] = data
 
-    def adopt(self, fds: Sequence[int]) -> None:
-        """Take over file descriptors of its memory, whatever comes of it; only where its store `adopts`.
+    def map_fds(self, fds: Sequence[int]) -> None:
+        """Take over file descriptors of its memory, whatever comes of it; only where its store `maps_fds`.
 
         Raises:
             InvalidArgumentError: they are not sealed memory of the sizes announced.
@@ -137,7 +128,7 @@ class BlobStore(ABC):
         pooled_bytes: bytes held for reuse.
     """
 
-    adopts: ClassVar[bool] = False
+    maps_fds: ClassVar[bool] = False
     has_tables: ClassVar[bool] = False
 
     on_freed: Callable[[int], None] = staticmethod(lambda _: None)

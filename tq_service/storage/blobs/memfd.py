@@ -20,10 +20,10 @@ from tq_service.wire.mapping import map_over
 
 
 class MemfdBlob(LocalBlob):
-    """Shared, read-only memory. Its range of addresses exists from `allocate` on; memfds are mapped there by `adopt`.
+    """Shared, read-only memory. Its range of addresses exists from `allocate` on; memfds are mapped there by `map_fds`.
 
     Attributes:
-        fds: file descriptors of its memory; none before `adopt` and after `close`.
+        fds: file descriptors of its memory; none before `map_fds` and after `close`.
         segment_bytes: size of each of its memfds but the last.
     """
 
@@ -39,8 +39,8 @@ class MemfdBlob(LocalBlob):
         """Number of memfds that it has, or will have."""
         return len(shared_memory.segment_sizes(self.size))
 
-    def adopt(self, fds: Sequence[int]) -> None:
-        """Map file descriptors, see `Blob.adopt`."""
+    def map_fds(self, fds: Sequence[int]) -> None:
+        """Map file descriptors, see `Blob.map_fds`."""
         sizes = shared_memory.segment_sizes(self.size)
         try:
             if len(fds) != len(sizes):
@@ -93,7 +93,7 @@ class MemfdBlobs(LocalStore):
         memory_count: number of their memfds.
     """
 
-    adopts = True
+    maps_fds = True
     memory_count = 0
 
     async def allocate(self, size: int) -> MemfdBlob:

@@ -108,19 +108,14 @@ class Segment:
 
 
 class SegmentBlob(PooledBlob[Segment]):
-    """A blob in a file.
+    """A blob in a file."""
 
-    Attributes:
-        held_tables: the tables that it begins with; None: it was recovered, and they have not been read.
-    """
-
-    __slots__ = ("held_tables",)
+    __slots__ = ()
 
     is_local = False
 
     def __init__(self, store: BlobStore, size: int, segment: Segment) -> None:
         super().__init__(store, size, b"", segment)
-        self.held_tables: bytearray | None = None
 
     @property
     def number(self) -> int:
@@ -128,14 +123,6 @@ class SegmentBlob(PooledBlob[Segment]):
 
     def view(self) -> memoryview:
         raise TypeError("a blob in a segment has no local view")
-
-    def tables(self) -> bytearray:
-        if self.held_tables is None:
-            raise UnavailableError(f"segment {self.number} has not been read since the start; try again")
-        return self.held_tables
-
-    def hold_tables(self, size: int) -> None:
-        self.held_tables = bytearray(size)
 
     def read_into(self, target: memoryview, start: int) -> None:
         self.read_slices([(start, target)])
@@ -280,7 +267,7 @@ class SegmentBlobs(PooledStore[Segment], DurableBlobStore):
         if not isinstance(blob, SegmentBlob):
             raise TypeError("only blobs in segments have a checksum")
         checksum, tables = await self._run(_look_at, blob, tables_bytes, pinned=[blob])
-        blob.held_tables = tables
+        blob.tables = tables
         return checksum
 
     def recover(self, blobs: Iterable[tuple[int, int]]) -> list[Blob | None]:

@@ -18,7 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64
 
-from tq_service.errors import CallCancelledError, FieldNotFoundError, InvalidArgumentError, PutNotFoundError, nearest
+from tq_service.errors import (
+    CallCancelledError,
+    FieldNotFoundError,
+    InvalidArgumentError,
+    PutNotFoundError,
+    UnavailableError,
+    nearest,
+)
 from tq_service.schema import Encoding, FieldSpec
 from tq_service.storage.blobs.base import Blob, BlobStore, Span
 from tq_service.storage.cells import PutCells, Rows
@@ -79,7 +86,7 @@ class RowSet:
             there &= dead_before[last + 1] == dead_before[safe]
         return np.where(there, at, -1).astype(np.int64, copy=False)
 
-    def drop(self, rows: Rows) -> Rows:
+    def free(self, rows: Rows) -> Rows:
         """Mark rows that the put had dead, those that are not there ignored; return the positions that died."""
         at = rows
         if self.rows is not None:
@@ -182,7 +189,6 @@ class StoredPut:
     """
 
     __slots__ = (
-        "_tables",
         "columns",
         "for_existing_rows",
         "live_bytes",
@@ -194,7 +200,6 @@ class StoredPut:
     )
 
     values: Blob
-    _tables: bytearray | None
 
     def __init__(
         self,
@@ -249,11 +254,8 @@ class StoredPut:
         """
         self.values = values
         self.live_bytes = values.charge
-        self._tables = None  # the values' blob has them
-        if not values.store.has_tables:
-            self._tables = bytearray(self.tables_bytes) if self.tables_bytes else _NO_TABLES
-        elif not is_recovered:
-            values.hold_tables(self.tables_bytes)
+        if not values.store.has_tables or not (is_recovered or values.is_local):
+            values.tables = bytearray(self.tables_bytes) if self.tables_bytes else _NO_TABLES
         placed = [column for column in self.columns.values() if column is not None]
         for column, start in zip(placed, self._place_values(values.store)[0], strict=True):
             column.values_at = self.values_at + start
@@ -267,7 +269,7 @@ class StoredPut:
     def _place_values(self, store: BlobStore) -> tuple[list[int], int]:
         """Return where the values of each column start among the values, and where they end."""
         sizes = [column.value_bytes for column in self.columns.values() if column is not None]
-        if store.adopts:
+        if store.maps_fds:
             return place_columns(sizes)
         *starts, end = accumulate(sizes, initial=0)
         return starts, end
@@ -275,7 +277,7 @@ class StoredPut:
     @property
     def values_at(self) -> int:
         """Where the values start in their blob."""
-        return 0 if self._tables is not None else self.tables_bytes
+        return self.tables_bytes if self.values.store.has_tables else 0
 
     def tables(self) -> Tables:
         """Return what cuts its columns into rows.
@@ -283,7 +285,12 @@ class StoredPut:
         Raises:
             UnavailableError: it is in a file that has not been read since the start.
         """
-        return self.values.tables() if self._tables is None else self._tables
+        values = self.values
+        if values.tables is not None:
+            return values.tables
+        if values.is_local:
+            return values.view()
+        raise UnavailableError(f"segment {values.number} has not been read since the start; try again")
 
     def table_views(self) -> list[memoryview]:
         """Return the tables of the columns that are left: one after the other they are those of a copy."""
@@ -332,17 +339,17 @@ class StoredPut:
     def free(self, cells: PutCells) -> None:
         """Free cells of it; those that are not there are ignored."""
         names = {name for name in (cells.field_names or self.columns) if self.columns.get(name) is not None}
-        if cells.first_rows is None:
-            self._forget(names)
+        if cells.rows is None:
+            self._free_columns(names)
             return
-        rows = cells.rows(self.row_count)
+        rows = cells.rows_of(self.row_count)
         for row_set in self._split(names):
             members = self.members(row_set)
-            died = row_set.drop(rows)
+            died = row_set.free(rows)
             for column in members.values():
                 self.live_bytes -= column.bytes_of(self, died)
             if not row_set.live_count:
-                self._forget(set(members))
+                self._free_columns(set(members))
 
     def is_whole(self) -> bool:
         """Whether no cell was freed."""
@@ -397,7 +404,7 @@ class StoredPut:
             touched.append(own)
         return touched
 
-    def _forget(self, names: set[str]) -> None:
+    def _free_columns(self, names: set[str]) -> None:
         for name in names:
             column = self.columns[name]
             if column is not None:
@@ -406,7 +413,7 @@ class StoredPut:
 
 
 class PendingPut:
-    """Takes the bytes of a put: `write` as they come, or `adopt` of all at once; then `finish`, or `abort`.
+    """Takes the bytes of a put: `write` as they come, or `map_fds` of all at once; then `finish`, or `abort`.
 
     Waiting for capacity → open → done, or aborted from any but done. The call that reserved it aborts it unless it
     finished; an older stream of the same put is aborted by the newer one and learns it from its next call.
@@ -485,9 +492,9 @@ class PendingPut:
         """
         if self.already_complete:
             return
-        stored = self.opened()
+        stored = self.require_open()
         blob, start, end = stored.values, self._filled, self._filled + len(data)
-        if blob.store.adopts:
+        if blob.store.maps_fds:
             raise InvalidArgumentError("frames came for a put whose bytes are in shared memory", field="frame")
         if end > blob.size:
             raise InvalidArgumentError(
@@ -503,12 +510,12 @@ class PendingPut:
                 await blob.store.write(blob, start, data)
             finally:
                 blob.unpin()
-            self.opened()
+            self.require_open()
         if self._digest is not None:
             self._digest.update(data)
         self._filled = end
 
-    async def adopt(self, fds: Sequence[int]) -> None:
+    async def map_fds(self, fds: Sequence[int]) -> None:
         """Take all bytes at once, as file descriptors of shared memory, which are closed when they are not needed.
 
         Raises:
@@ -517,21 +524,21 @@ class PendingPut:
             CallCancelledError: a retry took over.
             OSError: the system refuses to map them.
         """
-        if self._stored is None or not self._stored.values.store.adopts:
+        if self._stored is None or not self._stored.values.store.maps_fds:
             close_all(fds)
-            self.opened()
+            self.require_open()
             raise InvalidArgumentError(
                 "shared memory came for a put whose bytes are to come in frames", field="send_fds"
             )
-        self._stored.values.adopt(fds)
+        self._stored.values.map_fds(fds)
         for check in self._text_checks:
             while check.next < check.end:
                 check.look_at(self._view[check.next : check.next + PIECE_BYTES], check.next)
                 await asyncio.sleep(0)
-                self.opened()
-        self._filled = self.opened().values.size
+                self.require_open()
+        self._filled = self.require_open().values.size
 
-    def whole(self) -> StoredPut | None:
+    def require_complete(self) -> StoredPut | None:
         """Return what is stored, None where the put was there already.
 
         Raises:
@@ -540,7 +547,7 @@ class PendingPut:
         """
         if self._is_done:
             return None
-        stored = self.opened()
+        stored = self.require_open()
         if self._filled < stored.values.size:
             raise InvalidArgumentError(
                 f"the stream ended {stored.values.size - self._filled} bytes before what its header declared",
@@ -557,7 +564,7 @@ class PendingPut:
             InvalidArgumentError: bytes are missing.
             CallCancelledError: a retry took over.
         """
-        stored = self.whole()
+        stored = self.require_complete()
         if stored is None:
             return
         self._stored, self._view = None, memoryview(b"")
@@ -572,7 +579,7 @@ class PendingPut:
         self.is_aborted = True
         self._on_abort(self, stored)
 
-    def opened(self) -> StoredPut:
+    def require_open(self) -> StoredPut:
         """Return the put that it fills.
 
         Raises:

@@ -30,7 +30,7 @@ from tq_service.storage.blobs.base import Blob, DurableBlobStore, is_temporary
 from tq_service.storage.blobs.memory import LocalBlob
 from tq_service.storage.cells import Rows
 from tq_service.storage.index.put import PendingPut, RowSet, StoredColumn, StoredPut
-from tq_service.storage.index.put_table import RecoveredPut
+from tq_service.storage.index.put_table import Backing, RecoveredPut
 
 _log = logging.getLogger(__name__)
 _SCRUB_BYTES_PER_SECOND: Final = 100e6
@@ -118,7 +118,7 @@ class PutLog(Protocol):
         ...
 
 
-class PutJournal:
+class PutJournal(Backing):
     """The part of an engine that keeps its puts. Confined to the engine's event loop.
 
     Args:
@@ -130,9 +130,9 @@ class PutJournal:
     """
 
     def __init__(self, store: DurableBlobStore) -> None:
+        super().__init__()
         self._store = store
         self._log: PutLog | None = None
-        self.damaged: dict[bytes, str] = {}
         self.on_looked_at: Callable[[bytes], None] = lambda _: None
         self._expected: dict[bytes, tuple[Blob, int]] = {}  # checksums of recovered puts that were not looked at yet
         self._checking: dict[bytes, asyncio.Task[None]] = {}
@@ -140,29 +140,31 @@ class PutJournal:
         self._to_free: dict[bytes, None] = {}  # puts to be looked at first: cells of them are to be freed
         self._has_to_free = asyncio.Event()
 
-    def mark_damaged(self, put_id: bytes, reason: str) -> None:
-        """Take note of a put that cannot be read."""
-        if put_id not in self.damaged:
-            _log.error(LogMessage("a put is damaged", put_id=put_id, reason=reason))
-            self.damaged[put_id] = reason
-
-    def forget(self, put_id: bytes) -> bool:
+    def clear_damage(self, put_id: bytes) -> bool:
         """Forget whether a put is sound; return whether it was damaged."""
         self._expected.pop(put_id, None)
         self._to_free.pop(put_id, None)
-        return self.damaged.pop(put_id, None) is not None
+        return super().clear_damage(put_id)
 
     # Taking puts
 
     async def flush(self, pending: PendingPut, deadline: float | None = None) -> None:
         """Wait until the bytes of a put are where they outlive this process; see `StorageEngine.flush`."""
-        stored = pending.whole()
+        stored = pending.require_complete()
         if stored is None:
             return
-        values = stored.values
-        copied = None if values.copy is None else (memoryview(stored.tables()), values, stored.value_spans())
+        values, source = stored.values, None
+        if values.store is not self._store:  # shared memory, which no other process will find
+            values.pin()  # a put that is aborted meanwhile frees its copy, too
+            try:
+                values.copy = await self._store.allocate(stored.blob_bytes(self._store))
+                values.copy.charge = 0
+                pending.require_open()
+            finally:
+                values.unpin()
+            source = memoryview(stored.tables()), values, stored.value_spans()
         try:
-            checksum = await self._store.flush(values.copy or values, copied)
+            checksum = await self._store.flush(values.copy or values, source)
         except OSError as error:
             raise DiskFailedError(f"the bytes of a put could not be written: {error}; put it again") from error
         if checksum is not None:
@@ -171,7 +173,7 @@ class PutJournal:
     def record(self, put_id: bytes, put: StoredPut, checksum: int | None) -> None:
         """Write down that a put is complete, or was moved."""
         blob = put.values.copy or put.values
-        if blob.number and checksum is None:
+        if blob.store is not self._store or (blob.number and checksum is None):
             raise RuntimeError(f"put {put_id.hex()} was finished before it was flushed")
         record = describe_put(put_id, put, checksum=(blob.number and checksum) or 0)
         self._append(record, b"" if blob.number else self._store.inline(blob))
@@ -188,16 +190,16 @@ class PutJournal:
 
     # Giving them back
 
-    def drop(self, put_id: bytes, blob: Blob) -> None:
+    def delete(self, put_id: bytes, blob: Blob) -> None:
         """Write down that a put is gone, and release its blob once that cannot be lost any more."""
         self._records.pop(put_id, None)
-        (blob.copy or blob).is_damaged = self.forget(put_id)
+        (blob.copy or blob).is_damaged = self.clear_damage(put_id)
         self._needed_log.append_put(encode_put(PutDropped(put_id=put_id)))
         self._release_later(blob)
 
     def may_compact(self, put_id: bytes) -> bool:
         """Whether a put may be moved now."""
-        return put_id not in self._expected and put_id not in self.damaged
+        return put_id not in self._expected and super().may_compact(put_id)
 
     def move(self, put_id: bytes, old: Blob, moved: StoredPut, checksum: int | None) -> None:
         """Write down a put that was compacted and flushed, and release its old blob once that cannot be lost."""
@@ -207,9 +209,6 @@ class PutJournal:
             self._needed_log.fatal("a put was moved and could not be written down", error)
             raise
         self._release_later(old)
-
-    async def close(self) -> None:
-        """Do nothing: what is under way ends by itself."""
 
     def _release_later(self, blob: Blob) -> None:
         self._needed_log.after_durable(blob.release)
@@ -258,10 +257,6 @@ class PutJournal:
     def is_unfetched(self, put_id: bytes) -> bool:
         """Whether a put was not looked at since it was recovered: its tables are in its segment alone."""
         return put_id in self._expected
-
-    def partition_of(self, put_id: bytes) -> str | None:
-        """Return None: the record of each put is here."""
-        return None
 
     # Whether the bytes of recovered puts are as they were put
 

@@ -54,7 +54,7 @@ def cells_besides(put_id: bytes, put: StoredPut, parts: Sequence[PutCells]) -> l
         name: np.zeros(put.row_count, np.bool_) for name, column in put.columns.items() if column is not None
     }
     for part in parts:
-        rows = part.rows(put.row_count)
+        rows = part.rows_of(put.row_count)
         for name in part.field_names or kept:
             if name in kept:
                 kept[name][rows] = True
@@ -62,4 +62,7 @@ def cells_besides(put_id: bytes, put: StoredPut, parts: Sequence[PutCells]) -> l
     for name, mask in kept.items():
         if not mask.all():
             alike.setdefault(mask.tobytes(), []).append(name)
-    return [PutCells.of_rows(put_id, tuple(names), np.flatnonzero(~kept[names[0]])) for names in alike.values()]
+    return [
+        PutCells(put_id=put_id, field_names=tuple(names), rows=np.flatnonzero(~kept[names[0]]))
+        for names in alike.values()
+    ]

@@ -68,7 +68,7 @@ class Residents:
 
     def fetched(self, put_id: bytes) -> None:
         """Take note that a put is in memory again, with its charge, and release what stood for it."""
-        if (blob := self.forget(put_id)) is not None:
+        if (blob := self.remove(put_id)) is not None:
             blob.release()
         self._kept_until[put_id] = self._clock() + _KEPT_SECONDS
 
@@ -77,7 +77,7 @@ class Residents:
         if self._kept_until.pop(put_id, None) is not None:
             self._kept_until[put_id] = self._clock() + _KEPT_SECONDS
 
-    def forget(self, put_id: bytes) -> Blob | None:
+    def remove(self, put_id: bytes) -> Blob | None:
         """Forget a put; return what stood for it where it was spilled, to be released."""
         self._kept_until.pop(put_id, None)
         blob = self._spilled.pop(put_id, None)

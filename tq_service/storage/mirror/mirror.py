@@ -20,12 +20,12 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Final, TypeAlias
 
 from tq_service.errors import DataLossError, QuotaExceededError, TqError, UnavailableError
-from tq_service.log_message import LogMessage
 from tq_service.objects.base import LARGEST_OBJECT_BYTES, Buffer
 from tq_service.results import MirrorStatus
 from tq_service.storage.blobs.base import RETRY_AFTER_SECONDS, Blob
 from tq_service.storage.index.put import PendingPut, StoredPut
 from tq_service.storage.index.put_journal import PutStored, decode_put, describe_put, encode_put
+from tq_service.storage.index.put_table import Backing
 from tq_service.storage.mirror.layout import PutObject, pack_puts, unpack_heads
 from tq_service.storage.mirror.writer import ObjectWriter
 
@@ -106,7 +106,7 @@ class _Batch:
         self.task: asyncio.Task[None] | None = None
 
 
-class Mirror:
+class Mirror(Backing):
     """Where the puts of an engine are a second time. Confined to the engine's event loop.
 
     Args:
@@ -130,11 +130,11 @@ class Mirror:
         url: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__()
         self._writer = writer
         self._required = required
         self._url = url
         self._clock = clock
-        self.damaged: dict[bytes, str] = {}
         self.on_fetched: Callable[[PutStored, memoryview], StoredPut | None] = lambda *_: None
         self.may_fetch: Callable[[], bool] = lambda: True
         self._copies: dict[bytes, _Copy] = {}
@@ -176,7 +176,7 @@ class Mirror:
                 self._has_to_free.clear()
                 await self.scrub()
 
-    async def settle(self, seconds: float) -> int:
+    async def flush_all(self, seconds: float) -> int:
         """Wait until all puts have their copies, for so long at most; return the bytes of those that have not."""
         loop = asyncio.get_running_loop()
         end = loop.time() + seconds
@@ -202,14 +202,14 @@ class Mirror:
         Raises:
             QuotaExceededError: it has not until the deadline.
         """
-        stored = pending.whole()
+        stored = pending.require_complete()
         if stored is None:
             return
         copy = self._begin(pending.put_id, stored)
         try:
             if self._required:
                 await self._wait(copy, deadline)
-            pending.opened()
+            pending.require_open()
         except BaseException:
             self._abandon(copy)
             raise
@@ -335,7 +335,7 @@ class Mirror:
             self._short_put_count -= stored.is_short
             stored.put_ids.discard(copy.put_id)
             if not stored.put_ids:
-                self._writer.discard(stored)
+                self._writer.remove(stored)
 
     def record(self, put_id: bytes, put: StoredPut, checksum: int | None) -> None:
         """Take note that a flushed put is complete."""
@@ -343,32 +343,14 @@ class Mirror:
 
     # Giving them back
 
-    def drop(self, put_id: bytes, blob: Blob) -> None:
+    def delete(self, put_id: bytes, blob: Blob) -> None:
         """Free the memory of a put at once, and have its object removed soon."""
-        self.forget(put_id)
+        self.clear_damage(put_id)
         self._leave_unfetched(put_id)
         copy = self._copies.pop(put_id, None)
         if copy is not None:
             self._abandon(copy)
         blob.release()
-
-    def may_compact(self, put_id: bytes) -> bool:
-        """Whether a put may be moved now."""
-        return put_id not in self.damaged
-
-    def move(self, put_id: bytes, old: Blob, moved: StoredPut, checksum: int | None) -> None:
-        """Free what a put was in; its object stays as it is."""
-        old.release()
-
-    def mark_damaged(self, put_id: bytes, reason: str) -> None:
-        """Take note of a put that cannot be read."""
-        if put_id not in self.damaged:
-            _log.error(LogMessage("a put is damaged", put_id=put_id, reason=reason))
-            self.damaged[put_id] = reason
-
-    def forget(self, put_id: bytes) -> bool:
-        """Forget whether a put is sound; return whether it was damaged."""
-        return self.damaged.pop(put_id, None) is not None
 
     # Puts that are not in memory
 

@@ -126,7 +126,7 @@ class ObjectWriter:
             made = await self._put_all(self.names.pieces(stored), pieces)
         finally:
             if made < self._required:
-                self.discard(stored)
+                self.remove(stored)
         if made < self._required:
             return None, made
         stored.is_written, stored.is_short = True, made < self.copies
@@ -165,7 +165,7 @@ class ObjectWriter:
     def _can_number(self) -> bool:
         return self._listed_number is not None and self._next_number < self._listed_number + WINDOW
 
-    def discard(self, stored: PutObject) -> None:
+    def remove(self, stored: PutObject) -> None:
         """Have an object removed, soon."""
         self.live.pop((stored.generation, stored.number), None)
         self._remover.remove(self.names.pieces(stored))
