@@ -85,9 +85,8 @@ class Commits:
         columns = await columns_of(request.columns, request.write.row_count)
         partition_id, receipt = request.write.partition_id, request.placement.receipt
         if (answer := self.recorded(request.request_id)) is not None:
-            with contextlib.suppress(
-                TqError
-            ):  # unless it is committed, it is a second put for the same commit, or gone
+            # Unless it is committed, it is a second put for the same commit, to be freed, or gone.
+            with contextlib.suppress(TqError):
                 self._storages.open_receipt(put, columns, partition_id, receipt)
                 with self._puts.committing(put):
                     pass
