@@ -1,7 +1,7 @@
 # The verbs of this repository; each makes .venv when it is missing or older than pyproject.toml.
 #
 #   make install            .venv with torch, the package and the tools
-#   make test               the tests, in less than 8 minutes on two cores
+#   make test               the tests, about 11 minutes on two cores
 #   make test-all           the tests, with those that are left to the night
 #   make properties         the property and model tests with thousands of examples each
 #   make demo               a tiny policy trained through the service, which is killed halfway; about two minutes

@@ -19,8 +19,7 @@ gc.disable()  # while thousands of tests are collected, which all stay: a fifth 
 
 
 def pytest_collection_finish() -> None:
-    """Let the garbage collector run from now on, without a look at the tests themselves."""
-    gc.freeze()
+    """Let the garbage collector run from now on."""
     gc.enable()
 
 

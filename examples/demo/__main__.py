@@ -134,6 +134,8 @@ class _Run:
             if self.fault is not None and self.fault.is_due(self.steps):
                 self.fault.inject()
         self._take(reader, progress, 0.0, processes)
+        if self.fault is not None and self.fault.outage is None:
+            progress.note("nothing was killed: the training ended before a rank was found in the middle of a step")
         processes.wait_for_workers(FINISH_SECONDS)
         processes.check()
 

@@ -22,20 +22,24 @@ def _no_process_is_left() -> Iterator[None]:
     assert [process for process in psutil.Process().children(recursive=True) if process.pid not in before] == []
 
 
+STEPS = 14
+"""So many that on a busy machine the demo finds rank 1 in the middle of one of the second half."""
+
+
 @pytest.mark.timeout(300)  # on a busy machine: torch is imported six times, by several processes at once
 def test_training(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TQ_TLS_CA", "/there/is/no/such")  # of another service
     monkeypatch.setenv("TQ_TOKEN", "tq_elsewhere")
-    assert run_demo(steps=5, seconds=600.0, output=tmp_path, plain=True) == 0
+    assert run_demo(steps=STEPS, seconds=600.0, output=tmp_path, plain=True) == 0
     history = json.loads((tmp_path / "history.json").read_text(encoding="utf-8"))
-    assert [step["step"] for step in history["steps"]] == [0, 1, 2, 3, 4]
+    assert [step["step"] for step in history["steps"]] == list(range(STEPS))
     assert {step["samples"] for step in history["steps"]} == {192}
     assert all(len(step["tokens"]) == 2 and step["imbalance"] < 0.5 for step in history["steps"])
     assert all(step["lost"] == step["twice"] == 0 for step in history["steps"])
     assert all(0 <= step["version_lag"] <= 2 for step in history["steps"])
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     outage = history["outage"]
-    assert outage["step"] in (2, 3, 4)  # from halfway on, the first one that rank 1 is found in the middle of
+    assert STEPS // 2 - 1 <= outage["step"] < STEPS  # the first one that rank 1 is found in the middle of
     assert outage["sample_count"] >= 192
     assert outage["service_seconds"] < outage["rank_seconds"] < outage["resumed_seconds"]
     assert outage["redelivered"]["count"] == outage["redelivered"]["equal_count"] > 0
