@@ -12,7 +12,7 @@ from domain_support import SlowSampler, asks, is_at_rest, new_write, reset, seal
 from planner_bench import Bench, Whenever, rows
 
 from tq_service.errors import InvalidArgumentError, PartitionClearedError, StaleEpochError
-from tq_service.planning.search import NOT_LOOKED
+from tq_service.planning.view import NOT_LOOKED
 from tq_service.samplers import PlanRunner, SequentialSampler
 from tq_service.schema import EndCounts
 from tq_service.serving import planner

@@ -42,9 +42,8 @@ from tq_service.machine.claims import (
     QueueClaimed,
 )
 from tq_service.machine.state_machine import Change
-from tq_service.planning.readiness import Readiness
-from tq_service.planning.search import LOST, NOT_LOOKED, EndFound, Found, Miss, Planned, Search
-from tq_service.planning.view import ScanStarts
+from tq_service.planning.readiness import Readiness, ScanStarts
+from tq_service.planning.view import LOST, NOT_LOOKED, EndFound, Found, Miss, Planned, Search
 from tq_service.results import RecentBatch
 from tq_service.schema import EndCounts
 from tq_service.serving.wait_queue import Answer, Line, LineState, LoopYielder, NotYet, Waiter, WaitQueue
@@ -127,7 +126,6 @@ class Planner:
         self._planned_for: Line | None = None  # off the loop, and not for long yet
         self._plans: set[asyncio.Task[Any] | None] = set()  # all that are made off the loop
         self._gone: Callable[[], TqError] | None = None
-        partition.on_change.append(self.wake)
 
     @property
     def waiting_count(self) -> int:
@@ -137,11 +135,10 @@ class Planner:
     @property
     def is_idle(self) -> bool:
         """Whether no call waits, and no plan is made."""
-        return not self._queue
+        return not self._queue.by_spec
 
     def close(self) -> None:
         """Serve no calls any more, while it is idle."""
-        self._partition.on_change.remove(self.wake)
         self._starts.close()
 
     @property
@@ -193,6 +190,7 @@ class Planner:
         waiter = Waiter(request, loop.create_future(), is_poll=max_wait_seconds <= 0)
         line = self._queue.join(waiter, miss or NOT_LOOKED)
         timer = None
+        self._listen()
         try:
             if miss is None:
                 self._queue.put_heavy(line)
@@ -216,7 +214,15 @@ class Planner:
             if timer is not None:
                 timer.cancel()
             self._queue.leave(line, waiter)
+            self._listen()
             del waiter  # through which an error would hold this frame, and with it the partition
+
+    def _listen(self) -> None:
+        """Hear of changes of the partition while a call waits; else they are nothing to a planner."""
+        listeners = self._partition.on_change
+        if bool(self._queue.by_spec) is not (self.wake in listeners):
+            self._epoch = self.task.epoch
+            (listeners.append if self._queue.by_spec else listeners.remove)(self.wake)
 
     def _recorded(self, request: ClaimRequest) -> RankPlan | QueueClaim | EndCounts | None:
         """Return the recorded answer of a call, or None; a queue claim counts the calls it answers.
@@ -291,7 +297,7 @@ class Planner:
     # The dispatch loop
 
     def _start_dispatch(self) -> None:
-        has_work = self._queue and (self._queue.is_stale or self._to_answer or self._queue.has_turn)
+        has_work = self._queue.by_spec and (self._queue.is_stale or self._to_answer or self._queue.has_turn)
         if has_work and self._dispatching is None:
             self._dispatching = asyncio.get_running_loop().create_task(self._dispatch())
 
@@ -507,8 +513,8 @@ class Planner:
         """
         sampler, length = request.sampler, self.length(request)
         if look_past:
-            view = Search(self._partition, self.task, self._starts, request, length).view
-            look_past *= view.has_ready(look_past + request.plan_request.total_size)
+            search = Search(self._partition, self.task, self._starts, request, length)
+            look_past *= search.has_ready(look_past + request.plan_request.total_size)
         with self._starts.watched() as watch, self._partition.table.pinned():
             search = Search(self._partition, self.task, self._starts, request, length, watch=watch, look_past=look_past)
             plan, is_last, end = await self._runner.run(sampler, search.view, search.wanted), False, None
@@ -527,7 +533,7 @@ class Planner:
 
     def _keep_groups(self, search: Search, found: Found) -> Found:
         """Record how the task keeps groups whole, if it did so in another way before; return what was found."""
-        task, kept = self.task, search.view.kept_groups
+        task, kept = self.task, search.kept_groups
         is_of_use = isinstance(found, Planned | EndFound)
         # Once it is known, a miss does not change it: two that wait and differ would wake each other for ever.
         if (is_of_use or (task.kept_groups is None and found not in (NOT_LOOKED, LOST))) and kept != task.kept_groups:
@@ -590,6 +596,7 @@ class Planner:
                 timer.cancel()
             self._queue.is_stale |= line.is_ranked  # other ranks may have awaited it
             self._queue.drop_if_unused(line)
+            self._listen()
             self._yield_turn(line)
             self._start_dispatch()
 

@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Final
 
 from tq_service.errors import TqError
-from tq_service.planning.search import Miss
+from tq_service.planning.view import Miss
 from tq_service.schema import EndCounts
 from tq_service.state.ledger import QueueClaim
 from tq_service.state.plan import RankPlan
@@ -244,6 +244,7 @@ class WaitQueue:
         line = self.by_spec.get(spec)
         if line is None:
             line = self.by_spec[spec] = Line(spec, miss)
+            self.awaits_end |= miss.consumed is not None
         line.add(waiter)
         return line
 
