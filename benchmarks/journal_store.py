@@ -20,8 +20,9 @@ from benchmarks.peer import Peer, peer
 from benchmarks.peer_environment import STORES
 from benchmarks.report import Aim, Cell, Report
 from benchmarks.store_work import after_kill, commit_seconds, run_if_asked
-from tq_service.durable.log.log import Stream
-from tq_service.durable.log.segment_log import SegmentLog
+from tq_service.durable.state_store import Stream
+from tq_service.journal.file_backend import FileBackend
+from tq_service.journal.log import Log
 
 _OTHERS = ("plain file", "SQLite", "LMDB", "RocksDB")
 _OURS = "the journal"
@@ -36,7 +37,7 @@ class JournalStore:
     """The journal, as the other stores are asked."""
 
     def __init__(self, directory: Path, sync: bool) -> None:
-        self._journal = SegmentLog(directory, sync=sync)
+        self._journal = Log(FileBackend(directory, sync=sync))
         self._found = sum(1 for _ in self._journal.read(0))
 
     def commit(self, records: Sequence[bytes]) -> None:

@@ -10,7 +10,7 @@ the samples are dead-lettered.
 Data come and go as well: a put is compacted, texts are got in random order, keys are looked up that are not there. And
 samples are claimed of a partition of many: those whose text is one of a hundred, the last ones of a sealed partition,
 and those behind an incomplete group and many consumed ones. What an asyncio client does on the loop of its caller is
-measured in this process too, with the service in another.
+measured in this process too, once its service has ended and another one runs in another process.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ from tq_service.testing import COMMAND, ListeningProcess
 from tq_service.v1 import commit_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1.controller_service_pb2_grpc import ControllerServiceStub
-from tq_service.wire.texts import encode_texts
 
 _STEP: Final = 1 << 16
 _KEYED_STEP: Final = 1 << 13
@@ -68,8 +67,7 @@ _KINDS: Final = {
 def _insert(address: str, row_count: int, keys_from: int | None = None) -> None:
     write = commit_pb2.SampleWrite(partition_id=_PARTITION, row_count=row_count)
     if keys_from is not None:
-        keys = [f"prompt-{row}-{row % 8}" for row in range(keys_from, keys_from + row_count)]
-        write.keys.MergeFrom(encode_texts(keys, "keys"))
+        write.keys.extend(f"prompt-{row}-{row % 8}" for row in range(keys_from, keys_from + row_count))
     _call(address, "Insert", pb.InsertRequest(request_id=secrets.token_bytes(16), write=write))
 
 
@@ -360,7 +358,7 @@ async def _measure(options: Options) -> Report:
             await _status(watch, options)
             await _data(watch, options)
             await _claims(watch, options)
-            await _puts_of_an_async_client(watch, options)
+        await _puts_of_an_async_client(watch, options)
     return _report(watch, rows)
 
 

@@ -1,8 +1,10 @@
-"""Write what kustomize users take in place of the chart into deploy/kubernetes; `--check` only compares.
+"""Write the parts of the chart that follow from others: the table of values in its page, and names in its schema.
 
-So are the chart's own copies of alerts and dashboard, since a chart can read no file outside of it, the names of
-settings in its schema, and the table of values in its page. Where there is no helm, on the path or beside this Python,
-only these are written or compared.
+    scripts/render_chart.py               # both
+    scripts/render_chart.py --check       # fail if they are stale
+    scripts/render_chart.py --manifests   # render the profiles for users of kustomize into deploy/kubernetes
+
+Rendering takes helm, from the path or beside this Python (scripts/get_helm.py); its output is not committed.
 """
 
 from __future__ import annotations
@@ -12,7 +14,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 from tq_service.config import ServeSettings
@@ -21,10 +22,6 @@ ROOT = Path(__file__).parent.parent
 CHART = ROOT / "deploy/helm/tq-service"
 RENDERED = ROOT / "deploy/kubernetes"
 NAMESPACE = "tq"
-COPIES = {
-    CHART / "files/alerts.yml": ROOT / "deploy/observability/alerts.yml",
-    CHART / "files/tq_service.json": ROOT / "deploy/observability/grafana/tq_service.json",
-}
 # Directory -> the arguments of helm; the test of `helm test` and monitoring, which needs CRDs, are the chart's alone.
 RENDERINGS = {
     "single": ["--set", "insecure=true"],
@@ -87,35 +84,27 @@ def render(helm: str, arguments: list[str]) -> str:
     """
     command = [helm, "template", "tq-service", ".", "--namespace", NAMESPACE, "--skip-tests"]
     made = subprocess.run([*command, *arguments], cwd=CHART, check=True, stdout=subprocess.PIPE, text=True)
-    head = f"# Made from deploy/helm/tq-service by `make generate`: helm template {' '.join(arguments)}\n"
+    head = f"# Made from deploy/helm/tq-service by `make manifests`: helm template {' '.join(arguments)}\n"
     return head + made.stdout.replace("managed-by: Helm", "managed-by: kustomize")
 
 
-def wanted() -> Iterator[tuple[Path, str]]:
-    """Yield each file with what is to be in it."""
-    for copy, source in COPIES.items():
-        yield copy, source.read_text()
-    yield README, readme()
-    yield SCHEMA, schema()
-    helm = find_helm()
-    if helm is None:
-        print("no helm: deploy/kubernetes is not looked at (scripts/get_helm.py gets one)", file=sys.stderr)
-        return
-    for name, arguments in RENDERINGS.items():
-        yield RENDERED / name / "tq-service.yaml", render(helm, arguments)
-
-
 def main(arguments: list[str]) -> int:
-    """Update or compare; return the exit code."""
-    stale = []
-    for path, text in wanted():
-        if not path.exists() or path.read_text() != text:
-            stale.append(str(path.relative_to(ROOT)))
-            if "--check" not in arguments:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(text)
-    if stale and "--check" in arguments:
-        print(f"stale: {', '.join(stale)}: run 'make generate'", file=sys.stderr)
+    """Update, compare or render; return the exit code."""
+    if "--manifests" in arguments:
+        helm = find_helm()
+        if helm is None:
+            print("no helm: install one, or take that of scripts/get_helm.py", file=sys.stderr)
+            return 1
+        for name, values in RENDERINGS.items():
+            (RENDERED / name / "tq-service.yaml").write_text(render(helm, values))
+        return 0
+    wanted = {README: readme(), SCHEMA: schema()}
+    stale = [path for path, text in wanted.items() if path.read_text() != text]
+    if "--check" not in arguments:
+        for path in stale:
+            path.write_text(wanted[path])
+    elif stale:
+        print(f"stale: {', '.join(path.name for path in stale)}: run 'make generate'", file=sys.stderr)
         return 1
     return 0
 

@@ -48,6 +48,7 @@ CORE = (
     "serving",
     "samplers",
     "durable",
+    "journal",
 )  # the layers whose files are added up, and limited by --most
 WARM_UP_COUNT = 4
 REPETITION_COUNT = 7

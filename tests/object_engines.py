@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import importlib.util
 import json
@@ -16,11 +17,39 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
-from s3_stand_in import S3StandIn
+from bucket_stand_in import BucketStandIn
+from memory_pool import forget_memory_pool
 
-from tq_service.objects.memory import forget_memory_pool
+from tq_service.objects import registry
+
+registry._BUILT_IN["pool"] = ("memory_pool", "PoolObjects", "")
+
+
+class ObjectName(NamedTuple):
+    """A name as the service makes them: of a piece of a put, of an instance of a storage service."""
+
+    storage: str = "s"
+    instance: str = "0a"
+    put: str = "p"
+    piece: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.instance_prefix}{self.put}/{self.piece}"
+
+    @property
+    def instance_prefix(self) -> str:
+        return f"tq/{self.storage}/{self.instance}/"
+
+    def next(self) -> ObjectName:
+        """Return a name that was not used yet."""
+        return self._replace(piece=self.piece + 1)
+
+
+def new_name() -> ObjectName:
+    return ObjectName(storage=uuid.uuid4().hex)
 
 
 def free_ports(count: int) -> list[int]:
@@ -109,23 +138,39 @@ class Engine:
         return text in (self.directory / f"{log}.log").read_text(errors="replace")
 
 
-class MemoryEngine(Engine):
+class PoolEngine(Engine):
+    """The tests' own engine, which other tests put in the place of real ones."""
+
     is_shared = False
     counts_nodes = True
 
     def start(self) -> None:
         self.name = uuid.uuid4().hex
-        self.url = f"memory://{self.name}?nodes=2"
-        self.full_url = f"memory://{self.name}-full?nodes=1&node_bytes=8000000"
+        self.url = f"pool://{self.name}?nodes=2"
+        self.full_url = f"pool://{self.name}-full?nodes=1&node_bytes=8000000"
 
     def restart(self) -> None:
         forget_memory_pool(self.name)
+
+
+class MemoryEngine(Engine):
+    is_shared = False
+    keeps_over_restart = True
+
+    def start(self) -> None:
+        need("obstore")
+        self.url = f"memory://{uuid.uuid4().hex}"
+        self.full_url = f"memory://{uuid.uuid4().hex}?capacity_bytes=8000000"
+
+    def restart(self) -> None:
+        """It has no servers."""
 
 
 class FileEngine(Engine):
     keeps_over_restart = True
 
     def start(self) -> None:
+        need("obstore")
         self.url = f"file://{self.directory}/objects?survives=power"
         self.full_url = f"file://{self.directory}/full?capacity_bytes=8000000"
 
@@ -133,21 +178,23 @@ class FileEngine(Engine):
         """It has no servers."""
 
 
-class S3StandInEngine(Engine):
-    """The S3 engine with a server of the tests' own."""
+class StandInEngine(Engine):
+    """A cloud's store, played by a server of the tests."""
 
     keeps_over_restart = True
-    server: S3StandIn
+    scheme = "s3"
+    user = "key:secret@"
+    settings = "region=us-east-1"
 
     def start(self) -> None:
         need("obstore")
-        self.server = S3StandIn()
+        self.server = BucketStandIn()
         self._name()
 
     def _name(self) -> None:
-        settings = f"endpoint=http://127.0.0.1:{self.server.port}&region=us-east-1&timeout_seconds=5"
-        self.url = f"s3://key:secret@objects/some/prefix?{settings}"
-        self.full_url = f"s3://key:secret@full/?{settings}"
+        settings = f"endpoint=http://127.0.0.1:{self.server.port}&{self.settings}&timeout_seconds=5"
+        self.url = f"{self.scheme}://{self.user}objects/some/prefix?{settings}"
+        self.full_url = f"{self.scheme}://{self.user}full/?{settings}"
 
     def restart(self) -> None:
         self.server.restart()
@@ -163,6 +210,25 @@ class S3StandInEngine(Engine):
             yield
         finally:
             self.server.answers.set()
+
+
+class GoogleStandInEngine(StandInEngine):
+    scheme, user = "gs", ""
+
+    def _name(self) -> None:
+        account = {"disable_oauth": True, "client_email": "", "private_key": "", "private_key_id": ""}
+        (self.directory / "account.json").write_text(json.dumps(account))
+        self.settings = f"service_account_file={self.directory}/account.json"
+        super()._name()
+
+
+class AzureStandInEngine(StandInEngine):
+    scheme, user = "az", ""
+
+    def _name(self) -> None:
+        (self.directory / "key").write_bytes(base64.b64encode(b"key"))
+        self.settings = f"account=account&account_key_file={self.directory}/key"
+        super()._name()
 
 
 class SeaweedEngine(Engine):
@@ -329,9 +395,12 @@ _OWNER = textwrap.dedent(
 )
 
 ENGINES: dict[str, type[Engine]] = {
+    "pool": PoolEngine,
     "memory": MemoryEngine,
     "file": FileEngine,
-    "s3_stand_in": S3StandInEngine,
+    "s3_stand_in": StandInEngine,
+    "gs_stand_in": GoogleStandInEngine,
+    "az_stand_in": AzureStandInEngine,
     "s3_seaweedfs": SeaweedEngine,
     "valkey": ValkeyEngine,
     "mooncake": MooncakeEngine,

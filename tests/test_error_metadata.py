@@ -145,14 +145,14 @@ def test_each_reason_comes_from_where_the_page_says() -> None:
     made = {reason: {site.path.split("/")[0] for site in SITES if site.kind.reason == reason} for reason in said}
     by_table = {CLASSES[name].reason for name in MADE_BY_TABLE}
     for reason, origin in said.items():
-        of_start = {"durable", "cluster"} if "start" in origin else set()
-        in_service = bool(made[reason] & {*SERVICE_LAYERS, "durable"} - of_start)
+        of_start = {"durable", "journal", "cluster"} if "start" in origin else set()
+        in_service = bool(made[reason] & {*SERVICE_LAYERS, "durable", "journal"} - of_start)
         in_python = bool(made[reason] & {"client", "data"})
         assert origin <= {"service", "Python", "start"}, reason
         assert ("service" in origin) >= in_service, reason
         assert "service" not in origin or in_service or reason in by_table | OF_RESTORE | OF_CLUSTER, reason
         assert ("Python" in origin) >= in_python, reason
-        assert "start" not in origin or made[reason] & {"durable", "server", "cluster", "config.py"}, reason
+        assert "start" not in origin or made[reason] & {"durable", "journal", "server", "cluster", "config.py"}, reason
 
 
 def test_no_key_is_documented_that_nobody_sets() -> None:

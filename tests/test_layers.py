@@ -44,20 +44,23 @@ ARROWS: dict[str, set[str]] = {
     "config": set(),
     "v1": set(),
     "internal": {"v1"},
+    # It stores bytes and arrays for the owners of records, whom it does not know.
+    "journal": set(),
     "state": set(),
     "planning": {"state"},
-    "machine": {"planning", "state"},
+    "machine": {"journal", "planning", "state"},
     "serving": {"machine", "planning", "state"},
     "balancing": set(),
     "samplers": {"balancing", "planning", "state"},
     "wire": {"v1"},
-    "storage": {"objects", "wire", "v1"},
+    "storage": {"journal", "objects", "wire", "v1"},
     "dataplane": {"wire", "v1", "internal"},
     # Engines know nothing of what the objects are; each imports its own package inside functions.
     "objects": set(),
-    "durable": {"machine", "serving", "state", "storage", "wire", "v1"},
-    # The second tenant of the log, and what of a cluster is in etcd; `durable` itself does without grpc.
-    "cluster": {"durable", "wire", "internal"},
+    # It composes what the service is restored from: state and puts, in a data directory.
+    "durable": {"journal", "machine", "serving", "state", "storage", "wire", "v1"},
+    # The second backend of the log, and what of a cluster is in etcd; `durable` itself does without grpc.
+    "cluster": {"journal", "wire", "internal"},
     # It reads what it shows, and is called by nothing that it reads; `observe/clients.py` reads nothing.
     "observe": {"durable", "serving", "state", "storage"},
     "server": {
@@ -65,6 +68,7 @@ ARROWS: dict[str, set[str]] = {
         "objects",  # it opens the engine of a mirror
         "observe",
         "durable",
+        "journal",
         "samplers",
         "storage",
         "dataplane",
@@ -109,6 +113,7 @@ FORBIDDEN_PACKAGES: dict[str, set[str]] = {
     "objects": WIRE_FORMATS | TENSORS,
     "storage": TENSORS,
     "dataplane": TENSORS,
+    "journal": WIRE_FORMATS | TENSORS,
     "durable": TENSORS | {"grpc", "grpc_status", "grpc_health", "grpc_reflection"},
     "cluster": TENSORS,
     "observe": WIRE_FORMATS | TENSORS,
@@ -251,7 +256,7 @@ def test_a_package_of_protos_holds_only_generated_files(package: str) -> None:
         assert "generated" in head.lower(), f"{path.name} does not say that it is generated"
 
 
-@pytest.mark.parametrize("layer", [*CORE, "balancing", "samplers", "objects", "storage", "durable"])
+@pytest.mark.parametrize("layer", [*CORE, "balancing", "samplers", "objects", "storage", "journal", "durable"])
 def test_a_layer_has_no_circles_and_no_import_that_hides_one(layer: str) -> None:
     files = {path for path in FILES if layer_of(path) == layer}
     module_of = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in files}

@@ -32,7 +32,6 @@ from tq_service.wire.encoding import encode_columns
 from tq_service.wire.error_table import ERROR_CLASSES
 from tq_service.wire.metadata import decode_meta_columns, meta_columns_to_rows
 from tq_service.wire.objects import decode_object, encode_object
-from tq_service.wire.texts import decode_texts
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "protocol.md").read_text()
@@ -125,16 +124,12 @@ def test_small_blocks_are_right() -> None:
     assert read.removed is not None
     assert read.removed.tolist() == [False, False, False, True]
     assert f"kinds    {message.kinds.hex(' ')}\n" in BLOCKS
-    given = ["a", "bü", "bü", ""]
-    texts = metadata_pb2.Texts(utf8="abü".encode(), sizes=[1, 3, 0], counts=[1, 2, 1])
-    assert f"texts    {texts.SerializeToString().hex(' ')}\n" in BLOCKS
-    assert list(decode_texts(texts, len(given), "keys")) == given
     produced = np.packbits([True, False, True], bitorder="little").tobytes()
     assert f"produced {produced.hex(' ')}\n" in BLOCKS
 
 
 def test_no_block_of_bytes_is_unknown() -> None:
-    known = {*COLUMNS.values(), *(block for block in BLOCKS if block.startswith(("kinds ", "produced ", "texts ")))}
+    known = {*COLUMNS.values(), *(block for block in BLOCKS if block.startswith(("kinds ", "produced ")))}
     others = [block for block in BLOCKS if block not in known and re.search(rf" {HEX}$", block, re.MULTILINE)]
     assert len(others) == 1
     assert len(others[0].splitlines()) == len(EXTENSIONS)

@@ -17,7 +17,7 @@ import pytest
 SCRIPT = Path(__file__).parent.parent / "scripts" / "trace_path.py"
 
 # The most files of the core, samplers and durable that an operation may pass through.
-MOST = {"put": 14, "put-consumed": 15, "claim": 21, "get": 2, "ack": 11}
+MOST = {"put": 14, "put-consumed": 18, "claim": 24, "get": 2, "ack": 14}
 
 # The most hand-written files of all layers, client and service in memory together.
 MOST_OF_ALL = {"put": 41, "get": 33}
@@ -71,7 +71,7 @@ PATHS = {"put": ["state/a.py", "state/b.py", "client/c.py", "v1/d_pb2.py"], "ack
 
 
 def test_a_path_that_is_too_long_is_named(trace_path: Any) -> None:
-    core = "put: 2 files of state, planning, machine, serving, samplers, durable, expected 1 at most"
+    core = "put: 2 files of state, planning, machine, serving, samplers, durable, journal, expected 1 at most"
     assert trace_path.too_long(PATHS, [("put", 1), ("ack", 1)], []) == [core]
     assert trace_path.too_long(PATHS, [("put", 2), ("ack", 1)], [("put", 3)]) == []
     assert trace_path.too_long(PATHS, [], [("put", 2)]) == ["put: 3 files of all layers, expected 2 at most"]

@@ -218,6 +218,8 @@ class EndCounts:
 
 MOST_SAMPLES: Final = 2**24
 """Most samples that one request writes or claims."""
+MOST_NAMED_PER_WRITE: Final = 2**14
+"""Most samples with keys or groups that one request writes."""
 LARGEST_EXACT: Final = 1 << 53
 """Of the integers that floats hold."""
 _LARGEST: Final = sys.float_info.max
@@ -231,6 +233,17 @@ def check_range(name: str, value: float, least: int, most: float = _LARGEST, hin
             f"{name} is {value}; give {expected}{hint}",
             field=name,
             metadata={"got": str(value), "expected": expected},
+        )
+
+
+def check_named_rows(name: str, count: int) -> None:
+    """Refuse to write so many samples with keys, or with groups, at once: it would take long in one step."""
+    if count > MOST_NAMED_PER_WRITE:
+        raise InvalidArgumentError(
+            f"{name} names {count} samples, expected at most {MOST_NAMED_PER_WRITE} in one call. Write them in several "
+            f"calls of at most {MOST_NAMED_PER_WRITE} each, or without keys and groups.",
+            field=name,
+            metadata={"got": str(count), "limit": str(MOST_NAMED_PER_WRITE)},
         )
 
 

@@ -1,7 +1,7 @@
 // Puts samples, claims them under a lease, reads them and acknowledges them. Run: `npm install && npm start`.
 import assert from "node:assert/strict";
 import { fileURLToPath } from "node:url";
-import { Client, dense, indexesOf, jagged, text, texts } from "./tq.mjs";
+import { Client, dense, indexesOf, jagged, text } from "./tq.mjs";
 
 const protos = fileURLToPath(new URL("../../protos", import.meta.url));
 const client = new Client(process.env.TQ_ADDRESS ?? "localhost:50051", { protos, token: process.env.TQ_TOKEN });
@@ -11,7 +11,7 @@ const tokens = [[1, 2], [3], [4, 5, 6], []].map((row) => Int32Array.from(row));
 const rewards = [[0.5], [1], [-1], [0]].map((row) => Float32Array.from(row));
 const prompts = ["hi", "grüß dich", "a longer prompt of more than thirty-two bytes", ""];
 const keys = prompts.map((_, row) => `größe-${row}`);
-const put = await client.put(partition, [jagged("tokens", "int32", tokens), text("prompt", prompts)], { keys: texts(keys) });
+const put = await client.put(partition, [jagged("tokens", "int32", tokens), text("prompt", prompts)], { keys });
 const large = Array.from({ length: 4 }, (_, row) => new Float32Array(300_000).fill(row));
 const global_indexes = indexesOf(put);
 await client.put(partition, [dense("reward", "float32", rewards), dense("hidden", "float32", large)], {

@@ -33,12 +33,6 @@ export function jagged(name, dtype, rows) {
 export const text = (name, rows) => object(name, "ENCODING_TEXT", rows.map((row) => Buffer.from(row, "utf8")));
 export const bytes = (name, rows) => object(name, "ENCODING_BYTES", rows.map((row) => Buffer.from(row)));
 
-/** Keys or groups of samples, as a write has them: `put(partition, columns, { keys: texts(["a", "b"]) })`. */
-export function texts(rows) {
-  const values = rows.map((row) => Buffer.from(row, "utf8"));
-  return { utf8: Buffer.concat(values), sizes: values.map((value) => value.length) };
-}
-
 function object(name, encoding, values) {
   const spec = { name, dtype: "", layout: "LAYOUT_OBJECT", row_shape: [], row_shape_known: true, encoding };
   return column(spec, values, values.map((value) => value.length));
@@ -259,8 +253,8 @@ export class Client {
     return Object.fromEntries(fields);
   }
 
-  #storage({ kind, address }) {
-    const at = kind === "controller" ? this.address : address;
+  #storage({ address }) {
+    const at = address || this.address;
     if (!this.storages.has(at)) {
       this.storages.set(at, new this.services.StorageService(at, this.credentials, OPTIONS));
     }

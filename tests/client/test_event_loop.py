@@ -10,7 +10,10 @@ from client_support import make_client
 from tq_service.client._async import fetches, samples
 from tq_service.client.concurrency import are_light
 from tq_service.config import ServeSettings
+from tq_service.errors import UnsupportedObjectError
+from tq_service.schema import Encoding
 from tq_service.server.app import running
+from tq_service.wire.encoding import encode_columns
 
 MANY = 5000
 LARGE = {
@@ -80,6 +83,42 @@ async def test_small_puts_are_encoded_at_once(async_client, threads):
     assert threads["encode_columns"] == threads["fill_write"] == threads["encode_meta_columns"] == here
     await async_client.get_data(batch, data_fields=["x", "t"])
     assert threads["plan_reads"] == here
+
+
+PART = 1 << 16
+
+
+class Parts(list):
+    """A list of which no call may go over more values than a part has: no other thread runs meanwhile."""
+
+    def __iter__(self):
+        assert len(self) <= PART
+        return super().__iter__()
+
+    def __getitem__(self, where):
+        found = super().__getitem__(where)
+        return Parts(found) if isinstance(where, slice) else found
+
+
+@pytest.mark.parametrize(
+    "make",
+    [str, lambda number: str(number).encode(), int, np.float32, lambda number: {"n": number}, lambda number: (number,)],
+    ids=["texts", "bytes", "ints", "numpy", "dicts", "tuples"],
+)
+def test_lists_are_encoded_in_parts(make):
+    values = [make(number) for number in range(PART + 1000)]
+    (column,) = encode_columns({"x": Parts(values)})
+    halves = [encode_columns({"x": values[:PART]})[0], encode_columns({"x": values[PART:]})[0]]
+    assert column.spec == halves[0].spec == halves[1].spec
+    assert b"".join(column.chunks) == b"".join(chunk for half in halves for chunk in half.chunks)
+    assert column.row_bytes().tolist() == [size for half in halves for size in half.row_bytes().tolist()]
+
+
+def test_what_cannot_be_encoded_is_named_by_its_place_in_the_whole_list():
+    with pytest.raises(UnsupportedObjectError, match=rf"x\[{PART + 5}\]"):
+        encode_columns({"x": [{"a": 1}] * (PART + 5) + [object()]})
+    (column,) = encode_columns({"x": ["a"] * PART + ["\ud800"]})
+    assert (column.spec.encoding, column.row_count) == (Encoding.MSGPACK, PART + 1)
 
 
 def test_what_is_light():

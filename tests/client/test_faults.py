@@ -35,8 +35,7 @@ QUEUE = {"partition_id": "p", "task_name": "t", "data_fields": ["x"], "batch_siz
 
 
 def endpoint(name, address="", boot=b"b" * 16, *, is_away=False):
-    kind = "grpc" if address else "controller"
-    return metadata_pb2.StorageEndpoint(storage_id=name, boot_id=boot, kind=kind, address=address, is_away=is_away)
+    return metadata_pb2.StorageEndpoint(storage_id=name, boot_id=boot, address=address, is_away=is_away)
 
 
 def answer_of(values, name="x"):

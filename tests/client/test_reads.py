@@ -16,7 +16,7 @@ from tq_service.wire.decoding import decode_columns
 from tq_service.wire.encoding import encode_columns
 from tq_service.wire.runs import CellRuns
 
-STORAGES = [StorageRef(f"s{number}", bytes([number]) * 16, "grpc", f"host:{number}") for number in range(3)]
+STORAGES = [StorageRef(f"s{number}", bytes([number]) * 16, f"host:{number}") for number in range(3)]
 
 
 def column_bytes(column):

@@ -119,7 +119,8 @@ async def test_a_partition_that_came_and_went_unseen_is_not_mentioned(client):
 
 async def test_many_samples_come_in_parts(client):
     keys = np.array([f"sample-{number}" for number in range(20_000)])
-    await client.put({"x": np.arange(keys.size)}, partition_id="train", keys=keys)
+    for some in np.array_split(keys, 2):
+        await client.put({"x": np.arange(some.size)}, partition_id="train", keys=some)
     async with watching(client.watch()) as watch:
         table, count = WatchedTable(), 0
         while table.revision is None:

@@ -10,9 +10,9 @@ from etcd_stand_in import EtcdMembers, EtcdStandIn
 
 from tq_service.cluster.election import Election, Lease
 from tq_service.cluster.etcd import Etcd, EtcdAccess
-from tq_service.cluster.etcd_log import EtcdLog
+from tq_service.cluster.etcd_backend import EtcdBackend
 from tq_service.cluster.keys import ClusterKeys
-from tq_service.durable.log.log import Record
+from tq_service.journal.log import Log, Record
 
 LEASE_SECONDS = 2.0
 KEYS = ClusterKeys("test")
@@ -24,7 +24,8 @@ class Member:
     def __init__(self, addresses: list[str], directory: Path, name: str = "a", *, accept_loss: bool = False) -> None:
         directory.mkdir(exist_ok=True)
         self.etcd = Etcd(EtcdAccess(members=tuple(addresses)))
-        self.log = EtcdLog(self.etcd, KEYS, member_id=name, directory=directory, accept_loss=accept_loss)
+        self.backend = EtcdBackend(self.etcd, KEYS, member_id=name, directory=directory, accept_loss=accept_loss)
+        self.log = Log(self.backend)
         self.election = Election(self.etcd, KEYS, name, f"{name}:50051")
         self.lease: Lease | None = None
         self.lost = False
@@ -32,7 +33,7 @@ class Member:
     def lead(self) -> None:
         """Lead, once no other member does."""
         self.lease = Lease(self.etcd, LEASE_SECONDS, self._lose)
-        self.log.leadership = self.election.campaign(self.lease, lambda leader: None)
+        self.backend.leadership = self.election.campaign(self.lease, lambda leader: None)
 
     def _lose(self) -> None:
         self.lost = True

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import ExitStack, aclosing, closing
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import cast
 
 import pytest
 from cluster_support import Member, running_etcd
 
-from tq_service.durable.log.log import Log, Record, Stream
-from tq_service.durable.log.segment_log import SegmentLog
-from tq_service.errors import NewerVersionError, PreconditionError, ServiceFailedError
+from tq_service.durable.state_store import Stream
+from tq_service.errors import ServiceFailedError
+from tq_service.journal.file_backend import FileBackend
+from tq_service.journal.log import Log, Record
 
 OpenLog = Callable[[], Log]
 KINDS = ["process", "disk", "stand-in", "etcd"]
@@ -28,7 +28,7 @@ def open_log(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[OpenLog
             directory.mkdir()
 
             def opened() -> Log:
-                log = SegmentLog(directory, sync=request.param == "disk")
+                log = Log(FileBackend(directory, sync=request.param == "disk"))
                 stack.callback(log.close)
                 return log
 
@@ -40,16 +40,8 @@ def open_log(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[OpenLog
             found = Member(etcd, tmp_path / "member")
             stack.callback(found.close)
             found.lead()
-            close = found.log.close
-
-            def close_all() -> None:
-                try:
-                    close()
-                finally:
-                    if found.lease is not None:
-                        found.lease.close()
-
-            found.log.close = close_all  # type: ignore[method-assign]  # the leader ends with its log
+            assert found.lease is not None
+            found.backend.close = found.lease.close  # type: ignore[method-assign]  # the leader ends with its log
             return found.log
 
         yield member
@@ -196,8 +188,8 @@ async def test_what_was_rotated_is_read_from_there_and_the_rest_can_be_given_up(
         beginning = log.rotate()
         assert beginning > numbers[-1]
         await commit_each(log, [b"after"])
-        log.sync_rotated(beginning)
-        log.truncate_before(beginning)
+        log.backend.sync_rotated(beginning)
+        log.backend.truncate_before(beginning)
         await commit_each(log, [b"later"])
     with closing(open_log()) as log:
         assert data_of(log, beginning) == [b"after", b"later"]
@@ -208,77 +200,12 @@ async def test_a_step_that_appends_nothing_rotates_too(open_log: OpenLog) -> Non
         assert data_of(log) == []
         number = log.rotate()
         await log.wait_durable()
-        log.sync_rotated(number)
+        log.backend.sync_rotated(number)
     with closing(open_log()) as log:
         assert data_of(log, number) == []
         await commit_each(log, [b"goes on"])
     with closing(open_log()) as log:
         assert data_of(log, number) == [b"goes on"]
-
-
-async def test_a_follower_sees_each_record_of_a_stream_once_it_is_durable(open_log: OpenLog) -> None:
-    with closing(open_log()) as log:
-        assert data_of(log) == []
-        first = log.append(Stream.CHANGES, b"0")
-        await log.wait_durable()
-        seen: list[bytes] = []
-        has_all = asyncio.Event()
-
-        async def follow() -> None:
-            async for record in log.follow(Stream.CHANGES, first):
-                seen.append(record.data)
-                if len(seen) == 60:
-                    has_all.set()
-
-        following = asyncio.ensure_future(follow())
-        for number in range(1, 60):
-            log.append(Stream.PUTS, b"of the other stream")
-            log.append(Stream.CHANGES, b"%d" % number)
-            if number % 11 == 0:
-                log.rotate()
-            if number % 3 == 0:
-                await log.wait_durable()
-        await log.wait_durable()
-        async with asyncio.timeout(60):
-            await has_all.wait()
-        assert seen == [b"%d" % number for number in range(60)]
-        log.abandon(ServiceFailedError("it has failed"))
-        with pytest.raises(ServiceFailedError):
-            await following
-
-
-async def test_a_follower_that_is_cancelled_just_as_a_record_comes_ends(open_log: OpenLog) -> None:
-    with closing(open_log()) as log:
-        assert data_of(log) == []
-
-        async def follow() -> None:
-            async with aclosing(cast("AsyncGenerator[Record, None]", log.follow(Stream.CHANGES, 0))) as records:
-                async for _ in records:
-                    await asyncio.sleep(0)
-
-        for number in range(12):
-            following = asyncio.ensure_future(follow())
-            await commit_each(log, [b"%d" % number])
-            following.cancel()
-            done, _ = await asyncio.wait((following,), timeout=60)
-            assert done
-
-
-async def test_a_follower_from_the_middle_sees_the_rest_and_one_that_is_too_late_an_error(open_log: OpenLog) -> None:
-    with closing(open_log()) as log:
-        assert data_of(log) == []
-        numbers = await commit_each(log, [b"%d" % number for number in range(10)])
-        following = log.follow(Stream.CHANGES, numbers[6])
-        assert [(await anext(following)).data for _ in range(4)] == [b"6", b"7", b"8", b"9"]
-        await following.aclose()  # type: ignore[attr-defined]
-        beginning = log.rotate()
-        await commit_each(log, [b"later"])
-        await asyncio.to_thread(log.truncate_before, beginning)
-        with pytest.raises(PreconditionError, match="begin with that one"):
-            await anext(log.follow(Stream.CHANGES, numbers[6]))
-        following = log.follow(Stream.CHANGES, beginning)
-        assert (await anext(following)).data == b"later"
-        await following.aclose()  # type: ignore[attr-defined]
 
 
 async def test_a_log_that_was_abandoned_takes_nothing_and_answers_nothing(open_log: OpenLog) -> None:
@@ -301,12 +228,3 @@ async def test_a_log_that_was_abandoned_takes_nothing_and_answers_nothing(open_l
         assert not called
     with closing(open_log()) as log:
         assert data_of(log) == [b"before"]
-
-
-async def test_a_stream_that_is_not_known_was_written_by_a_newer_version(open_log: OpenLog) -> None:
-    with closing(open_log()) as log:
-        assert data_of(log) == []
-        log.append(9, b"of another kind")  # type: ignore[arg-type]
-        await log.wait_durable()
-    with closing(open_log()) as log, pytest.raises(NewerVersionError, match=r"unknown stream 9.*install that one"):
-        data_of(log)

@@ -8,7 +8,7 @@ import dataclasses
 
 import numpy as np
 
-from tq_service.durable import codec
+from tq_service.journal import codec
 from tq_service.state.cells import slots_and_rows
 
 OF_ONE_RUN = {"answer_count", "deadline", "delivered_at"}  # what a start does not bring back, and need not

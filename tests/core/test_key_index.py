@@ -7,11 +7,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tq_service.state import hashed_names
+from tq_service.state import name_index
 from tq_service.state import table as table_module
-from tq_service.state.table import Column, KeyIndex, NameIndex, RowTable
-from tq_service.texts import Texts
-from tq_service.texts import hash_of as hash_of_text
+from tq_service.state.name_index import KeyIndex, NameIndex
+from tq_service.state.table import RowTable
 
 HASHES = {
     "as they are": hash,
@@ -24,11 +23,11 @@ HASHES = {
 @pytest.fixture(params=HASHES)
 def hash_of(request, monkeypatch):
     """Make small indexes do what large ones do, with hashes as they may be."""
-    for name, value in {"_FIRST_NAMES": 16, "_GAPS_FROM_BYTES": 0}.items():
-        monkeypatch.setattr(table_module, name, value)
+    for name, value in {"_MOST_IN_ONE_DICT": 16, "_FEW": 8, "_GAPS_FROM_BYTES": 0}.items():
+        monkeypatch.setattr(name_index, name, value)
     for name, value in {"_LEAST_GAPS": 16, "_LEAST_CLOSED": 8}.items():
         monkeypatch.setattr(table_module, name, value)
-    monkeypatch.setattr(table_module, "hash", HASHES[request.param], raising=False)
+    monkeypatch.setattr(name_index, "hash", HASHES[request.param], raising=False)
     return request.param
 
 
@@ -43,12 +42,12 @@ class Twin:
         self.table = RowTable()
         self.index = KeyIndex(self.table)
 
-    def add(self, keys, kind=list):
+    def add(self, keys):
         keys = [key for key in keys if key not in self.known]
         first = self.table.next_index
         added = self.table.append(len(keys))
-        self.index.column.write(added, kind(keys))
-        self.index.add(kind(keys), range(first, first + len(keys)))
+        self.index.column.write(added, keys)
+        self.index.add(keys, np.arange(first, first + len(keys)))
         self.known.update(zip(keys, range(first, first + len(keys)), strict=True))
         self.table.close_gaps(len(keys))
 
@@ -70,7 +69,7 @@ class Twin:
         assert sorted(self.index) == sorted(self.known)
         asked = [*self.known, *others]
         expected = [self.known.get(key, -1) for key in asked]
-        assert self.index.find(asked).tolist() == self.index.find(Texts.of(asked)).tolist() == expected
+        assert self.index.find(asked).tolist() == expected
         positions = self.index.positions_of(asked)
         assert np.where(positions < 0, -1, self.table.index.data[positions]).tolist() == expected
         for key in asked[:20]:
@@ -105,66 +104,6 @@ def test_keys_are_found_as_in_a_dict(hash_of, steps):
         else:
             twin.add(keys)
         twin.check(NAMES[::7])
-
-
-@pytest.fixture(params=["as they are", "often the same"])
-def text_hashes(request, monkeypatch):
-    """Keep hashes of few names as those of many are kept."""
-    for name, value in {"_LEAST_HASHED": 3, "_LEAST_GAPS": 16, "_LEAST_CLOSED": 8}.items():
-        monkeypatch.setattr(table_module, name, value)
-    monkeypatch.setattr(hashed_names, "_MOST_MERGED", 100)
-    monkeypatch.setattr(table_module, "_MOST_HASHED", 300)
-    if request.param == "often the same":
-        hashes = Texts.hashes
-        monkeypatch.setattr(Texts, "hashes", lambda *args: hashes(*args) & np.uint64(0x3F))
-        monkeypatch.setattr(table_module, "hash_of", lambda text: hash_of_text(text) & 0x3F)
-
-
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(steps=STEPS, kinds=st.lists(st.sampled_from([list, Texts.of]), min_size=40, max_size=40))
-def test_keys_that_come_as_texts_are_found_as_in_a_dict(text_hashes, steps, kinds):
-    twin = Twin()
-    for (what, keys), kind in zip(steps, kinds, strict=False):
-        if what == "remove":
-            twin.remove(keys)
-        elif what == "remove all":
-            twin.remove(list(twin.known))
-        elif what == "restore":
-            twin.restore()
-        else:
-            twin.add(keys, kind)
-        twin.check(NAMES[::7])
-
-
-def test_texts_that_come_and_go_for_long_leave_nothing(text_hashes):
-    twin, rng = Twin(), np.random.default_rng(3)
-    for number in range(200):
-        twin.add([f"{number}-{each}" for each in range(int(rng.integers(1, 40)))], Texts.of)
-        if len(twin.known) > 600:
-            oldest = list(twin.known)
-            twin.remove(oldest[: int(rng.integers(1, 90))] if number % 50 else oldest)
-        if number % 20 == 0:
-            twin.check(["never", "was there"])
-    twin.remove(list(twin.known))
-    assert (len(twin.index), twin.index._hashed._runs, list(twin.index)) == (0, [], [])
-
-
-def test_a_snapshot_has_the_texts_that_were_there_when_it_was_made(text_hashes):
-    twin = Twin()
-    twin.add(NAMES[:100], Texts.of)
-    snapshot = twin.table.snapshot()
-    twin.remove(NAMES[10:90])
-    twin.add(NAMES[200:300], Texts.of)
-    values = snapshot.columns["key"].values()
-    assert values.tolist() == NAMES[:100]
-
-
-def test_many_keys_that_come_as_texts_are_in_no_dict():
-    twin = Twin()
-    keys = [f"prompt {number}" for number in range(1 << 17)]
-    twin.add(keys, Texts.of)
-    assert (len(twin.index), twin.index._dicts) == (1 << 17, [{}])
-    twin.check(["none"])
 
 
 def test_keys_come_and_go_for_long(hash_of):
@@ -214,10 +153,10 @@ def dict_bytes(index):
 
 
 def test_what_names_took_that_are_gone_is_given_back_step_by_step(monkeypatch):
-    monkeypatch.setattr(table_module, "_FIRST_NAMES", 1 << 10)
-    index, names = NameIndex(Column(np.object_, None, 1)), [f"name {number}" for number in range(1 << 16)]
-    index.add(names[:1000], range(1000))
-    index.add(names[1000:], range(1000, 1 << 16))
+    monkeypatch.setattr(name_index, "_MOST_IN_ONE_DICT", 1 << 10)
+    index, names = NameIndex(), [f"name {number}" for number in range(1 << 16)]
+    index.add(names[:1000], np.arange(1000))
+    index.add(names[1000:], np.arange(1000, 1 << 16))
     full = dict_bytes(index)
     index.remove(names[:-300])
     before, copied = list(index._dicts), []
@@ -230,36 +169,20 @@ def test_what_names_took_that_are_gone_is_given_back_step_by_step(monkeypatch):
     assert index.find(names[-11:]).tolist() == [-1, *range((1 << 16) - 10, 1 << 16)]
 
 
-def test_a_start_has_one_dict_that_grows_no_more_and_is_not_copied_while_it_is_large(monkeypatch):
-    monkeypatch.setattr(table_module, "_FIRST_NAMES", 1 << 10)
-    index, names = NameIndex(Column(np.object_, None, 1)), [f"name {number}" for number in range(1 << 16)]
-    index.fill(names, range(1 << 16))
-    first = index._dicts[0]
-    index.add(["one more"], [1 << 16])
-    assert (len(first), len(index)) == (1 << 16, (1 << 16) + 1)
-    assert index.find(["one more", names[-1], "none"]).tolist() == [1 << 16, (1 << 16) - 1, -1]
-    index.remove(names[: -2 << 10])
-    for name in names[-2 << 10 :]:
-        assert index._dicts[0] is first or len(first) <= 1 << 10
-        index.remove([name])
-    assert index._dicts[0] is not first
-    assert list(index) == ["one more"]
-
-
 def test_a_name_more_makes_one_small_dict_of_many_larger(monkeypatch):
     """What is moved at once, as dicts grow, is a small share of all names."""
-    monkeypatch.setattr(table_module, "_FIRST_NAMES", 1 << 10)
-    index, step, grown = NameIndex(Column(np.object_, None, 1)), 1 << 9, []
+    monkeypatch.setattr(name_index, "_MOST_IN_ONE_DICT", 1 << 10)
+    index, step, grown = NameIndex(), 1 << 9, []
     for start in range(0, 1 << 18, step):
         sizes = list(map(sys.getsizeof, index._dicts))
-        index.add([f"name {number}" for number in range(start, start + step)], range(start, start + step))
+        index.add([f"name {number}" for number in range(start, start + step)], np.arange(start, start + step))
         moved = [len(some) for some, size in zip(index._dicts, sizes, strict=False) if sys.getsizeof(some) != size]
         grown.append(sum(moved) / len(index))
     assert max(grown[len(grown) // 8 :]) < 0.1
 
 
 def test_parts_are_of_sizes_between_one_and_two():
-    counts = np.bincount(table_module._PART_OF)[1:]
+    counts = np.bincount(name_index._PART_OF)
     assert (counts.size, counts.sum()) == (256, 1 << 16)
     assert counts.max() / counts.min() == pytest.approx(2, rel=0.02)
     assert np.unique(counts).size > 128

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 import pytest
@@ -13,9 +13,10 @@ from domain_support import asks, clear, insert, new_write, partition, task_of
 
 from tq_service.durable import snapshot as snapshot_module
 from tq_service.durable import state_store
-from tq_service.durable.snapshot import ServiceSnapshot, read_snapshot, write_snapshot
+from tq_service.durable.snapshot import ColumnPart, ServiceSnapshot, read_snapshot, write_snapshot
 from tq_service.durable.state_store import StateStore
 from tq_service.errors import InvalidArgumentError, NewerVersionError, SnapshotDamagedError
+from tq_service.journal import codec
 from tq_service.machine import partitions
 from tq_service.samplers import PlanRunner
 from tq_service.serving.catalog import Catalog
@@ -213,6 +214,9 @@ class ColoredHeader(snapshot_module.PartitionHeader):
     facts: ColoredFacts
 
 
+ColoredHeader.__name__ = "PartitionHeader"
+
+
 class Colored(Partition):
     """A partition of a version that has two more facts: their declaration, and where they come from."""
 
@@ -229,7 +233,8 @@ def colors_are_known(monkeypatch):
     @contextlib.contextmanager
     def known():
         with monkeypatch.context() as patched:
-            patched.setitem(snapshot_module._KINDS, "partition", ColoredHeader)
+            kinds = [kind for kind in snapshot_module._KINDS if kind is not snapshot_module.PartitionHeader]
+            patched.setattr(snapshot_module, "_KINDS", [*kinds, ColoredHeader])
             yield
 
     return known
@@ -258,14 +263,14 @@ def test_an_unknown_fact_was_written_by_a_newer_version(path):
 @pytest.mark.parametrize(
     ("kind", "value", "error"),
     [
-        ("colors", {}, "unknown kind 'colors'"),
-        ("header", {"format_version": snapshot_module.FORMAT_VERSION + 1}, "its format has version"),
-        ("header", {"format_version": snapshot_module.FORMAT_VERSION, "is_blue": True}, "'is_blue'"),
+        ("Colors", {}, "unknown kind 'Colors'"),
+        ("Header", {"format_version": snapshot_module.FORMAT_VERSION + 1}, "its format has version"),
+        ("Header", {"format_version": snapshot_module.FORMAT_VERSION, "is_blue": True}, "'is_blue'"),
     ],
 )
 def test_so_was_an_unknown_record(path, kind, value, error):
     with snapshot_module.RecordWriter(path) as writer:
-        snapshot_module.write_record(writer, kind, value)
+        writer.write(codec.encode((kind, value)))
     with pytest.raises(NewerVersionError, match=error):
         read_snapshot(path)
 
@@ -313,9 +318,9 @@ def test_a_service_does_not_start_on_what_a_newer_version_wrote_nor_go_back_befo
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        (lambda part: {**part, "table": "attic"}, "attic"),
-        (lambda part: {**part, "column": "attic"}, "attic"),
-        (lambda part: {**part, "form": "values", "values": (np.zeros(3),)}, "no values of type"),
+        (lambda part: replace(part, table="attic"), "attic"),
+        (lambda part: replace(part, column="attic"), "attic"),
+        (lambda part: replace(part, part=("values", (np.zeros(3),))), "of float64, expected values of"),
         (lambda part: None, "its table has"),
     ],
     ids=["table", "column", "form", "a part is missing"],
@@ -323,11 +328,11 @@ def test_a_service_does_not_start_on_what_a_newer_version_wrote_nor_go_back_befo
 def test_parts_that_do_not_fit_are_damage(path, monkeypatch, change, error):
     write = snapshot_module.write_record
 
-    def changed(writer, kind, value):
-        if kind == "column":
-            value = change({each.name: getattr(value, each.name) for each in fields(value)})
+    def changed(writer, value):
+        if isinstance(value, ColumnPart):
+            value = change(value)
         if value is not None:
-            write(writer, kind, value)
+            write(writer, value)
 
     monkeypatch.setattr(snapshot_module, "write_record", changed)
     made = partition()

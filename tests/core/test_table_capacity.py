@@ -1,11 +1,12 @@
 """Capacity for many rows is made in steps, between which all that can be done to a partition is done."""
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from digest import digest
-from domain_support import clear, insert, new_write, partition, write_to
+from domain_support import BOOT, clear, insert, jagged, new_write, partition, write_to
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +17,7 @@ from tq_service.serving import catalog as catalog_module
 from tq_service.serving.catalog import Catalog
 from tq_service.state import column_memory
 from tq_service.state import table as table_module
+from tq_service.state.cells import Put
 from tq_service.state.partition import PartitionSettings
 
 COUNT = 1 << 12
@@ -32,8 +34,10 @@ def small_steps(monkeypatch):
     monkeypatch.setattr(table_module, "_LEAST_CLOSED", 64)
 
 
+FIELDS = ["x", jagged("tokens", range(COUNT))]
 CHANGES = st.one_of(
     st.tuples(st.just("insert"), st.integers(1, 3000)),
+    st.tuples(st.just("insert with cells"), st.integers(1, 300)),
     st.tuples(st.just("clear"), st.integers(1, 3000)),
     st.tuples(st.just("clear all"), st.just(0)),
     st.tuples(st.just("snapshot"), st.just(0)),
@@ -47,6 +51,9 @@ def change(target, what, count, snapshots):
     table = target.table
     if what == "insert":
         insert(target, count, ())
+    elif what == "insert with cells":
+        write = new_write(count, ["x", jagged("tokens", range(count))])
+        write_to(target, replace(write, put=Put("s0", BOOT, table.next_index.to_bytes(16))))
     elif what in ("clear", "clear all") and table.present_count:
         left = table.index.data[table.present_positions()]
         clear(target, left[: count or left.size])
@@ -56,27 +63,35 @@ def change(target, what, count, snapshots):
         table.return_capacity()
 
 
+def reserve(target, write):
+    specs = target.cells.merged_specs(write.columns, None)
+    return target.table.reserve_capacity(write.row_count, target.cells.new_columns(specs))
+
+
 def columns_of(table):
     return table.columns.items()
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.lists(CHANGES, max_size=30), st.integers(1, 4000))
-def test_whatever_is_done_between_the_steps_rows_come_out_as_without_them(changes, count):
+@given(st.lists(CHANGES, max_size=30), st.integers(1, 4000), st.booleans())
+def test_whatever_is_done_between_the_steps_rows_come_out_as_without_them(changes, count, has_cells):
+    write = new_write(count, ["x", jagged("tokens", range(count))] if has_cells else ())
     plain, stepped, snapshots = partition(), partition(), []
     for what, number in changes:
         if what != "return capacity":
             change(plain, what, number, [])
-    write_to(plain, new_write(count))
-    capacity, rest = stepped.table.reserve_capacity(count), iter(changes)
+    write_to(plain, write)
+    capacity, rest = reserve(stepped, write), iter(changes)
     for what, number in rest:
         for _ in range(number if what == "wait" else 1):
             next(capacity, None)
         change(stepped, what, number, snapshots)
-    for _ in stepped.table.reserve_capacity(count):
+    for _ in reserve(stepped, write):
         pass
     assert stepped.table._capacity >= stepped.table.count + count
-    write_to(stepped, new_write(count))
+    write_to(stepped, write)
+    stepped.table.return_capacity()
+    assert not stepped.table._spare
     plain.incarnation = stepped.incarnation
     assert digest(plain) == digest(stepped)
     table = stepped.table
@@ -105,6 +120,27 @@ def test_a_step_reserves_capacity_for_few_rows_and_the_last_one_leaves_little_to
     written.clear()
     write_to(target, new_write(COUNT))
     assert set(written) == {1}  # its state, and nothing that differs from row to row
+
+
+def test_columns_of_new_fields_are_made_in_steps_too(monkeypatch):
+    """The step that writes to them finds memory that was written to, and adds nothing but their cells."""
+    monkeypatch.setattr(column_memory, "RESERVED_FROM", 1)
+    target, filled = partition(), []
+    use = table_module.Column._use
+    monkeypatch.setattr(
+        table_module.Column,
+        "_use",
+        lambda self, start, capacity: (filled.append(capacity - start), use(self, start, capacity)),
+    )
+    write = new_write(COUNT, FIELDS)
+    for _ in reserve(target, write):
+        assert max(filled) <= 256 + 64
+    filled.clear()
+    write_to(target, write)
+    assert filled
+    assert set(filled) == {0}
+    field = target.cells.fields["tokens"]
+    assert field.lengths(slice(0, COUNT)).tolist() == list(range(COUNT))
 
 
 async def _capacity(catalog, write, between, partition_id="train"):

@@ -11,20 +11,16 @@ import pytest
 from live_server import LiveServer, StartServer
 
 from tq_service.client.retry import Deadline
-from tq_service.dataplane._async.drivers import async_driver
-from tq_service.dataplane._sync.drivers import driver as sync_driver
 from tq_service.dataplane.messages import put_header
-from tq_service.dataplane.parties import GRPC_KIND, Received
+from tq_service.dataplane.parties import Received
 from tq_service.errors import (
     DataLossError,
     InvalidArgumentError,
-    PreconditionError,
     PutNotFoundError,
     QuotaExceededError,
 )
 from tq_service.server.storage_servicer import EngineDriver
 from tq_service.storage.engine import StorageEngine
-from tq_service.v1.metadata_pb2 import StorageEndpoint
 from tq_service.v1.storage_service_pb2 import GetRequest
 from tq_service.wire.columns import Column
 from tq_service.wire.encoding import encode_columns
@@ -93,13 +89,12 @@ def on_loop(server: LiveServer) -> Callable[..., Any]:
 
 
 def over_grpc(server: LiveServer, kind: Any) -> Driven:
-    place = StorageEndpoint(storage_id="s", kind=GRPC_KIND, address=server.address)
-    connections = server.client(kind).real._calls
+    calls = server.client(kind).real._calls
     if kind == "sync":
-        return of_engine(server, sync_driver(place, connections), lambda method, *given: method(*given))
+        return of_engine(server, calls.driver(server.address), lambda method, *given: method(*given))
 
     async def made() -> Any:
-        return async_driver(place, connections)  # a channel of asyncio belongs to a loop
+        return calls.driver(server.address)  # a channel of asyncio belongs to a loop
 
     return of_engine(server, server.loop.run(made()), on_loop(server))
 
@@ -236,10 +231,3 @@ def test_what_one_driver_of_an_engine_puts_all_others_get(server: LiveServer) ->
     for put_id in [each.put(columns) for each in driven]:
         for each in driven:
             assert [values.tobytes() for _, values in each.get([put_id], rows(names, (0, 0, 4)))] == values_of(columns)
-
-
-def test_an_unknown_kind_is_refused_with_what_to_do() -> None:
-    place = StorageEndpoint(storage_id="s", kind="tape")
-    for make in (async_driver, sync_driver):
-        with pytest.raises(PreconditionError, match=r"kind 'tape', .* knows grpc, controller.*; use the version"):
-            make(place, None)  # type: ignore[operator]

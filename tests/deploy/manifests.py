@@ -1,4 +1,4 @@
-"""Manifests as they are committed and as helm renders them, and what tests look for in them."""
+"""Manifests as helm renders them, and how tests look into them."""
 
 from __future__ import annotations
 
@@ -68,23 +68,19 @@ class Case:
 
     Attributes:
         name: of the case.
-        arguments: those of helm; None where the manifests are committed.
+        arguments: those of helm.
     """
 
     name: str
-    arguments: tuple[str, ...] | None = None
+    arguments: tuple[str, ...]
 
     @functools.cache  # noqa: B019  (cases last as long as the tests)
     def manifests(self) -> list[Manifest]:
         """Return them, in the order of the file; not to be changed."""
-        if self.arguments is None:
-            return load((KUBERNETES / self.name / "tq-service.yaml").read_text())
         return load(template(*self.arguments))
 
 
 def cases() -> Iterator[Any]:
-    for path in sorted(KUBERNETES.glob("*/tq-service.yaml")):
-        yield pytest.param(Case(name=path.parent.name), id=f"committed-{path.parent.name}")
     for profile, arguments in PROFILES.items():
         for name, further in {
             "insecure": INSECURE,

@@ -278,21 +278,24 @@ def test_what_is_made_from_the_chart_is_current(capsys: pytest.CaptureFixture[st
 
 def test_what_is_stale_is_named_and_the_check_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     renderer = program("render_chart")
-    copy, source = tmp_path / "alerts.yml", next(iter(renderer.COPIES.values()))
-    renderer.COPIES.clear()
-    renderer.COPIES[copy] = source
-    renderer.ROOT = tmp_path
-    renderer.find_helm = lambda: None
     renderer.readme = lambda: "new"
-    renderer.README = tmp_path / "README.md"
     renderer.schema = lambda: "{}"
-    renderer.SCHEMA = tmp_path / "values.schema.json"
+    renderer.README, renderer.SCHEMA = tmp_path / "README.md", tmp_path / "values.schema.json"
+    for path in (renderer.README, renderer.SCHEMA):
+        path.write_text("old")
     assert renderer.main(["--check"]) == 1
-    assert "stale: alerts.yml, README.md, values.schema.json: run 'make generate'" in capsys.readouterr().err
-    assert not copy.exists()
+    assert "stale: README.md, values.schema.json: run 'make generate'" in capsys.readouterr().err
+    assert renderer.README.read_text() == "old"
     assert renderer.main([]) == 0
-    assert copy.read_text() == source.read_text()
+    assert renderer.README.read_text() == "new"
     assert renderer.main(["--check"]) == 0
+
+
+def test_manifests_need_a_helm(capsys: pytest.CaptureFixture[str]) -> None:
+    renderer = program("render_chart")
+    renderer.find_helm = lambda: None
+    assert renderer.main(["--manifests"]) == 1
+    assert "no helm" in capsys.readouterr().err
 
 
 def test_the_chart_is_of_this_version() -> None:

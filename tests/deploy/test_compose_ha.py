@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 import yaml
-from manifests import KUBERNETES, ROOT, Case, container, environment, load, pods, services
+from manifests import HA, INSECURE, KUBERNETES, ROOT, container, environment, load, needs_helm, pods, services, template
 
 ADDRESSES = {"TQ_ADVERTISE", "TQ_CONTROLLER", "TQ_JOURNAL", "TQ_STORAGE_ID", "TQ_ADDRESS", "TQ_CLUSTER"}
 """Of the network that they are in."""
@@ -32,8 +32,9 @@ def of_role(role: str) -> dict[str, dict[str, Any]]:
     return {name: each for name, each in found if each.get("environment", {}).get("TQ_ROLE") == role}
 
 
+@needs_helm
 def test_services_get_the_variables_that_the_chart_gives_them() -> None:
-    rendered = services(Case(name="ha").manifests())
+    rendered = services(load(template(*HA, *INSECURE)))
     by_role = {environment(spec, "pod")["TQ_ROLE"]: environment(spec, "pod") for _, spec in rendered}
     assert by_role.keys() == {"controller", "storage"}
     for role, chart in by_role.items():

@@ -1,4 +1,4 @@
-"""What the chart makes, as committed for kustomize and as helm renders it: valid, and what the service runs with."""
+"""Manifests that helm renders from the chart: valid, and the service runs with them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from manifests import (
     INSECURE,
     KUBERNETES,
     PROFILES,
-    ROOT,
     Case,
     Manifest,
     addresses,
@@ -32,6 +31,7 @@ from manifests import (
     needs_helm,
     parsed_command,
     pods,
+    program,
     services,
     template,
     variables_of,
@@ -63,7 +63,8 @@ def test_each_object_is_as_kubernetes_has_it(case: Case, version: str) -> None:
 
 
 def test_the_check_of_objects_finds_an_unknown_field() -> None:
-    manifest = Case(name="single").manifests()[0] | {"replicas": 1}
+    (manifest, *_) = load((KUBERNETES / "engines/valkey.yaml").read_text())
+    manifest |= {"replicas": 1}
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(manifest, "1.36", strict=True)
 
@@ -279,10 +280,9 @@ def test_a_connection_needs_a_rule_that_names_where_it_comes_from(case: Case) ->
 @pytest.mark.parametrize("profile", PROFILES)
 def test_alerts_and_dashboard_are_those_of_the_repository(profile: str) -> None:
     manifests = {each["kind"]: each for each in load(template(*PROFILES[profile], *INSECURE, *ALL))}
-    observability = ROOT / "deploy/observability"
-    assert manifests["PrometheusRule"]["spec"] == yaml.safe_load((observability / "alerts.yml").read_text())
+    assert manifests["PrometheusRule"]["spec"] == yaml.safe_load((CHART / "files/alerts.yml").read_text())
     dashboard = json.loads(manifests["ConfigMap"]["data"]["tq_service.json"])
-    assert dashboard == json.loads((observability / "grafana/tq_service.json").read_text())
+    assert dashboard == json.loads((CHART / "files/tq_service.json").read_text())
     relabeled = manifests["ServiceMonitor"]["spec"]["endpoints"][0]["relabelings"]
     assert relabeled == [{"targetLabel": "job", "replacement": "tq-service"}]  # which alerts and dashboard ask for
 
@@ -290,18 +290,33 @@ def test_alerts_and_dashboard_are_those_of_the_repository(profile: str) -> None:
 # For kustomize
 
 
-@pytest.mark.parametrize("directory", sorted(KUBERNETES.glob("*/tq-service.yaml")), ids=lambda path: path.parent.name)
-def test_kustomizations_name_what_is_beside_them_and_the_image_in_it(directory: Path) -> None:
-    kustomization = yaml.safe_load((directory.parent / "kustomization.yaml").read_text())
+@pytest.fixture(scope="module")
+def rendered(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of deploy/kubernetes after `make manifests`."""
+    directory = tmp_path_factory.mktemp("deploy") / "kubernetes"
+    shutil.copytree(KUBERNETES, directory, ignore=shutil.ignore_patterns("tq-service.yaml"))
+    renderer = program("render_chart")
+    renderer.RENDERED = directory
+    assert renderer.main(["--manifests"]) == 0
+    return directory
+
+
+@needs_helm
+@pytest.mark.parametrize("name", program("render_chart").RENDERINGS)
+def test_kustomizations_name_rendered_manifests_and_their_image(rendered: Path, name: str) -> None:
+    directory = rendered / name
+    kustomization = yaml.safe_load((directory / "kustomization.yaml").read_text())
     expected = {"apiVersion", "kind", "namespace", "resources", "images"}
     assert kustomization.keys() == expected
     assert kustomization["namespace"] == "tq"
     manifests: list[Manifest] = []
-    for name in kustomization["resources"]:
-        manifests += load((directory.parent / name).read_text())
+    for resource in kustomization["resources"]:
+        manifests += load((directory / resource).read_text())
     images = {container(pod["spec"])["image"].partition(":")[0] for _, pod in pods(manifests)}
     assert images == {each["name"] for each in kustomization["images"]}
     assert "ServiceMonitor" not in {manifest["kind"] for manifest in manifests}  # which needs a CRD
+    managers = {each["metadata"]["labels"]["app.kubernetes.io/managed-by"] for each in manifests}
+    assert managers == {"kustomize"}
 
 
 @pytest.mark.parametrize("version", ["1.29", "1.36"])
@@ -320,10 +335,12 @@ def test_examples_of_engines_are_as_kubernetes_has_them(path: Path, version: str
     assert pod["metadata"]["labels"] in closed
 
 
+@needs_helm
 @pytest.mark.skipif(KUBECTL is None, reason="kubectl is not installed")
-@pytest.mark.parametrize("directory", sorted(path.parent for path in KUBERNETES.glob("*/kustomization.yaml")), ids=str)
-def test_kubectl_builds_the_kustomizations(directory: Path) -> None:
+@pytest.mark.parametrize("name", sorted(path.parent.name for path in KUBERNETES.glob("*/kustomization.yaml")))
+def test_kubectl_builds_the_kustomizations(rendered: Path, name: str) -> None:
     assert KUBECTL is not None
+    directory = rendered / name
     done = subprocess.run(
         [KUBECTL, "kustomize", str(directory)], capture_output=True, text=True, timeout=60, check=False
     )

@@ -10,20 +10,21 @@ from pathlib import Path
 
 import pytest
 
-from tq_service.durable.files import snapshot_numbers
-from tq_service.durable.log import reader, segment
-from tq_service.durable.log.log import Stream
-from tq_service.durable.log.segment import segment_numbers, segment_path
-from tq_service.durable.log.segment_log import SegmentLog
+from tq_service.durable.state_store import Stream
+from tq_service.journal import reader, segment
+from tq_service.journal.file_backend import FileBackend
+from tq_service.journal.files import snapshot_numbers
+from tq_service.journal.log import Log
+from tq_service.journal.segment import segment_numbers, segment_path
 
 PREFIX = "tq-log"
 
 
 @contextmanager
-def opened(directory: Path, *, sync: bool = False) -> Iterator[SegmentLog]:
+def opened(directory: Path, *, sync: bool = False) -> Iterator[Log]:
     """Open a journal in a directory that may be missing; a new one takes records at once."""
     directory.mkdir(exist_ok=True)
-    journal = SegmentLog(directory, sync=sync)
+    journal = Log(FileBackend(directory, sync=sync))
     if not segment_numbers(directory):
         assert replayed(journal, 0) == []
     try:
@@ -39,7 +40,7 @@ def write(directory: Path, records: Sequence[bytes], *, sync: bool = False) -> N
         commit_each(journal, records)
 
 
-def commit_each(journal: SegmentLog, records: Sequence[bytes]) -> None:
+def commit_each(journal: Log, records: Sequence[bytes]) -> None:
     for record in records:
         journal.append(Stream.CHANGES, record)
         journal.flush()
@@ -55,22 +56,23 @@ def crashed(directory: Path, records: Sequence[bytes], *, sync: bool = False) ->
     return image
 
 
-def copy(directory: Path, image: Path, journal: SegmentLog | None = None) -> None:
+def copy(directory: Path, image: Path, journal: Log | None = None) -> None:
     """Copy a directory: what another process would find after a kill of the one whose journal this is."""
     if journal is not None:
         wait_for_worker(journal)
     shutil.copytree(directory, image, ignore=shutil.ignore_patterns("reserve"))
 
 
-def wait_for_worker(journal: SegmentLog) -> None:
+def wait_for_worker(journal: Log) -> None:
     """Return once all is done that the thread beside a journal was asked for before."""
-    journal._worker.submit(lambda: None).result(30)
+    for worker in (journal._worker, journal.backend._background):  # type: ignore[attr-defined]
+        worker.submit(lambda: None).result(30)
 
 
-def replayed(journal: SegmentLog, number: int | None = None) -> list[bytes]:
+def replayed(journal: Log, number: int | None = None) -> list[bytes]:
     """Return what a journal holds since a snapshot, the newest where none is named; it takes new records then."""
     if number is None:
-        number = max(snapshot_numbers(journal._directory), default=0)
+        number = max(snapshot_numbers(journal.backend._directory), default=0)  # type: ignore[attr-defined]
     found = list(journal.read(number))
     numbers = [record.number for record in found]
     assert numbers == sorted(set(numbers))
@@ -79,7 +81,7 @@ def replayed(journal: SegmentLog, number: int | None = None) -> list[bytes]:
 
 def read(directory: Path, number: int | None = None, *, accept_loss: bool = False) -> list[bytes]:
     """Return what the journal of a directory holds, and close it."""
-    journal = SegmentLog(directory, sync=False, accept_loss=accept_loss)
+    journal = Log(FileBackend(directory, sync=False, accept_loss=accept_loss))
     try:
         return replayed(journal, number)
     finally:

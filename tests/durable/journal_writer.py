@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 from tq_service.durable.data_dir import DataDir
-from tq_service.durable.log import segment_log
-from tq_service.durable.log.log import Stream
+from tq_service.durable.state_store import Stream
+from tq_service.journal.file_backend import FileBackend
+from tq_service.journal.log import Log
 
 
 def record(number: int) -> bytes:
@@ -20,7 +21,7 @@ def record(number: int) -> bytes:
 
 async def run(directory: Path, sync: bool, number: int) -> None:
     data_dir = DataDir.open(directory)
-    journal = segment_log.SegmentLog(data_dir.path, sync=sync)
+    journal = Log(FileBackend(data_dir.path, sync=sync))
     for _ in journal.read(0):
         pass
     print("ready", flush=True)
@@ -36,5 +37,5 @@ async def run(directory: Path, sync: bool, number: int) -> None:
 
 
 if __name__ == "__main__":
-    segment_log._SEGMENT_BYTES = int(sys.argv[4])
+    FileBackend.segment_bytes = int(sys.argv[4])
     asyncio.run(run(Path(sys.argv[1]), sys.argv[2] == "disk", int(sys.argv[3])))

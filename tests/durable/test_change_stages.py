@@ -13,9 +13,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "core"))
 from digest import digest, facts_of
 from domain_support import BOOT, batch_spec, new_write, plan_of
 
-from tq_service.durable import codec
 from tq_service.durable.state_store import StateStore
 from tq_service.errors import ServiceFailedError
+from tq_service.machine import state_machine
 from tq_service.machine.claims import (
     BatchPlanned,
     ClaimAcked,
@@ -128,8 +128,8 @@ def fail(*_arguments):
 
 
 def fails_to_encode(monkeypatch, kind, service):
-    real = codec.encode_named
-    monkeypatch.setattr(codec, "encode_named", lambda change: fail() if type(change) is kind else real(change))
+    real = state_machine.encode_change
+    monkeypatch.setattr(state_machine, "encode_change", lambda change: fail() if type(change) is kind else real(change))
 
 
 def fails_before_it_is_applied(monkeypatch, kind, service):
@@ -142,7 +142,7 @@ def fails_once_it_is_applied(monkeypatch, kind, service):
 
 
 def fails_to_append(monkeypatch, kind, service):
-    monkeypatch.setattr(codec, "encode_group", fail)
+    monkeypatch.setattr(state_machine, "encode_group", fail)
 
 
 def what_follows_fails(monkeypatch, kind, service):
@@ -208,7 +208,7 @@ def test_a_change_that_fails_later_ends_the_service_and_a_start_knows_nothing_of
             await service.store.wait_durable()
         for change in left:  # none is made any more, whatever it is
             with pytest.raises(ServiceFailedError):
-                service.catalog.machine.log.encode(change)
+                service.catalog.machine.commit_all(((change, None),))
         return before
 
     before = run(tmp_path, story, sync=False)

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from property_settings import examples
 
-from tq_service.durable import codec
 from tq_service.errors import NewerVersionError
+from tq_service.journal import codec
 
 
 class Color(StrEnum):

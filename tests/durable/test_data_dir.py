@@ -12,10 +12,11 @@ from journal_support import commit_each, replayed
 from open_files import open_files
 
 from tq_service.durable.data_dir import FORMAT_VERSION, DataDir, new_identity, read_identity, write_identity
-from tq_service.durable.files import quarantine, snapshot_numbers, snapshot_path
-from tq_service.durable.log.segment import segment_numbers
-from tq_service.durable.log.segment_log import SegmentLog
 from tq_service.errors import DataDirError
+from tq_service.journal.file_backend import FileBackend
+from tq_service.journal.files import quarantine, snapshot_numbers, snapshot_path
+from tq_service.journal.log import Log
+from tq_service.journal.segment import segment_numbers
 
 
 def test_the_identity_stays(tmp_path: Path) -> None:
@@ -54,7 +55,7 @@ def test_the_name_of_a_new_directory_survives_a_loss_of_power(tmp_path: Path, mo
 def test_its_journal_is_found_again(tmp_path: Path) -> None:
     for expected in ([], [b"record"]):
         data_dir = DataDir.open(tmp_path)
-        journal = SegmentLog(tmp_path, sync=False)
+        journal = Log(FileBackend(tmp_path, sync=False))
         assert replayed(journal) == expected
         commit_each(journal, [b"record"])
         journal.close()
@@ -70,7 +71,7 @@ def test_a_snapshot_that_was_being_written_is_removed(tmp_path: Path) -> None:
 
 def test_what_no_start_needs_is_removed(tmp_path: Path) -> None:
     data_dir = DataDir.open(tmp_path)
-    journal = SegmentLog(tmp_path, sync=False)
+    journal = Log(FileBackend(tmp_path, sync=False))
     assert replayed(journal) == []
     numbers = []
     for number in range(3):
@@ -78,7 +79,7 @@ def test_what_no_start_needs_is_removed(tmp_path: Path) -> None:
         numbers.append(journal.rotate())
         journal.flush()
         snapshot_path(tmp_path, numbers[-1]).touch()
-        data_dir.remove_unneeded(journal, numbers[-1])
+        data_dir.remove_unneeded(journal.backend, numbers[-1])
     assert snapshot_numbers(tmp_path) == numbers[-2:]
     assert segment_numbers(tmp_path) == numbers[-2:]
     quarantine(snapshot_path(tmp_path, numbers[-1]), ".damaged")
@@ -153,7 +154,7 @@ def test_an_identity_with_a_flipped_bit_is_refused(tmp_path: Path) -> None:
 
 def test_a_lost_identity_is_not_made_up(tmp_path: Path) -> None:
     data_dir = DataDir.open(tmp_path)
-    journal = SegmentLog(tmp_path, sync=False)
+    journal = Log(FileBackend(tmp_path, sync=False))
     assert replayed(journal) == []
     journal.close()
     data_dir.close()

@@ -24,15 +24,14 @@ from live_server import StartServer
 from make import CHANGES, DATA, engine_of
 
 import tq_service as tq
-from tq_service.durable import codec
 from tq_service.durable.data_dir import DataDir
-from tq_service.durable.log.log import Stream
-from tq_service.durable.log.segment_log import SegmentLog
-from tq_service.durable.state_store import StateStore
+from tq_service.durable.state_store import StateStore, Stream
+from tq_service.journal.file_backend import FileBackend
+from tq_service.journal.log import Log
 from tq_service.samplers import PlanRunner
 from tq_service.serving.catalog import Catalog
 from tq_service.storage.engine import StorageEngine
-from tq_service.storage.index.put_journal import PutDropped, PutStored
+from tq_service.storage.index.put_journal import PutDropped, PutStored, decode_put
 
 FILES = Path(__file__).parent / "files"
 
@@ -96,8 +95,8 @@ async def test_a_segment_of_changes(directory: Path) -> None:
 @pytest.mark.parametrize("directory", ["puts"], indirect=True)
 async def test_a_segment_of_puts(directory: Path) -> None:
     data_dir = DataDir.open(directory)
-    log = SegmentLog(directory, sync=False)
-    kinds = {type(codec.decode_put(record.data)[0]) for record in log.read(0) if record.stream is Stream.PUTS}
+    log = Log(FileBackend(directory, sync=False))
+    kinds = {type(decode_put(record.data)[0]) for record in log.read(0) if record.stream == Stream.PUTS}
     assert kinds == {PutStored, PutDropped}
     log.close()
     data_dir.close()

@@ -12,9 +12,10 @@ from journal_support import commit_each, copy, crashed, journal_threads, opened,
 from open_files import open_files
 from property_settings import examples
 
-from tq_service.durable.log.log import Stream
-from tq_service.durable.log.segment import SegmentWriter, segment_numbers
-from tq_service.durable.log.segment_log import SegmentLog
+from tq_service.durable.state_store import Stream
+from tq_service.journal.file_backend import FileBackend
+from tq_service.journal.log import Log
+from tq_service.journal.segment import SegmentWriter, segment_numbers
 
 MODES = pytest.mark.parametrize("sync", [False, True], ids=["process", "disk"])
 
@@ -241,7 +242,7 @@ def test_any_order_of_calls_keeps_all_records(
     tmp_path_factory: pytest.TempPathFactory, steps: list[bytes | str], sync: bool
 ) -> None:
     directory = tmp_path_factory.mktemp("journal")
-    journal = SegmentLog(directory, sync=sync)
+    journal = Log(FileBackend(directory, sync=sync))
     assert replayed(journal) == []
     expected: list[bytes] = []
     since: dict[int, int] = {0: 0}
@@ -256,7 +257,7 @@ def test_any_order_of_calls_keeps_all_records(
             since[journal.rotate()] = len(expected)
         else:
             journal.close()
-            journal = SegmentLog(directory, sync=sync)
+            journal = Log(FileBackend(directory, sync=sync))
             assert replayed(journal) == expected
     journal.close()
     for number, count in since.items():

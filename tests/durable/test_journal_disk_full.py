@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 from journal_support import commit_each, copy, opened, read, replayed, wait_for_worker, written
 
-from tq_service.durable.log import segment_log
-from tq_service.durable.log.log import Stream
-from tq_service.durable.log.segment_log import RESERVE_BYTES, EmergencyDiskReserve, SegmentLog
-from tq_service.durable.record_file import RecordWriter
+from tq_service.durable.state_store import Stream
 from tq_service.errors import DiskFailedError, DiskFullError
+from tq_service.journal import file_backend
+from tq_service.journal.file_backend import RESERVE_BYTES, EmergencyDiskReserve, FileBackend
+from tq_service.journal.log import Log
+from tq_service.journal.record_file import RecordWriter
 
 MODES = pytest.mark.parametrize("sync", [False, True], ids=["process", "disk"])
 
@@ -92,7 +93,7 @@ async def test_what_cannot_be_written_waits_and_is_written_when_there_is_space(
 @MODES
 async def test_nobody_tries_until_somebody_asks(tmp_path: Path, disk: Disk, sync: bool) -> None:
     with opened(tmp_path, sync=sync) as journal:
-        journal._reserve.release()
+        journal.backend._reserve.release()
         disk.code = errno.ENOSPC
         journal.append(Stream.CHANGES, b"record")
         for asked in range(1, 4):
@@ -134,7 +135,7 @@ def test_what_does_not_fit_is_cut_off_again(tmp_path: Path, disk: Disk, sync: bo
 
 async def test_after_a_failed_fsync_nothing_is_acknowledged_again(tmp_path: Path, disk: Disk) -> None:
     (tmp_path / "journal").mkdir()
-    journal = SegmentLog(tmp_path / "journal", sync=True)
+    journal = Log(FileBackend(tmp_path / "journal", sync=True))
     assert replayed(journal) == []
     commit_each(journal, [b"before"])
     disk.sync_code = errno.EIO
@@ -198,7 +199,7 @@ def test_a_segment_whose_closing_does_not_fit_is_not_left_without_it(
 
 def test_a_disk_that_stays_full_fails_the_close_and_loses_what_was_durable_never(tmp_path: Path, disk: Disk) -> None:
     for sync in (False, True):
-        journal = SegmentLog(tmp_path, sync=sync)
+        journal = Log(FileBackend(tmp_path, sync=sync))
         list(journal.read(0))
         commit_each(journal, [b"durable"])
         disk.code = errno.ENOSPC
@@ -212,7 +213,7 @@ def test_a_disk_that_stays_full_fails_the_close_and_loses_what_was_durable_never
 def test_reserved_space_is_released_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: Disk, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(segment_log, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(file_backend, "_LOOK_SECONDS", 0.0)
     reserve = tmp_path / "reserve"
     release = EmergencyDiskReserve.release
 
@@ -224,17 +225,17 @@ def test_reserved_space_is_released_first(
     with opened(tmp_path) as journal:
         assert reserve.stat().st_size == RESERVE_BYTES
         assert reserve.stat().st_blocks * 512 >= RESERVE_BYTES
-        assert not journal.is_disk_low
+        assert not journal.backend.is_disk_low
         with monkeypatch.context() as full:
-            full.setattr(segment_log.os, "statvfs", no_space)
+            full.setattr(file_backend.os, "statvfs", no_space)
             disk.code = errno.ENOSPC
             commit_each(journal, [b"a clear"])
             assert not reserve.exists()
-            assert journal.is_disk_low
+            assert journal.backend.is_disk_low
             assert "released_mib=4" in caplog.text
-        assert journal.is_disk_low  # this has a thread look
+        assert journal.backend.is_disk_low  # this has a thread look
         wait_for_worker(journal)
-        assert not journal.is_disk_low
+        assert not journal.backend.is_disk_low
         assert reserve.stat().st_size == RESERVE_BYTES
     assert read(tmp_path) == [b"a clear"]
 
@@ -247,10 +248,10 @@ def test_a_reserve_that_does_not_fit_is_left_out(tmp_path: Path, monkeypatch: py
     def refuse(*_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(segment_log.os, "posix_fallocate", refuse)
+    monkeypatch.setattr(file_backend.os, "posix_fallocate", refuse)
     reserve = EmergencyDiskReserve(tmp_path / "reserve")
     reserve.fill()
-    assert not reserve.is_there
+    assert not reserve.is_filled
     assert not (tmp_path / "reserve").exists()
     assert not reserve.release()
 
@@ -258,12 +259,13 @@ def test_a_reserve_that_does_not_fit_is_left_out(tmp_path: Path, monkeypatch: py
 LIMITED = """
 import resource, sys
 from pathlib import Path
-from tq_service.durable.log.log import Stream
-from tq_service.durable.log.segment_log import SegmentLog
+from tq_service.durable.state_store import Stream
+from tq_service.journal.file_backend import FileBackend
+from tq_service.journal.log import Log
 from tq_service.errors import DiskFullError
 
 directory, sync = Path(sys.argv[1]), sys.argv[2] == "disk"
-journal = SegmentLog(directory, sync=sync)
+journal = Log(FileBackend(directory, sync=sync))
 assert not list(journal.read(0))
 soft = 600_000
 resource.setrlimit(resource.RLIMIT_FSIZE, (soft, resource.RLIM_INFINITY))
@@ -309,10 +311,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 async def test_a_disk_that_is_full_and_has_space_again(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch, sync: bool
 ) -> None:
-    monkeypatch.setattr(segment_log, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(file_backend, "_LOOK_SECONDS", 0.0)
     ballast = small_disk / "ballast"
     with opened(small_disk / "journal", sync=sync) as journal:
-        assert not journal.is_disk_low
+        assert not journal.backend.is_disk_low
         with ballast.open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, 6 << 20)
         count = refused = 0
@@ -323,7 +325,7 @@ async def test_a_disk_that_is_full_and_has_space_again(
                 await journal.wait_durable()
             except DiskFullError:
                 refused += 1
-        assert journal.is_disk_low
+        assert journal.backend.is_disk_low
         assert not (small_disk / "journal" / "reserve").exists()
         ballast.unlink()
         await journal.wait_durable()
@@ -337,7 +339,7 @@ def test_a_service_that_is_started_on_a_full_disk_can_free_space(small_disk: Pat
     fill(small_disk / "ballast")
     with opened(small_disk / "journal", sync=sync) as journal:
         assert replayed(journal) == [b"a put"]
-        assert journal.is_disk_low
+        assert journal.backend.is_disk_low
         commit_each(journal, [b"a clear"])
     assert read(small_disk / "journal") == [b"a put", b"a clear"]
 
@@ -394,7 +396,7 @@ def test_a_snapshot_leaves_space_for_what_goes_on_beside_it(small_disk: Path) ->
         assert least_free > RESERVE_BYTES
         assert not list(small_disk.glob("snapshot*"))
         commit_each(journal, [b"a clear"])
-        assert not journal.is_disk_low
+        assert not journal.backend.is_disk_low
 
 
 def free_bytes(directory: Path) -> int:

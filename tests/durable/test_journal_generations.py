@@ -8,23 +8,23 @@ import pytest
 from journal_support import commit_each, copy, flip, opened, read, replayed, wait_for_worker, write
 from open_files import open_files
 
-from tq_service.durable.files import snapshot_path
-from tq_service.durable.log import segment_log
-from tq_service.durable.log.log import Stream
-from tq_service.durable.log.segment import segment_numbers, segment_path
-from tq_service.durable.log.segment_log import SegmentLog
+from tq_service.durable.state_store import Stream
 from tq_service.errors import JournalDamagedError
+from tq_service.journal.file_backend import FileBackend
+from tq_service.journal.files import snapshot_path
+from tq_service.journal.log import Log
+from tq_service.journal.segment import segment_numbers, segment_path
 
 MODES = pytest.mark.parametrize("sync", [False, True], ids=["process", "disk"])
 
 
-def snapshot(journal: SegmentLog, directory: Path, kept: int = 0) -> int:
+def snapshot(journal: Log, directory: Path, kept: int = 0) -> int:
     """Do what taking a snapshot does to the journal; return its number."""
     number = journal.rotate()
     journal.flush()
-    journal.sync_rotated(number)
+    journal.backend.sync_rotated(number)
     snapshot_path(directory, number).write_bytes(b"snapshot")
-    journal.truncate_before(kept)
+    journal.backend.truncate_before(kept)
     return number
 
 
@@ -79,11 +79,11 @@ def test_what_a_number_is_in_is_not_removed(tmp_path: Path) -> None:
             journal.rotate()
         journal.flush()
         first, second, third, last = segment_numbers(tmp_path)
-        journal.truncate_before(second + 1)
+        journal.backend.truncate_before(second + 1)
         assert segment_numbers(tmp_path) == [second, third, last]
-        journal.truncate_before(third)
+        journal.backend.truncate_before(third)
         assert segment_numbers(tmp_path) == [third, last]
-        journal.truncate_before(last + 100)
+        journal.backend.truncate_before(last + 100)
         assert segment_numbers(tmp_path) == [last]
         commit_each(journal, [b"4"])
     assert first == 1
@@ -129,7 +129,7 @@ def test_a_snapshot_without_its_segment_is_damage(tmp_path: Path) -> None:
 
 @MODES
 def test_full_segments_follow_each_other(tmp_path: Path, sync: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segment_log, "_SEGMENT_BYTES", 5_000)
+    monkeypatch.setattr(FileBackend, "segment_bytes", 5_000)
     expected = [b"%d" % number + bytes(1000) for number in range(60)]
     before = open_files()
     with opened(tmp_path, sync=sync) as journal:
@@ -145,7 +145,7 @@ def test_full_segments_follow_each_other(tmp_path: Path, sync: bool, monkeypatch
 
 @MODES
 async def test_the_loop_never_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: bool) -> None:
-    monkeypatch.setattr(segment_log, "_SEGMENT_BYTES", 5_000)
+    monkeypatch.setattr(FileBackend, "segment_bytes", 5_000)
     loop_thread, fsync = threading.get_ident(), os.fsync
     synced: list[int] = []
 

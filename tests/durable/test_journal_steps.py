@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 from journal_support import copy, journal_threads, opened, read
 
-from tq_service.durable.log import segment_log
-from tq_service.durable.log.log import Stream
-from tq_service.durable.log.segment import SegmentWriter
-from tq_service.durable.log.segment_log import SegmentLog
+from tq_service.durable.state_store import Stream
+from tq_service.journal.file_backend import FileBackend
+from tq_service.journal.log import Log
+from tq_service.journal.segment import SegmentWriter
 
 MODES = pytest.mark.parametrize("sync", [False, True], ids=["process", "disk"])
 
 
-def idle(journal: SegmentLog) -> None:
+def idle(journal: Log) -> None:
     """Give the thread that commits, where there is one, time to commit whatever it takes for complete."""
     del journal
     if journal_threads():
@@ -40,7 +40,7 @@ async def test_a_crash_within_a_step_leaves_all_of_it_or_nothing(tmp_path: Path,
 
 
 async def test_a_commit_of_many_calls_parts_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segment_log, "_FRAME_BYTES", 8)
+    monkeypatch.setattr(FileBackend, "group_bytes", 8)
     sizes: list[int] = []
     write = SegmentWriter.append
 

@@ -24,9 +24,10 @@ from journal_support import (
 )
 from property_settings import examples
 
-from tq_service.durable.log.segment import segment_numbers, segment_path
-from tq_service.durable.log.segment_log import SegmentLog
 from tq_service.errors import JournalDamagedError
+from tq_service.journal.file_backend import FileBackend
+from tq_service.journal.log import Log
+from tq_service.journal.segment import segment_numbers, segment_path
 
 RECORDS = [b"%03d " % number + b"x" * size for number, size in enumerate((10, 9000, 10, 20_000, 300, 300, 5))]
 SMALL = [b"first", b"", b"the third", b"4"]
@@ -422,7 +423,7 @@ def test_what_the_disk_cannot_read_is_damage(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_kill_during_recovery_changes_nothing(killed: Path, tmp_path: Path) -> None:
-    journal = SegmentLog(killed, sync=False)
+    journal = Log(FileBackend(killed, sync=False))
     records = journal.read(0)
     assert next(records).data == RECORDS[0]
     copy(killed, tmp_path / "again", journal)

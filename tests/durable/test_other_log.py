@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
+import math
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +19,9 @@ from durable_driver import put
 from engine_driver import read, runs
 
 from tq_service.durable.data_dir import DataDir
-from tq_service.durable.log.log import Log, Record, Stream
 from tq_service.durable.state_store import StateStore
-from tq_service.errors import DiskFullError, PreconditionError, ServiceFailedError, TqError, UnavailableError
+from tq_service.errors import DiskFullError, PreconditionError, ServiceFailedError, UnavailableError
+from tq_service.journal.log import Log, LogBackend, NewRecord, Record, packed, unpacked
 from tq_service.samplers import PlanRunner
 from tq_service.serving.catalog import Catalog
 from tq_service.storage.blobs.segments import SegmentBlobs
@@ -34,80 +34,41 @@ class Cluster:
     def __init__(self) -> None:
         self.first = 1
         self.records: list[Record] = []
-        self.changed = asyncio.Condition()
-        self.leader: OtherLog | None = None
+        self.last_number = 0
+        self.leader: OtherBackend | None = None
         self.is_reachable = True
 
 
-class OtherLog:
+class OtherBackend:
     """The log as one member leads it."""
+
+    is_blocking = False
+    group_bytes = 1 << 20
+    segment_bytes = math.inf
+    patience_seconds = 0.0
+    is_disk_low = False
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._taken: list[Record] = []
-        self._callbacks: list[tuple[int, Callable[[], None]]] = []
-        self._number = 0
-        self._abandoned: TqError | None = None
-        self.is_disk_low = False
         cluster.leader = self
-
-    @property
-    def has_unflushed(self) -> bool:
-        return bool(self._taken) or self._abandoned is not None
-
-    @property
-    def unflushed_count(self) -> int:
-        return len(self._taken)
 
     def read(self, number: int) -> Iterator[Record]:
         if number < self._cluster.first and number:
             raise PreconditionError("truncated")
         yield from [record for record in self._cluster.records if record.number >= number]
-        self._number = self._cluster.records[-1].number if self._cluster.records else max(number, self._cluster.first)
 
-    async def follow(self, stream: Stream, number: int) -> AsyncIterator[Record]:
-        while True:
-            found = [record for record in self._cluster.records if record.number >= number]
-            for record in found:
-                number = record.number + 1
-                if record.stream is stream:
-                    yield record
-            if not found:
-                async with self._cluster.changed:
-                    await self._cluster.changed.wait()
+    @property
+    def last_number(self) -> int:
+        return self._cluster.last_number
 
-    def append(self, stream: Stream, *parts: bytes | bytearray) -> int:
-        if self._abandoned is not None:
-            raise self._abandoned
-        self._number += 1
-        self._taken.append(Record(self._number, stream, b"".join(parts)))
-        return self._number
-
-    async def wait_durable(self, number: int | None = None) -> None:
-        if self._abandoned is not None:
-            raise self._abandoned
-        await asyncio.sleep(0)
+    def write(self, number: int, records: Sequence[NewRecord]) -> None:
         if not self._cluster.is_reachable:
             raise DiskFullError("no majority answers")
-        if self._cluster.leader is not self and self._taken:
+        if self._cluster.leader is not self:
             raise UnavailableError("another one leads by now")
-        self._cluster.records += self._taken
-        self._taken = []
-        callbacks, self._callbacks = self._callbacks, []
-        for _, callback in callbacks:
-            callback()
-        async with self._cluster.changed:
-            self._cluster.changed.notify_all()
-
-    def after_durable(self, callback: Callable[[], None]) -> None:
-        if self._abandoned is None and not self._taken:
-            callback()
-        elif self._abandoned is None:
-            self._callbacks.append((self._number, callback))
-
-    def rotate(self) -> int:
-        self._number += 1
-        return self._number
+        assert number == self._cluster.last_number + 1
+        self._cluster.records += unpacked(b"".join(packed(records)), number)
+        self._cluster.last_number += len(records) or 1
 
     def sync_rotated(self, number: int) -> None:
         pass
@@ -115,9 +76,6 @@ class OtherLog:
     def truncate_before(self, number: int) -> None:
         self._cluster.first = number
         self._cluster.records = [record for record in self._cluster.records if record.number >= number]
-
-    def abandon(self, error: TqError) -> None:
-        self._abandoned = error
 
     def close(self) -> None:
         pass
@@ -127,8 +85,8 @@ class Member:
     """A controller with a storage engine, over a log that others have too."""
 
     def __init__(self, cluster: Cluster, directory: Path) -> None:
-        log: Log = OtherLog(cluster)  # that it is one is checked by mypy
-        self.store = StateStore(DataDir.open(directory), log)
+        backend: LogBackend = OtherBackend(cluster)  # that it is one is checked by mypy
+        self.store = StateStore(DataDir.open(directory), Log(backend))
         self.catalog = Catalog(PlanRunner())
         blobs = SegmentBlobs(self.store.data_dir.segments_path)
         self.engine = StorageEngine(max_bytes=None, boot_id=bytes(16), blobs=blobs)
@@ -177,20 +135,11 @@ async def test_one_that_is_not_reachable_holds_answers_back_and_one_that_another
     await member.store.wait_durable()
     assert not member.store.is_failing
     assert len(cluster.records) == 6
-    OtherLog(cluster)
+    OtherBackend(cluster)
     member.catalog.write("train", b"", new_write(1))
     with pytest.raises(UnavailableError, match="another one leads"):
         await member.store.wait_durable()
     with pytest.raises(ServiceFailedError):
         member.catalog.write("train", b"", new_write(1))
     assert len(cluster.records) == 6
-    await member.store.close()
-
-
-async def test_a_standby_follows_the_changes_alone(tmp_path: Path) -> None:
-    cluster = Cluster()
-    member = Member(cluster, tmp_path)
-    await member.live()
-    following = OtherLog(cluster).follow(Stream.CHANGES, 1)
-    assert [(await anext(following)).stream for _ in range(3)] == [Stream.CHANGES] * 3
     await member.store.close()

@@ -3,8 +3,7 @@
 import pytest
 
 from tq_service.durable import state_store
-from tq_service.durable.log.log import Stream
-from tq_service.durable.state_store import StartCost
+from tq_service.durable.state_store import StartCost, Stream
 
 
 def seconds_when_too_high(sample_count: int, snapshot_seconds: float = 0.0) -> float:

@@ -16,15 +16,15 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "core"))
 from digest import digest
 from domain_support import claim_rows, clear, new_write, task_of
 
-from tq_service.durable import codec, data_dir, files, state_store
-from tq_service.durable.log.log import Stream
-from tq_service.durable.state_store import StateStore
+from tq_service.durable import data_dir, state_store
+from tq_service.durable.state_store import StateStore, Stream
 from tq_service.errors import DataDirError, DiskFullError, JournalDamagedError, SnapshotDamagedError
+from tq_service.journal import files
 from tq_service.samplers import PlanRunner
 from tq_service.server import converters
 from tq_service.serving.catalog import Catalog
 from tq_service.state.idempotency import IdempotencyCache
-from tq_service.storage.index.put_journal import PutStored
+from tq_service.storage.index.put_journal import PutStored, encode_put
 from tq_service.v1 import controller_service_pb2 as pb
 
 
@@ -300,7 +300,7 @@ class Engine:
         return [(PUT, b"")]
 
 
-PUT = codec.encode_put(PutStored(put_id=b"1" * 16, partition_id="train", row_count=1, columns=(), size_bytes=0))
+PUT = encode_put(PutStored(put_id=b"1" * 16, partition_id="train", row_count=1, columns=(), size_bytes=0))
 
 
 @pytest.mark.parametrize("with_snapshot", [False, True])

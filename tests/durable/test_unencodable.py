@@ -13,9 +13,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "core"))
 from digest import digest
 from domain_support import asks, new_write, task_of
 
-from tq_service.durable import codec
 from tq_service.durable.state_store import StateStore
 from tq_service.errors import InvalidArgumentError, ServiceFailedError, TqError
+from tq_service.machine import state_machine
 from tq_service.machine.claims import BatchPlanned, QueueClaimed
 from tq_service.machine.samples import SamplesWritten
 from tq_service.samplers import PlanRunner, Sampler
@@ -74,14 +74,14 @@ async def look(service):
 
 
 def refuse_to_encode(monkeypatch, *kinds):
-    real = codec.encode_named
+    real = state_machine.encode_change
 
     def encode(change):
         if isinstance(change, kinds):
             raise TypeError("1.5 is no integer")
         return real(change)
 
-    monkeypatch.setattr(codec, "encode_named", encode)
+    monkeypatch.setattr(state_machine, "encode_change", encode)
 
 
 async def claim(service, rank=(0, 1, 0), **arguments):

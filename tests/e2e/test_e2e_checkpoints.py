@@ -15,8 +15,8 @@ import torch
 from live_server import LiveServer
 
 import tq_service as tq
-from tq_service.durable import codec
-from tq_service.durable.record_file import RecordWriter, read_records
+from tq_service.journal import codec
+from tq_service.journal.record_file import RecordWriter, read_records
 from tq_service.testing import ServiceProcess
 
 PARTITION = "train@0"
@@ -396,8 +396,8 @@ def with_a_column_more(path):
                 rows = header["tables"]["rows"]
                 rows["dtypes"]["priority"] = "<i4"
                 writer.write(codec.encode((kind, header)))
-                part = {"table": "rows", "column": "priority", "form": "same", "values": (rows["size"], 7)}
-                writer.write(codec.encode(("column", part)))
+                part = {"table": "rows", "column": "priority", "part": ("same", (rows["size"], 7))}
+                writer.write(codec.encode(("ColumnPart", part)))
             else:
                 writer.write(data)
 

@@ -19,7 +19,7 @@ _TIMEOUT_SECONDS = 60.0
 
 
 # Not "memory", which one process has for itself. `make test` tries one engine here; each passes tests/objects too.
-_NAMES = sorted(ENGINES.keys() - {"memory"})
+_NAMES = sorted(name for name, engine in ENGINES.items() if engine.is_shared)
 
 
 @pytest.fixture(params=[pytest.param(name, marks=() if name == "file" else pytest.mark.nightly) for name in _NAMES])

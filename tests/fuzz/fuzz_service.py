@@ -27,12 +27,10 @@ from tq_service.v1 import commit_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import storage_service_pb2 as storage_pb
 from tq_service.v1.controller_service_pb2_grpc import ControllerServiceStub
-from tq_service.v1.metadata_pb2 import Texts
 from tq_service.v1.storage_service_pb2_grpc import StorageServiceStub
 from tq_service.wire.columns import encode_header
 from tq_service.wire.encoding import encode_columns
 from tq_service.wire.error_table import status_from_trailers
-from tq_service.wire.texts import encode_texts
 
 SERVICES: list[ServiceDescriptor] = [
     service
@@ -109,8 +107,8 @@ class FuzzedService:
         stat = self.storage.Stat(storage_pb.StatRequest())
         self.ids = {BOOT_ID: stat.storage.boot_id, PUT_ID: os.urandom(16), OTHER_PUT_ID: os.urandom(16)}
         write = commit_pb2.SampleWrite(partition_id="train", row_count=4, group_size=2)
-        write.keys.MergeFrom(encode_texts(["k0", "k1", "k2", "k3"], "keys"))
-        write.groups.MergeFrom(Texts(utf8=b"g0g1", sizes=[2, 2], counts=[2, 2]))
+        write.keys.extend(["k0", "k1", "k2", "k3"])
+        write.groups.extend(["g0", "g0", "g1", "g1"])
         write.custom_meta.add(name="total_lengths").int64_values.values.extend([5, 3, 8, 2])
         write.custom_meta.add(name="version").int64_values.values.extend([3, 3, 4, 4])
         rows = {

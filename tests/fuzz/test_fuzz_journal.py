@@ -15,9 +15,10 @@ import pytest
 from damage import DAMAGES, damage
 from fuzz_messages import EXAMPLES
 
-from tq_service.durable.log.log import Stream
-from tq_service.durable.log.segment_log import SegmentLog
+from tq_service.durable.state_store import Stream
 from tq_service.errors import DiskFullError, JournalDamagedError
+from tq_service.journal.file_backend import FileBackend
+from tq_service.journal.log import Log
 
 RECORD_COUNT = 300
 RECORDS = [
@@ -37,7 +38,7 @@ def crashed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 async def _write(live: Path, image: Path, *, sync: bool) -> None:
-    journal = SegmentLog(live, sync=sync)
+    journal = Log(FileBackend(live, sync=sync))
     assert list(journal.read(0)) == []
     for number, record in enumerate(RECORDS):
         if number == RECORD_COUNT // 2:
@@ -52,7 +53,7 @@ async def _write(live: Path, image: Path, *, sync: bool) -> None:
 
 def replayed(directory: Path) -> list[bytes]:
     async def replay() -> list[bytes]:
-        journal = SegmentLog(directory, sync=False)
+        journal = Log(FileBackend(directory, sync=False))
         try:
             return [record.data for record in journal.read(0)]
         finally:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import trustme
-from s3_stand_in import S3StandIn
+from bucket_stand_in import BucketStandIn
+from memory_pool import PoolObjects
 
 from tq_service.errors import InvalidArgumentError, TqError
 from tq_service.objects import registry
-from tq_service.objects.memory import MemoryObjects
 from tq_service.objects.options import EngineUrl
 from tq_service.objects.registry import make_object_store, object_store_schemes
 
@@ -25,17 +25,17 @@ def test_unknown_schemes_are_refused_with_the_known_ones() -> None:
         make_object_store("s4://bucket")
     with pytest.raises(InvalidArgumentError, match="expected a URL"):
         make_object_store("bucket")
-    assert {"file", "memory", "mooncake", "s3", "valkey"} <= set(object_store_schemes())
+    assert {"az", "file", "gs", "memory", "mooncake", "s3", "valkey"} <= set(object_store_schemes())
 
 
 def test_packages_add_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     points = (
-        EntryPoint("mine", "tq_service.objects.memory:MemoryObjects.from_url", registry.ENTRY_POINT_GROUP),
+        EntryPoint("mine", "memory_pool:PoolObjects.from_url", registry.ENTRY_POINT_GROUP),
         EntryPoint("broken", "no_such_module:nothing", registry.ENTRY_POINT_GROUP),
         EntryPoint("other", "builtins:str", registry.ENTRY_POINT_GROUP),
     )
     monkeypatch.setattr(registry, "_entry_points", lambda: points)
-    assert isinstance(make_object_store("mine://pool-of-a-package"), MemoryObjects)
+    assert isinstance(make_object_store("mine://pool-of-a-package"), PoolObjects)
     with pytest.raises(InvalidArgumentError, match="cannot be loaded: ModuleNotFoundError"):
         make_object_store("broken://x")
     with pytest.raises(InvalidArgumentError, match="made str, expected a subclass"):
@@ -43,23 +43,29 @@ def test_packages_add_engines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "module"), [("s3://b", "obstore"), ("valkey://h", "redis"), ("mooncake://h", "mooncake")]
+    ("url", "module", "extra"),
+    [("s3://b", "obstore", "obstore"), ("valkey://h", "redis", "valkey"), ("mooncake://h", "mooncake", "mooncake")],
 )
-def test_an_engine_without_its_package_names_the_extra(monkeypatch: pytest.MonkeyPatch, url: str, module: str) -> None:
-    scheme = url.partition(":")[0]
+def test_an_engine_without_its_package_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch, url: str, module: str, extra: str
+) -> None:
     for name in [each for each in sys.modules if each.partition(".")[0] == module]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, module, None)
-    monkeypatch.delitem(sys.modules, f"tq_service.objects.{scheme}", raising=False)
-    with pytest.raises(InvalidArgumentError, match=rf"install tq-service\[{scheme}\]"):
+    for name in ("buckets", "valkey", "mooncake"):
+        monkeypatch.delitem(sys.modules, f"tq_service.objects.{name}", raising=False)
+    with pytest.raises(InvalidArgumentError, match=rf"install tq-service\[{extra}\]"):
         make_object_store(url)
 
 
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("memory://p?nodes=-1", "nodes is '-1', expected a whole number"),
-        ("memory://p?nodes=1&nodes=2", "nodes is there 2 times"),
+        ("memory://p?copies=-1", "copies is '-1', expected a whole number"),
+        ("memory://p?copies=1&copies=2", "copies is given 2 times"),
+        ("memory://", "expected memory://NAME or memory://NAME/PREFIX"),
+        ("gs://b?service_account_file=/nowhere", "Unable to open service account file"),
+        ("az://container", "see docs/engines.md"),
         ("file:///d?survives=war", "survives is 'war', expected one of process, node, power"),
         ("file:///d?timeout_seconds=0", "expected seconds, more than 0"),
         ("file://relative/d", "with three slashes"),
@@ -96,7 +102,7 @@ async def test_s3_over_tls_with_an_authority_of_its_own_and_credentials_of_files
     authority.cert_pem.write_to_path(tmp_path / "ca.pem")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     authority.issue_cert("127.0.0.1").configure_cert(context)
-    server = S3StandIn(context)
+    server = BucketStandIn(context)
     try:
         (tmp_path / "key").write_text("key")
         (tmp_path / "secret").write_text(SECRET)

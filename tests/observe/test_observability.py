@@ -1,4 +1,4 @@
-"""What is in deploy/observability fits the metrics there are, and the page that says what to do."""
+"""Alerts, dashboard and the files of deploy/observability fit the metrics, and the page that says what to do."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ from live_server import LiveServer, LoopThread
 
 ROOT = Path(__file__).parent.parent.parent
 OBSERVABILITY = ROOT / "deploy/observability"
-ALERTS = (OBSERVABILITY / "alerts.yml").read_text()
-DASHBOARD = json.loads((OBSERVABILITY / "grafana/tq_service.json").read_text())
+CHART_FILES = ROOT / "deploy/helm/tq-service/files"
+ALERTS = (CHART_FILES / "alerts.yml").read_text()
+DASHBOARD = json.loads((CHART_FILES / "tq_service.json").read_text())
 PAGE = (ROOT / "docs/operations.md").read_text()
 NAME = re.compile(r"\b(?:tq_service|grpc_server|process)_[a-z_]+\b")
 PROMTOOL = shutil.which("promtool")
@@ -166,7 +167,11 @@ def promtool(*arguments: str, text: str | None = None) -> str:
 @needs_promtool
 @pytest.mark.parametrize(
     "arguments",
-    [("check", "rules", "alerts.yml"), ("test", "rules", "alerts_test.yml"), ("check", "config", "prometheus.yml")],
+    [
+        ("check", "rules", str(CHART_FILES / "alerts.yml")),
+        ("test", "rules", "alerts_test.yml"),
+        ("check", "config", "prometheus.yml"),
+    ],
     ids=" ".join,
 )
 def test_promtool_accepts_the_files(arguments: tuple[str, ...]) -> None:

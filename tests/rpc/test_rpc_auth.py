@@ -31,7 +31,6 @@ from tq_service.v1 import storage_service_pb2 as storage_pb
 from tq_service.wire.columns import encode_header
 from tq_service.wire.credentials import ROLES
 from tq_service.wire.encoding import encode_columns
-from tq_service.wire.texts import encode_texts
 
 _FOR_ANY_TOKEN = [name for name in SERVED if METHODS[name].roles == frozenset(ROLES)]
 _GUARDED = [name for name in SERVED if name not in _FOR_ANY_TOKEN]
@@ -321,7 +320,7 @@ def test_errors_of_puts_name_no_partitions_of_others(guarded: Guarded, name: str
     write = commit_pb2.SampleWrite(
         partition_id="secret/trai",
         row_count=1,
-        keys=encode_texts(["k0"], "keys"),
+        keys=["k0"],
         key_mode=commit_pb2.KEY_MODE_EXISTING,
     )
     header.commit.CopyFrom(commit_pb2.CommitRequest(request_id=request_id(), write=write))

@@ -18,7 +18,6 @@ import tq_service as tq
 from tq_service.server.rpc.adapter import Services
 from tq_service.v1 import commit_pb2
 from tq_service.v1 import controller_service_pb2 as pb
-from tq_service.wire.texts import encode_texts
 
 HAVE: dict[str, str] = {"prompt": "abcd", "response": "abc", "values": "b", "reward": "cd"}
 """Which of the samples a, b, c and d have each field."""
@@ -290,7 +289,7 @@ def test_what_is_known_of_many_samples_comes_in_parts(client: AnyClient, monkeyp
 
 
 def write_of(keys: list[str], **more: Any) -> commit_pb2.CommitRequest:
-    write = commit_pb2.SampleWrite(partition_id="train", row_count=len(keys), keys=encode_texts(keys, "keys"))
+    write = commit_pb2.SampleWrite(partition_id="train", row_count=len(keys), keys=keys)
     return commit_pb2.CommitRequest(request_id=secrets.token_bytes(16), write=write, return_all_meta=True, **more)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -20,7 +20,6 @@ from tq_service.internal.v1 import storage_control_pb2
 from tq_service.server.receipts import key_id
 from tq_service.v1 import commit_pb2, metadata_pb2, storage_service_pb2
 from tq_service.v1 import controller_service_pb2 as controller_pb
-from tq_service.wire.texts import encode_texts
 
 CODE = grpc.StatusCode
 PUBLIC = [name for name in DESCRIBED if name not in INTERNAL]
@@ -35,8 +34,8 @@ GARBAGE = [
 WRITE = commit_pb2.SampleWrite(
     partition_id="train",
     row_count=2,
-    keys=encode_texts(["a", "b"], "keys"),
-    groups=metadata_pb2.Texts(utf8=b"g", sizes=[1], counts=[2]),
+    keys=["a", "b"],
+    groups=["g", "g"],
     custom_meta=[
         metadata_pb2.MetaColumn(name="version", int64_values=metadata_pb2.Int64Values(values=[1, 2])),
     ],
@@ -132,7 +131,7 @@ def requests_of_all_methods(meta: tq.BatchMeta) -> dict[str, Message]:
 
 
 def commit_request() -> commit_pb2.CommitRequest:
-    endpoint = metadata_pb2.StorageEndpoint(storage_id="other", boot_id=new_id(), kind="grpc", address="127.0.0.1:1")
+    endpoint = metadata_pb2.StorageEndpoint(storage_id="other", boot_id=new_id(), address="127.0.0.1:1")
     placement = commit_pb2.PutPlacement(storage=endpoint, put_id=new_id())
     return commit_pb2.CommitRequest(request_id=new_id(), write=WRITE, placement=placement, columns=[COLUMN])
 
@@ -244,37 +243,27 @@ def test_garbled_requests_never_end_in_an_internal_error(server: LiveServer) -> 
     still_works(client)
 
 
-def _texts(utf8: bytes, *sizes: int, counts: Sequence[int] = ()) -> metadata_pb2.Texts:
-    return metadata_pb2.Texts(utf8=utf8, sizes=sizes, counts=counts)
-
-
 NO_JSON = ["", "nul", "NaN", "1e999", '"\\ud800"', "[" * 10_000, "[" * 33 + "]" * 33, '"' + "x" * 20_000 + '"']
 EXTREME_WRITES: list[dict[str, Any]] = [
     {"row_count": 2**62},
     {"row_count": -1},
-    {"row_count": -1, "custom_meta": [metadata_pb2.MetaColumn(name="v", string_values=metadata_pb2.Texts())]},
+    {"row_count": -1, "custom_meta": [metadata_pb2.MetaColumn(name="v", string_values=metadata_pb2.StringValues())]},
     {"partition_id": "x" * 9999},
     {"partition_id": "a\nb"},
     {"partition_id": ""},
     {"row_count": 2, "global_indexes": [0, 0]},
     {"row_count": 2, "global_indexes": [0, -5]},
     {"global_indexes": [0], "incarnation": b""},
-    {"global_indexes": [0], "keys": _texts(b"k0", 2)},
-    {"group_size": -5, "groups": _texts(b"n", 1)},
-    {"key_mode": 77, "keys": _texts(b"n", 1)},
-    {"keys": _texts(b"", 0)},
-    {"keys": _texts(b"n", 2)},
-    {"keys": _texts(b"n")},
-    {"keys": _texts(b"n", 2**32 - 1)},
-    {"keys": _texts(b"nm", 1, 1)},
-    {"keys": _texts(b"n", 1, counts=[2])},
-    {"keys": _texts(b"n", 1, counts=[0])},
-    {"keys": _texts(b"n", 1, counts=[1, 1])},
-    {"keys": _texts(b"\xff", 1)},
-    {"row_count": 2, "keys": _texts("ü".encode(), 1, 1)},
-    {"row_count": 2, "groups": _texts(b"g", 1, counts=[2**32 - 1])},
-    {"custom_meta": [metadata_pb2.MetaColumn(name="n", string_values=_texts(b"nm", 1))]},
-    {"custom_meta": [metadata_pb2.MetaColumn(name="n", string_values=_texts(b"n", 1, counts=[2]))]},
+    {"global_indexes": [0], "keys": ["k0"]},
+    {"group_size": -5, "groups": ["n"]},
+    {"key_mode": 77, "keys": ["n"]},
+    {"keys": [""]},
+    {"keys": ["n", "m"]},
+    {"row_count": 2, "keys": ["n", "n"]},
+    {"groups": ["n", "m"]},
+    {"row_count": 1 << 15, "keys": [str(number) for number in range(1 << 15)]},
+    {"row_count": 1 << 15, "groups": ["g"] * (1 << 15)},
+    {"custom_meta": [metadata_pb2.MetaColumn(name="n", string_values=metadata_pb2.StringValues(values=["n", "m"]))]},
     {"custom_meta": [metadata_pb2.MetaColumn(name="version")]},
     {"custom_meta": [metadata_pb2.MetaColumn(name="", int64_values=metadata_pb2.Int64Values(values=[1]))]},
     {"custom_meta": [metadata_pb2.MetaColumn(name="n", int64_values=metadata_pb2.Int64Values(values=[1, 2]))]},

@@ -21,12 +21,9 @@ from tq_service.v1 import commit_pb2, metadata_pb2, storage_service_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.wire.columns import encode_header
 from tq_service.wire.encoding import encode_columns
-from tq_service.wire.texts import encode_texts
 
 CLAIM: dict[str, Any] = {"partition_id": "train", "task_name": "t", "data_fields": ["score"]}
-WRITE = commit_pb2.SampleWrite(
-    partition_id="train", row_count=2, keys=encode_texts(["a", "b"], "keys"), key_mode=commit_pb2.KEY_MODE_NEW
-)
+WRITE = commit_pb2.SampleWrite(partition_id="train", row_count=2, keys=["a", "b"], key_mode=commit_pb2.KEY_MODE_NEW)
 
 
 def ids(request_id: bytes, **more: Any) -> dict[str, Any]:
@@ -128,9 +125,7 @@ def test_an_id_of_another_call_is_refused_and_nothing_changes(server: LiveServer
 def test_a_refused_request_is_not_recorded(server: LiveServer) -> None:
     client = server.client()
     put_train(client)
-    write = commit_pb2.SampleWrite(
-        partition_id="train", row_count=1, keys=encode_texts(["k1"], "keys"), key_mode=commit_pb2.KEY_MODE_NEW
-    )
+    write = commit_pb2.SampleWrite(partition_id="train", row_count=1, keys=["k1"], key_mode=commit_pb2.KEY_MODE_NEW)
     request = pb.InsertRequest(request_id=new_id(), write=write)
     with pytest.raises(grpc.RpcError):
         server.controller.Insert(request)
@@ -302,7 +297,7 @@ def test_a_refused_commit_leaves_a_put_that_was_there_before(server: LiveServer,
     after = snapshot(client)
     refused = commit_of_four(new_id())
     refused.write.key_mode = commit_pb2.KEY_MODE_EXISTING
-    refused.write.keys.CopyFrom(encode_texts([*"abcd"], "keys"))
+    refused.write.keys.extend([*"abcd"])
     with pytest.raises(grpc.RpcError):
         send_put(server, put_stream(commit=refused, put_id=messages[0].header.put_id))
     assert snapshot(client) == after
@@ -457,7 +452,7 @@ def test_placing_and_announcing_change_nothing_that_is_stored(server: LiveServer
     assert placed.max_granted_put_bytes > 1 << 60  # there is no other
     assert placed.embedded
     assert placed.storages[0].boot_id == client.storage_stat().boot_id
-    endpoint = metadata_pb2.StorageEndpoint(storage_id="other", boot_id=new_id(), kind="grpc", address="127.0.0.1:1")
+    endpoint = metadata_pb2.StorageEndpoint(storage_id="other", boot_id=new_id(), address="127.0.0.1:1")
     announced = storage_registry_pb2.RegisterStorageRequest(storage=endpoint, max_bytes=1 << 50)
     answers = [server.registry.RegisterStorage(announced, metadata=server.as_service) for _ in range(2)]
     assert answers[0] == answers[1]

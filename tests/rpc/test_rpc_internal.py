@@ -82,9 +82,7 @@ class Topology:
             "boot_id": self.storage.app.storage.engine.boot_id,
             "put_id": self.put_id,
             "partition_id": "train",
-            "storage": metadata_pb2.StorageEndpoint(
-                storage_id="evil", boot_id=new_id(), kind="grpc", address="127.0.0.1:1"
-            ),
+            "storage": metadata_pb2.StorageEndpoint(storage_id="evil", boot_id=new_id(), address="127.0.0.1:1"),
             "max_bytes": 1 << 60,
         }.items():
             if field in kind.fields_by_name:

@@ -25,7 +25,8 @@ _METHOD = "/tq_service.v1.ControllerService/GetMeta"
 def request_of_much(server: LiveServer) -> pb.GetMetaRequest:
     client = server.client()
     keys = [f"a key of some length {row}" for row in range(_ROWS)]
-    client.put({"x": np.zeros((_ROWS, 1), np.uint8)}, partition_id="train", keys=keys)
+    for some in np.array_split(keys, 7):
+        client.put({"x": np.zeros((some.size, 1), np.uint8)}, partition_id="train", keys=some)
     return pb.GetMetaRequest(
         partition_id="train", task_name="t", batch_size=_ROWS, data_fields=["x"], request_id=secrets.token_bytes(16)
     )

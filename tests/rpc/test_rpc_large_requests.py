@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from functools import partial
 
 import grpc
 import numpy as np
@@ -11,13 +13,18 @@ from live_server import AnyClient, ClientKind, LiveServer, StartServer
 from rpc_samples import call_raw, new_id, still_works
 
 import tq_service as tq
+from tq_service.schema import MOST_NAMED_PER_WRITE, FieldSpec, Layout
+from tq_service.v1 import commit_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import storage_service_pb2 as storage_pb
+from tq_service.wire.columns import ColumnShape, encode_header
 from tq_service.wire.parts import MAX_REQUEST_BYTES, PART_BYTES, in_parts
-from tq_service.wire.texts import encode_texts
 
-ROWS = 1 << 16
-KEYS = [f"a key of more than forty characters: {row:08d}" for row in range(ROWS)]  # 2.9 MB
+ROWS = MOST_NAMED_PER_WRITE
+KEYS = [f"a key of two hundred characters: {row:0166d}." for row in range(ROWS)]  # 3.3 MB
+
+
+SPEC = FieldSpec("x", "uint8", Layout.DENSE, ())
 
 
 @pytest.fixture(params=["sync", "async"])
@@ -50,16 +57,59 @@ def test_writes_without_data_go_in_parts_too(client: AnyClient) -> None:
 
 
 def test_a_request_that_is_too_large_is_refused_before_it_is_sent(client: AnyClient) -> None:
-    keys = [f"{row:0512d}" for row in range(MAX_REQUEST_BYTES // 512 + 1)]
+    texts = [f"{row:0512d}" for row in range(MAX_REQUEST_BYTES // 512 + 1)]
     with pytest.raises(tq.InvalidArgumentError, match="fewer samples at once"):
-        client.insert("p", keys=keys)
+        client.insert("p", custom_meta={"text": texts})
     assert not client.list_partitions()
+
+
+@pytest.mark.parametrize("name", ["keys", "groups"])
+def test_more_samples_with_names_than_one_step_takes_are_refused_with_the_remedy(client: AnyClient, name: str) -> None:
+    names, values = [*KEYS, "one more"], np.zeros((ROWS + 1, 100), np.uint8)
+    refusal = rf"{name} names {ROWS + 1} samples, expected at most {ROWS} in one call. Write them in several calls"
+    for write in (partial(client.put, {"x": values}, partition_id="p"), partial(client.insert, "p")):
+        with pytest.raises(tq.InvalidArgumentError, match=refusal) as caught:
+            write(**{name: names})
+        assert caught.value.metadata.items() >= {"got": str(ROWS + 1), "limit": str(ROWS)}.items()
+    assert not client.list_partitions()
+    for part in (slice(0, ROWS), slice(ROWS, None)):
+        client.put({"x": values[part]}, partition_id="p", **{name: names[part]})
+    assert client.describe_partition("p").summary.inserted_count == ROWS + 1
+
+
+@pytest.mark.parametrize("name", ["keys", "groups"])
+def test_the_service_refuses_them_before_it_reads_the_bytes_of_a_put(server: LiveServer, name: str) -> None:
+    write = commit_pb2.SampleWrite(partition_id="p", row_count=ROWS + 1, **{name: [*map(str, range(ROWS + 1))]})
+    commit = commit_pb2.CommitRequest(request_id=new_id(), write=write)
+    column = ColumnShape(spec=SPEC, row_count=ROWS + 1, extents=None, value_bytes=ROWS + 1)
+    header = storage_pb.PutHeader(
+        put_id=new_id(),
+        partition_id="p",
+        row_count=ROWS + 1,
+        columns=[encode_header(column)],
+        size_bytes=ROWS + 1,
+        commit=commit,
+    )
+
+    def requests() -> Iterator[storage_pb.PutRequest]:
+        yield storage_pb.PutRequest(header=header)
+        time.sleep(20)  # the bytes never come
+
+    for call in (
+        lambda: server.storage.Put(requests(), timeout=10),
+        lambda: server.controller.Insert(pb.InsertRequest(request_id=new_id(), write=write), timeout=10),
+    ):
+        with pytest.raises(grpc.RpcError) as caught:
+            call()
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert f"expected at most {ROWS} in one call" in str(caught.value.details())
+    assert not server.client().list_partitions()
 
 
 def insert() -> bytes:
     request = pb.InsertRequest(request_id=new_id())
     request.write.partition_id, request.write.row_count = "p", ROWS
-    request.write.keys.CopyFrom(encode_texts(KEYS, "keys"))
+    request.write.keys.extend(KEYS)
     return request.SerializeToString()
 
 

@@ -30,8 +30,8 @@ def test_text_that_is_none_is_refused_and_leaves_nothing(
     rows = ["a text" * (200_000 if is_large else 1)] * 4
     encode_objects = encoding._encode_objects
 
-    def lie(name: str, values: Any) -> Column:
-        column = encode_objects(name, values)
+    def lie(name: str, values: Any, kinds: set[type]) -> Column:
+        column = encode_objects(name, values, kinds)
         return dataclasses.replace(column, spec=dataclasses.replace(column.spec, encoding=Encoding.TEXT))
 
     with monkeypatch.context() as patch:
@@ -53,7 +53,9 @@ def test_msgpack_that_is_none_is_an_error_of_its_row_when_it_is_read(
     client = start_server().client()
     encode_objects = encoding.encode_objects
     with monkeypatch.context() as patch:
-        patch.setattr(encoding, "encode_objects", lambda values, name: [*encode_objects(values[:2], name), b"\xc1"])
+        patch.setattr(
+            encoding, "encode_objects", lambda values, name, first: [*encode_objects(values[:2], name), b"\xc1"]
+        )
         meta = client.put({"x": [None, 1, 2]}, partition_id="train")
     with pytest.raises(tq.InvalidArgumentError, match="row 2 of field 'x' cannot be read") as caught:
         client.get_data(meta)

@@ -20,7 +20,6 @@ from tq_service.v1 import commit_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import metadata_pb2 as meta_pb
 from tq_service.v1 import storage_service_pb2 as storage_pb
-from tq_service.wire.texts import encode_texts
 
 CODE = grpc.StatusCode
 PAGE = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
@@ -323,7 +322,7 @@ def test_a_stream_of_python_waits_for_its_initial_metadata(server: LiveServer) -
 
 
 def test_values_for_a_failed_sample_are_dropped_and_its_state_stays(server: LiveServer) -> None:
-    one, both = encode_texts(["a"], "keys"), encode_texts(["a", "b"], "keys")
+    one, both = ["a"], ["a", "b"]
     made = put(server, column("x", numbers(1, 2)), row_count=2, keys=both)
     put(server, column("x", numbers(1)), row_count=1, keys=one, state=meta_pb.SAMPLE_STATE_FAILED)
     again = put(server, column("v", numbers(5, 6)), row_count=2, keys=both)
@@ -342,7 +341,7 @@ def test_values_for_a_failed_sample_are_dropped_and_its_state_stays(server: Live
 def test_samples_may_be_located_and_read_twice(
     server: LiveServer, client: AnyClient, named: dict[str, Any], skip_missing: bool
 ) -> None:
-    put(server, column("x", numbers(1, 2)), row_count=2, keys=encode_texts(["a", "b"], "keys"))
+    put(server, column("x", numbers(1, 2)), row_count=2, keys=["a", "b"])
     found = locate(server, **named, skip_missing=skip_missing)
     assert (found.global_indexes, found.keys) == ([1, 0, 1], ["b", "a", "b"])
     assert get(server, found).values == numbers(2, 1, 2)
@@ -550,17 +549,17 @@ def stored_alone(server: LiveServer, **write: Any) -> commit_pb2.CommitRequest:
 
 
 DROPPING: dict[str, dict[str, Any]] = {
-    "KEY_NOT_FOUND": {"keys": encode_texts(["no"], "keys"), "key_mode": commit_pb2.KEY_MODE_EXISTING},
+    "KEY_NOT_FOUND": {"keys": ["no"], "key_mode": commit_pb2.KEY_MODE_EXISTING},
     "SAMPLE_NOT_FOUND": {"global_indexes": [99]},
     "STALE_INCARNATION": {"incarnation": b"another than this"[:16]},
-    "FAILED_PRECONDITION": {"groups": encode_texts(["full"], "groups"), "group_size": 1},
+    "FAILED_PRECONDITION": {"groups": ["full"], "group_size": 1},
     "INVALID_ARGUMENT": {"custom_meta": [meta_pb.MetaColumn(name="c", json_values=["{"])]},
 }
 
 
 @pytest.mark.parametrize("reason", DROPPING)
 def test_a_commit_that_is_refused_for_what_it_writes_drops_its_put(server: LiveServer, reason: str) -> None:
-    made = put(server, column("x", numbers(1)), row_count=1, groups=encode_texts(["full"], "groups"), group_size=1)
+    made = put(server, column("x", numbers(1)), row_count=1, groups=["full"], group_size=1)
     used_bytes = server.client().storage_stat().used_bytes
     commit = stored_alone(server, **{"incarnation": made.incarnation, **DROPPING[reason]})
     assert server.client().storage_stat().used_bytes > used_bytes
@@ -671,11 +670,11 @@ def test_a_partition_is_sealed_by_the_write_that_reaches_its_number(server: Live
 
 
 def test_samples_without_a_group_are_groups_of_one(server: LiveServer) -> None:
-    groups = encode_texts(["a", "", "a", ""], "groups")
+    groups = ["a", "", "a", ""]
     put(server, column("x", numbers(1, 2, 3, 4)), row_count=4, groups=groups, group_size=2)
     found = claim(server, batch_size=2, batch_unit=pb.BATCH_UNIT_GROUP)
     assert sorted(found.global_indexes) == [0, 1, 2]
-    with_another = put_request([column("x", numbers(5))], 1, groups=encode_texts(["a"], "groups"))
+    with_another = put_request([column("x", numbers(5))], 1, groups=["a"])
     error = refused(lambda: server.storage.PutInline(with_another, timeout=20))
     assert (reason_of(error), facts_of(error)["group"]) == ("FAILED_PRECONDITION", "a")
 

@@ -21,7 +21,6 @@ from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import storage_service_pb2 as storage_pb
 from tq_service.wire.columns import encode_header
 from tq_service.wire.encoding import encode_columns
-from tq_service.wire.texts import encode_texts
 
 QUOTA = 40_000_000  # of which new samples may use 36,000,000
 SMALL, STREAMED, SHARED = 100_000, 600_000, 2_000_000
@@ -101,7 +100,7 @@ def test_a_sample_that_is_cleared_while_its_column_comes_is_not_made_again_from_
     columns = encode_columns({"x": np.ones(1)})
     commit = commit_pb2.CommitRequest(
         request_id=new_id(),
-        write=commit_pb2.SampleWrite(partition_id="train", row_count=1, keys=encode_texts(["k"], "keys")),
+        write=commit_pb2.SampleWrite(partition_id="train", row_count=1, keys=["k"]),
     )
     header = storage_pb.PutHeader(
         put_id=new_id(),

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from fake_view import parts, view_of_samples
 
-from tq_service.durable.codec import decode, encode
 from tq_service.errors import InvalidArgumentError, SamplerError, SamplerTimeoutError
+from tq_service.journal.codec import decode, encode
 from tq_service.samplers import Pack, Plan, PlanRequest, PlanRunner, RankPlan, Sampler, SequentialSampler
 from tq_service.state.ledger import RecordedPlan
 from tq_service.state.plan import MustBeAwaited

@@ -5,23 +5,22 @@ import logging
 import socket
 
 import pytest
+from memory_pool import MemoryPool, PoolObjects
 
 from tq_service.config import ServeSettings
-from tq_service.durable import codec
 from tq_service.errors import InvalidArgumentError, UnavailableError
-from tq_service.objects.memory import MemoryObjects, MemoryPool
 from tq_service.server import mirroring
 from tq_service.server.composition import _node_of
 from tq_service.server.mirroring import Mirroring, Registration
 from tq_service.server.supervisor import Supervisor
 from tq_service.storage.engine import StorageEngine
-from tq_service.storage.index.put_journal import PutStored
+from tq_service.storage.index.put_journal import PutStored, encode_put
 from tq_service.storage.mirror.layout import pack_puts
 
 
 def mirroring_of(pool):
     return Mirroring(
-        MemoryObjects(pool), url="memory://pool", node="here", copies=1, required=1, offered_bytes=0,
+        PoolObjects(pool), url="memory://pool", node="here", copies=1, required=1, offered_bytes=0,
         supervisor=Supervisor(),
     )  # fmt: skip
 
@@ -71,7 +70,7 @@ async def test_what_was_taken_over_for_another_controller_is_looked_up_again():
     first = await heir.adopt("s", b"b" * 16, own, b"1" * 16)
     assert await heir.adopt("s", b"b" * 16, own, b"1" * 16) is first  # a call that is repeated
     assert (first.engine.stat().put_count, first.engine.put_ttl_seconds) == (0, 7.0)
-    await writer.write(b"o" * 16, "train", [b"p" * 16], pack_puts([(codec.encode_put(put), [])]))
+    await writer.write(b"o" * 16, "train", [b"p" * 16], pack_puts([(encode_put(put), [])]))
     pool.gate = asyncio.Event()
     late = asyncio.create_task(heir.adopt("s", b"b" * 16, own, b"2" * 16))
     await asyncio.sleep(0)

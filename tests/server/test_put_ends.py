@@ -23,7 +23,6 @@ from tq_service.errors import (
 )
 from tq_service.internal.v1 import storage_registry_pb2
 from tq_service.v1 import commit_pb2
-from tq_service.wire.texts import encode_texts
 
 
 @pytest.fixture
@@ -38,7 +37,7 @@ def impossible(request):
     other.CopyFrom(request)
     other.request_id = os.urandom(16)
     unknown = [f"unknown-{number}" for number in range(other.write.row_count)]
-    other.write.keys.CopyFrom(encode_texts(unknown, "keys"))
+    other.write.keys.extend(unknown)
     other.write.key_mode = commit_pb2.KEY_MODE_EXISTING
     return other
 
@@ -418,18 +417,9 @@ async def test_nothing_goes_while_the_controller_does_not_answer(split):
     assert await split.settled() == 0
 
 
-async def test_a_storage_service_of_a_kind_that_nobody_could_reach_is_refused(split):
-    ask = storage_registry_pb2.RegisterStorageRequest()
-    ask.storage.storage_id, ask.storage.address, ask.storage.boot_id = "s", "localhost:1", split.engine.boot_id
-    ask.storage.kind = "tape"
-    with pytest.raises(InvalidArgumentError, match="of kind 'tape' registers; expected one of grpc, controller"):
-        await split.controller.RegisterStorage(ask, None)
-
-
 async def test_a_heartbeat_that_asks_about_too_many_puts_is_refused(split):
     ask = storage_registry_pb2.RegisterStorageRequest(overdue_put_ids=[b"p"] * 4097)
     ask.storage.storage_id, ask.storage.address, ask.storage.boot_id = "s", "localhost:1", split.engine.boot_id
-    ask.storage.kind = "grpc"
     with pytest.raises(InvalidArgumentError, match="expected at most 4096"):
         await split.controller.RegisterStorage(ask, None)
 

@@ -36,7 +36,7 @@ async def registry_of(embedded=None, heartbeat_seconds=60.0):
 
 
 def registration(name, *, boot_id=BOOT, run_id=BOOT, port=1):
-    endpoint = metadata_pb2.StorageEndpoint(storage_id=name, boot_id=boot_id, kind="grpc", address=f"localhost:{port}")
+    endpoint = metadata_pb2.StorageEndpoint(storage_id=name, boot_id=boot_id, address=f"localhost:{port}")
     return RegisterStorageRequest(storage=endpoint, run_id=run_id)
 
 

@@ -53,7 +53,7 @@ class Stub:
 @pytest.fixture
 async def storage():
     registration = RegisterStorageRequest(
-        storage=metadata_pb2.StorageEndpoint(storage_id="s", boot_id=b"b" * 16, kind="grpc", address="127.0.0.1:1"),
+        storage=metadata_pb2.StorageEndpoint(storage_id="s", boot_id=b"b" * 16, address="127.0.0.1:1"),
         run_id=b"r" * 16,
     )
     storage = RemoteStorage(

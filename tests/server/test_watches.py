@@ -124,7 +124,8 @@ async def test_a_client_that_does_not_read_is_dropped_and_holds_nothing_up(app: 
     assert app.controller is not None
     history = app.controller.catalog.history
     keys = np.array([f"{number:0400}" for number in range(60_000)])
-    await client.put({"x": np.arange(keys.size)}, partition_id="train", keys=keys)
+    for some in np.array_split(keys, 4):
+        await client.put({"x": np.arange(some.size)}, partition_id="train", keys=some)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{app.port}") as channel:
         watch = ControllerServiceStub(channel).Watch(pb.WatchRequest())
         await until(lambda: history.readers)
@@ -145,7 +146,8 @@ async def test_a_reader_that_comes_late_goes_on(app: App, client: tq.AsyncClient
     assert app.controller is not None
     history = app.controller.catalog.history
     keys = np.array([f"{number:0400}" for number in range(60_000)])
-    await client.put({"x": np.arange(keys.size)}, partition_id="train", keys=keys)
+    for some in np.array_split(keys, 4):
+        await client.put({"x": np.arange(some.size)}, partition_id="train", keys=some)
     async with client.watch() as watch:
         assert (await anext(watch)).revision is None
         await until(lambda: history.readers)
@@ -162,7 +164,8 @@ async def test_a_client_that_does_not_read_does_not_hold_up_the_end() -> None:
     async with running(settings()) as app, tq.AsyncClient(f"127.0.0.1:{app.port}", timeout=20) as client:
         assert app.controller is not None
         keys = np.array([f"{number:0400}" for number in range(60_000)])
-        await client.put({"x": np.arange(keys.size)}, partition_id="train", keys=keys)
+        for some in np.array_split(keys, 4):
+            await client.put({"x": np.arange(some.size)}, partition_id="train", keys=some)
         async with grpc.aio.insecure_channel(f"127.0.0.1:{app.port}") as channel:
             watch = ControllerServiceStub(channel).Watch(pb.WatchRequest())
             await watch.read()

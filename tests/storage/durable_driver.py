@@ -2,7 +2,6 @@
 
 from engine_driver import begin, begin_shared, compacted, put_id
 
-from tq_service.durable import codec
 from tq_service.storage import engine as engine_module
 from tq_service.storage.blobs import segments
 from tq_service.storage.blobs.segments import SegmentBlobs
@@ -65,9 +64,6 @@ class Directory:
 
 class _Log:
     """The way of one engine to its directory."""
-
-    encode_put = staticmethod(codec.encode_put)
-    decode_put = staticmethod(codec.decode_put)
 
     def __init__(self, records, callbacks):
         self._records = records

@@ -5,9 +5,8 @@ import os
 from dataclasses import replace
 
 from engine_driver import begin, begin_shared, put_id
+from memory_pool import MemoryPool, PoolObjects
 
-from tq_service.durable import codec
-from tq_service.objects.memory import MemoryObjects, MemoryPool
 from tq_service.storage.engine import StorageEngine
 from tq_service.storage.mirror.adoption import find_left
 from tq_service.storage.mirror.layout import Names
@@ -19,12 +18,18 @@ from tq_service.wire.frames import iter_frames
 NODE_BYTES = 64 << 20
 
 
-class ListingObjects(MemoryObjects):
+class ListingObjects(PoolObjects):
     """An engine that finds names by their beginning."""
 
     @property
     def abilities(self):
-        return replace(super().abilities, lists_by_prefix=True)
+        return replace(super().abilities, lists_names=True)
+
+    async def list_names(self, prefix):
+        await self._begin()
+        for name in list(self._pool.objects):
+            if name.startswith(prefix):
+                yield name
 
 
 class Nodes:
@@ -32,7 +37,7 @@ class Nodes:
 
     def __init__(self, *, copies=1, required=1, node_count=2, **settings):
         self.pool = MemoryPool({f"node-{number}": NODE_BYTES for number in range(node_count)})
-        self.names = Names(cluster="tq", storage_id="storage-1", boot_id=os.urandom(16))
+        self.names = Names(storage_id="storage-1", boot_id=os.urandom(16))
         self.copies, self.required = copies, required
         self.settings = {"max_bytes": None, "put_ttl_seconds": 1e6, **settings}
         self.engine = self.mirror = self.writer = self._objects = self._running = None
@@ -45,7 +50,7 @@ class Nodes:
         return other
 
     async def start(self, generation=0, left=()):
-        self._objects = MemoryObjects(self.pool)
+        self._objects = PoolObjects(self.pool)
         await self._objects.open("service", 0)
         self.writer = ObjectWriter(
             self._objects, self.names, copies=self.copies, required=self.required, generation=generation,
@@ -53,7 +58,7 @@ class Nodes:
         )  # fmt: skip
         if generation:
             await self.writer.begin_generation()
-        self.mirror = Mirror(self.writer, required=self.required, codec=codec)
+        self.mirror = Mirror(self.writer, required=self.required)
         self.engine = StorageEngine(
             storage_id="storage-1", boot_id=self.names.boot_id, mirror=self.mirror, **self.settings
         )
@@ -70,9 +75,9 @@ class Nodes:
 
     async def left(self):
         """Return what is found in the mirror: now by asking for names, now by listing them."""
-        objects = (ListingObjects if len(self.pool.objects) % 2 else MemoryObjects)(self.pool)
+        objects = (ListingObjects if len(self.pool.objects) % 2 else PoolObjects)(self.pool)
         await objects.open("heir", 0)
-        return await find_left(objects, self.names, codec, copies=self.copies)
+        return await find_left(objects, self.names, copies=self.copies)
 
     async def take_over(self):
         """Have another engine take over what the one that was killed has left."""

@@ -1,14 +1,16 @@
 """Which store of blobs a service has: by its setting, from one registry; any store behind it serves clients."""
 
+import errno
+import os
+
 import numpy as np
 import pytest
-from awaiting_store import AwaitingStore, outage
 
 import tq_service as tq
 from tq_service.config import ServeSettings
 from tq_service.errors import InvalidArgumentError
-from tq_service.server import composition
 from tq_service.server.app import running
+from tq_service.storage.blobs import segments
 from tq_service.storage.blobs.memory import MemoryBlobs
 from tq_service.storage.blobs.segments import SegmentBlobs
 
@@ -43,37 +45,29 @@ async def test_a_store_that_cannot_be_had_ends_the_start(tmp_path, blob_store, h
             raise AssertionError("it started")
 
 
-@pytest.fixture
-def store(monkeypatch):
-    store = AwaitingStore()
-    monkeypatch.setitem(composition.BLOB_STORES, "elsewhere", lambda settings, state: store)
-    return store
-
-
 @pytest.mark.parametrize("row_bytes", [100, 40_000], ids=["inline", "stream"])
-def test_clients_put_and_get_where_nothing_is_local(start_server, client_kind, store, row_bytes):
-    server = start_server(blob_store="elsewhere", shared_memory="off")
+def test_clients_put_and_get_where_nothing_is_local(start_server, client_kind, tmp_path, row_bytes):
+    server = start_server(data_dir=tmp_path / "data", shared_memory="off")
     client = server.client(client_kind)
     data = {
         "dense": np.arange(20 * row_bytes, dtype=np.uint32).astype(np.uint8).reshape(20, row_bytes),
-        "jagged": [np.arange(row * 3) for row in range(20)],
+        "jagged": [np.arange(row * 1000) for row in range(20)],
         "object": [{"row": row} for row in range(20)],
     }
     meta = client.put(data, partition_id="train")
-    assert len(store.values) == 1
+    assert len(list((tmp_path / "data").rglob("*.seg"))) == 1
     back = client.get_data(meta)
     assert np.array_equal(np.asarray(back["dense"]), data["dense"])
     assert [np.asarray(row).tolist() for row in back["jagged"]] == [row.tolist() for row in data["jagged"]]
     assert list(back["object"]) == data["object"]
-    store.failures = [outage()]  # clients ask again
-    assert np.array_equal(np.asarray(client.get_data(meta)["dense"]), data["dense"])
-    client.clear_partition("train")
-    server.settle()
-    assert store.values == {}
 
 
-def test_an_outage_of_the_store_is_the_error_of_the_put(start_server, store):
-    client = start_server(blob_store="elsewhere", shared_memory="off").client("sync", timeout=1.0)
-    store.failures = [outage()] * 10_000
-    with pytest.raises(tq.UnavailableError, match="cannot be reached"):
-        client.put({"x": np.zeros((2, 2))}, partition_id="train")
+def test_a_shortage_of_the_store_is_the_error_of_the_put(start_server, tmp_path, monkeypatch):
+    client = start_server(data_dir=tmp_path / "data", shared_memory="off").client("sync", timeout=1.0)
+
+    def fail(fd, data, start):
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(segments.os, "pwrite", fail)
+    with pytest.raises(tq.UnavailableError, match="cannot be written now"):
+        client.put({"x": np.zeros((20, 10_000))}, partition_id="train")

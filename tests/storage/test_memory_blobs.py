@@ -1,6 +1,11 @@
+import mmap
+import threading
+
 import pytest
 
-from tq_service.storage.blobs.memory import MemoryBlobs, size_class
+from tq_service.storage.blobs import memfd, memory
+from tq_service.storage.blobs.memfd import MemfdBlobs
+from tq_service.storage.blobs.memory import MemoryBlobs, size_class, unmap
 
 
 @pytest.mark.parametrize(
@@ -79,3 +84,35 @@ def test_a_size_class_that_was_used_up_does_not_hinder_the_others() -> None:
     blob = store.allocate_now(300_000)  # makes the store give memory back, from the classes that have some
     assert len(blob.view()) == 300_000
     assert store.pooled_bytes <= 100_000 * 9 // 8
+
+
+async def test_a_thread_unmaps_what_is_large(monkeypatch):
+    threads, sizes = set(), []
+
+    def noting(memory):
+        threads.add(threading.get_ident())
+        sizes.append(len(memory))
+        unmap(memory)
+
+    for module in (memory, memfd):
+        monkeypatch.setattr(module, "unmap", noting)
+    pooled, shared = MemoryBlobs(), MemfdBlobs()
+    for size in (1 << 20, 32 << 20):
+        pooled.allocate_now(size).release()
+        (await shared.allocate(size)).release()
+    pooled.trim(1e9)
+    assert pooled.pooled_bytes == 0
+    memory.BACKGROUND.submit(int).result()
+    assert sizes == [32 << 20] * 2
+    assert threading.get_ident() not in threads
+
+
+def test_what_is_unmapped_stays_for_those_who_read_it():
+    left = mmap.mmap(-1, 16 << 20)
+    view = memoryview(left)
+    unmap(left)
+    view[5] = 7
+    assert view[5] == 7
+    view.release()
+    unmap(left)
+    assert left.closed

@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -133,6 +134,18 @@ def test_parts_without_text_are_not_looked_at():
     check.look_at(b"ab" * 2 + b"\xff" * 10, 100)
     assert check.next == check.end == 104
     check.look_at(b"\xff" * 10, 114)
+
+
+def test_a_check_of_text_copies_no_table():
+    offsets = np.arange(1 << 18)
+    tracemalloc.start()
+    try:
+        check = TextCheck("text", offsets, 0)
+        check.look_at(b"a" * 1000, 0)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 1 << 17
 
 
 async def test_encodings_of_several_puts_come_back_row_by_row(engine):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tq_service.client import BatchMeta
 from tq_service.errors import InvalidArgumentError
 from tq_service.v1 import metadata_pb2 as pb
-from tq_service.wire.runs import decode_integers, expand_runs, read_indexes, runs_of, set_indexes
+from tq_service.wire.runs import CellRuns, decode_integers, expand_runs, read_indexes, runs_of, set_indexes
 
 STRETCHES = st.lists(st.tuples(st.integers(-(2**40), 2**40), st.integers(1, 200)), max_size=12)
 
@@ -50,6 +50,24 @@ def test_a_million_samples_that_follow_each_other_take_a_few_bytes():
     meta = BatchMeta.from_proto(message)
     assert meta.size == 1 << 20
     assert (meta.global_indexes[0], meta.global_indexes[-1]) == (5, 4 + (1 << 20))
+
+
+def test_a_range_of_samples_is_sent_without_an_array_of_them():
+    assert read_indexes(sent(range(7, 1007))).tolist() == list(range(7, 1007))
+    assert list(sent(range(3)).global_indexes) == [0, 1, 2]
+    assert sent(range(1 << 50)).ByteSize() < 32
+
+
+@pytest.mark.parametrize("count", [0, 3, 1000])
+def test_runs_of_cells_travel_as_they_lie_in_memory(count):
+    order = np.random.default_rng(0).permutation(count)
+    runs = CellRuns(field_names=("x",), put_indexes=order % 3, first_rows=order << 7, row_counts=order + 1)
+    message = pb.CellRuns.FromString(runs.to_proto().SerializeToString())
+    back = CellRuns.from_proto(message)
+    assert back.field_names == ("x",)
+    for name in ("put_indexes", "first_rows", "row_counts"):
+        assert getattr(back, name).tolist() == getattr(runs, name).tolist()
+    assert 12 * count <= message.ByteSize() <= 12 * count + 32
 
 
 def test_a_few_samples_are_listed():

@@ -16,7 +16,6 @@ from tq_service.custom_meta import MetaColumn
 from tq_service.errors import InvalidArgumentError, StaleIncarnationError
 from tq_service.results import Revision, WaitReason
 from tq_service.schema import EndCounts, FieldSpec, Layout, SampleConsumption
-from tq_service.texts import Texts
 from tq_service.v1 import metadata_pb2 as pb
 from tq_service.wire.columns import merge_specs
 from tq_service.wire.durations import read_seconds
@@ -105,8 +104,8 @@ class BatchMeta:
     waiting_for: WaitReason | None = None
     revision: Revision | None = None
     # "" for a sample without; empty where none has one.
-    key_column: tuple[str, ...] | Texts = ()
-    group_column: tuple[str, ...] | Texts = ()
+    key_column: tuple[str, ...] = ()
+    group_column: tuple[str, ...] = ()
     meta_columns: tuple[MetaColumn, ...] = ()
     # For each of `fields` which samples have it; empty where that is not known.
     produced_columns: tuple[NDArray[np.bool_], ...] = ()
@@ -425,7 +424,7 @@ def _shift_steps(steps: Sequence[Step], first: int) -> tuple[Step, ...]:
     )
 
 
-def _names(column: tuple[str, ...] | Texts, size: int) -> list[str | None]:
+def _names(column: tuple[str, ...], size: int) -> list[str | None]:
     return [name or None for name in column] if column else [None] * size
 
 

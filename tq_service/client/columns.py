@@ -12,16 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tq_service.custom_meta import MetaColumn, fitted, laid_over
-from tq_service.texts import Texts
 
 _NUMBERS: Final = {np.dtype(np.int64), np.dtype(np.float64)}
 Value = TypeVar("Value")
 
 
-def select(values: tuple[Value, ...] | Texts, positions: NDArray[np.int64]) -> tuple[Any, ...]:
+def select(values: tuple[Value, ...], positions: NDArray[np.int64]) -> tuple[Value, ...]:
     """Return the values of the samples at `positions`, where there is one for each sample."""
-    if isinstance(values, Texts):
-        return tuple(values.at(positions))
     return tuple(values[position] for position in positions.tolist()) if values else ()
 
 
@@ -30,7 +27,7 @@ def select_columns(columns: Sequence[MetaColumn], positions: NDArray[np.int64]) 
     return tuple(column.at(positions) for column in columns)
 
 
-def concat_names(parts: Sequence[tuple[str, ...] | Texts], sizes: Sequence[int]) -> tuple[str, ...]:
+def concat_names(parts: Sequence[tuple[str, ...]], sizes: Sequence[int]) -> tuple[str, ...]:
     """Return keys or groups of several batches; a batch of which none has one gives "" for each sample."""
     if not any(parts):
         return ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -18,23 +18,14 @@ class StorageRef(NamedTuple):
     Attributes:
         storage_id: its name.
         boot_id: names the instance.
-        kind: which driver reaches it.
-        address: where it is, for kinds that have one.
-        parameters: what else its driver needs, in the order of their names.
+        address: where it is; empty: where the client found the controller.
         is_away: whether the controller does not know where it is.
     """
 
     storage_id: str
     boot_id: bytes
-    kind: str
     address: str = ""
-    parameters: tuple[tuple[str, str], ...] = ()
     is_away: bool = False
-
-    @property
-    def params(self) -> Mapping[str, str]:
-        """What else its driver needs, by name."""
-        return dict(self.parameters)
 
 
 class PutRef(NamedTuple):
@@ -54,12 +45,7 @@ class CellLocations:
     @classmethod
     def from_proto(cls, message: pb.Locations) -> CellLocations:
         """Return the locations of a message."""
-        storages = [
-            StorageRef(
-                one.storage_id, one.boot_id, one.kind, one.address, tuple(sorted(one.params.items())), one.is_away
-            )
-            for one in message.storages
-        ]
+        storages = [StorageRef(one.storage_id, one.boot_id, one.address, one.is_away) for one in message.storages]
         return cls(
             puts=tuple(PutRef(storages[put.storage_index], put.put_id) for put in message.puts),
             runs=tuple(map(CellRuns.from_proto, message.runs)),

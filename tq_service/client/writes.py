@@ -3,36 +3,33 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tq_service.client.batch_meta import BatchMeta, joined
 from tq_service.client.columns import merge_columns
-from tq_service.client.names import (
-    GroupColumn,
-    MetaGiven,
-    NameColumn,
-    any_text,
-    as_column,
-    check_meta_count,
-    groups_of,
-    keys_of,
-    meta_columns_of,
-)
 from tq_service.client.namespace import Namespace
-from tq_service.client.requests import partition_of, request_of
-from tq_service.custom_meta import MetaColumn
+from tq_service.client.requests import listed, partition_of, request_of
+from tq_service.custom_meta import MetaColumn, MetaValue
 from tq_service.errors import InvalidArgumentError
-from tq_service.schema import FieldSpec
+from tq_service.schema import FieldSpec, check_named_rows
 from tq_service.v1 import commit_pb2, metadata_pb2
 from tq_service.v1.controller_service_pb2 import PlacePutResponse
 from tq_service.wire.columns import Column
 from tq_service.wire.durations import read_seconds
-from tq_service.wire.metadata import fill_meta_columns
-from tq_service.wire.texts import fill_texts
+from tq_service.wire.metadata import fill_meta_columns, rows_to_meta_columns, values_to_meta_column
 
 _KNOWN: Final = ("fields", "locations", "key_column", "group_column", "meta_columns", "produced_columns")
+
+# A list, or an array of text `(n,)`.
+NameColumn: TypeAlias = "Sequence[str] | NDArray[np.str_]"
+GroupColumn: TypeAlias = "Sequence[str | None] | NDArray[np.str_]"
+# A mapping for each sample, or for each name an array, a tensor or a list of `n` values.
+MetaGiven: TypeAlias = "Sequence[Mapping[str, MetaValue]] | Mapping[str, Any]"
 
 
 class PlacementGrant:
@@ -84,8 +81,8 @@ class NamesGiven:
         meta_columns: their custom_meta.
     """
 
-    keys: Sequence[str] = ()
-    groups: Sequence[str] = ()
+    keys: tuple[str, ...] = ()
+    groups: tuple[str, ...] = ()
     meta_columns: Sequence[MetaColumn] = ()
 
 
@@ -110,13 +107,12 @@ def written_meta(
         known = joined([BatchMeta.from_proto(part, namespace) for part in all_meta])
         return known if metadata is None else replace(metadata, **{name: getattr(known, name) for name in _KNOWN})
     answered = BatchMeta.from_proto(answer, namespace)
-    keys = as_column(given.keys) if given.keys else ()
-    groups = as_column(given.groups) if given.groups and any_text(given.groups) else ()
+    groups = given.groups if any(given.groups) else ()
     if metadata is None:
         return replace(
             answered,
             status="batch",
-            key_column=answered.key_column or keys,
+            key_column=answered.key_column or given.keys,
             group_column=answered.group_column or groups,
             meta_columns=answered.meta_columns or tuple(given.meta_columns),
         )
@@ -126,7 +122,7 @@ def written_meta(
         fields=tuple(fields.values()),
         # The put has moved some cells; `get_data` asks where they are now.
         locations=None if answered.fields else metadata.locations,
-        key_column=keys or metadata.key_column,
+        key_column=given.keys or metadata.key_column,
         group_column=groups or metadata.group_column,
         meta_columns=merge_columns(metadata.meta_columns, given.meta_columns),
         produced_columns=(),
@@ -149,15 +145,17 @@ def fill_write(
     """Say in a write, which is empty, which samples are written; return what is said of them beside their data.
 
     `row_count` None stands for as many rows as `metadata`, else `keys`, `custom_meta` or `groups` have; `others` are
-    fields of the write. It is filled where it is in its request: a copy of many names takes as long as to send them.
+    fields of the write.
     """
-    given_keys = None if keys is None else keys_of(keys)
-    given_groups = None if groups is None else groups_of(groups)
+    given_keys = None if keys is None else listed("keys", keys)
+    given_groups = None if groups is None else ["" if group is None else group for group in listed("groups", groups)]
     meta_columns, meta_count = ([], None) if custom_meta is None else meta_columns_of(custom_meta)
     counts = (row_count, metadata, given_keys, meta_count, given_groups, ())
     rows = next(count if isinstance(count, int) else len(count) for count in counts if count is not None)
     if meta_count is not None:
         check_meta_count(meta_count, rows)
+    _check_names("keys", given_keys, rows)
+    _check_names("groups", given_groups, rows)
     write.MergeFrom(
         request_of(
             commit_pb2.SampleWrite,
@@ -166,26 +164,58 @@ def fill_write(
             row_count=rows,
             global_indexes=None if metadata is None else metadata.indexes,
             claim=None if metadata is None else metadata.leased_claim,
+            keys=given_keys,
+            groups=given_groups,
             group_size=group_size or 0,
             **others,
         )
     )
-    _fill_names(write.keys, "keys", given_keys, rows)
-    _fill_names(write.groups, "groups", given_groups, rows)
     fill_meta_columns(write.custom_meta, meta_columns)
-    return NamesGiven(keys=given_keys or (), groups=given_groups or (), meta_columns=meta_columns)
+    return NamesGiven(keys=tuple(given_keys or ()), groups=tuple(given_groups or ()), meta_columns=meta_columns)
 
 
-def _fill_names(message: metadata_pb2.Texts, name: str, names: Sequence[str] | None, row_count: int) -> None:
-    """Fill in names, of which there are some, or of no samples: none at all stand for such as were not given."""
+def _check_names(name: str, names: Sequence[Any] | None, row_count: int) -> None:
+    """Refuse names that are too many, not text, or given and none: sent, these stand for such as are not given."""
     if names is None:
         return
+    check_named_rows(name, len(names))
+    for position, one in enumerate(names):
+        if not isinstance(one, str):  # of bytes protobuf makes text
+            raise InvalidArgumentError(f"{name}[{position}] is {one!r:.200}, expected a string", field=name)
     if row_count and not names:
         raise InvalidArgumentError(
             f"{name} is empty, expected one for each of {row_count} samples; leave it out where they have none",
             field=name,
         )
-    fill_texts(message, names, name, are_shared=name == "groups")
+
+
+def meta_columns_of(custom_meta: MetaGiven) -> tuple[list[MetaColumn], int | None]:
+    """Return custom_meta as columns, and of how many samples it is; None: it names no column.
+
+    Raises:
+        InvalidArgumentError: a value that JSON does not have, or columns of different sizes.
+    """
+    if not isinstance(custom_meta, Mapping):
+        return rows_to_meta_columns(custom_meta), len(custom_meta)
+    columns = [values_to_meta_column(name, values) for name, values in custom_meta.items()]
+    for column in columns:
+        if column.present.size != columns[0].present.size:
+            raise InvalidArgumentError(
+                f"custom_meta[{column.name!r}] has {column.present.size} values, custom_meta[{columns[0].name!r}] has "
+                f"{columns[0].present.size}; give one for each sample",
+                field="custom_meta",
+            )
+    return columns, columns[0].present.size if columns else None
+
+
+def check_meta_count(meta_count: int, row_count: int) -> None:
+    """Raise InvalidArgumentError where custom_meta is for another number of samples."""
+    if meta_count != row_count:
+        raise InvalidArgumentError(
+            f"custom_meta is for {meta_count} samples, expected {row_count}: one mapping, or one value of each column, "
+            f"for each sample",
+            field="custom_meta",
+        )
 
 
 def check_row_counts(columns: Sequence[Column], metadata: BatchMeta) -> None:

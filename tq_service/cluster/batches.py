@@ -1,8 +1,8 @@
-"""Batches: what of the log is written to etcd in one transaction, and read back checked.
+"""Batches: the groups of the log as etcd stores them, one per transaction, and their checked reading.
 
-A batch is one value, or several pieces where etcd takes no value that large: the others are written first, then the
-first piece, together with the new end of the log. So what is after the end is of an attempt that failed, and is not
-looked at. Each batch has the checksum of all before it: two logs that differ somewhere differ from there on.
+A batch is one value, or several pieces if etcd accepts no value of its size. The later pieces are written before the
+first one, which is written together with the new end of the log. So keys after the end are left from a failed attempt
+and ignored. Each batch contains the checksum of its predecessors: two logs that differ somewhere differ from there on.
 """
 
 from __future__ import annotations
@@ -10,37 +10,42 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import xxhash
 
 from tq_service.cluster.etcd import Etcd
 from tq_service.cluster.keys import BEGINNING, ClusterKeys, Position
-from tq_service.durable.log.log import Record, Stream
 from tq_service.errors import JournalDamagedError, NewerVersionError, PreconditionError
 from tq_service.internal.v1 import etcd_pb2 as pb
+from tq_service.journal.log import NewRecord, Record, packed, unpacked
 
-_HEADER: Final = struct.Struct("<4sQQQIIQ")  # magic, epoch, first, chain before, records, pieces, bytes
+_HEADER: Final = struct.Struct("<4sQQQIIQ")
 _MAGIC: Final = b"tqb1"
-_RECORD: Final = struct.Struct("<IB")
 PIECE_BYTES: Final = 1 << 20  # etcd's limit of a request is 1.5 MiB
 _FEWEST_KEYS: Final = 16
 _MOST_KEYS: Final = 4096
 _ANSWER_BYTES: Final = 4 << 20
 _READ_SECONDS: Final = 30.0
-_STREAMS: Final = {int(stream): stream for stream in Stream}
 
-Parts = tuple[int, Sequence[bytes | bytearray]]
-"""A record that is to be written: its stream, and its bytes in parts."""
+
+class _Header(NamedTuple):
+    magic: bytes
+    epoch: int
+    first: int
+    chain_before: int
+    record_count: int
+    piece_count: int
+    body_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Records that follow each other; none where a leader begins, which takes one number.
+    """Consecutive records; without any it takes one number, as where a leader begins or the log rotates.
 
     Attributes:
         before: the end of the log before it.
-        after: that after it.
+        after: the end after it.
         body: the records.
     """
 
@@ -49,16 +54,30 @@ class Batch:
     body: bytes
 
     @classmethod
-    def of(cls, before: Position, epoch: int, records: Sequence[Parts]) -> Batch:
-        """Return the batch that goes on from an end of the log."""
-        body = bytearray()
-        for stream, parts in records:
-            body += _RECORD.pack(sum(map(len, parts)), stream)
-            for part in parts:
-                body += part
-        number = before.number + max(1, len(records))
-        frozen = bytes(body)
-        return cls(before=before, after=Position(number, epoch, _chain(before, number, epoch, frozen)), body=frozen)
+    def of(cls, before: Position, epoch: int, records: Sequence[NewRecord]) -> Batch:
+        """Return the batch that follows an end of the log."""
+        return cls._made(before, epoch, max(1, len(records)), b"".join(packed(records)))
+
+    @classmethod
+    def decoded(cls, first: int, pieces: Sequence[bytes]) -> Batch:
+        """Return the batch of these pieces.
+
+        Raises:
+            NewerVersionError: it has another format.
+            JournalDamagedError: it differs from the written one.
+        """
+        header, body = _header_of(first, pieces[0]), b"".join(pieces)[_HEADER.size :]
+        if header.first != first or len(body) != header.body_bytes:
+            raise _damaged(first, "is not the one that was written")
+        # The chain alone covers the epoch of the previous writer.
+        return cls._made(Position(first - 1, 0, header.chain_before), header.epoch, header.record_count, body)
+
+    @classmethod
+    def _made(cls, before: Position, epoch: int, count: int, body: bytes) -> Batch:
+        number = before.number + count
+        end = struct.pack("<QQQ", before.chain, number, epoch)
+        chain = xxhash.xxh3_64_intdigest(end, seed=xxhash.xxh3_64_intdigest(body))
+        return cls(before=before, after=Position(number, epoch, chain), body=body)
 
     @property
     def first(self) -> int:
@@ -68,47 +87,23 @@ class Batch:
     def pieces(self) -> list[bytes]:
         """Return the values of its keys."""
         count = max(1, -(-(len(self.body) + _HEADER.size) // PIECE_BYTES))
-        header = _HEADER.pack(
-            _MAGIC,
-            self.after.epoch,
-            self.first,
-            self.before.chain,
-            self.after.number - self.before.number,
-            count,
-            len(self.body),
+        number, epoch, _ = self.after
+        header = _Header(
+            _MAGIC, epoch, self.first, self.before.chain, number - self.before.number, count, len(self.body)
         )
-        whole = header + self.body
-        return [whole[start : start + PIECE_BYTES] for start in range(0, len(whole), PIECE_BYTES)]
+        value = _HEADER.pack(*header) + self.body
+        return [value[start : start + PIECE_BYTES] for start in range(0, len(value), PIECE_BYTES)]
 
     def records(self) -> Iterator[Record]:
-        """Yield its records.
-
-        Raises:
-            NewerVersionError: one is of a stream that is not known.
-        """
-        number, at = self.first, 0
-        while at < len(self.body):
-            size, stream = _RECORD.unpack_from(self.body, at)
-            at += _RECORD.size
-            if stream not in _STREAMS:
-                raise NewerVersionError(
-                    f"record {number} of the journal is of the unknown stream {stream}; it was written by a newer "
-                    "version: install that one"
-                )
-            yield Record(number, _STREAMS[stream], self.body[at : at + size])
-            number, at = number + 1, at + size
-
-
-def _chain(before: Position, number: int, epoch: int, body: bytes) -> int:
-    end = struct.pack("<QQQ", before.chain, number, epoch)
-    return xxhash.xxh3_64_intdigest(end, seed=xxhash.xxh3_64_intdigest(body))
+        """Yield its records."""
+        return unpacked(self.body, self.first)
 
 
 class BatchReader:
     """Reads batches of the log of a cluster. Blocks; may be used by several threads.
 
     Args:
-        etcd: where the log is.
+        etcd: stores the log.
         keys: of the cluster.
     """
 
@@ -122,7 +117,7 @@ class BatchReader:
         return BEGINNING if found is None else Position.decode(found.value)
 
     def first_key(self, number: int) -> int:
-        """Return the first record of the batch that has a record, 0 where none is there that could have it."""
+        """Return the first record of the batch that contains a record, or 0 if no batch begins early enough."""
         request = pb.EtcdRangeRequest(
             key=self._keys.log,
             range_end=self._keys.batches_from(number + 1),
@@ -134,93 +129,70 @@ class BatchReader:
         return self._keys.first_of(answer.kvs[0].key) if answer.kvs else 0
 
     def batches(self, number: int, end: Position) -> Iterator[Batch]:
-        """Yield the batches that have a record and all after it, up to an end of the log.
+        """Yield the batches with a record and all later ones, up to an end of the log.
 
         Raises:
-            PreconditionError: the record was given up.
-            JournalDamagedError: something is missing or is not as it was written.
+            PreconditionError: the record was truncated.
+            JournalDamagedError: a batch is missing or differs from the written one.
         """
         number = max(number, 1)
         if number > end.number:
             return
         first = self.first_key(number)
         if not first:
-            raise _too_late(number)
+            raise _truncated(number)
         known: Position | None = BEGINNING if first == 1 else None
-        for values in self._values(first, end):
-            batch = _decode(first, values)
+        for batch in self._stored(first, end):
             if known is not None and (batch.before.number, batch.before.chain) != (known.number, known.chain):
-                raise _damaged(first, "does not go on from the one before it")
+                raise _damaged(batch.first, "does not follow the one before it")
             known = batch.after
-            first = known.number + 1
             if known.number >= number:
                 yield batch
         if known is None or known != end:
-            raise _too_late(number) if self.first_key(number) == 0 else _damaged(first, "is missing")
+            missing = first if known is None else known.number + 1
+            raise _truncated(number) if self.first_key(number) == 0 else _damaged(missing, "is missing")
 
-    def _values(self, first: int, end: Position) -> Iterator[list[bytes]]:
-        """Yield the values of the pieces of each batch, from one on; those that no batch counts are passed over."""
+    def _stored(self, first: int, end: Position) -> Iterator[Batch]:
+        """Yield the batches as etcd has them, without pieces that a failed attempt left."""
         key, limit = self._keys.batch(first), _FEWEST_KEYS
         pieces: list[bytes] = []
-        wanted = 0
         while first <= end.number:
             request = pb.EtcdRangeRequest(key=key, range_end=self._keys.batches_from(end.number + 1), limit=limit)
             answer: pb.EtcdRangeResponse = self._etcd.ask(request, _READ_SECONDS, timeout=5.0)
             for each in answer.kvs:
-                if self._keys.first_of(each.key) != first or len(pieces) >= wanted > 0:
-                    continue  # left by an attempt that failed
-                if not pieces:
-                    if each.key != self._keys.batch(first):
-                        raise _damaged(first, "has no beginning")
-                    wanted = _pieces_of(first, each.value)
+                if self._keys.first_of(each.key) != first:
+                    continue
+                if not pieces and each.key != self._keys.batch(first):
+                    raise _damaged(first, "has no beginning")
                 pieces.append(each.value)
-                if len(pieces) == wanted:
-                    first += _count_of(pieces[0])
-                    yield pieces
-                    pieces, wanted = [], 0
+                if len(pieces) == _header_of(first, pieces[0]).piece_count:
+                    batch = Batch.decoded(first, pieces)
+                    yield batch
+                    first, pieces = batch.after.number + 1, []
             if not answer.more:
                 return
             key = answer.kvs[-1].key + b"\0"
             limit = min(2 * limit, _MOST_KEYS) if answer.ByteSize() < _ANSWER_BYTES else max(limit // 2, 1)
 
 
-def _header(first: int, value: bytes) -> tuple[int, int, int, int, int, int]:
+def _header_of(first: int, value: bytes) -> _Header:
     if len(value) < _HEADER.size:
         raise _damaged(first, "is cut off")
-    magic, epoch, found, chain, count, pieces, size = _HEADER.unpack_from(value)
-    if magic != _MAGIC:
+    header = _Header._make(_HEADER.unpack_from(value))
+    if header.magic != _MAGIC:
         raise NewerVersionError(f"the batch of record {first} was written by a newer version: install that one")
-    return epoch, found, chain, count, pieces, size
+    return header
 
 
-def _pieces_of(first: int, value: bytes) -> int:
-    return _header(first, value)[4]
-
-
-def _count_of(value: bytes) -> int:
-    return _header(0, value)[3]
-
-
-def _decode(first: int, values: Sequence[bytes]) -> Batch:
-    epoch, found, chain, count, _, size = _header(first, values[0])
-    body = b"".join(values)[_HEADER.size :]
-    if found != first or len(body) != size:
-        raise _damaged(first, "is not the one that was written")
-    # The epoch of the writer before is known from the chain alone.
-    before = Position(first - 1, 0, chain)
-    number = first - 1 + count
-    return Batch(before=before, after=Position(number, epoch, _chain(before, number, epoch, body)), body=body)
-
-
-def _too_late(number: int) -> PreconditionError:
+def _truncated(number: int) -> PreconditionError:
     return PreconditionError(
         f"what follows record {number} was given up for a snapshot that holds it; begin with that one"
     )
 
 
-def _damaged(first: int, what: str) -> JournalDamagedError:
+def _damaged(first: int, problem: str) -> JournalDamagedError:
     return JournalDamagedError(
-        f"the journal in etcd is damaged: the batch of record {first} {what}; restore a checkpoint into another "
+        f"the journal in etcd is damaged: the batch of record {first} {problem}; restore a checkpoint into another "
         "cluster, or restore etcd",
         metadata={"after_record": str(first - 1)},
     )

@@ -23,7 +23,7 @@ _POSITION_MAGIC: Final = b"tqp1"
 
 
 class Position(NamedTuple):
-    """An end of the log: of some prefix of it, or of all.
+    """The end of the log, or of a prefix of it.
 
     Attributes:
         number: of the last record before it; 0: there is none.
@@ -41,10 +41,10 @@ class Position(NamedTuple):
 
     @classmethod
     def decode(cls, data: bytes) -> Position:
-        """Return the position that bytes are.
+        """Return the position from its bytes.
 
         Raises:
-            NewerVersionError: they are of another version.
+            NewerVersionError: they have another format.
         """
         if len(data) != _POSITION.size or not data.startswith(_POSITION_MAGIC):
             raise NewerVersionError(

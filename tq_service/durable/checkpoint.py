@@ -20,29 +20,27 @@ import errno
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tq_service.durable.files import PARTIAL_SUFFIX, beside, make_directory
-from tq_service.durable.log.segment import HEADER_BYTES
-from tq_service.durable.pace import Pace
-from tq_service.durable.record_file import RecordWriter, damaged, gathered, read_records
 from tq_service.durable.snapshot import (
-    CheckpointFacts,
+    FORMAT_VERSION,
+    Header,
     ServiceSnapshot,
     SnapshotReader,
-    StoredBlock,
     read_state,
     reading,
-    write_header,
     write_record,
     write_state,
 )
 from tq_service.errors import DiskFullError, InternalError, InvalidArgumentError, PreconditionError
+from tq_service.journal.files import PARTIAL_SUFFIX, beside, make_directory
+from tq_service.journal.record_file import Pace, RecordWriter, damaged, gathered, read_records
+from tq_service.journal.segment import HEADER_BYTES
 from tq_service.state.cells import CELL_COLUMN, NOT_PRODUCED, CellsSnapshot, Put, cells_of, slots_and_rows
 from tq_service.state.partition import Partition, PartitionSnapshot
 from tq_service.state.plan import Indexes
@@ -132,16 +130,14 @@ def read_facts(path: Path) -> CheckpointFacts:
         NewerVersionError: it was written by a newer version.
         OSError: it cannot be read.
     """
-    with reading(path, is_checkpoint=True) as reader:
+    with reading(path, is_checkpoint=True, kinds=_KINDS) as reader:
         return _facts_of(next(reader.values()))
 
 
-def _facts_of(record: tuple[str, Any]) -> CheckpointFacts:
-    kind, facts = record
-    if kind != "checkpoint":
-        raise ValueError(f"a {kind} follows the header, expected the facts of the checkpoint")
-    read: CheckpointFacts = facts
-    return read
+def _facts_of(record: object) -> CheckpointFacts:
+    if not isinstance(record, CheckpointFacts):
+        raise ValueError(f"a {type(record).__name__} follows the header, expected the facts of the checkpoint")
+    return record
 
 
 def _symlink(name: str, where: str) -> InvalidArgumentError:
@@ -149,6 +145,46 @@ def _symlink(name: str, where: str) -> InvalidArgumentError:
         f"name is {name!r}, which leads through a symlink {where}; give another name, or have the link removed",
         field="name",
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointFacts:
+    """The description at the beginning of a checkpoint, which is read without the rest.
+
+    Attributes:
+        written_at: when it was begun, in seconds since 1970.
+        metadata: a JSON object of its caller, as text.
+    """
+
+    written_at: float
+    partition_count: int
+    sample_count: int
+    metadata: str = "{}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredBlock:
+    """Cells of a checkpoint that become one put when it is restored; the following records have their bytes.
+
+    Attributes:
+        partition_id: their partition.
+        row_count: number of rows of every column.
+        columns: the columns, in the order of their bytes.
+        begins_at: position and number of the first record with its bytes.
+    """
+
+    partition_id: str
+    row_count: int
+    columns: tuple[ColumnShape, ...]
+    begins_at: tuple[int, int] = field(default=(0, 0), metadata={"is_encoded": False})
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all columns together."""
+        return sum(column.value_bytes for column in self.columns)
+
+
+_KINDS: Final = (CheckpointFacts, StoredBlock)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -243,7 +279,7 @@ class PartitionPlan:
             + np.cumsum(np.diff(slots, prepend=slots[0]) != 0) // _MOST_PUTS
         )
         for positions in np.split(produced, np.flatnonzero(np.diff(numbers)) + 1):
-            renamed[positions] = cells_of(len(self.blocks), np.arange(positions.size))
+            renamed[positions] = cells_of(len(self.blocks), positions.size)
             puts, runs = self._runs(names, cells[positions])
             self.blocks.append(
                 Block(
@@ -308,12 +344,12 @@ class CheckpointWriter:
             make_directory(self._path.parent)
             self._writer = RecordWriter(self._path)
             self._aborting.callback(self._writer.abort)
-            write_header(self._writer, is_checkpoint=True)
+            write_record(self._writer, Header(format_version=FORMAT_VERSION, is_checkpoint=True))
 
     def describe(self, facts: CheckpointFacts) -> None:
         """Write what a list of checkpoints says of it, before anything else."""
         with self._explained():
-            write_record(self._writer, "checkpoint", facts)
+            write_record(self._writer, facts)
 
     def begin_block(self, block: Block, columns: Sequence[ColumnShape]) -> None:
         """Begin a block, whose bytes are to come."""
@@ -321,7 +357,7 @@ class CheckpointWriter:
             partition_id=block.partition_id, row_count=block.global_indexes.size, columns=tuple(columns)
         )
         with self._explained():
-            write_record(self._writer, "block", stored)
+            write_record(self._writer, stored)
 
     def add(self, chunks: Iterable[memoryview]) -> None:
         """Append bytes of the block."""
@@ -409,7 +445,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         NewerVersionError: it was written by a newer version.
     """
     try:
-        with reading(path, is_checkpoint=True) as reader:
+        with reading(path, is_checkpoint=True, kinds=_KINDS) as reader:
             facts = _facts_of(next(reader.values()))
             blocks: list[StoredBlock] = []
             state = read_state(_beyond_blocks(reader, blocks))
@@ -422,11 +458,11 @@ def read_checkpoint(path: Path) -> Checkpoint:
         ) from error
 
 
-def _beyond_blocks(reader: SnapshotReader, blocks: list[StoredBlock]) -> Iterator[tuple[str, Any]]:
-    """Yield what is not of a block; note the blocks, and check their bytes."""
-    for kind, value in reader.values():
-        if kind != "block":
-            yield kind, value
+def _beyond_blocks(reader: SnapshotReader, blocks: list[StoredBlock]) -> Iterator[object]:
+    """Yield the records of the state; note the blocks, and check their bytes."""
+    for value in reader.values():
+        if not isinstance(value, StoredBlock):
+            yield value
             continue
         for column in value.columns:
             column.validate()

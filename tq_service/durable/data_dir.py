@@ -13,10 +13,10 @@ from typing import Any, Final
 
 import xxhash
 
-from tq_service.durable.files import PARTIAL_SUFFIX, FileWriter, make_directory, snapshot_numbers, snapshot_path
-from tq_service.durable.log.log import Log
-from tq_service.durable.log.segment import segment_numbers
 from tq_service.errors import DataDirError
+from tq_service.journal.files import PARTIAL_SUFFIX, FileWriter, make_directory, snapshot_numbers, snapshot_path
+from tq_service.journal.log import LogBackend
+from tq_service.journal.segment import segment_numbers
 
 FORMAT_VERSION: Final = 3
 _BOOT_ID_BYTES: Final = 16
@@ -239,7 +239,7 @@ class DataDir:
             self.identity = identity
         return self.identity.storage_id
 
-    def remove_unneeded(self, log: Log, number: int) -> None:
+    def remove_unneeded(self, backend: LogBackend, number: int) -> None:
         """Remove what no start needs, now that there is a snapshot of all before a number; blocks.
 
         The snapshot before it stays, with the log since then: should the new one turn out to be damaged.
@@ -247,7 +247,7 @@ class DataDir:
         *older, kept = [0, *(each for each in snapshot_numbers(self.path) if each < number)]
         for each in filter(None, older):
             snapshot_path(self.path, each).unlink()
-        log.truncate_before(kept)
+        backend.truncate_before(kept)
 
     def close(self) -> None:
         """Let others open it; close the log first."""

@@ -1,22 +1,20 @@
-"""Snapshots: the state of a service at one moment in one file, from which it is read whole or not at all.
+"""Snapshots: the state of a service at one moment in one file, which is read completely or not at all.
 
-A file is of records (`record_file`), each of which but the bytes of blocks is (kind, value):
+A file consists of records (`record_file`), each a dataclass with its name, except for the bytes of blocks:
 
-    header, [checkpoint], [block, bytes ...] ..., state
-    state: [partition, column ..., [task, (batches | claims | names | past_names | reusing | ended) ...] ...] ...,
-        answers ..., puts ...
+    Header, [CheckpointFacts], [StoredBlock, bytes ...] ..., state
+    state: [PartitionHeader, ColumnPart ..., [TaskFacts, (Batches | TaskRecords) ...] ...] ..., ServiceRecords ...
 
-Values are in the encoding of `codec`, columns in that of `column_codec`. Columns are found by name: one that the file
-does not have takes its fill (see `Partition.restore`), one that this version does not have was written by a newer one,
-as was a kind or a field that is unknown. That is an error of its own and never taken for damage: going on with an older
-snapshot would lose what came after it.
+Columns are found by name: one that the file lacks gets its fill (see `Partition.restore`). An unknown column, kind or
+field was written by a newer version. That is a separate error, never taken for damage, since an older snapshot would
+lose all later changes.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from itertools import groupby, repeat
 from operator import attrgetter
 from pathlib import Path
@@ -24,33 +22,34 @@ from typing import Any, Final
 
 import numpy as np
 
-from tq_service.durable import codec
-from tq_service.durable.column_codec import ColumnPart, TableHeader, TableReader, encode_table
-from tq_service.durable.record_file import Found, RecordWriter, damaged, gathered, read_records
 from tq_service.errors import NewerVersionError, SnapshotDamagedError, TqError
+from tq_service.journal import codec
+from tq_service.journal.columns import Part, decode_part, encode_column
+from tq_service.journal.record_file import Found, RecordWriter, damaged, gathered, read_records
+from tq_service.state.cells import Put
 from tq_service.state.claim_names import PastName
 from tq_service.state.idempotency import Entry
 from tq_service.state.ledger import Batch, QueueClaim, RecordedPlan, Steps, TaskFacts, TaskSnapshot
 from tq_service.state.partition import PartitionFacts, PartitionSnapshot
 from tq_service.state.plan import Indexes
 from tq_service.state.request import BatchSpec
+from tq_service.state.table import ColumnSnapshot, TableSnapshot
 from tq_service.wire.collection import no_collection
-from tq_service.wire.columns import ColumnShape
 
-FORMAT_VERSION: Final = 5
-_CLAIMS_A_RECORD: Final = 256  # what is encoded without giving way to others
+FORMAT_VERSION: Final = 6
+_CLAIMS_A_RECORD: Final = 256  # encoding more would block other threads
 _IDS_A_RECORD: Final = 1024
 _PUT_BYTES_A_RECORD: Final = 1 << 18
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceSnapshot:
-    """All that a service has to know to go on where it was.
+    """The state from which a service continues.
 
     Attributes:
         partitions: of the controller.
         answers: of the controller, for retries; each packed as (name of the message, bytes).
-        puts: of the storage engine, a record of each as the engine gave it.
+        puts: the records of the storage engine.
     """
 
     partitions: Sequence[PartitionSnapshot] = ()
@@ -59,29 +58,29 @@ class ServiceSnapshot:
 
 
 def write_snapshot(path: Path, snapshot: ServiceSnapshot) -> None:
-    """Write a snapshot; its file is there only once it is whole and on the disk. Runs in a thread beside the loop.
+    """Write a snapshot, which appears once it is complete and on the disk. Runs in a thread beside the loop.
 
     Raises:
         OSError: it cannot be written.
     """
     try:
         with RecordWriter(path) as writer:
-            write_header(writer, is_checkpoint=False)
+            write_record(writer, Header(format_version=FORMAT_VERSION))
             write_state(writer, snapshot)
     except OSError:
-        path.unlink(missing_ok=True)  # a caller that gets the error goes on without it, and a start must do the same
+        path.unlink(missing_ok=True)  # its caller continues without it, and a start must do the same
         raise
 
 
 def read_snapshot(path: Path) -> ServiceSnapshot:
-    """Return what a snapshot holds, for the partition to restore once.
+    """Return the content of a snapshot; its partitions can be restored once.
 
     Raises:
-        SnapshotDamagedError: the file does not hold what was written.
+        SnapshotDamagedError: the file differs from the written one.
         NewerVersionError: it was written by a newer version.
         OSError: it cannot be read.
     """
-    with reading(path, is_checkpoint=False) as reader:
+    with reading(path) as reader:
         return read_state(reader.values())
 
 
@@ -90,47 +89,18 @@ def read_snapshot(path: Path) -> ServiceSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """Begins a file: in a checkpoint the bytes of the puts are in blocks, and partitions name these for their puts."""
+    """Begins a file: in a checkpoint, blocks have the bytes of the puts, and partitions name these as their puts."""
 
     format_version: int
     is_checkpoint: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointFacts:
-    """What stands in the beginning of a checkpoint, to be read without the rest.
+class TableHeader:
+    """The number of values of each column of a table, and the dtypes of these by name."""
 
-    Attributes:
-        written_at: when it was begun, in seconds since 1970.
-        metadata: what its caller gave with it: a JSON object as text.
-    """
-
-    written_at: float
-    partition_count: int
-    sample_count: int
-    metadata: str = "{}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredBlock:
-    """Cells of a checkpoint that become one put when it is restored; their bytes are in the records that follow.
-
-    Attributes:
-        partition_id: their partition.
-        row_count: number of rows of every column.
-        columns: the columns, in the order of their bytes.
-        begins_at: where the first record with its bytes is, and the number of that.
-    """
-
-    partition_id: str
-    row_count: int
-    columns: tuple[ColumnShape, ...]
-    begins_at: tuple[int, int] = field(default=(0, 0), metadata={"is_encoded": False})
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of all columns together."""
-        return sum(column.value_bytes for column in self.columns)
+    size: int
+    dtypes: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,21 +108,30 @@ class PartitionHeader:
     """Begins a partition; its columns and then its tasks follow."""
 
     facts: PartitionFacts
-    tables: dict[str, TableHeader]
+    tables: Mapping[str, TableHeader]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColumnPart:
+    """The next values of a column."""
+
+    table: str
+    column: str
+    part: Part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batches:
-    """Batches of a task that were planned by one spec, in columns: to read a hundred thousand one by one takes long.
+    """Batches of a task that have one spec, in columns: reading a hundred thousand one by one takes long.
 
     Attributes:
         serials: of each batch.
         batch_indexes: of each batch.
-        rows: of the plans of all of them, one after the other.
+        rows: of all plans, concatenated.
         sizes: of each plan.
         steps: of each plan.
-        consumed: of each plan; empty: of none of them.
-        dropped: of each plan; empty: of none of them.
+        consumed: of each plan, or empty for none of them.
+        dropped: of each plan, or empty for none of them.
     """
 
     batch_spec: BatchSpec
@@ -167,17 +146,16 @@ class Batches:
     @classmethod
     def of(cls, batch_spec: BatchSpec, batches: Sequence[Batch]) -> Batches:
         """Return the record of some batches."""
+        plans = [batch.plan for batch in batches]
         return cls(
             batch_spec=batch_spec,
             serials=[batch.serial for batch in batches],
             batch_indexes=[batch.batch_index for batch in batches],
-            rows=np.concatenate([batch.plan.rows for batch in batches]),
-            sizes=[batch.plan.sizes for batch in batches],
-            steps=[batch.plan.steps for batch in batches],
-            consumed=[batch.plan.consumed for batch in batches]
-            if any(batch.plan.is_reusing for batch in batches)
-            else [],
-            dropped=[batch.plan.dropped for batch in batches] if any(batch.plan.dropped for batch in batches) else [],
+            rows=np.concatenate([plan.rows for plan in plans]),
+            sizes=[plan.sizes for plan in plans],
+            steps=[plan.steps for plan in plans],
+            consumed=[plan.consumed for plan in plans] if any(plan.is_reusing for plan in plans) else [],
+            dropped=[plan.dropped for plan in plans] if any(plan.dropped for plan in plans) else [],
         )
 
     def all(self) -> Iterator[Batch]:
@@ -188,9 +166,8 @@ class Batches:
             self.serials, self.batch_indexes, self.sizes, self.steps, consumed_of, dropped_of, strict=False
         ):
             start, end = end, end + sum(sizes)
-            rows = self.rows[start:end].copy()  # lest one batch keep the rows of all
             plan = RecordedPlan(
-                rows=rows,
+                rows=self.rows[start:end].copy(),  # else each batch would keep the rows of all
                 sizes=sizes,
                 steps=steps,
                 micro_batch_size=spec.micro_batch_size,
@@ -200,90 +177,81 @@ class Batches:
             yield Batch(serial=serial, batch_spec=spec, plan=plan, batch_index=batch_index)
 
 
-_KINDS: Final[dict[str, Any]] = {
-    "header": Header,
-    "checkpoint": CheckpointFacts,
-    "block": StoredBlock,
-    "partition": PartitionHeader,
-    "column": ColumnPart,
-    "task": TaskFacts,
-    "batches": Batches,
-    "claims": list[QueueClaim],
-    "names": list[tuple[str, bytes]],  # see `ClaimNames`
-    "past_names": list[tuple[str, PastName]],
-    "reusing": list[int],  # serials, see `TaskSnapshot`
-    "ended": list[tuple[bytes, tuple[float, bool]]],  # see `EndedClaims`
-    "answers": list[Entry],
-    "puts": list[bytes],  # as they are in the log
-}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskRecords:
+    """More entries for the lists of a `TaskSnapshot` that have the same names."""
+
+    claims: list[QueueClaim] = field(default_factory=list)
+    names: list[tuple[str, bytes]] = field(default_factory=list)
+    past_names: list[tuple[str, PastName]] = field(default_factory=list)
+    reusing: list[int] = field(default_factory=list)
+    ended: list[tuple[bytes, tuple[float, bool]]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceRecords:
+    """More answers and puts of a `ServiceSnapshot`."""
+
+    answers: list[Entry] = field(default_factory=list)
+    puts: list[bytes] = field(default_factory=list)
+
+
+_KINDS: Final = (Header, PartitionHeader, ColumnPart, TaskFacts, Batches, TaskRecords, ServiceRecords)
 
 
 class SnapshotReader:
     """Reads a file from one end to the other.
 
     Attributes:
-        last: the record that was read last.
+        last: the last record that was read.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, kinds: Iterable[type[Any]]) -> None:
         self._path = path
+        self._kinds = {kind.__name__: kind for kind in (*_KINDS, *kinds)}
         self._records = read_records(path)
         self.last = Found(0, 0, b"")
 
-    def values(self) -> Iterator[tuple[str, Any]]:
-        """Yield the kinds and values of the records that are left to read.
+    def values(self) -> Iterator[Any]:
+        """Yield the other records.
 
         Raises:
-            NewerVersionError: it is of a kind, or has a field, that is unknown.
+            NewerVersionError: one of them has an unknown kind or field.
         """
         while (data := self.data()) is not None:
-            kind, value = codec.unpack(data)
-            yield kind, codec.decode_named(_KINDS, kind, value)
+            yield codec.decode_named(self._kinds, *codec.unpack(data))
 
     def data(self) -> bytes | None:
-        """Return the bytes of the next record, None at the end of the file."""
+        """Return the bytes of the next record, or None at the end of the file."""
         found = next(self._records, None)
         if found is None:
             return None
         self.last = found
         return found.data
 
-    def damaged(self, what: str) -> SnapshotDamagedError:
-        """Return the error for the place that is being read."""
-        return damaged(self._path, self.last.at, what)
+    def damaged(self, problem: str) -> SnapshotDamagedError:
+        """Return the error for the current position."""
+        return damaged(self._path, self.last.at, problem)
 
 
-# What snapshots and checkpoints have in common
-
-
-def write_record(writer: RecordWriter, kind: str, value: Any) -> None:
+def write_record(writer: RecordWriter, value: object) -> None:
     """Append a record."""
-    writer.write(codec.encode((kind, value)))
-
-
-def write_header(writer: RecordWriter, *, is_checkpoint: bool) -> None:
-    """Begin a file."""
-    write_record(writer, "header", Header(format_version=FORMAT_VERSION, is_checkpoint=is_checkpoint))
-
-
-def write_state(writer: RecordWriter, snapshot: ServiceSnapshot) -> None:
-    """Write the state."""
-    for partition in snapshot.partitions:
-        for kind, value in _partition_records(partition):
-            write_record(writer, kind, value)
-    for answers in gathered(snapshot.answers, _IDS_A_RECORD):
-        write_record(writer, "answers", answers)
-    for puts in gathered(snapshot.puts, _PUT_BYTES_A_RECORD, len):
-        write_record(writer, "puts", puts)
+    writer.write(codec.encode_named(value))
 
 
 @contextlib.contextmanager
-def reading(path: Path, *, is_checkpoint: bool) -> Iterator[SnapshotReader]:
-    """Read a file, first how it begins; what is wrong with it becomes SnapshotDamagedError or NewerVersionError."""
-    reader = SnapshotReader(path)
+def reading(path: Path, *, is_checkpoint: bool = False, kinds: Iterable[type[Any]] = ()) -> Iterator[SnapshotReader]:
+    """Read a file after its header; all flaws become SnapshotDamagedError or NewerVersionError.
+
+    Args:
+        path: of the file.
+        is_checkpoint: whether it must be a checkpoint, and otherwise a snapshot.
+        kinds: of its records, besides those of a snapshot.
+    """
+    reader = SnapshotReader(path, kinds)
     try:
         with no_collection():  # a million new objects, none of them garbage
-            _check_header(next(reader.values())[1], is_checkpoint=is_checkpoint)
+            _check_header(next(reader.values()), is_checkpoint=is_checkpoint)
             yield reader
     except NewerVersionError as error:
         raise NewerVersionError(f"{path} at byte {reader.last.at}: {error}", metadata={"path": str(path)}) from error
@@ -301,73 +269,107 @@ def _check_header(header: Any, *, is_checkpoint: bool) -> None:
         raise ValueError(f"it is {kinds[header.is_checkpoint]}, expected {kinds[is_checkpoint]}")
 
 
-def read_state(records: Iterable[tuple[str, Any]]) -> ServiceSnapshot:
-    """Return the state that records are of, each as (kind, value)."""
-    partitions: list[_Partition] = []
+# State
+
+
+def write_state(writer: RecordWriter, snapshot: ServiceSnapshot) -> None:
+    """Write the state."""
+    for partition in snapshot.partitions:
+        for record in _partition_records(partition):
+            write_record(writer, record)
+    for answers in gathered(snapshot.answers, _IDS_A_RECORD):
+        write_record(writer, ServiceRecords(answers=answers))
+    for puts in gathered(snapshot.puts, _PUT_BYTES_A_RECORD, len):
+        write_record(writer, ServiceRecords(puts=puts))
+
+
+def read_state(records: Iterable[Any]) -> ServiceSnapshot:
+    """Return the state from its records."""
+    partitions: list[_PartitionReader] = []
     answers: list[Entry] = []
     puts: list[bytes] = []
-    for kind, value in records:
-        match kind:
-            case "partition":
-                partitions.append(_Partition(value))
-            case "answers":
-                answers += value
-            case "puts":
-                puts += value
+    for record in records:
+        match record:
+            case PartitionHeader():
+                partitions.append(_PartitionReader(record))
+            case ServiceRecords():
+                answers += record.answers
+                puts += record.puts
             case _:
-                partitions[-1].add(kind, value)
+                partitions[-1].add(record)
     return ServiceSnapshot(partitions=[each.snapshot() for each in partitions], answers=answers, puts=puts)
 
 
-# Partitions
-
-
-def _partition_records(partition: PartitionSnapshot) -> Iterator[tuple[str, Any]]:
-    tables = {name: TableHeader.of(table) for name, table in partition.tables.items()}
-    yield "partition", PartitionHeader(facts=partition.facts, tables=tables)
-    for name, table in partition.tables.items():
-        for part in encode_table(name, table):
-            yield "column", part
+def _partition_records(partition: PartitionSnapshot) -> Iterator[object]:
+    tables = {
+        name: TableHeader(size=table.size, dtypes={each: column.dtype.str for each, column in table.columns.items()})
+        for name, table in partition.tables.items()
+    }
+    yield PartitionHeader(facts=partition.facts, tables=tables)
+    for table_name, table in partition.tables.items():
+        for name, column in table.columns.items():
+            for part in encode_column(column.dtype, column.blocks()):
+                yield ColumnPart(table=table_name, column=name, part=part)
     for task in partition.tasks:
-        yield "task", task.facts
+        yield task.facts
         for batch_spec, batches in groupby(task.batches, attrgetter("batch_spec")):
-            yield from (("batches", Batches.of(batch_spec, some)) for some in gathered(batches, _CLAIMS_A_RECORD))
-        yield from (("claims", claims) for claims in gathered(task.claims, _CLAIMS_A_RECORD))
-        yield from (("names", names) for names in gathered(task.names, _IDS_A_RECORD))
-        yield from (("past_names", names) for names in gathered(task.past_names, _IDS_A_RECORD))
-        yield from (("reusing", serials) for serials in gathered(task.reusing, _IDS_A_RECORD))
-        yield from (("ended", ended) for ended in gathered(task.ended, _IDS_A_RECORD))
+            for some in gathered(batches, _CLAIMS_A_RECORD):
+                yield Batches.of(batch_spec, some)
+        for each in fields(TaskRecords):
+            count = _CLAIMS_A_RECORD if each.name == "claims" else _IDS_A_RECORD
+            for entries in gathered(getattr(task, each.name), count):
+                yield TaskRecords(**{each.name: entries})
 
 
-class _Partition:
-    """Puts the records of a partition together."""
+class _PartitionReader:
+    """Assembles a partition from its records."""
 
     def __init__(self, header: PartitionHeader) -> None:
-        self._header = header
-        self._tables = {name: TableReader(table) for name, table in header.tables.items()}
+        self._facts = header.facts
+        self._tables = {name: _TableReader(table) for name, table in header.tables.items()}
         self._tasks: list[TaskSnapshot] = []
 
-    def add(self, kind: str, value: Any) -> None:
-        match kind:
-            case "column":
-                self._tables[value.table].add(value)
-            case "task":
-                self._tasks.append(TaskSnapshot(facts=value))
-            case "batches":
-                self._tasks[-1].batches.extend(value.all())
-            case "claims":
-                self._tasks[-1].claims.extend(value)
-            case "names":
-                self._tasks[-1].names.extend(value)
-            case "past_names":
-                self._tasks[-1].past_names.extend(value)
-            case "reusing":
-                self._tasks[-1].reusing.extend(value)
-            case "ended":
-                self._tasks[-1].ended.extend(value)
+    def add(self, record: object) -> None:
+        match record:
+            case ColumnPart():
+                self._tables[record.table].add(record)
+            case TaskFacts():
+                self._tasks.append(TaskSnapshot(facts=record))
+            case Batches():
+                self._tasks[-1].batches.extend(record.all())
+            case TaskRecords():
+                for each in fields(record):
+                    getattr(self._tasks[-1], each.name).extend(getattr(record, each.name))
             case _:
-                raise ValueError(f"it has a {kind} within a partition")
+                raise ValueError(f"it has a {type(record).__name__} within a partition")
 
     def snapshot(self) -> PartitionSnapshot:
         tables = {name: table.snapshot() for name, table in self._tables.items()}
-        return PartitionSnapshot(facts=self._header.facts, tables=tables, tasks=self._tasks)
+        return PartitionSnapshot(facts=self._facts, tables=tables, tasks=self._tasks)
+
+
+class _TableReader:
+    """Assembles the columns of a table from their parts."""
+
+    def __init__(self, header: TableHeader) -> None:
+        self._size = header.size
+        self._columns = {name: np.empty(header.size, np.dtype(dtype)) for name, dtype in header.dtypes.items()}
+        self._ends = dict.fromkeys(header.dtypes, 0)
+
+    def add(self, record: ColumnPart) -> None:
+        name = record.column
+        column = self._columns[name]
+        try:
+            values = decode_part(record.part, column.dtype, Put._make)
+        except (ValueError, NewerVersionError) as error:
+            raise type(error)(f"column {name!r}: {error}") from error
+        start = self._ends[name]
+        column[start : start + values.size] = values  # raises if they are too many
+        self._ends[name] += values.size
+
+    def snapshot(self) -> TableSnapshot:
+        for name, end in self._ends.items():
+            if end != self._size:
+                raise ValueError(f"column {name!r} has {end} values, its table has {self._size} rows")
+        columns = {name: ColumnSnapshot(values, self._size) for name, values in self._columns.items()}
+        return TableSnapshot(size=self._size, columns=columns)

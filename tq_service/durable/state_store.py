@@ -17,20 +17,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import enum
 import logging
 import struct
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, cast
 
-from tq_service.durable import codec
 from tq_service.durable.data_dir import DataDir
-from tq_service.durable.files import quarantine, snapshot_numbers, snapshot_path
-from tq_service.durable.log.log import Log, Record, Stream
-from tq_service.durable.log.segment import segment_numbers
-from tq_service.durable.log.segment_log import SegmentLog
 from tq_service.durable.snapshot import ServiceSnapshot, read_snapshot, write_snapshot
 from tq_service.errors import (
     DataDirError,
@@ -42,9 +38,13 @@ from tq_service.errors import (
     SnapshotDamagedError,
     TqError,
 )
+from tq_service.journal.file_backend import FileBackend
+from tq_service.journal.files import quarantine, snapshot_numbers, snapshot_path
+from tq_service.journal.log import Log, Record
+from tq_service.journal.segment import segment_numbers
 from tq_service.log_message import LogMessage
 from tq_service.machine.partitions import StateReplaced
-from tq_service.machine.state_machine import Change
+from tq_service.machine.state_machine import decode_group
 from tq_service.serving.catalog import Catalog
 from tq_service.state.idempotency import Entry
 from tq_service.state.partition import Partition, PartitionSnapshot
@@ -57,6 +57,20 @@ _log = logging.getLogger(__name__)
 _FLUSH_SECONDS: Final = 0.05
 _FIRST_RETRY_SECONDS: Final = 10.0
 _LAST_RETRY_SECONDS: Final = 600.0
+
+
+class Stream(enum.IntEnum):
+    """Whose records the log has; the number is in the file.
+
+    Both streams have one order. So a put is recorded before the change that names it, and its end after the change that
+    frees it, with one sync for both.
+    """
+
+    CHANGES = 1
+    """Changes of the controller, without values of samples; a record is below 1 MiB unless one change is larger."""
+    PUTS = 2
+    """Puts of a storage service, with the values of small ones, for this host alone."""
+
 
 # What applying a record again, and restoring a sample of a snapshot, take, as measured.
 _RECORD_SECONDS: Final = {Stream.CHANGES: 40e-6, Stream.PUTS: 20e-6}
@@ -174,7 +188,7 @@ class StateStore:
         """
         data_dir = DataDir.open(path)
         try:
-            return cls(data_dir, SegmentLog(path, sync=sync, accept_loss=accept_loss))
+            return cls(data_dir, Log(FileBackend(path, sync=sync, accept_loss=accept_loss)))
         except BaseException:
             data_dir.close()
             raise
@@ -201,8 +215,8 @@ class StateStore:
         record_count = 0
         for record in self._log.read(snapshot):
             record_count += 1
-            self._cost.add(record.stream, len(record.data))
-            if record.stream is Stream.PUTS:
+            self._cost.add(_stream_of(record), len(record.data))
+            if record.stream == Stream.PUTS:
                 puts.append(record.data)
             else:
                 self._apply_again(record)
@@ -244,16 +258,15 @@ class StateStore:
         self._next = max(number, 1)
         return self._next
 
-    async def follow(self) -> None:
-        """Apply what another controller appends to the log, until cancelled; snapshots are written as by that one.
+    async def follow(self, records: AsyncIterator[Record]) -> None:
+        """Apply the records that another controller appends to the log, until cancelled; write snapshots as it does.
 
         Raises:
             PreconditionError: the log has not all that comes after the snapshot.
             JournalDamagedError: a record is damaged, or does not fit what is before it.
         """
-        following = self._log.follow(Stream.CHANGES, self._next or 1)
-        async with contextlib.aclosing(cast("AsyncGenerator[Record, None]", following)) as records:
-            async for record in records:
+        async with contextlib.aclosing(cast("AsyncGenerator[Record, None]", records)) as following:
+            async for record in following:
                 self._apply_as_standby(record)
                 self._begin_snapshot_when_due()
                 if record.number % _RECORDS_A_TURN == 0:
@@ -261,7 +274,7 @@ class StateStore:
 
     def _apply_as_standby(self, record: Record) -> None:
         self._apply_again(record)
-        self._cost.add(record.stream, len(record.data))
+        self._cost.add(Stream.CHANGES, len(record.data))
         self._next = record.number + 1
 
     async def take_over(self) -> int:
@@ -314,7 +327,7 @@ class StateStore:
             raise self._of_another_role("the partitions of a controller")
         kind = "which cannot be read"
         try:
-            at_seconds, changes = codec.decode_group(record.data)
+            at_seconds, changes = decode_group(record.data)
             for change in changes:
                 kind = type(change).__name__
                 self._catalog.machine.replay(change, at_seconds)
@@ -331,7 +344,7 @@ class StateStore:
         if self._engine is not None:
             with no_collection():  # so many new objects, none of them garbage
                 return self._engine.recover(puts, self)
-        if left_count := len(left_puts(puts, self.decode_put)):
+        if left_count := len(left_puts(puts)):
             raise self._of_another_role(f"{left_count} puts of a storage service")
         return 0
 
@@ -344,21 +357,17 @@ class StateStore:
 
     # The log of the state machine
 
-    def encode(self, change: Change) -> bytes:
-        """Return the bytes of a change that is about to be made; raises what `abandon` was given."""
+    def check_open(self) -> None:
+        """Raise the error given to `abandon`."""
         if self._abandoned is not None:
             raise self._abandoned
-        return codec.encode_named(change)
 
-    def append(self, at_seconds: float, changes: Sequence[bytes]) -> None:
-        """Append a group of changes that were made."""
-        for record in codec.encode_group(at_seconds, changes):
+    def append(self, records: Sequence[bytes]) -> None:
+        """Append the records of a group of changes."""
+        for record in records:
             self._append(Stream.CHANGES, record)
 
     # The log of the storage engine
-
-    encode_put = staticmethod(codec.encode_put)
-    decode_put = staticmethod(codec.decode_put)
 
     def append_put(self, record: bytes, values: bytes | bytearray = b"") -> None:
         """Append what became of a put, and the values of a small one."""
@@ -415,7 +424,7 @@ class StateStore:
     @property
     def is_disk_low(self) -> bool:
         """Whether the disk has hardly any space left."""
-        return self._log.is_disk_low
+        return self._log.backend.is_disk_low
 
     def lag(self) -> LogLag:
         """Return how far what is on disk is behind."""
@@ -424,7 +433,7 @@ class StateStore:
             replay_seconds=self._cost.log_seconds,
             snapshot_age_seconds=time.monotonic() - self._snapshot_at,
             is_failing=self.is_failing,
-            is_disk_low=self._log.is_disk_low,
+            is_disk_low=self.is_disk_low,
         )
 
     async def wait_durable(self) -> None:
@@ -561,13 +570,13 @@ class StateStore:
     def _write_to_disk(self, number: int, snapshot: ServiceSnapshot) -> float:
         """Write a snapshot, in a thread; return what that took of a processor, in seconds."""
         started_at = time.thread_time()
-        self._log.sync_rotated(number)  # a start that finds the snapshot refuses to go on without it
+        self._log.backend.sync_rotated(number)  # a start that finds the snapshot refuses to go on without it
         write_snapshot(snapshot_path(self.data_dir.path, number), snapshot)
         return time.thread_time() - started_at
 
     def _remove_unneeded(self, number: int) -> None:
         try:
-            self.data_dir.remove_unneeded(self._log, number)
+            self.data_dir.remove_unneeded(self._log.backend, number)
         except OSError as error:
             _log.warning(LogMessage("files that the newest snapshot replaces cannot be removed", error=error))
 
@@ -583,3 +592,13 @@ class StateStore:
         except TqError as error:
             _log.error(LogMessage("the last changes could not be written", error=error))
         self.data_dir.close()
+
+
+def _stream_of(record: Record) -> Stream:
+    try:
+        return Stream(record.stream)
+    except ValueError:
+        raise NewerVersionError(
+            f"record {record.number} of the journal is of the unknown stream {record.stream}; it was written by a "
+            "newer version: install that one"
+        ) from None

@@ -30,7 +30,6 @@ from tq_service.machine.state_machine import Change, State, Step
 from tq_service.schema import FieldSpec, KeyMode, SampleState
 from tq_service.state.cells import ColumnWrite, Put
 from tq_service.state.groups import CheckedGroups
-from tq_service.state.names import GroupNames, Names
 from tq_service.state.partition import Partition
 from tq_service.state.plan import Indexes
 from tq_service.state.request import LeasedClaim
@@ -50,7 +49,6 @@ class SampleWrite:
         global_indexes: existing samples `(n,)`; None: new ones, or those of `keys`.
         keys: unique names, in order.
         groups: groups of new samples in order, "" for none.
-        names: what is known of keys and groups already; None: nothing.
         put: where the columns are, None for metadata and state only.
         columns: the columns of the put.
         claim: the leased claim that the samples of `global_indexes` are of; None: the write is not checked against one.
@@ -64,7 +62,6 @@ class SampleWrite:
     keys: Sequence[str] | None = None
     key_mode: KeyMode = "upsert"
     groups: Sequence[str] | None = None
-    names: Names | None = field(default=None, metadata={"is_encoded": False})
     group_size: int = 0
     state: SampleState | None = None
     meta: Sequence[MetaColumn] = ()
@@ -263,7 +260,7 @@ def _add_rows(write: SampleWrite, checked: CheckedWrite, step: Step) -> slice:
         if checked.positions is not None:
             keys = list(itertools.compress(keys, checked.positions < 0))
         partition.key.write(added, keys)
-        partition.key_index.add(keys, range(partition.table.next_index - count, partition.table.next_index))
+        partition.key_index.add(keys, partition.table.index.data[added])
     if checked.groups is not None:
         partition.groups.add(checked.groups, write.group_size, added)
     partition.count_state(code, added, 1)
@@ -274,7 +271,8 @@ def _add_rows(write: SampleWrite, checked: CheckedWrite, step: Step) -> slice:
         for task in partition.tasks.values():
             if (taken := task.take_back()).size:
                 partition.touched(partition.table.index.data[taken])
-    _skip_rest(partition, np.arange(added.start, added.stop), step)
+    if any(task.kept_groups is not None for task in partition.tasks.values()):
+        _skip_rest(partition, np.arange(added.start, added.stop), step)
     return added
 
 
@@ -364,11 +362,11 @@ def _check_groups(
     partition: Partition, write: SampleWrite, groups: Sequence[str], positions: Indexes | None
 ) -> CheckedGroups:
     """Return the groups of the new samples; raises where they, or those of the others, cannot be what is given."""
-    names = (write.names and write.names.group_names) or GroupNames.of(groups)
     if positions is not None:
-        old = np.flatnonzero(positions >= 0)
+        is_new = positions < 0
+        old = positions[~is_new]
         for position, group, known in zip(
-            positions[old].tolist(), names.at(old), partition.groups.names_of(positions[old]), strict=True
+            old.tolist(), itertools.compress(groups, ~is_new), partition.groups.names_of(old), strict=True
         ):
             if group and group != known:
                 raise InvalidArgumentError(
@@ -376,8 +374,8 @@ def _check_groups(
                     f"are given when a sample is inserted and stay",
                     field="groups",
                 )
-        names = names.of_samples(positions < 0)
-    return partition.groups.check(names, write.group_size)
+        groups = list(itertools.compress(groups, is_new))
+    return partition.groups.check(groups, write.group_size)
 
 
 def _check_not_failed(partition: Partition, positions: Indexes) -> None:
@@ -402,7 +400,7 @@ def _check_counts(write: SampleWrite) -> None:
             raise InvalidArgumentError(
                 f"got {len(values)} {name} for {write.row_count} samples; give one a sample", field=name
             )
-    if write.keys is not None and not (write.names and write.names.are_keys_unique):
+    if write.keys is not None:
         unique = set(write.keys)
         if len(unique) != len(write.keys):
             ((twice, _),) = Counter(write.keys).most_common(1)

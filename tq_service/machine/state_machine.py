@@ -17,16 +17,18 @@ Algorithm", 2014, section 2.
 from __future__ import annotations
 
 import logging
+import struct
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any, ClassVar, Final, Protocol, TypeAlias
 
 from numpy.typing import NDArray
 
 from tq_service.errors import PartitionNotFoundError, TqError, nearest
+from tq_service.journal import codec
 from tq_service.log_message import LogMessage
 from tq_service.state.cells import Freed
 from tq_service.state.idempotency import IdempotencyCache
@@ -35,6 +37,8 @@ from tq_service.state.partition import Partition
 from tq_service.state.plan import Indexes
 
 _log = logging.getLogger(__name__)
+_AT_SECONDS: Final = struct.Struct("<d")
+_MOST_RECORD_BYTES: Final = (1 << 20) - 1
 
 WrittenRows: TypeAlias = tuple[Partition, Indexes | range]
 ChangedTask: TypeAlias = tuple[Partition, str | None]
@@ -137,15 +141,45 @@ class Change(ABC):
 
 
 class ChangeLog(Protocol):
-    """Where changes are written down."""
+    """Stores groups of changes."""
 
-    def encode(self, change: Change) -> bytes:
-        """Return the bytes of a change; raises where it has none, or nothing is taken any more."""
+    def check_open(self) -> None:
+        """Raise if no record is accepted any more."""
         ...
 
-    def append(self, at_seconds: float, changes: Sequence[bytes]) -> None:
-        """Take the changes of a group into memory, to be durable together: it cannot fail."""
+    def append(self, records: Sequence[bytes]) -> None:
+        """Take the records of a group into memory, to be durable together: it cannot fail."""
         ...
+
+
+def encode_change(change: Change) -> bytes:
+    """Return the bytes of a change; raises if a value of it has none."""
+    return codec.encode_named(change)
+
+
+def encode_group(at_seconds: float, changes: Sequence[bytes]) -> list[bytes]:
+    """Return the records of a group, each below 1 MiB unless a single change is larger: etcd takes no larger ones."""
+    parts: list[list[bytes]] = [[]]
+    size = _AT_SECONDS.size
+    for change in changes:
+        if parts[-1] and size + len(change) > _MOST_RECORD_BYTES:
+            parts.append([])
+            size = _AT_SECONDS.size
+        parts[-1].append(change)
+        size += len(change)
+    return [b"".join((_AT_SECONDS.pack(at_seconds), *part)) for part in parts]
+
+
+def decode_group(record: bytes) -> tuple[float, list[Change]]:
+    """Return the time and the changes of a record.
+
+    Raises:
+        NewerVersionError: one of them has an unknown kind or field.
+        ValueError, TypeError, KeyError, struct.error: the bytes are not those of a group.
+    """
+    (at_seconds,) = _AT_SECONDS.unpack_from(record)
+    changes = codec.unpack_each(memoryview(record)[_AT_SECONDS.size :])
+    return at_seconds, [codec.decode_named(Change.kinds, *named) for named in changes]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,7 +252,7 @@ class StateMachine:
     def log_alone(self, change: Change) -> None:
         """Write down a change that was made in another way, also while changes are refused."""
         if self.log is not None:
-            self.log.append(self.now_seconds(), [self.log.encode(change)])
+            self.log.append(encode_group(self.now_seconds(), [encode_change(change)]))
 
     def replay(self, change: Change, at_seconds: float) -> None:
         """Apply a change that was written down, to the state in which it was made.
@@ -261,7 +295,10 @@ class Group:
         if self._machine.refusal is not None:
             raise self._machine.refusal()
         log, result = self._machine.log, None
-        encoded = [b"" if log is None else log.encode(change) for change, _ in changes]
+        encoded = [b""] * len(changes)
+        if log is not None:
+            log.check_open()
+            encoded = [encode_change(change) for change, _ in changes]
         try:
             for change, prepared in changes:
                 result = change.apply(self._machine.state, prepared, self._step)
@@ -289,7 +326,7 @@ class Group:
             return
         try:
             if machine.log is not None:
-                machine.log.append(self._step.at_seconds, self._encoded)
+                machine.log.append(encode_group(self._step.at_seconds, self._encoded))
             machine.listener(self._step)
         except Exception as failure:
             machine.fatal("what follows from a change could not be done", failure)

@@ -1,14 +1,14 @@
 """Objects in the memory of other nodes through Mooncake Store (extra `mooncake`), over TCP or RDMA.
 
-`mooncake://MASTER:50051?host=ADDRESS`. What Mooncake was seen to do, and what is done about it here:
+`mooncake://MASTER:50051?host=ADDRESS`. Traps of Mooncake, each seen, and the remedies here:
 
 - A put answers 0 with fewer copies than asked for, with none at all where a killed writer has left its name, and with
   the old value where there is one: existence is asked before, and the copies are counted after, by their nodes.
 - `replica_num` may be served from the writer's own memory: other nodes' segments are preferred, and a copy on the
   writer's own node does not count.
 - A forced removal lets a reader see bytes of two objects: nothing is forced, and a name that is leased is returned.
-- A range that was read has no checksum: the object must be there after the read too, so that its memory was not reused.
-- Calls block for seconds without a master: they run in threads of their own, whose registered memory they keep.
+- A beginning that was read has no checksum: the object must exist after the read too, so its memory was not reused.
+- Calls block for seconds without a master: they run in threads, and registered memory is kept from call to call.
 """
 
 from __future__ import annotations
@@ -17,17 +17,16 @@ import ctypes
 import mmap
 import os
 import random
-import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
-from tq_service.errors import AlreadyExistsError, QuotaExceededError, TqError, UnavailableError
-from tq_service.objects.base import LARGEST_OBJECT_BYTES, Abilities, Capacity, ObjectMissingError
+from tq_service.errors import AlreadyExistsError, TqError, UnavailableError
+from tq_service.objects.base import LARGEST_OBJECT_BYTES, Abilities, ObjectMissingError
 from tq_service.objects.mooncake_admin import MooncakeAdmin, host_of
 from tq_service.objects.options import EngineUrl
-from tq_service.objects.sealed import HEADER_BYTES, check, fill
-from tq_service.objects.threaded import RETRY_AFTER_SECONDS, ThreadedObjects
-from tq_service.objects.threads import Landing
+from tq_service.objects.sealed import HEADER_BYTES, fill
+from tq_service.objects.threaded import Landing, ThreadedObjects
 
 # Read when the library is loaded. A connection a transfer, its default, costs more than a small transfer.
 for _variable, _value in {"MC_TCP_ENABLE_CONNECTION_POOL": "1", "GLOG_minloglevel": "2"}.items():
@@ -82,7 +81,7 @@ class MooncakeObjects(ThreadedObjects):
         self._host = url.text("host", "")
         self._protocol = url.choice("protocol", "tcp", ("tcp", "rdma"))
         self._devices = url.text("devices", "")
-        self._staging = threading.local()
+        self._staged: list[_Staging] = []  # registered, and used by no call
         self._store: Any = MooncakeDistributedStore()
 
     @classmethod
@@ -115,23 +114,21 @@ class MooncakeObjects(ThreadedObjects):
     def _close(self) -> None:
         self._store.close()
 
-    def _put(self, name: str, header: bytes, views: Sequence[memoryview], copies: int) -> int:
+    def _put(self, name: str, sealed: Sequence[memoryview], copies: int) -> int:
         if self._exists([name])[0]:
-            raise AlreadyExistsError(f"{self.place}: object {name} is there; take another attempt's name")
-        buffer = self._buffer(len(header) + sum(map(len, views)))
-        fill(buffer.view, (memoryview(header), *views))
+            raise AlreadyExistsError(f"{self.place}: object {name} exists; take another attempt's name")
         config = ReplicateConfig()
         config.replica_num = copies
         config.with_hard_pin = True
-        others = [segment.name for segment in self._admin.segments() if segment.host != self._host]
+        others = [name for name in self._admin.segments() if host_of(name) != self._host]
         random.shuffle(others)  # the first ones are filled first
         config.preferred_segments = others
-        code = self._store.put_from(name, buffer.address, len(header) + sum(map(len, views)), config)
+        size = sum(map(len, sealed))
+        with self._staging(size) as buffer:
+            fill(buffer.view, sealed)
+            code = self._store.put_from(name, buffer.address, size, config)
         if code == _NO_MEMORY or not others:
-            raise QuotaExceededError(
-                f"{self.place}: no other node has memory for object {name}; remove objects, or offer more memory",
-                retry_after_seconds=RETRY_AFTER_SECONDS,
-            )
+            raise self._full(f"no other node has memory for object {name}")
         if code:
             raise self._failed(name, code)
         made = len(self._nodes([name])[name] - {self._host})
@@ -141,46 +138,31 @@ class MooncakeObjects(ThreadedObjects):
             )
         return made
 
-    def _read(self, name: str, landing: Landing, start: int) -> None:
-        size = len(landing.view)
-        buffer = self._buffer(HEADER_BYTES + size)
-        code = _LEASE_EXPIRED
+    def _read(self, name: str, landing: Landing) -> None:
+        with self._staging(HEADER_BYTES + len(landing)) as buffer:
+            size = self._fetch(name, buffer, HEADER_BYTES + len(landing))
+            landing.write(buffer.view[: min(size, HEADER_BYTES)], buffer.view[HEADER_BYTES : max(size, HEADER_BYTES)])
+
+    def _fetch(self, name: str, buffer: _Staging, size: int) -> int:
+        """Read the first bytes of a stored object; return how many it has of these."""
         for _ in range(_READS):
+            code = self._store.get_into(name, buffer.address, size)
+            if code == _TOO_SMALL:
+                code = self._fetch_range(name, buffer, size)
             if code != _LEASE_EXPIRED:
                 break
-            code = _TOO_SMALL if start else self._store.get_into(name, buffer.address, HEADER_BYTES + size)
-            if code == _TOO_SMALL:
-                self._check_range(name, start, size)
-                code = self._read_range(name, buffer, start, size)
         if code < 0:
             raise self._failed(name, code)
-        header, data = buffer.view[:HEADER_BYTES], buffer.view[HEADER_BYTES : max(code, HEADER_BYTES)]
-        landing.write(0, data[:size])
-        check(name, header[:code], start, landing.view)
+        return int(code)
 
-    def _check_range(self, name: str, start: int, size: int) -> None:
-        there = self._size(name)
-        if start + size > there:
-            check(name, self._header(name), start, memoryview(bytes(size)))
-
-    def _read_range(self, name: str, buffer: _Staging, start: int, size: int) -> int:
-        """Read header and a range; return the bytes that are in the buffer then, or a code."""
-        targets, sources, sizes = [0], [0], [HEADER_BYTES]
-        if size:
-            targets, sources, sizes = [0, HEADER_BYTES], [0, HEADER_BYTES + start], [HEADER_BYTES, size]
-        codes = self._store.get_into_ranges([buffer.address], [[name]], [[targets]], [[sources]], [[sizes]])[0][0]
+    def _fetch_range(self, name: str, buffer: _Staging, size: int) -> int:
+        """Read the beginning of a longer object; return `size`, or a code."""
+        codes = self._store.get_into_ranges([buffer.address], [[name]], [[[0]]], [[[0]]], [[[size]]])[0][0]
         if min(codes) < 0:
             return int(min(codes))
         if not self._exists([name])[0]:
             raise ObjectMissingError(f"{self.place}: object {name} was removed while it was read")
-        return HEADER_BYTES + size
-
-    def _header(self, name: str) -> memoryview:
-        buffer = self._buffer(HEADER_BYTES)
-        code = self._read_range(name, buffer, 0, 0)
-        if code < 0:
-            raise self._failed(name, code)
-        return buffer.view[:HEADER_BYTES]
+        return size
 
     def _size(self, name: str) -> int:
         size = self._store.get_size(name)
@@ -213,33 +195,26 @@ class MooncakeObjects(ThreadedObjects):
             raise self._failed(names[0], codes[0])
         return [name for name, code in zip(names, codes, strict=True) if code not in (0, _NOT_FOUND)]
 
-    def _list(self, prefix: str) -> list[str]:
-        return [name for name in self._admin.all_names() if name.startswith(prefix)]
-
-    def _capacity(self) -> Capacity:
-        others = [segment for segment in self._admin.segments() if segment.host != self._host]
-        return Capacity(
-            total_bytes=sum(segment.total_bytes for segment in others),
-            used_bytes=sum(segment.used_bytes for segment in others),
-        )
-
     def _failed(self, name: str, code: int) -> TqError:
         meaning = _MEANINGS.get(code, "see ErrorCode in its types.h")
         message = f"{self.place}: {name}: Mooncake answered {code} ({meaning})"
         return ObjectMissingError(message) if code in (_NOT_READY, _NOT_FOUND) else UnavailableError(message)
 
-    def _buffer(self, size: int) -> _Staging:
-        """Return registered memory of this thread; of one that hangs in a call nothing uses it."""
-        buffer: _Staging | None = getattr(self._staging, "buffer", None)
+    @contextmanager
+    def _staging(self, size: int) -> Iterator[_Staging]:
+        """Give registered memory to a call; one that hangs keeps it."""
+        buffer = self._staged.pop() if self._staged else None
         if buffer is None or len(buffer.view) < size:
             if buffer is not None:
                 self._store.unregister_buffer(buffer.address)
-            buffer = self._staging.buffer = _Staging(min(1 << max(size - 1, 1 << 20).bit_length(), _MOST_STAGED_BYTES))
+            buffer = _Staging(min(1 << max(size - 1, 1 << 20).bit_length(), _MOST_STAGED_BYTES))
             code = self._store.register_buffer(buffer.address, len(buffer.view))
             if code:
-                self._staging.buffer = None
                 raise self._failed("register_buffer", code)
-        return buffer
+        try:
+            yield buffer
+        finally:
+            self._staged.append(buffer)
 
 
 def _hosts_of(replicas: Sequence[Any]) -> set[str]:

@@ -1,4 +1,4 @@
-"""Settings of an engine, from its URL: each is asked for by name, and one that no engine knows is refused."""
+"""The settings of an engine, from its URL: each is read by name, and unknown ones are refused."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _FALSE: Final = frozenset({"0", "false", "no", "off"})
 class EngineUrl:
     """A URL such as `s3://bucket/prefix?region=us-east-1`.
 
-    Its text may hold a password: it is never part of a message, `redacted` is.
+    It may contain a password, so messages show `redacted` instead of it.
 
     Attributes:
         scheme: name of the engine.
-        host: what stands between `//` and the next `/`, without user and password.
-        path: what follows, without the first `/`.
-        username, password: of the URL, None where it has none.
+        host: the part between `//` and the next `/`, without user and password.
+        path: the part after it, without the first `/`.
+        username, password: of the URL, or None.
     """
 
     def __init__(self, url: str) -> None:
         """Read a URL.
 
         Raises:
-            InvalidArgumentError: it is not one, or names a setting twice.
+            InvalidArgumentError: it is not a URL, or names a setting twice.
         """
         parts = urlsplit(url)
         if not parts.scheme or "://" not in url:
@@ -46,7 +46,7 @@ class EngineUrl:
         self._options: dict[str, str] = {}
         for name, values in parse_qs(parts.query, keep_blank_values=True).items():
             if len(values) != 1:
-                raise InvalidArgumentError(f"{self.redacted}: {name} is there {len(values)} times, expected once")
+                raise InvalidArgumentError(f"{self.redacted}: {name} is given {len(values)} times, expected once")
             self._options[name] = values[0]
         self._asked: set[str] = set()
 
@@ -98,21 +98,28 @@ class EngineUrl:
         Raises:
             InvalidArgumentError: the file cannot be read.
         """
-        path = self.text(f"{name}_file", "")
-        if not path:
-            return os.environ.get(variable)
+        found = self.file(f"{name}_file")
+        return os.environ.get(variable) if found is None else found.decode().strip()
+
+    def file(self, name: str) -> bytes | None:
+        """Return the content of the file that a setting names, or None if it names none.
+
+        Raises:
+            InvalidArgumentError: the file cannot be read.
+        """
+        path = self.text(name, "")
         try:
-            return Path(path).read_text().strip()
-        except (OSError, UnicodeDecodeError) as error:
+            return Path(path).read_bytes() if path else None
+        except OSError as error:
             raise InvalidArgumentError(
-                f"{self.redacted}: {name}_file {path} cannot be read ({type(error).__name__}); expected a text file"
+                f"{self.redacted}: {name} {path} cannot be read ({type(error).__name__}); expected a file"
             ) from error
 
     def check_all_used(self) -> None:
-        """Refuse settings that were not asked for.
+        """Refuse settings that no engine has read.
 
         Raises:
-            InvalidArgumentError: there are some.
+            InvalidArgumentError: it has some.
         """
         unknown = sorted(self._options.keys() - self._asked)
         if unknown:

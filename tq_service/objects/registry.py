@@ -8,30 +8,27 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from tq_service.errors import InvalidArgumentError, nearest
-from tq_service.objects.base import LARGEST_OBJECT_BYTES, ObjectStore
+from tq_service.objects.base import ObjectStore
 from tq_service.objects.options import EngineUrl
 
 ENTRY_POINT_GROUP: Final = "tq_service.object_stores"
 """Entry points of packages: the name is the scheme, the value a callable that makes an `ObjectStore` of a URL."""
 
+_BUCKETS: Final = ("tq_service.objects.buckets", "BucketObjects", "obstore")
+_VALKEY: Final = ("tq_service.objects.valkey", "ValkeyObjects", "valkey")
 _BUILT_IN: Final[dict[str, tuple[str, str, str]]] = {
-    # scheme: module, class, extra that brings what it imports
-    "memory": ("tq_service.objects.memory", "MemoryObjects", ""),
-    "file": ("tq_service.objects.files", "FileObjects", ""),
-    "s3": ("tq_service.objects.s3", "S3Objects", "s3"),
-    "valkey": ("tq_service.objects.valkey", "ValkeyObjects", "valkey"),
-    "valkeys": ("tq_service.objects.valkey", "ValkeyObjects", "valkey"),
-    "redis": ("tq_service.objects.valkey", "ValkeyObjects", "valkey"),
-    "rediss": ("tq_service.objects.valkey", "ValkeyObjects", "valkey"),
+    # scheme: module, class, extra that brings the packages which it imports
+    **dict.fromkeys(("s3", "gs", "az", "file", "memory"), _BUCKETS),
+    **dict.fromkeys(("valkey", "valkeys", "redis", "rediss"), _VALKEY),
     "mooncake": ("tq_service.objects.mooncake", "MooncakeObjects", "mooncake"),
 }
 
 
 def make_object_store(url: str) -> ObjectStore:
-    """Make the engine that a URL names; it is not opened yet.
+    """Make the engine that a URL names, without opening it.
 
     Args:
-        url: such as `file:///mnt/shared/tq`; what stands in it besides is described in docs/engines.md.
+        url: such as `file:///mnt/shared/tq`; docs/engines.md describes its settings.
 
     Raises:
         InvalidArgumentError: no engine has its scheme, the engine's package is not installed, or a setting is wrong.
@@ -42,11 +39,6 @@ def make_object_store(url: str) -> ObjectStore:
         raise InvalidArgumentError(
             f"{parsed.redacted}: the engine {parsed.scheme!r} made {type(store).__qualname__}, expected a subclass of "
             "tq_service.objects.base.ObjectStore"
-        )
-    if store.abilities.largest_object_bytes < LARGEST_OBJECT_BYTES:
-        raise InvalidArgumentError(
-            f"{parsed.redacted}: the engine takes objects of {store.abilities.largest_object_bytes} bytes, expected at "
-            f"least {LARGEST_OBJECT_BYTES}"
         )
     return store
 

@@ -1,7 +1,7 @@
 """Objects as engines store them: a header with size and checksum, and the bytes.
 
-Engines store a sealed object as it is. So a reader sees from the first bytes what the whole must be, whatever an engine
-has mixed, cut or lost.
+Engines store a sealed object as it is. So a reader sees from the first bytes what the complete object must be, whatever
+an engine has mixed, cut or lost.
 """
 
 from __future__ import annotations
@@ -14,37 +14,38 @@ import numpy as np
 import xxhash
 
 from tq_service.errors import DataLossError, InvalidArgumentError
-from tq_service.objects.base import Buffer, ObjectMissingError
+from tq_service.objects.base import LARGEST_OBJECT_BYTES, Buffer, ObjectMissingError
 
 _HEADER: Final = struct.Struct("<8sQQ8x")
 _MAGIC: Final = b"tqobj\x00\x00\x01"
 HEADER_BYTES: Final = _HEADER.size
 
 
-def seal(name: str, parts: Sequence[Buffer], largest_bytes: int) -> tuple[bytes, list[memoryview]]:
-    """Return the header of an object and its parts as flat bytes.
+def seal(name: str, parts: Sequence[Buffer]) -> list[memoryview]:
+    """Return the header of an object and its parts, all as flat bytes.
 
     Raises:
-        InvalidArgumentError: it is larger than `largest_bytes`.
+        InvalidArgumentError: it has more than `LARGEST_OBJECT_BYTES`.
     """
     views = [memoryview(part).cast("B") for part in parts]
     size = sum(map(len, views))
-    if size > largest_bytes:
+    if size > LARGEST_OBJECT_BYTES:
         raise InvalidArgumentError(
-            f"object {name}: got {size} bytes, expected at most {largest_bytes}; cut it into pieces", field="parts"
+            f"object {name}: got {size} bytes, expected at most {LARGEST_OBJECT_BYTES}; cut it into pieces",
+            field="parts",
         )
-    return _HEADER.pack(_MAGIC, size, _checksum(views)), views
+    return [memoryview(_HEADER.pack(_MAGIC, size, _checksum(views))), *views]
 
 
-def joined(header: bytes, views: Sequence[memoryview]) -> memoryview:
+def joined(sealed: Sequence[memoryview]) -> memoryview:
     """Return a sealed object in one piece, copied without holding Python's lock."""
-    sealed = memoryview(bytearray(len(header) + sum(map(len, views))))
-    fill(sealed, (memoryview(header), *views))
-    return sealed
+    whole = memoryview(bytearray(sum(map(len, sealed))))
+    fill(whole, sealed)
+    return whole
 
 
 def fill(into: memoryview, views: Sequence[memoryview]) -> None:
-    """Copy bytes to the beginning of `into`, without holding Python's lock; it does not hold for `bytes.join`."""
+    """Copy bytes to the beginning of `into` without holding Python's lock, which `bytes.join` would hold."""
     start = 0
     for view in filter(len, views):
         end = start + len(view)
@@ -56,24 +57,22 @@ def size_of(name: str, header: Buffer) -> int:
     """Return the size of the object behind a header, without the header.
 
     Raises:
-        ObjectMissingError: there are fewer bytes than a header has: none was written.
-        DataLossError: it is none.
+        ObjectMissingError: it is shorter than a header: half written.
+        DataLossError: it is not a header.
     """
     return _parse(name, header)[0]
 
 
-def check(name: str, header: Buffer, start: int, data: memoryview) -> None:
-    """Check bytes that were read from `start` on.
+def check(name: str, header: Buffer, data: memoryview) -> None:
+    """Check the first bytes of an object, which were read after its header.
 
     Raises:
-        ObjectMissingError: there is no header.
+        ObjectMissingError: the header is incomplete.
         DataLossError: the object is shorter, or `data` is all of it and does not match its checksum.
     """
     size, checksum = _parse(name, header)
-    if start + len(data) > size:
-        raise DataLossError(
-            f"object {name} has {size} bytes, expected {len(data)} from {start} on; it is another put's"
-        )
+    if len(data) > size:
+        raise DataLossError(f"object {name} has {size} bytes, expected at least {len(data)}; it is another put's")
     if len(data) == size and _checksum([data]) != checksum:
         raise DataLossError(f"object {name}: {size} bytes do not match their checksum; the copy is damaged or was cut")
 

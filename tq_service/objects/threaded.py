@@ -1,48 +1,80 @@
-"""An engine whose client blocks: its calls run in threads of their own, bounded in number and in time.
+"""The base of engines whose client blocks: each call runs in a daemon thread, bounded in number and time.
 
-Clients in C++ and Rust, and those that wait for a socket, let go of Python's lock while they work; so do checksums and
-copies of large objects, which happen in the same threads. An engine says in blocking methods what it does.
+Clients in C++ and Rust, and those that wait for a socket, release Python's lock while they work; so do checksums and
+copies of large objects, which happen in the same thread. A call that does not end in time costs its thread until it
+ends: the caller gets an error, and `Landing` keeps the call from writing to the caller's memory.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import threading
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import ClassVar, Final, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Final, TypeVar
 
-from tq_service.errors import TqError, UnavailableError
-from tq_service.objects.base import Buffer, Capacity, ObjectStore
-from tq_service.objects.sealed import seal
-from tq_service.objects.threads import CallThreads, Landing
+from tq_service.daemon_threads import start_daemon_thread
+from tq_service.errors import QuotaExceededError, TqError, UnavailableError
+from tq_service.objects.base import Buffer, ObjectStore
+from tq_service.objects.sealed import check, fill, seal
 
-NAMES_A_PAGE: Final = 1000
-RETRY_AFTER_SECONDS: Final = 1.0
+_RETRY_AFTER_SECONDS: Final = 1.0
 _MESSAGE_CHARACTERS: Final = 300
 _CLOSE_SECONDS: Final = 2.0
 T = TypeVar("T")
 
 
-class ThreadedObjects(ObjectStore):
-    """Runs the blocking methods of a subclass, which may be called in several threads at a time.
+class Landing:
+    """Memory of a caller that a thread fills, for as long as the caller waits for it."""
 
-    Each is called after `_connect` has returned; what they raise besides `TqError` becomes one by `_error`.
+    def __init__(self, name: str, into: memoryview) -> None:
+        self._name = name
+        self._into = into
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def __len__(self) -> int:
+        """Number of bytes that it takes."""
+        return len(self._into)
+
+    def write(self, header: Buffer, data: Buffer) -> None:
+        """Copy the first bytes of an object to it, and check them.
+
+        Raises:
+            ObjectMissingError: the header is incomplete.
+            DataLossError: see `check`.
+        """
+        with self._lock:
+            if not self._is_closed:
+                fill(self._into, (memoryview(data)[: len(self)],))
+                check(self._name, header, self._into)
+
+    def close(self) -> None:
+        """Let nothing be written any more; waits for a copy under way."""
+        with self._lock:
+            self._is_closed = True
+
+
+class ThreadedObjects(ObjectStore):
+    """Runs the blocking methods of a subclass, several of which may run at a time.
+
+    Each is called after `_connect` has returned; its exceptions other than `TqError` become one by `_error`.
+
+    Args:
+        place: its objects' place, for messages.
+        threads: how many calls run at a time; others wait.
+        timeout_seconds: how long a call may take, its wait for a thread included.
     """
 
     engine: ClassVar[str]
-    """What messages and threads call it."""
+    """Its name in messages and of threads."""
 
     def __init__(self, place: str, *, threads: int, timeout_seconds: float) -> None:
-        """Make an engine that is not open yet.
-
-        Args:
-            place: where its objects are, for messages.
-            threads: how many calls run at a time; others wait.
-            timeout_seconds: how long a call may take, its time of waiting for a thread included.
-        """
         self.place = place
         self.timeout_seconds = timeout_seconds
-        self._threads = CallThreads(self.engine, threads)
+        self._free = asyncio.Semaphore(threads)
+        self._running: set[asyncio.Future[Callable[[], Any]]] = set()
         self._is_open = False
 
     async def open(self, node: str, offered_bytes: int) -> None:
@@ -50,15 +82,14 @@ class ThreadedObjects(ObjectStore):
         self._is_open = True
 
     async def put(self, name: str, parts: Sequence[Buffer], *, copies: int) -> int:
-        def put() -> int:
-            header, views = seal(name, parts, self.abilities.largest_object_bytes)
-            return self._put(name, header, views, copies)
+        return await self._run(lambda: self._put(name, seal(name, parts), copies))
 
-        return await self._run(put)
-
-    async def read(self, name: str, into: memoryview, start: int = 0) -> None:
-        landing = Landing(into)
-        await self._run(lambda: self._read(name, landing, start), landing)
+    async def read(self, name: str, into: memoryview) -> None:
+        landing = Landing(name, into)
+        try:
+            await self._run(lambda: self._read(name, landing))
+        finally:
+            landing.close()
 
     async def copies(self, names: Sequence[str]) -> list[int]:
         return await self._run(lambda: self._copies(names)) if names else []
@@ -69,54 +100,80 @@ class ThreadedObjects(ObjectStore):
     async def size(self, name: str) -> int:
         return await self._run(lambda: self._size(name))
 
-    async def capacity(self) -> Capacity:
-        return await self._run(self._capacity)
-
-    async def list_names(self, prefix: str) -> AsyncIterator[Sequence[str]]:
-        names = await self._run(lambda: self._list(prefix))
-        for first in range(0, len(names), NAMES_A_PAGE):
-            yield names[first : first + NAMES_A_PAGE]
-
     async def aclose(self) -> None:
-        if self._is_open:
-            self._is_open = False
-            # A client in C++ that is closed while a call is in it takes the process with it. One with a call that does
-            # not end is left as it is, until the call has ended.
-            if await self._threads.wait_idle(_CLOSE_SECONDS):
-                with contextlib.suppress(TqError):  # it is gone already
-                    await self._in_thread(self._close)
-        self._threads.close()
+        if not self._is_open:
+            return
+        self._is_open = False
+        # A client in C++ that is closed while a call is in it takes the process with it: one with a call that does not
+        # end stays open until the process ends.
+        if not self._running or not (await asyncio.wait(self._running, timeout=_CLOSE_SECONDS))[1]:
+            with contextlib.suppress(TqError):  # it is gone already
+                await self._in_thread(self._close)
 
-    async def _run(self, call: Callable[[], T], landing: Landing | None = None) -> T:
+    async def _run(self, call: Callable[[], T]) -> T:
         if not self._is_open:
             raise UnavailableError(f"the {self.engine} engine of {self.place} is not open; open it before other calls")
-        return await self._in_thread(call, landing)
+        return await self._in_thread(call)
 
-    async def _in_thread(self, call: Callable[[], T], landing: Landing | None = None) -> T:
+    async def _in_thread(self, call: Callable[[], T]) -> T:
+        """Return the result of a call; a cancelled caller waits for its end too, since it reads the caller's memory."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self.timeout_seconds
         try:
-            return await self._threads.run(call, timeout_seconds=self.timeout_seconds, landing=landing)
+            async with asyncio.timeout_at(until):
+                await self._free.acquire()
+        except TimeoutError:
+            raise self._late("no thread was free") from None
+        running = start_daemon_thread(call, thread_name=f"tq-{self.engine}")
+        self._running.add(running)
+        running.add_done_callback(self._end)
+        cancelled: asyncio.CancelledError | None = None
+        while not running.done() and loop.time() < until:
+            try:
+                await asyncio.wait((running,), timeout=until - loop.time())
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            raise cancelled
+        if not running.done():
+            raise self._late("the call continues in its thread")
+        try:
+            return running.result()()
         except TqError:
             raise
         except Exception as error:  # whatever the client of an engine raises
             raise self._error(error) from error
 
-    def _error(self, error: Exception) -> TqError:
-        """Return the error that the service knows for one of the engine's client."""
-        return self.unavailable(error)
+    def _end(self, running: asyncio.Future[Callable[[], Any]]) -> None:
+        self._running.discard(running)
+        self._free.release()
 
-    def unavailable(self, detail: object) -> UnavailableError:
+    def _late(self, detail: str) -> UnavailableError:
+        return UnavailableError(f"{self.engine} did not answer within {self.timeout_seconds:g} s ({detail})")
+
+    def _error(self, error: Exception) -> TqError:
+        """Return the service's error for one of the engine's client."""
+        return self._unavailable(f"{type(error).__name__}: {error}")
+
+    def _unavailable(self, detail: str) -> UnavailableError:
         """Return the error of a call that the engine did not answer, or refused."""
-        kind = f"{type(detail).__name__}: " if isinstance(detail, Exception) else ""
-        return UnavailableError(f"{self.engine} at {self.place}: {kind}{str(detail)[:_MESSAGE_CHARACTERS]}")
+        return UnavailableError(f"{self.engine} at {self.place}: {detail[:_MESSAGE_CHARACTERS]}")
+
+    def _full(self, detail: str) -> QuotaExceededError:
+        """Return the error of a put for which the engine has no capacity."""
+        return QuotaExceededError(
+            f"{self.place} is full ({detail[:_MESSAGE_CHARACTERS]}); remove objects or give it more capacity",
+            retry_after_seconds=_RETRY_AFTER_SECONDS,
+        )
 
     @abstractmethod
     def _connect(self, node: str, offered_bytes: int) -> None: ...
 
     @abstractmethod
-    def _put(self, name: str, header: bytes, views: Sequence[memoryview], copies: int) -> int: ...
+    def _put(self, name: str, sealed: Sequence[memoryview], copies: int) -> int: ...
 
     @abstractmethod
-    def _read(self, name: str, landing: Landing, start: int) -> None: ...
+    def _read(self, name: str, landing: Landing) -> None: ...
 
     @abstractmethod
     def _copies(self, names: Sequence[str]) -> list[int]: ...
@@ -126,12 +183,6 @@ class ThreadedObjects(ObjectStore):
 
     @abstractmethod
     def _size(self, name: str) -> int: ...
-
-    @abstractmethod
-    def _capacity(self) -> Capacity: ...
-
-    @abstractmethod
-    def _list(self, prefix: str) -> list[str]: ...
 
     @abstractmethod
     def _close(self) -> None: ...

@@ -1,8 +1,8 @@
 """Objects as values of Valkey or Redis (extra `valkey`), one server with replicas or a cluster.
 
 `valkey://HOST:PORT`, `valkeys://` with TLS; `?cluster=true` for a cluster. An object is one SET that must not find its
-name; WAIT says how many replicas have it. The server needs `maxmemory` with the policy `noeviction`: any other removes
-objects that it has acknowledged, and `open` refuses it.
+name; WAIT returns how many replicas have it. The server needs `maxmemory` with the policy `noeviction`: any other
+removes acknowledged objects, and `open` refuses it.
 """
 
 from __future__ import annotations
@@ -16,18 +16,14 @@ from redis.backoff import NoBackoff
 from redis.cluster import RedisCluster
 from redis.retry import Retry
 
-from tq_service.errors import AlreadyExistsError, InvalidArgumentError, QuotaExceededError, TqError
-from tq_service.objects.base import Abilities, Capacity
+from tq_service.errors import AlreadyExistsError, InvalidArgumentError, TqError
+from tq_service.objects.base import Abilities
 from tq_service.objects.options import EngineUrl
-from tq_service.objects.sealed import HEADER_BYTES, check, joined, size_of
-from tq_service.objects.threaded import RETRY_AFTER_SECONDS, ThreadedObjects
-from tq_service.objects.threads import Landing
+from tq_service.objects.sealed import HEADER_BYTES, joined, size_of
+from tq_service.objects.threaded import Landing, ThreadedObjects
 
 _DEFAULT_PORT: Final = 6379
-_LARGEST_BYTES: Final = (512 << 20) - HEADER_BYTES
-"""A value has at most 512 MiB."""
-_NAMES_A_SCAN: Final = 1000
-_NAMES_A_CALL: Final = 500
+_NAMES_PER_CALL: Final = 500
 _PROBE: Final = "!probe-"  # in no name of an object
 
 
@@ -75,13 +71,13 @@ class ValkeyObjects(ThreadedObjects):
 
     @property
     def abilities(self) -> Abilities:
-        return Abilities(survives="power" if self._survives == "power" else "node", largest_object_bytes=_LARGEST_BYTES)
+        return Abilities(survives="power" if self._survives == "power" else "node")
 
     def _connect(self, node: str, offered_bytes: int) -> None:
         make = RedisCluster if self._is_cluster else redis.Redis
         self._client = make(**self._settings)
         try:
-            policies = {info.get("maxmemory_policy", "noeviction") for info in self._info("memory")}
+            policies = {info.get("maxmemory_policy", "noeviction") for info in self._memory_infos()}
         except redis.AuthenticationError as error:
             raise InvalidArgumentError(
                 f"{self.place} refused user and password ({error}); expected those of the URL, of password_file or of "
@@ -96,11 +92,11 @@ class ValkeyObjects(ThreadedObjects):
     def _close(self) -> None:
         self._client.close()
 
-    def _put(self, name: str, header: bytes, views: Sequence[memoryview], copies: int) -> int:
+    def _put(self, name: str, sealed: Sequence[memoryview], copies: int) -> int:
         server = self._server(name)
         replica_count = min(copies - 1, _replica_count(server))
-        pipeline = server.pipeline(transaction=False)  # WAIT is about what its own connection has written
-        pipeline.set(self._prefix + name, joined(header, views), nx=True)
+        pipeline = server.pipeline(transaction=False)  # WAIT is about the writes of its own connection
+        pipeline.set(self._prefix + name, joined(sealed), nx=True)
         if replica_count > 0:
             pipeline.wait(replica_count, self._wait_ms)
         is_new, *acknowledged = pipeline.execute()
@@ -108,20 +104,10 @@ class ValkeyObjects(ThreadedObjects):
             raise AlreadyExistsError(f"{self.place}: object {name} is there; take another attempt's name")
         return 1 + int(sum(acknowledged))
 
-    def _read(self, name: str, landing: Landing, start: int) -> None:
+    def _read(self, name: str, landing: Landing) -> None:
         key = self._prefix + name
-        size = len(landing.view)
-        if not start:
-            data = memoryview(self._server(name).getrange(key, 0, HEADER_BYTES + size - 1))
-            header, rest = data[:HEADER_BYTES], data[HEADER_BYTES:]
-        else:
-            pipeline = self._server(name).pipeline(transaction=False)
-            pipeline.getrange(key, 0, HEADER_BYTES - 1)
-            first = HEADER_BYTES + start
-            pipeline.getrange(key, first, first + max(size, 1) - 1)
-            header, rest = (memoryview(found) for found in pipeline.execute())
-        landing.write(0, rest[:size])
-        check(name, header, start, landing.view)
+        data = memoryview(self._server(name).getrange(key, 0, HEADER_BYTES + len(landing) - 1))
+        landing.write(data[:HEADER_BYTES], data[HEADER_BYTES:])
 
     def _size(self, name: str) -> int:
         header: bytes = self._server(name).getrange(self._prefix + name, 0, HEADER_BYTES - 1)
@@ -151,36 +137,17 @@ class ValkeyObjects(ThreadedObjects):
             pipeline.execute()
         return []
 
-    def _list(self, prefix: str) -> list[str]:
-        pattern = "".join(
-            f"[{character}]" if character in "*?[\\" else character for character in self._prefix + prefix
-        )
-        keys = self._client.scan_iter(match=f"{pattern}*", count=_NAMES_A_SCAN)
-        names = {key.decode().removeprefix(self._prefix) for key in keys}
-        return [name for name in names if _PROBE not in name]
-
-    def _capacity(self) -> Capacity:
-        infos = self._info("memory")
-        totals = [info["maxmemory"] for info in infos]
-        return Capacity(
-            total_bytes=sum(totals) if all(totals) else None,  # 0: whatever the machine has
-            used_bytes=sum(info["used_memory"] for info in infos),
-        )
-
     def _error(self, error: Exception) -> TqError:
         if isinstance(error, redis.OutOfMemoryError) or str(error).startswith("OOM "):
-            return QuotaExceededError(
-                f"{self.place} is full ({str(error)[:100]}); remove objects or raise its maxmemory",
-                retry_after_seconds=RETRY_AFTER_SECONDS,
-            )
+            return self._full(f"{str(error)[:100]}; raise its maxmemory")
         if isinstance(error, redis.exceptions.MovedError) and self._is_cluster:
             self._client.nodes_manager.initialize()  # the next attempt goes to the right server
-        return self.unavailable(error)
+        return super()._error(error)
 
-    def _info(self, section: str) -> list[dict[str, Any]]:
+    def _memory_infos(self) -> list[dict[str, Any]]:
         if not self._is_cluster:
-            return [self._client.info(section)]
-        return list(self._client.info(section, target_nodes=RedisCluster.PRIMARIES).values())
+            return [self._client.info("memory")]
+        return list(self._client.info("memory", target_nodes=RedisCluster.PRIMARIES).values())
 
     def _server(self, name: str) -> Any:
         """Return the client of the server that has a name."""
@@ -195,8 +162,8 @@ class ValkeyObjects(ThreadedObjects):
             server = self._server(name)
             grouped.setdefault(id(server), (server, []))[1].append(name)
         for server, some in grouped.values():
-            for first in range(0, len(some), _NAMES_A_CALL):
-                yield server, some[first : first + _NAMES_A_CALL]
+            for first in range(0, len(some), _NAMES_PER_CALL):
+                yield server, some[first : first + _NAMES_PER_CALL]
 
 
 def _probe_beside(key: str) -> str:

@@ -24,13 +24,14 @@ from tq_service.cluster.about import MemberRecord, controller_id_of, publish, pu
 from tq_service.cluster.batches import BatchReader
 from tq_service.cluster.election import Election, Leader, Leadership, Lease
 from tq_service.cluster.etcd import Etcd, EtcdAccess
-from tq_service.cluster.etcd_log import EtcdLog
+from tq_service.cluster.etcd_backend import EtcdBackend
 from tq_service.cluster.keys import ClusterKeys
 from tq_service.config import ServeSettings
 from tq_service.durable.data_dir import DataDir
-from tq_service.durable.files import snapshot_numbers
 from tq_service.durable.state_store import StateStore
 from tq_service.errors import InvalidArgumentError, JournalUnreachableError, SupersededError, TqError
+from tq_service.journal.files import snapshot_numbers
+from tq_service.journal.log import Log
 from tq_service.log_message import LogMessage
 from tq_service.machine.partitions import SnapshotNeeded
 from tq_service.results import ControllerStatus
@@ -88,14 +89,15 @@ class ClusterMember:
             data_dir.close()
             raise
         self._member_id = f"{socket.gethostname()}-{data_dir.identity.storage_boot_id.hex()[:8]}"
-        self._journal = EtcdLog(
+        self._reader = BatchReader(self._etcd, self._keys)
+        self._backend = EtcdBackend(
             self._etcd,
             self._keys,
             member_id=self._member_id,
             directory=data_dir.path,
             accept_loss=settings.accept_journal_loss,
         )
-        self.store = StateStore(data_dir, self._journal)
+        self.store = StateStore(data_dir, Log(self._backend))
         self.store.is_shared = True
         self._election = Election(self._etcd, self._keys, self._member_id, address)
         self._standing_by = ThreadPoolExecutor(1, thread_name_prefix="tq-election")  # busy for as long as it stands by
@@ -137,7 +139,7 @@ class ClusterMember:
     @property
     def last_number(self) -> int:
         """Of the last record of the log that is durable, while this one leads; else that it has applied."""
-        return self._journal.last_number
+        return self._backend.seen_number
 
     def statuses(self) -> list[ControllerStatus]:
         """Return what is known of the controllers, while this one leads."""
@@ -176,10 +178,12 @@ class ClusterMember:
             TqError: it cannot go on.
         """
         number = await self._restore(catalog)
-        is_to_follow = not await asyncio.to_thread(self._journal.check, number)
+        has_lost = await asyncio.to_thread(self._backend.has_lost, number)
         await self._begin_lease()
         self._supervisor.start("publishing this controller to the others", self._publish_always())
-        following = asyncio.create_task(self.store.follow() if is_to_follow else _forever())
+        following = asyncio.create_task(
+            _forever() if has_lost else self.store.follow(self._backend.follow(max(number, 1)))
+        )
         following.add_done_callback(_retrieve)
         try:
             await self._catch_up(following)
@@ -188,7 +192,7 @@ class ClusterMember:
             following.cancel()
             await asyncio.wait((following,))
         began = time.monotonic()
-        self._journal.leadership = leadership
+        self._backend.leadership = leadership
         self._leadership = leadership
         record_count = await self.store.take_over()
         if leadership.lease.is_over:  # since before this controller knew that it leads
@@ -255,9 +259,8 @@ class ClusterMember:
             await asyncio.sleep(_PAUSE_SECONDS)
 
     def _has_log_from(self, number: int) -> bool:
-        reader = BatchReader(self._etcd, self._keys)
-        end = reader.end()
-        return number > end.number or not end.number or reader.first_key(max(number, 1)) != 0
+        end = self._reader.end()
+        return number > end.number or not end.number or self._reader.first_key(max(number, 1)) != 0
 
     async def _begin_lease(self) -> None:
         loop = asyncio.get_running_loop()
@@ -286,7 +289,7 @@ class ClusterMember:
         """
         while not following.done():
             with contextlib.suppress(JournalUnreachableError):
-                end_number = (await asyncio.to_thread(self._journal.end)).number
+                end_number = (await asyncio.to_thread(self._reader.end)).number
                 if end_number - self.last_number <= _NEAR_RECORDS:
                     return
                 leader = await asyncio.to_thread(self._election.leader)

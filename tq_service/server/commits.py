@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Final, TypeAlias, TypeVar
 
 import grpc
@@ -22,25 +22,31 @@ from tq_service.errors import (
     TqError,
 )
 from tq_service.machine.samples import SampleWrite
+from tq_service.schema import check_named_rows
 from tq_service.server import converters
 from tq_service.server.rpc.limits import WaitingCalls, wait_until
 from tq_service.server.storages import StorageRegistry
 from tq_service.serving.catalog import Catalog
 from tq_service.serving.lookup import MOST_NAMED, first_known
-from tq_service.serving.names import looking_through
 from tq_service.state.cells import Put
-from tq_service.state.names import LARGE, Names
 from tq_service.state.partition import Partition
 from tq_service.v1 import commit_pb2, metadata_pb2
 from tq_service.v1 import controller_service_pb2 as pb
-from tq_service.wire.columns import ColumnShape
+from tq_service.wire.columns import ColumnShape, decode_headers
 from tq_service.wire.runs import read_indexes
-from tq_service.wire.texts import FEW
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 Answer = TypeVar("Answer", pb.InsertResponse, commit_pb2.CommitResponse)
 _NO_ROWS: Final = np.zeros(0, np.int64)
+MANY_ROWS: Final = 1 << 15  # threads read what is said of so many, and capacity for them is reserved in steps
+
+
+async def columns_of(headers: Sequence[metadata_pb2.ColumnHeader], row_count: int) -> list[ColumnShape]:
+    """Return the columns of a put, see `decode_headers`; a thread looks at the extents of many rows."""
+    if row_count < MANY_ROWS:
+        return decode_headers(headers, row_count)
+    return await asyncio.to_thread(decode_headers, headers, row_count)
 
 
 class Commits:
@@ -73,7 +79,8 @@ class Commits:
             if request.columns:
                 raise InvalidArgumentError("columns came without a placement; say where the put is", field="placement")
             return await self._write_without_put(request, context, commit_pb2.CommitResponse)
-        put, columns = converters.placement(request.placement), converters.put_columns(request)
+        put = converters.placement(request.placement)
+        columns = await columns_of(request.columns, request.write.row_count)
         partition_id, receipt = request.write.partition_id, request.placement.receipt
         if (answer := self.recorded(request.request_id)) is not None:
             if not self._storages.is_committed(put):  # it is a second put for the same commit, or gone since
@@ -82,12 +89,10 @@ class Commits:
             return answer
         self._storages.check_uncommitted(put)
         with self._storages.redeemed(put, columns, partition_id, receipt) as redeemed:
-            async with self.admitted(request, sum(column.value_bytes for column in columns), context) as names:
-                known = None if names is None else await names
-                if self.recorded(request.request_id) is None:
-                    self._storages.check_uncommitted(put)
-                    redeemed.check()
-                return self.commit_stored(request, put, columns, known, for_existing_rows=redeemed.for_existing_rows)
+            async with self.admitted(request, sum(column.value_bytes for column in columns), context):
+                return await self.commit_stored(
+                    request, put, columns, for_existing_rows=redeemed.for_existing_rows, check=redeemed.check
+                )
 
     def check(self, request: commit_pb2.CommitRequest) -> None:
         """Refuse a commit that asks for more than one answer is about."""
@@ -122,12 +127,11 @@ class Commits:
         self, request: pb.InsertRequest | commit_pb2.CommitRequest, context: Context, answer: type[Answer]
     ) -> Answer:
         """Write samples without cells, or metadata and state alone."""
-        async with self.admitted(request, 0, context) as names:
-            known = None if names is None else await names
+        async with self.admitted(request, 0, context):
             recorded: Answer | None = self._catalog.recorded(request.request_id, answer)
             if recorded is not None:
                 return recorded
-            write = converters.sample_write(request.write, names=known)
+            write = converters.sample_write(request.write)
             async with self._capacity(request.write, write) as made:
                 return self._catalog.run_once(
                     request.request_id, lambda: answer(meta=self._write(request.write, write, made)), answer
@@ -136,38 +140,36 @@ class Commits:
     @contextlib.asynccontextmanager
     async def admitted(
         self, request: pb.InsertRequest | commit_pb2.CommitRequest, size_bytes: int, context: Context
-    ) -> AsyncIterator[asyncio.Future[Names] | None]:
+    ) -> AsyncIterator[None]:
         """Wait until a partition has capacity for new samples, and keep it for the `async with` that writes them.
 
-        Yields what will be known of the names of a write, which are looked through meanwhile; None: there are few.
-
         Raises:
+            InvalidArgumentError: too many samples have keys or groups.
             QuotaExceededError, StalenessLimitError: there was none until the call was about to end, or never is.
             LimitExceededError: too many calls wait.
         """
-        message, names = request.write, None
-        if max(len(message.keys.sizes), len(message.groups.sizes)) > FEW:
-            names = looking_through(converters.keys_of(message), converters.groups_of(message))
+        message = request.write
+        check_named_rows("keys", len(message.keys))
+        check_named_rows("groups", len(message.groups))
         queue = self._catalog.admission_queue(message.partition_id)
         if queue is None or self._catalog.recorded(request.request_id) is not None:
-            yield names
+            yield
             return
-        known = None if names is None else await names
         self._catalog.get(message.partition_id, message.incarnation)
-        write = converters.sample_write(message, names=known)
+        write = converters.sample_write(message)
         with self._waiting.one(context):
             capacity = await queue.enter(request.request_id, write, size_bytes, wait_until(context))
         with capacity:
-            yield names
+            yield
 
-    def commit_stored(
+    async def commit_stored(
         self,
         request: commit_pb2.CommitRequest,
         put: Put,
         columns: Sequence[ColumnShape],
-        names: Names | None = None,
         *,
-        for_existing_rows: bool = False,
+        for_existing_rows: bool,
+        check: Callable[[], None],
     ) -> commit_pb2.CommitResponse:
         """Make the columns of a stored put visible in one step, once for each request_id.
 
@@ -175,32 +177,36 @@ class Commits:
             request: what is written to which samples.
             put: what has their cells.
             columns: of the put.
-            names: what is known of keys and groups.
             for_existing_rows: whether it may have taken the reserve, so that no samples are made of it.
+            check: raises where the put is not there any more.
         """
+        recorded = self.recorded(request.request_id)
+        if recorded is not None:
+            return recorded
+        write = converters.sample_write(request.write, put, columns)
 
         def change() -> commit_pb2.CommitResponse:
             self._storages.check_uncommitted(put)
-            write = converters.sample_write(request.write, put, columns, names)
-            if for_existing_rows and self.makes_samples(request.write, names):
+            check()
+            if for_existing_rows and self.makes_samples(request.write):
                 raise QuotaExceededError(
                     f"put {put.put_id.hex()} was put as columns for existing samples, which may use a reserve that new "
                     "ones may not, and its commit makes samples; put it again without for_existing_rows",
                     metadata={"limit_name": "reserve", "put_id": put.put_id.hex()},
                 )
             with self._storages.committing(put):
-                return commit_pb2.CommitResponse(meta=self._write(request.write, write))
+                return commit_pb2.CommitResponse(meta=self._write(request.write, write, made))
 
-        return self._catalog.run_once(request.request_id, change, commit_pb2.CommitResponse)
+        async with self._capacity(request.write, write) as made:
+            return self._catalog.run_once(request.request_id, change, commit_pb2.CommitResponse)
 
-    def makes_samples(self, write: commit_pb2.SampleWrite, names: Names | None) -> bool:
+    def makes_samples(self, write: commit_pb2.SampleWrite) -> bool:
         """Whether a write makes samples, as of now; one that is refused anyhow may or may not."""
         if write.global_indexes:
             return False
-        keys = converters.keys_of(write) if names is None else names.keys or ()
-        if write.key_mode == commit_pb2.KEY_MODE_EXISTING or not keys:
-            return not keys
-        return not self._catalog.knows_keys(write.partition_id, write.incarnation, keys)
+        if write.key_mode == commit_pb2.KEY_MODE_EXISTING or not write.keys:
+            return not write.keys
+        return not self._catalog.knows_keys(write.partition_id, write.incarnation, write.keys)
 
     def recorded(self, request_id: bytes) -> commit_pb2.CommitResponse | None:
         """Return the answer of a commit that was made under this request_id.
@@ -214,7 +220,7 @@ class Commits:
         self, message: commit_pb2.SampleWrite, write: SampleWrite
     ) -> contextlib.AbstractAsyncContextManager[Partition | None]:
         """Reserve capacity for many new samples, see `Catalog.capacity_for`; few need no step of their own for it."""
-        if write.row_count < LARGE:
+        if write.row_count < MANY_ROWS:
             return contextlib.nullcontext()
         return self._catalog.capacity_for(message.partition_id, message.incarnation, write)
 

@@ -10,7 +10,6 @@ from typing import Any, TypeAlias, TypeVar, get_type_hints
 
 import grpc
 
-from tq_service.dataplane._async.drivers import DRIVERS
 from tq_service.errors import DeadlineError, InvalidArgumentError
 from tq_service.internal.v1 import storage_registry_pb2, storage_registry_pb2_grpc
 from tq_service.machine.claims import (
@@ -390,11 +389,6 @@ class ControllerServicer(
             )
         check_name("storage_id", storage.storage_id)
         check_name("address", storage.address)
-        if storage.kind not in DRIVERS:
-            raise InvalidArgumentError(
-                f"a storage service of kind {storage.kind!r} registers; expected one of {', '.join(DRIVERS)}",
-                field="storage",
-            )
         if (count := len(request.overdue_put_ids)) > MOST_OVERDUE_PUTS:
             raise InvalidArgumentError(
                 f"overdue_put_ids has {count} puts, expected at most {MOST_OVERDUE_PUTS}; name the others "

@@ -24,14 +24,13 @@ from tq_service.serving.status import consumption_states
 from tq_service.state.cells import CellRuns, ColumnWrite, Put
 from tq_service.state.ledger import QueueClaim
 from tq_service.state.meta import Condition
-from tq_service.state.names import Names
 from tq_service.state.partition import Partition
 from tq_service.state.plan import Indexes, RankPlan
 from tq_service.state.request import BatchSpec, ClaimRequest, ClaimSpec, LeasedClaim, LeaseTerms, Rank
 from tq_service.state.selection import Selection
 from tq_service.v1 import commit_pb2, metadata_pb2
 from tq_service.v1 import controller_service_pb2 as pb
-from tq_service.wire.columns import ColumnShape, decode_headers
+from tq_service.wire.columns import ColumnShape
 from tq_service.wire.durations import read_seconds, to_duration
 from tq_service.wire.mapper import read_message, to_message
 from tq_service.wire.metadata import (
@@ -44,7 +43,6 @@ from tq_service.wire.metadata import (
     encode_spec,
 )
 from tq_service.wire.runs import decode_integers, set_indexes
-from tq_service.wire.texts import decode_texts
 
 _REMEMBERED_REQUEST_BYTES: Final = 1024
 _MOST_CLAIM_BYTES: Final = 256 * 1024  # what is asked for is kept while the call waits, and with its batches
@@ -68,7 +66,6 @@ def sample_write(
     write: commit_pb2.SampleWrite,
     put: Put | None = None,
     columns: Sequence[ColumnShape] = (),
-    names: Names | None = None,
 ) -> SampleWrite:
     """Return what Insert or Commit writes."""
     if write.global_indexes and not write.incarnation:
@@ -91,10 +88,9 @@ def sample_write(
     return SampleWrite(
         row_count=write.row_count,
         global_indexes=decode_integers(write.global_indexes) if write.global_indexes else None,
-        keys=(keys_of(write) or None) if names is None else names.keys,
+        keys=list(write.keys) or None,
         key_mode=KEY_MODES.decode(write.key_mode) or "upsert",
-        groups=(groups_of(write) or None) if names is None else names.groups,
-        names=names,
+        groups=list(write.groups) or None,
         group_size=write.group_size,
         state=STATES.decode(write.state),
         meta=check_json(decode_meta_columns(write.custom_meta, write.row_count)),
@@ -113,24 +109,9 @@ def leased_claim(
     return LeasedClaim(task_name=request.claim.task_name, request_id=request.claim.claim_request_id)
 
 
-def keys_of(write: commit_pb2.SampleWrite) -> Sequence[str]:
-    """Return the keys of a write, a few as a list."""
-    return decode_texts(write.keys, write.row_count, "keys") if write.HasField("keys") else ()
-
-
-def groups_of(write: commit_pb2.SampleWrite) -> Sequence[str]:
-    """Return the groups of a write, a few as a list."""
-    return decode_texts(write.groups, write.row_count, "groups") if write.HasField("groups") else ()
-
-
 def _column_write(column: ColumnShape) -> ColumnWrite:
     extents = column.extents if column.spec.layout is Layout.JAGGED else None
     return ColumnWrite(spec=column.spec, extents=extents, value_bytes=column.value_bytes)
-
-
-def put_columns(commit: commit_pb2.CommitRequest) -> list[ColumnShape]:
-    """Return the columns of a commit that has a placement."""
-    return decode_headers(commit.columns, commit.write.row_count)
 
 
 def placement(message: commit_pb2.PutPlacement) -> Put:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from tq_service.durable import codec
 from tq_service.errors import InvalidArgumentError, PreconditionError, UnavailableError
 from tq_service.log_message import LogMessage
 from tq_service.objects.base import ObjectStore
@@ -23,7 +22,6 @@ from tq_service.storage.mirror.mirror import Mirror
 from tq_service.storage.mirror.writer import ObjectWriter
 
 _log = logging.getLogger(__name__)
-CLUSTER: Final = "tq"
 _RETRY_SECONDS: Final = 1.0
 _MARGIN_SECONDS: Final = 2.0
 _IDLE_SECONDS: Final = 30.0
@@ -124,13 +122,13 @@ class Mirroring:
         """Return the mirror of the puts of an instance of a storage service, and what writes its objects."""
         writer = ObjectWriter(
             self._objects,
-            Names(cluster=CLUSTER, storage_id=storage_id, boot_id=boot_id),
+            Names(storage_id=storage_id, boot_id=boot_id),
             copies=self._copies,
             required=self._required,
             generation=generation,
             may_remove=registration.holds,
         )
-        return Mirror(writer, required=self._required, codec=codec, url=self._url), writer
+        return Mirror(writer, required=self._required, url=self._url), writer
 
     async def run(self, mirror: Mirror, register: Callable[[Adopted], Coroutine[Any, Any, None]]) -> None:
         """Open the engine, again until it is there, and do what the mirror of this service does in the background.
@@ -206,8 +204,8 @@ class Mirroring:
     async def _adopt(self, storage_id: str, boot_id: bytes, own: StorageEngine, search_id: bytes) -> Adopted:
         if not self._opened.is_set():
             raise UnavailableError(f"the mirror {self._url} was not reached yet; try again")
-        names = Names(cluster=CLUSTER, storage_id=storage_id, boot_id=boot_id)
-        left = await find_left(self._objects, names, codec, copies=self._copies)
+        names = Names(storage_id=storage_id, boot_id=boot_id)
+        left = await find_left(self._objects, names, copies=self._copies)
         registration = Registration()
         mirror, writer = self.mirror_of(storage_id, boot_id, registration, left.next_generation)
         await writer.begin_generation()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import grpc
 
-from tq_service.dataplane._async.drivers import AsyncDriver, AsyncGrpcDriver, async_driver
+from tq_service.dataplane._async.drivers import AsyncDriver, AsyncGrpcDriver
 from tq_service.errors import DataLossError, PermissionDeniedError, TqError, UnauthenticatedError, UnavailableError
 from tq_service.internal.v1 import put_receipt_pb2, storage_control_pb2, storage_registry_pb2
 from tq_service.internal.v1.storage_control_pb2_grpc import StorageControlServiceStub
@@ -225,12 +225,8 @@ class RemoteStorage:
     @property
     def driver(self) -> AsyncDriver:
         """What puts and gets there."""
-        return async_driver(self.endpoint, self)
-
-    def over_grpc(self, address: str) -> AsyncDriver:
-        """Return what puts and gets over gRPC; see `AsyncConnections`."""
         if self._bulk is None:
-            self._bulk = Peer(address, self._credentials, self._bulk_calls)
+            self._bulk = Peer(self.endpoint.address, self._credentials, self._bulk_calls)
         self._bulk.follow_files()
         return self._bulk.stub
 

@@ -9,11 +9,11 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from tq_service.durable.files import FileWriter, snapshot_path
 from tq_service.durable.state_store import StateStore
 from tq_service.errors import UnavailableError
 from tq_service.internal.v1 import cluster_pb2 as pb
 from tq_service.internal.v1.cluster_pb2_grpc import ClusterServiceServicer, ClusterServiceStub
+from tq_service.journal.files import FileWriter, snapshot_path
 from tq_service.server.peer import Peer
 from tq_service.server.rpc.middleware import Context
 from tq_service.wire.credentials import Credentials

@@ -12,7 +12,7 @@ from typing import Any, Final, TypeAlias
 
 import grpc
 
-from tq_service.dataplane.parties import CONTROLLER_KIND, GRPC_KIND, Deadline, Received
+from tq_service.dataplane.parties import Deadline, Received
 from tq_service.dataplane.receive_buffers import RECEIVE_BUFFERS
 from tq_service.dataplane.shared_memory.server import Session, SharedMemoryServer
 from tq_service.errors import (
@@ -25,7 +25,7 @@ from tq_service.errors import (
 from tq_service.internal.v1 import storage_control_pb2
 from tq_service.log_message import LogMessage
 from tq_service.schema import check_id, check_name, check_passed_on
-from tq_service.server.commits import Commits
+from tq_service.server.commits import MANY_ROWS, Commits, columns_of
 from tq_service.server.mirroring import Mirroring
 from tq_service.server.progress import LEAST_PROGRESS_BYTES, LeastRate, Progress, received
 from tq_service.server.receipts import ReceiptKeys, not_registered
@@ -33,7 +33,6 @@ from tq_service.server.rpc.inbox import awaits_end
 from tq_service.server.rpc.limits import RETRY_AFTER_SECONDS, WaitingCalls, wait_until
 from tq_service.server.rpc.middleware import token_name
 from tq_service.state.cells import Put
-from tq_service.state.names import Names
 from tq_service.storage.cells import PutCells
 from tq_service.storage.engine import StorageEngine
 from tq_service.storage.index.put import PendingPut
@@ -41,7 +40,7 @@ from tq_service.storage.index.reading import Reading, shared_part
 from tq_service.storage.index.reconciliation import Reconciliation
 from tq_service.v1 import metadata_pb2
 from tq_service.v1 import storage_service_pb2 as pb
-from tq_service.wire.columns import Column, ColumnShape, columns_digest, decode_headers, encode_header
+from tq_service.wire.columns import Column, ColumnShape, columns_digest, encode_header
 from tq_service.wire.frames import (
     DEFAULT_FRAME_BYTES,
     INLINE_BYTES,
@@ -67,10 +66,7 @@ _LEAST_FRAME_BYTES: Final = 16 << 10
 
 def endpoint_of(engine: StorageEngine, address: str) -> metadata_pb2.StorageEndpoint:
     """Return how clients reach an engine; an empty address is that of the controller, whose process it is in."""
-    kind = GRPC_KIND if address else CONTROLLER_KIND
-    return metadata_pb2.StorageEndpoint(
-        storage_id=engine.storage_id, boot_id=engine.boot_id, kind=kind, address=address
-    )
+    return metadata_pb2.StorageEndpoint(storage_id=engine.storage_id, boot_id=engine.boot_id, address=address)
 
 
 class EngineDriver:
@@ -305,7 +301,7 @@ class StorageServicer:
             answer = self._recorded(header)
             if answer is not None:
                 return await self._completed(header, answer)
-        columns = decode_headers(header.columns, header.row_count)
+        columns = await columns_of(header.columns, header.row_count)
         if header.size_bytes != sum(column.value_bytes for column in columns):
             raise InvalidArgumentError(
                 f"size_bytes is {header.size_bytes}, but the columns have "
@@ -314,12 +310,12 @@ class StorageServicer:
             )
         self._check_controller(header)
         self._check_put_counts(header)
-        async with self._admitted(header, context) as names:
+        async with self._admitted(header, context):
             async with self._driver.storing(
                 header,
                 columns,
                 until=wait_until(context),
-                for_existing_rows=await self._takes_reserve(header, names),
+                for_existing_rows=self._takes_reserve(header),
                 shared=shared,
                 waiting=self._waiting.one(context),
             ) as pending:
@@ -328,9 +324,8 @@ class StorageServicer:
                     columns = self._engine.columns_of(header.put_id)  # not what this header says: that is not compared
                 else:
                     await receive(pending)
-                known = None if names is None else await names
             try:
-                answer = self._done(header, columns, known)
+                answer = await self._done(header, columns)
             except BaseException:
                 if not pending.already_complete:  # else it is that of a call before, and waits for its own commit
                     self._engine.discard(header.put_id)
@@ -353,9 +348,7 @@ class StorageServicer:
             raise not_registered(header.controller_id)
         header.controller_id = self._controller_id
 
-    def _admitted(
-        self, header: pb.PutHeader, context: Context
-    ) -> contextlib.AbstractAsyncContextManager[asyncio.Future[Names] | None]:
+    def _admitted(self, header: pb.PutHeader, context: Context) -> contextlib.AbstractAsyncContextManager[None]:
         """Wait until the partition has capacity for the samples of the put's own commit; other puts wait in Commit."""
         if self._commits is None or not header.HasField("commit"):
             return contextlib.nullcontext()
@@ -376,14 +369,14 @@ class StorageServicer:
                     metadata={"limit_name": limit_name, "got": str(count + 1), "limit": str(limit)},
                 )
 
-    async def _takes_reserve(self, header: pb.PutHeader, names: asyncio.Future[Names] | None) -> bool:
+    def _takes_reserve(self, header: pb.PutHeader) -> bool:
         """Whether a put may use the reserve for columns of existing samples; its commit is looked at, where it is here.
 
         What its client says is not believed: Commit refuses to make samples of a put that may.
         """
         if self._commits is None or not header.HasField("commit") or not header.for_existing_rows:
             return header.for_existing_rows
-        return not self._commits.makes_samples(header.commit.write, None if names is None else await names)
+        return not self._commits.makes_samples(header.commit.write)
 
     def _recorded(self, header: pb.PutHeader) -> pb.PutResponse | None:
         if self._commits is None:
@@ -395,15 +388,19 @@ class StorageServicer:
         recorded = self._commits.recorded(header.commit.request_id)
         return None if recorded is None else pb.PutResponse(storage=self._endpoint, commit=recorded)
 
-    def _done(self, header: pb.PutHeader, columns: Sequence[ColumnShape], names: Names | None) -> pb.PutResponse:
-        """Answer a put whose bytes are all there; its commit makes it visible and stay in the same step."""
+    async def _done(self, header: pb.PutHeader, columns: Sequence[ColumnShape]) -> pb.PutResponse:
+        """Answer a put whose bytes are all there; its commit makes it visible and stay in one step."""
         if self._commits is None:
             return pb.PutResponse(storage=self._endpoint, receipt=self._receipt(header))
         if not header.HasField("commit"):
             return pb.PutResponse(storage=self._endpoint)
         put = Put(self._engine.storage_id, self._engine.boot_id, header.put_id)
-        answer = self._commits.commit_stored(
-            header.commit, put, columns, names, for_existing_rows=self._engine.is_for_existing_rows(header.put_id)
+        answer = await self._commits.commit_stored(
+            header.commit,
+            put,
+            columns,
+            for_existing_rows=self._engine.is_for_existing_rows(header.put_id),
+            check=lambda: self._engine.check_complete(header.put_id, header.partition_id),
         )
         return pb.PutResponse(storage=self._endpoint, commit=answer)
 
@@ -423,7 +420,7 @@ class StorageServicer:
         )
 
     async def Get(self, request: pb.GetRequest, context: Context) -> None:
-        async def send(header: pb.GetHeader, without: Collection[int] = ()) -> None:
+        async def send(header: bytes, without: Collection[int] = ()) -> None:
             with self._least_rate.watching(progress):
                 await progress.wait_for(context.write(header))
                 async for part in reading.parts(without):
@@ -435,11 +432,11 @@ class StorageServicer:
         with await self._driver.open(request) as reading, self._counted_get():
             session, fds, shared = self._shared_part(request, reading)
             if session is None:
-                await send(_get_header(reading))
+                await send(await _encoded(reading))
                 return
             with contextlib.closing(session.offer(fds)) as offer:
                 shared.offer_id = offer.offer_id
-                await send(_get_header(reading, shared), _indexes(shared))
+                await send(await _encoded(reading, shared), _indexes(shared))
                 await progress.wait_for(offer.wait())
 
     @contextlib.contextmanager
@@ -614,6 +611,13 @@ def _get_header(reading: Reading, shared: pb.SharedColumns | None = None) -> pb.
     """Say what a reading has."""
     shared = shared if shared is not None and shared.columns else None
     return pb.GetHeader(row_count=reading.row_count, columns=map(encode_header, reading.headers), shared=shared)
+
+
+async def _encoded(reading: Reading, shared: pb.SharedColumns | None = None) -> bytes:
+    """Return the message that says what a reading has; a thread copies the extents of many rows."""
+    if reading.row_count < MANY_ROWS:
+        return encode_part(_get_header(reading, shared))
+    return await asyncio.to_thread(lambda: encode_part(_get_header(reading, shared)))
 
 
 def _indexes(shared: pb.SharedColumns) -> Collection[int]:

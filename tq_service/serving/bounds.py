@@ -5,6 +5,7 @@ All that is counted here follows from the rows and puts of the partition, so tha
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -197,13 +198,11 @@ def demand_of(partition: Partition, write: SampleWrite, value_bytes: int) -> Dem
     count, is_counted = checked.new_count, checked.is_new
     groups: tuple[str, ...] = ()
     if checked.groups is not None:
-        names, slots = checked.groups.names, checked.groups.slots
-        groups = tuple(names.names[code] for code in np.flatnonzero((slots < 0) & (checked.groups.counts > 0)).tolist())
-        if (slots >= 0).any():  # members of groups that have begun
-            has_begun = np.zeros(slots.size + 1, np.bool_)  # the last is of samples without a group
-            has_begun[:-1] = slots >= 0
+        has_begun = checked.groups.slots >= 0
+        groups = tuple(itertools.compress(checked.groups.names, ~has_begun))
+        if has_begun.any():
             is_counted = np.zeros(write.row_count, np.bool_)
-            is_counted[checked.is_new] = ~has_begun[names.codes]
+            is_counted[checked.is_new] = ~np.append(has_begun, False)[checked.groups.codes]  # the last: without a group
             count = int(np.count_nonzero(is_counted))
             if count == 0:
                 return None

@@ -48,7 +48,6 @@ from tq_service.wait_clock import Waiting
 
 Made = TypeVar("Made")
 _FREED_AT_ONCE: Final = 1 << 16  # samples
-_KEYS_A_LOOK: Final = 1024  # of new samples the first ones tell
 _RATE_SECONDS: Final = 10.0
 
 
@@ -302,7 +301,8 @@ class Catalog:
             partition, there = checked.partition, self._partitions.get(partition_id)
             made = None if there is partition else partition
             try:
-                for _ in partition.table.reserve_capacity(checked.new_count):
+                columns = partition.cells.new_columns(checked.specs)
+                for _ in partition.table.reserve_capacity(checked.new_count, columns):
                     await asyncio.sleep(0)
                     if self._partitions.get(partition_id) is not there:  # cleared, or made by another
                         break
@@ -357,8 +357,7 @@ class Catalog:
             index = self.get(partition_id, incarnation).key_index
         except TqError:
             return False
-        parts = (keys[start : start + _KEYS_A_LOOK] for start in range(0, len(keys), _KEYS_A_LOOK))
-        return all((index.find(part) >= 0).all() for part in parts)
+        return bool((index.find(keys) >= 0).all())
 
     def remove(self, partition_id: str, incarnation: bytes, *, missing_ok: bool = False) -> int:
         """Remove a partition; return how many samples it held."""

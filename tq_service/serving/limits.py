@@ -61,9 +61,8 @@ class Limits:
 
     def check_write(self, partition: Partition, write: SampleWrite) -> None:
         """Refuse a write that names too much; its partition may be one that it makes."""
-        names = write.names
-        self._check_longest("keys", _longest(write.keys or ()) if names is None else names.longest_key)
-        self._check_longest("groups", _longest(write.groups or ()) if names is None else names.longest_group)
+        self._check_longest("keys", _longest(write.keys or ()))
+        self._check_longest("groups", _longest(write.groups or ()))
         fields = [column.spec.name for column in write.columns]
         self._check_new("fields", partition.partition_id, partition.cells.fields, fields)
         if write.meta:

@@ -34,7 +34,7 @@ from tq_service.state.states import CLEARED, DEAD_LETTERED, DROPPED, FAILED, HEL
 _MOST_DEAD_LETTERED: Final = 100  # named in a status
 _MOST_LEASES: Final = 20  # as above
 _CLAIM_ID_BYTES: Final = 4  # of a request_id: enough to find a claim in the log of calls, not to acknowledge it
-_SLICE_ROWS: Final = 1 << 17
+_SLICE_ROWS: Final = 1 << 16
 
 
 NOTHING_CONSUMED: Final = ConsumptionStatus(

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from tq_service.errors import FieldMismatchError
 from tq_service.schema import Encoding, FieldSpec, Layout
 from tq_service.state.plan import Indexes
-from tq_service.state.table import Column, ColumnSnapshot, RowTable, SlotTable, TableSnapshot, as_slice
+from tq_service.state.table import Column, ColumnSnapshot, NewColumn, RowTable, SlotTable, TableSnapshot, as_slice
 
 NOT_PRODUCED = -1
 CELL_COLUMN = "cell/"  # what the names of the columns with the cells of a field begin with
@@ -63,9 +63,10 @@ class ColumnWrite:
         return (self.spec.row_shape or ())[dim]
 
 
-def cells_of(slot: int, rows: Indexes) -> Indexes:
-    """Return the cells that rows of a put are."""
-    return rows + (slot << _SLOT_SHIFT)
+def cells_of(slot: int, row_count: int) -> Indexes:
+    """Return the cells that the rows of a put are."""
+    first = slot << _SLOT_SHIFT
+    return np.arange(first, first + row_count)
 
 
 def slots_and_rows(cells: Indexes) -> tuple[Indexes, Indexes]:
@@ -133,7 +134,7 @@ class Field:
 
     def __init__(self, spec: FieldSpec, table: RowTable) -> None:
         self._table = table
-        self.cell: Column = table.column(CELL_COLUMN + spec.name, np.int64, NOT_PRODUCED)
+        self.cell: Column = table.column(*_cell_column(spec.name))
         self.length: Column | None = None
         self.produced_count = 0
         self.spec = spec
@@ -159,24 +160,28 @@ class Field:
         """Have another spec of the same name, which holds of the cells that there are, too."""
         known, first = self.spec, spec.ragged_dims[:1]
         if first and self.length is None:
-            self.length = self._table.column(_length_column(spec.name), np.int64, -1)
+            self.length = self._table.column(*_length_column(spec.name))
         if self.length is not None and self.produced_count and first != known.ragged_dims[:1]:
             # No cell differs in this dimension so far, or it would have been the first one.
             self.length.write(slice(0, self._table.count), (known.row_shape or ())[first[0]])
         self.spec = spec
         if not first and self.length is not None:
             self.length = None
-            self._table.drop_column(_length_column(spec.name))
+            self._table.drop_column(_length_column(spec.name)[0])
 
     def drop(self) -> None:
         """Have no columns any more; for a field that is not used again, but by readers on another thread."""
-        self._table.drop_column(CELL_COLUMN + self.spec.name)
+        self._table.drop_column(_cell_column(self.spec.name)[0])
         if self.length is not None:
-            self._table.drop_column(_length_column(self.spec.name))
+            self._table.drop_column(_length_column(self.spec.name)[0])
 
 
-def _length_column(name: str) -> str:
-    return f"length/{name}"
+def _cell_column(name: str) -> NewColumn:
+    return CELL_COLUMN + name, np.int64, NOT_PRODUCED
+
+
+def _length_column(name: str) -> NewColumn:
+    return f"length/{name}", np.int64, -1
 
 
 class CellTable:
@@ -282,6 +287,17 @@ class CellTable:
             merged.append(merge_specs(known, column, declared.layout or self._default_for(new)))
         return merged
 
+    def new_columns(self, specs: Iterable[FieldSpec]) -> list[NewColumn]:
+        """Return the columns that are to be declared for fields of these specs, beside those that there are."""
+        columns = []
+        for spec in specs:
+            field = self.fields.get(spec.name)
+            if field is None:
+                columns.append(_cell_column(spec.name))
+            if spec.ragged_dims and (field is None or field.length is None):
+                columns.append(_length_column(spec.name))
+        return columns
+
     def _default_for(self, spec: FieldSpec) -> Layout:
         """Return the layout of a field that none is declared of; scalars have no dimension that could be ragged."""
         is_scalar = spec.layout is Layout.DENSE and not spec.row_shape
@@ -298,7 +314,7 @@ class CellTable:
         if not isinstance(positions, slice):
             known = (self.fields.get(spec.name) for spec in specs)
             freed = self._free(positions, [field for field in known if field is not None])
-        cells = cells_of(slot, np.arange(row_count))
+        cells = cells_of(slot, row_count)
         where = as_slice(positions)
         for column, spec in zip(columns, specs, strict=True):
             self.former_specs.pop(spec.name, None)

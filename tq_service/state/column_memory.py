@@ -2,9 +2,7 @@
 
 A long column of numbers lies in reserved memory. Linux backs an anonymous mapping with pages as they are first written
 to, so reserving far more than is needed costs address space only, and views that readers have keep their memory. Of
-objects numpy cannot do the same: a long column of them is in chunks, of which growing adds one. Texts that come there
-by the thousands, such as keys, stay the bytes that they are until they are read: making a string of each takes longer
-than all else that a write of them does.
+objects numpy cannot do the same: a long column of them is in chunks, of which growing adds one.
 """
 
 from __future__ import annotations
@@ -22,11 +20,10 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from tq_service.state.plan import Indexes
-from tq_service.texts import Texts
 
 BLOCK_SHIFT: Final = 12
 BLOCK_ROWS: Final = 1 << BLOCK_SHIFT
-"""Values of a column that are kept for snapshots together, and texts of which strings are made together."""
+"""Values of a column that are kept for snapshots together."""
 RESERVED_FROM: Final = 1 << 16  # values from which on a column grows where it is
 _RESERVED: Final = 1 << 26  # values that memory is reserved for then; as many again, four times over, beyond that
 _OVERCOMMIT: Final = Path("/proc/sys/vm/overcommit_memory")
@@ -43,36 +40,19 @@ Where = slice | Indexes | int
 class ObjectChunks:
     """Objects in chunks that are made as they are written to, so that growing moves none; read like an array of them.
 
-    A block of texts that was written as bytes becomes strings when one of it is read, or written over.
-
     Attributes:
         size: number of objects; those that were never written are `fill`.
     """
 
-    __slots__ = ("_chunks", "_fill", "_texts", "size")
+    __slots__ = ("_chunks", "_fill", "size")
     dtype: Final = np.dtype(np.object_)
 
     def __init__(self, size: int, fill: Any) -> None:
         self.size = size
         self._fill = fill
         self._chunks: dict[int, NDArray[Any]] = {}
-        self._texts: dict[int, Texts] = {}  # by block, those of which there are no strings yet
 
     def __getitem__(self, where: Any) -> Any:
-        if self._texts:
-            self._make_strings(where)
-        return self._read(where)
-
-    def block(self, number: int, stop: int) -> NDArray[Any]:
-        """Return a copy of a block up to some row; it changes nothing, so any thread may do it."""
-        start = number << BLOCK_SHIFT
-        texts = self._texts.get(number)  # before the chunk: it goes when its strings are there
-        if texts is None:
-            copy: NDArray[Any] = self._read(slice(start, stop))
-            return copy
-        return np.array(texts.distinct()[: stop - start], np.object_)
-
-    def _read(self, where: Any) -> Any:
         if isinstance(where, int | np.integer):
             chunk = self._chunks.get(int(where) >> _CHUNK_SHIFT)
             return self._fill if chunk is None else chunk[int(where) & _CHUNK_MASK]
@@ -86,13 +66,6 @@ class ObjectChunks:
 
     def assign(self, where: Where, values: Any) -> None:
         """Write objects: one for each position, or one for all."""
-        if isinstance(values, Texts):
-            if isinstance(where, slice) and values.counts is None:
-                self._assign_texts(where.start, values)
-                return
-            values = values.tolist()
-        if self._texts:
-            self._make_strings(where, are_written=True)
         if isinstance(where, int | np.integer):
             self._chunk(int(where) >> _CHUNK_SHIFT)[int(where) & _CHUNK_MASK] = values
             return
@@ -106,29 +79,6 @@ class ObjectChunks:
                 self._forget(number, there)
             else:
                 self._chunk(number)[there] = values if is_one else given[here]
-
-    def _assign_texts(self, start: int, texts: Texts) -> None:
-        """Write texts from a row on: whole blocks of them stay bytes, what is left at both ends becomes strings."""
-        stop = start + len(texts)
-        first, last = -(-start // BLOCK_ROWS) * BLOCK_ROWS, stop // BLOCK_ROWS * BLOCK_ROWS
-        if first >= last:
-            self.assign(slice(start, stop), texts.distinct())
-            return
-        self.assign(slice(start, first), texts.part(0, first - start).distinct())
-        self.assign(slice(first, last), self._fill)
-        for at in range(first, last, BLOCK_ROWS):
-            self._texts[at >> BLOCK_SHIFT] = texts.part(at - start, at - start + BLOCK_ROWS)
-        self.assign(slice(last, stop), texts.part(last - start, len(texts)).distinct())
-
-    def _make_strings(self, where: Any, *, are_written: bool = False) -> None:
-        """Make strings of the blocks that some positions are in, but for those that are written over whole."""
-        first, stop, step = where.indices(self.size) if are_written and isinstance(where, slice) else (0, 0, 1)
-        for number in self._texts.keys() & set(blocks_of(where, self.size)):
-            start = number << BLOCK_SHIFT
-            if step != 1 or not first <= start <= stop - BLOCK_ROWS:
-                at = start & _CHUNK_MASK
-                self._chunk(start >> _CHUNK_SHIFT)[at : at + BLOCK_ROWS] = self._texts[number].distinct()
-            del self._texts[number]
 
     def _forget(self, number: int, there: Any) -> None:
         """Have the fill again; a chunk that has nothing else takes no memory."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tq_service.errors import GroupNotFoundError, InvalidArgumentError, PreconditionError, nearest
-from tq_service.state.names import GroupNames
+from tq_service.state.name_index import NameIndex
 from tq_service.state.plan import Indexes
-from tq_service.state.table import Column, NameIndex, RowTable, SlotTable, as_array, as_slice, distinct
+from tq_service.state.table import Column, RowTable, SlotTable, as_slice, distinct
 
 NO_GROUP = -1
 
@@ -21,12 +22,14 @@ class CheckedGroups:
     """Groups that take new members, as the table is now.
 
     Attributes:
-        names: the group of each member.
+        names: each group once.
+        codes: for each new member `(n,)` the position of its group in `names`, NO_GROUP for none.
         counts: how many members each group gets `(groups,)`.
         slots: of the groups `(groups,)`, negative where there is none of the name yet.
     """
 
-    names: GroupNames
+    names: Sequence[str]
+    codes: Indexes
     counts: Indexes
     slots: Indexes
 
@@ -48,7 +51,7 @@ class GroupTable:
 
     def __init__(self, table: RowTable) -> None:
         self.slots = SlotTable("name")
-        self.slot_of = NameIndex(self.slots.occupants)
+        self.slot_of = NameIndex()
         self.in_use = False  # from the first named group on, also when all have been cleared
         self._members: Column = table.column("group", np.int64, NO_GROUP)
         self._names = self.slots.occupants
@@ -78,19 +81,22 @@ class GroupTable:
         listed: list[str | None] = names.tolist()
         return listed
 
-    def check(self, groups: GroupNames, group_size: int) -> CheckedGroups:
-        """Return what new members mean; raises where they do not fit, before anything is written."""
+    def check(self, groups: Sequence[str], group_size: int) -> CheckedGroups:
+        """Return what new members of groups, "" for none, mean; raises if they do not fit, and writes nothing."""
         if group_size < 0:
             raise InvalidArgumentError(f"group_size is {group_size}; give a positive number", field="group_size")
-        counts = groups.counts()
-        slots = self.slot_of.find(groups.names)
+        names = list(filter(None, dict.fromkeys(groups)))
+        code_of = dict(zip(names, itertools.count()))
+        codes = np.fromiter(map(code_of.get, groups, itertools.repeat(NO_GROUP)), np.int64, len(groups))
+        counts = np.bincount(codes + 1, minlength=len(names) + 1)[1:]
+        slots = self.slot_of.find(names)
         if group_size:
             too_many = np.flatnonzero((slots < 0) & (counts > group_size))
             if too_many.size:
-                raise _too_many(groups.names[too_many[0]], 0, group_size, int(counts[too_many[0]]))
-        for code in np.flatnonzero((slots >= 0) & (counts > 0)).tolist():
-            self._check_known(groups.names[code], int(slots[code]), group_size, int(counts[code]))
-        return CheckedGroups(names=groups, counts=counts, slots=slots)
+                raise _too_many(names[too_many[0]], 0, group_size, int(counts[too_many[0]]))
+        for code in np.flatnonzero(slots >= 0).tolist():
+            self._check_known(names[code], int(slots[code]), group_size, int(counts[code]))
+        return CheckedGroups(names=names, codes=codes, counts=counts, slots=slots)
 
     def _check_known(self, name: str, slot: int, group_size: int, count: int) -> None:
         size = int(self.declared[slot])
@@ -110,26 +116,20 @@ class GroupTable:
 
     def add(self, checked: CheckedGroups, group_size: int, rows: slice) -> None:
         """Enter new rows as members of groups that were checked."""
-        groups, counts, slots = checked.names, checked.counts, checked.slots
-        new = np.flatnonzero((slots < 0) & (counts > 0))
-        if new.size:
-            names = groups.names
-            if new.size < len(names):
-                names = list(map(names.__getitem__, new.tolist()))
-            taken = self.slots.take(new.size)
-            slots[new] = as_array(taken)
-            self._names.write(as_slice(slots[new]), names)
+        slots, is_new = checked.slots, checked.slots < 0
+        if is_new.any():
+            names = list(itertools.compress(checked.names, is_new))
+            taken = slots[is_new] = np.array(self.slots.take(len(names)))
+            self._names.write(as_slice(taken), names)
             self.slot_of.add(names, taken)
             self.in_use = True
-        of_rows = slots[groups.codes] if slots.size else np.full(groups.codes.size, NO_GROUP, np.int64)
-        of_rows[groups.codes < 0] = NO_GROUP
+        of_rows = np.append(slots, NO_GROUP)[checked.codes]  # NO_GROUP is the last position, too
         self._members.write(rows, of_rows)
         slots_of_rows, indexes = of_rows[of_rows >= 0], self._index.data[rows][of_rows >= 0]
         fresh = self.first[slots_of_rows] < 0
         self.first.write(slots_of_rows[fresh][::-1], indexes[fresh][::-1])  # of several rows the first is written last
         self.last.write(slots_of_rows, indexes)
-        slots, counts = slots[counts > 0], counts[counts > 0]
-        self.members.write(slots, self.members[slots] + counts)
+        self.members.write(slots, self.members[slots] + checked.counts)
         if group_size:
             self.declared.write(slots, group_size)
 
@@ -194,7 +194,7 @@ class GroupTable:
         self.slots.rebuild()
         names = self._names[: self.slots.count]
         slots = np.flatnonzero(names != None)  # noqa: E711  (of each)
-        self.slot_of.fill(names[slots].tolist(), slots.tolist())
+        self.slot_of.add(names[slots].tolist(), slots)
 
 
 def _too_many(name: str, have: int, limit: int, count: int) -> PreconditionError:

@@ -20,9 +20,8 @@ another thread needs positions to stay (`pinned`). Such a reader first waits for
 rows of a table in slices, with turns for others between, pins nothing (`slices`).
 
 Many rows at once are added in two parts: capacity for them is reserved in steps, between which everything else goes
-on, and the step that adds them writes only their values (`reserve_capacity`).
-
-`NameIndex`, `KeyIndex`: numbers by names, and rows by their keys.
+on, and the step that adds them writes only their values (`reserve_capacity`). Columns that this step will declare are
+made beforehand, too.
 
 `SlotTable`: slots of things that come and go; a slot that is no longer used is used again.
 """
@@ -30,14 +29,10 @@ on, and the step that adds them writes only their values (`reserve_capacity`).
 from __future__ import annotations
 
 import contextlib
-import itertools
-import operator
-import sys
 import weakref
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, Final, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -54,10 +49,8 @@ from tq_service.state.column_memory import (
     reserved_memory,
     zeros,
 )
-from tq_service.state.hashed_names import HashedNames
 from tq_service.state.plan import Indexes
 from tq_service.state.states import CLEARED, LIVE
-from tq_service.texts import Texts, hash_of
 
 _GROWTH: Final = 1 << 14  # values by which a long column grows at least
 _CAPACITY_STEP: Final = 1 << 16  # rows for which capacity is reserved in a step
@@ -69,17 +62,10 @@ _MARKED_SHARE = 16
 _NO_INDEX = -1  # of what rows have left behind as gaps are closed
 _LEAST_CLOSED = 1 << 14  # rows that are looked at in a step, at least
 _CLOSED_SHARE = 2  # and as many for each row that the step adds or removes
-_FIRST_NAMES: Final = 1 << 19  # names in one dict: to move them takes some 15 ms
-_PART_COUNT: Final = 256
-_HASH_MASK: Final = (1 << 16) - 1
-# Parts by the last bits of a hash: the last part has twice as many names as the first, and those between grow evenly,
-# so that each is full at another time.
-_PART_OF: Final = 1 + (_PART_COUNT * np.log2(1 + np.arange(_HASH_MASK + 1) / (_HASH_MASK + 1))).astype(np.int64)
-_LEAST_HASHED: Final = 1 << 10  # names that come together, from which on only their hashes are kept
-_MOST_HASHED: Final = 1 << 20  # names up to which hashes are quicker than dicts: they are in several runs
-_FEW_NAMES: Final = 8
-_GAPS_FROM_BYTES: Final = 1 << 12
-_MOST_BYTES_A_NAME: Final = 1 << 8  # of a dict; one that has just grown has up to 90
+
+
+NewColumn: TypeAlias = tuple[str, DTypeLike, Any]
+"""A column to be declared: its name, dtype and fill."""
 
 
 class ColumnSnapshot:
@@ -127,9 +113,8 @@ class ColumnSnapshot:
 
     def _block(self, number: int) -> NDArray[Any]:
         start, stop = number << BLOCK_SHIFT, min((number + 1) << BLOCK_SHIFT, self.size)
-        if isinstance(self._array, ObjectChunks):
-            return self._array.block(number, stop)
-        return self._array[start:stop].copy()
+        values: NDArray[Any] = self._array[start:stop]
+        return values if isinstance(self._array, ObjectChunks) else values.copy()  # chunks are read as a copy
 
 
 class Column:
@@ -159,7 +144,7 @@ class Column:
         if isinstance(self._memory, ObjectChunks):
             self._memory.assign(where, values)
         else:
-            self._array[where] = values.tolist() if isinstance(values, Texts) else values
+            self._array[where] = values
         self.is_blank = False
 
     def clear(self, where: Where) -> None:
@@ -264,11 +249,12 @@ class Table:
         count: rows, or slots, that were ever in use and not compacted away: columns have values for so many.
     """
 
-    __slots__ = ("_capacity", "columns", "count")
+    __slots__ = ("_capacity", "_spare", "columns", "count")
 
     def __init__(self) -> None:
         self.count = 0
         self.columns: dict[str, Column] = {}
+        self._spare: dict[str, Column] = {}  # made, and not declared yet
         self._capacity = _FIRST_CAPACITY
 
     def column(self, name: str, dtype: DTypeLike, fill: Any) -> Column:
@@ -279,7 +265,9 @@ class Table:
         """
         if name in self.columns:
             raise ValueError(f"column {name!r} is declared twice")
-        column = self.columns[name] = Column(dtype, fill, self._capacity)
+        column = self._spare.pop(name, None) or Column(dtype, fill, self._capacity)
+        column.resize(self._capacity)
+        self.columns[name] = column
         return column
 
     def drop_column(self, name: str) -> None:
@@ -387,17 +375,24 @@ class RowTable(Table):
         self.present_count += count
         return added
 
-    def reserve_capacity(self, count: int) -> Iterator[None]:
+    def reserve_capacity(self, count: int, columns: Iterable[NewColumn] = ()) -> Iterator[None]:
         """Reserve capacity for so many more rows in steps; other changes may be made between these.
 
-        At the end `append` finds the indexes of these rows written.
+        At the end `append` finds the indexes of these rows written, and `column` finds the columns made that are to be
+        declared with them.
         """
         while (end := self.count + count) > self._capacity:
             self._grow(min(end, self._capacity + _CAPACITY_STEP))
             yield
+        for name, dtype, fill in columns:
+            spare = self._spare.setdefault(name, Column(dtype, fill, 0))
+            while spare.data.size < self._capacity:
+                spare.resize(min(self._capacity, spare.data.size + _CAPACITY_STEP))
+                yield
 
     def return_capacity(self) -> None:
         """Give memory back that was made for rows which did not come."""
+        self._spare.clear()
         if self._capacity > 2 * self.count + _CAPACITY_STEP:
             self._resize(grown(0, self.count))
 
@@ -553,174 +548,6 @@ class RowTable(Table):
         return np.concatenate(found) if found else np.zeros(0, np.int64)
 
 
-class NameIndex(Collection[str]):
-    """Numbers by name, found as in a dict; no step takes long, however many names there are.
-
-    A dict that is full moves all that it has to other memory at once. So only the first names are in one dict, which is
-    the quickest way; those that come once it is large are in many others, by their hashes. Names that come by the
-    thousands as `Texts` are in no dict, up to a million: only their hashes are kept, and compared with the column.
-
-    Attributes:
-        column: the names by number.
-    """
-
-    def __init__(self, column: Column) -> None:
-        self.column = column
-        self._dicts: list[dict[str, int]] = [{}]  # the first one, and then the others
-        self._looked_at = 0  # the one that was last looked at for gaps
-        self._hashed = HashedNames()  # of names that are in no dict
-
-    def __len__(self) -> int:
-        return sum(map(len, self._dicts)) + self._hashed.count
-
-    def __contains__(self, name: object) -> bool:
-        if any(map(operator.contains, self._dicts, itertools.repeat(name))):
-            return True
-        return isinstance(name, str) and self._hashed.count > 0 and bool(self.find([name])[0] >= 0)
-
-    def __iter__(self) -> Iterator[str]:
-        return itertools.chain(*self._dicts, self._names_of(self._hashed.numbers()))
-
-    def find(self, names: Sequence[str]) -> Indexes:
-        """Return the number of each name `(n,)`, -1 where there is none."""
-        if not isinstance(names, Texts) or names.counts is not None:
-            listed = list(names)
-            numbers = self._ask(dict.get, listed)
-            left = np.flatnonzero(numbers < 0) if self._hashed.count else numbers[:0]
-            if left.size <= _FEW_NAMES:
-                for at in left.tolist():
-                    numbers[at] = self._find_one(listed[at])
-            else:
-                texts = Texts.of(listed if left.size == numbers.size else [listed[at] for at in left.tolist()])
-                numbers[left] = self._checked(texts, self._hashed.find(texts.hashes()))
-            return numbers
-        numbers = np.full(len(names), -1, np.int64)
-        if self._hashed.count:
-            numbers[names.order.positions] = self._hashed.find(names.order.hashes)
-            numbers = self._checked(names, numbers)
-        if any(self._dicts):
-            left = np.flatnonzero(numbers < 0)
-            numbers[left] = self._ask(dict.get, names.at(left))
-        return numbers
-
-    def _find_one(self, name: str) -> int:
-        """Return the number of a name that is in no dict, -1 where there is none."""
-        number = self._hashed.find_one(hash_of(name))
-        return number if number >= 0 and self._names_of(np.array([number])) == [name] else -1
-
-    def _checked(self, names: Texts, numbers: Indexes) -> Indexes:
-        """Return the numbers that hashes of names have, -1 where the name is another."""
-        found = np.flatnonzero(numbers >= 0)
-        pairs = zip(names.at(found), self._names_of(numbers[found]), strict=True)
-        is_other = np.fromiter((one != other for one, other in pairs), np.bool_, found.size)
-        numbers[found[is_other]] = -1
-        return numbers
-
-    def _names_of(self, numbers: Indexes) -> list[str]:
-        """Return the names that have numbers."""
-        names: list[str] = self.column.data[numbers].tolist()
-        return names
-
-    def add(self, names: Sequence[str], numbers: Sequence[int]) -> None:
-        """Enter names that are not there."""
-        if isinstance(names, Texts):
-            order = names.order
-            are_many = len(names) >= _LEAST_HASHED and self._hashed.count + len(names) <= _MOST_HASHED
-            are_distinct = order.are_distinct and names.counts is None
-            if are_many and are_distinct and not bool((self._hashed.find(order.hashes) >= 0).any()):
-                self._hashed.add(order.hashes, as_array(numbers)[order.positions])
-                return
-            names = names.tolist()  # or two have one hash by chance
-        if len(self._dicts[0]) + len(names) <= _FIRST_NAMES:
-            self._dicts[0].update(zip(names, numbers, strict=True))
-            return
-        if len(self._dicts) == 1:
-            self._dicts += ({} for _ in range(_PART_COUNT))
-        deque(
-            map(dict.__setitem__, self._parts_of(names), names, numbers), maxlen=0
-        )  # without a step in Python for each
-
-    def fill(self, names: Sequence[str], numbers: Iterable[int]) -> None:
-        """Enter all names of a start: one dict takes them the soonest, and one that is large then grows no more."""
-        self._dicts[0].update(zip(names, numbers, strict=True))
-
-    def remove(self, names: Sequence[str]) -> None:
-        """Forget names."""
-        is_left = self._ask(dict.pop, names) < 0
-        if self._hashed.count and is_left.any():
-            self._hashed.remove(Texts.of(list(itertools.compress(names, is_left.tolist()))).hashes())
-        if not self:
-            self._dicts = [{}]
-        self._looked_at = number = (self._looked_at + 1) % len(self._dicts)
-        some = self._dicts[number]
-        is_mostly_gaps = sys.getsizeof(some) > _GAPS_FROM_BYTES + _MOST_BYTES_A_NAME * len(some)
-        if is_mostly_gaps and len(some) <= _FIRST_NAMES:
-            self._dicts[number] = dict(some)  # what was taken out of a dict leaves a gap there, but not in a copy
-
-    def free(self) -> Iterator[None]:
-        """Forget all names in steps."""
-        self._hashed = HashedNames()
-        for some in self._dicts:
-            some.clear()
-            yield
-
-    def _ask(self, method: Callable[..., int], names: Sequence[str]) -> Indexes:
-        """Return what `method(dict, name, -1)` gives for each name: of the first dict, or else of the part it is in."""
-        first, default = self._dicts[0], itertools.repeat(-1)
-        if first.keys().isdisjoint(names):  # as names of new rows are, which is found out in half the time
-            if len(self._dicts) == 1:
-                return np.full(len(names), -1, np.int64)
-            return np.fromiter(map(method, self._parts_of(names), names, default), np.int64, len(names))
-        numbers = np.fromiter(map(method, itertools.repeat(first), names, default), np.int64, len(names))
-        is_left = numbers < 0
-        if len(self._dicts) > 1 and is_left.any():
-            left = list(itertools.compress(names, is_left.tolist()))
-            numbers[is_left] = list(map(method, self._parts_of(left), left, default))
-        return numbers
-
-    def _parts_of(self, names: Sequence[str]) -> Iterator[dict[str, int]]:
-        """Return the dict beside the first that each name belongs to."""
-        hashes = np.fromiter(map(hash, names), np.int64, len(names))
-        return map(self._dicts.__getitem__, _PART_OF[hashes & _HASH_MASK].tolist())
-
-
-class KeyIndex(NameIndex):
-    """The global indexes of rows by their keys, which are in the column `key` of the table.
-
-    Attributes:
-        column: the key of each row, None for one without.
-    """
-
-    def __init__(self, table: RowTable) -> None:
-        super().__init__(table.column("key", np.object_, None))
-        self._table = table
-
-    def _names_of(self, numbers: Indexes) -> list[str]:
-        return super()._names_of(self._table.find(numbers))
-
-    def positions_of(self, keys: Sequence[str]) -> Indexes:
-        """Return the positions of the rows that have keys `(n,)`, -1 where there is none."""
-        positions = self.find(keys)
-        is_known = positions >= 0
-        if is_known.any():
-            positions[is_known] = self._table.find(positions[is_known])
-        return positions
-
-    def on_rows_cleared(self, positions: Indexes) -> None:
-        """Forget the keys of rows that are still there."""
-        if self:
-            keys = self.column.data[positions]
-            self.remove(keys[keys != None].tolist())  # noqa: E711  (of each)
-
-    def rebuild(self) -> None:
-        """Enter the keys of restored rows."""
-        keys, indexes = self.column.data[: self._table.count], self._table.index.data[: self._table.count]
-        is_there = keys != None  # noqa: E711  (of each)
-        if not is_there.all():
-            keys, indexes = keys[is_there], indexes[is_there]
-        self.fill(keys.tolist(), indexes.tolist())
-
-
 class SlotTable(Table):
     """Hands out slots, for each of which every column has a value.
 
@@ -781,11 +608,6 @@ def count_values(values: Indexes) -> tuple[Indexes, Indexes]:
     ordered = values[heads[order]]
     firsts = np.r_[0, np.flatnonzero(np.diff(ordered)) + 1]
     return ordered[firsts], np.add.reduceat(lengths[order], firsts)
-
-
-def as_array(numbers: Sequence[int]) -> Indexes:
-    """Return numbers as an array, those of a range without an object for each."""
-    return np.arange(numbers.start, numbers.stop) if isinstance(numbers, range) else np.asarray(numbers, np.int64)
 
 
 def as_slice(positions: slice | Indexes) -> slice | Indexes:

@@ -54,6 +54,7 @@ from tq_service.wire.runs import CellRuns
 _log = logging.getLogger(__name__)
 _MOST_WORK: Final = 4096  # puts that are looked at before others have their turn; some milliseconds
 _DROP_WORK: Final = 8  # what to drop one costs, in puts looked at
+_PLACED_AT_ONCE: Final = 1 << 15  # rows whose tables the loop makes; a thread those of more
 _HOLED_A_TURN: Final = 256  # puts whose gain is calculated before others have their turn
 # One at a time: the copies that there are beside the quota are those of one put.
 _COPIER: Final = ThreadPoolExecutor(1, thread_name_prefix="tq-compact")
@@ -162,7 +163,7 @@ class StorageEngine:
         self._mirror = mirror
         self._backing: Backing | None = self._journal if mirror is None else mirror
         if mirror is not None:
-            if self._journal is not None or not self._store.partial_free:
+            if not isinstance(self._store, MemoryBlobs):
                 raise InvalidArgumentError(
                     f"a mirror goes with puts in memory, got {type(self._store).__name__}; leave blobs out",
                     field="blobs",
@@ -262,7 +263,10 @@ class StorageEngine:
         try:
             blob = await store.allocate(stored.blob_bytes(store))
             blob.charge = charge
-            stored.place(blob, columns)
+            if stored.row_count < _PLACED_AT_ONCE:
+                stored.place(blob, columns)
+            else:
+                await in_thread(None, stored.place, blob, columns, pinned=[blob])
             if stored.values_at and not blob.is_local:
                 await store.write(blob, 0, stored.tables())
             if self._store.has_tables and store is not self._store:
@@ -854,7 +858,7 @@ class StorageEngine:
             self._start_compaction()
 
     def _may_compact(self, put_id: bytes) -> bool:
-        return self._store.partial_free and (self._backing is None or self._backing.may_compact(put_id))
+        return self._backing is None or self._backing.may_compact(put_id)
 
     def _start_compaction(self) -> None:
         if self._compaction is None and not self._is_closed:

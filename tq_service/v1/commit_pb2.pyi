@@ -97,13 +97,15 @@ class SampleWrite(google.protobuf.message.Message):
         """Existing samples, each once; not together with `keys`. Empty: samples are new, or named by `keys`."""
 
     @property
-    def keys(self) -> tq_service.v1.metadata_pb2.Texts:
-        """Names of the samples, unique in the partition, one for each, none of them empty. Unset: new samples have none."""
+    def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Names of the samples, unique in the partition, one for each, none of them empty, at most 16,384: more are
+        INVALID_ARGUMENT, since they would take long in one step. Put more in several calls. Empty: new samples have none.
+        """
 
     @property
-    def groups(self) -> tq_service.v1.metadata_pb2.Texts:
-        """The group of each new sample, "" for one without. For one that exists: "", or the group that it has. Unset: no new
-        sample has one.
+    def groups(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """The group of each new sample, "" for one without. For one that exists: "", or the group that it has. At most
+        16,384, as `keys`. Empty: no new sample has one.
         """
 
     @property
@@ -121,15 +123,15 @@ class SampleWrite(google.protobuf.message.Message):
         incarnation: builtins.bytes = ...,
         row_count: builtins.int = ...,
         global_indexes: collections.abc.Iterable[builtins.int] | None = ...,
-        keys: tq_service.v1.metadata_pb2.Texts | None = ...,
+        keys: collections.abc.Iterable[builtins.str] | None = ...,
         key_mode: global___KeyMode.ValueType = ...,
-        groups: tq_service.v1.metadata_pb2.Texts | None = ...,
+        groups: collections.abc.Iterable[builtins.str] | None = ...,
         group_size: builtins.int = ...,
         state: tq_service.v1.metadata_pb2.SampleState.ValueType = ...,
         custom_meta: collections.abc.Iterable[tq_service.v1.metadata_pb2.MetaColumn] | None = ...,
         claim: tq_service.v1.metadata_pb2.LeasedClaim | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["claim", b"claim", "groups", b"groups", "keys", b"keys"]) -> builtins.bool: ...
+    def HasField(self, field_name: typing.Literal["claim", b"claim"]) -> builtins.bool: ...
     def ClearField(self, field_name: typing.Literal["claim", b"claim", "custom_meta", b"custom_meta", "global_indexes", b"global_indexes", "group_size", b"group_size", "groups", b"groups", "incarnation", b"incarnation", "key_mode", b"key_mode", "keys", b"keys", "partition_id", b"partition_id", "row_count", b"row_count", "state", b"state"]) -> None: ...
 
 global___SampleWrite = SampleWrite

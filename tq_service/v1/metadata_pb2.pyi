@@ -255,34 +255,24 @@ class BoolValues(google.protobuf.message.Message):
 global___BoolValues = BoolValues
 
 @typing.final
-class Texts(google.protobuf.message.Message):
-    """Texts in order, such as one of each sample. A text that several in a row share may be there once."""
+class StringValues(google.protobuf.message.Message):
+    """Texts."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    UTF8_FIELD_NUMBER: builtins.int
-    SIZES_FIELD_NUMBER: builtins.int
-    COUNTS_FIELD_NUMBER: builtins.int
-    utf8: builtins.bytes
-    """The texts in UTF-8, one after the other, with nothing between them."""
+    VALUES_FIELD_NUMBER: builtins.int
     @property
-    def sizes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """The bytes of each text in `utf8`, 0 for an empty one."""
-
-    @property
-    def counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """How many in a row have each of these texts, 1 or more; as many values as `sizes`. Empty: one each."""
+    def values(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """One value for each sample that has one."""
 
     def __init__(
         self,
         *,
-        utf8: builtins.bytes = ...,
-        sizes: collections.abc.Iterable[builtins.int] | None = ...,
-        counts: collections.abc.Iterable[builtins.int] | None = ...,
+        values: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["counts", b"counts", "sizes", b"sizes", "utf8", b"utf8"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["values", b"values"]) -> None: ...
 
-global___Texts = Texts
+global___StringValues = StringValues
 
 @typing.final
 class MetaColumn(google.protobuf.message.Message):
@@ -321,8 +311,8 @@ class MetaColumn(google.protobuf.message.Message):
         """Booleans."""
 
     @property
-    def string_values(self) -> global___Texts:
-        """Texts, one for each sample that has one."""
+    def string_values(self) -> global___StringValues:
+        """Texts."""
 
     @property
     def json_values(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
@@ -338,7 +328,7 @@ class MetaColumn(google.protobuf.message.Message):
         int64_values: global___Int64Values | None = ...,
         double_values: global___DoubleValues | None = ...,
         bool_values: global___BoolValues | None = ...,
-        string_values: global___Texts | None = ...,
+        string_values: global___StringValues | None = ...,
         json_values: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["bool_values", b"bool_values", "double_values", b"double_values", "int64_values", b"int64_values", "string_values", b"string_values", "values", b"values"]) -> builtins.bool: ...
@@ -353,28 +343,10 @@ class StorageEndpoint(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    @typing.final
-    class ParamsEntry(google.protobuf.message.Message):
-        DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-        KEY_FIELD_NUMBER: builtins.int
-        VALUE_FIELD_NUMBER: builtins.int
-        key: builtins.str
-        value: builtins.str
-        def __init__(
-            self,
-            *,
-            key: builtins.str = ...,
-            value: builtins.str = ...,
-        ) -> None: ...
-        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
-
     STORAGE_ID_FIELD_NUMBER: builtins.int
     BOOT_ID_FIELD_NUMBER: builtins.int
     ADDRESS_FIELD_NUMBER: builtins.int
     IS_AWAY_FIELD_NUMBER: builtins.int
-    KIND_FIELD_NUMBER: builtins.int
-    PARAMS_FIELD_NUMBER: builtins.int
     storage_id: builtins.str
     """Name of the storage service, the same over restarts."""
     boot_id: builtins.bytes
@@ -382,19 +354,11 @@ class StorageEndpoint(google.protobuf.message.Message):
     under another boot is gone.
     """
     address: builtins.str
-    """Where clients reach it, "host:port", for kinds that have an address."""
+    """Where clients reach it, "host:port"; empty: where the client found the controller."""
     is_away: builtins.bool
     """Whether its address is not known at present: it has not registered since the controller started. Call Locate
     again later.
     """
-    kind: builtins.str
-    """How clients reach it: "grpc" (StorageService at `address`), or "controller" (StorageService where the client found
-    the controller).
-    """
-    @property
-    def params(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
-        """Further parameters of its kind, by name; empty for the two kinds above."""
-
     def __init__(
         self,
         *,
@@ -402,10 +366,8 @@ class StorageEndpoint(google.protobuf.message.Message):
         boot_id: builtins.bytes = ...,
         address: builtins.str = ...,
         is_away: builtins.bool = ...,
-        kind: builtins.str = ...,
-        params: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "boot_id", b"boot_id", "is_away", b"is_away", "kind", b"kind", "params", b"params", "storage_id", b"storage_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "boot_id", b"boot_id", "is_away", b"is_away", "storage_id", b"storage_id"]) -> None: ...
 
 global___StorageEndpoint = StorageEndpoint
 
@@ -487,7 +449,9 @@ class CellRuns(google.protobuf.message.Message):
 
     @property
     def put_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """For each run, the position of its put in `Locations.puts` or in `GetRequest.put_ids`."""
+        """For each run, the position of its put in `Locations.puts` or in `GetRequest.put_ids`. Runs may be millions: values
+        of 4 bytes are read many times faster than varints.
+        """
 
     @property
     def first_rows(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:

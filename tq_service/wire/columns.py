@@ -129,7 +129,7 @@ def columns_digest(columns: Sequence[ColumnShape]) -> bytes:
         what = (spec.name, spec.dtype, spec.layout, spec.row_shape, spec.encoding, column.row_count, column.value_bytes)
         digest.update(repr(what).encode())
         if column.extents is not None:
-            digest.update(column.extents.tobytes())
+            digest.update(np.ascontiguousarray(column.extents).data)
     return digest.digest()
 
 
@@ -225,16 +225,17 @@ def decode_header(message: metadata_pb2.ColumnHeader, row_count: int) -> ColumnS
     spec = decode_spec(message.spec)
     _validate_spec(spec)
     width = extent_count(spec)
-    if len(message.extents) != row_count * width * 8:
+    data = message.extents  # each look at the field copies it
+    if len(data) != row_count * width * 8:
         raise _wrong_column(
             spec,
             "extents",
-            f"field {spec.name!r} ({spec.describe()}) has {len(message.extents)} bytes of extents, expected "
+            f"field {spec.name!r} ({spec.describe()}) has {len(data)} bytes of extents, expected "
             f"{row_count * width * 8} for {row_count} rows",
         )
     extents = None
     if width:
-        extents = np.frombuffer(message.extents, "<i8").astype(np.int64, copy=False).reshape(row_count, width)
+        extents = np.frombuffer(data, "<i8").astype(np.int64, copy=False).reshape(row_count, width)
     column = ColumnShape(spec=spec, row_count=row_count, extents=extents, value_bytes=message.value_bytes)
     column.validate()
     return column

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,10 +25,12 @@ from tq_service.wire.dtypes import (
 )
 from tq_service.wire.objects import encode_objects
 
+T = TypeVar("T")
 _GATHER_BELOW_BYTES: Final = 64 << 10
 """Lists of rows below this mean size are put together first; larger rows travel as views of their own."""
 
-_COUNTED_AT_ONCE: Final = 1 << 16  # objects, for which no other thread runs
+_AT_ONCE: Final = 1 << 16  # objects that Python goes over in one call, while no other thread runs
+_LISTS_AT_ONCE: Final = 1 << 10
 _OBJECT_KINDS: Final = "OUST"  # of numpy's dtypes
 
 
@@ -257,40 +259,53 @@ def _inconsistent(name: str, nested: Any) -> InvalidArgumentError:
 def _encode_list(name: str, values: Sequence[Any], known: FieldSpec | None) -> Column:
     if not values:
         return _encode_dense(name, np.zeros(0, np.float32))  # refused for its 0 rows, with all others
-    if any(map(_is_non_tensor, {type(value): value for value in values}.values())):  # from iterating a NonTensorStack
+    kinds = _kinds(values)
+    if any(map(_is_non_tensor, kinds.values())):  # from iterating a NonTensorStack
         values = [value.tolist() if _is_non_tensor(value) else value for value in values]
-        known = _objects_unless_tensors(name, known)
+        kinds, known = _kinds(values), _objects_unless_tensors(name, known)
     if known is None or known.layout is not Layout.OBJECT:
-        column = _encode_tensors(name, values, known)
+        column = _encode_tensors(name, values, set(kinds), known)
         if column is not None:
             return column
-    return _encode_objects(name, values)
+    return _encode_objects(name, values, set(kinds))
+
+
+def _parts(values: Sequence[T], size: int = _AT_ONCE) -> Iterator[Sequence[T]]:
+    return (values[start : start + size] for start in range(0, len(values), size))
+
+
+def _kinds(values: Sequence[Any]) -> dict[type, Any]:
+    """Return the types of values, each with one of its values."""
+    kinds: dict[type, Any] = {}
+    for part in _parts(values):
+        for kind in set(map(type, part)) - kinds.keys():
+            kinds[kind] = next(value for value in part if type(value) is kind)
+    return kinds
 
 
 def _is_non_tensor(value: Any) -> bool:
     return _is_tensordict(value) and bool(sys.modules["tensordict"].utils.is_non_tensor(value))
 
 
-def _encode_tensors(name: str, values: Sequence[Any], known: FieldSpec | None) -> Column | None:
+def _encode_tensors(name: str, values: Sequence[Any], kinds: set[type], known: FieldSpec | None) -> Column | None:
     """Return rows of tensors, arrays, numbers or lists of numbers as a column of tensors; None if they are others."""
-    if _are_arrays(values):
+    if _are_arrays(values, kinds):
         try:
             return _encode_arrays(name, values)
         except (AttributeError, RuntimeError):  # torch does not say of which field
             for row in values:
                 _check_values(name, row)
             raise
-    if set(map(type, values)) == {list}:
+    if kinds == {list}:
         return _encode_number_lists(name, values, known)
-    numbers = _as_numbers(values)
+    numbers = _as_numbers(values, kinds)
     return None if numbers is None else _encode_dense(name, numbers)
 
 
-def _as_numbers(values: Sequence[Any]) -> NDArray[Any] | None:
+def _as_numbers(values: Sequence[Any], kinds: set[type]) -> NDArray[Any] | None:
     """Return numbers of Python, or of one type of numpy, as an array that holds each exactly; None if they are not."""
-    kinds = set(map(type, values))
     is_numpy = len(kinds) == 1 and issubclass(next(iter(kinds)), (np.number, np.bool_))
-    return np.array(values) if is_numpy else exact_numbers(values, kinds)
+    return np.concatenate(list(map(np.array, _parts(values)))) if is_numpy else exact_numbers(values, kinds)
 
 
 def _encode_number_lists(name: str, values: Sequence[list[Any]], known: FieldSpec | None) -> Column | None:
@@ -299,7 +314,9 @@ def _encode_number_lists(name: str, values: Sequence[list[Any]], known: FieldSpe
     Lists that are all empty may be lists of anything, and not all nested lists have a shape: both are tensors only in a
     field that is known to hold tensors, so that it does not depend on the values of the first put what a field is.
     """
-    items = list(chain.from_iterable(values))
+    items: list[Any] = []
+    for some in _parts(values, _LISTS_AT_ONCE):
+        items.extend(chain.from_iterable(some))
     shapes: list[tuple[int, ...]] = [(len(row),) for row in values]
     if known is not None and _holds_tensors(known):
         if items and type(items[0]) is list:
@@ -311,7 +328,7 @@ def _encode_number_lists(name: str, values: Sequence[list[Any]], known: FieldSpe
         shapes = [shape + tuple(max(size, 0) for size in full[len(shape) :] if 0 in shape) for shape in shapes]
         if not items:
             return _tensor_column(name, known.dtype or "int64", shapes, ())
-    numbers = _as_numbers(items)
+    numbers = _as_numbers(items, set(_kinds(items)))
     if numbers is None or len(set(map(len, shapes))) > 1:
         return None
     return _tensor_column(name, dtype_name(numbers.dtype, f"field {name!r}"), shapes, (array_bytes(numbers),))
@@ -326,9 +343,8 @@ def _unnested(row: list[Any]) -> tuple[tuple[int, ...], list[Any]]:
     return shape, items
 
 
-def _are_arrays(values: Sequence[Any]) -> bool:
+def _are_arrays(values: Sequence[Any], kinds: set[type]) -> bool:
     """Whether all are tensors or arrays of numbers; asked of their few types first, since there are many of them."""
-    kinds = set(map(type, values))
     if not all(issubclass(kind, np.ndarray) or is_tensor_type(kind) for kind in kinds):
         return False
     return all(value.dtype.kind not in _OBJECT_KINDS for value in values if isinstance(value, np.ndarray))
@@ -400,21 +416,28 @@ def _concatenate(rows: list[Any]) -> Any:
         return torch.cat(flat if len({row.device for row in flat}) == 1 else [row.cpu() for row in flat])
 
 
-def _encode_objects(name: str, values: Sequence[Any]) -> Column:
-    kinds, encoding = set(map(type, values)), Encoding.MSGPACK
+def _encode_objects(name: str, values: Sequence[Any], kinds: set[type]) -> Column:
     if kinds == {str}:
-        encoding = Encoding.TEXT
         try:
-            blobs = [value.encode() for value in values]
+            return _objects_column(name, Encoding.TEXT, values, lambda part, _: [text.encode() for text in part])
         except UnicodeEncodeError:  # a lone surrogate, which UTF-8 does not have, and msgpack here does
-            encoding = Encoding.MSGPACK
+            pass
     elif kinds <= {bytes, bytearray, memoryview}:
-        encoding, blobs = Encoding.BYTES, list(map(bytes, values))
-    if encoding is Encoding.MSGPACK:
-        with no_collection():
-            blobs = encode_objects(values, name)
-    starts = range(0, len(blobs), _COUNTED_AT_ONCE)
-    sizes = [np.array(list(map(len, blobs[start : start + _COUNTED_AT_ONCE])), np.int64) for start in starts]
+        return _objects_column(name, Encoding.BYTES, values, lambda part, _: list(map(bytes, part)))
+    with no_collection():
+        return _objects_column(
+            name, Encoding.MSGPACK, values, lambda part, first: encode_objects(part, name, first=first)
+        )
+
+
+def _objects_column(
+    name: str, encoding: Encoding, values: Sequence[Any], encode: Callable[[Sequence[Any], int], list[bytes]]
+) -> Column:
+    """Return a column of objects; `encode` is given some of them, and the position of the first."""
+    sizes, chunks = [], []
+    for number, part in enumerate(_parts(values)):
+        blobs = encode(part, number * _AT_ONCE)
+        sizes.append(np.fromiter(map(len, blobs), np.int64, len(blobs)))
+        chunks.append(memoryview(b"".join(blobs)))
     extents = np.concatenate(sizes).reshape(-1, 1)
-    spec = FieldSpec(name, "", Layout.OBJECT, (), encoding)
-    return _column(spec, len(blobs), extents, (memoryview(b"".join(blobs)),))
+    return _column(FieldSpec(name, "", Layout.OBJECT, (), encoding), len(extents), extents, tuple(chunks))

@@ -30,8 +30,7 @@ from tq_service.schema import (
 from tq_service.v1 import commit_pb2, controller_service_pb2
 from tq_service.v1 import metadata_pb2 as pb
 from tq_service.wire.dtypes import exact_numbers
-from tq_service.wire.runs import decode_integers
-from tq_service.wire.texts import decode_texts, fill_packed, fill_texts
+from tq_service.wire.runs import decode_integers, fill_packed
 
 Word = TypeVar("Word", bound=str)
 
@@ -194,16 +193,18 @@ def _fill_meta_column(message: pb.MetaColumn, column: MetaColumn) -> None:
         if values.size or (column.json is None and column.removed is None):
             kind: Any = getattr(message, _FIELDS[column.values.dtype])
             kind.SetInParent()  # also without a value the column has its type
-            if values.dtype == object:
-                what = f"custom_meta column {column.name!r}"
-                fill_texts(kind, values.tolist(), what, field="custom_meta", are_shared=True)
+            if values.dtype.hasobject:
+                kind.values.extend(values.tolist())
             else:
                 fill_packed(kind, "values", values)
         if texts:
             message.json_values.extend(texts)
     except UnicodeEncodeError as error:
+        given = values.tolist()
+        place = f"[{given.index(error.object)}]" if error.object in given else ""
         raise InvalidArgumentError(
-            f"custom_meta column {column.name!r} has {error.object!r:.200}, expected text in valid Unicode ({error})",
+            f"custom_meta column {column.name!r}{place} is {error.object!r:.200}, expected text in valid Unicode "
+            f"({error})",
             field="custom_meta",
         ) from None
 
@@ -238,7 +239,7 @@ def decode_meta_columns(messages: Iterable[pb.MetaColumn], row_count: int) -> li
 
 
 def _decode_meta_column(message: pb.MetaColumn, row_count: int) -> MetaColumn:
-    values = _decode_values(message, row_count)
+    values = _decode_values(message)
     if values.size == row_count and not message.kinds and not message.json_values:
         return MetaColumn(name=message.name, values=values, present=np.ones(row_count, np.bool_))
     kinds = _decode_kinds(message, row_count)
@@ -299,7 +300,7 @@ def _decode_kinds(message: pb.MetaColumn, row_count: int) -> NDArray[np.uint8]:
     return kinds
 
 
-def _decode_values(message: pb.MetaColumn, row_count: int) -> NDArray[Any]:
+def _decode_values(message: pb.MetaColumn) -> NDArray[Any]:
     field = message.WhichOneof("values")
     if field is None:
         if message.json_values or _REMOVED in message.kinds:
@@ -309,11 +310,10 @@ def _decode_values(message: pb.MetaColumn, row_count: int) -> NDArray[Any]:
             field="custom_meta",
             metadata={"column": message.name},
         )
-    if field == "string_values":
-        what = f"custom_meta column {message.name!r}"
-        texts = decode_texts(message.string_values, row_count, what, field="custom_meta")
-        return np.fromiter(texts, np.object_, len(texts))
     values = getattr(message, field).values
+    if field == "string_values":
+        known: dict[str, str] = {}  # many samples share a text, such as a tag, and then its memory
+        return np.fromiter(map(known.setdefault, values, values), np.object_, len(values))
     return decode_integers(values) if field == "int64_values" else np.array(values, _DTYPES[field])
 
 

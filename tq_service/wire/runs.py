@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,8 @@ Indexes = NDArray[np.int64]
 
 _FEW_VALUES: Final = 64
 _LEAST_MEAN_LENGTH: Final = 4
+_BYTES_TYPE: Final = 2  # of a field, in the encoding of protobuf: a packed one has its values as bytes
+_VARINT_BITS: Final = 7
 _MOST_INDEXES: Final = 2**31  # a few bytes must not make a reader reserve whatever they say
 
 
@@ -26,6 +28,27 @@ def decode_integers(values: Sequence[int]) -> Indexes:
     """
     count = len(values)
     return np.fromiter(values, np.int64, count) if count <= _FEW_VALUES else np.array(values, np.int64)
+
+
+def fill_packed(message: Any, field: str, values: NDArray[Any]) -> None:
+    """Fill a repeated field of numbers of 4 or 8 bytes, or of truth values, that has none yet.
+
+    Its values lie in a message as they do in an array, so that many of them are copied at once.
+    """
+    if values.size <= _FEW_VALUES:
+        getattr(message, field).extend(values.tolist())
+        return
+    number = message.DESCRIPTOR.fields_by_name[field].number
+    data: Any = np.ascontiguousarray(values, values.dtype.newbyteorder("<"))
+    message.MergeFromString(b"".join((_varint(number << 3 | _BYTES_TYPE), _varint(data.nbytes), data)))
+
+
+def _varint(value: int) -> bytes:
+    parts = []
+    while value >> _VARINT_BITS:
+        parts.append(value & ~(-1 << _VARINT_BITS) | 1 << _VARINT_BITS)
+        value >>= _VARINT_BITS
+    return bytes([*parts, value])
 
 
 def expand_runs(firsts: Indexes, counts: Indexes) -> Indexes:
@@ -82,12 +105,10 @@ class CellRuns:
 
     def to_proto(self) -> pb.CellRuns:
         """Return the runs as a message."""
-        return pb.CellRuns(
-            field_names=self.field_names,
-            put_indexes=self.put_indexes.tolist(),
-            first_rows=self.first_rows.tolist(),
-            row_counts=self.row_counts.tolist(),
-        )
+        message = pb.CellRuns(field_names=self.field_names)
+        for name in ("put_indexes", "first_rows", "row_counts"):
+            fill_packed(message, name, getattr(self, name).astype(np.uint32))
+        return message
 
     @property
     def row_count(self) -> int:
@@ -102,7 +123,12 @@ class CellRuns:
 def set_indexes(message: pb.BatchMeta, indexes: Indexes | range) -> None:
     """Name the samples of a batch, which has none yet."""
     if isinstance(indexes, range):
-        indexes = np.arange(indexes.start, indexes.stop)
+        if len(indexes) > _FEW_VALUES:
+            message.index_ranges.first_indexes.append(indexes.start)
+            message.index_ranges.index_counts.append(len(indexes))
+        else:
+            message.global_indexes.extend(indexes)
+        return
     if indexes.size > _FEW_VALUES:
         firsts, counts = runs_of(indexes)
         if firsts.size * _LEAST_MEAN_LENGTH <= indexes.size:

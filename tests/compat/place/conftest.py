@@ -1,4 +1,4 @@
-"""One service for the tests of a file, in a process of its own, and a namespace for each test."""
+"""One service for all tests, in a process of its own, and a namespace for each test."""
 
 import asyncio
 import inspect
@@ -12,7 +12,7 @@ from tq_service.testing import ServiceProcess
 _numbers = itertools.count()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def service(tmp_path_factory):
     with ServiceProcess("--checkpoint-dir", str(tmp_path_factory.mktemp("checkpoints"))) as running:
         yield running.address

@@ -1,6 +1,7 @@
 """The dataset and its loader: batches in micro-batches, to the end or for ever, again, and the next partition."""
 
 import threading
+from importlib.util import module_from_spec
 
 import pytest
 import torch
@@ -118,6 +119,15 @@ def test_a_stream_waits_as_long_as_the_variable_says(begun, monkeypatch):
     micro_batches = iter(dataset(begun, fetch_batch_fn=spied(waits), should_check_consumption_status=False))
     assert [next(micro_batches)[0]["x"].tolist() for _ in range(2)] == [[0, 1], [2, 3]]
     assert waits == [0.125]
+
+
+@pytest.mark.parametrize(("given", "seconds"), [(None, 1.0), ("0.25", 0.25)])
+def test_the_variable_is_read_at_import(monkeypatch, given, seconds):
+    if given is not None:
+        monkeypatch.setenv("TQ_STREAMING_DATASET_EMPTY_BATCH_SLEEP_INTERVAL", given)
+    again = module_from_spec(streaming_dataset.__spec__)
+    streaming_dataset.__spec__.loader.exec_module(again)
+    assert seconds == again.TQ_STREAMING_DATASET_EMPTY_BATCH_SLEEP_INTERVAL
 
 
 def test_a_dataset_says_what_it_was_given(begun):

@@ -281,3 +281,7 @@ def test_loggers_of_users(monkeypatch):
     assert (logger.name, logger.level, logger.hasHandlers()) == ("theirs", logging.ERROR, True)
     monkeypatch.delenv("TQ_LOGGING_LEVEL")
     assert get_logger("theirs", default_level="INFO").level == logging.INFO
+
+
+def test_it_does_without_ray_and_omegaconf():
+    assert not {"ray", "omegaconf"} & set(sys.modules)

@@ -26,8 +26,8 @@ from engine_driver import cells
 from live_server import LiveServer, LoopThread
 from test_change_stages import STORY
 
-from tq_service.durable.log import segment
 from tq_service.durable.state_store import StateStore
+from tq_service.journal import segment
 from tq_service.machine.claims import BatchPlanned, NamedEndReached, QueueClaimed, TaskSeen
 from tq_service.machine.partitions import PartitionCleared
 from tq_service.samplers import PlanRunner

@@ -183,8 +183,8 @@ class AsyncCalls:
         if channels is not None:
             self._home.leave(place, channels)
 
-    def over_grpc(self, address: str) -> AsyncDriver:
-        """Return what puts and gets at an address."""
+    def driver(self, address: str) -> AsyncDriver:
+        """Return the driver of the storage service at an address; an empty one is the controller's."""
         return self.endpoint(address).driver
 
     async def retried(self, attempt: Callable[[], Awaitable[T]], deadline: Deadline) -> T:

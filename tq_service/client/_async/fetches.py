@@ -26,7 +26,6 @@ from tq_service.client.reads import (
 from tq_service.client.requests import listed, partition_of, request_of
 from tq_service.client.retry import Deadline
 from tq_service.client_probes import probes
-from tq_service.dataplane._async.drivers import async_driver
 from tq_service.dataplane.parties import Received
 from tq_service.errors import (
     DataLossError,
@@ -189,7 +188,7 @@ class AsyncFetchCalls(AsyncBase):
             try:
                 if storage.is_away:
                     raise UnavailableError("it has not announced itself since the controller started")
-                reader = async_driver(storage, self._calls)
+                reader = self._calls.driver(storage.address)
                 return await reader.get(read.request, read.positions.size, deadline, size_bytes)
             except DataLossError as error:
                 # Another storage service may have taken the puts over, or be about to.

@@ -11,7 +11,6 @@ import numpy as np
 from tq_service.client._async.calls import AsyncBase
 from tq_service.client.batch_meta import NAMED_AT_ONCE, BatchMeta, check_is_batch, in_parts, joined
 from tq_service.client.concurrency import async_unless_light
-from tq_service.client.names import GroupColumn, MetaGiven, NameColumn, check_meta_count, meta_columns_of
 from tq_service.client.requests import (
     check_waits,
     condition_messages,
@@ -23,17 +22,20 @@ from tq_service.client.requests import (
 )
 from tq_service.client.retry import Deadline
 from tq_service.client.writes import (
+    GroupColumn,
+    MetaGiven,
+    NameColumn,
     NamesGiven,
+    check_meta_count,
     check_row_counts,
     fill_write,
     known_fields,
+    meta_columns_of,
     put_nothing,
     written_meta,
 )
 from tq_service.client_probes import probes
-from tq_service.dataplane._async.drivers import async_driver
 from tq_service.dataplane.messages import put_header
-from tq_service.dataplane.parties import CONTROLLER_KIND
 from tq_service.errors import (
     DataLossError,
     FieldMismatchError,
@@ -47,7 +49,7 @@ from tq_service.results import Revision
 from tq_service.schema import FieldSpec, KeyMode, SampleState
 from tq_service.v1 import commit_pb2
 from tq_service.v1 import controller_service_pb2 as pb
-from tq_service.v1.metadata_pb2 import MetaColumn, StorageEndpoint
+from tq_service.v1.metadata_pb2 import MetaColumn
 from tq_service.v1.storage_service_pb2 import PutHeader
 from tq_service.wire.columns import Column
 from tq_service.wire.durations import to_duration
@@ -57,7 +59,6 @@ from tq_service.wire.metadata import decode_spec, encode_meta_columns
 
 _COMMIT_PATIENCE_SECONDS: Final = 5.0
 _MOST_LOSSES: Final = 3
-_CONTROLLER: Final = StorageEndpoint(kind=CONTROLLER_KIND)
 
 
 class AsyncSampleCalls(AsyncBase):
@@ -96,10 +97,11 @@ class AsyncSampleCalls(AsyncBase):
                 only.
             partition_id: the partition; made on first use.
             metadata: existing samples, instead of `partition_id`.
-            keys: `n` unique names of the samples: a list, or an array of text.
+            keys: `n` unique names of the samples: a list, or an array of text; at most 16,384 in one call.
             key_mode: "upsert" (default): known keys name their sample, unknown ones make one; "new": every key makes a
                 sample; "existing": every key names one.
-            groups: `n` groups of new samples: a list with None, or an array of text with "", for a sample without.
+            groups: `n` groups of new samples: a list with None, or an array of text with "", for a sample without; at
+                most 16,384 in one call.
             group_size: number of members that completes each of these groups.
             custom_meta: `n` mappings of names to what JSON has, or columns: one mapping of names to arrays, tensors or
                 lists of `n` values, which is by far the quickest way for many samples. They merge with what is there.
@@ -248,11 +250,11 @@ class AsyncSampleCalls(AsyncBase):
         if place.embedded:
             if not header.HasField("commit"):
                 header.commit.CopyFrom(request)
-            answer = await async_driver(_CONTROLLER, self._calls).put(header, columns, deadline)
+            answer = await self._calls.driver("").put(header, columns, deadline)
             return answer.commit
         header.ClearField("commit")
         storage = self._placement.endpoint(place)
-        answer = await async_driver(storage, self._calls).put(header, columns, deadline)
+        answer = await self._calls.driver(storage.address).put(header, columns, deadline)
         commit = commit_pb2.CommitRequest(
             request_id=request.request_id,
             write=request.write,
@@ -286,8 +288,8 @@ class AsyncSampleCalls(AsyncBase):
         Args:
             partition_id: the partition; made on first use.
             row_count: number of samples; None: as many as there are keys, custom_meta or groups.
-            keys: their unique names.
-            groups: their groups, None for a sample without.
+            keys: their unique names; at most 16,384 in one call.
+            groups: their groups, None for a sample without; at most 16,384 in one call.
             group_size: number of members that completes each of these groups.
             custom_meta: mappings of names to what JSON has, or columns; see `put`, for keys and groups too.
             state: "live" (default), "held" or "failed".

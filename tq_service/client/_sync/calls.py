@@ -184,8 +184,8 @@ class Calls:
         if channels is not None:
             self._home.leave(place, channels)
 
-    def over_grpc(self, address: str) -> Driver:
-        """Return what puts and gets at an address."""
+    def driver(self, address: str) -> Driver:
+        """Return the driver of the storage service at an address; an empty one is the controller's."""
         return self.endpoint(address).driver
 
     def retried(self, attempt: Callable[[], T], deadline: Deadline) -> T:

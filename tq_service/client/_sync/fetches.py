@@ -27,7 +27,6 @@ from tq_service.client.reads import (
 from tq_service.client.requests import listed, partition_of, request_of
 from tq_service.client.retry import Deadline
 from tq_service.client_probes import probes
-from tq_service.dataplane._sync.drivers import driver
 from tq_service.dataplane.parties import Received
 from tq_service.errors import (
     DataLossError,
@@ -186,7 +185,7 @@ class FetchCalls(Base):
             try:
                 if storage.is_away:
                     raise UnavailableError("it has not announced itself since the controller started")
-                reader = driver(storage, self._calls)
+                reader = self._calls.driver(storage.address)
                 return reader.get(read.request, read.positions.size, deadline, size_bytes)
             except DataLossError as error:
                 # Another storage service may have taken the puts over, or be about to.

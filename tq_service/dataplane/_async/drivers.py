@@ -1,8 +1,6 @@
-"""Puts and gets at a storage service, by the driver of the kind that the controller says it is of.
+"""Puts and gets at a storage service: over gRPC, each call in the way that suits its size.
 
-Another way to put and get bytes is one more driver, and a line in `DRIVERS`; frees and confirmations go to a storage
-service at the endpoint's address in any case, and so does what is reconciled. Over gRPC each call goes in the way that
-suits its size. Inline: one message, for up to `INLINE_BYTES`. Stream: a header, then frames. Shared memory, with a
+Inline: one message, for up to `INLINE_BYTES`. Stream: a header, then frames. Shared memory, with a
 service of the same host: a stream whose bytes are file descriptors, sent over a Unix socket; gets take them with inline
 answers, too.
 """
@@ -15,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from tq_service.dataplane.concurrency import AsyncPutCall, async_in_thread
 from tq_service.dataplane.messages import AnswerReader
-from tq_service.dataplane.parties import CONTROLLER_KIND, GRPC_KIND, Deadline, Place, Received
+from tq_service.dataplane.parties import Deadline, Received
 from tq_service.dataplane.shared_memory.client import FdChannel, HostLink
-from tq_service.errors import LimitExceededError, PreconditionError, TqError
+from tq_service.errors import LimitExceededError, TqError
 from tq_service.v1.storage_service_pb2 import (
     GetInlineRequest,
     GetRequest,
@@ -232,33 +230,3 @@ class AsyncGrpcDriver:
             return
         # It waits twice at most, for other threads and for the service: half of the time is left for the call itself.
         await async_in_thread(self._link.open, stat, deadline.remaining() / 4)
-
-
-class AsyncConnections(Protocol):
-    """What a caller has for drivers to use."""
-
-    def over_grpc(self, address: str) -> AsyncDriver:
-        """Return the driver of the storage service at an address; an empty one is that of the caller's controller."""
-        ...
-
-
-DRIVERS: Final[dict[str, Callable[[Place, AsyncConnections], AsyncDriver]]] = {
-    GRPC_KIND: lambda place, connections: connections.over_grpc(place.address),
-    CONTROLLER_KIND: lambda _, connections: connections.over_grpc(""),
-}
-
-
-def async_driver(place: Place, connections: AsyncConnections) -> AsyncDriver:
-    """Return what reaches a storage service.
-
-    Raises:
-        PreconditionError: it is of a kind that this version does not know.
-    """
-    make = DRIVERS.get(place.kind)
-    if make is None:
-        raise PreconditionError(
-            f"storage service {place.storage_id!r} is of kind {place.kind!r}, and this tq-service knows "
-            f"{', '.join(DRIVERS)}; use the version of the controller here, too",
-            metadata={"storage_id": place.storage_id},
-        )
-    return make(place, connections)

@@ -53,7 +53,7 @@ class RegisterStorageRequest(google.protobuf.message.Message):
     """
     @property
     def storage(self) -> tq_service.v1.metadata_pb2.StorageEndpoint:
-        """Its name, boot, kind and address, as clients will get them."""
+        """Its name, boot and address, as clients will get them."""
 
     @property
     def overdue_put_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:

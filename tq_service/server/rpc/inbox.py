@@ -30,6 +30,7 @@ MAX_OPEN_REQUEST_BYTES: Final = 4096
 MAX_WAITING_BYTES: Final = 32 << 20
 """Of the requests of all calls that may wait for samples or capacity, while they run."""
 
+_DECODED_AT_ONCE: Final = 512 << 10  # bytes, some milliseconds' work where they are varints
 _EOF: Final = grpc.aio.EOF
 
 awaits_end: Final[ContextVar[bool]] = ContextVar("awaits_end", default=False)
@@ -315,7 +316,7 @@ class _Reader:
 
     async def __anext__(self) -> Any:
         if not self._is_begun:
-            data = await self._first()
+            message = await self._first()
         else:
             # The frame before was taken: its turn ends with that, not with its arrival.
             self._leave_frame()
@@ -324,19 +325,18 @@ class _Reader:
             else:
                 self._frame = await self._inbox.frames.enter(self._connection)
                 data = await self._frame.run(self._context.read())
-        if data is _EOF:
+            message = self._decoded(data)
+        if message is _EOF:
             raise StopAsyncIteration
-        return data if self._deserialize is None else self._deserialize(data)
+        return message
 
     async def only(self) -> Any:
         """Return the request of a method that has one, `Unread` or `Garbled` where there is none to be had."""
         try:
-            data = await self._first()
+            message = await self._first()
         except TqError as error:
             return Unread(error)
-        if data is _EOF:
-            return Garbled("the call ended without one")
-        return data if self._deserialize is None else self._deserialize(data)
+        return Garbled("the call ended without one") if message is _EOF else message
 
     def close(self) -> None:
         """End its turns, and count what it held no more."""
@@ -345,7 +345,7 @@ class _Reader:
         self._release()
 
     async def _first(self) -> Any:
-        """Return the first message, joined where it comes in parts."""
+        """Return the first message; a thread decodes a large one, and joins one that comes in parts."""
         self._is_begun = True
         lane = self._inbox.open_calls if self._method.is_open else self._inbox.requests
         data = await self._message(lane)
@@ -360,7 +360,7 @@ class _Reader:
             self._release()
         if self._method.waits:
             self._hold(len(data))
-        return data
+        return self._decoded(data) if len(data) < _DECODED_AT_ONCE else await asyncio.to_thread(self._decoded, data)
 
     async def _joined(self, first: bytes, lane: Lane) -> bytes:
         """Return a request that comes in parts."""
@@ -373,7 +373,10 @@ class _Reader:
             if size > MAX_REQUEST_BYTES:
                 raise _too_large(size, MAX_REQUEST_BYTES, "write or name fewer samples at once")
             parts.append(part)
-        return b"".join(parts)
+        return await asyncio.to_thread(b"".join, parts)
+
+    def _decoded(self, data: Any) -> Any:
+        return data if data is _EOF or self._deserialize is None else self._deserialize(data)
 
     async def _message(self, lane: Lane) -> Any:
         turn = await lane.enter(self._connection)

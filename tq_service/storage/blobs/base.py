@@ -5,8 +5,6 @@ read, and releases it once; the store gives the bytes back when it is released a
 
 What a store can do beyond that, it says:
 
-- `partial_free`: a blob can be replaced by a smaller one, so that puts with dead cells are compacted. Without it a put
-  is freed when its last cell is.
 - `adopts`: its blobs take shared memory that a client has made (`Blob.adopt`), instead of being written.
 - `DurableBlobStore`: its blobs outlive the process; so each begins with the tables of its put (`has_tables`).
 
@@ -139,7 +137,6 @@ class BlobStore(ABC):
         pooled_bytes: bytes held for reuse.
     """
 
-    partial_free: ClassVar[bool] = False
     adopts: ClassVar[bool] = False
     has_tables: ClassVar[bool] = False
 
@@ -168,12 +165,12 @@ class BlobStore(ABC):
         """Give back a blob that is no longer read, now or soon; `on_freed` once it is. Called by the blob."""
 
     def allocate_now(self, size: int) -> Blob:
-        """Return a blob of `size` bytes in memory without waiting; only with `partial_free`.
+        """Return a blob of `size` bytes in memory without waiting; only if clients do not make them.
 
         Raises:
             OSError: there is no memory for them.
         """
-        raise TypeError(f"{type(self).__name__} cannot free parts")
+        raise TypeError(f"{type(self).__name__} makes no blobs without waiting")
 
     def trim(self, elapsed_seconds: float) -> None:  # noqa: B027  (most stores have nothing to trim)
         """Give back some of what is held for reuse and was not needed in this time."""
@@ -239,7 +236,7 @@ def is_temporary(error: OSError) -> bool:
 
 
 async def in_thread(
-    executor: Executor,
+    executor: Executor | None,
     work: Callable[..., T],
     *args: object,
     pinned: Sequence[Blob],
@@ -248,7 +245,7 @@ async def in_thread(
     """Return what a thread returns; it goes on where the caller is cancelled.
 
     Args:
-        executor: has the threads.
+        executor: has the threads; None: those of the loop.
         work: what it does.
         args: what with.
         pinned: blobs that it works on, which stay until it is done.

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Final
 
 from tq_service.errors import InvalidArgumentError
 from tq_service.storage.blobs.base import Blob
-from tq_service.storage.blobs.memory import LocalBlob, LocalStore, no_memory
+from tq_service.storage.blobs.memory import (
+    BACKGROUND,
+    UNMAPPED_IN_BACKGROUND_FROM_BYTES,
+    LocalBlob,
+    LocalStore,
+    no_memory,
+    unmap,
+)
 from tq_service.wire import shared_memory
 from tq_service.wire.mapping import map_over
-
-# The last one to close a memfd frees its pages, which takes the system 0.15 ms a MiB: too long for the event loop.
-_CLOSED_IN_BACKGROUND_FROM_BYTES: Final = 8 << 20
-_BACKGROUND: Final = ThreadPoolExecutor(1, thread_name_prefix="tq-close")
 
 
 class MemfdBlob(LocalBlob):
@@ -75,12 +76,14 @@ class MemfdBlob(LocalBlob):
 
     def close(self) -> None:
         """Let go of the memory: it is freed when no reader has it mapped any more."""
+        memory, fds = self.memory(), self.fds
         super().close()
-        fds, self.fds = self.fds, []
-        if self.size < _CLOSED_IN_BACKGROUND_FROM_BYTES:
-            shared_memory.close_all(fds)
+        self.fds = []
+        if self.size >= UNMAPPED_IN_BACKGROUND_FROM_BYTES and isinstance(memory, mmap.mmap):
+            BACKGROUND.submit(unmap, memory)
+            BACKGROUND.submit(shared_memory.close_all, fds)  # the last one to close a memfd frees its pages
         else:
-            _BACKGROUND.submit(shared_memory.close_all, fds)
+            shared_memory.close_all(fds)
 
 
 class MemfdBlobs(LocalStore):

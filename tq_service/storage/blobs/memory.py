@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import mmap
 from abc import abstractmethod
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Final, Generic, TypeVar
 
 from tq_service.errors import QuotaExceededError
@@ -12,6 +14,10 @@ from tq_service.storage.blobs.base import RETRY_AFTER_SECONDS, Blob, BlobStore
 SMALL_BYTES: Final = 64 << 10
 """Blobs of fewer bytes come from malloc, and go into the journal whole where there is one."""
 
+UNMAPPED_IN_BACKGROUND_FROM_BYTES: Final = 8 << 20
+"""The system takes 20 ms and more to free a GiB: too long for the event loop."""
+
+BACKGROUND: Final = ThreadPoolExecutor(1, thread_name_prefix="tq-close")
 _HUGE_PAGES_FROM_BYTES: Final = 4 << 20
 _CLASSES_PER_DOUBLING: Final = 8
 _HALF_LIFE_SECONDS: Final = 2.5
@@ -22,6 +28,12 @@ def size_class(size: int) -> int:
     """Return the capacity of the backing that holds `size` bytes: at most an eighth larger."""
     step = 1 << max((size - 1).bit_length() - _CLASSES_PER_DOUBLING.bit_length(), 12)
     return -(-size // step) * step
+
+
+def unmap(memory: mmap.mmap) -> None:
+    """Give memory back to the system; where views of it are left it goes with the last of them."""
+    with suppress(BufferError):
+        memory.close()
 
 
 class LocalBlob(Blob):
@@ -70,8 +82,6 @@ class PooledStore(LocalStore, Generic[BackingT]):
     Used and pooled bytes together never exceed the high-water mark of used bytes; the mark sinks with every `trim`, so
     that memory, or disk, is given back in time.
     """
-
-    partial_free = True
 
     def __init__(self) -> None:
         self._pool: dict[int, list[BackingT]] = {}
@@ -161,6 +171,10 @@ class MemoryBlobs(PooledStore[mmap.mmap]):
         if capacity >= _HUGE_PAGES_FROM_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
         return memory
+
+    def _drop(self, backing: mmap.mmap) -> None:
+        if len(backing) >= UNMAPPED_IN_BACKGROUND_FROM_BYTES:
+            BACKGROUND.submit(unmap, backing)
 
     def _wrap(self, backing: mmap.mmap, size: int) -> PooledBlob[mmap.mmap]:
         return PooledBlob(self, size, backing, backing)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import struct
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from typing import Final, NamedTuple, Protocol, TypeAlias
 import numpy as np
 
 from tq_service.errors import DiskFailedError, UnavailableError
+from tq_service.journal import codec
 from tq_service.log_message import LogMessage
 from tq_service.schema import FieldSpec
 from tq_service.storage.blobs.base import Blob, DurableBlobStore, is_temporary
@@ -92,6 +94,9 @@ class PutDropped:
 
 
 PutRecord: TypeAlias = PutStored | PutDropped
+_KINDS: Final[dict[str, type[PutRecord]]] = {kind.__name__: kind for kind in (PutStored, PutDropped)}
+_SIZE: Final = struct.Struct("<I")
+
 EncodedPut: TypeAlias = tuple[bytes, bytes | bytearray]
 """The bytes of a record, and of a small put the values that follow them; neither ever changes."""
 
@@ -102,14 +107,6 @@ class PutLog(Protocol):
     @property
     def fatal(self) -> Callable[[str, BaseException], None]:
         """Called with a reason and its cause where what is written down may not be what is in memory."""
-        ...
-
-    def encode_put(self, record: PutRecord) -> bytes:
-        """Return the bytes of a record."""
-        ...
-
-    def decode_put(self, data: bytes) -> tuple[PutRecord, EncodedPut]:
-        """Return a record that was appended, and its bytes apart from the values that follow them."""
         ...
 
     def append_put(self, record: bytes, values: bytes | bytearray = b"") -> None:
@@ -180,7 +177,7 @@ class PutJournal:
         self._append(record, b"" if blob.number else self._store.inline(blob))
 
     def _append(self, record: PutStored, values: bytes | bytearray = b"") -> None:
-        encoded = self._records[record.put_id] = self._needed_log.encode_put(record), values
+        encoded = self._records[record.put_id] = encode_put(record), values
         self._needed_log.append_put(*encoded)
 
     @property
@@ -195,7 +192,7 @@ class PutJournal:
         """Write down that a put is gone, and release its blob once that cannot be lost any more."""
         self._records.pop(put_id, None)
         (blob.copy or blob).is_damaged = self.forget(put_id)
-        self._needed_log.append_put(self._needed_log.encode_put(PutDropped(put_id=put_id)))
+        self._needed_log.append_put(encode_put(PutDropped(put_id=put_id)))
         self._release_later(blob)
 
     def may_compact(self, put_id: bytes) -> bool:
@@ -232,7 +229,7 @@ class PutJournal:
             The blob of each put, and its owner.
         """
         self._log = log
-        left = left_puts(records, log.decode_put)
+        left = left_puts(records)
         self._records = {put_id: encoded for put_id, (_, encoded) in left.items()}
         # Newest first: where the end of a put was lost with a part of the journal, its blob may have the bytes of a
         # later one.
@@ -253,7 +250,7 @@ class PutJournal:
 
     def load(self, put_id: bytes, blob: Blob) -> StoredPut:
         """Return a recovered put."""
-        record, _ = self._needed_log.decode_put(self._records[put_id][0])
+        record, _ = decode_put(self._records[put_id][0])
         if not isinstance(record, PutStored):
             raise TypeError(f"put {put_id.hex()} was written down as {type(record).__name__}")
         return restore_put(record, blob)
@@ -334,13 +331,28 @@ class PutJournal:
             self.on_looked_at(put_id)
 
 
-def left_puts(
-    records: Iterable[bytes], decode: Callable[[bytes], tuple[PutRecord, EncodedPut]]
-) -> dict[bytes, tuple[PutStored, EncodedPut]]:
+def encode_put(record: PutRecord) -> bytes:
+    """Return the bytes of a record: its size (uint32) and the record. The values of a small put are to follow."""
+    encoded = codec.encode_named(record)
+    return _SIZE.pack(len(encoded)) + encoded
+
+
+def decode_put(data: bytes) -> tuple[PutRecord, EncodedPut]:
+    """Return a record, and its bytes apart from the values that follow.
+
+    Raises:
+        NewerVersionError: it has an unknown kind or field.
+        ValueError, TypeError, KeyError, struct.error: the bytes are not those of a record.
+    """
+    end = _SIZE.size + _SIZE.unpack_from(data)[0]
+    return codec.decode_named(_KINDS, *codec.unpack(data[_SIZE.size : end])), (data[:end], data[end:])
+
+
+def left_puts(records: Iterable[bytes]) -> dict[bytes, tuple[PutStored, EncodedPut]]:
     """Return the puts that records leave, in the order in which they were last written down."""
     left: dict[bytes, tuple[PutStored, EncodedPut]] = {}
     for data in records:
-        record, encoded = decode(data)
+        record, encoded = decode_put(data)
         left.pop(record.put_id, None)
         if isinstance(record, PutStored):
             left[record.put_id] = record, encoded

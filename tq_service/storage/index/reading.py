@@ -272,7 +272,8 @@ class Reading:
 
     def slices(self, column_index: int) -> tuple[Rows, Rows, Rows]:
         """Return what makes up a column: the puts of its slices, where they start in their blobs, and their sizes."""
-        return _join_neighbours(self._spans[column_index])
+        span = self._spans[column_index]
+        return span.put_indexes, span.starts, span.sizes
 
     def blob(self, put_index: int) -> Blob:
         """Return the blob of the values of a put; it stays until `close`."""
@@ -302,7 +303,7 @@ class Reading:
         self.close()
 
     def _column_chunks(self, span: Spans) -> Iterator[memoryview]:
-        puts, starts, sizes = _join_neighbours(span)
+        puts, starts, sizes = span.put_indexes, span.starts, span.sizes
         unit = unit_of(span.column.spec)
         blobs = {put: self._blobs[put] for put in np.unique(puts).tolist()}
         if are_scattered(sizes, unit) or not all(blob.is_local for blob in blobs.values()):
@@ -343,9 +344,8 @@ def _gathered(blobs: Mapping[int, Blob], puts: Rows, starts: Rows, sizes: Rows, 
     return in_order.data
 
 
-def _join_neighbours(span: Spans) -> tuple[Rows, Rows, Rows]:
+def _join_neighbours(puts: Rows, starts: Rows, sizes: Rows) -> tuple[Rows, Rows, Rows]:
     """Return put, start and size of the slices to read: runs that follow each other in memory are one."""
-    puts, starts, sizes = span.put_indexes, span.starts, span.sizes
     if not sizes.all():
         full = sizes > 0
         puts, starts, sizes = puts[full], starts[full], sizes[full]
@@ -360,7 +360,7 @@ def _join_neighbours(span: Spans) -> tuple[Rows, Rows, Rows]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spans:
-    """The bytes of one column that is read: for each run, its put, and its first byte and size in the put's blob."""
+    """The bytes of one column that is read: for each slice its put, and its first byte and size in the put's blob."""
 
     column: ColumnShape
     put_indexes: Rows
@@ -429,7 +429,7 @@ class SpanFinder:
                 extents[_ALL if some is _ALL else expand_runs(self._targets[some], counts)] = widened
         starts += self._of_runs([column.values_at for column in columns])
         shape = ColumnShape(spec=merged, row_count=self._row_count, extents=extents, value_bytes=int(sizes.sum()))
-        return Spans(shape, self._runs.put_indexes, starts, sizes)
+        return Spans(shape, *_join_neighbours(self._runs.put_indexes, starts, sizes))
 
     def _find_rows(self, name: str, row_sets: list[RowSet]) -> Rows:
         """Return the position of each run among the stored rows; fields that were freed alike share the search."""

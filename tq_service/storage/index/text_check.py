@@ -39,12 +39,11 @@ class TextCheck:
         end: where it ends.
     """
 
-    __slots__ = ("_name", "_offsets", "_rest", "_starts", "_values_at", "end", "next")
+    __slots__ = ("_name", "_offsets", "_rest", "_values_at", "end", "next")
 
     def __init__(self, name: str, offsets: Rows, values_at: int) -> None:
         self._name = name
         self._offsets = offsets
-        self._starts = offsets[:-1][offsets[1:] > offsets[:-1]]
         self._values_at = values_at
         self._rest = b""  # of a character whose last bytes come with the next part
         self.next = values_at
@@ -60,8 +59,9 @@ class TextCheck:
         if self.next >= end:
             return
         part, start = memoryview(data)[self.next - at : end - at], self.next - self._values_at
-        first, last = np.searchsorted(self._starts, (start, start + len(part))).tolist()
-        rows = self._starts[first:last]
+        first, last = np.searchsorted(self._offsets[:-1], (start, start + len(part))).tolist()
+        rows = self._offsets[first:last]
+        rows = rows[self._offsets[first + 1 : last + 1] > rows]  # an empty one has no first byte
         inside = (np.frombuffer(part, np.uint8)[rows - start] & _HIGHEST_BITS) == _CONTINUES
         piece, piece_start = (self._rest + part, start - len(self._rest)) if self._rest else (part, start)
         # A row that begins within a character: the first wrong row is that one, or the one before, which has its lead.

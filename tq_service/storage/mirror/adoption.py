@@ -11,7 +11,7 @@ from typing import Final, Protocol, TypeVar
 
 from tq_service.errors import NotFoundError, UnavailableError
 from tq_service.objects.base import LARGEST_OBJECT_BYTES, ObjectMissingError, ObjectStore
-from tq_service.storage.index.put_journal import PutStored
+from tq_service.storage.index.put_journal import PutStored, decode_put
 from tq_service.storage.mirror.layout import (
     HEAD_BYTES,
     WINDOW,
@@ -22,7 +22,6 @@ from tq_service.storage.mirror.layout import (
     unpack_heads,
     unpack_list,
 )
-from tq_service.storage.mirror.mirror import PutCodec
 
 _MOST_GENERATIONS: Final = 256
 _SECONDS_BACK: Final = 6 * 3600
@@ -64,7 +63,7 @@ class _Listed:
 
     async def copies(self, names: Sequence[str]) -> list[int]:
         if self._names is None:
-            self._names = {name async for page in self._objects.list_names(self._prefix) for name in page}
+            self._names = {name async for name in self._objects.list_names(self._prefix)}
         await asyncio.sleep(0)  # the caller looks at many
         return [int(name in self._names) * (self._objects.abilities.fixed_copies or 1) for name in names]
 
@@ -75,18 +74,16 @@ class _Listed:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """Where it is looked: an engine, what says which objects are there, the names of them, and how records are read."""
+    """An engine to search, what says which objects it has, and their names."""
 
     objects: ObjectStore
     there: _Found
     names: Names
-    codec: PutCodec
 
 
 async def find_left(
     objects: ObjectStore,
     names: Names,
-    codec: PutCodec,
     *,
     copies: int,
     clock: Callable[[], float] = time.time,
@@ -96,7 +93,6 @@ async def find_left(
     Args:
         objects: the engine.
         names: of the instance.
-        codec: reads the records of puts.
         copies: copies that each object is to have; those with fewer are to be mirrored again.
         clock: seconds since the epoch, as storage services have them.
 
@@ -105,8 +101,8 @@ async def find_left(
         UnavailableError: the engine did not answer.
         DataLossError: its list is damaged.
     """
-    there = _Listed(objects, names.prefix) if objects.abilities.lists_by_prefix else objects
-    source = _Source(objects, there, names, codec)
+    there = _Listed(objects, names.prefix) if objects.abilities.lists_names else objects
+    source = _Source(objects, there, names)
     begun = await _copies(there, [names.heir(number) for number in range(1, _MOST_GENERATIONS)])
     newest = max((number for number, count in enumerate(begun, 1) if count), default=0)
     found: dict[tuple[int, int], PutObject] = {}
@@ -196,7 +192,7 @@ async def _describe(source: _Source, stored: PutObject) -> PutObject | None:
     except ObjectMissingError:
         return None
     for encoded, _, _ in heads[0]:
-        record, _ = source.codec.decode_put(encoded)
+        record, _ = decode_put(encoded)
         if isinstance(record, PutStored):
             stored.owner, stored.partition_id = record.owner, record.partition_id
             stored.put_ids.add(record.put_id)

@@ -1,9 +1,12 @@
 """How puts lie in objects, and what names the objects have.
 
-    <cluster>/<storage_id>/<boot>/g0-17/0.0        puts, written by the storage service itself
-    <cluster>/<storage_id>/<boot>/list0-1790000000/0.0   which objects there are, as of that second
-    <cluster>/<storage_id>/<boot>/heir/1.0         says that a storage service has taken the puts over
-    <cluster>/<storage_id>/<boot>/g1-3/0.0         puts that this one has mirrored again
+    tq/<storage_id>/<boot>/g0-17/0              puts, written by the storage service itself
+    tq/<storage_id>/<boot>/list0-1790000000/0   which objects there are, as of that second
+    tq/<storage_id>/<boot>/heir/1               says that a storage service has taken the puts over
+    tq/<storage_id>/<boot>/g1-3/0               puts that this one has mirrored again
+
+The service, its instance (`boot_id` in its messages, as hex digits), the object, and the number of its piece. Numbers
+and seconds are never used twice, so a writer never meets what a killed one has left under a name.
 
 An object has whole puts of one owner and partition: how many, the sizes of each, their records, their tables and
 values. What is larger than an engine takes is cut into pieces, of which the first is written last: where that is there,
@@ -19,6 +22,7 @@ writer of an earlier one may have gone on.
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -27,9 +31,8 @@ from typing import Final
 
 import msgpack
 
-from tq_service.errors import DataLossError
+from tq_service.errors import DataLossError, InvalidArgumentError
 from tq_service.objects.base import LARGEST_OBJECT_BYTES, Buffer
-from tq_service.objects.names import ObjectName, check_segment, instance_prefix
 
 WINDOW: Final = 8192
 """Most objects that are written after a list."""
@@ -40,6 +43,7 @@ HEAD_BYTES: Final = 64 << 10
 _COUNT: Final = struct.Struct("<I")
 _SIZES: Final = struct.Struct("<IQ")
 _PUT_ID_BYTES: Final = 16
+_STORAGE_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 
 
 @dataclass(slots=True, eq=False)
@@ -77,17 +81,21 @@ class Names:
         InvalidArgumentError: the name of the storage service has characters that names of objects may not have.
     """
 
-    cluster: str
     storage_id: str
     boot_id: bytes
 
     def __post_init__(self) -> None:
-        check_segment("storage_id", self.storage_id)
+        if not _STORAGE_ID.fullmatch(self.storage_id):
+            raise InvalidArgumentError(
+                f"storage_id: got {self.storage_id[:128]!r}, expected 1 to 128 letters, digits, '.', '_', ':' and '-', "
+                "the first a letter or digit",
+                field="storage_id",
+            )
 
     @property
     def prefix(self) -> str:
         """What all of them begin with."""
-        return instance_prefix(self.cluster, self.storage_id, self.boot_id.hex())
+        return f"tq/{self.storage_id}/{self.boot_id.hex()}/"
 
     def pieces(self, stored: PutObject) -> list[str]:
         """Return the names of the pieces of an object."""
@@ -107,15 +115,7 @@ class Names:
         return self._name("heir", generation)
 
     def _name(self, label: str, piece: int) -> str:
-        return str(
-            ObjectName(
-                cluster=self.cluster,
-                storage_id=self.storage_id,
-                instance=self.boot_id.hex(),
-                put_id=label,
-                piece=piece,
-            )
-        )
+        return f"{self.prefix}{label}/{piece}"
 
 
 def pack_puts(puts: Sequence[tuple[bytes, Sequence[Buffer]]]) -> list[Buffer]:

@@ -17,7 +17,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Final, Protocol, TypeAlias
+from typing import Final, TypeAlias
 
 from tq_service.errors import DataLossError, QuotaExceededError, TqError, UnavailableError
 from tq_service.log_message import LogMessage
@@ -25,7 +25,7 @@ from tq_service.objects.base import LARGEST_OBJECT_BYTES, Buffer
 from tq_service.results import MirrorStatus
 from tq_service.storage.blobs.base import RETRY_AFTER_SECONDS, Blob
 from tq_service.storage.index.put import PendingPut, StoredPut
-from tq_service.storage.index.put_journal import EncodedPut, PutRecord, PutStored, describe_put
+from tq_service.storage.index.put_journal import PutStored, decode_put, describe_put, encode_put
 from tq_service.storage.mirror.layout import PutObject, pack_puts, unpack_heads
 from tq_service.storage.mirror.writer import ObjectWriter
 
@@ -42,18 +42,6 @@ _RETRY_SECONDS: Final = 1.0
 _NOTHING: Final[Sequence[Buffer]] = ()
 _Kind: TypeAlias = tuple[bytes, str]
 """Owner and partition: puts with the same may share an object."""
-
-
-class PutCodec(Protocol):
-    """Makes bytes of the records of puts, and reads them."""
-
-    def encode_put(self, record: PutRecord) -> bytes:
-        """Return the bytes of a record."""
-        ...
-
-    def decode_put(self, data: bytes) -> tuple[PutRecord, EncodedPut]:
-        """Return what bytes are the record of."""
-        ...
 
 
 class _Copy:
@@ -124,7 +112,6 @@ class Mirror:
     Args:
         writer: writes objects.
         required: copies without which a put is not complete; 0: it is, and is mirrored after.
-        codec: makes bytes of the records of puts.
         url: of the engine, as it is shown.
         clock: what deadlines are measured with.
 
@@ -140,13 +127,11 @@ class Mirror:
         writer: ObjectWriter,
         *,
         required: int,
-        codec: PutCodec,
         url: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._writer = writer
         self._required = required
-        self._codec = codec
         self._url = url
         self._clock = clock
         self.damaged: dict[bytes, str] = {}
@@ -251,7 +236,7 @@ class Mirror:
     def _begin(self, put_id: bytes, put: StoredPut) -> _Copy:
         """Begin to mirror a put as it is now, together with others where it is small."""
         copy = _Copy(put_id, (put.owner, put.partition_id))
-        copy.record = self._codec.encode_put(describe_put(put_id, put))
+        copy.record = encode_put(describe_put(put_id, put))
         view = put.values.view()
         values = [view[start : start + size] for start, size in put.value_spans() if size]
         copy.parts = [*put.table_views(), *values]
@@ -495,7 +480,7 @@ class Mirror:
             await asyncio.sleep(0)
 
     def _wake(self, stored: PutObject, encoded: bytes, data: memoryview) -> None:
-        record, _ = self._codec.decode_put(encoded)
+        record, _ = decode_put(encoded)
         if not isinstance(record, PutStored) or self._unfetched.get(record.put_id) is not stored:
             return
         del self._unfetched[record.put_id]

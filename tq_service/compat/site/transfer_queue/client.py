@@ -660,7 +660,7 @@ def _fitted(data: TensorDict | None, specs: Mapping[str, tq.FieldSpec]) -> Tenso
     """
     if data is None:
         return None
-    columns: Row = {name: data.get(name) for name in data.keys()}  # noqa: SIM118
+    columns: Row = {name: data.get(name) for name in map(str, data.keys())}
     for name, column in columns.items():
         spec = specs.get(name)
         if spec is None or not isinstance(column, torch.Tensor):

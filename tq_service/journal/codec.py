@@ -15,24 +15,20 @@ import struct
 import threading
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, TypeVar
 
 import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
 from tq_service.errors import NewerVersionError
-from tq_service.machine.state_machine import Change
-from tq_service.storage.index.put_journal import EncodedPut, PutDropped, PutRecord, PutStored
-from tq_service.texts import Texts
 
 Value = TypeVar("Value")
 _RANGE: Final = 1  # int64, first and count
 _TEXTS: Final = 2  # objects: None or text
 _ARRAY: Final = 3  # dtype, shape and bytes
-_PACKED_TEXTS: Final = 8  # of samples: their UTF-8, and as bytes of uint32 the sizes and the counts, see `Texts`
 _VECTORS: Final[dict[int, np.dtype[Any]]] = {
     4: np.dtype("<i8"),
     5: np.dtype("<f8"),
@@ -42,10 +38,6 @@ _VECTORS: Final[dict[int, np.dtype[Any]]] = {
 _VECTOR_CODES: Final[dict[np.dtype[Any], int]] = {dtype: code for code, dtype in _VECTORS.items()}
 _LEAST_RANGE: Final = 16
 _BOUNDS: Final = struct.Struct("<qq")
-_AT_SECONDS: Final = struct.Struct("<d")
-_SIZE: Final = struct.Struct("<I")
-_MOST_GROUP_BYTES: Final = (1 << 20) - 1
-_PUT_KINDS: Final[dict[str, type[PutRecord]]] = {kind.__name__: kind for kind in (PutStored, PutDropped)}
 _MOST_KEPT_BYTES: Final = 1 << 20
 _local = threading.local()  # has the packer of a thread, and its buffer: making one takes longer than packing a change
 
@@ -114,9 +106,7 @@ def _same(value: Any) -> Any:
 
 
 def _sequence_decoder(make: Callable[[Any], Any], each: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    if each is _same:
-        return lambda values: values if isinstance(values, Texts) else make(values)
-    return lambda values: make(map(each, values))
+    return make if each is _same else lambda values: make(map(each, values))
 
 
 def _union_decoder(kinds: Sequence[Any]) -> Callable[[Any], Any]:
@@ -170,9 +160,6 @@ def _plain(value: Any) -> Any:
     """Return what msgpack shall pack in place of a value it does not know."""
     if isinstance(value, np.ndarray):
         return _packed_array(value)
-    if isinstance(value, Texts):
-        parts = [None if each is None else each.astype("<u4").tobytes() for each in (value.sizes, value.counts)]
-        return msgpack.ExtType(_PACKED_TEXTS, msgpack.packb((value.utf8, *parts)))
     defaults = _defaults.get(type(value))
     if defaults is None:
         if not dataclasses.is_dataclass(value):
@@ -205,12 +192,8 @@ def _packed_array(values: NDArray[Any]) -> msgpack.ExtType:
     return msgpack.ExtType(_ARRAY, header + values.astype(dtype, copy=False).tobytes())
 
 
-def array(code: int, data: bytes) -> NDArray[Any] | Texts:
-    """Return the array, or the texts, of an extension of msgpack."""
-    if code == _PACKED_TEXTS:
-        utf8, *parts = msgpack.unpackb(data)
-        sizes, counts = (None if part is None else np.frombuffer(part, "<u4") for part in parts)
-        return Texts(utf8, cast("NDArray[np.uint32]", sizes), counts)
+def array(code: int, data: bytes) -> NDArray[Any]:
+    """Return the array of an extension of msgpack."""
     if code in _VECTORS:
         return np.frombuffer(data, _VECTORS[code])
     match code:
@@ -232,15 +215,16 @@ def array(code: int, data: bytes) -> NDArray[Any] | Texts:
     return values
 
 
-# Records of the log: each dataclass in them as its name and its fields.
-#
-# - of changes: the time of their group (double), and one after the other;
-# - of puts: the size of the dataclass (uint32), the dataclass, and of a small put its values.
-
-
 def encode_named(value: Any) -> bytes:
     """Return the bytes of a dataclass with its name."""
     return encode((type(value).__name__, value))
+
+
+def unpack_each(data: bytes | memoryview) -> Iterator[Any]:
+    """Yield the values that follow each other in bytes, each as `unpack` returns it."""
+    unpacker = msgpack.Unpacker(ext_hook=array, strict_map_key=False, use_list=False, max_buffer_size=0)
+    unpacker.feed(data)
+    yield from unpacker
 
 
 def decode_named(kinds: Mapping[str, type[Value]], name: str, fields: object) -> Value:
@@ -256,50 +240,3 @@ def decode_named(kinds: Mapping[str, type[Value]], name: str, fields: object) ->
         )
     value: Value = decoder(kind)(fields)
     return value
-
-
-def encode_group(at_seconds: float, changes: Sequence[bytes]) -> list[bytes]:
-    """Return the records of a group of changes, each below 1 MiB unless it has one change alone that is larger.
-
-    So that any log takes them; the caller that appends them has the log keep them together.
-    """
-    parts: list[list[bytes]] = [[]]
-    size = _AT_SECONDS.size
-    for change in changes:
-        if parts[-1] and size + len(change) > _MOST_GROUP_BYTES:
-            parts.append([])
-            size = _AT_SECONDS.size
-        parts[-1].append(change)
-        size += len(change)
-    return [b"".join((_AT_SECONDS.pack(at_seconds), *part)) for part in parts]
-
-
-def decode_group(record: bytes) -> tuple[float, list[Change]]:
-    """Return the time and the changes of a record of a group.
-
-    Raises:
-        NewerVersionError: one of them is not known here.
-        ValueError, TypeError, KeyError, struct.error: the bytes are not those of a group.
-    """
-    (at_seconds,) = _AT_SECONDS.unpack_from(record)
-    unpacker = msgpack.Unpacker(ext_hook=array, strict_map_key=False, use_list=False, max_buffer_size=0)
-    unpacker.feed(memoryview(record)[_AT_SECONDS.size :])
-    return at_seconds, [decode_named(Change.kinds, *named) for named in unpacker]
-
-
-def encode_put(record: PutRecord) -> bytes:
-    """Return the record of what became of a put; the values of a small one are to follow it."""
-    encoded = encode_named(record)
-    return _SIZE.pack(len(encoded)) + encoded
-
-
-def decode_put(data: bytes) -> tuple[PutRecord, EncodedPut]:
-    """Return what became of a put, and its record apart from the values that follow it.
-
-    Raises:
-        NewerVersionError: it has a kind or a field that is not known here.
-        ValueError, TypeError, KeyError, struct.error: the bytes are not those of a put.
-    """
-    end = _SIZE.size + _SIZE.unpack_from(data)[0]
-    named = unpack(data[_SIZE.size : end])
-    return decode_named(_PUT_KINDS, *named), (data[:end], data[end:])

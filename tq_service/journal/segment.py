@@ -1,18 +1,18 @@
-"""Segments: the files of a log, each of frames, which hold what was committed together.
+"""Frames, and segments of the log: files of frames, each of which holds the records of one group.
 
-    segment: "tqlog003", opening frame, frame ..., closing frame
-    frame:   header, then for each record its size (uint32), its stream (uint8) and its bytes
-    header:  size of all that follows it (uint32), number of the frame (uint64), XXH3 of what follows, seeded with that
-             number (uint64), XXH32 of the header so far (uint32); all numbers are little-endian
+    segment: "tqlog004", opening frame, frame ..., closing frame
+    frame:   header, body
+    header:  size of the body (uint32), number of the frame (uint64), XXH3 of the body, seeded with that number
+             (uint64), XXH32 of the header so far (uint32); all numbers are little-endian
 
-Snapshots and checkpoints are of frames too (`record_file`). A reader knows which number comes next, so that a frame
-which is missing, repeated or elsewhere is found.
+Snapshots and checkpoints consist of frames too (`record_file`). A reader knows the next number, and finds a frame that
+is missing, repeated or misplaced.
 
-Records are numbered through all segments, and the number of a frame is that of its first one. Where one
-segment ends and the next begins has a number too: of the opening frame, whose one record says how the segment is
-written, of the closing frame, which is empty and says that another segment follows, and in the name of the file.
+Records are numbered across all segments, and a frame has the number of its first record. The boundary between two
+segments has a number too: that of the opening frame, which describes how the segment is written, of the empty closing
+frame, which announces another segment, and of the file's name.
 
-What a process that is killed leaves is whole frames and a part of one. Only a loss of power leaves more than that.
+A killed process leaves complete frames and a part of one. Only a loss of power leaves more than that.
 """
 
 from __future__ import annotations
@@ -20,34 +20,28 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
-import math
 import os
 import re
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import BinaryIO, Final, TypeAlias
+from typing import BinaryIO, Final
 
 import numpy as np
 import xxhash
 
-from tq_service.durable.files import numbers_in
-from tq_service.durable.log.log import Record, Stream
-from tq_service.errors import NewerVersionError
+from tq_service.journal.files import numbers_in
+from tq_service.journal.log import NewRecord, Record, packed, unpacked
 
-_MAGIC: Final = b"tqlog003"
+_MAGIC: Final = b"tqlog004"
 _HEADER: Final = struct.Struct("<IQQI")
 _CHECKED: Final = struct.Struct("<IQQ")
 _CHECKSUM: Final = struct.Struct("<I")
 HEADER_BYTES: Final = _HEADER.size
 _NUMBER_OFFSET: Final = 4
-_RECORD: Final = struct.Struct("<IB")
-_NO_STREAM: Final = 0  # of an opening
-_STREAMS: Final = {int(stream): stream for stream in Stream}
+_LEAST_RECORD_BYTES: Final = 5
 _NAME: Final = re.compile(r"journal-(\d{12,})\.tqj")
-Parts: TypeAlias = tuple[int, Sequence[bytes | bytearray]]
-"""A record that is to be written: its stream, and its bytes in parts."""
 
 
 def segment_path(directory: Path, number: int) -> Path:
@@ -56,13 +50,13 @@ def segment_path(directory: Path, number: int) -> Path:
 
 
 def segment_numbers(directory: Path) -> list[int]:
-    """Return the numbers that the segments of a directory begin with, ascending."""
+    """Return the first numbers of all segments in a directory, ascending."""
     return numbers_in(directory, _NAME)
 
 
 @cache
 def machine_boot_id() -> str:
-    """Return what stays the same until the machine is restarted; what was not synced may be lost only then."""
+    """Return the id of this run of the machine: unsynced bytes can only get lost between two runs."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -70,14 +64,14 @@ def machine_boot_id() -> str:
 
 
 class Break(Exception):  # noqa: N818  (a finding, which the reader turns into an error or a line of the log)
-    """No whole frame is where one should be.
+    """The expected frame is missing or not intact.
 
     Attributes:
-        is_torn: whether the file ends there as it does when a process is killed while it writes.
+        is_torn: whether the file ends here as it does after a kill during a write.
     """
 
-    def __init__(self, what: str, *, is_torn: bool = False) -> None:
-        super().__init__(what)
+    def __init__(self, problem: str, *, is_torn: bool = False) -> None:
+        super().__init__(problem)
         self.is_torn = is_torn
 
 
@@ -89,7 +83,7 @@ def frame(number: int, parts: Iterable[bytes | bytearray | memoryview]) -> tuple
 
 
 def read_frame(file: BinaryIO, number: int) -> bytes:
-    """Return the body of the frame that a file is at; raises Break where none with this number is there."""
+    """Return the body of the next frame in a file; raises Break unless it is intact and has this number."""
     header = file.read(_HEADER.size)
     if len(header) < _HEADER.size:
         raise Break("ends within a frame", is_torn=True)
@@ -106,14 +100,8 @@ def read_frame(file: BinaryIO, number: int) -> bytes:
     return body
 
 
-def _body(records: Iterable[Parts]) -> Iterator[bytes | bytearray]:
-    for stream, parts in records:
-        yield _RECORD.pack(sum(map(len, parts)), stream)
-        yield from parts
-
-
 class SegmentWriter:
-    """A segment that is appended to, by one thread at a time. Methods raise OSError.
+    """An open segment, for one thread at a time. Methods raise OSError.
 
     Attributes:
         path: of the file.
@@ -126,18 +114,17 @@ class SegmentWriter:
 
     @classmethod
     def create(cls, directory: Path, number: int, *, is_synced: bool) -> SegmentWriter:
-        """Make a segment, which is not on the disk before `sync` and a sync of the directory.
+        """Make a segment, which survives a loss of power only after `sync` and a sync of the directory.
 
         Args:
             directory: of the log.
-            number: of its opening; there is no such segment.
-            is_synced: whether nothing depends on what is written before `sync` returned.
+            number: of its opening; no such segment exists.
+            is_synced: whether callers wait for `sync` before they rely on a frame.
         """
         path = segment_path(directory, number)
         segment = cls(path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), 0)
-        opening = (_NO_STREAM, (bytes([is_synced]), machine_boot_id().encode()))
         try:
-            head, body = frame(number, _body([opening]))
+            head, body = frame(number, (bytes([is_synced]), machine_boot_id().encode()))
             segment._write(_MAGIC + head, body)
         except BaseException:
             path.unlink(missing_ok=True)
@@ -147,26 +134,21 @@ class SegmentWriter:
 
     @classmethod
     def reopen(cls, path: Path, end: int) -> SegmentWriter:
-        """Go on in a segment after its first `end` bytes; what follows them is cut off."""
+        """Open a segment to continue after its first `end` bytes; later bytes are cut off."""
         descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         os.ftruncate(descriptor, end)
         return cls(path, descriptor, end)
 
-    def append(self, number: int, records: Sequence[Parts]) -> None:
-        """Hand a frame to the kernel in one call; one that does not fit is cut off again.
-
-        Args:
-            number: of the first record.
-            records: what to write; none for the closing.
-        """
-        self._write(*frame(number, _body(records)))
+    def append(self, number: int, records: Sequence[NewRecord]) -> None:
+        """Pass a frame to the kernel in one call, or cut it off again; without records it is the closing."""
+        self._write(*frame(number, packed(records)))
 
     def sync(self) -> None:
-        """Return when all of it is on the disk."""
+        """Return once all bytes are on the disk."""
         os.fsync(self._descriptor)
 
     def close(self, *, sync: bool) -> None:
-        """Let go of the file, which with `sync` is on the disk then."""
+        """Close the file, after a sync if asked for."""
         try:
             if sync:
                 self.sync()
@@ -177,7 +159,7 @@ class SegmentWriter:
         size = len(head) + len(body)
         try:
             written = os.pwritev(self._descriptor, [head, body], self._end)
-            if written < size:  # the disk is full, or the system takes no more in one call; the next one says which
+            if written < size:  # the disk is full, or one call takes no more; the next call tells which
                 rest = memoryview(head + body)
                 while written < size:
                     written += os.pwrite(self._descriptor, rest[written:], self._end + written)
@@ -188,22 +170,22 @@ class SegmentWriter:
 
 
 class FoundSegment:
-    """A segment as it was found.
+    """A segment of an earlier process.
 
     Attributes:
-        number: that its name says.
+        number: the one in its name.
         path: of the file.
         size: of the file, in bytes.
-        end: how many bytes of it are whole, without the closing, as far as it was read.
-        last_number: of the last record before that.
+        end: number of intact bytes, as far as it was read, without the closing.
+        last_number: of the last record before `end`.
         is_closed: whether the closing follows there.
-        flaw: what is wrong at `end`; None where nothing is.
-        is_synced: whether nothing depended on what was written before it was synced.
-        machine_boot_id: of the machine, when it was begun.
+        flaw: the problem at `end`, or None.
+        is_synced: whether its writer waited for a sync before it relied on a frame.
+        machine_boot_id: of the machine, when the segment was begun.
     """
 
     def __init__(self, directory: Path, number: int) -> None:
-        """Read the opening; raises OSError where that cannot be read."""
+        """Read the opening; raises OSError if that cannot be read."""
         self.number = self.last_number = number
         self.path = segment_path(directory, number)
         self.size = self.path.stat().st_size
@@ -216,50 +198,46 @@ class FoundSegment:
                 magic = file.read(len(_MAGIC))
                 if magic != _MAGIC:
                     raise Break("does not begin like a file of the journal", is_torn=_MAGIC.startswith(magic))
-                ((_, record),) = _records(read_frame(file, number))
-                self.is_synced, self.machine_boot_id, self.end = bool(record[0]), record[1:].decode(), file.tell()
+                opening = read_frame(file, number)
+                self.is_synced, self.machine_boot_id, self.end = bool(opening[0]), opening[1:].decode(), file.tell()
         except Break as flaw:
             self.flaw = flaw
 
     @property
     def is_begun(self) -> bool:
-        """Whether it has a whole opening."""
+        """Whether its opening is intact."""
         return self.end > 0
 
     @property
     def may_lose_tail(self) -> bool:
-        """Whether a loss of power may have taken what was written last, in any order."""
+        """Whether a loss of power may have taken the last bytes, in any order."""
         return self.is_begun and not self.is_synced and self.machine_boot_id != machine_boot_id()
 
-    def records(self, until: float = math.inf) -> Iterator[Record]:
-        """Yield the records that were not read yet, up to a number, the closing, a flaw or the end.
-
-        Raises:
-            OSError: the segment cannot be read.
-        """
+    def records(self) -> Iterator[Record]:
+        """Yield the records up to the closing, a flaw or the end; raises OSError if the file cannot be read."""
         try:
             with self._opened(self.end) as file:
-                while self.last_number < until and file.peek(1):
+                while file.peek(1):
                     body = read_frame(file, self.last_number + 1)
                     if not body:
                         self.is_closed = True
                         if file.peek(1):
-                            raise Break("goes on after its closing")
+                            raise Break("continues after its closing")
                         return
                     self.end += HEADER_BYTES + len(body)
-                    for stream, record in _records(body):
-                        self.last_number += 1
-                        yield Record(self.last_number, _stream(stream), record)
+                    for record in unpacked(body, self.last_number + 1):
+                        self.last_number = record.number
+                        yield record
         except Break as flaw:
             self.flaw = flaw
 
-    def is_whole_after(self) -> bool:
-        """Whether a whole frame that comes later follows the flaw: one that was synced when that was written."""
+    def has_frame_after_flaw(self) -> bool:
+        """Whether an intact later frame follows the flaw: when it was written, all before it had been synced."""
         data = self.path.read_bytes()[self.end + 1 :]
         file = io.BytesIO(data)
-        # What would be the number of a frame that begins at each byte; such a view needs some bytes after the last one.
+        # The number of a frame that would begin at each byte; such a view needs some bytes after the last one.
         numbers = np.ndarray(len(data), "<u8", data + bytes(HEADER_BYTES), _NUMBER_OFFSET, (1,))
-        most = self.last_number + 2 + len(data) // _RECORD.size
+        most = self.last_number + 2 + len(data) // _LEAST_RECORD_BYTES
         for at in np.flatnonzero((numbers > self.last_number) & (numbers < most)).tolist():
             file.seek(at)
             with contextlib.suppress(Break):
@@ -277,21 +255,3 @@ class FoundSegment:
             if error.errno != errno.EIO:
                 raise
             raise Break(f"cannot be read ({error})") from error
-
-
-def _records(body: bytes) -> Iterator[tuple[int, bytes]]:
-    at = 0
-    while at < len(body):
-        size, stream = _RECORD.unpack_from(body, at)
-        at += _RECORD.size + size
-        yield stream, body[at - size : at]
-
-
-def _stream(number: int) -> Stream:
-    stream = _STREAMS.get(number)
-    if stream is None:
-        raise NewerVersionError(
-            f"the journal has a record of the unknown stream {number}; it was written by a newer version: install that "
-            f"one"
-        )
-    return stream

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing
 from pathlib import Path
+from typing import cast
 
 import grpc
 import pytest
-from cluster_support import KEYS, Member, members
+from cluster_support import KEYS, Member, members, running_etcd
 from etcd_stand_in import EtcdStandIn
 
-from tq_service.cluster import batches, etcd_log
-from tq_service.cluster.etcd import Etcd, EtcdAccess
-from tq_service.durable.log.log import Stream
+from tq_service.cluster import batches
+from tq_service.cluster.etcd import Etcd, EtcdAccess, put
+from tq_service.cluster.etcd_backend import EtcdBackend
+from tq_service.durable.state_store import Stream
 from tq_service.errors import (
     InvalidArgumentError,
     JournalDamagedError,
@@ -23,6 +26,7 @@ from tq_service.errors import (
     SupersededError,
 )
 from tq_service.internal.v1 import etcd_pb2 as pb
+from tq_service.journal.log import Record
 
 
 @pytest.fixture
@@ -69,7 +73,7 @@ async def test_an_append_without_an_answer_has_one_effect(etcd: EtcdStandIn, tmp
 async def test_a_batch_that_may_have_been_written_is_tried_again_as_it_was(
     etcd: EtcdStandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(etcd_log, "_PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(EtcdBackend, "patience_seconds", 0.0)
     with members([etcd.address], tmp_path, "a") as (leader,):
         assert leader.open() == []
         etcd.lost_answers = 1
@@ -87,8 +91,8 @@ async def test_a_controller_that_was_superseded_writes_nothing_more(etcd: EtcdSt
     with members([etcd.address], tmp_path, "a", "b") as (old, new):
         assert old.open() == []
         await append(old, b"of the old one")
-        assert old.log.leadership is not None
-        assert old.log.leadership.is_held
+        assert old.backend.leadership is not None
+        assert old.backend.leadership.is_held
         etcd.end_leases()
         assert [each.data for each in await asyncio.to_thread(new.open)] == [b"of the old one"]
         old.log.append(Stream.CHANGES, b"too late")
@@ -96,9 +100,9 @@ async def test_a_controller_that_was_superseded_writes_nothing_more(etcd: EtcdSt
             await old.log.wait_durable()
         await append(new, b"of the new one")
         await until(lambda: old.lost)
-        assert not old.log.leadership.is_held
-        assert new.log.leadership is not None
-        assert new.log.leadership.epoch > old.log.leadership.epoch
+        assert not old.backend.leadership.is_held
+        assert new.backend.leadership is not None
+        assert new.backend.leadership.epoch > old.backend.leadership.epoch
         with pytest.raises(SupersededError):  # nor later
             await old.log.wait_durable()
         old.log.abandon(SupersededError("over"))
@@ -124,11 +128,11 @@ async def test_pieces_of_an_append_that_was_not_finished_are_no_records(etcd: Et
     with members([etcd.address], tmp_path, "a", "b") as (old, new):
         assert old.open() == []
         await append(old, b"before")
-        batch = batches.Batch.of(old.log._end, 1, [(1, [b"y" * 3_000_000])])  # type: ignore[arg-type]
+        batch = batches.Batch.of(old.backend._end, 1, [(1, [b"y" * 3_000_000])])  # type: ignore[arg-type]
         stray = {KEYS.batch(batch.first, number): piece for number, piece in enumerate(batch.pieces()) if number}
         assert len(stray) == 2
         for key, piece in stray.items():
-            old.etcd.ask(pb.EtcdTxnRequest(success=[etcd_log.put(key, piece)]))
+            old.etcd.ask(pb.EtcdTxnRequest(success=[put(key, piece)]))
         etcd.end_leases()
         assert [each.data for each in await asyncio.to_thread(new.open)] == [b"before"]
         await append(new, b"z" * 1_500_000)
@@ -140,7 +144,7 @@ async def test_pieces_of_an_append_that_was_not_finished_are_no_records(etcd: Et
 async def test_while_etcd_is_silent_nothing_is_durable_and_then_all_is(
     etcd: EtcdStandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(etcd_log, "_PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(EtcdBackend, "patience_seconds", 0.1)
     with members([etcd.address], tmp_path, "a") as (leader,):
         assert leader.open() == []
         etcd.is_silent = True
@@ -158,7 +162,7 @@ async def test_a_standby_follows_while_another_leads_and_then_goes_on(etcd: Etcd
     with members([etcd.address], tmp_path, "a", "b") as (leader, standby):
         assert leader.open() == []
         await append(leader, b"0", b"1")
-        following = standby.log.follow(Stream.CHANGES, 0)
+        following = standby.backend.follow(0)
         found = [await anext(following), await anext(following)]
         await append(leader, b"2" * 2_000_000)
         found.append(await anext(following))
@@ -184,7 +188,7 @@ async def test_a_standby_that_cannot_reach_etcd_goes_on_once_it_can(
             leader.log.append(Stream.CHANGES, b"%d" % number)
             if number % 2:
                 await leader.log.wait_durable()
-        following = standby.log.follow(Stream.CHANGES, 0)
+        following = standby.backend.follow(0)
         assert [(await anext(following)).data for _ in range(200)] == [b"%d" % number for number in range(200)]
         real, failures = standby.etcd.ask, 3
 
@@ -205,15 +209,15 @@ async def test_a_standby_that_cannot_reach_etcd_goes_on_once_it_can(
 async def test_what_two_controllers_need_is_not_given_up(etcd: EtcdStandIn, tmp_path: Path) -> None:
     with members([etcd.address], tmp_path, "a", "b") as (leader, standby):
         assert leader.open() == []
-        standby.etcd.ask(pb.EtcdTxnRequest(success=[etcd_log.put(KEYS.members + b"b", b"{}")]))
+        standby.etcd.ask(pb.EtcdTxnRequest(success=[put(KEYS.members + b"b", b"{}")]))
         for number in range(30):
             await append(leader, b"%d" % number)
         before = len(etcd.keys(KEYS.log))
         number = leader.log.rotate()
-        await asyncio.to_thread(leader.log.truncate_before, number)
+        await asyncio.to_thread(leader.backend.truncate_before, number)
         assert len(etcd.keys(KEYS.log)) == before  # the standby has no snapshot
-        await asyncio.to_thread(standby.log.truncate_before, 11)
-        await asyncio.to_thread(leader.log.truncate_before, number)
+        await asyncio.to_thread(standby.backend.truncate_before, 11)
+        await asyncio.to_thread(leader.backend.truncate_before, number)
         assert before - 11 <= len(etcd.keys(KEYS.log)) < before - 8
         assert etcd.compacted > 1
         assert data_of(standby, 11) == [b"%d" % each for each in range(9, 30)]
@@ -230,7 +234,7 @@ async def test_etcd_that_was_restored_from_an_older_state_is_refused_unless_the_
         backup = etcd.backup()
         await append(leader, b"2", b"3")
         snapshot = leader.log.rotate()
-        leader.log.sync_rotated(snapshot)
+        leader.backend.sync_rotated(snapshot)
         etcd.restore(backup)
         leader.log.abandon(SupersededError("over"))
     for number in (0, snapshot):
@@ -248,7 +252,7 @@ async def test_etcd_that_was_restored_from_an_older_state_is_refused_unless_the_
     accepting = Member([etcd.address], tmp_path / "a", "a", accept_loss=True)
     assert accepting.open(snapshot) == []
     await append(accepting, b"goes on")
-    accepting.log.sync_rotated(accepting.log.rotate())
+    accepting.backend.sync_rotated(accepting.log.rotate())
     accepting.close()
     with members([etcd.address], tmp_path, "a") as (again,):
         assert [each.data for each in again.open(snapshot)] == [b"goes on"]
@@ -326,5 +330,77 @@ async def test_an_answer_that_was_lost_does_not_cost_the_election(etcd: EtcdStan
     with members([etcd.address], tmp_path, "a") as (member,):
         etcd.lost_answers = 1
         await asyncio.to_thread(member.lead)
-        assert member.log.leadership is not None
-        assert member.log.leadership.epoch == etcd.kvs[KEYS.leader].create_revision
+        assert member.backend.leadership is not None
+        assert member.backend.leadership.epoch == etcd.kvs[KEYS.leader].create_revision
+
+
+@pytest.fixture(params=["stand-in", "etcd"])
+def leader(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Member]:
+    """A member that leads a log without records."""
+    with running_etcd(request.param, tmp_path / "etcd") as addresses:
+        member = Member(addresses, tmp_path / "member")
+        try:
+            assert member.open() == []
+            yield member
+        finally:
+            member.close()
+
+
+async def test_a_follower_sees_each_record_once_it_is_durable(leader: Member) -> None:
+    log, seen, has_all = leader.log, list[bytes](), asyncio.Event()
+    first = log.append(Stream.CHANGES, b"0")
+    await log.wait_durable()
+
+    async def follow() -> None:
+        async for record in leader.backend.follow(first):
+            assert not log.has_unflushed or record.number <= leader.backend.seen_number
+            seen.append(record.data)
+            if len(seen) == 60:
+                has_all.set()
+
+    following = asyncio.ensure_future(follow())
+    for number in range(1, 60):
+        log.append(Stream.CHANGES, b"%d" % number)
+        if number % 11 == 0:
+            log.rotate()
+        if number % 3 == 0:
+            await log.wait_durable()
+    await log.wait_durable()
+    async with asyncio.timeout(60):
+        await has_all.wait()
+    assert seen == [b"%d" % number for number in range(60)]
+    following.cancel()
+    await asyncio.wait((following,))
+    assert following.cancelled()
+
+
+async def test_a_follower_that_is_cancelled_just_as_a_record_comes_ends(leader: Member) -> None:
+    async def follow() -> None:
+        async with aclosing(cast("AsyncGenerator[Record, None]", leader.backend.follow(0))) as records:
+            async for _ in records:
+                await asyncio.sleep(0)
+
+    for number in range(12):
+        following = asyncio.ensure_future(follow())
+        await append(leader, b"%d" % number)
+        following.cancel()
+        done, _ = await asyncio.wait((following,), timeout=60)
+        assert done
+
+
+async def test_a_follower_from_the_middle_sees_the_rest_and_one_that_is_too_late_an_error(leader: Member) -> None:
+    numbers = []
+    for number in range(10):
+        numbers.append(leader.log.append(Stream.CHANGES, b"%d" % number))
+        await leader.log.wait_durable()
+    following = leader.backend.follow(numbers[6])
+    assert [(await anext(following)).data for _ in range(4)] == [b"6", b"7", b"8", b"9"]
+    await following.aclose()  # type: ignore[attr-defined]
+    beginning = leader.log.rotate()
+    await append(leader, b"later")
+    await asyncio.to_thread(leader.backend.truncate_before, beginning)
+    with pytest.raises(PreconditionError, match="begin with that one"):
+        await anext(leader.backend.follow(numbers[6]))
+    following = leader.backend.follow(beginning)
+    assert (await anext(following)).data == b"later"
+    await following.aclose()  # type: ignore[attr-defined]

@@ -1,22 +1,20 @@
-"""Objects in memory of this process: for tests, and to try the service without an engine.
+"""An engine in memory that does, on request, what real ones were seen to do.
 
-`memory://NAME` is a pool that all services of the process share which name it. It does what engines were seen to do, on
-request: it has nodes that can be lost, leases that put off a removal, calls that wait or are refused.
+It has nodes that can be lost, leases that put off a removal, calls that wait or are refused.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from tq_service.errors import AlreadyExistsError, QuotaExceededError, UnavailableError
-from tq_service.objects.base import Abilities, Buffer, Capacity, ObjectMissingError, ObjectStore
+from tq_service.objects.base import Abilities, Buffer, ObjectMissingError, ObjectStore
 from tq_service.objects.options import EngineUrl
-from tq_service.objects.sealed import HEADER_BYTES, check, seal, size_of
+from tq_service.objects.sealed import HEADER_BYTES, check, joined, seal, size_of
 
-RETRY_AFTER_SECONDS: Final = 1.0
 _DEFAULT_NODE_BYTES: Final = 1 << 30
 
 
@@ -74,11 +72,8 @@ def forget_memory_pool(name: str) -> None:
     _POOLS.pop(name, None)
 
 
-class MemoryObjects(ObjectStore):
-    """Objects of a pool in this process.
-
-    Of the URL `memory://NAME?nodes=1&node_bytes=...`: nodes that the pool has besides those that offer memory.
-    """
+class PoolObjects(ObjectStore):
+    """Objects of a pool in this process: `pool://NAME?nodes=1&node_bytes=...`, besides nodes that offer memory."""
 
     def __init__(self, pool: MemoryPool) -> None:
         self._pool = pool
@@ -86,8 +81,7 @@ class MemoryObjects(ObjectStore):
         self._is_closed = False
 
     @classmethod
-    def from_url(cls, url: str) -> MemoryObjects:
-        """Make the engine that a URL describes."""
+    def from_url(cls, url: str) -> PoolObjects:
         parsed = EngineUrl(url)
         node_count = parsed.count("nodes", 1, least=0)
         node_bytes = parsed.count("node_bytes", _DEFAULT_NODE_BYTES)
@@ -105,8 +99,7 @@ class MemoryObjects(ObjectStore):
             self._pool.nodes[node] = offered_bytes
 
     async def put(self, name: str, parts: Sequence[Buffer], *, copies: int) -> int:
-        header, views = seal(name, parts, self.abilities.largest_object_bytes)
-        data = b"".join((header, *views))
+        data = bytes(joined(seal(name, parts)))
         await self._begin()
         pool = self._pool
         if name in pool.objects or name in pool.half_written:
@@ -116,19 +109,18 @@ class MemoryObjects(ObjectStore):
         if not free:
             raise QuotaExceededError(
                 f"no other node has capacity for object {name} of {len(data)} bytes; remove objects or add nodes",
-                retry_after_seconds=RETRY_AFTER_SECONDS,
+                retry_after_seconds=1.0,
             )
         nodes = set(sorted(free, key=pool.used_bytes)[:copies])
         pool.objects[name] = _Held(data, nodes)
         return len(nodes)
 
-    async def read(self, name: str, into: memoryview, start: int = 0) -> None:
+    async def read(self, name: str, into: memoryview) -> None:
         await self._begin()
         data = self._held(name).data
-        first = HEADER_BYTES + start
-        found = memoryview(data)[first : first + len(into)]
+        found = memoryview(data)[HEADER_BYTES : HEADER_BYTES + len(into)]
         into[: len(found)] = found
-        check(name, data, start, into)
+        check(name, data, into)
 
     async def copies(self, names: Sequence[str]) -> list[int]:
         await self._begin()
@@ -146,21 +138,6 @@ class MemoryObjects(ObjectStore):
     async def size(self, name: str) -> int:
         await self._begin()
         return size_of(name, self._held(name).data)
-
-    async def capacity(self) -> Capacity:
-        await self._begin()
-        nodes = self._pool.nodes
-        return Capacity(total_bytes=sum(nodes.values()), used_bytes=sum(map(self._pool.used_bytes, nodes)))
-
-    async def list_names(self, prefix: str) -> AsyncIterator[Sequence[str]]:
-        await self._begin()
-        yield [name for name in self._pool.objects if name.startswith(prefix)]
-
-    async def remove_below(self, prefix: str) -> bool:
-        await self._begin()
-        return not await self.remove(
-            [name for name in (*self._pool.objects, *self._pool.half_written) if name.startswith(prefix)]
-        )
 
     async def aclose(self) -> None:
         self._is_closed = True

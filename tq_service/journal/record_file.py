@@ -1,32 +1,48 @@
-"""Files of records, one in each frame, that are under their names only once they are whole and on the disk.
+"""Files of records, one in each frame, that appear under their names once they are complete and on the disk.
 
-"tqrecs02", then the records, numbered from 0 on (see `log.segment`), and a frame without a body
+"tqrecs02", then the records, numbered from 0 on (see `segment`), and a frame without a body
 """
 
 from __future__ import annotations
 
 import errno
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 
-from tq_service.durable.files import FileWriter, free_bytes
-from tq_service.durable.log.segment import HEADER_BYTES, Break, frame, read_frame
-from tq_service.durable.log.segment_log import RESERVE_BYTES
-from tq_service.durable.pace import Pace
 from tq_service.errors import SnapshotDamagedError
+from tq_service.journal.file_backend import RESERVE_BYTES
+from tq_service.journal.files import FileWriter, free_bytes
+from tq_service.journal.segment import HEADER_BYTES, Break, frame, read_frame
 
 _MAGIC: Final = b"tqrecs02"
 _BUFFER_BYTES: Final = 1 << 20
 _SPARE_BYTES: Final = 2 * RESERVE_BYTES
-"""What is left free of the disk, so that changes can be written down beside it, and space be reserved for them."""
+"""Disk space left free for the log, and for its reserve."""
+_WORK_SECONDS: Final = 0.0005
+_REST_SECONDS: Final = 0.0001
 Each = TypeVar("Each")
 
 
-class RecordWriter(FileWriter):
-    """Writes records one after the other.
+class Pace:
+    """Makes Python code in a thread rest every half a millisecond, so that the event loop runs.
 
-    It is made for a thread beside an event loop, and gives way to it.
+    The interpreter alone switches threads every 5 ms, a delay for each step of the loop.
+    """
+
+    def __init__(self) -> None:
+        self._resumed_at = time.perf_counter()
+
+    def step(self) -> None:
+        """Rest for a moment if it is time."""
+        if time.perf_counter() - self._resumed_at > _WORK_SECONDS:
+            time.sleep(_REST_SECONDS)
+            self._resumed_at = time.perf_counter()
+
+
+class RecordWriter(FileWriter):
+    """Writes records in order, in a thread beside an event loop.
 
     Raises:
         OSError: the file cannot be written, or would leave hardly any space on the disk.
@@ -37,7 +53,7 @@ class RecordWriter(FileWriter):
         self.file.write(_MAGIC)
         self.count = 0
         self._pace = Pace()
-        self._unchecked_bytes = 0  # written since the space on the disk was looked at
+        self._unchecked_bytes = 0  # written since free space was last looked up
 
     def write(self, *parts: bytes | memoryview) -> None:
         """Append a record, whose bytes may come in parts."""
@@ -64,7 +80,7 @@ class RecordWriter(FileWriter):
 
 
 class Found(NamedTuple):
-    """A record, its number, and where it is in its file."""
+    """A record, its number, and its position in the file."""
 
     at: int
     number: int
@@ -76,11 +92,11 @@ def read_records(path: Path, at: int = 0, number: int = 0) -> Iterator[Found]:
 
     Args:
         path: the file.
-        at: where to begin, at a record or at 0.
+        at: position of the first one to read; 0 for the first of all.
         number: of that record.
 
     Raises:
-        SnapshotDamagedError: the file does not hold what was written.
+        SnapshotDamagedError: the file differs from the written one.
         OSError: it cannot be read.
     """
     with path.open("rb", buffering=_BUFFER_BYTES) as file:
@@ -94,13 +110,13 @@ def read_records(path: Path, at: int = 0, number: int = 0) -> Iterator[Found]:
                 at += HEADER_BYTES + len(body)
                 number += 1
             if file.read(1):
-                raise Break("goes on after its end")
+                raise Break("continues after its end")
         except Break as flaw:
             raise damaged(path, at, f"it {flaw}") from None
 
 
 def gathered(values: Iterable[Each], least: int, size_of: Callable[[Each], int] = lambda _: 1) -> Iterator[list[Each]]:
-    """Yield values in lists, each of at least so much together, as one record has them; the last one has the rest."""
+    """Yield values in lists of at least this size together; the last list may be smaller."""
     some: list[Each] = []
     size = 0
     for value in values:
@@ -113,9 +129,9 @@ def gathered(values: Iterable[Each], least: int, size_of: Callable[[Each], int] 
         yield some
 
 
-def damaged(path: Path, at: int, what: str) -> SnapshotDamagedError:
-    """Return the error for a file that does not hold what was written, and where."""
+def damaged(path: Path, at: int, problem: str) -> SnapshotDamagedError:
+    """Return the error for damage at a position of a file."""
     return SnapshotDamagedError(
-        f"{path} is damaged at byte {at}: {what}; go on with an older one, or restore a checkpoint",
+        f"{path} is damaged at byte {at}: {problem}; go on with an older one, or restore a checkpoint",
         metadata={"path": str(path), "byte": str(at)},
     )

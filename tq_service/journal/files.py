@@ -1,4 +1,4 @@
-"""Files of a data directory: their names, and that they survive a loss of power."""
+"""Files of a data directory: their names, and writes that survive a loss of power."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ PARTIAL_SUFFIX: Final = ".partial"
 
 
 def snapshot_path(directory: Path, number: int) -> Path:
-    """Return the path of the snapshot that holds all before a number of the journal."""
+    """Return the path of the snapshot that holds all records before a number of the log."""
     return directory / f"snapshot-{number:012d}.tqs"
 
 
 def snapshot_numbers(directory: Path) -> list[int]:
-    """Return the numbers of the snapshots that are there, ascending."""
+    """Return the numbers of the stored snapshots, ascending."""
     return numbers_in(directory, _SNAPSHOT)
 
 
 def numbers_in(directory: Path, pattern: re.Pattern[str]) -> list[int]:
-    """Return the numbers in the names of files of a kind, ascending."""
+    """Return the numbers in the file names that match a pattern, ascending."""
     matches = (pattern.fullmatch(path.name) for path in directory.iterdir())
     return sorted(int(match[1]) for match in matches if match is not None)
 
 
 def beside(path: Path, suffix: str) -> Path:
-    """Return the path with something added to its name."""
+    """Return the path with a suffix added to its name."""
     return path.with_name(path.name + suffix)
 
 
 def quarantine(path: Path, suffix: str) -> None:
-    """Rename a file so that it is not read again, to a name that no other has."""
+    """Rename a file to a free name, so that it is not read again."""
     target = beside(path, suffix)
     for count in range(2, 1000):
         if not target.exists():
@@ -45,10 +45,10 @@ def quarantine(path: Path, suffix: str) -> None:
 
 
 class FileWriter:
-    """Writes a file that is under its name only once it is whole and on the disk; in a `with`, by how that ends.
+    """Writes a file that appears under its name once it is complete and on the disk, or when its `with` succeeds.
 
     Attributes:
-        file: what is to be in it is written to this.
+        file: takes the content.
 
     Raises:
         OSError: it cannot be written.
@@ -60,7 +60,7 @@ class FileWriter:
         self.file = self._partial.open("wb", buffering)
 
     def commit(self) -> None:
-        """Give the file its name, in place of the one that had it."""
+        """Give the file its name, in place of a file of this name."""
         with self.file:
             self.file.flush()
             os.fsync(self.file.fileno())
@@ -68,8 +68,8 @@ class FileWriter:
         sync_path(self._path.parent)
 
     def abort(self) -> None:
-        """Leave no trace; nothing where it was committed."""
-        with contextlib.suppress(OSError):  # what is still in the buffer has no space on the disk
+        """Remove the partial file; does nothing after `commit`."""
+        with contextlib.suppress(OSError):  # the disk has no space for buffered bytes
             self.file.close()
         with contextlib.suppress(OSError):
             self._partial.unlink(missing_ok=True)
@@ -88,11 +88,11 @@ class FileWriter:
 
 
 def make_directory(path: Path, mode: int = 0o777) -> None:
-    """Make a directory where it is missing, and those that it is in; their names survive a loss of power.
+    """Make a directory and its missing parents; their names survive a loss of power.
 
     Args:
         path: of the directory.
-        mode: its rights; those of the others are what is usual.
+        mode: its rights; parents get the usual ones.
 
     Raises:
         OSError: it cannot be made.
@@ -104,7 +104,7 @@ def make_directory(path: Path, mode: int = 0o777) -> None:
 
 
 def sync_path(path: Path) -> None:
-    """Return when the bytes of a file, or the names in a directory, survive a loss of power."""
+    """Return once the bytes of a file, or the names in a directory, survive a loss of power."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -113,6 +113,6 @@ def sync_path(path: Path) -> None:
 
 
 def free_bytes(directory: Path) -> int:
-    """Return how much may still be written to the disk that a directory is on."""
+    """Return the bytes that may still be written to the disk of a directory."""
     disk = os.statvfs(directory)
     return disk.f_bavail * disk.f_frsize

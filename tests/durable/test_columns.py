@@ -2,37 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from tq_service.durable import codec
-from tq_service.durable.column_codec import TableHeader, TableReader, encode_table
+from tq_service.durable.snapshot import ColumnPart, PartitionHeader, TableHeader, read_state
 from tq_service.errors import NewerVersionError
+from tq_service.journal import codec
+from tq_service.journal.columns import decode_part, encode_column
 from tq_service.state.cells import Put
-from tq_service.state.table import ColumnSnapshot, TableSnapshot
+from tq_service.state.partition import PartitionFacts, PartitionSettings
 
 SIZES = [1, 7, 1 << 16, (1 << 16) + 1]
 PUTS = [Put("one", b"b" * 16, bytes([at] * 16)) for at in range(3)] + [Put("two", b"c" * 16, b"p" * 16), None]
 
 
-def table(values):
-    return TableSnapshot(size=values.size, columns={"c": ColumnSnapshot(values, values.size)})
+def encoded(values):
+    return list(encode_column(values.dtype, np.array_split(values, 3)))
 
 
 def restored(values, parts):
-    reader = TableReader(TableHeader.of(table(values)))
-    for part in parts:
-        reader.add(part)
-    return np.concatenate(list(reader.snapshot().columns["c"].blocks()))
+    return np.concatenate([decode_part(part, values.dtype, Put._make) for part in parts])
 
 
 def round_trip(values):
-    return restored(values, encode_table("rows", table(values)))
+    return restored(values, encoded(values))
 
 
 @given(arrays.arrays(st.sampled_from(["?", "u1", "<i4", "<i8", "<f8"]), st.integers(1, 40)))
@@ -57,7 +53,7 @@ def test_columns_of_many_parts_come_back(size):
     ],
 )
 def test_integers_take_few_bytes(values, most_bytes):
-    (part,) = encode_table("rows", table(values))
+    (part,) = encoded(values)
     assert len(codec.encode(part)) < most_bytes + 200
     assert restored(values, [part]).tolist() == values.tolist()
 
@@ -73,17 +69,23 @@ def test_objects_come_back(values):
 
 def test_what_is_no_column_of_the_type_is_refused():
     numbers = np.arange(9)
-    (part,) = encode_table("rows", table(numbers))
-    wrong = [
-        *encode_table("rows", table(np.arange(10))),
-        *encode_table("rows", table(np.arange(3))),
-        *encode_table("rows", table(np.linspace(0, 1, 9))),
-        replace(part, form="values", values=(np.full(9, None),)),
-    ]
-    for each in wrong:
-        with pytest.raises(ValueError, match=r"."):
-            restored(numbers, [each])
-    with pytest.raises(ValueError, match="which are no values of type object"):
-        restored(np.full(9, None), [part])
+    (part,) = encoded(numbers)
+    doubles, (_, content) = np.linspace(0, 1, 9), part
+    for column, wrong in [
+        (numbers, *encoded(doubles)),
+        (numbers, ("values", (np.full(9, None),))),
+        (np.full(9, None), part),
+    ]:
+        with pytest.raises(ValueError, match=f"expected values of {column.dtype}"):
+            restored(column, [wrong])
     with pytest.raises(NewerVersionError, match="'squares'"):
-        restored(numbers, [replace(part, form="squares")])
+        restored(numbers, [("squares", content)])
+
+
+@pytest.mark.parametrize("count", [3, 10])
+def test_a_snapshot_whose_columns_have_not_as_many_values_as_their_table_is_refused(count):
+    facts = PartitionFacts(partition_id="train", incarnation=b"i" * 16, settings=PartitionSettings())
+    header = PartitionHeader(facts=facts, tables={"rows": TableHeader(size=9, dtypes={"c": "<i8"})})
+    parts = encoded(np.arange(count))
+    with pytest.raises(ValueError, match=r"its table has 9 rows|could not broadcast"):
+        read_state([header, *(ColumnPart(table="rows", column="c", part=part) for part in parts)])

@@ -1,7 +1,8 @@
-"""A small server that speaks as much of S3 as the engine uses, with the faults that a test asks for."""
+"""A small server that speaks as much of S3, Google's XML and Azure's API as the engine uses, with faults on request."""
 
 from __future__ import annotations
 
+import re
 import ssl
 import threading
 from collections.abc import Callable
@@ -14,7 +15,7 @@ CAPACITY_BYTES = 8_000_000
 """Of the bucket `full`."""
 
 
-class S3StandIn:
+class BucketStandIn:
     """Buckets `objects` and `full` in memory.
 
     Attributes:
@@ -56,7 +57,7 @@ class S3StandIn:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    stand_in: S3StandIn
+    stand_in: BucketStandIn
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
 
@@ -70,7 +71,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._fail(*self.stand_in.refusals.pop(0))
         elif bucket not in ("objects", "full"):
             self._fail(404, "NoSuchBucket")
-        elif "Credential=key/" not in self.headers.get("Authorization", ""):
+        elif re.match("AWS4(?!.*Credential=key/)", self.headers.get("Authorization", "")):
             self._fail(403, "InvalidAccessKeyId")
         else:
             with self.stand_in.lock:
@@ -93,8 +94,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _put(self, bucket: str, key: str, query: dict[str, list[str]], body: bytes) -> None:
         objects = self.stand_in.objects
-        if self.headers.get("If-None-Match") == "*" and (bucket, key) in objects:
-            self._fail(412, "PreconditionFailed")
+        is_new = self.headers.get("If-None-Match") == "*" or self.headers.get("x-goog-if-generation-match") == "0"
+        if is_new and (bucket, key) in objects:
+            self._fail(409 if self._is_azure else 412, "PreconditionFailed")
         elif (
             bucket == "full"
             and len(body) + sum(len(v) for (b, _), v in objects.items() if b == bucket) > CAPACITY_BYTES
@@ -102,7 +104,11 @@ class _Handler(BaseHTTPRequestHandler):
             self._fail(507, "XMinioStorageFull")
         else:
             objects[bucket, key] = body
-            self._send(200, b"", {"ETag": '"e"'})
+            self._send(201 if self._is_azure else 200, b"", {"ETag": '"e"', "x-goog-generation": "1"})
+
+    @property
+    def _is_azure(self) -> bool:
+        return "x-ms-version" in self.headers
 
     def _get(self, bucket: str, key: str, query: dict[str, list[str]], body: bytes) -> None:
         if not key:
@@ -112,7 +118,7 @@ class _Handler(BaseHTTPRequestHandler):
         if data is None:
             self._fail(404, "NoSuchKey")
             return
-        headers = {"ETag": '"e"', "Last-Modified": "Thu, 26 Nov 2026 00:00:00 GMT"}
+        headers = {"ETag": '"e"', "Last-Modified": "Thu, 26 Nov 2026 00:00:00 GMT", "x-goog-generation": "1"}
         wanted = self.headers.get("Range")
         if wanted is None:
             self._send(200, data, headers)
@@ -126,9 +132,20 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _list(self, bucket: str, query: dict[str, list[str]]) -> None:
         prefix = query.get("prefix", [""])[0]
-        after = query.get("continuation-token", [""])[0]
+        after = query.get("marker" if self._is_azure else "continuation-token", [""])[0]
         keys = sorted(k for b, k in self.stand_in.objects if b == bucket and k.startswith(prefix) and k > after)
         page, more = keys[:7], len(keys) > 7
+        if self._is_azure:
+            blobs = "".join(
+                f"<Blob><Name>{escape(key)}</Name><Properties><Last-Modified>Thu, 26 Nov 2026 00:00:00 GMT"
+                f"</Last-Modified><Content-Length>{len(self.stand_in.objects[bucket, key])}</Content-Length>"
+                "<Content-Type>b</Content-Type><Etag>e</Etag></Properties></Blob>"
+                for key in page
+            )
+            marker = escape(page[-1]) if more else ""
+            text = f"<EnumerationResults><Blobs>{blobs}</Blobs><NextMarker>{marker}</NextMarker></EnumerationResults>"
+            self._send(200, text.encode(), {"Content-Type": "application/xml"})
+            return
         entries = "".join(
             f"<Contents><Key>{escape(key)}</Key><LastModified>2026-11-26T00:00:00.000Z</LastModified><ETag>e</ETag>"
             f"<Size>{len(self.stand_in.objects[bucket, key])}</Size></Contents>"
@@ -139,16 +156,34 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(200, text.encode(), {"Content-Type": "application/xml"})
 
     def _delete(self, bucket: str, key: str, query: dict[str, list[str]], body: bytes) -> None:
-        self.stand_in.objects.pop((bucket, key), None)
-        self._send(204, b"", {})
+        if self.stand_in.objects.pop((bucket, key), None) is None:
+            self._fail(404, "NoSuchKey")
+        else:
+            self._send(204, b"", {})
 
     def _delete_many(self, bucket: str, key: str, query: dict[str, list[str]], body: bytes) -> None:
+        if self._is_azure:
+            self._delete_batch(body.decode())
+            return
         deleted = ""
         for element in ElementTree.fromstring(body).iter():
             if element.tag.rpartition("}")[2] == "Key" and element.text:
                 self.stand_in.objects.pop((bucket, element.text), None)
                 deleted += f"<Deleted><Key>{escape(element.text)}</Key></Deleted>"
         self._send(200, f"<DeleteResult>{deleted}</DeleteResult>".encode(), {"Content-Type": "application/xml"})
+
+    def _delete_batch(self, body: str) -> None:
+        answers = ""
+        for number, path in enumerate(re.findall("^DELETE (\\S+)", body, re.MULTILINE)):
+            bucket, _, key = unquote(path).lstrip("/").partition("/")
+            gone = self.stand_in.objects.pop((bucket, key), None) is None
+            status = "404 Not Found\r\nx-ms-error-code: BlobNotFound" if gone else "202 Accepted"
+            answers += (
+                "--batch\r\nContent-Type: application/http\r\n"
+                f"Content-ID: {number}\r\n\r\nHTTP/1.1 {status}\r\nx-ms-request-id: 1\r\n\r\n\r\n"
+            )
+        answers += "--batch--\r\n"
+        self._send(202, answers.encode(), {"Content-Type": "multipart/mixed; boundary=batch"})
 
     def _fail(self, status: int, code: str) -> None:
         self._send(status, f"<Error><Code>{code}</Code><Message>{code}</Message></Error>".encode(), {})

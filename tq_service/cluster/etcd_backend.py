@@ -1,0 +1,327 @@
+"""The log of a cluster of controllers: in etcd, so that it outlives each host, with one writer at a time.
+
+A write is one transaction, which compares the key of the leader and the end of the log. So a superseded controller
+writes nothing, whatever it believes: the lease selects the controller that tries, the log the one that may. A write
+without an answer is resolved by reading the end of the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+from collections.abc import AsyncIterator, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Final
+
+from tq_service.cluster.batches import Batch, BatchReader
+from tq_service.cluster.election import Leadership
+from tq_service.cluster.etcd import Etcd, delete, is_created_at, is_value, put
+from tq_service.cluster.keys import BEGINNING, ClusterKeys, Position
+from tq_service.errors import (
+    InvalidArgumentError,
+    JournalDamagedError,
+    JournalUnreachableError,
+    PreconditionError,
+    SupersededError,
+)
+from tq_service.internal.v1 import etcd_pb2 as pb
+from tq_service.journal.files import FileWriter
+from tq_service.journal.log import NewRecord, Record
+from tq_service.log_message import LogMessage
+
+_log = logging.getLogger(__name__)
+_PAUSE_SECONDS: Final = 0.05
+_LOOK_SECONDS: Final = 1.0
+_KEYS_A_DELETION: Final = 1000
+_BATCHES_A_READ: Final = 64
+_POSITION_FILE: Final = "etcd-position"
+
+
+class EtcdBackend:
+    """A `LogBackend` in etcd. A standby follows the log; a leader writes to it once it has read the rest.
+
+    Args:
+        etcd: closed by its owner.
+        keys: of the cluster.
+        member_id: of this controller.
+        directory: where this controller remembers the last position that it has seen.
+        accept_loss: whether `read` continues without records that etcd has lost, instead of raising.
+
+    Attributes:
+        leadership: of this controller; None for a standby.
+    """
+
+    is_blocking = True
+    group_bytes = 512 << 10
+    segment_bytes = math.inf
+    patience_seconds = 10.0
+    is_disk_low = False  # etcd only reports that it is full
+
+    def __init__(
+        self, etcd: Etcd, keys: ClusterKeys, *, member_id: str, directory: Path, accept_loss: bool = False
+    ) -> None:
+        self._etcd = etcd
+        self._keys = keys
+        self._member_id = member_id
+        self._position_path = directory / _POSITION_FILE
+        self._accept_loss = accept_loss
+        self._reader = BatchReader(etcd, keys)
+        self.leadership: Leadership | None = None
+        self._seen = BEGINNING  # end of the log as a follower knows it
+        self._end = BEGINNING  # the same for the leader, and
+        self._end_value = b""  # of its key in etcd, to compare
+        self._attempt: Batch | None = None  # may have been written
+        self._followed_from = 0  # first record that a standby needs; a snapshot has the earlier ones
+        self._is_loss_accepted = False
+
+    # Reading
+
+    @property
+    def last_number(self) -> int | None:
+        """Last number in use, once `read` is exhausted; None for a standby."""
+        return None if self.leadership is None else self._end.number
+
+    @property
+    def seen_number(self) -> int:
+        """Number of the last record that is durable, or that a standby has read."""
+        return self._end.number or max(self._seen.number, self._followed_from - 1)
+
+    def read(self, number: int) -> Iterator[Record]:
+        """Yield all records since a rotation, 0 for all of them.
+
+        Raises:
+            PreconditionError: some of them were truncated; begin with a snapshot.
+            JournalDamagedError: etcd lacks records that this controller has seen, as after a restore from a backup.
+            SupersededError: another controller leads.
+            JournalUnreachableError: etcd does not answer.
+        """
+        end = self._reader.end()
+        has_lost = self._check_seen(end, number)
+        if not has_lost:
+            for batch in self._reader.batches(number, end):
+                for record in batch.records():
+                    if record.number >= number:
+                        yield record
+        if self.leadership is None:
+            return
+        self._end_value = end.encode() if end.number else b""
+        if has_lost:
+            self._delete_all(self.leadership)
+            end = Position(number - 1, end.epoch, end.chain)
+        self._end = end
+
+    def has_lost(self, number: int) -> bool:
+        """Whether etcd lacks records, and the log is to continue from the snapshot of this controller; blocks.
+
+        Raises:
+            JournalDamagedError: records are missing, and that was not accepted.
+        """
+        return self._check_seen(self._reader.end(), number)
+
+    def _check_seen(self, end: Position, number: int) -> bool:
+        seen, is_another = self._read_seen(), False
+        if seen.number and end.number >= seen.number:
+            try:
+                following = next(self._reader.batches(seen.number + 1, end), None)
+                found = end if following is None else following.before
+                # This controller saw the end of a batch; in another log a batch may end elsewhere.
+                is_another = (found.number, found.chain) != (seen.number, seen.chain)
+            except PreconditionError:  # the following batch was truncated, so nothing can be compared
+                pass
+        if not is_another and end.number >= max(seen.number, number - 1):
+            return False
+        problem = (
+            f"the journal in etcd ends with record {end.number}, or has others than those that this controller has "
+            f"seen, up to record {max(seen.number, number - 1)}: etcd was restored from an older state, or another "
+            "cluster has the name"
+        )
+        if not self._accept_loss:
+            raise JournalDamagedError(
+                f"{problem}; restore etcd from a newer backup, or start one controller with --accept-journal-loss to "
+                "go on from its newest snapshot and forget what came later",
+                metadata={"after_record": str(end.number)},
+            )
+        _log.error(LogMessage("etcd lacks records, and the loss was accepted", problem=problem))
+        self._is_loss_accepted = True
+        return number > 0 and (is_another or end.number < number - 1)
+
+    def _delete_all(self, leadership: Leadership) -> None:
+        request = pb.EtcdTxnRequest(
+            compare=[is_created_at(self._keys.leader, leadership.epoch)],
+            success=[delete(self._keys.log, self._keys.log[:-1] + b"0")],
+        )
+        if not self._etcd.ask(request).succeeded:
+            raise self._superseded()
+
+    async def follow(self, number: int) -> AsyncIterator[Record]:
+        """Yield the durable records from a number on, then each new one, without an end.
+
+        Raises:
+            PreconditionError: some of them were truncated; begin with a snapshot.
+            JournalDamagedError: etcd has fewer records than before.
+        """
+        changed, loop = asyncio.Event(), asyncio.get_running_loop()
+
+        def notify() -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(changed.set)
+
+        watch = self._etcd.watch(self._keys.last, notify)
+        self._followed_from = number
+        seen = 0
+        try:
+            while True:
+                changed.clear()
+                try:
+                    end = await asyncio.to_thread(self._reader.end)
+                    some = await asyncio.to_thread(_next_batches, self._reader.batches(number, end))
+                except JournalUnreachableError as error:
+                    _log.warning(LogMessage("the journal cannot be followed for now", error=error))
+                    await asyncio.sleep(_PAUSE_SECONDS)
+                    continue
+                if end.number < seen:
+                    raise JournalDamagedError(
+                        f"the journal in etcd ended with record {seen}, and ends with record {end.number} now: etcd "
+                        "was restored from an older state",
+                        metadata={"after_record": str(end.number)},
+                    )
+                seen = end.number
+                for batch in some:
+                    self._seen = batch.after
+                    for record in batch.records():
+                        if record.number >= number:
+                            yield record
+                    number = max(number, batch.after.number + 1)
+                if number <= end.number:
+                    continue
+                # A watch may end without notice. (`wait_for` of Python 3.11 may miss its cancellation.)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_LOOK_SECONDS):
+                        await changed.wait()
+        finally:
+            await asyncio.to_thread(watch.close)
+
+    # Writing
+
+    def write(self, number: int, records: Sequence[NewRecord]) -> None:
+        """Append a batch, or learn that another controller leads.
+
+        Raises:
+            JournalUnreachableError: etcd does not answer; a retry finds out whether the batch was written.
+            SupersededError: this controller may not write any more; whether the batch was written is unknown.
+            InvalidArgumentError: etcd refuses it for good.
+        """
+        if self.leadership is None:
+            raise RuntimeError("the journal takes no records of a standby")
+        batch = self._attempt
+        if batch is None:
+            batch = self._attempt = Batch.of(self._end, self.leadership.epoch, records)
+            self._append(batch, self.leadership)
+        elif not self._is_written(batch):
+            self._append(batch, self.leadership)
+        self._end, self._end_value, self._attempt = batch.after, batch.after.encode(), None
+        if self._is_loss_accepted:  # else the next start would find the loss again
+            self._is_loss_accepted = False
+            self.sync_rotated(number)
+
+    def _append(self, batch: Batch, leadership: Leadership) -> None:
+        first, *others = batch.pieces()
+        last = self._keys.last
+        unchanged = is_value(last, self._end_value) if self._end_value else is_created_at(last, 0)
+        conditions = [is_created_at(self._keys.leader, leadership.epoch), unchanged]
+        writes = [[put(self._keys.batch(batch.first, number), piece)] for number, piece in enumerate(others, 1)]
+        writes.append([put(self._keys.batch(batch.first), first), put(last, batch.after.encode())])
+        for operations in writes:
+            answer: pb.EtcdTxnResponse = self._etcd.once(pb.EtcdTxnRequest(compare=conditions, success=operations))
+            if not answer.succeeded:
+                # It may have succeeded before, if the answer to an earlier attempt was lost.
+                if not self._is_written(batch):
+                    raise self._superseded()
+                return
+
+    def _is_written(self, batch: Batch) -> bool:
+        """Whether a batch ends the log; raises SupersededError if neither that nor the former end does."""
+        found = self._etcd.get(self._keys.last, seconds=0.0)
+        value = b"" if found is None else found.value
+        if value == batch.after.encode():
+            return True
+        if value != self._end_value:
+            raise self._superseded()
+        return False
+
+    def _superseded(self) -> SupersededError:
+        epoch = 0 if self.leadership is None else self.leadership.epoch
+        return SupersededError(
+            "another controller leads by now, and this one may not write the journal any more; it has to start again "
+            "as a standby",
+            metadata={"epoch": str(epoch)},
+        )
+
+    def close(self) -> None:
+        """Do nothing: the connections belong to the owner of `etcd`."""
+
+    # Snapshots
+
+    def sync_rotated(self, number: int) -> None:
+        """Remember on the disk of this controller the last position seen, before a snapshot depends on it."""
+        with FileWriter(self._position_path) as writer:
+            writer.file.write((self._seen if self.leadership is None else self._end).encode())
+
+    def _read_seen(self) -> Position:
+        try:
+            return Position.decode(self._position_path.read_bytes())
+        except FileNotFoundError:
+            return BEGINNING
+
+    def truncate_before(self, number: int) -> None:
+        """Publish that this controller needs no earlier records; a leader deletes those that two do not need."""
+        key = self._keys.snapshots + self._member_id.encode()
+        self._etcd.ask(pb.EtcdTxnRequest(success=[put(key, b"%d" % number)]))
+        leadership = self.leadership
+        if leadership is not None:
+            self._truncate(leadership)
+
+    def _truncate(self, leadership: Leadership) -> None:
+        number = self._needed_number()
+        kept = self._reader.first_key(number) if number else 0
+        while kept:
+            request = pb.EtcdRangeRequest(
+                key=self._keys.log,
+                range_end=self._keys.batches_from(kept),
+                limit=_KEYS_A_DELETION,
+                keys_only=True,
+            )
+            found: pb.EtcdRangeResponse = self._etcd.ask(request)
+            if not found.kvs:
+                return
+            answer: pb.EtcdTxnResponse = self._etcd.ask(
+                pb.EtcdTxnRequest(
+                    compare=[is_created_at(self._keys.leader, leadership.epoch)],
+                    success=[delete(self._keys.log, found.kvs[-1].key + b"\0")],
+                )
+            )
+            if not answer.succeeded:
+                return
+            if not found.more:
+                with contextlib.suppress(InvalidArgumentError):  # another controller has compacted more
+                    self._etcd.ask(pb.EtcdCompactionRequest(revision=answer.header.revision))
+                return
+
+    def _needed_number(self) -> int:
+        """Return the first number that is needed: two living controllers, or the only one, have newer snapshots.
+
+        A controller that returns later is sent a snapshot.
+        """
+        alive = {each.key.rpartition(b"/")[2] for each in self._etcd.get_all(self._keys.members)}
+        alive.add(self._member_id.encode())
+        found = {each.key.rpartition(b"/")[2]: int(each.value) for each in self._etcd.get_all(self._keys.snapshots)}
+        numbers = sorted((found.get(member_id, 0) for member_id in alive), reverse=True)
+        return numbers[min(1, len(numbers) - 1)]
+
+
+def _next_batches(batches: Iterator[Batch]) -> list[Batch]:
+    """Return the next batches, few enough to apply them before others have their turns."""
+    return list(islice(batches, _BATCHES_A_READ))

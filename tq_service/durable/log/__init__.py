@@ -1,1 +1,0 @@
-"""The log of a service: records in segments, with what is torn cut off and what is damaged named."""

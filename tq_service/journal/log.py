@@ -1,0 +1,354 @@
+"""The log: numbered records in one order, committed in groups through a backend that keeps them in files or in etcd.
+
+    read -> append ... wait_durable ... rotate -> close
+
+Records that one step of the event loop appends form a group, which becomes durable as a unit. Groups queue until a
+caller waits for one of them; then all queued groups are written together, since a write costs more than its bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Final, NamedTuple, Protocol, TypeAlias
+
+from tq_service.errors import JournalUnreachableError, TqError
+from tq_service.log_message import LogMessage
+
+_log = logging.getLogger(__name__)
+_RECORD: Final = struct.Struct("<IB")
+_PAUSE_SECONDS: Final = 0.05
+
+NewRecord: TypeAlias = tuple[int, Sequence[bytes | bytearray]]
+"""A record to write: its stream and its bytes in parts."""
+
+
+class Record(NamedTuple):
+    """A record read from the log.
+
+    Attributes:
+        number: its position; numbers ascend, and a few of them belong to no record.
+        stream: the number under which its owner writes records.
+        data: its bytes.
+    """
+
+    number: int
+    stream: int
+    data: bytes
+
+
+def packed(records: Sequence[NewRecord]) -> Iterator[bytes | bytearray]:
+    """Yield the bytes of a group: for each record its size (uint32), its stream (uint8) and its data."""
+    for stream, parts in records:
+        yield _RECORD.pack(sum(map(len, parts)), stream)
+        yield from parts
+
+
+def unpacked(body: bytes, number: int) -> Iterator[Record]:
+    """Yield the records of a group whose first one has this number."""
+    at = 0
+    while at < len(body):
+        size, stream = _RECORD.unpack_from(body, at)
+        at += _RECORD.size + size
+        yield Record(number, stream, body[at - size : at])
+        number += 1
+
+
+class LogBackend(Protocol):
+    """Stores the groups of one log, and reads them back.
+
+    Attributes:
+        is_blocking: whether `write` waits for a disk or a network, so that a thread must call it.
+        group_bytes: size up to which queued groups are joined into one write.
+        segment_bytes: size after which the log rotates without being asked.
+        patience_seconds: how long an unreachable backend is retried before callers get the error.
+    """
+
+    is_blocking: bool
+    group_bytes: int
+    segment_bytes: float
+    patience_seconds: float
+
+    @property
+    def last_number(self) -> int | None:
+        """Last number in use, once `read` is exhausted; None if this process may not write."""
+        ...
+
+    @property
+    def is_disk_low(self) -> bool:
+        """Whether writes that add to the state should be refused for lack of space."""
+        ...
+
+    def read(self, number: int) -> Iterator[Record]:
+        """Yield all records since a rotation, 0 for all of them.
+
+        Raises:
+            JournalDamagedError: a written record is damaged or missing.
+        """
+        ...
+
+    def write(self, number: int, records: Sequence[NewRecord]) -> None:
+        """Make a group durable, or without records begin a segment; a retry has the same arguments.
+
+        Raises:
+            DiskFullError, JournalUnreachableError: it failed this time, and a retry may succeed.
+            TqError: it fails for good, and whether the group was written is unknown.
+        """
+        ...
+
+    def sync_rotated(self, number: int) -> None:
+        """Return once a loss of power cannot take what readers from this rotation on need; blocks."""
+        ...
+
+    def truncate_before(self, number: int) -> None:
+        """Release records that only readers from earlier numbers need; blocks."""
+        ...
+
+    def close(self) -> None:
+        """Release files and threads."""
+        ...
+
+
+class Log:
+    """Group commit over a backend. Confined to one event loop; a blocking backend is called from one thread.
+
+    The log only writes when a caller waits. A group that failed stays queued and is retried unchanged, in its place.
+
+    Args:
+        backend: stores the groups; closed with the log.
+
+    Attributes:
+        backend: the same.
+    """
+
+    def __init__(self, backend: LogBackend) -> None:
+        self.backend = backend
+        self._is_open = False
+        self._abandoned: TqError | None = None
+        self._appended = self._durable = 0  # last numbers, as the loop knows them
+        self._group: list[NewRecord] = []  # appended in this step of the loop
+        self._group_bytes = 0
+        self._rotated_bytes = 0  # queued since the last rotation
+        self._futures: deque[tuple[int, asyncio.Future[None]]] = deque()  # each with the number that it waits for
+        self._callbacks: deque[tuple[int, Callable[[], None]]] = deque()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        # The loop appends groups to the queue, an empty one for a rotation. The committer (the loop, or the worker of a
+        # blocking backend) takes them, and alone uses the last two.
+        self._queue: deque[tuple[list[NewRecord], int]] = deque()  # each with its bytes
+        self._committing: Future[None] | None = None
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="tq-log")
+        self._taken: list[NewRecord] | None = None  # the group that is being written, or failed
+        self._committed = 0
+
+    def read(self, number: int) -> Iterator[Record]:
+        """Yield all records since a rotation, 0 for all of them; then the log accepts records.
+
+        Raises:
+            JournalDamagedError: a written record is damaged or missing.
+            TqError: the first segment of this process cannot be written.
+        """
+        if self._is_open:
+            return
+        yield from self.backend.read(number)
+        last = self.backend.last_number
+        if last is not None:
+            self._committed, self._is_open = last, True
+            try:
+                self._write([])
+            except BaseException:
+                self._is_open = False
+                raise
+            self._appended = self._durable = self._committed
+
+    # Appending
+
+    @property
+    def has_unflushed(self) -> bool:
+        """Whether some appended record is not durable yet, or never will be."""
+        return self._durable != self._appended or self._abandoned is not None
+
+    @property
+    def unflushed_count(self) -> int:
+        """Number of appended records that are not durable yet."""
+        return self._appended - self._durable
+
+    def append(self, stream: int, *parts: bytes | bytearray) -> int:
+        """Add a record, whose parts must not change from now on, to the group of this step; return its number.
+
+        Raises:
+            RuntimeError: `read` was not exhausted, this process may not write, or the log is closed.
+            TqError: the log was abandoned.
+        """
+        self._check_open()
+        if self._rotated_bytes >= self.backend.segment_bytes and not self._group:
+            self.rotate()
+        self._group.append((stream, parts))
+        self._group_bytes += sum(map(len, parts))
+        self._appended += 1
+        return self._appended
+
+    def rotate(self) -> int:
+        """Return a number for a snapshot of the state as of now: `read` from it on yields all later records.
+
+        The snapshot may replace its predecessor only after `wait_durable` and `backend.sync_rotated` have returned.
+        """
+        self._check_open()
+        self._end_group()
+        self._rotated_bytes = 0
+        self._appended += 1
+        self._queue.append(([], 0))
+        return self._appended
+
+    def abandon(self, error: TqError) -> None:
+        """Write nothing more, nor what this step of the loop appended, since memory may differ from it.
+
+        Earlier groups may still be written, but no caller learns of it.
+
+        Args:
+            error: raised from now on to all who append or wait.
+        """
+        if self._abandoned is None:
+            self._abandoned = error
+            self._group.clear()
+            self._callbacks.clear()
+            self._settle(error)
+
+    def close(self) -> None:
+        """Flush the log unless it was abandoned, and close its backend.
+
+        Raises:
+            TqError: the last records are not durable; all is closed nevertheless.
+        """
+        try:
+            if self._is_open and self.has_unflushed and self._abandoned is None:
+                self.flush()
+        finally:
+            self._is_open = False
+            self._worker.shutdown()
+            self.backend.close()
+
+    def _check_open(self) -> None:
+        if self._abandoned is not None:
+            raise self._abandoned
+        if not self._is_open:
+            raise RuntimeError("the journal takes no records: exhaust read() first, and append before close()")
+
+    def _end_group(self) -> None:
+        if self._group:
+            self._queue.append((self._group, self._group_bytes))
+            self._rotated_bytes += self._group_bytes
+            self._group, self._group_bytes = [], 0
+
+    # Waiting
+
+    async def wait_durable(self, number: int | None = None) -> None:
+        """Return once a record and all before it are durable; None stands for the last appended record.
+
+        Raises:
+            DiskFullError, JournalUnreachableError: the write failed this time; the next call retries it.
+            TqError: the records never become durable. Memory is ahead of the log, so the process must end.
+        """
+        number = self._appended if number is None else number
+        if self._durable >= number and self._abandoned is None:
+            return
+        self._loop = asyncio.get_running_loop()  # before the worker has something to notify it of
+        if self._commit_soon() is not None:
+            done: asyncio.Future[None] = self._loop.create_future()
+            self._futures.append((number, done))
+            await done
+
+    def after_durable(self, callback: Callable[[], None]) -> None:
+        """Call something once all appended records are durable, now or in the order of these calls.
+
+        A later `wait_durable` makes the call; after `abandon` it is never made.
+        """
+        if not self.has_unflushed:
+            callback()
+        elif self._abandoned is None:
+            self._callbacks.append((self._appended, callback))
+
+    def flush(self) -> None:
+        """Block until all appended records are durable; raises as `wait_durable` does."""
+        committing = self._commit_soon()
+        if committing is not None:
+            try:
+                committing.result()
+            finally:
+                self._settle()
+
+    def _settle(self, error: BaseException | None = None) -> None:
+        """Wake those who wait for durable records, on the loop; with an error all others get it."""
+        self._durable = self._committed
+        while self._futures and (error is not None or self._futures[0][0] <= self._durable):
+            _, done = self._futures.popleft()
+            if done.done():
+                continue  # its caller was cancelled
+            if error is None:
+                done.set_result(None)
+            else:
+                done.set_exception(error)
+        while self._callbacks and self._callbacks[0][0] <= self._durable:
+            _, callback = self._callbacks.popleft()
+            try:
+                callback()
+            except Exception:
+                _log.exception(LogMessage("a callback failed after its changes were durable"))
+
+    # Committing
+
+    def _commit_soon(self) -> Future[None] | None:
+        """Commit the queue; for a blocking backend return the future of the worker that does."""
+        self._check_open()
+        self._end_group()
+        if not self.backend.is_blocking:
+            self._commit_queue()
+            return None
+        job = self._committing
+        if job is None or job.running() or job.done():  # else it has not looked into the queue yet
+            job = self._committing = self._worker.submit(self._commit_queue)
+        return job
+
+    def _commit_queue(self) -> None:
+        try:
+            while self._taken is not None or self._queue:
+                if self._taken is None:
+                    self._taken = self._join_groups()
+                self._write(self._taken)
+                self._taken = None
+                self._notify()
+        except BaseException as error:
+            self._notify(error)
+            raise
+
+    def _join_groups(self) -> list[NewRecord]:
+        """Take the next groups as one, up to a rotation."""
+        records, size = self._queue.popleft()
+        while records and size < self.backend.group_bytes and self._queue and self._queue[0][0]:
+            group, group_bytes = self._queue.popleft()
+            records += group
+            size += group_bytes
+        return records
+
+    def _write(self, records: Sequence[NewRecord]) -> None:
+        give_up_at = time.monotonic() + self.backend.patience_seconds
+        while True:
+            self._check_open()
+            try:
+                self.backend.write(self._committed + 1, records)
+                break
+            except JournalUnreachableError as error:
+                if time.monotonic() >= give_up_at or not self._is_open:
+                    raise JournalUnreachableError(f"the journal cannot be written: {error.message}") from None
+                time.sleep(_PAUSE_SECONDS)
+        self._committed += len(records) or 1
+
+    def _notify(self, error: BaseException | None = None) -> None:
+        if not self.backend.is_blocking:
+            self._settle(error)
+        elif self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._settle, error)

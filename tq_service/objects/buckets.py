@@ -1,0 +1,291 @@
+"""Objects in buckets of S3, Google Cloud Storage and Azure, in directories and in memory, through `obstore`.
+
+An object is one put that must not find its name (`If-None-Match` and its like), so it is stored complete or not at all;
+copies are the store's own affair. Directories are written here: `obstore` 0.12 links a file to its name without a sync,
+so a loss of power could leave an acknowledged object empty.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO, Final, Literal, TypeAlias, cast
+
+import obstore
+from obstore import exceptions
+from obstore.store import AzureStore, GCSStore, LocalStore, MemoryStore, S3Store
+
+from tq_service.errors import AlreadyExistsError, InvalidArgumentError, TqError, UnavailableError
+from tq_service.objects.base import Abilities, ObjectMissingError, Survives
+from tq_service.objects.options import EngineUrl
+from tq_service.objects.sealed import HEADER_BYTES, joined, size_of
+from tq_service.objects.threaded import Landing, ThreadedObjects
+
+Store: TypeAlias = AzureStore | GCSStore | LocalStore | MemoryStore | S3Store
+
+_TIMEOUT_SECONDS: Final = 30.0
+_FULL: Final = ("507 ", "QuotaExceeded", "StorageFull", "InsufficientStorage", "no writable volumes")
+"""Answers of full stores; S3 itself has none."""
+_REFUSED: Final = (FileNotFoundError, exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
+_REFUSALS: Final = ("<Code>NoSuchBucket<", "<Code>ContainerNotFound<", "403 Forbidden", "401 Unauthorized")
+_CODE: Final = re.compile("<Code>([A-Za-z0-9]+)</Code>")
+_SEGMENT: Final = r"[A-Za-z0-9][A-Za-z0-9._:-]*"
+_NAME: Final = re.compile(f"{_SEGMENT}(/{_SEGMENT})*")
+
+
+class BucketObjects(ThreadedObjects):
+    """Objects in a store of `obstore`."""
+
+    engine = "obstore"
+
+    def __init__(
+        self, url: EngineUrl, open_store: Callable[[], Store], *, survives: Survives = "power", threads: int = 16
+    ) -> None:
+        """Make the engine that a URL describes; `open_store` makes its store when it is opened."""
+        timeout_seconds = url.seconds("timeout_seconds", _TIMEOUT_SECONDS)
+        super().__init__(url.redacted, threads=url.count("threads", threads), timeout_seconds=timeout_seconds)
+        self._copy_count = url.count("copies", 1)
+        choices = ("process", "node", "power")
+        self._survives = cast("Survives", url.choice("survives", survives, choices))
+        self._capacity_bytes = url.count("capacity_bytes", 0, least=0)
+        is_conditional = url.flag("conditional_put", default=True)
+        self._mode: Literal["create", "overwrite"] = "create" if is_conditional else "overwrite"
+        self._open_store = open_store
+        self._store: Store
+
+    @classmethod
+    def from_url(cls, url: str) -> BucketObjects:
+        """Make the engine that a URL describes."""
+        parsed = EngineUrl(url)
+        if parsed.scheme == "file":
+            made: BucketObjects = DirectoryObjects(parsed)
+        elif not parsed.host:
+            raise InvalidArgumentError(
+                f"got {parsed.redacted}, expected {parsed.scheme}://NAME or {parsed.scheme}://NAME/PREFIX"
+            )
+        elif parsed.scheme == "memory":
+            made = cls(parsed, lambda: _MEMORY.setdefault(parsed.location, MemoryStore()), survives="process")
+        else:
+            store = _cloud_store(parsed)
+            made = cls(parsed, lambda: store)
+        parsed.check_all_used()
+        return made
+
+    @property
+    def abilities(self) -> Abilities:
+        return Abilities(survives=self._survives, fixed_copies=self._copy_count, lists_names=True)
+
+    async def list_names(self, prefix: str) -> AsyncIterator[str]:
+        for name in await self._run(lambda: self._list(prefix)):
+            yield name
+
+    def _connect(self, node: str, offered_bytes: int) -> None:
+        self._store = self._open_store()
+        try:
+            next(iter(obstore.list(self._store, chunk_size=1)), None)
+        except Exception as error:
+            if isinstance(error, _REFUSED) or any(sign in str(error) for sign in _REFUSALS):
+                raise InvalidArgumentError(
+                    f"{self.place}: {_summary(error)}; expected a bucket that exists, and credentials for it"
+                ) from error
+            raise
+
+    def _put(self, name: str, sealed: Sequence[memoryview], copies: int) -> int:
+        if self._capacity_bytes:
+            used = sum(found["size"] for found in self._found(""))
+            if used + sum(map(len, sealed)) > self._capacity_bytes:
+                raise self._full(f"{used} of {self._capacity_bytes} bytes are used")
+        self._create(name, sealed)
+        return self._copy_count
+
+    def _create(self, name: str, sealed: Sequence[memoryview]) -> None:
+        obstore.put(self._store, name, joined(sealed), mode=self._mode, use_multipart=False)
+
+    def _read(self, name: str, landing: Landing) -> None:
+        data = memoryview(obstore.get_range(self._store, name, start=0, length=HEADER_BYTES + len(landing)))
+        landing.write(data[:HEADER_BYTES], data[HEADER_BYTES:])
+
+    def _size(self, name: str) -> int:
+        return size_of(name, memoryview(obstore.get_range(self._store, name, start=0, length=HEADER_BYTES)))
+
+    def _copies(self, names: Sequence[str]) -> list[int]:
+        return [self._copy_count * self._exists(name) for name in names]
+
+    def _exists(self, name: str) -> bool:
+        with suppress(FileNotFoundError):
+            obstore.head(self._store, name)
+            return True
+        return False
+
+    def _remove(self, names: Sequence[str]) -> list[str]:
+        try:
+            obstore.delete(self._store, list(names))
+        except FileNotFoundError:  # of one; others after it may exist
+            for name in names:
+                with suppress(FileNotFoundError):
+                    obstore.delete(self._store, name)
+        return []
+
+    def _list(self, prefix: str) -> list[str]:
+        return [found["path"] for found in self._found(prefix) if found["path"].startswith(prefix)]
+
+    def _found(self, prefix: str) -> Iterator[Any]:
+        directory = prefix.rpartition("/")[0]
+        for page in obstore.list(self._store, prefix=directory or None, chunk_size=1000):
+            yield from page
+
+    def _close(self) -> None:
+        """Do nothing: a store has no connection to be closed."""
+
+    def _error(self, error: Exception) -> TqError:
+        text = _summary(error)
+        if isinstance(error, FileNotFoundError):
+            return ObjectMissingError(f"{self.place}: no such object, it was removed ({text})")
+        if isinstance(error, (FileExistsError, exceptions.AlreadyExistsError, exceptions.PreconditionError)):
+            return AlreadyExistsError(f"{self.place}: the object exists; take another attempt's name ({text})")
+        is_disk_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        if is_disk_full or any(sign in str(error) for sign in _FULL):
+            return self._full(text)
+        return self._unavailable(f"{type(error).__name__}: {text}")
+
+
+class DirectoryObjects(BucketObjects):
+    """Objects as files of a directory that nodes share: NFS, Lustre, GPFS, or a local disk.
+
+    An object is written beside its name, synced, and linked to it: a link fails if the name is taken, on network file
+    systems too. The operator says what the file system survives; unless that is `process`, each file is synced.
+    """
+
+    engine = "file system"
+
+    def __init__(self, url: EngineUrl) -> None:
+        """Make the engine that a URL describes; `open` makes the directory."""
+        if url.host or not url.path:
+            raise InvalidArgumentError(f"got {url.redacted}, expected file:///DIRECTORY, with three slashes")
+        self._directory = Path("/") / url.path
+        open_store = partial(LocalStore, self._directory, automatic_cleanup=True, mkdir=True)
+        super().__init__(url, open_store, survives="process", threads=4)
+
+    def _create(self, name: str, sealed: Sequence[memoryview]) -> None:
+        path, part = self._directory / name, self._part(name)
+        if path.exists():
+            raise AlreadyExistsError(f"object {name} exists; take another attempt's name")
+        file = self._open_new(part)
+        try:
+            with file:
+                for view in sealed:
+                    file.write(view)
+                file.flush()
+                if self._survives != "process":
+                    os.fsync(file.fileno())
+            os.link(part, path)
+        finally:
+            part.unlink(missing_ok=True)
+        if self._survives != "process":
+            for parent in path.parents:
+                _sync(parent)
+                if parent == self._directory:
+                    break
+
+    def _open_new(self, part: Path) -> BinaryIO:
+        for _ in range(8):
+            # A remover may take the empty directory away before it has a file.
+            with suppress(FileNotFoundError):
+                part.parent.mkdir(parents=True, exist_ok=True)
+                return os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb")
+        raise UnavailableError(f"{part.parent} is removed again and again; ask again")
+
+    def _remove(self, names: Sequence[str]) -> list[str]:
+        for name in names:
+            self._part(name).unlink(missing_ok=True)
+        return super()._remove(names)
+
+    def _part(self, name: str) -> Path:
+        """Return where an object is written; `obstore` does not list names with such an end."""
+        if not _NAME.fullmatch(name):  # nothing else becomes a path
+            raise InvalidArgumentError(f"object name is {name!r}, expected letters, digits, '.', '_', ':', '-' and '/'")
+        return self._directory / f"{name}#0"
+
+
+_MEMORY: Final[dict[str, MemoryStore]] = {}
+"""All services of a process that name the same store share it."""
+
+
+def _s3_settings(url: EngineUrl, endpoint: str) -> dict[str, Any]:
+    """Return the settings of S3; those that are missing come from the environment, or as the AWS SDKs find them."""
+    return {
+        "endpoint": endpoint,
+        "region": url.text("region", ""),
+        "access_key_id": url.username or url.secret("access_key", "AWS_ACCESS_KEY_ID"),
+        "secret_access_key": url.password or url.secret("secret_key", "AWS_SECRET_ACCESS_KEY"),
+        "virtual_hosted_style_request": not url.flag("path_style", default=bool(endpoint)),
+    }
+
+
+def _gcs_settings(url: EngineUrl, endpoint: str) -> dict[str, Any]:
+    return {"base_url": endpoint, "service_account": url.text("service_account_file", "")}
+
+
+def _azure_settings(url: EngineUrl, endpoint: str) -> dict[str, Any]:
+    return {
+        "endpoint": endpoint,
+        "account_name": url.text("account", ""),
+        "account_key": url.secret("account_key", "AZURE_STORAGE_ACCOUNT_KEY"),
+    }
+
+
+_CLOUDS: Final[dict[str, tuple[Callable[..., Store], Callable[[EngineUrl, str], dict[str, Any]]]]] = {
+    "s3": (S3Store, _s3_settings),
+    "gs": (GCSStore, _gcs_settings),
+    "az": (AzureStore, _azure_settings),
+}
+
+
+def _cloud_store(url: EngineUrl) -> Store:
+    """Make the store of a bucket; nothing is asked of it yet.
+
+    Raises:
+        InvalidArgumentError: a setting is missing or wrong.
+    """
+    make, settings_of = _CLOUDS[url.scheme]
+    endpoint, timeout = url.text("endpoint", ""), url.seconds("timeout_seconds", _TIMEOUT_SECONDS)
+    client: dict[str, Any] = {
+        "connect_timeout": timedelta(seconds=min(5.0, timeout)),
+        "timeout": timedelta(seconds=timeout),
+        "allow_http": endpoint.startswith("http://"),
+    }
+    ca = url.file("ca_file")
+    if ca:
+        client["root_certificate"] = ca
+    settings = {name: value for name, value in settings_of(url, endpoint).items() if value not in (None, "")}
+    try:
+        return make(
+            url.host,
+            prefix=url.path or None,
+            client_options=client,
+            retry_config={"max_retries": 3, "retry_timeout": timedelta(seconds=timeout)},
+            **settings,
+        )
+    except (ValueError, exceptions.BaseError) as error:
+        raise InvalidArgumentError(f"{url.redacted}: {_summary(error)}; see docs/engines.md") from error
+
+
+def _sync(directory: Path) -> None:
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _summary(error: Exception) -> str:
+    """Return the store's answer; the rest of a message repeats it with the details of the HTTP client."""
+    text = str(error)
+    code = _CODE.search(text)
+    return f"{text.partition(chr(10))[0][:200]}{f' ({code[1]})' if code else ''}"
