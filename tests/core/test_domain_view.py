@@ -1,5 +1,7 @@
 """The view of a sampler: what is ready, in which groups and order, scanned no further than needed."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 from domain_support import (
@@ -36,14 +38,14 @@ def train():
     return train
 
 
-def scan_of(train, *, length=None, watch=None, **bound):
+def scan_of(train, *, length=None, watch=None, of_left=False, **bound):
     spec = batch_spec(**bound)
     rows = Readiness(train, task_of(train, "t"), spec, length)
-    return Scan(rows, train.scan_starts, spec.order_by, watch=watch)
+    return Scan(rows, train.scan_starts, spec.order_by, watch=watch, of_left=of_left)
 
 
 def view_of(train, **bound):
-    return PartitionView(train, task_of(train, "t"), scan_of(train, **bound))
+    return PartitionView(train, task_of(train, "t"), partial(scan_of, train, **bound))
 
 
 def search_of(train, *, length=None, **bound):

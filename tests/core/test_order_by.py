@@ -7,6 +7,7 @@ import random
 import threading
 import tracemalloc
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -78,7 +79,7 @@ def scanned_partition():
 
 def view_of(target, task, orders, watch=None):
     rows = Readiness(target, task, batch_spec(order_by=orders), None)
-    return PartitionView(target, task, Scan(rows, target.scan_starts, orders, watch=watch))
+    return PartitionView(target, task, partial(Scan, rows, target.scan_starts, orders, watch=watch))
 
 
 class Rows:

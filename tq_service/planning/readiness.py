@@ -136,13 +136,6 @@ class Readiness:
 
     def known_lengths(self, rows: Indexes) -> Indexes | None:
         """Return token counts, None where one of them is not known or is no token count."""
-        source = self.key[2] or LengthSource()
-        arrays = self._partition.meta.arrays(source.key)
-        if arrays is None and source.field is None:
-            return None
-        if arrays is not None and arrays[0].dtype.kind == "i" and arrays[1][rows].all():  # as mostly
-            values: Indexes = arrays[0][rows]
-            return values if values.min(initial=0) >= 0 else None
         try:
             lengths = self.lengths(rows)
         except InvalidArgumentError:
@@ -162,15 +155,11 @@ class Readiness:
             return np.zeros(count), np.zeros(count, np.bool_)
         return arrays[0][rows], arrays[1][rows]
 
-    def unclaimed(self, start: int, end: int) -> Indexes:
-        """Return the positions of the rows between two that the task has not claimed."""
-        return start + np.flatnonzero(self._task.claim.data[start:end] == UNCLAIMED)
-
-    def left(self, start: int, end: int) -> tuple[Indexes, NDArray[np.bool_]]:
-        """Return the positions of the rows between two that are left for the task, and which `where` rules out."""
-        positions = self.unclaimed(start, end)
-        positions = positions[is_open(self._partition.state.data[positions])]
-        return positions, self.excluded(positions)
+    def is_left(self, rows: Rows) -> NDArray[np.bool_]:
+        """Return which rows are left for the task, ready or not, `where` apart."""
+        mask: NDArray[np.bool_] = is_open(self._partition.state.data[rows])
+        mask &= self._task.claim.data[rows] == UNCLAIMED
+        return mask
 
     def _produced(self, rows: Rows) -> NDArray[np.bool_]:
         return self._partition.cells.produced(self.key[0], rows)
@@ -294,6 +283,7 @@ class Scan:
         *,
         watch: ScanWatch | None = None,
         look_past: int = 0,
+        of_left: bool = False,
     ) -> None:
         """Begin.
 
@@ -303,7 +293,9 @@ class Scan:
             orders: the columns by which ready rows are ordered, the most significant first.
             watch: of scans that may go on while rows change; None: it is of one step of the event loop.
             look_past: so many of the first ready rows are left to others.
+            of_left: whether it is for all rows that are left for the task, ready or not.
         """
+        self._key, self._mask = (_LEFT, rows.is_left) if of_left else (rows.key, rows.ready)
         self.rows = rows
         self.orders = orders
         self.count = rows.table.count
@@ -342,11 +334,11 @@ class Scan:
         while True:
             end = min(self.count, start + size)
             while start < end:
-                if not self._loop_has_time():
+                if self._loop_budget <= 0 and self.is_on_loop:
                     self._move_start(found, start)
                     raise MustBeAwaited
                 part_end = min(end, start + self.at_once)
-                found = np.concatenate([found, start + np.flatnonzero(self.rows.ready(slice(start, part_end)))])
+                found = np.concatenate([found, start + np.flatnonzero(self._mask(slice(start, part_end)))])
                 self._loop_budget -= part_end - start
                 start = part_end
             self._move_start(found, end)
@@ -356,9 +348,6 @@ class Scan:
             if end == self.count:
                 return
             size *= 2
-
-    def _loop_has_time(self) -> bool:
-        return self._loop_budget > 0 or not self.is_on_loop
 
     def _first_in_order(self, least: int | None) -> Iterator[tuple[Indexes, bool]]:
         """Look at all ready rows, and put more and more of them in order."""
@@ -374,11 +363,11 @@ class Scan:
 
     def _first_candidates(self) -> tuple[Indexes, int]:
         """Return the positions of the ready rows before the start of a scan, and the position where it starts."""
-        start, apart = self._starts.get(self.rows.key)
+        start, apart = self._starts.get(self._key)
         if apart.size:
             apart = self.rows.table.find(apart)
             apart = apart[apart >= 0]
-            apart = apart[self.rows.ready(apart)]
+            apart = apart[self._mask(apart)]
         return apart, self.rows.table.position_from(start)
 
     def _move_start(self, found: Indexes, end: int) -> None:
@@ -388,48 +377,21 @@ class Scan:
             found: positions of all ready rows before `end`, in order.
             end: position up to which was looked.
         """
-        start, apart = int(found[0]) if found.size else end, _NONE
+        table, start, apart = self.rows.table, int(found[0]) if found.size else end, _NONE
         if end - start - found.size > _WIDE_GAP:
             following = np.append(found[1 : _MOST_APART + 1], end)[:_MOST_APART]
             wide = np.flatnonzero(following - found[: following.size] > _WIDE_GAP)
             if wide.size:
-                apart = self.rows.table.index.data[found[: wide[-1] + 1]]
+                apart = table.index.data[found[: wide[-1] + 1]]
                 start = int(following[wide[-1]])
-        self._set_start(self.rows.key, start, apart)
-
-    def _set_start(self, key: ScanKey, position: int, apart: Indexes = _NONE) -> None:
-        table = self.rows.table
-        start = int(table.index.data[position]) if position < table.count else table.next_index, apart
+        index = int(table.index.data[start]) if start < table.count else table.next_index
         if self._watch is None:
-            self._starts.set(key, start)
+            self._starts.set(self._key, (index, apart))
         else:
-            self._watch.found[key] = start
+            self._watch.found[self._key] = index, apart
 
-    def left(self, limit: int | None) -> Indexes:
-        """Return the positions of the first rows that are left for the task, ready or not.
-
-        Raises:
-            MustBeAwaited: see `first`.
-        """
-        found, found_count, first = [_NONE], 0, None
-        start = self.rows.table.position_from(self._starts.get(_LEFT)[0])
-        size = self.count if limit is None else max(_LEAST_CHUNK, limit)
-        while start < self.count and (limit is None or found_count < limit):
-            if not self._loop_has_time():
-                raise MustBeAwaited
-            end = min(self.count, start + min(self.at_once, size))
-            left, is_excluded = self.rows.left(start, end)
-            if first is None:
-                first = int(left[0]) if left.size else None
-                self._set_start(_LEFT, end if first is None else first)
-            found.append(left[~is_excluded])
-            found_count += found[-1].size
-            self._loop_budget -= end - start
-            start, size = end, 2 * size
-        return np.concatenate(found)[:limit]
-
-    def stretches(self, size: int, at_once: int) -> Iterator[tuple[int, int]]:
-        """Yield where stretches of the table start and end, the first of `size` rows, the others up to `at_once`.
+    def stretches(self, size: int, at_once: int) -> Iterator[slice]:
+        """Yield stretches of the table, the first of `size` rows, the others up to `at_once`.
 
         Raises:
             MustBeAwaited: see `first`.
@@ -439,5 +401,5 @@ class Scan:
             if self.is_on_loop and start >= at_once:
                 raise MustBeAwaited
             end = min(self.count, start + size)
-            yield start, end
+            yield slice(start, end)
             start, size = end, min(at_once, 2 * size)

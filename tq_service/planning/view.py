@@ -19,7 +19,7 @@ from tq_service.state.ledger import RecordedPlan, TaskLedger
 from tq_service.state.partition import Partition
 from tq_service.state.plan import Groups, Indexes, LengthSource, MustBeAwaited, Plan
 from tq_service.state.request import ClaimRequest
-from tq_service.state.states import CLEARED, FAILED, LAST_RESERVED, STATE_NAMES
+from tq_service.state.states import CLEARED, FAILED, LAST_RESERVED, STATE_NAMES, UNCLAIMED
 
 _LEAST_CHUNK = 1024
 _MOST_IN_GROUPS_ON_LOOP = 1 << 15  # ready rows among which the event loop looks for whole groups
@@ -34,23 +34,27 @@ class PartitionView:
     recorded.
 
     Attributes:
+        scan: for the ready rows.
         no_more: whether no new rows come: groups that declared no size are complete then.
         plan_count: see `View`.
         grouping: the groups that were asked for last; None: none were.
     """
 
-    def __init__(self, partition: Partition, task: TaskLedger, scan: Scan, *, no_more: bool = False) -> None:
+    def __init__(
+        self, partition: Partition, task: TaskLedger, new_scan: Callable[..., Scan], *, no_more: bool = False
+    ) -> None:
         self._partition = partition
         self._task = task
-        self._scan = scan
-        self._rows = scan.rows
+        self._new_scan = new_scan
+        self.scan = new_scan()
+        self._rows = self.scan.rows
         self.no_more = partition.sealed or no_more
         self.grouping: Grouping | None = None
         self.plan_count = task.serial - LAST_RESERVED
 
     def ready(self, limit: int | None = None) -> Indexes:
         """Return up to `limit` ready rows, see `View.ready`."""
-        for found, _ in self._scan.first(limit):
+        for found, _ in self.scan.first(limit):
             if limit is not None and found.size >= limit:
                 break
         found = found[:limit]
@@ -73,14 +77,14 @@ class PartitionView:
         self.grouping = grouping_of(self._partition, self._task, block_size, blocks, take_incomplete=take_incomplete)
         self.grouping.check()
         # Among which rows a run is found must not depend on the order.
-        is_whole_scan = limit is None or (self.grouping.blocks == "anywhere" and bool(self._scan.orders))
-        for found, is_last in self._scan.first(None if is_whole_scan else max(_LEAST_CHUNK, limit or 0)):
-            if self._scan.is_on_loop and found.size > _MOST_IN_GROUPS_ON_LOOP:
+        is_whole_scan = limit is None or (self.grouping.blocks == "anywhere" and bool(self.scan.orders))
+        for found, is_last in self.scan.first(None if is_whole_scan else max(_LEAST_CHUNK, limit or 0)):
+            if self.scan.is_on_loop and found.size > _MOST_IN_GROUPS_ON_LOOP:
                 raise MustBeAwaited
             positions = found
-            if self._scan.orders and not is_last:
+            if self.scan.orders and not is_last:
                 members = self.grouping.members(found)
-                positions = in_order(self._rows.meta, self._scan.orders, members[self._rows.ready(members)])
+                positions = in_order(self._rows.meta, self.scan.orders, members[self._rows.ready(members)])
             positions, sizes = self.grouping.whole(positions, no_more=self.no_more)
             if limit is not None and (positions if unit == "sample" else sizes).size >= limit:
                 break
@@ -93,7 +97,11 @@ class PartitionView:
 
     def left(self, limit: int | None = None) -> Indexes:
         """Return rows that are left for the task, see `View.left`."""
-        rows: Indexes = self._rows.table.index.data[self._scan.left(limit)]
+        for found, _ in self._new_scan(of_left=True).first(limit):
+            left = found[~self._rows.excluded(found)]
+            if limit is not None and left.size >= limit:
+                break
+        rows: Indexes = self._rows.table.index.data[left[:limit]]
         return rows
 
     def lengths(self, rows: Indexes) -> Indexes:
@@ -126,7 +134,7 @@ class PartitionView:
 
     def rows(self) -> Indexes:
         """Return all rows that are not cleared, see `View.rows`."""
-        present = np.flatnonzero(self._partition.state.data[: self._scan.count] != CLEARED)
+        present = np.flatnonzero(self._partition.state.data[: self.scan.count] != CLEARED)
         rows: Indexes = self._rows.table.index.data[present]
         return rows
 
@@ -200,8 +208,8 @@ class Search:
         plan of `view` for `wanted` -> conclude
             |none
         begins_last? -yes-> plan of `view` for `wanted` -> conclude
-            |no                 |none
-        conclude               end
+            |no
+        conclude
 
     It reads only, and runs no sampler. In one step of the event loop it is of one moment; over several of them, a plan
     is of use if its rows are ready still, and an end if nothing has changed.
@@ -231,11 +239,11 @@ class Search:
         self._look_past = look_past
         self._rows = Readiness(partition, task, self._spec, length)
         self._new_scan = partial(Scan, self._rows, starts, self._spec.order_by, watch=watch, look_past=look_past)
-        self._scan = self._new_scan()
         self._begun_at = self._marks
         self._consumed = task.consumed_count, task.leased_count
+        self._end: EndCounts | None = None
         self.wanted = request.plan_request
-        self.view = PartitionView(partition, task, self._scan)
+        self.view = PartitionView(partition, task, self._new_scan)
 
     @property
     def _marks(self) -> tuple[int, int, int, int, int]:
@@ -253,10 +261,6 @@ class Search:
         """How groups that the sampler asked for are kept whole, see `TaskFacts`."""
         return None if self.view.grouping is None else self.view.grouping.kept
 
-    def has_ready(self, count: int) -> bool:
-        """Whether so many rows are ready, as far as there is time to see."""
-        return self._scan.has(count)
-
     # The end
 
     def begins_last(self) -> bool:
@@ -266,11 +270,13 @@ class Search:
             MustBeAwaited: the event loop has no time to see.
         """
         is_closed = self._partition.sealed or (self._spec.finite and self._partition.may_end_finite)
-        if self._look_past or not is_closed or not self.is_current or self._may_become_ready():
+        if self._look_past or not is_closed or not self.is_current:
+            return False
+        self._end = self._count_end()
+        if self._end is None:
             return False
         self.wanted = replace(self.wanted, min_size=self.wanted.total_size if self._spec.drop_last else 1)
-        self._scan = self._new_scan()
-        self.view = PartitionView(self._partition, self._task, self._scan, no_more=True)
+        self.view = PartitionView(self._partition, self._task, self._new_scan, no_more=True)
         return True
 
     @property
@@ -281,54 +287,39 @@ class Search:
     @property
     def _unready_count(self) -> int:
         """Rows left for the task that were not ready, once a scan was exhausted."""
-        return self._task.backlog + self._task.skipped_count - self._scan.seen_count
+        return self._task.backlog + self._task.skipped_count - self.view.scan.seen_count
 
-    def _may_become_ready(self) -> bool:
-        """Whether rows may become ready that are not, given that no new ones come; what is leased may be released."""
-        if self._task.leased_count:
-            return True
-        if self._is_plain and self._scan.exhausted:
-            return self._unready_count > 0
-        grouping = self.view.grouping
-        for start, end in self._scan.stretches(_LEAST_CHUNK, self._rows.at_once):  # mostly the first unready row tells
-            left, is_excluded = self._rows.left(start, end)
-            kept = left[~is_excluded]
-            unready = kept[~self._rows.ready(kept)]
-            if unready.size and not (grouping is not None and bool(grouping.is_dead(unready).all())):
-                return True
-        return False
+    def _count_end(self) -> EndCounts | None:
+        """Count the end, in which nothing more is planned; None where rows may become ready that are not.
 
-    def end(self) -> EndFound:
-        """Return the end, after the sampler planned no last batch.
-
-        Raises:
-            MustBeAwaited: the event loop has no time to count it.
+        No new rows come, but those that are leased may be released.
         """
-        state_version, row_version, *_ = self._begun_at
-        return EndFound(state_version, row_version + 1, self._consumed, end=self._count_end())
-
-    def _count_end(self) -> EndCounts:
-        partition, task, grouping = self._partition, self._task, self.view.grouping
+        partition, task, rows, grouping = self._partition, self._task, self._rows, self.view.grouping
         consumed, inserted = task.consumed_count, partition.inserted_count
+        if task.leased_count or (self._is_plain and self.view.scan.exhausted and self._unready_count > 0):
+            return None
         if consumed == inserted:
             return EndCounts(consumed_count=consumed, kept_count=task.kept_count)
         failed = excluded = left_count = 0
         ready = [np.zeros(0, np.int64)]
-        at_once = self._scan.at_once if self._is_plain else self._rows.at_once
-        for start, end in self._scan.stretches(at_once, at_once):
-            failed += int(np.count_nonzero(partition.state.data[self._rows.unclaimed(start, end)] == FAILED))
-            left, is_excluded = self._rows.left(start, end)
-            kept = left[~is_excluded]
+        at_once = self.view.scan.at_once if self._is_plain else rows.at_once
+        for some in self.view.scan.stretches(_LEAST_CHUNK, at_once):  # mostly the first unready row tells
+            left = some.start + np.flatnonzero(rows.is_left(some))
+            kept = left[~rows.excluded(left)]
+            is_ready = rows.ready(kept)
+            unready = kept[~is_ready]
+            if unready.size and (grouping is None or not bool(grouping.is_dead(unready).all())):
+                return None
+            is_failed = (partition.state.data[some] == FAILED) & (task.claim.data[some] == UNCLAIMED)
+            failed += int(np.count_nonzero(is_failed))
             excluded += left.size - kept.size
             left_count += kept.size
-            if grouping is not None:
-                ready.append(kept[self._rows.ready(kept)])
+            ready.append(kept[is_ready])
         left_over = left_count
         if grouping is not None:
-            rows = np.concatenate(ready)
-            if self._scan.is_on_loop and rows.size > _MOST_IN_GROUPS_ON_LOOP:
+            if self.view.scan.is_on_loop and left_count > _MOST_IN_GROUPS_ON_LOOP:
                 raise MustBeAwaited
-            left_over = grouping.whole(rows, no_more=True)[0].size
+            left_over = grouping.whole(np.concatenate(ready), no_more=True)[0].size
         dead_lettered, dropped = task.dead_lettered_count, task.dropped_count
         return EndCounts(
             consumed_count=consumed,
@@ -345,14 +336,17 @@ class Search:
     # What a plan comes to
 
     def conclude(self, plan: Plan | None) -> Found:
-        """Return a plan as it may be recorded in this step of the event loop, or why there is none.
+        """Return a plan as it may be recorded in this step of the event loop, the end, or why there is neither.
 
         Raises:
             SamplerError: its rows were not ready although nothing has changed.
             MissingLengthError: see `_check_length_field`.
         """
+        if plan is None and self._end is not None and self.is_current:
+            state_version, row_version, *_ = self._begun_at
+            return EndFound(state_version, row_version + 1, self._consumed, end=self._end)
         if plan is None:
-            return NOT_LOOKED if self._look_past else self._miss()
+            return NOT_LOOKED if self._look_past or self._end is not None else self._miss()
         if self._task.epoch != self._begun_at[-1]:  # what was left in it is not what there is now
             return LOST
         recorded = RecordedPlan.of(plan, self._spec.micro_batch_size)
@@ -378,8 +372,8 @@ class Search:
         missing, is_closed = 1, self._partition.sealed or self._spec.finite  # or soon closed, by a first sample
         # Of the class, where reading it runs no code of the sampler.
         needs_min_size = type(self._request.sampler).plans_below_min_size is not True
-        if needs_min_size and self._scan.exhausted and self.wanted.batch_unit == "sample":
-            missing = self.wanted.min_size - self._scan.seen_count
+        if needs_min_size and self.view.scan.exhausted and self.wanted.batch_unit == "sample":
+            missing = self.wanted.min_size - self.view.scan.seen_count
             if is_closed:  # the last, short batch takes less
                 missing = min(missing, self._unready_count) if self._is_plain else 1
         state_version, row_version, *_ = self._begun_at
@@ -396,7 +390,7 @@ class Search:
             return
         if self._partition.meta.has(source.key):
             return
-        first = slice(0, min(self._scan.count, rows.at_once))
+        first = slice(0, min(self.view.scan.count, rows.at_once))
         lacking = np.flatnonzero(rows.has_data(first) & rows.allowed(first) & ~rows.has_length(first))
         if not lacking.size:
             return

@@ -23,7 +23,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from tq_service.errors import (
     InternalError,
@@ -55,8 +55,6 @@ from tq_service.state.request import BatchSpec, ClaimRequest, ClaimSpec
 from tq_service.wait_clock import Waiting
 
 _log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 _MOST_BATCHES_A_TURN = 64
 _MOST_PLAN_SECONDS = 0.25  # of a plan off the loop, before the next one may begin beside it
@@ -502,8 +500,6 @@ class Planner:
         plan = self._runner.run_inline(request.sampler, search.view, search.wanted)
         if plan is None and search.begins_last():
             plan = self._runner.run_inline(request.sampler, search.view, search.wanted)
-            if plan is None:
-                return self._keep_groups(search, search.end())
         return self._keep_groups(search, search.conclude(plan))
 
     async def _find_off_loop(self, request: ClaimRequest, look_past: int) -> Found:
@@ -514,22 +510,16 @@ class Planner:
         sampler, length = request.sampler, self.length(request)
         if look_past:
             search = Search(self._partition, self.task, self._starts, request, length)
-            look_past *= search.has_ready(look_past + request.plan_request.total_size)
+            look_past *= search.view.scan.has(look_past + search.wanted.total_size)
         with self._starts.watched() as watch, self._partition.table.pinned():
             search = Search(self._partition, self.task, self._starts, request, length, watch=watch, look_past=look_past)
-            plan, is_last, end = await self._runner.run(sampler, search.view, search.wanted), False, None
+            plan = await self._runner.run(sampler, search.view, search.wanted)
             if plan is None:
-                is_last = await self._in_thread_if_many(search.begins_last)
-            if is_last and search.is_current:
-                plan = await self._runner.run(sampler, search.view, search.wanted)
-                end = await self._in_thread_if_many(search.end) if plan is None else None
-        if plan is None and is_last:
-            return self._keep_groups(search, end if end is not None and search.is_current else NOT_LOOKED)
+                is_quick = self._partition.table.count <= _FEW_ROWS
+                is_last = search.begins_last() if is_quick else await asyncio.to_thread(search.begins_last)
+                if is_last and search.is_current:
+                    plan = await self._runner.run(sampler, search.view, search.wanted)
         return self._keep_groups(search, search.conclude(plan))
-
-    async def _in_thread_if_many(self, look: Callable[[], T]) -> T:
-        """Return what a look at all rows of the partition comes to."""
-        return look() if self._partition.table.count <= _FEW_ROWS else await asyncio.to_thread(look)
 
     def _keep_groups(self, search: Search, found: Found) -> Found:
         """Record how the task keeps groups whole, if it did so in another way before; return what was found."""
