@@ -26,7 +26,7 @@ from domain_support import (
 from tq_service.errors import InvalidArgumentError, MissingLengthError, SamplerError
 from tq_service.planning.grouping import Grouping
 from tq_service.planning.readiness import Readiness, Scan, ScanStarts, ScanWatch
-from tq_service.planning.view import LOST, PartitionView, Search
+from tq_service.planning.view import NOT_LOOKED, PartitionView, Search
 from tq_service.state.meta import Condition, Order
 from tq_service.state.plan import LengthSource, MustBeAwaited, Plan
 
@@ -606,7 +606,7 @@ def test_planned_rows_are_looked_at_again(train):
             made.conclude(Plan.of([rows]))
     consume(train, 0)
     update(train, [1], state="held")
-    assert conclude(0) is LOST
-    assert conclude(1) is LOST
+    assert conclude(0) is NOT_LOOKED
+    assert conclude(1) is NOT_LOOKED
     assert conclude(2).positions.tolist() == [2]
     assert Plan.of([[2]]).ranks[0].rows.dtype == np.int64

@@ -198,8 +198,7 @@ class EndFound(Miss):
 
 Found: TypeAlias = Planned | Miss
 
-NOT_LOOKED = Miss()  # is never current
-LOST = Miss()  # nor is this: other claims, or changes, were quicker than a plan
+NOT_LOOKED = Miss()  # is never current; or other claims, or changes, were quicker
 
 
 class Search:
@@ -236,12 +235,11 @@ class Search:
         self._request = request
         self._spec = request.batch_spec
         self._length = length
-        self._look_past = look_past
         self._rows = Readiness(partition, task, self._spec, length)
         self._new_scan = partial(Scan, self._rows, starts, self._spec.order_by, watch=watch, look_past=look_past)
         self._begun_at = self._marks
         self._consumed = task.consumed_count, task.leased_count
-        self._end: EndCounts | None = None
+        self._end: EndFound | None = None
         self.wanted = request.plan_request
         self.view = PartitionView(partition, task, self._new_scan)
 
@@ -270,11 +268,13 @@ class Search:
             MustBeAwaited: the event loop has no time to see.
         """
         is_closed = self._partition.sealed or (self._spec.finite and self._partition.may_end_finite)
-        if self._look_past or not is_closed or not self.is_current:
+        if not is_closed or not self.is_current:
             return False
-        self._end = self._count_end()
-        if self._end is None:
+        end = self._count_end()
+        if end is None:
             return False
+        state_version, row_version, *_ = self._begun_at
+        self._end = EndFound(state_version, row_version + 1, self._consumed, end=end)
         self.wanted = replace(self.wanted, min_size=self.wanted.total_size if self._spec.drop_last else 1)
         self.view = PartitionView(self._partition, self._task, self._new_scan, no_more=True)
         return True
@@ -342,19 +342,18 @@ class Search:
             SamplerError: its rows were not ready although nothing has changed.
             MissingLengthError: see `_check_length_field`.
         """
-        if plan is None and self._end is not None and self.is_current:
-            state_version, row_version, *_ = self._begun_at
-            return EndFound(state_version, row_version + 1, self._consumed, end=self._end)
         if plan is None:
-            return NOT_LOOKED if self._look_past or self._end is not None else self._miss()
+            if self._end is None:
+                return self._miss()
+            return self._end if self.is_current else NOT_LOOKED
         if self._task.epoch != self._begun_at[-1]:  # what was left in it is not what there is now
-            return LOST
+            return NOT_LOOKED
         recorded = RecordedPlan.of(plan, self._spec.micro_batch_size)
         positions = self._rows.table.find(recorded.named)
         if bool((positions < 0).any()) or not bool(self._rows.has_data(positions).all()):
             state_version, _, *others = self._begun_at  # rows that are only written to stay ready
             if (state_version, *others) != (self._marks[0], *self._marks[2:]):
-                return LOST
+                return NOT_LOOKED
             sampler = self._request.sampler.name
             raise SamplerError(
                 f"sampler {sampler!r} returned rows that were not ready for this claim; return rows of view.ready() or "

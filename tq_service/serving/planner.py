@@ -23,6 +23,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 from tq_service.errors import (
@@ -43,7 +44,7 @@ from tq_service.machine.claims import (
 )
 from tq_service.machine.state_machine import Change
 from tq_service.planning.readiness import Readiness, ScanStarts
-from tq_service.planning.view import LOST, NOT_LOOKED, EndFound, Found, Miss, Planned, Search
+from tq_service.planning.view import NOT_LOOKED, EndFound, Found, Miss, Planned, Search
 from tq_service.results import RecentBatch
 from tq_service.schema import EndCounts
 from tq_service.serving.wait_queue import Answer, Line, LineState, LoopYielder, NotYet, Waiter, WaitQueue
@@ -88,7 +89,12 @@ class RunsPlans(Protocol):
 
 
 class Planner:
-    """Serves the claims of one task."""
+    """Serves the claims of one task.
+
+    Attributes:
+        task: its ledger.
+        last_request: the claim that was made last, None where this process has seen none.
+    """
 
     def __init__(
         self,
@@ -114,7 +120,7 @@ class Planner:
         self._commit = commit
         self._on_batch = on_batch
         self._recent = RecentBatches()
-        self._last_request: ClaimRequest | None = None
+        self.last_request: ClaimRequest | None = None
         self._names: dict[str, Any] = {"partition_id": partition.partition_id, "task_name": task.name}
         self._starts = ScanStarts(partition, task.name)
         self._epoch = task.epoch  # of which calls wait
@@ -140,11 +146,6 @@ class Planner:
         self._starts.close()
 
     @property
-    def last_request(self) -> ClaimRequest | None:
-        """The claim that was made last, None where this process has seen none."""
-        return self._last_request
-
-    @property
     def recent_batches(self) -> tuple[RecentBatch, ...]:
         """The last batches that were recorded for ranks in this epoch, by this process."""
         return self._recent.of_epoch(self.task.epoch)
@@ -156,7 +157,7 @@ class Planner:
 
     async def claim(self, request: ClaimRequest, max_wait_seconds: float) -> Answer:
         """Return the recorded answer, or wait for one; `NotYet` when the time is over."""
-        self._last_request = request
+        self.last_request = request
         recorded = self._recorded(request)
         if recorded is not None:
             return recorded
@@ -317,7 +318,6 @@ class Planner:
                 else:
                     return
         except Exception:
-            _log.exception(LogMessage("planning failed", task=self.task.name))
             self._to_answer.clear()
             self._fail_all(self._queue)
         finally:
@@ -480,6 +480,7 @@ class Planner:
         self._queue.put(line)
 
     def _fail_all(self, waiters: Iterable[Waiter]) -> None:
+        _log.exception(LogMessage("planning failed", task=self.task.name))
         for waiter in waiters:
             waiter.fail(InternalError("planning failed; the server's log has the details"))
 
@@ -507,13 +508,16 @@ class Planner:
 
         There is no await between the check of a plan's rows and the return, so that the caller can record it.
         """
-        sampler, length = request.sampler, self.length(request)
+        sampler = request.sampler
+        new_search = partial(Search, self._partition, self.task, self._starts, request, self.length(request))
         if look_past:
-            search = Search(self._partition, self.task, self._starts, request, length)
-            look_past *= search.view.scan.has(look_past + search.wanted.total_size)
+            look_past *= new_search().view.scan.has(look_past + request.plan_request.total_size)
         with self._starts.watched() as watch, self._partition.table.pinned():
-            search = Search(self._partition, self.task, self._starts, request, length, watch=watch, look_past=look_past)
+            search = new_search(watch=watch, look_past=look_past)
             plan = await self._runner.run(sampler, search.view, search.wanted)
+            if plan is None and look_past:
+                search = new_search(watch=watch)
+                plan = await self._runner.run(sampler, search.view, search.wanted)
             if plan is None:
                 is_quick = self._partition.table.count <= _FEW_ROWS
                 is_last = search.begins_last() if is_quick else await asyncio.to_thread(search.begins_last)
@@ -526,7 +530,7 @@ class Planner:
         task, kept = self.task, search.kept_groups
         is_of_use = isinstance(found, Planned | EndFound)
         # Once it is known, a miss does not change it: two that wait and differ would wake each other for ever.
-        if (is_of_use or (task.kept_groups is None and found not in (NOT_LOOKED, LOST))) and kept != task.kept_groups:
+        if (is_of_use or (task.kept_groups is None and found != NOT_LOOKED)) and kept != task.kept_groups:
             self._commit(GroupsKept(**self._names, kept_groups=kept), (self._partition, task))
         return found
 
@@ -538,26 +542,18 @@ class Planner:
             return
         loop = asyncio.get_running_loop()
         self._planned_for, line.state = line, LineState.PLANNING
-        timers = [loop.call_later(_MOST_PLAN_SECONDS, self._yield_turn, line)]
-        if line.hold_seconds:
-            self._queue.holder = line
-            timers.append(loop.call_later(line.hold_seconds, self._release_hold, line))
-        loop.create_task(self._plan_off_loop(line, timers))  # noqa: RUF006  (it is kept once it has begun)
-
-    def _release_hold(self, line: Line) -> None:
-        """Have lines that came later wait for the plan of this one no longer."""
-        if self._queue.holder is line:
-            self._queue.holder = None
-            self._start_dispatch()
+        self._queue.holder = line if line.hold_seconds else None
+        timer = loop.call_later(line.hold_seconds or _MOST_PLAN_SECONDS, self._yield_turn, line)
+        loop.create_task(self._plan_off_loop(line, timer))  # noqa: RUF006  (it is kept once it has begun)
 
     def _yield_turn(self, line: Line) -> None:
-        """Have the next plan made off the loop, though that of this line may not be over."""
-        self._release_hold(line)
+        """Have other lines wait no longer for the plan of this one, which may not be over."""
         if self._planned_for is line:
-            self._planned_for = None
+            self._planned_for = self._queue.holder = None
             self._start_plan()
+            self._start_dispatch()
 
-    async def _plan_off_loop(self, line: Line, timers: Iterable[asyncio.TimerHandle]) -> None:
+    async def _plan_off_loop(self, line: Line, timer: asyncio.TimerHandle) -> None:
         """Plan for a line and record the plan, in one step of the event loop, for the claim that is its first then."""
         found, plan = None, asyncio.current_task()
         self._plans.add(plan)
@@ -569,21 +565,18 @@ class Planner:
                     found = await self._plan_for(line, waiter.request)
             finally:
                 line.state = LineState.PARKED
-            while (waiter := line.first()) is not None and self._answer_recorded(waiter):
-                pass  # it was released while the plan was made
-            if found is None or found is LOST or (line.is_ranked and self.task.next_batch_index != batch_index):
-                self._queue.put(line)  # it came too late
+            waiter, is_late = line.first(), line.is_ranked and self.task.next_batch_index != batch_index
+            if found is None or found == NOT_LOOKED or is_late or waiter is None or self._answer_recorded(waiter):
+                self._queue.put(line)
             else:
                 self._conclude(line, found)
         except TqError as error:
             self._fail(line, error)
         except Exception:
-            _log.exception(LogMessage("planning failed", task=self.task.name))
             self._fail_all(line.waiters)
         finally:
             self._plans.discard(plan)
-            for timer in timers:
-                timer.cancel()
+            timer.cancel()
             self._queue.is_stale |= line.is_ranked  # other ranks may have awaited it
             self._queue.drop_if_unused(line)
             self._listen()
@@ -598,7 +591,7 @@ class Planner:
         found = await self._find_off_loop(request, line.look_past)
         # Twice what others took, so that the next one is not late though it takes longer.
         line.look_past = 2 * max(0, task.consumed_count - consumed_count)
-        line.loss_count = line.loss_count + 1 if found is LOST else 0
+        line.loss_count = line.loss_count + 1 if found == NOT_LOOKED else 0
         limit = min(_HOLD_SECONDS * (1 + line.loss_count), _MOST_PLAN_SECONDS)
         line.hold_seconds = limit if loop.time() - started_at < limit else 0.0
         return found
