@@ -85,12 +85,12 @@ class Waiter:
 
     def resolve(self, answer: Answer) -> None:
         """Answer the call, unless it has left."""
-        if not self.answer.done():
+        if self.is_waiting:
             self.answer.set_result(answer)
 
     def fail(self, error: TqError) -> None:
         """End the call with an error, unless it has left."""
-        if not self.answer.done():
+        if self.is_waiting:
             self.answer.set_exception(error)
 
     def expire(self) -> None:
@@ -165,7 +165,7 @@ class Line:
         """Return the first that still waits."""
         while self._waiters:
             waiter = next(iter(self._waiters))
-            if not waiter.answer.done():
+            if waiter.is_waiting:
                 return waiter
             self.remove(waiter)
         return None
