@@ -212,8 +212,9 @@ async def test_what_two_controllers_need_is_not_given_up(etcd: EtcdStandIn, tmp_
         standby.etcd.ask(pb.EtcdTxnRequest(success=[put(KEYS.members + b"b", b"{}")]))
         for number in range(30):
             await append(leader, b"%d" % number)
-        before = len(etcd.keys(KEYS.log))
         number = leader.log.rotate()
+        await leader.log.wait_durable()  # the rotation is a batch too
+        before = len(etcd.keys(KEYS.log))
         await asyncio.to_thread(leader.backend.truncate_before, number)
         assert len(etcd.keys(KEYS.log)) == before  # the standby has no snapshot
         await asyncio.to_thread(standby.backend.truncate_before, 11)
@@ -346,19 +347,16 @@ def leader(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Member]:
             member.close()
 
 
-async def test_a_follower_sees_each_record_once_it_is_durable(leader: Member) -> None:
-    log, seen, has_all = leader.log, list[bytes](), asyncio.Event()
+async def test_a_follower_sees_each_record_in_order_and_once(leader: Member) -> None:
+    log = leader.log
     first = log.append(Stream.CHANGES, b"0")
     await log.wait_durable()
 
-    async def follow() -> None:
-        async for record in leader.backend.follow(first):
-            assert not log.has_unflushed or record.number <= leader.backend.seen_number
-            seen.append(record.data)
-            if len(seen) == 60:
-                has_all.set()
+    async def follow(count: int) -> list[bytes]:
+        async with aclosing(cast("AsyncGenerator[Record, None]", leader.backend.follow(first))) as records:
+            return [(await anext(records)).data for _ in range(count)]
 
-    following = asyncio.ensure_future(follow())
+    following = asyncio.ensure_future(follow(60))
     for number in range(1, 60):
         log.append(Stream.CHANGES, b"%d" % number)
         if number % 11 == 0:
@@ -367,8 +365,9 @@ async def test_a_follower_sees_each_record_once_it_is_durable(leader: Member) ->
             await log.wait_durable()
     await log.wait_durable()
     async with asyncio.timeout(60):
-        await has_all.wait()
-    assert seen == [b"%d" % number for number in range(60)]
+        assert await following == [b"%d" % number for number in range(60)]
+    following = asyncio.ensure_future(follow(61))  # waits for the next record
+    await asyncio.sleep(0.1)
     following.cancel()
     await asyncio.wait((following,))
     assert following.cancelled()

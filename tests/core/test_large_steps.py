@@ -4,6 +4,7 @@ Counted, not timed: the lines that are run, whether columns stay where they are,
 """
 
 import asyncio
+import gc
 import sys
 import threading
 from dataclasses import replace
@@ -39,12 +40,15 @@ def lines_run(step):
         count += event == "line"
         return trace
 
-    before = sys.gettrace()
+    before, collects = sys.gettrace(), gc.isenabled()
+    gc.disable()  # hypothesis has a callback of each collection, whose lines would be counted
     sys.settrace(trace)
     try:
         step()
     finally:
         sys.settrace(before)
+        if collects:
+            gc.enable()
     return count
 
 

@@ -1,6 +1,7 @@
 """Writing samples: with capacity for them, once for each request_id, and with the put that has their cells.
 
-    (stored elsewhere: its receipt is checked) -> admitted -> written and answered in one step -> confirmed there, later
+    (stored elsewhere: its receipt is checked) -> admitted -> capacity for many rows is reserved in steps
+        -> written and answered in one step -> confirmed there, later
 
 Insert and Commit end here, and so do puts to a storage service in the process of the controller, which bring their
 commit with them.

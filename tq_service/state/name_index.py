@@ -13,7 +13,7 @@ import numpy as np
 from tq_service.state.plan import Indexes
 from tq_service.state.table import RowTable
 
-_MOST_IN_ONE_DICT: Final = 1 << 15  # names; moving them to other dicts takes some 5 ms
+_MOST_IN_ONE_DICT: Final = 1 << 15  # names; moving them to other dicts takes some 10 ms
 _PART_COUNT: Final = 256
 _HASH_MASK: Final = (1 << 16) - 1
 # Parts by the last bits of a hash: the last part has twice as many names as the first, and those between grow evenly.
