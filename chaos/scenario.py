@@ -111,9 +111,9 @@ class Scenario:
             for process in self._clients:
                 process.start()
             wait_until(self._is_busy, _END_SECONDS)
-            for _ in range(rounds):
+            for target in self._in_turn(targets, rounds):
                 time.sleep(self._rng.uniform(0.1, most_seconds))
-                self._inject_fault(self._rng.choice(targets))
+                self._inject_fault(target)
                 self._found(self._check_between())
                 if dead := self._cluster.dead():
                     self._violated(f"{', '.join(dead)} ended by themselves, see the logs; the trial ends here")
@@ -141,6 +141,11 @@ class Scenario:
         return bool(claims_of(self._directory))
 
     # Faults
+
+    def _in_turn(self, targets: Sequence[Target], rounds: int) -> list[Target]:
+        """Return random targets, each as often as the others, give or take one."""
+        decks = (self._rng.sample(targets, len(targets)) for _ in range(0, rounds, len(targets)))
+        return [target for deck in decks for target in deck][:rounds]
 
     def _inject_fault(self, target: Target) -> None:
         count = self._report.faults

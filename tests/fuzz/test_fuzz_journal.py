@@ -1,6 +1,7 @@
 """Recovery with damaged files: the state that was, a part of it that ends where a crash may end it, or a clear error.
 
-Never records that were not written, never with one missing in between, and never fewer without a word in the log.
+Never records that were not written, and never with one missing in between. Fewer records are reported in the log,
+except where the last segment was cut between two frames: nothing shows that it was longer.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from tq_service.durable.state_store import Stream
 from tq_service.errors import DiskFullError, JournalDamagedError
 from tq_service.journal.file_backend import FileBackend
 from tq_service.journal.log import Log
+from tq_service.journal.segment import FoundSegment, segment_numbers, segment_path
 
 RECORD_COUNT = 300
 RECORDS = [
@@ -62,6 +64,16 @@ def replayed(directory: Path) -> list[bytes]:
     return asyncio.run(replay())
 
 
+def is_cut_between_frames(directory: Path, image: Path) -> bool:
+    """Whether a segment lost whole frames at its end, so that it looks like one that was never longer."""
+    for segment in (FoundSegment(directory, number) for number in segment_numbers(directory)):
+        if segment.size < segment_path(image, segment.number).stat().st_size:
+            for _ in segment.records():
+                pass
+            return segment.flaw is None
+    return False
+
+
 def test_a_crash_alone_loses_nothing(crashed: Path, tmp_path: Path) -> None:
     directory = shutil.copytree(crashed, tmp_path / "copy")
     assert replayed(directory) == RECORDS
@@ -75,12 +87,14 @@ def test_damaged_files(crashed: Path, tmp_path: Path, caplog: pytest.LogCaptureF
         caplog.clear()
         directory = shutil.copytree(crashed, tmp_path / "copy")
         what = damage(directory, kind, random.Random(f"{kind} {seed}"))
+        may_be_silent = is_cut_between_frames(directory, crashed)
         try:
             records = replayed(directory)
         except (JournalDamagedError, DiskFullError) as error:
             assert str(directory) in str(error) or "journal-" in str(error), what
         else:
             assert records == RECORDS[: len(records)], what
-            assert records == RECORDS or caplog.records, f"{what}: {len(records)} records, and no word about the rest"
+            is_told = records == RECORDS or bool(caplog.records) or may_be_silent
+            assert is_told, f"{what}: {len(records)} records, and no word about the rest"
             assert replayed(directory) == records, f"{what}: read again"
         shutil.rmtree(directory)
