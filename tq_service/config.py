@@ -417,7 +417,7 @@ class _Limits(_Section):
         10.0,
         gt=0,
         description="Time in which a connection must make its first call, with a valid token if tokens are needed, or "
-        "else it is closed. Health checks do not count.",
+        "else it is closed. Health checks of a service with tokens do not count.",
     )
     idle_connection_seconds: float = Field(
         600.0, gt=0, description="Time without any call after which a connection is closed; clients reconnect."

@@ -94,6 +94,20 @@ def test_probes_and_refused_calls_are_not_authenticated_calls(
     assert not guarded.marked
 
 
+def test_probes_count_if_nobody_needs_a_token(start_server: StartServer) -> None:
+    """Else a monitor that keeps its connection would lose it, and the call on it, every few seconds."""
+    live = start_server(shared_memory="off", first_call_seconds=0.5)
+    with grpc.insecure_channel(live.address, options=OWN_CONNECTION) as channel:
+        health = HealthStub(channel)
+        assert health.Check(HealthCheckRequest()).status
+        (peer,) = live.app._peers.since
+        with strangers(live.address, 1) as (connection,):
+            wait_until_closed(connection)
+        live.loop.run(live.app._connections.sweep(live.app.port))
+        assert health.Check(HealthCheckRequest()).status
+        assert list(live.app._peers.since) == [peer]
+
+
 def test_marks_go_with_their_connections(start_server: StartServer, tmp_path: Path) -> None:
     guarded = Guarded(start_server, tmp_path, first_call_seconds=LONG)
     for _ in range(20):

@@ -94,7 +94,7 @@ class App:
         self.port = self.listener.listen(self._server)
         self.health = Health()
         self.calls = RunningCalls(settings.max_calls)
-        self._peers = AdmittedPeers()
+        self._peers = AdmittedPeers(has_tokens=settings.auth_tokens_file is not None)
         self._connections = Connections(self._peers, settings.max_connections, settings.first_call_seconds)
         self.waiting = WaitingCalls(settings.max_waiting_calls, settings.max_waiting_calls_per_client)
         instruments = None if settings.metrics_port is None else Instruments()

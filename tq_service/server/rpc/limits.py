@@ -82,16 +82,20 @@ class WaitingCalls:
 class AdmittedPeers(Middleware):
     """Knows the connections of which a call was admitted: of a caller with a valid token if the service has tokens.
 
+    Args:
+        has_tokens: whether it has; a probe, which needs none, does not count then.
+
     Attributes:
         since: when each was first admitted by `time.monotonic`, by peer; who follows the connections removes them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_tokens: bool) -> None:
+        self._has_tokens = has_tokens
         self.since: dict[str, float] = {}
 
     def wrap(self, method: Method, caller: Caller, behavior: Behavior) -> Behavior:
-        """Return what notes the peer of a call; probes and refused calls do not count."""
-        if method.is_open or caller.refusal is not None:
+        """Return what notes the peer of a call that is not refused."""
+        if (method.is_open and self._has_tokens) or caller.refusal is not None:
             return behavior
         since = self.since
 
