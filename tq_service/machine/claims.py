@@ -93,11 +93,10 @@ class TaskForgotten(TaskChange):
 # Claims
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchPlanned(TaskChange):
-    """The next batch_index of a task was planned, for all ranks."""
+class PlanChange(TaskChange):
+    """Samples were delivered by a plan."""
 
-    batch_spec: BatchSpec
+    __slots__ = ()
     plan: RecordedPlan
 
     def prepare(self, state: State) -> TaskRows:
@@ -105,13 +104,24 @@ class BatchPlanned(TaskChange):
         partition, task = self.find(state)
         return partition, task, partition.positions_of(self.plan.named)
 
+    def _note_delivery(self, partition: Partition, step: Step) -> None:
+        step.consumed[partition] = None
+        step.tasks.append((partition, self.task_name))
+        step.delivered.append((partition, self.task_name, self.plan))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchPlanned(PlanChange):
+    """The next batch_index of a task was planned, for all ranks."""
+
+    batch_spec: BatchSpec
+    plan: RecordedPlan
+
     def apply(self, state: State, prepared: TaskRows, step: Step) -> None:
         """Record the plan, and what it consumes."""
         partition, task, positions = prepared
         task.claim_batch(self.batch_spec, self.plan, positions)
-        step.consumed[partition] = None
-        step.tasks.append((partition, task.name))
-        step.delivered.append((partition, task.name, self.plan))
+        self._note_delivery(partition, step)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +143,7 @@ class EndReached(TaskChange):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QueueClaimed(TaskChange):
+class QueueClaimed(PlanChange):
     """A queue worker was given samples; without a `lease` they are done.
 
     Attributes:
@@ -147,11 +157,6 @@ class QueueClaimed(TaskChange):
     claim_name: str = ""
     batch_spec: BatchSpec | None = None
 
-    def prepare(self, state: State) -> TaskRows:
-        """Find the positions of the samples; raises TqError where one is gone."""
-        partition, task = self.find(state)
-        return partition, task, partition.positions_of(self.plan.named)
-
     def apply(self, state: State, prepared: TaskRows, step: Step) -> QueueClaim:
         """Record the claim and return it."""
         partition, task, positions = prepared
@@ -160,9 +165,7 @@ class QueueClaimed(TaskChange):
         )
         if self.lease is not None:
             step.leases.append((partition, task.name, claim))
-        step.consumed[partition] = None
-        step.tasks.append((partition, task.name))
-        step.delivered.append((partition, task.name, self.plan))
+        self._note_delivery(partition, step)
         return claim
 
 

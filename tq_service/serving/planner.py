@@ -175,15 +175,15 @@ class Planner:
         recorded = self._recorded(request)
         if recorded is not None:
             return recorded
-        found: Found | None = NOT_LOOKED
-        if self._is_next(request):
-            found = self._find_at_once(request)
-            if isinstance(found, Planned | EndFound):
-                answer = self._record(request, found)
-                self._advance()
-                return answer
-            if found is not None and max_wait_seconds <= 0:
-                return NotYet()
+        if not self._is_next(request):
+            return await self._wait(request, NOT_LOOKED, max_wait_seconds)
+        found = self._find_at_once(request)
+        if isinstance(found, Planned | EndFound):
+            answer = self._record(request, found)
+            self._advance()
+            return answer
+        if found is not None and max_wait_seconds <= 0:
+            return NotYet()
         return await self._wait(request, found, max_wait_seconds)
 
     def _is_next(self, request: ClaimRequest) -> bool:
@@ -219,12 +219,8 @@ class Planner:
             return answer
         except (asyncio.CancelledError, SamplesClearedError):
             ended = waiter.answer
-            if (
-                ended.done()
-                and not ended.cancelled()
-                and not ended.exception()
-                and isinstance(ended.result(), QueueClaim)
-            ):
+            is_answered = ended.done() and not (ended.cancelled() or ended.exception())
+            if is_answered and isinstance(ended.result(), QueueClaim):
                 self.retract(request.request_id)
             raise
         finally:
@@ -288,13 +284,14 @@ class Planner:
         """Have plans made, on the loop for lines that have a turn, and off the loop for the next that needs it."""
         queue = self._queue
         if (heavy := queue.next_heavy()) is not None:
-            asyncio.get_running_loop().create_task(self._plan_off_loop(heavy))  # noqa: RUF006  (it is kept once it has begun)
+            asyncio.get_running_loop().create_task(self._plan_off_loop(heavy))
         has_work = queue.by_spec and (queue.is_stale or self._to_answer or queue.has_turn)
         if has_work and self._dispatching is None:
             self._dispatching = asyncio.get_running_loop().create_task(self._dispatch())
 
     async def _dispatch(self) -> None:
         yielder = LoopYielder()
+        first: Waiter | None
         try:
             while True:
                 if self._to_answer:
@@ -320,7 +317,7 @@ class Planner:
         self._to_answer.extend((waiter, error) for waiter in waiters)
 
     def _answer(self, waiter: Waiter, error: TqError | None = None) -> bool:
-        """End a call with an error, or what is recorded for it, or why it can have nothing; return whether it is over."""
+        """End a call with an error, or what is recorded for it, or its refusal; return whether it is over."""
         if waiter.is_waiting:
             try:
                 outcome = error or self._recorded(waiter.request)
@@ -350,7 +347,7 @@ class Planner:
             self._fail(line, error)
         else:
             if found is not None:
-                self._conclude(line, found, polls)
+                self._conclude(line, first, found, polls)
                 return
             self._queue.put_heavy(line)
             self._advance()
@@ -360,18 +357,19 @@ class Planner:
         others = [each for each in self._queue.ranked_lines if each.state is not LineState.PARKED and each.first()]
         return min([line, *others], key=lambda each: each.batch_index)
 
-    def _conclude(self, line: Line, found: Found, polls: Iterable[Waiter]) -> None:
+    def _conclude(self, line: Line, first: Waiter, found: Found, polls: Iterable[Waiter]) -> None:
         """Serve a line with what was found for it, in the step in which it was found, or pass it over.
 
         Args:
             line: the line.
+            first: its first call.
             found: for it.
             polls: those of its calls that had come when it was begun to look.
         """
         if isinstance(found, Miss):
             line.last_miss = found
         if isinstance(found, Planned | EndFound):
-            self._serve(line, found)
+            self._serve(line, first, found)
             return
         line.expire(polls)
         if line.polls:  # which came while the plan was made
@@ -379,21 +377,19 @@ class Planner:
         # What has changed while the plan was made is for the next round: the others have their turns before.
         self._queue.is_stale |= self._may_be_served(line)
 
-    def _serve(self, line: Line, found: Planned | EndFound) -> None:
+    def _serve(self, line: Line, first: Waiter, found: Planned | EndFound) -> None:
         """Record what was found for a line, and answer the queue worker whose turn it is.
 
         A rank may wait for a batch far ahead. So after many batches its line lets others have their turns, and those
         end that wait no longer than for theirs.
         """
-        first = line.first()
-        if line.is_ranked:
-            self._record_for_ranks(line.spec, found)
-            next_index = self.task.next_batch_index
-            if isinstance(found, Planned) and next_index % _MOST_BATCHES_A_TURN == 0 and first is not None:
-                line.expire([poll for poll in line.polls if poll.batch_index >= next_index])
-                self._queue.defer(line)
-        elif first is not None:  # else all have left meanwhile, and nothing is consumed
-            first.end(self._record_for_worker(first.request, found))
+        answer = self._record(first.request, found)
+        next_index = self.task.next_batch_index
+        if not line.is_ranked:
+            first.end(answer)
+        elif isinstance(found, Planned) and next_index % _MOST_BATCHES_A_TURN == 0:
+            line.expire([poll for poll in line.polls if poll.batch_index >= next_index])
+            self._queue.defer(line)
         self._queue.put(line)
 
     def _fail(self, line: Line, error: TqError) -> None:
@@ -525,7 +521,8 @@ class Planner:
         try:
             try:
                 await self._close_gaps()
-                found, polls, batch_index = NOT_LOOKED, list(line.polls), task.next_batch_index
+                polls, batch_index = list(line.polls), task.next_batch_index
+                found: Found = NOT_LOOKED
                 started_at, consumed_count = loop.time(), task.consumed_count
                 if (first := line.first()) is not None and not self._answer(first):
                     found = await self._find_off_loop(first.request, line.look_past)
@@ -538,7 +535,7 @@ class Planner:
             if found == NOT_LOOKED or is_late or first is None or self._answer(first):
                 self._queue.put(line)
             else:
-                self._conclude(line, found, polls)
+                self._conclude(line, first, found, polls)
         except TqError as error:
             self._fail(line, error)
         except Exception:

@@ -284,7 +284,7 @@ class WaitQueue:
         return None
 
     def next_heavy(self) -> Line | None:
-        """Begin to plan for a line off the event loop and return it, None where there is none or another is planned for."""
+        """Begin to plan for a line off the event loop and return it, None if there is none or one is planned for."""
         if self.planning is not None:
             return None
         while self._heavy:
