@@ -245,7 +245,7 @@ class Search:
 
     @property
     def _marks(self) -> tuple[int, int, int, int, int]:
-        """Versions of all that plans depend on; what is equal at two moments has not changed between them."""
+        """Versions of all that plans depend on; they are equal at two moments if nothing has changed between."""
         partition, task = self._partition, self._task
         return *partition.version, task.serial, task.leased_count, task.epoch
 

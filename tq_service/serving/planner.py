@@ -152,7 +152,7 @@ class Planner:
         return [(first.request, len(line)) for line in lines if (first := line.first()) is not None]
 
     def wake(self) -> None:
-        """Look at all waiting claims once more."""
+        """Look at all waiting claims again."""
         if self._epoch != self.task.epoch:  # calls may mean the epoch before
             self._epoch = self.task.epoch
             self._review(self._queue)
@@ -175,6 +175,8 @@ class Planner:
         recorded = self._recorded(request)
         if recorded is not None:
             return recorded
+        if self._gone is not None:
+            raise self._gone()
         if not self._is_next(request):
             return await self._wait(request, NOT_LOOKED, max_wait_seconds)
         found = self._find_at_once(request)
@@ -218,9 +220,7 @@ class Planner:
                 self._check_leased(answer)
             return answer
         except (asyncio.CancelledError, SamplesClearedError):
-            ended = waiter.answer
-            is_answered = ended.done() and not (ended.cancelled() or ended.exception())
-            if is_answered and isinstance(ended.result(), QueueClaim):
+            if waiter.has_claim:
                 self.retract(request.request_id)
             raise
         finally:
@@ -256,8 +256,6 @@ class Planner:
         Raises:
             TqError: the call can have no answer.
         """
-        if self._gone is not None:
-            raise self._gone()
         self.task.check_epoch(request.epoch)
         recorded = self.task.recorded(request)
         if recorded is None and request.rank is not None:
@@ -318,13 +316,16 @@ class Planner:
 
     def _answer(self, waiter: Waiter, error: TqError | None = None) -> bool:
         """End a call with an error, or what is recorded for it, or its refusal; return whether it is over."""
+        if self._gone is not None:
+            error = self._gone()
         if waiter.is_waiting:
             try:
                 outcome = error or self._recorded(waiter.request)
             except TqError as refusal:
-                outcome = refusal
-            if outcome is not None:
-                waiter.end(outcome)
+                waiter.end(refusal)
+            else:
+                if outcome is not None:
+                    waiter.end(outcome)
         return not waiter.is_waiting
 
     def _look(self, line: Line, first: Waiter) -> None:

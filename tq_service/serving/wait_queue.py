@@ -79,6 +79,13 @@ class Waiter:
         return not self.answer.done()
 
     @property
+    def has_claim(self) -> bool:
+        """Whether the call was answered with a queue claim."""
+        ended = self.answer
+        is_answered = ended.done() and not (ended.cancelled() or ended.exception())
+        return is_answered and isinstance(ended.result(), QueueClaim)
+
+    @property
     def batch_index(self) -> int:
         """The batch that a rank waits for; -1: it is a queue worker."""
         return -1 if self.request.rank is None else self.request.rank.batch_index
@@ -266,7 +273,7 @@ class WaitQueue:
         return bool(self._turns) and (self.holder is None or self._turns[0][0] < self.holder.order)
 
     def next(self, may_be_served: Callable[[Line], bool]) -> Line | None:
-        """Return the line whose turn it is, which is parked then; None where no line has one."""
+        """Return the line whose turn it is, which is parked then; None if no line has one."""
         if self.is_stale and (self._turns_left <= 0 or not self.has_turn):
             self.is_stale = False
             for line in self.by_spec.values():
