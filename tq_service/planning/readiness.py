@@ -136,6 +136,13 @@ class Readiness:
 
     def known_lengths(self, rows: Indexes) -> Indexes | None:
         """Return token counts, None where one of them is not known or is no token count."""
+        source = self.key[2] or LengthSource()
+        arrays = self._partition.meta.arrays(source.key)
+        if arrays is None and source.field is None:
+            return None
+        if arrays is not None and arrays[0].dtype.kind == "i" and arrays[1][rows].all():  # as mostly
+            values: Indexes = arrays[0][rows]
+            return values if values.min(initial=0) >= 0 else None
         try:
             lengths = self.lengths(rows)
         except InvalidArgumentError:
