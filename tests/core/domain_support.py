@@ -274,7 +274,7 @@ class SlowSampler(Sampler):
 
 def is_at_rest(planner):
     """Return whether all who wait in a planner wait for a change."""
-    return planner._dispatching is None and not planner._plans and planner._planned_for is None
+    return planner._dispatching is None and not planner._plans and planner._queue.planning is None
 
 
 async def turns(count=5):

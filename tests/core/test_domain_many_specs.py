@@ -291,8 +291,7 @@ async def test_a_slow_sampler_is_not_stepped_over_for_ever_by_those_who_come_lat
 
 async def test_a_slow_sampler_that_has_waited_gets_what_comes_before_those_who_came_later(bench, monkeypatch):
     """That its plans do not take long is known then, and so long those who came later have no turn."""
-    monkeypatch.setattr(planner_module, "_HOLD_SECONDS", 60.0)  # until its plan is there, on any machine
-    monkeypatch.setattr(planner_module, "_MOST_PLAN_SECONDS", 60.0)
+    monkeypatch.setattr(planner_module, "_MOST_PLAN_SECONDS", 60.0)  # until its plan is there, on any machine
     slow = bench.ask(batch_size=1, sampler=SlowSampler(SequentialSampler(), turns=3, turns_before=3))
     await turns(40)
     quick = [bench.ask(batch_size=1), bench.ask(RANK, batch_size=1)]
@@ -360,7 +359,7 @@ async def test_of_two_plans_for_the_same_rows_the_second_is_made_again(bench, mo
 
 
 async def test_a_plan_that_loses_its_rows_often_is_no_error(bench, monkeypatch):
-    monkeypatch.setattr(planner_module, "_HOLD_SECONDS", 0.0)
+    monkeypatch.setattr(planner_module, "_MOST_PLAN_SECONDS", 0.0)
     plans = asyncio.Queue()
 
     class Stepwise(Sampler):

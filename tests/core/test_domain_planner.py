@@ -183,7 +183,7 @@ async def test_a_call_that_got_not_yet_takes_nothing_back_when_it_leaves(bench):
     first = bench.ask(request_id=request_id)
     await turns()
     (waiter,) = bench.planner._queue
-    waiter.expire()
+    waiter.end(NotYet())
     bench.insert(2)
     second = asks(request_id=request_id)
     bench.task.claim_samples(request_id, plan_of([0, 1]), np.array([0, 1]))

@@ -1,5 +1,7 @@
 """The view of a sampler: what is ready, in which groups and order, scanned no further than needed."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 from domain_support import (
@@ -21,9 +23,10 @@ from domain_support import (
     update,
 )
 
-from tq_service.errors import InvalidArgumentError, MissingLengthError
+from tq_service.errors import InvalidArgumentError, MissingLengthError, SamplerError
 from tq_service.planning.grouping import Grouping
-from tq_service.planning.view import PartitionView, ScanStarts, ScanWatch
+from tq_service.planning.readiness import Readiness, Scan, ScanStarts, ScanWatch
+from tq_service.planning.view import NOT_LOOKED, PartitionView, Search
 from tq_service.state.meta import Condition, Order
 from tq_service.state.plan import LengthSource, MustBeAwaited, Plan
 
@@ -35,9 +38,18 @@ def train():
     return train
 
 
-def view_of(train, *, length=None, watch=None, **bound):
+def scan_of(train, *, length=None, watch=None, of_left=False, **bound):
     spec = batch_spec(**bound)
-    return PartitionView(train, task_of(train, "t"), train.scan_starts, spec, length, watch=watch)
+    rows = Readiness(train, task_of(train, "t"), spec, length)
+    return Scan(rows, train.scan_starts, spec.order_by, watch=watch, of_left=of_left)
+
+
+def view_of(train, **bound):
+    return PartitionView(train, task_of(train, "t"), partial(scan_of, train, **bound))
+
+
+def search_of(train, *, length=None, **bound):
+    return Search(train, task_of(train, "t"), train.scan_starts, asks(**bound), length)
 
 
 def start_of(train, key=(("x",), (), None)):
@@ -204,13 +216,14 @@ def test_rows_far_behind_are_found_over_growing_stretches(train):
     insert(train, 10)
     insert(train, 100_000, ())
     insert(train, 10)
-    first = view_of(train)
-    assert first.ready(10).tolist() == list(range(120_000, 120_010))
+    first = scan_of(train)
+    assert next(found.tolist() for found, _ in first.first(10) if found.size) == list(range(120_000, 120_010))
     assert not first.exhausted
-    for _ in range(2):
-        view = view_of(train)
-        assert view.ready(12).tolist() == [*range(120_000, 120_010), 220_010, 220_011]
-        assert view.exhausted
+    assert ready(train, 10) == list(range(120_000, 120_010))
+    assert ready(train, 12) == [*range(120_000, 120_010), 220_010, 220_011]
+    last = scan_of(train)
+    assert [found.size for found, _ in last.first(12)][-1] == 20
+    assert last.exhausted
 
 
 def test_groups_are_whole_across_stretches(train):
@@ -440,19 +453,23 @@ def test_whole_numbers_do_as_doubles(train):
 @pytest.mark.parametrize(("column", "kind"), [(dense("ids"), "scalars"), (objects("ids"), "objects")])
 def test_a_length_field_without_lengths_is_an_error_once_rows_wait_for_nothing_else(train, column, kind):
     length = LengthSource(key="n", field="ids")
+
+    def look(length):
+        search_of(train, length=length).conclude(None)
+
     insert(train, 1, ())
-    view_of(train, length=length).check_length_field()  # no sample has the field, so lengths may come
+    look(length)  # no sample has the field, so lengths may come
     insert(train, 1, [column])
-    view_of(train, length=length).check_length_field()  # both lack data too
+    look(length)  # both lack data too
     insert(train, 4, [dense("x"), column])
-    view_of(train, length=LengthSource(key="n")).check_length_field()
+    look(LengthSource(key="n"))
     with pytest.raises(MissingLengthError, match=f"'ids', which has {kind}; .* for samples 2, 3, 4 and others"):
-        view_of(train, length=length).check_length_field()
+        look(length)
     consume(train, 2, 3, 4, 5)
-    view_of(train, length=length).check_length_field()
+    look(length)
     insert(train, 1, meta=[{"n": 3}])
     insert(train, 1)
-    view_of(train, length=length).check_length_field()
+    look(length)
 
 
 def test_anything_else_about_rows(train):
@@ -475,12 +492,16 @@ def test_anything_else_about_rows(train):
 
 
 def all_is_ready(train, *, call="ready", **bound):
-    view = view_of(train, **bound)
+    """Whether a sealed partition would have no other rows ready than it has."""
+    search, is_sealed = search_of(train, **bound), train.sealed
     if call == "ready":
-        view.ready()
+        search.view.ready()
     else:
-        view.ready_groups(block_size=2, blocks="anywhere" if call == "runs" else "aligned")
-    return not view.may_become_ready()
+        search.view.ready_groups(block_size=2, blocks="anywhere" if call == "runs" else "aligned")
+    train.sealed = True
+    is_last = search.begins_last()
+    train.sealed = is_sealed
+    return is_last
 
 
 def test_no_plain_row_can_become_ready_when_all_are_ready_or_done(train):
@@ -574,12 +595,18 @@ def test_a_row_that_comes_back_is_left_again(train, on_loop):
 
 def test_planned_rows_are_looked_at_again(train):
     insert(train, 3, ("x", "y"))
-    view = view_of(train, data_fields=("x", "y"))
-    assert view.still_ready(np.array([2, 0])).tolist() == [2, 0]
-    assert view.still_ready(np.array([2, 9])) is None
-    assert view_of(train, data_fields=("z",)).still_ready(np.array([0])) is None
+    search = search_of(train, data_fields=("x", "y"))
+
+    def conclude(*rows):
+        return search.conclude(Plan.of([rows]))
+
+    assert conclude(2, 0).positions.tolist() == [2, 0]
+    for made, rows in ((search, [2, 9]), (search_of(train, data_fields=("z",)), [0])):
+        with pytest.raises(SamplerError, match="not ready"):
+            made.conclude(Plan.of([rows]))
     consume(train, 0)
     update(train, [1], state="held")
-    assert view.still_ready(np.array([0])) is None
-    assert view.still_ready(np.array([1])) is None
+    assert conclude(0) is NOT_LOOKED
+    assert conclude(1) is NOT_LOOKED
+    assert conclude(2).positions.tolist() == [2]
     assert Plan.of([[2]]).ranks[0].rows.dtype == np.int64

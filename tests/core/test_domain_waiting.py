@@ -12,7 +12,7 @@ from domain_support import SlowSampler, asks, is_at_rest, new_write, reset, seal
 from planner_bench import Bench, Whenever, rows
 
 from tq_service.errors import InvalidArgumentError, PartitionClearedError, StaleEpochError
-from tq_service.planning.search import NOT_LOOKED
+from tq_service.planning.view import NOT_LOOKED
 from tq_service.samplers import PlanRunner, SequentialSampler
 from tq_service.schema import EndCounts
 from tq_service.serving import planner
@@ -92,7 +92,7 @@ async def test_a_line_skips_those_who_have_left():
     queue, loop = WaitQueue(), asyncio.get_running_loop()
     waiters = [Waiter(asks(), loop.create_future()) for _ in range(3)]
     (line,) = {queue.join(waiter, NOT_LOOKED) for waiter in waiters}
-    waiters[0].expire()
+    waiters[0].end(NotYet())
     waiters[1].answer.cancel()
     assert line.first() is waiters[2]
     for waiter in waiters:
@@ -105,11 +105,11 @@ async def test_lines_that_came_later_have_no_turn_while_a_line_holds_them():
     queue, loop = WaitQueue(), asyncio.get_running_loop()
     waiters = [Waiter(asks(batch_size=size), loop.create_future()) for size in (1, 2, 3)]
     first, second, third = (queue.join(waiter, NOT_LOOKED) for waiter in waiters)
-    queue.holder = second
+    queue.planning, second.is_quick = second, True
     for line in (third, first):
         queue.put(line)
     assert (next_of(queue), next_of(queue)) == (first, None)
-    waiters[1].expire()  # nobody is there any more whom the plan could serve
+    waiters[1].end(NotYet())  # nobody is there any more whom the plan could serve
     assert next_of(queue) is third
 
 
@@ -124,8 +124,10 @@ async def test_a_line_has_one_state_and_leaves_it_by_what_it_waits_for():
     queue.put_heavy(line)
     queue.put(line)
     assert (next_of(queue), line.state) == (None, LineState.HEAVY)
-    assert (queue.next_heavy(), line.state) == (line, LineState.PARKED)
-    queue.is_stale = True
+    assert (queue.next_heavy(), line.state) == (line, LineState.PLANNING)
+    queue.put(line)
+    assert (next_of(queue), queue.next_heavy()) == (None, None)
+    queue.planning, line.state, queue.is_stale = None, LineState.PARKED, True
     assert next_of(queue) is line
     assert (next_of(queue), queue.next_heavy(), line.state) == (None, None, LineState.PARKED)
 
@@ -146,7 +148,7 @@ async def test_ranks_that_ask_alike_wait_in_one_line(bench):
     """So that a write that completes no batch looks at one of them, however many there are."""
     calls = [bench.ask((rank, MANY, index), batch_size=1) for rank in range(MANY) for index in (0, 1)]
     await turns()
-    assert len(bench.planner._queue.lines) == 1
+    assert len(bench.planner._queue.by_spec) == 1
     assert bench.planner.waiting_count == len(calls)
     bench.insert(2 * MANY)
     await asyncio.wait(calls)

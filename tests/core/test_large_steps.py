@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from domain_support import clear, new_write, seal, task_of, turns, write_to
+from domain_support import clear, is_at_rest, new_write, seal, task_of, turns, write_to
 from planner_bench import Bench, finished, rows
 
 from tq_service.custom_meta import MetaColumn
@@ -228,8 +228,10 @@ async def test_what_conditions_ruled_out_is_not_looked_at_again(monkeypatch):
     bench.insert(1, meta=[{"v": 7}])
     bench.insert(SOME, meta=[{"v": 0}] * SOME)
     call = bench.ask(where=(Condition("v", "==", (7,)),), batch_size=3)
-    await turns(200)
     for _ in range(2):
+        await turns()
+        while not is_at_rest(bench.planner):
+            await turns(1)
         looked_at.most = looked_at._count = 0
         assert not call.done()
         bench.insert(1, meta=[{"v": 7}])

@@ -7,6 +7,7 @@ import random
 import threading
 import tracemalloc
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -30,8 +31,9 @@ from domain_support import (
 from planner_bench import Bench, Whenever, rows
 
 from tq_service.custom_meta import JSON_NULL, MetaColumn
-from tq_service.planning import ordering, view
-from tq_service.planning.readiness import Readiness
+from tq_service.planning import ordering, readiness
+from tq_service.planning.readiness import Readiness, Scan
+from tq_service.planning.view import PartitionView
 from tq_service.samplers import GRPOGroupNSampler, SequentialSampler
 from tq_service.state.meta import Condition, Order
 from tq_service.state.plan import MustBeAwaited, Plan
@@ -71,12 +73,13 @@ def column(name, values):
 
 def scanned_partition():
     target = partition()
-    target.scan_starts = view.ScanStarts(target, "t")
+    target.scan_starts = readiness.ScanStarts(target, "t")
     return target
 
 
 def view_of(target, task, orders, watch=None):
-    return view.PartitionView(target, task, target.scan_starts, batch_spec(order_by=orders), None, watch=watch)
+    rows = Readiness(target, task, batch_spec(order_by=orders), None)
+    return PartitionView(target, task, partial(Scan, rows, target.scan_starts, orders, watch=watch))
 
 
 class Rows:
@@ -220,7 +223,7 @@ def few_at_once(monkeypatch):
     """Have few rows be many, so that all ways of large partitions are gone."""
     for name, count in {"_SLICE": 5, "_FEW": 2, "_TEXTS_AT_ONCE": 8}.items():
         monkeypatch.setattr(ordering, name, count)
-    monkeypatch.setattr(view, "_MOST_ORDERED_ON_LOOP", 12)
+    monkeypatch.setattr(readiness, "_MOST_ORDERED_ON_LOOP", 12)
 
 
 @pytest.mark.parametrize("orders", ORDERS)
@@ -407,7 +410,7 @@ async def test_others_have_the_loop_while_rows_are_sorted(bench, monkeypatch, va
         may_go_on.wait(60)
         return ordering.first_in_order(*arguments)
 
-    monkeypatch.setattr(view, "first_in_order", first_in_order)
+    monkeypatch.setattr(readiness, "first_in_order", first_in_order)
     call = bench.ask(batch_size=2, order_by=ORDER)
     await asyncio.to_thread(is_begun.wait)
     first = bench.insert(1, meta=[{"v": value(5), "w": 0.0}])

@@ -14,14 +14,15 @@ from numpy.typing import NDArray
 
 from tq_service.errors import InvalidArgumentError, LeaseExpiredError, PreconditionError
 from tq_service.machine.state_machine import Change, State, Step
-from tq_service.planning.grouping import Grouping, skip_rest
+from tq_service.planning.grouping import Grouping
 from tq_service.schema import EndCounts
 from tq_service.state.ledger import QueueClaim, RecordedPlan, TaskLedger
 from tq_service.state.partition import Partition
 from tq_service.state.plan import Indexes
 from tq_service.state.request import BatchSpec, LeasedClaim, LeaseTerms
 from tq_service.state.runs import groups_in_runs
-from tq_service.state.states import DROPPED, LIVE
+from tq_service.state.states import DEAD_LETTERED, DROPPED, FAILED, LIVE, is_open
+from tq_service.state.table import distinct
 
 _MOST_NAMED = 20
 
@@ -92,11 +93,10 @@ class TaskForgotten(TaskChange):
 # Claims
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchPlanned(TaskChange):
-    """The next batch_index of a task was planned, for all ranks."""
+class PlanChange(TaskChange):
+    """Samples were delivered by a plan."""
 
-    batch_spec: BatchSpec
+    __slots__ = ()
     plan: RecordedPlan
 
     def prepare(self, state: State) -> TaskRows:
@@ -104,13 +104,24 @@ class BatchPlanned(TaskChange):
         partition, task = self.find(state)
         return partition, task, partition.positions_of(self.plan.named)
 
+    def _note_delivery(self, partition: Partition, step: Step) -> None:
+        step.consumed[partition] = None
+        step.tasks.append((partition, self.task_name))
+        step.delivered.append((partition, self.task_name, self.plan))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchPlanned(PlanChange):
+    """The next batch_index of a task was planned, for all ranks."""
+
+    batch_spec: BatchSpec
+    plan: RecordedPlan
+
     def apply(self, state: State, prepared: TaskRows, step: Step) -> None:
         """Record the plan, and what it consumes."""
         partition, task, positions = prepared
         task.claim_batch(self.batch_spec, self.plan, positions)
-        step.consumed[partition] = None
-        step.tasks.append((partition, task.name))
-        step.delivered.append((partition, task.name, self.plan))
+        self._note_delivery(partition, step)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +143,7 @@ class EndReached(TaskChange):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QueueClaimed(TaskChange):
+class QueueClaimed(PlanChange):
     """A queue worker was given samples; without a `lease` they are done.
 
     Attributes:
@@ -146,11 +157,6 @@ class QueueClaimed(TaskChange):
     claim_name: str = ""
     batch_spec: BatchSpec | None = None
 
-    def prepare(self, state: State) -> TaskRows:
-        """Find the positions of the samples; raises TqError where one is gone."""
-        partition, task = self.find(state)
-        return partition, task, partition.positions_of(self.plan.named)
-
     def apply(self, state: State, prepared: TaskRows, step: Step) -> QueueClaim:
         """Record the claim and return it."""
         partition, task, positions = prepared
@@ -159,9 +165,7 @@ class QueueClaimed(TaskChange):
         )
         if self.lease is not None:
             step.leases.append((partition, task.name, claim))
-        step.consumed[partition] = None
-        step.tasks.append((partition, task.name))
-        step.delivered.append((partition, task.name, self.plan))
+        self._note_delivery(partition, step)
         return claim
 
 
@@ -226,7 +230,7 @@ class ClaimReleased(ClaimChange):
         task.nack(claim, positions)
         step.tasks.append((partition, task.name))
         _reopened(partition, positions, step)
-        _skip_rest(partition, task, positions, step)
+        skip_lost_groups(partition, task, positions, step)
         return int(np.count_nonzero(partition.state.data[positions] == LIVE))
 
 
@@ -259,7 +263,7 @@ class ClaimAcked(ClaimChange):
         partition, task, claim, positions = prepared
         returned = task.ack(claim, positions)
         _reopened(partition, returned, step)
-        _skip_rest(partition, task, returned, step)
+        skip_lost_groups(partition, task, returned, step)
         step.tasks.append((partition, task.name))
         step.changed[partition] = None  # the end may have come with the last that was leased
         return int(positions.size)
@@ -314,7 +318,7 @@ class LeaseExpired(ClaimChange):
         partition, task, claim, positions = prepared
         step.note_change(partition)  # what is dead-lettered may bring the end, or let the rest of its group go
         _reopened(partition, task.expire(claim, positions, step.at_seconds), step)
-        _skip_rest(partition, task, positions, step)
+        skip_lost_groups(partition, task, positions, step)
         step.tasks.append((partition, task.name))
 
 
@@ -390,7 +394,7 @@ class DeadLettersRequeued(TaskChange):
         step.tasks.append((partition, task.name))
         _reopened(partition, positions, step)
         _reopened(partition, task.take_back(), step)  # their groups may be whole again
-        _skip_rest(partition, task, None, step)
+        skip_lost_groups(partition, task, None, step)
         return int(positions.size)
 
 
@@ -414,17 +418,65 @@ class GroupsKept(TaskChange):
         partition, task = prepared
         task.kept_groups = self.kept_groups
         _reopened(partition, task.take_back(), step)
-        _skip_rest(partition, task, None, step)
+        skip_lost_groups(partition, task, None, step)
 
 
 # Consequences
 
 
-def _skip_rest(partition: Partition, task: TaskLedger, positions: Indexes | None, step: Step) -> None:
-    """Skip what is left of groups that lost a member, see `skip_rest`; writes may have capacity for it."""
-    if task.kept_groups is not None and skip_rest(partition, task, positions):
-        step.consumed[partition] = None
+def skip_lost_groups(partition: Partition, task: TaskLedger, positions: Indexes | None, step: Step) -> None:
+    """Skip what is pending of groups that lost a member for good, where the task keeps groups whole.
+
+    A member is lost that failed, was cleared, or was dead-lettered by the task. Of cleared rows the state says so, and
+    the rest of the table does not yet.
+
+    Args:
+        partition: that of the task.
+        task: the task.
+        positions: rows whose groups may have lost a member, or got one; None: any may have.
+        step: what it is a part of.
+    """
+    if task.kept_groups is None:
+        return
+    if positions is None:
+        if not (partition.table.removed_count or partition.state_counts[FAILED] or task.dead_lettered_count):
+            return
+        positions = partition.table.present_positions()
+    if partition.groups.in_use:
+        rest = _rest_of_named(partition, task, positions)
+    elif task.kept_groups:
+        rest = _rest_of_blocks(partition, task, positions, task.kept_groups)
+    else:
+        return
+    if task.skip(rest):
+        step.consumed[partition] = None  # writes may have capacity for it
         step.tasks.append((partition, task.name))
+
+
+def _rest_of_named(partition: Partition, task: TaskLedger, positions: Indexes) -> Indexes:
+    groups = partition.groups
+    slots = groups.of_rows[positions]
+    slots = distinct(slots[slots >= 0], groups.slots.count)
+    slots = slots[groups.cleared[slots] < groups.members[slots]]
+    has_lost = groups.failed[slots] + groups.cleared[slots] > 0
+    if not task.dead_lettered_count:
+        return groups.members_of(slots[has_lost], partition.table)
+    members = groups.members_of(slots, partition.table)
+    is_lost = np.zeros(groups.slots.count, np.bool_)
+    is_lost[slots[has_lost]] = True
+    is_lost[groups.of_rows[members[task.claim.data[members] == DEAD_LETTERED]]] = True
+    return members[is_lost[groups.of_rows[members]]]
+
+
+def _rest_of_blocks(partition: Partition, task: TaskLedger, positions: Indexes, size: int) -> Indexes:
+    table = partition.table
+    indexes = np.unique(table.index.data[positions] // size)[:, None] * size + np.arange(size)
+    members = table.find(indexes.ravel()).reshape(indexes.shape)
+    is_there = (members >= 0) & is_open(partition.state.data[members])
+    is_there &= task.claim.data[members] != DEAD_LETTERED
+    has_lost = ((indexes < table.next_index) & ~is_there).any(axis=1)
+    rest = members[has_lost]
+    return rest[rest >= 0]
 
 
 def _reopened(partition: Partition, positions: Indexes, step: Step) -> None:

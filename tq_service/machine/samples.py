@@ -25,9 +25,8 @@ from tq_service.errors import (
     SampleFailedError,
     nearest,
 )
-from tq_service.machine.claims import check_claim
+from tq_service.machine.claims import check_claim, skip_lost_groups
 from tq_service.machine.state_machine import Change, State, Step
-from tq_service.planning.grouping import skip_rest
 from tq_service.schema import FieldSpec, KeyMode, SampleState
 from tq_service.state.cells import ColumnWrite, Put
 from tq_service.state.groups import CheckedGroups
@@ -313,9 +312,8 @@ def _set_state(partition: Partition, code: int, positions: Indexes, step: Step) 
 def _skip_rest(partition: Partition, positions: Indexes, step: Step) -> None:
     """Skip, for tasks that keep groups whole, the rest of those that lost one of these rows, or got it too late."""
     for task in partition.tasks.values():
-        if task.kept_groups is not None and skip_rest(partition, task, positions):
-            step.consumed[partition] = None
-            step.tasks.append((partition, task.name))
+        if task.kept_groups is not None:
+            skip_lost_groups(partition, task, positions, step)
 
 
 # What a write means, and whether its rows take it

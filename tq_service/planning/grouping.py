@@ -14,8 +14,7 @@ from tq_service.state.ledger import TaskLedger
 from tq_service.state.partition import Partition
 from tq_service.state.plan import Indexes
 from tq_service.state.runs import groups_in_runs, run_lengths
-from tq_service.state.states import DEAD_LETTERED, FAILED, UNCLAIMED, is_open
-from tq_service.state.table import distinct
+from tq_service.state.states import DEAD_LETTERED, UNCLAIMED, is_open
 
 
 class Grouping:
@@ -185,57 +184,6 @@ class Runs(Grouping):
         lengths[left] = run_lengths(self._partition.table.index.data[:count][left])[1]
         dead: NDArray[np.bool_] = lengths[positions] < self._size
         return dead
-
-
-def skip_rest(partition: Partition, task: TaskLedger, positions: Indexes | None = None) -> int:
-    """Skip what is pending of groups that lost a member for good, where the task keeps groups whole.
-
-    A member is lost that failed, was cleared, or was dead-lettered by the task. Of cleared rows the state says so, and
-    the rest of the table does not yet.
-
-    Args:
-        partition: that of the task.
-        task: the task.
-        positions: rows whose groups may have lost a member, or got one; None: any may have.
-
-    Returns:
-        The number of rows that are skipped from now on.
-    """
-    if task.kept_groups is None:
-        return 0
-    if positions is None:
-        if not (partition.table.removed_count or partition.state_counts[FAILED] or task.dead_lettered_count):
-            return 0
-        positions = partition.table.present_positions()
-    if partition.groups.in_use:
-        return task.skip(_rest_of_named(partition, task, positions))
-    return task.skip(_rest_of_blocks(partition, task, positions, task.kept_groups)) if task.kept_groups else 0
-
-
-def _rest_of_named(partition: Partition, task: TaskLedger, positions: Indexes) -> Indexes:
-    groups = partition.groups
-    slots = groups.of_rows[positions]
-    slots = distinct(slots[slots >= 0], groups.slots.count)
-    slots = slots[groups.cleared[slots] < groups.members[slots]]
-    has_lost = groups.failed[slots] + groups.cleared[slots] > 0
-    if not task.dead_lettered_count:
-        return groups.members_of(slots[has_lost], partition.table)
-    members = groups.members_of(slots, partition.table)
-    is_lost = np.zeros(groups.slots.count, np.bool_)
-    is_lost[slots[has_lost]] = True
-    is_lost[groups.of_rows[members[task.claim.data[members] == DEAD_LETTERED]]] = True
-    return members[is_lost[groups.of_rows[members]]]
-
-
-def _rest_of_blocks(partition: Partition, task: TaskLedger, positions: Indexes, size: int) -> Indexes:
-    table = partition.table
-    indexes = np.unique(table.index.data[positions] // size)[:, None] * size + np.arange(size)
-    members = table.find(indexes.ravel()).reshape(indexes.shape)
-    is_there = (members >= 0) & is_open(partition.state.data[members])
-    is_there &= task.claim.data[members] != DEAD_LETTERED
-    has_lost = ((indexes < table.next_index) & ~is_there).any(axis=1)
-    rest = members[has_lost]
-    return rest[rest >= 0]
 
 
 def grouping_of(

@@ -7,60 +7,65 @@ hold the interpreter lock meanwhile.
 from __future__ import annotations
 
 import operator
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tq_service.planning.readiness import Readiness
 from tq_service.state.meta import Order
 from tq_service.state.plan import Indexes
+
+# Returns the values of a column at some positions, and which of these have one.
+ValuesOf: TypeAlias = Callable[[str, Indexes], tuple[NDArray[Any], NDArray[np.bool_]]]
 
 _SLICE: Final = 1 << 14  # rows
 _FEW: Final = 1 << 9
 _TEXTS_AT_ONCE: Final = 1 << 12  # sorted in some milliseconds
 
 
-def first_in_order(rows: Readiness, orders: tuple[Order, ...], positions: Indexes, count: int | None) -> Indexes:
+def first_in_order(values_of: ValuesOf, orders: tuple[Order, ...], positions: Indexes, count: int | None) -> Indexes:
     """Return the first `count` of some rows in an order, all of them if `count` is None.
 
     Rows without a value come last, and rows that are equal in all columns in the order of their indexes.
 
     Args:
-        rows: the values of the rows.
+        values_of: returns what is compared.
         orders: the columns, the most significant first.
         positions: the rows, in the order of their indexes.
         count: how many are wanted.
     """
     if count is None:
-        return in_order(rows, orders, positions)
+        return in_order(values_of, orders, positions)
     best, last = positions[:0], None
     start, end = 0, 2 * max(_FEW, count)
     while start < positions.size:
         some = positions[start:end]
-        best = np.concatenate([best, some if last is None else some[_may_precede(rows, orders, some, last)]])
+        best = np.concatenate([best, some if last is None else some[_may_precede(values_of, orders, some, last)]])
         if best.size > count + max(_FEW, count):
-            best = in_order(rows, orders, best)[:count]
+            best = in_order(values_of, orders, best)[:count]
             last = best[-1:]
         start, end = end, end + _SLICE
-    return in_order(rows, orders, best)[:count]
+    return in_order(values_of, orders, best)[:count]
 
 
-def in_order(rows: Readiness, orders: tuple[Order, ...], positions: Indexes) -> Indexes:
+def in_order(values_of: ValuesOf, orders: tuple[Order, ...], positions: Indexes) -> Indexes:
     """Return some rows in an order."""
     positions = np.sort(positions)
     for order in reversed(orders):  # each sort leaves rows that are equal in their order
-        values, present = rows.meta(order.column, positions)
+        values, present = values_of(order.column, positions)
         found = positions[present]
         positions = np.concatenate([found[_order_of(values[present], order.descending)], positions[~present]])
     return positions
 
 
-def _may_precede(rows: Readiness, orders: tuple[Order, ...], positions: Indexes, last: Indexes) -> NDArray[np.bool_]:
+def _may_precede(
+    values_of: ValuesOf, orders: tuple[Order, ...], positions: Indexes, last: Indexes
+) -> NDArray[np.bool_]:
     """Return which rows may come before one with a lower index, by the first column alone; of NaN it cannot tell."""
     column, is_descending = orders[0].column, orders[0].descending
-    bound, is_bounded = rows.meta(column, last)
-    values, present = rows.meta(column, positions)
+    bound, is_bounded = values_of(column, last)
+    values, present = values_of(column, positions)
     if not is_bounded.all():
         return np.ones(positions.size, np.bool_)
     if len(orders) == 1:  # equal ones come after it

@@ -5,25 +5,24 @@
                                                                        -> planned off the loop, one at a time
 
 Lines have their turns in order of arrival, whatever they ask for; one that cannot be served is passed over, and has
-another turn once something has changed. What a sampler cannot plan on the event loop in no time is planned off the
+another turn once something has changed. A plan that a sampler cannot make on the event loop in no time is made off the
 loop, for one line at a time; a plan that takes long yields, so that the next one can begin. Commits, status, replays
 and claims that are planned at once never wait for such a plan.
 
 A plan is recorded on the loop in the step in which all its rows are seen to be ready still; one that has lost rows is
 made again. So that a slow sampler is not passed by for ever, the next plan of its line looks past as many ready rows
-as others are likely to take meanwhile, and lines that came later wait for it: not longer than for a moment, and not
-at all if it is likely to take longer than that.
+as others are likely to take meanwhile, and lines that came later wait for it if its last plan did not take long.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from functools import partial
+from typing import Any, Protocol
 
 from tq_service.errors import (
     InternalError,
@@ -42,9 +41,8 @@ from tq_service.machine.claims import (
     QueueClaimed,
 )
 from tq_service.machine.state_machine import Change
-from tq_service.planning.readiness import Readiness
-from tq_service.planning.search import LOST, NOT_LOOKED, EndFound, Found, Miss, Planned, Search
-from tq_service.planning.view import ScanStarts
+from tq_service.planning.readiness import Readiness, ScanStarts
+from tq_service.planning.view import NOT_LOOKED, EndFound, Found, Miss, Planned, Search
 from tq_service.results import RecentBatch
 from tq_service.schema import EndCounts
 from tq_service.serving.wait_queue import Answer, Line, LineState, LoopYielder, NotYet, Waiter, WaitQueue
@@ -57,13 +55,8 @@ from tq_service.wait_clock import Waiting
 
 _log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 _MOST_BATCHES_A_TURN = 64
-_MOST_PLAN_SECONDS = 0.25  # of a plan off the loop, before the next one may begin beside it
-_HOLD_SECONDS = (
-    0.05  # for which claims that came later wait for a plan off the loop, and as many for each that was lost
-)
+_MOST_PLAN_SECONDS = 0.25  # of a plan off the loop, before others have their turns and the next one may begin
 _CLOSED_AT_ONCE = 1 << 12  # rows that changed, as many as gaps are closed for in a step
 _MOST_BATCHES_AHEAD = 256  # loaders ask for prefetch_factor * num_workers; the batches before it are planned as well
 _FEW_ROWS = 1 << 13  # whose end the event loop looks for by itself
@@ -91,7 +84,12 @@ class RunsPlans(Protocol):
 
 
 class Planner:
-    """Serves the claims of one task."""
+    """Serves the claims of one task.
+
+    Attributes:
+        task: its ledger.
+        last_request: the claim that was made last, None where this process has seen none.
+    """
 
     def __init__(
         self,
@@ -117,14 +115,13 @@ class Planner:
         self._commit = commit
         self._on_batch = on_batch
         self._recent = RecentBatches()
-        self._last_request: ClaimRequest | None = None
+        self.last_request: ClaimRequest | None = None
         self._names: dict[str, Any] = {"partition_id": partition.partition_id, "task_name": task.name}
         self._starts = ScanStarts(partition, task.name)
         self._epoch = task.epoch  # of which calls wait
         self._queue = WaitQueue()
         self._to_answer: deque[tuple[Waiter, TqError | None]] = deque()  # calls that may be over, and why
         self._dispatching: asyncio.Task[None] | None = None
-        self._planned_for: Line | None = None  # off the loop, and not for long yet
         self._plans: set[asyncio.Task[Any] | None] = set()  # all that are made off the loop
         self._gone: Callable[[], TqError] | None = None
         partition.on_change.append(self.wake)
@@ -137,17 +134,12 @@ class Planner:
     @property
     def is_idle(self) -> bool:
         """Whether no call waits, and no plan is made."""
-        return not self._queue
+        return not self._queue.by_spec
 
     def close(self) -> None:
         """Serve no calls any more, while it is idle."""
         self._partition.on_change.remove(self.wake)
         self._starts.close()
-
-    @property
-    def last_request(self) -> ClaimRequest | None:
-        """The claim that was made last, None where this process has seen none."""
-        return self._last_request
 
     @property
     def recent_batches(self) -> tuple[RecentBatch, ...]:
@@ -156,25 +148,43 @@ class Planner:
 
     def waiting_claims(self) -> list[tuple[ClaimRequest, int]]:
         """Return the first of the claims of each line, and how many wait in it, in order of arrival of the first."""
-        lines = sorted(self._queue.lines, key=lambda line: line.order)
+        lines = sorted(self._queue.by_spec.values(), key=lambda line: line.order)
         return [(first.request, len(line)) for line in lines if (first := line.first()) is not None]
+
+    def wake(self) -> None:
+        """Look at all waiting claims again."""
+        if self._epoch != self.task.epoch:  # calls may mean the epoch before
+            self._epoch = self.task.epoch
+            self._review(self._queue)
+        self._queue.is_stale = True
+        self._advance()
+
+    def end(self, error: Callable[[], TqError]) -> None:
+        """End all waiting calls, and those to come, with an error."""
+        self._gone = error
+        for plan in filter(None, self._plans):
+            plan.cancel()
+        self._review(self._queue)
+        self._advance()
+
+    # A call
 
     async def claim(self, request: ClaimRequest, max_wait_seconds: float) -> Answer:
         """Return the recorded answer, or wait for one; `NotYet` when the time is over."""
-        self._last_request = request
+        self.last_request = request
         recorded = self._recorded(request)
         if recorded is not None:
             return recorded
         if self._gone is not None:
             raise self._gone()
-        is_next, found = self._is_next(request), None
-        with contextlib.suppress(MustBeAwaited):
-            found = self._find_at_once(request) if is_next else NOT_LOOKED
+        if not self._is_next(request):
+            return await self._wait(request, NOT_LOOKED, max_wait_seconds)
+        found = self._find_at_once(request)
         if isinstance(found, Planned | EndFound):
             answer = self._record(request, found)
-            self._start_dispatch()
+            self._advance()
             return answer
-        if is_next and found is not None and max_wait_seconds <= 0:
+        if found is not None and max_wait_seconds <= 0:
             return NotYet()
         return await self._wait(request, found, max_wait_seconds)
 
@@ -184,7 +194,8 @@ class Planner:
         All waiting claims wait for a change then, so that no turn is taken away.
         """
         is_ahead = request.rank is not None and request.rank.batch_index > self.task.next_batch_index
-        return not (is_ahead or self._is_serving or request.spec in self._queue.by_spec)
+        is_serving = self._dispatching is not None or self._queue.holder is not None
+        return not (is_ahead or is_serving or request.spec in self._queue.by_spec)
 
     async def _wait(self, request: ClaimRequest, miss: Miss | None, max_wait_seconds: float) -> Answer:
         """Wait for an answer, given why there is none yet; None: it must be planned off the loop."""
@@ -196,12 +207,11 @@ class Planner:
         try:
             if miss is None:
                 self._queue.put_heavy(line)
-                self._start_plan()
             elif self._may_be_served(line) or waiter.is_poll:
                 self._queue.put(line)
-                self._start_dispatch()
+            self._advance()
             if not waiter.is_poll:
-                timer = loop.call_later(max_wait_seconds, waiter.expire)
+                timer = loop.call_later(max_wait_seconds, waiter.end, NotYet())
             with Waiting():
                 answer = await waiter.answer
             if isinstance(answer, RankPlan | QueueClaim) and self._partition.table.removed_count != removed_count:
@@ -210,13 +220,35 @@ class Planner:
                 self._check_leased(answer)
             return answer
         except (asyncio.CancelledError, SamplesClearedError):
-            self._release_undelivered(waiter)
+            if waiter.has_claim:
+                self.retract(request.request_id)
             raise
         finally:
             if timer is not None:
                 timer.cancel()
             self._queue.leave(line, waiter)
             del waiter  # through which an error would hold this frame, and with it the partition
+
+    def _check_leased(self, claim: QueueClaim) -> None:
+        """Refuse a claim that went between its record and the turn of the loop in which its call goes on."""
+        if self.task.claims.get(claim.request_id) is not claim:
+            raise LeaseExpiredError(
+                f"the lease of this claim of task {self.task.name!r} ended before its answer was sent; ask again "
+                f"under a new request_id",
+                metadata={"task_name": self.task.name},
+            )
+
+    def retract(self, request_id: bytes) -> None:
+        """Release a queue claim whose answer did not reach its client, unless a retry was given the same.
+
+        The client may ask again under the same request_id. A claim with a name stays: others ask for it too.
+        """
+        claim = self.task.claims.get(request_id)
+        if claim is None or claim.name:
+            return
+        claim.answer_count -= 1
+        if claim.answer_count == 0:
+            self._commit(ClaimReleased(**self._names, request_id=request_id, is_final=False), None)
 
     def _recorded(self, request: ClaimRequest) -> RankPlan | QueueClaim | EndCounts | None:
         """Return the recorded answer of a call, or None; a queue claim counts the calls it answers.
@@ -244,76 +276,31 @@ class Planner:
                 metadata={"got": str(batch_index), "expected": f"0 to {next_index + _MOST_BATCHES_AHEAD}"},
             )
 
-    def _check_leased(self, claim: QueueClaim) -> None:
-        """Refuse a claim that went between its record and the turn of the loop in which its call goes on."""
-        if self.task.claims.get(claim.request_id) is not claim:
-            raise LeaseExpiredError(
-                f"the lease of this claim of task {self.task.name!r} ended before its answer was sent; ask again "
-                f"under a new request_id",
-                metadata={"task_name": self.task.name},
-            )
+    # Turns of lines
 
-    def wake(self) -> None:
-        """Look at all waiting claims once more."""
-        if self._epoch != self.task.epoch:  # calls may mean the epoch before
-            self._epoch = self.task.epoch
-            self._review(self._queue)
-        self._queue.is_stale = True
-        self._start_dispatch()
-
-    def end(self, error: Callable[[], TqError]) -> None:
-        """End all waiting calls, and those to come, with an error."""
-        self._gone = error
-        for plan in filter(None, self._plans):
-            plan.cancel()
-        self._review(self._queue)
-        self._start_dispatch()
-
-    def _release_undelivered(self, waiter: Waiter) -> None:
-        """Release the claim of a queue worker whose call ends without it."""
-        answer = waiter.answer
-        is_over = answer.done() and not answer.cancelled() and answer.exception() is None
-        if is_over and isinstance(answer.result(), QueueClaim):
-            self.retract(waiter.request.request_id)
-
-    def retract(self, request_id: bytes) -> None:
-        """Release a queue claim whose answer did not reach its client, unless a retry was given the same.
-
-        The client may ask again under the same request_id. A claim with a name stays: others ask for it too.
-        """
-        claim = self.task.claims.get(request_id)
-        if claim is None or claim.name:
-            return
-        claim.answer_count -= 1
-        if claim.answer_count == 0:
-            self._commit(ClaimReleased(**self._names, request_id=request_id, is_final=False), None)
-
-    # The dispatch loop
-
-    def _start_dispatch(self) -> None:
-        has_work = self._queue and (self._queue.is_stale or self._to_answer or self._queue.has_turn)
+    def _advance(self) -> None:
+        """Have plans made, on the loop for lines that have a turn, and off the loop for the next that needs it."""
+        queue = self._queue
+        if (heavy := queue.next_heavy()) is not None:
+            asyncio.get_running_loop().create_task(self._plan_off_loop(heavy))
+        has_work = queue.by_spec and (queue.is_stale or self._to_answer or queue.has_turn)
         if has_work and self._dispatching is None:
             self._dispatching = asyncio.get_running_loop().create_task(self._dispatch())
 
     async def _dispatch(self) -> None:
         yielder = LoopYielder()
+        first: Waiter | None
         try:
             while True:
                 if self._to_answer:
-                    waiter, error = self._to_answer.popleft()
-                    if error is not None:
-                        waiter.fail(error)
-                    elif waiter.is_waiting:
-                        self._answer_recorded(waiter)
-                    await yielder.step(has_answered=not waiter.is_waiting)
-                elif (line := self._queue.next(self._may_be_served)) is not None:
-                    first = line.first()
-                    self._look(line)
-                    await yielder.step(has_answered=first is not None and not first.is_waiting)
+                    first, error = self._to_answer.popleft()
+                    self._answer(first, error)
+                elif (line := self._queue.next(self._may_be_served)) is not None and (first := line.first()):
+                    self._look(line, first)
                 else:
                     return
+                await yielder.step(has_answered=not first.is_waiting)
         except Exception:
-            _log.exception(LogMessage("planning failed", task=self.task.name))
             self._to_answer.clear()
             self._fail_all(self._queue)
         finally:
@@ -323,90 +310,104 @@ class Planner:
         """Whether it is worth while to look for a plan."""
         return not line.last_miss.is_current(self._partition, self.task)
 
-    @property
-    def _is_serving(self) -> bool:
-        """Whether there are, or may be, lines whose turn it is."""
-        return self._dispatching is not None or self._queue.holder is not None
-
     def _review(self, waiters: Iterable[Waiter], error: TqError | None = None) -> None:
         """Have calls answered, a few at a time: with an error, what is recorded, or why they can have nothing."""
         self._to_answer.extend((waiter, error) for waiter in waiters)
 
-    def _answer_recorded(self, waiter: Waiter) -> bool:
-        """Answer a call with what is recorded for it, or why it can have nothing; return whether it is over."""
+    def _answer(self, waiter: Waiter, error: TqError | None = None) -> bool:
+        """End a call with an error, or what is recorded for it, or its refusal; return whether it is over."""
         if self._gone is not None:
-            waiter.fail(self._gone())
-            return True
-        try:
-            recorded = self._recorded(waiter.request)
-        except TqError as error:
-            waiter.fail(error)
-            return True
-        if recorded is not None:
-            waiter.resolve(recorded)
-        return recorded is not None
+            error = self._gone()
+        if waiter.is_waiting:
+            try:
+                outcome = error or self._recorded(waiter.request)
+            except TqError as refusal:
+                waiter.end(refusal)
+            else:
+                if outcome is not None:
+                    waiter.end(outcome)
+        return not waiter.is_waiting
 
-    # A turn
-
-    def _look(self, line: Line) -> None:
+    def _look(self, line: Line, first: Waiter) -> None:
         """Give a line its turn: plan for its first call, or have it planned for off the loop."""
-        waiter = line.first()
-        if waiter is None:
-            return
-        if self._answer_recorded(waiter):
+        if self._answer(first):
             self._queue.put(line)
             return
-        is_ahead = waiter.batch_index > self.task.next_batch_index
-        if is_ahead and (earlier := self._queue.first_ranks(line)) is not line:
-            self._give_way(line, earlier)
+        is_ahead = first.batch_index > self.task.next_batch_index
+        if is_ahead and (earlier := self._earliest(line)) is not line:
+            line.last_miss = NOT_LOOKED
+            if earlier.state is LineState.QUEUED and (waiter := earlier.first()) is not None:
+                earlier.state = LineState.PARKED
+                self._look(earlier, waiter)
+                self._queue.put(line)
             return
-        line.seen = self._queue.last_arrival
+        polls = list(line.polls)
         try:
-            found = self._find_at_once(waiter.request) if self._may_be_served(line) else line.last_miss
-        except MustBeAwaited:
-            self._queue.put_heavy(line)
-            self._start_plan()
+            found = self._find_at_once(first.request) if self._may_be_served(line) else line.last_miss
         except TqError as error:
             self._fail(line, error)
         else:
-            self._conclude(line, found)
+            if found is not None:
+                self._conclude(line, first, found, polls)
+                return
+            self._queue.put_heavy(line)
+            self._advance()
 
-    def _give_way(self, line: Line, earlier: Line) -> None:
-        """Let ranks go first that wait for an earlier batch_index, which is theirs to bind, or await their plan."""
-        line.last_miss = NOT_LOOKED
-        if earlier.state is LineState.QUEUED:
-            earlier.state = LineState.PARKED
-            self._look(earlier)
-            self._queue.put(line)
+    def _earliest(self, line: Line) -> Line:
+        """Return the line of ranks that go first: their batch is theirs to bind, or they await its plan."""
+        others = [each for each in self._queue.ranked_lines if each.state is not LineState.PARKED and each.first()]
+        return min([line, *others], key=lambda each: each.batch_index)
 
-    def _conclude(self, line: Line, found: Found) -> None:
-        """Serve a line with what was found for it, in the step in which it was found, or pass it over."""
+    def _conclude(self, line: Line, first: Waiter, found: Found, polls: Iterable[Waiter]) -> None:
+        """Serve a line with what was found for it, in the step in which it was found, or pass it over.
+
+        Args:
+            line: the line.
+            first: its first call.
+            found: for it.
+            polls: those of its calls that had come when it was begun to look.
+        """
         if isinstance(found, Miss):
             line.last_miss = found
-            self._queue.awaits_end |= found.consumed is not None
         if isinstance(found, Planned | EndFound):
-            self._serve(line, found)
+            self._serve(line, first, found)
             return
-        if not line.expire_polls():
-            self._queue.put(line)  # for those that came while the plan was made
+        line.expire(polls)
+        if line.polls:  # which came while the plan was made
+            self._queue.put(line)
         # What has changed while the plan was made is for the next round: the others have their turns before.
         self._queue.is_stale |= self._may_be_served(line)
 
-    def _serve(self, line: Line, found: Planned | EndFound) -> None:
+    def _serve(self, line: Line, first: Waiter, found: Planned | EndFound) -> None:
         """Record what was found for a line, and answer the queue worker whose turn it is.
 
         A rank may wait for a batch far ahead. So after many batches its line lets others have their turns, and those
         end that wait no longer than for theirs.
         """
-        if line.is_ranked:
-            self._record_for_ranks(line.spec, found)
-            next_index = self.task.next_batch_index
-            if isinstance(found, Planned) and next_index % _MOST_BATCHES_A_TURN == 0:
-                line.expire_polls(next_index)
-                self._queue.defer(line)
-        elif (waiter := line.first()) is not None:  # else all have left meanwhile, and nothing is consumed
-            waiter.resolve(self._record_for_worker(waiter.request, found))
+        answer = self._record(first.request, found)
+        next_index = self.task.next_batch_index
+        if not line.is_ranked:
+            first.end(answer)
+        elif isinstance(found, Planned) and next_index % _MOST_BATCHES_A_TURN == 0:
+            line.expire([poll for poll in line.polls if poll.batch_index >= next_index])
+            self._queue.defer(line)
         self._queue.put(line)
+
+    def _fail(self, line: Line, error: TqError) -> None:
+        """End the first queue worker of a line; of ranks all that wait for the same batch, which would fail alike."""
+        first, batch_index = line.first(), line.batch_index
+        if line.is_ranked:
+            self._review((each for each in line if each.batch_index == batch_index), error)
+        elif first is not None:
+            first.end(error)
+        self._queue.put(line)
+
+    def _fail_all(self, waiters: Iterable[Waiter]) -> None:
+        _log.exception(LogMessage("planning failed", task=self.task.name))
+        for waiter in waiters:
+            waiter.end(InternalError("planning failed; the server's log has the details"))
+
+    # What is recorded
 
     def _record(self, request: ClaimRequest, found: Planned | EndFound) -> Answer:
         """Record what was found, and return what it is for the call that caused it."""
@@ -425,10 +426,10 @@ class Planner:
             batch = BatchPlanned(**self._names, batch_spec=spec.batch_spec, plan=found.plan)
             self._commit(batch, (self._partition, self.task, found.positions))
             self._note_batch(batch_index, spec.batch_spec, found)
-        self._queue.is_stale |= self._queue.awaits_end
+        self._queue.is_stale = True  # the end of others may have come
         for line in self._queue.ranked_lines:
             disagrees = line.spec.dp_size != spec.dp_size
-            self._review(each for each in line.waiters if each.batch_index == batch_index or is_end or disagrees)
+            self._review(each for each in line if each.batch_index == batch_index or is_end or disagrees)
 
     def _note_batch(self, batch_index: int, batch_spec: BatchSpec, found: Planned) -> None:
         """Keep in numbers a batch that was just recorded, unless its partition was cleared before."""
@@ -443,7 +444,7 @@ class Planner:
 
     def _record_for_worker(self, request: ClaimRequest, found: Planned | EndFound) -> QueueClaim | EndCounts:
         """Record what a queue worker gets; an end is of this one only, or of all that ask under its name."""
-        self._queue.is_stale |= self._queue.awaits_end
+        self._queue.is_stale = True  # the end of others may have come
         name = request.claim_name
         if name:
             self._review(waiter for waiter in self._queue if waiter.request.claim_name == name)
@@ -466,38 +467,22 @@ class Planner:
         claim.answer_count = 1
         return claim
 
-    def _fail(self, line: Line, error: TqError) -> None:
-        """End the first queue worker of a line; of ranks all that wait for the same batch, which would fail alike."""
-        waiter, batch_index = line.first(), line.batch_index
-        if line.is_ranked:
-            self._review((each for each in line.waiters if each.batch_index == batch_index), error)
-        elif waiter is not None:
-            waiter.fail(error)
-        self._queue.put(line)
-
-    def _fail_all(self, waiters: Iterable[Waiter]) -> None:
-        for waiter in waiters:
-            waiter.fail(InternalError("planning failed; the server's log has the details"))
-
-    # Looking for plans
+    # Plans
 
     def length(self, request: ClaimRequest) -> LengthSource | None:
         """Return the length that the sampler of a claim needs."""
         return self._runner.length(request.sampler)
 
-    def _find_at_once(self, request: ClaimRequest) -> Found:
-        """Look for a plan, or the end, in this step of the event loop.
-
-        Raises:
-            MustBeAwaited: the sampler, or what it needs, does not run on the event loop.
-            TqError: the sampler's fault, or its own.
-        """
+    def _find_at_once(self, request: ClaimRequest) -> Found | None:
+        """Look for a plan, or the end, in this step of the event loop; None: it must be looked for off the loop."""
+        sampler = request.sampler
         search = Search(self._partition, self.task, self._starts, request, self.length(request))
-        plan = self._runner.run_inline(request.sampler, search.view, search.wanted)
-        if plan is None and search.begins_last():
-            plan = self._runner.run_inline(request.sampler, search.view, search.wanted)
-            if plan is None:
-                return self._keep_groups(search, search.end())
+        try:
+            plan = self._runner.run_inline(sampler, search.view, search.wanted)
+            if plan is None and search.begins_last():
+                plan = self._runner.run_inline(sampler, search.view, search.wanted)
+        except MustBeAwaited:
+            return None
         return self._keep_groups(search, search.conclude(plan))
 
     async def _find_off_loop(self, request: ClaimRequest, look_past: int) -> Found:
@@ -505,106 +490,70 @@ class Planner:
 
         There is no await between the check of a plan's rows and the return, so that the caller can record it.
         """
-        sampler, length = request.sampler, self.length(request)
-        if look_past:
-            view = Search(self._partition, self.task, self._starts, request, length).view
-            look_past *= view.has_ready(look_past + request.plan_request.total_size)
+        sampler = request.sampler
+        new_search = partial(Search, self._partition, self.task, self._starts, request, self.length(request))
+        look_past *= look_past and new_search().view.scan.has(look_past + request.plan_request.total_size)
         with self._starts.watched() as watch, self._partition.table.pinned():
-            search = Search(self._partition, self.task, self._starts, request, length, watch=watch, look_past=look_past)
-            plan, is_last, end = await self._runner.run(sampler, search.view, search.wanted), False, None
-            if plan is None:
-                is_last = await self._in_thread_if_many(search.begins_last)
-            if is_last and search.is_current:
-                plan = await self._runner.run(sampler, search.view, search.wanted)
-                end = await self._in_thread_if_many(search.end) if plan is None else None
-        if plan is None and is_last:
-            return self._keep_groups(search, end if end is not None and search.is_current else NOT_LOOKED)
+            search = new_search(watch=watch, look_past=look_past)
+            plan = await self._runner.run(sampler, search.view, search.wanted)
+            if plan is None and not look_past:
+                is_quick = self._partition.table.count <= _FEW_ROWS
+                is_last = search.begins_last() if is_quick else await asyncio.to_thread(search.begins_last)
+                if is_last and search.is_current:
+                    plan = await self._runner.run(sampler, search.view, search.wanted)
+        if plan is None and look_past:
+            return NOT_LOOKED
         return self._keep_groups(search, search.conclude(plan))
-
-    async def _in_thread_if_many(self, look: Callable[[], T]) -> T:
-        """Return what a look at all rows of the partition comes to."""
-        return look() if self._partition.table.count <= _FEW_ROWS else await asyncio.to_thread(look)
 
     def _keep_groups(self, search: Search, found: Found) -> Found:
         """Record how the task keeps groups whole, if it did so in another way before; return what was found."""
-        task, kept = self.task, search.view.kept_groups
+        task, kept = self.task, search.kept_groups
         is_of_use = isinstance(found, Planned | EndFound)
         # Once it is known, a miss does not change it: two that wait and differ would wake each other for ever.
-        if (is_of_use or (task.kept_groups is None and found not in (NOT_LOOKED, LOST))) and kept != task.kept_groups:
+        if (is_of_use or (task.kept_groups is None and found != NOT_LOOKED)) and kept != task.kept_groups:
             self._commit(GroupsKept(**self._names, kept_groups=kept), (self._partition, task))
         return found
 
-    # Plans off the loop
-
-    def _start_plan(self) -> None:
-        """Have a plan made off the loop, unless one is made already."""
-        if self._planned_for is not None or (line := self._queue.next_heavy()) is None:
-            return
-        loop = asyncio.get_running_loop()
-        self._planned_for, line.state = line, LineState.PLANNING
-        timers = [loop.call_later(_MOST_PLAN_SECONDS, self._yield_turn, line)]
-        if line.hold_seconds:
-            self._queue.holder = line
-            timers.append(loop.call_later(line.hold_seconds, self._release_hold, line))
-        loop.create_task(self._plan_off_loop(line, timers))  # noqa: RUF006  (it is kept once it has begun)
-
-    def _release_hold(self, line: Line) -> None:
-        """Have lines that came later wait for the plan of this one no longer."""
-        if self._queue.holder is line:
-            self._queue.holder = None
-            self._start_dispatch()
-
-    def _yield_turn(self, line: Line) -> None:
-        """Have the next plan made off the loop, though that of this line may not be over."""
-        self._release_hold(line)
-        if self._planned_for is line:
-            self._planned_for = None
-            self._start_plan()
-
-    async def _plan_off_loop(self, line: Line, timers: Iterable[asyncio.TimerHandle]) -> None:
+    async def _plan_off_loop(self, line: Line) -> None:
         """Plan for a line and record the plan, in one step of the event loop, for the claim that is its first then."""
-        found, plan = None, asyncio.current_task()
+        loop, task, plan = asyncio.get_running_loop(), self.task, asyncio.current_task()
         self._plans.add(plan)
+        timer = loop.call_later(_MOST_PLAN_SECONDS, self._yield_turn, line)
         try:
             try:
                 await self._close_gaps()
-                batch_index, waiter = self.task.next_batch_index, line.first()
-                if waiter is not None and not self._answer_recorded(waiter):
-                    found = await self._plan_for(line, waiter.request)
+                polls, batch_index = list(line.polls), task.next_batch_index
+                found: Found = NOT_LOOKED
+                started_at, consumed_count = loop.time(), task.consumed_count
+                if (first := line.first()) is not None and not self._answer(first):
+                    found = await self._find_off_loop(first.request, line.look_past)
+                # Twice what others took, so that the next one is not late though it takes longer.
+                line.look_past = 2 * max(0, task.consumed_count - consumed_count)
+                line.is_quick = loop.time() - started_at < _MOST_PLAN_SECONDS
             finally:
                 line.state = LineState.PARKED
-            while (waiter := line.first()) is not None and self._answer_recorded(waiter):
-                pass  # it was released while the plan was made
-            if found is None or found is LOST or (line.is_ranked and self.task.next_batch_index != batch_index):
-                self._queue.put(line)  # it came too late
+            first, is_late = line.first(), line.is_ranked and task.next_batch_index != batch_index
+            if found == NOT_LOOKED or is_late or first is None or self._answer(first):
+                self._queue.put(line)
             else:
-                self._conclude(line, found)
+                self._conclude(line, first, found, polls)
         except TqError as error:
             self._fail(line, error)
         except Exception:
-            _log.exception(LogMessage("planning failed", task=self.task.name))
-            self._fail_all(line.waiters)
+            self._fail_all(line)
         finally:
             self._plans.discard(plan)
-            for timer in timers:
-                timer.cancel()
+            timer.cancel()
             self._queue.is_stale |= line.is_ranked  # other ranks may have awaited it
             self._queue.drop_if_unused(line)
             self._yield_turn(line)
-            self._start_dispatch()
+            self._advance()
 
-    async def _plan_for(self, line: Line, request: ClaimRequest) -> Found:
-        """Look for a plan, and note how the next one of this line can win its rows."""
-        loop, task = asyncio.get_running_loop(), self.task
-        line.seen = self._queue.last_arrival
-        started_at, consumed_count = loop.time(), task.consumed_count
-        found = await self._find_off_loop(request, line.look_past)
-        # Twice what others took, so that the next one is not late though it takes longer.
-        line.look_past = 2 * max(0, task.consumed_count - consumed_count)
-        line.loss_count = line.loss_count + 1 if found is LOST else 0
-        limit = min(_HOLD_SECONDS * (1 + line.loss_count), _MOST_PLAN_SECONDS)
-        line.hold_seconds = limit if loop.time() - started_at < limit else 0.0
-        return found
+    def _yield_turn(self, line: Line) -> None:
+        """Have other lines wait no longer for the plan of this one, which may not be over."""
+        if self._queue.planning is line:
+            self._queue.planning = None
+            self._advance()
 
     async def _close_gaps(self) -> None:
         """Close gaps of the table if these are many, in short steps, once all plans of the partition are over.

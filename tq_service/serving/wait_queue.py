@@ -7,13 +7,13 @@ import heapq
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
 
 from tq_service.errors import TqError
-from tq_service.planning.search import Miss
+from tq_service.planning.view import Miss
 from tq_service.schema import EndCounts
 from tq_service.state.ledger import QueueClaim
 from tq_service.state.plan import RankPlan
@@ -79,23 +79,25 @@ class Waiter:
         return not self.answer.done()
 
     @property
+    def has_claim(self) -> bool:
+        """Whether the call was answered with a queue claim."""
+        ended = self.answer
+        is_answered = ended.done() and not (ended.cancelled() or ended.exception())
+        return is_answered and isinstance(ended.result(), QueueClaim)
+
+    @property
     def batch_index(self) -> int:
-        """What a rank waits for; -1: it is a queue worker."""
+        """The batch that a rank waits for; -1: it is a queue worker."""
         return -1 if self.request.rank is None else self.request.rank.batch_index
 
-    def resolve(self, answer: Answer) -> None:
-        """Answer the call, unless it has left."""
-        if not self.answer.done():
-            self.answer.set_result(answer)
-
-    def fail(self, error: TqError) -> None:
-        """End the call with an error, unless it has left."""
-        if not self.answer.done():
-            self.answer.set_exception(error)
-
-    def expire(self) -> None:
-        """End the call's wait."""
-        self.resolve(NotYet())
+    def end(self, outcome: Answer | TqError) -> None:
+        """Answer the call, or end it with an error, unless it has left."""
+        if not self.is_waiting:
+            return
+        if isinstance(outcome, TqError):
+            self.answer.set_exception(outcome)
+        else:
+            self.answer.set_result(outcome)
 
 
 class LineState(Enum):
@@ -121,24 +123,26 @@ class Line:
 
     Attributes:
         last_miss: why there was no plan when one was last looked for.
-        seen: number of the last call that had come when it last had a turn.
-        hold_seconds: for how long lines that came later wait for a plan of it off the event loop.
+        polls: those of its calls that are polls.
+        is_quick: whether its last plan off the event loop took so little time that lines which came later wait for the
+            next one.
         look_past: ready rows that such a plan leaves to others, who were quicker before.
-        loss_count: such plans in a row that lost their rows to others.
     """
 
     spec: ClaimSpec
     last_miss: Miss
     state: LineState = LineState.PARKED
-    seen: int = 0
-    hold_seconds: float = 0.0
+    is_quick: bool = False
     look_past: int = 0
-    loss_count: int = 0
+    polls: dict[Waiter, None] = field(default_factory=dict)
     _waiters: OrderedDict[Waiter, None] = field(default_factory=OrderedDict)
-    _polls: dict[Waiter, None] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self._waiters)
+
+    def __iter__(self) -> Iterator[Waiter]:
+        """Return the calls of this moment."""
+        return iter(list(self._waiters))
 
     @property
     def is_ranked(self) -> bool:
@@ -152,11 +156,6 @@ class Line:
         return math.inf if first is None else first.arrival
 
     @property
-    def waiters(self) -> list[Waiter]:
-        """The calls of this moment."""
-        return list(self._waiters)
-
-    @property
     def batch_index(self) -> int:
         """The lowest that its ranks wait for."""
         return min((waiter.batch_index for waiter in self._waiters), default=-1)
@@ -165,7 +164,7 @@ class Line:
         """Return the first that still waits."""
         while self._waiters:
             waiter = next(iter(self._waiters))
-            if not waiter.answer.done():
+            if waiter.is_waiting:
                 return waiter
             self.remove(waiter)
         return None
@@ -174,23 +173,18 @@ class Line:
         """Add a waiter at the end."""
         self._waiters[waiter] = None
         if waiter.is_poll:
-            self._polls[waiter] = None
+            self.polls[waiter] = None
 
     def remove(self, waiter: Waiter) -> None:
         """Remove a waiter, if it is there."""
         self._waiters.pop(waiter, None)
-        self._polls.pop(waiter, None)
+        self.polls.pop(waiter, None)
 
-    def expire_polls(self, batch_index: int = -1) -> bool:
-        """End the wait of the polls that had come when the line had its turn; return whether these were all.
-
-        Args:
-            batch_index: of ranks, only those that wait for this one or a later one.
-        """
-        for poll in [each for each in self._polls if each.arrival <= self.seen and each.batch_index >= batch_index]:
-            poll.expire()
+    def expire(self, polls: Iterable[Waiter]) -> None:
+        """End the wait of polls."""
+        for poll in polls:
+            poll.end(NotYet())
             self.remove(poll)
-        return not self._polls
 
 
 class WaitQueue:
@@ -202,17 +196,15 @@ class WaitQueue:
 
     Attributes:
         by_spec: the lines; a call that is answered at once joins none.
-        last_arrival: the last number that was given to a call.
-        holder: the line whose plan off the event loop goes before lines that came later; None: no line has to wait.
+        planning: the line for which a plan is made off the event loop, and not for long yet.
         is_stale: whether something has changed since all lines were looked through.
-        awaits_end: whether the end of some line may come with what others of the task consume.
     """
 
     def __init__(self) -> None:
         self.by_spec: dict[ClaimSpec, Line] = {}
-        self.last_arrival = 0
-        self.holder: Line | None = None
-        self.is_stale = self.awaits_end = False
+        self.planning: Line | None = None
+        self.is_stale = False
+        self._last_arrival = 0
         self._turns: list[tuple[float, Line]] = []  # heaps; no two lines have the same order
         self._heavy: list[tuple[float, Line]] = []
         self._turns_left = 0
@@ -220,17 +212,9 @@ class WaitQueue:
     def __len__(self) -> int:
         return sum(map(len, self.by_spec.values()))
 
-    def __bool__(self) -> bool:
-        return bool(self.by_spec)
-
     def __iter__(self) -> Iterator[Waiter]:
         """Return all waiters of the moment of the call."""
-        return iter([waiter for line in self.by_spec.values() for waiter in line.waiters])
-
-    @property
-    def lines(self) -> list[Line]:
-        """All lines of this moment."""
-        return list(self.by_spec.values())
+        return iter([waiter for line in self.by_spec.values() for waiter in line])
 
     @property
     def ranked_lines(self) -> list[Line]:
@@ -239,17 +223,17 @@ class WaitQueue:
 
     def join(self, waiter: Waiter, miss: Miss) -> Line:
         """Add a waiter, for which there was no plan, and return its line; `leave` is called once for it."""
-        self._give_number(waiter)
         spec = waiter.request.spec
         line = self.by_spec.get(spec)
         if line is None:
             line = self.by_spec[spec] = Line(spec, miss)
         line.add(waiter)
+        self._give_number(waiter)
         return line
 
     def _give_number(self, waiter: Waiter) -> None:
-        self.last_arrival += 1
-        waiter.arrival = self.last_arrival
+        self._last_arrival += 1
+        waiter.arrival = self._last_arrival
 
     def leave(self, line: Line, waiter: Waiter) -> None:
         """Remove a waiter from its line."""
@@ -279,16 +263,20 @@ class WaitQueue:
             heapq.heappush(heap, (order, line))
 
     @property
+    def holder(self) -> Line | None:
+        """The line whose plan those that came later wait for."""
+        return self.planning if self.planning is not None and self.planning.is_quick else None
+
+    @property
     def has_turn(self) -> bool:
         """Whether a line may have a turn now."""
         return bool(self._turns) and (self.holder is None or self._turns[0][0] < self.holder.order)
 
     def next(self, may_be_served: Callable[[Line], bool]) -> Line | None:
-        """Return the line whose turn it is, which is parked then; None where no line has one."""
+        """Return the line whose turn it is, which is parked then; None if no line has one."""
         if self.is_stale and (self._turns_left <= 0 or not self.has_turn):
-            self.is_stale = self.awaits_end = False
-            for line in self.lines:
-                self.awaits_end |= line.last_miss.consumed is not None
+            self.is_stale = False
+            for line in self.by_spec.values():
                 if line.state is LineState.PARKED and may_be_served(line):
                     self.put(line)
             self._turns_left = max(len(self._turns), len(self.by_spec) // _LINES_A_TURN)
@@ -303,22 +291,20 @@ class WaitQueue:
         return None
 
     def next_heavy(self) -> Line | None:
-        """Return the line that a plan is to be made for off the event loop, None where there is none."""
+        """Begin to plan for a line off the event loop and return it, None if there is none or one is planned for."""
+        if self.planning is not None:
+            return None
         while self._heavy:
             line = heapq.heappop(self._heavy)[1]
             if line.state is LineState.HEAVY:
-                line.state = LineState.PARKED
-                if line.first() is not None:
-                    return line
-        return None
+                line.state = LineState.PARKED if line.first() is None else LineState.PLANNING
+                if line.state is LineState.PLANNING:
+                    self.planning = line
+                    break
+        return self.planning
 
     def defer(self, line: Line) -> None:
         """Let all claims that wait now have their turn before a line."""
         first = line.first()
         if first is not None:
             self._give_number(first)
-
-    def first_ranks(self, line: Line) -> Line:
-        """Return the line of the ranks that wait for the lowest batch_index, of this one and those to be served."""
-        others = [each for each in self.ranked_lines if each.state is not LineState.PARKED and each.first()]
-        return min([line, *others], key=lambda each: each.batch_index)
