@@ -535,7 +535,8 @@ class Driver:
         elif isinstance(error, ClaimReleasedError):
             assert call.request_id in task.released or call.loss == "released"
         elif isinstance(error, LeaseExpiredError):
-            assert call.request_id in task.expired or call.loss == "expired"
+            is_gone = call.request_id not in task.claims  # after a reset, before the answer was sent
+            assert call.request_id in task.expired or call.loss == "expired" or is_gone
         elif isinstance(error, SamplesClearedError) and call.name:
             known = self.named_answers[call.life, call.task, call.name]
             assert any(row not in self.model.rows for rows in known if isinstance(rows, list) for row in rows)

@@ -311,13 +311,18 @@ class Interleaving:
     async def release(self, rng):
         name, asking, task = self._task(rng, ranked=False)
         known = [*sorted(task.claims), *[call.request_id for call in self.driver.calls if call.task == name]]
-        if not known:
+        if not known or name not in self.driver.partition.tasks:  # no call of the task was answered yet
             return
         request_id = rng.choice(known)
         real, model, claim = self.driver.partition.tasks[name], self.driver.model, task.claims.get(request_id)
         rows = None
         if claim is not None and rng.random() < 0.5:
             rows = np.array(rng.sample(claim.rows, rng.randint(1, len(claim.rows))), np.int64)
+        named = set() if rows is None else set(rows.tolist()) & model.rows.keys()
+        if request_id in task.expired and named - claim.held - claim.returned:
+            with pytest.raises(LeaseExpiredError):
+                release(self.driver.catalog, real, request_id, rows)
+            return
         if claim is None:
             expected = set()
         elif claim.asking.lease:

@@ -217,7 +217,7 @@ class Planner:
             if isinstance(answer, RankPlan | QueueClaim) and self._partition.table.removed_count != removed_count:
                 self.task.check_present(answer.rows)
             if isinstance(answer, QueueClaim) and answer.lease is not None:
-                self._check_leased(answer)
+                self._check_leased(request, answer)
             return answer
         except (asyncio.CancelledError, SamplesClearedError):
             if waiter.has_claim:
@@ -229,9 +229,10 @@ class Planner:
             self._queue.leave(line, waiter)
             del waiter  # through which an error would hold this frame, and with it the partition
 
-    def _check_leased(self, claim: QueueClaim) -> None:
-        """Refuse a claim that went between its record and the turn of the loop in which its call goes on."""
+    def _check_leased(self, request: ClaimRequest, claim: QueueClaim) -> None:
+        """Refuse a claim that ended between its record and the turn of the loop in which its call continues."""
         if self.task.claims.get(claim.request_id) is not claim:
+            self.task.recorded(request)  # raises if it was released or has expired
             raise LeaseExpiredError(
                 f"the lease of this claim of task {self.task.name!r} ended before its answer was sent; ask again "
                 f"under a new request_id",
