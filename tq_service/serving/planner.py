@@ -498,8 +498,8 @@ class Planner:
             search = new_search(watch=watch, look_past=look_past)
             plan = await self._runner.run(sampler, search.view, search.wanted)
             if plan is None and not look_past:
-                is_quick = self._partition.table.count <= _FEW_ROWS
-                is_last = search.begins_last() if is_quick else await asyncio.to_thread(search.begins_last)
+                is_short = self._partition.table.count <= _FEW_ROWS
+                is_last = search.begins_last() if is_short else await asyncio.to_thread(search.begins_last)
                 if is_last and search.is_current:
                     plan = await self._runner.run(sampler, search.view, search.wanted)
         if plan is None and look_past:
@@ -530,7 +530,7 @@ class Planner:
                     found = await self._find_off_loop(first.request, line.look_past)
                 # Twice what others took, so that the next one is not late though it takes longer.
                 line.look_past = 2 * max(0, task.consumed_count - consumed_count)
-                line.is_quick = loop.time() - started_at < _MOST_PLAN_SECONDS
+                line.is_short = loop.time() - started_at < _MOST_PLAN_SECONDS
             finally:
                 line.state = LineState.PARKED
             first, is_late = line.first(), line.is_ranked and task.next_batch_index != batch_index

@@ -124,7 +124,7 @@ class Line:
     Attributes:
         last_miss: why there was no plan when one was last looked for.
         polls: those of its calls that are polls.
-        is_quick: whether its last plan off the event loop took so little time that lines which came later wait for the
+        is_short: whether its last plan off the event loop took so little time that lines which came later wait for the
             next one.
         look_past: ready rows that such a plan leaves to others, who were quicker before.
     """
@@ -132,7 +132,7 @@ class Line:
     spec: ClaimSpec
     last_miss: Miss
     state: LineState = LineState.PARKED
-    is_quick: bool = False
+    is_short: bool = False
     look_past: int = 0
     polls: dict[Waiter, None] = field(default_factory=dict)
     _waiters: OrderedDict[Waiter, None] = field(default_factory=OrderedDict)
@@ -265,7 +265,7 @@ class WaitQueue:
     @property
     def holder(self) -> Line | None:
         """The line whose plan those that came later wait for."""
-        return self.planning if self.planning is not None and self.planning.is_quick else None
+        return self.planning if self.planning is not None and self.planning.is_short else None
 
     @property
     def has_turn(self) -> bool:
