@@ -24,8 +24,7 @@ import numpy as np
 import tq_service as tq
 from chaos.cluster import free_ports
 from chaos.etcd import etcd_members
-from tq_service.cluster.etcd import Etcd, EtcdAccess, after
-from tq_service.cluster.keys import ClusterKeys
+from tq_service.cluster.etcd import ClusterKeys, Etcd, EtcdAccess, after
 from tq_service.internal.v1 import etcd_pb2 as pb
 from tq_service.testing import ServiceProcess
 

@@ -29,8 +29,7 @@ from tq_service.server.tokens import append_token, digest_of, make_token, new_se
 from tq_service.testing import COMMAND, ListeningProcess
 from tq_service.v1.storage_service_pb2 import PutHeader, StatRequest
 from tq_service.v1.storage_service_pb2_grpc import StorageServiceStub
-from tq_service.wire.columns import Column, encode_header
-from tq_service.wire.frames import encode_frame, encode_part
+from tq_service.wire.columns import Column, encode_frame, encode_header, encode_part
 
 _MIB = 2**20
 _QUOTA_MIB = 64

@@ -9,7 +9,7 @@ from pathlib import Path
 import trustme
 
 from tq_service.server.tokens import append_token, digest_of, make_token, new_secret
-from tq_service.wire.credentials import Tls
+from tq_service.wire.connection import Tls
 
 
 class Authority:

@@ -19,7 +19,7 @@ import pytest
 
 from tq_service.cluster.etcd import Etcd, EtcdAccess
 from tq_service.internal.v1 import etcd_pb2 as pb
-from tq_service.wire.credentials import Tls
+from tq_service.wire.connection import Tls
 
 MOST_REQUEST_BYTES = 1536 * 1024
 ROOT = Path(__file__).parents[1]

@@ -211,7 +211,7 @@ def test_the_check_sees_lazy_relative_and_typing_imports() -> None:
     at_import = {name for _, name in imported_modules(run_at_import(tree), path)}
     assert not {"torch", "grpc"} & at_import
     assert [
-        layer_imported(name) for name in ("tq_service", "tq_service.Client", "tq_service.wire.frames", "numpy")
+        layer_imported(name) for name in ("tq_service", "tq_service.Client", "tq_service.wire.columns", "numpy")
     ] == [
         "client",
         "client",

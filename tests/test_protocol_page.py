@@ -26,8 +26,7 @@ from tq_service.serving.history import KEPT_ROWS, MOST_ROWS
 from tq_service.state.request import BatchSpec
 from tq_service.v1 import commit_pb2, controller_service_pb2, metadata_pb2, storage_service_pb2
 from tq_service.wire.columns import Column, encode_header, extents_as, merge_specs
-from tq_service.wire.connection import CONNECTION_OPTIONS
-from tq_service.wire.credentials import ROLES
+from tq_service.wire.connection import CONNECTION_OPTIONS, ROLES
 from tq_service.wire.encoding import encode_columns
 from tq_service.wire.error_table import ERROR_CLASSES
 from tq_service.wire.metadata import decode_meta_columns, meta_columns_to_rows

@@ -73,8 +73,8 @@ if TYPE_CHECKING:
     from tq_service.custom_meta import JSON_NULL
     from tq_service.observe.clients import instrument
     from tq_service.schema import FieldSpec, Layout, SampleState, StalenessLimit
-    from tq_service.wire.credentials import Tls
-    from tq_service.wire.object_codecs import register_object_codec
+    from tq_service.wire.connection import Tls
+    from tq_service.wire.objects import register_object_codec
 
 __version__ = VERSION
 
@@ -154,10 +154,10 @@ _LAZY: Final = {
     **dict.fromkeys(("AsyncClient", "BatchMeta", "Client"), "tq_service.client"),
     **dict.fromkeys(("FieldSpec", "Layout", "StalenessLimit", "SampleState"), "tq_service.schema"),
     "JSON_NULL": "tq_service.custom_meta",
-    "Tls": "tq_service.wire.credentials",
+    "Tls": "tq_service.wire.connection",
     "instrument": "tq_service.observe.clients",
     "trace": "tq_service.client.traces",
-    "register_object_codec": "tq_service.wire.object_codecs",
+    "register_object_codec": "tq_service.wire.objects",
 }
 
 

@@ -10,8 +10,8 @@ from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import storage_service_pb2
 from tq_service.v1.controller_service_pb2_grpc import ControllerServiceServicer, add_ControllerServiceServicer_to_server
 from tq_service.v1.storage_service_pb2_grpc import StorageServiceServicer, add_StorageServiceServicer_to_server
+from tq_service.wire.columns import SEND_AS_KEY
 from tq_service.wire.error_table import STATUS_TRAILER, code_of, to_status
-from tq_service.wire.frames import SEND_AS_KEY
 
 
 async def abort_with(context, error):

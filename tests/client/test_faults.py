@@ -19,7 +19,7 @@ from tq_service.dataplane._sync import drivers
 from tq_service.v1 import commit_pb2, metadata_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import storage_service_pb2 as storage_pb
-from tq_service.wire.frames import INLINE_BYTES
+from tq_service.wire.columns import INLINE_BYTES
 
 DRAINING = tq.UnavailableError("the server is draining")
 BATCH = pb.GetMetaResponse(meta=metadata_pb2.BatchMeta(status=metadata_pb2.BATCH_STATUS_BATCH, global_indexes=[4]))

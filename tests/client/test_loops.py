@@ -12,7 +12,7 @@ from open_files import open_files
 
 import tq_service as tq
 from tq_service.client._async.calls import AsyncCalls
-from tq_service.wire.credentials import Credentials
+from tq_service.wire.connection import Credentials
 
 QUEUE = {"partition_id": "later", "task_name": "t", "data_fields": ["x"], "batch_size": 1}
 

@@ -9,7 +9,7 @@ import pytest
 
 from tq_service.client._sync.calls import Calls
 from tq_service.client.concurrency import _ABANDONED
-from tq_service.wire.credentials import Credentials
+from tq_service.wire.connection import Credentials
 
 if sys.platform == "win32":
     pytest.skip("there is no fork", allow_module_level=True)

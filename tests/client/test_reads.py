@@ -14,7 +14,7 @@ from tq_service.v1.storage_service_pb2 import GetRequest
 from tq_service.wire.columns import ColumnShape
 from tq_service.wire.decoding import decode_columns
 from tq_service.wire.encoding import encode_columns
-from tq_service.wire.runs import CellRuns
+from tq_service.wire.metadata import CellRuns
 
 STORAGES = [StorageRef(f"s{number}", bytes([number]) * 16, f"host:{number}") for number in range(3)]
 

@@ -33,7 +33,7 @@ from tq_service.state.request import BatchSpec
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import metadata_pb2
 from tq_service.v1 import storage_service_pb2 as storage_pb
-from tq_service.wire.mapper import read_message, to_message
+from tq_service.wire.messages import read_message, to_message
 
 MESSAGES = {
     ConsumptionStatus: pb.CheckConsumptionResponse,

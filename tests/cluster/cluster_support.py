@@ -9,9 +9,8 @@ from pathlib import Path
 from etcd_stand_in import EtcdMembers, EtcdStandIn
 
 from tq_service.cluster.election import Election, Lease
-from tq_service.cluster.etcd import Etcd, EtcdAccess
+from tq_service.cluster.etcd import ClusterKeys, Etcd, EtcdAccess
 from tq_service.cluster.etcd_backend import EtcdBackend
-from tq_service.cluster.keys import ClusterKeys
 from tq_service.journal.log import Log, Record
 
 LEASE_SECONDS = 2.0

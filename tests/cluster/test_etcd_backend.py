@@ -14,7 +14,7 @@ import pytest
 from cluster_support import KEYS, Member, members, running_etcd
 from etcd_stand_in import EtcdStandIn
 
-from tq_service.cluster import batches
+from tq_service.cluster import etcd_backend
 from tq_service.cluster.etcd import Etcd, EtcdAccess, put
 from tq_service.cluster.etcd_backend import EtcdBackend
 from tq_service.durable.state_store import Stream
@@ -128,7 +128,7 @@ async def test_pieces_of_an_append_that_was_not_finished_are_no_records(etcd: Et
     with members([etcd.address], tmp_path, "a", "b") as (old, new):
         assert old.open() == []
         await append(old, b"before")
-        batch = batches.Batch.of(old.backend._end, 1, [(1, [b"y" * 3_000_000])])  # type: ignore[arg-type]
+        batch = etcd_backend.Batch.of(old.backend._end, 1, [(1, [b"y" * 3_000_000])])  # type: ignore[arg-type]
         stray = {KEYS.batch(batch.first, number): piece for number, piece in enumerate(batch.pieces()) if number}
         assert len(stray) == 2
         for key, piece in stray.items():

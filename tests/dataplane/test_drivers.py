@@ -24,7 +24,7 @@ from tq_service.storage.engine import StorageEngine
 from tq_service.v1.storage_service_pb2 import GetRequest
 from tq_service.wire.columns import Column
 from tq_service.wire.encoding import encode_columns
-from tq_service.wire.runs import CellRuns
+from tq_service.wire.metadata import CellRuns
 
 MAX_BYTES = 64 << 20
 SECONDS = 20.0

@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 
 from tq_service.durable.state_store import Stream
-from tq_service.journal import reader, segment
-from tq_service.journal.file_backend import FileBackend
+from tq_service.journal import file_backend
+from tq_service.journal.file_backend import FileBackend, segment_numbers, segment_path
 from tq_service.journal.files import snapshot_numbers
 from tq_service.journal.log import Log
-from tq_service.journal.segment import segment_numbers, segment_path
 
 PREFIX = "tq-log"
 
@@ -89,7 +88,7 @@ def read(directory: Path, number: int | None = None, *, accept_loss: bool = Fals
 
 
 def written(directory: Path) -> Path:
-    """Return the segment that was written to last."""
+    """Return the file_backend that was written to last."""
     return segment_path(directory, segment_numbers(directory)[-1])
 
 
@@ -102,7 +101,7 @@ def flip(path: Path, offset: int, bit: int = 4) -> None:
 
 def started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the machine be restarted since the journal was written."""
-    for module in (reader, segment):
+    for module in (file_backend, file_backend):
         monkeypatch.setattr(module, "machine_boot_id", lambda: "another start")
 
 

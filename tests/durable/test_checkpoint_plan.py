@@ -18,7 +18,7 @@ from tq_service.durable import checkpoint
 from tq_service.durable.checkpoint import PartitionPlan, relocate
 from tq_service.state.cells import Put
 from tq_service.state.partition import Partition
-from tq_service.wire.runs import expand_runs
+from tq_service.wire.metadata import expand_runs
 
 MOST_ROWS, MOST_PUTS, BLOCK_BYTES, CELL_BYTES = 6, 3, 40, 4
 FIELDS = st.sampled_from([("x",), ("x", "y"), ("y", "z"), ("z",)])

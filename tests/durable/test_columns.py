@@ -11,7 +11,7 @@ from hypothesis.extra import numpy as arrays
 from tq_service.durable.snapshot import ColumnPart, PartitionHeader, TableHeader, read_state
 from tq_service.errors import NewerVersionError
 from tq_service.journal import codec
-from tq_service.journal.columns import decode_part, encode_column
+from tq_service.journal.record_file import decode_part, encode_column
 from tq_service.state.cells import Put
 from tq_service.state.partition import PartitionFacts, PartitionSettings
 

@@ -20,10 +20,17 @@ from tq_service.errors import InvalidArgumentError
 from tq_service.internal.v1 import shared_memory_pb2
 from tq_service.v1 import metadata_pb2
 from tq_service.v1.storage_service_pb2 import GetResponse, PutHeader, PutRequest
-from tq_service.wire.columns import decode_headers, encode_header
+from tq_service.wire.columns import (
+    ColumnReceiver,
+    Garbled,
+    decode_get_response,
+    decode_headers,
+    decode_put_request,
+    encode_frame,
+    encode_header,
+)
 from tq_service.wire.decoding import decode_columns
 from tq_service.wire.encoding import encode_columns
-from tq_service.wire.frames import ColumnReceiver, Garbled, decode_get_response, decode_put_request, encode_frame
 from tq_service.wire.metadata import decode_meta_columns, decode_spec
 from tq_service.wire.objects import decode_object, encode_object
 

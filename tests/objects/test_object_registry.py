@@ -14,7 +14,7 @@ from memory_pool import PoolObjects
 
 from tq_service.errors import InvalidArgumentError, TqError
 from tq_service.objects import registry
-from tq_service.objects.options import EngineUrl
+from tq_service.objects.base import EngineUrl
 from tq_service.objects.registry import make_object_store, object_store_schemes
 
 SECRET = "hidden-from-logs"

@@ -11,8 +11,7 @@ import pytest
 from tq_service.errors import UnavailableError
 from tq_service.objects import threaded
 from tq_service.objects.base import Abilities
-from tq_service.objects.sealed import seal
-from tq_service.objects.threaded import Landing, ThreadedObjects
+from tq_service.objects.threaded import Landing, ThreadedObjects, seal
 
 
 class Scripted(ThreadedObjects):

@@ -29,7 +29,7 @@ from tq_service.v1 import commit_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import storage_service_pb2 as storage_pb
 from tq_service.wire.columns import encode_header
-from tq_service.wire.credentials import ROLES
+from tq_service.wire.connection import ROLES
 from tq_service.wire.encoding import encode_columns
 
 _FOR_ANY_TOKEN = [name for name in SERVED if METHODS[name].roles == frozenset(ROLES)]

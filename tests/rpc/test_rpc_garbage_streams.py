@@ -15,7 +15,7 @@ from live_server import LiveServer
 from rpc_samples import call_raw, new_id, put_train, reason_of, snapshot, still_works
 
 from tq_service.v1 import commit_pb2, metadata_pb2, storage_service_pb2
-from tq_service.wire.frames import INLINE_BYTES
+from tq_service.wire.columns import INLINE_BYTES
 
 CODE = grpc.StatusCode
 

@@ -22,7 +22,7 @@ from rpc_samples import violations_of
 import tq_service as tq
 from tq_service.v1 import commit_pb2
 from tq_service.v1 import controller_service_pb2 as pb
-from tq_service.wire.durations import read_seconds, to_duration
+from tq_service.wire.messages import read_seconds, to_duration
 
 ASKS: dict[str, Any] = {"partition_id": "train", "task_name": "t", "data_fields": ["x"], "min_batch_size": 1}
 LONG = 600.0

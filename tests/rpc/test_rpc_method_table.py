@@ -23,7 +23,7 @@ from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import storage_service_pb2 as storage_pb
 from tq_service.v1.method_rule_pb2 import PARTITIONS_NONE, ROLE_READ, MethodRule, Role, rule
 from tq_service.wire.columns import encode_header
-from tq_service.wire.credentials import ROLES
+from tq_service.wire.connection import ROLES
 from tq_service.wire.encoding import encode_columns
 from tq_service.wire.error_table import from_rpc_error, status_from_trailers
 

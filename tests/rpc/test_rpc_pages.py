@@ -19,7 +19,7 @@ from tq_service.serving.catalog import Catalog
 from tq_service.state.partition import PartitionSettings
 from tq_service.v1 import commit_pb2
 from tq_service.v1 import controller_service_pb2 as pb
-from tq_service.wire.runs import read_indexes
+from tq_service.wire.metadata import read_indexes
 
 COUNT = 33_000
 MOST_ON_A_PAGE = 16_384

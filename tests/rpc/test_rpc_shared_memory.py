@@ -27,9 +27,8 @@ from tq_service.errors import UnavailableError
 from tq_service.testing import ServiceProcess
 from tq_service.v1.storage_service_pb2 import PutHeader, PutResponse
 from tq_service.wire import shared_memory
-from tq_service.wire.columns import Column, encode_header
+from tq_service.wire.columns import SEND_AS_FDS, SEND_AS_FRAMES, SEND_AS_KEY, Column, encode_header, encode_part
 from tq_service.wire.encoding import encode_columns
-from tq_service.wire.frames import SEND_AS_FDS, SEND_AS_FRAMES, SEND_AS_KEY, encode_part
 
 pytestmark = pytest.mark.skipif(not shared_memory.is_supported(), reason="sealed memfds are there on Linux only")
 

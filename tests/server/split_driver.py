@@ -25,9 +25,9 @@ from tq_service.v1 import commit_pb2, metadata_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import storage_service_pb2 as pb_storage
 from tq_service.wire.columns import encode_header
-from tq_service.wire.credentials import Credentials
+from tq_service.wire.connection import Credentials
 from tq_service.wire.encoding import encode_columns
-from tq_service.wire.runs import CellRuns
+from tq_service.wire.metadata import CellRuns
 
 TTL_SECONDS = 10.0
 _PATIENCE_SECONDS = 60.0

@@ -20,7 +20,7 @@ from tq_service.server.heartbeat import register_storage
 from tq_service.server.receipts import ReceiptKeys
 from tq_service.server.storage_servicer import endpoint_of
 from tq_service.storage.engine import StorageEngine
-from tq_service.wire.credentials import Credentials
+from tq_service.wire.connection import Credentials
 
 
 class Controller(StorageRegistryServiceServicer):

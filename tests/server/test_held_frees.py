@@ -18,7 +18,7 @@ from tq_service.server.storages import EmbeddedStorage, StorageRegistry
 from tq_service.state.cells import CellSet, Put
 from tq_service.storage.cells import PutCells
 from tq_service.storage.engine import StorageEngine
-from tq_service.wire.credentials import Credentials
+from tq_service.wire.connection import Credentials
 
 MOST_A_TURN = 128
 

@@ -17,7 +17,7 @@ from tq_service.state.cells import CellSet, CellsSnapshot, Put, PutTable
 from tq_service.storage.cells import PutCells
 from tq_service.storage.engine import StorageEngine
 from tq_service.wire.encoding import encode_columns
-from tq_service.wire.runs import CellRuns
+from tq_service.wire.metadata import CellRuns
 
 BOOT = b"b" * 16
 

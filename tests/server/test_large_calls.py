@@ -18,7 +18,7 @@ from tq_service.state.table import RowTable
 from tq_service.storage.blobs import memfd, memory
 from tq_service.storage.index import reading, text_check
 from tq_service.storage.index.put import StoredPut
-from tq_service.wire import frames
+from tq_service.wire import columns
 
 MANY = 200_000
 TEXTS = [f"x{number % 1000}" for number in range(MANY)]
@@ -40,7 +40,7 @@ async def client(service):
 
 @pytest.fixture
 def threads(monkeypatch):
-    """Note the threads in which functions run; of the decoder of messages those of large ones but frames."""
+    """Note the threads in which functions run; of the decoder of messages those of large ones but columns."""
     noted = {}
 
     def note(owner, name, is_noted=lambda *_: True):
@@ -64,7 +64,7 @@ def threads(monkeypatch):
 
 
 def _is_large(_, data):
-    return data is not inbox._EOF and len(data) >= LOOP_BYTES and data[0] != frames._FRAME_TAG
+    return data is not inbox._EOF and len(data) >= LOOP_BYTES and data[0] != columns._FRAME_TAG
 
 
 async def test_threads_handle_what_is_large(service, client, threads):

@@ -7,7 +7,7 @@ import pytest
 from certificates import Authority
 
 from tq_service.server.peer import Peer
-from tq_service.wire.credentials import Credentials
+from tq_service.wire.connection import Credentials
 
 
 async def test_files_that_are_away_for_a_moment_do_no_harm(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

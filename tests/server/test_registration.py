@@ -21,7 +21,7 @@ from tq_service.server.storages import EmbeddedStorage, StorageRegistry
 from tq_service.state.cells import Put
 from tq_service.storage.engine import StorageEngine
 from tq_service.v1 import metadata_pb2
-from tq_service.wire.credentials import Credentials
+from tq_service.wire.connection import Credentials
 
 BOOT = b"b" * 16
 

@@ -16,7 +16,7 @@ from tq_service.server.receipts import ReceiptKeys
 from tq_service.server.remote_storage import RemoteStorage, _typed_errors
 from tq_service.storage.cells import PutCells
 from tq_service.v1 import metadata_pb2
-from tq_service.wire.credentials import Credentials
+from tq_service.wire.connection import Credentials
 
 PUT_ID = b"p" * 16
 

@@ -15,7 +15,7 @@ from tq_service.internal.v1 import cluster_pb2 as pb
 from tq_service.internal.v1.cluster_pb2_grpc import ClusterServiceServicer, add_ClusterServiceServicer_to_server
 from tq_service.journal.files import snapshot_path
 from tq_service.server.snapshot_transfer import SnapshotServicer, fetch_snapshot
-from tq_service.wire.credentials import Credentials
+from tq_service.wire.connection import Credentials
 
 NUMBER = 7
 CONTENT = bytes(range(256)) * 12_000  # three parts, the last one short

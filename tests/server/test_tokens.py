@@ -28,7 +28,7 @@ from tq_service.server.tokens import (
     parse_tokens,
     read_tokens,
 )
-from tq_service.wire.credentials import ROLES
+from tq_service.wire.connection import ROLES
 
 GOOD = '[[token]]\nname = "a"\nsha256 = "' + "0" * 64 + '"\nroles = ["read"]\nprefixes = [""]\n'
 

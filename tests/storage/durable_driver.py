@@ -7,7 +7,7 @@ from tq_service.storage.blobs import segments
 from tq_service.storage.blobs.segments import SegmentBlobs
 from tq_service.storage.engine import StorageEngine
 from tq_service.wire import shared_memory
-from tq_service.wire.frames import iter_frames
+from tq_service.wire.columns import iter_frames
 
 BOOT = bytes(range(16))
 

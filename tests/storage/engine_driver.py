@@ -6,10 +6,10 @@ import numpy as np
 
 from tq_service.storage.cells import PutCells
 from tq_service.wire import shared_memory
+from tq_service.wire.columns import ColumnReceiver, iter_frames
 from tq_service.wire.decoding import decode_columns
 from tq_service.wire.encoding import encode_columns
-from tq_service.wire.frames import ColumnReceiver, iter_frames
-from tq_service.wire.runs import CellRuns
+from tq_service.wire.metadata import CellRuns
 
 PARTITION = "train@0"
 

@@ -13,7 +13,7 @@ from tq_service.storage.mirror.layout import Names
 from tq_service.storage.mirror.mirror import Mirror
 from tq_service.storage.mirror.writer import ObjectWriter
 from tq_service.wire import shared_memory
-from tq_service.wire.frames import iter_frames
+from tq_service.wire.columns import iter_frames
 
 NODE_BYTES = 64 << 20
 

@@ -34,10 +34,9 @@ from tq_service.storage.index import compaction
 from tq_service.storage.index import reading as reading_module
 from tq_service.storage.index.put import StoredPut
 from tq_service.storage.index.put_table import Overdue
-from tq_service.wire.columns import ColumnShape
+from tq_service.wire.columns import ColumnReceiver, ColumnShape, iter_frames
 from tq_service.wire.decoding import decode_columns
 from tq_service.wire.encoding import encode_columns
-from tq_service.wire.frames import ColumnReceiver, iter_frames
 
 DATA = {
     "dense": np.arange(12, dtype=np.float32).reshape(4, 3),

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from tq_service.errors import UnsupportedObjectError
-from tq_service.wire.collection import no_collection
 from tq_service.wire.decoding import decode_columns
 from tq_service.wire.encoding import encode_columns
+from tq_service.wire.objects import no_collection
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tq_service.errors import InvalidArgumentError, NotLeaderError, UnavailableError
-from tq_service.wire.controllers import Controllers
+from tq_service.wire.connection import Controllers
 
 
 def not_leader(address: str) -> NotLeaderError:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import tq_service as tq
-from tq_service.wire import credentials as module
-from tq_service.wire.credentials import Credentials, Tls, is_loopback_target
+from tq_service.wire import connection as module
+from tq_service.wire.connection import Credentials, Tls, is_loopback_target
 
 SECRET = "tq_secret"
 SHOWN = (("authorization", f"Bearer {SECRET}"),)

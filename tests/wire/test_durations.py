@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tq_service.errors import InvalidArgumentError
-from tq_service.wire.durations import MOST_SECONDS, read_seconds, to_duration
+from tq_service.wire.messages import MOST_SECONDS, read_seconds, to_duration
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,10 @@ from hypothesis import strategies as st
 from tq_service.errors import InvalidArgumentError
 from tq_service.schema import FieldSpec, Layout
 from tq_service.v1.storage_service_pb2 import GetHeader, GetResponse, PutHeader, PutRequest
-from tq_service.wire.columns import ColumnShape
-from tq_service.wire.frames import (
+from tq_service.wire.columns import (
     MOST_FRAME_PARTS,
     ColumnReceiver,
+    ColumnShape,
     Garbled,
     decode_get_response,
     decode_put_request,

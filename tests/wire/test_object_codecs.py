@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import tq_service as tq
-from tq_service.wire import object_codecs
+from tq_service.wire import objects
 from tq_service.wire.objects import decode_object, encode_object
 
 
@@ -37,8 +37,8 @@ def fields_of(trajectory: Trajectory) -> dict[str, Any]:
 @pytest.fixture(autouse=True)
 def registry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of a test stays registered."""
-    monkeypatch.setattr(object_codecs, "_by_name", {})
-    monkeypatch.setattr(object_codecs, "_by_kind", {})
+    monkeypatch.setattr(objects, "_by_name", {})
+    monkeypatch.setattr(objects, "_by_kind", {})
 
 
 def register(name: str = "test.Trajectory", kind: type = Trajectory, **others: Any) -> None:
@@ -86,7 +86,7 @@ def test_the_last_registration_counts() -> None:
 def test_an_unknown_codec_is_named_when_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     register("acme.Trajectory")
     written = encode_object({"x": Trajectory("a", torch.zeros(1))})
-    monkeypatch.setattr(object_codecs, "_by_name", {})
+    monkeypatch.setattr(objects, "_by_name", {})
     with pytest.raises(tq.InvalidArgumentError, match=r"codec 'acme.Trajectory', which is not registered here; call"):
         decode_object(written)
 

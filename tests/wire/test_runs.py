@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tq_service.client import BatchMeta
 from tq_service.errors import InvalidArgumentError
 from tq_service.v1 import metadata_pb2 as pb
-from tq_service.wire.runs import CellRuns, decode_integers, expand_runs, read_indexes, runs_of, set_indexes
+from tq_service.wire.metadata import CellRuns, decode_integers, expand_runs, read_indexes, runs_of, set_indexes
 
 STRETCHES = st.lists(st.tuples(st.integers(-(2**40), 2**40), st.integers(1, 200)), max_size=12)
 

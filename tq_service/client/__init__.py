@@ -33,7 +33,7 @@ from tq_service.results import (
     WaitReason,
 )
 from tq_service.schema import EndCounts
-from tq_service.wire.credentials import Tls
+from tq_service.wire.connection import Tls
 
 __all__ = [
     "AsyncClient",

@@ -18,10 +18,15 @@ from tq_service.results import Revision, WaitReason
 from tq_service.schema import EndCounts, FieldSpec, Layout, SampleConsumption
 from tq_service.v1 import metadata_pb2 as pb
 from tq_service.wire.columns import merge_specs
-from tq_service.wire.durations import read_seconds
-from tq_service.wire.mapper import read_message
-from tq_service.wire.metadata import decode_meta_columns, decode_produced, decode_spec, meta_columns_to_rows
-from tq_service.wire.runs import Indexes, read_indexes
+from tq_service.wire.messages import read_message, read_seconds
+from tq_service.wire.metadata import (
+    Indexes,
+    decode_meta_columns,
+    decode_produced,
+    decode_spec,
+    meta_columns_to_rows,
+    read_indexes,
+)
 
 Status = Literal["batch", "not_yet", "end"]
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from tq_service.errors import ForkedClientError, TqError
 from tq_service.log_message import LogMessage
-from tq_service.wire.dtypes import is_tensor
+from tq_service.wire.columns import is_tensor
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ import time
 from typing import Final, TypeAlias
 
 from tq_service.addresses import cause_of, hosts_and_ports
-from tq_service.wire.credentials import CA_VARIABLE, Tls
+from tq_service.wire.connection import CA_VARIABLE, Tls
 
 _EXPIRED: Final = 10  # OpenSSL's X509_V_ERR_CERT_HAS_EXPIRED
 _STEP_SECONDS: Final = 0.5  # to connect, and as long again for an answer

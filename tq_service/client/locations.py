@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tq_service.v1 import metadata_pb2 as pb
-from tq_service.wire.runs import CellRuns, Indexes
+from tq_service.wire.metadata import CellRuns, Indexes
 
 
 class StorageRef(NamedTuple):

@@ -19,6 +19,7 @@ from tq_service.errors import DataLossError, DeadlineError, FieldMismatchError, 
 from tq_service.schema import FieldSpec, Layout, ReadLayout
 from tq_service.v1.storage_service_pb2 import GetRequest
 from tq_service.wire.columns import (
+    Bytes,
     ColumnShape,
     extent_count,
     extents_as,
@@ -29,8 +30,7 @@ from tq_service.wire.columns import (
     with_ragged_dim,
 )
 from tq_service.wire.decoding import decode_columns, to_tensordict
-from tq_service.wire.dtypes import Bytes
-from tq_service.wire.runs import CellRuns, Indexes, expand_runs
+from tq_service.wire.metadata import CellRuns, Indexes, expand_runs
 
 # Slices of fewer items on average are copied by an index of all items: a step in Python costs more than so many.
 _SCATTER_BELOW_ITEMS: Final = 64

@@ -20,7 +20,7 @@ from tq_service.client.namespace import Namespace
 from tq_service.errors import InvalidArgumentError
 from tq_service.schema import FieldSpec, StalenessLimit
 from tq_service.v1 import controller_service_pb2 as pb
-from tq_service.wire.durations import to_duration
+from tq_service.wire.messages import to_duration
 from tq_service.wire.metadata import (
     BATCH_UNITS,
     KEY_MODES,

@@ -16,7 +16,7 @@ from tq_service.addresses import cause_of
 from tq_service.client.connection_check import ConnectionCheck
 from tq_service.errors import DeadlineError, NotLeaderError, TqError, UnavailableError
 from tq_service.log_message import LogMessage
-from tq_service.wire.credentials import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, Tls
+from tq_service.wire.connection import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, Tls
 from tq_service.wire.error_table import from_rpc_error, status_from_trailers
 
 _log = logging.getLogger(__name__)

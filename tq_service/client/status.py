@@ -13,7 +13,7 @@ from tq_service.results import (
     StorageStatus,
 )
 from tq_service.v1 import controller_service_pb2 as pb
-from tq_service.wire.mapper import read_message
+from tq_service.wire.messages import read_message
 
 
 class StatusReader:

@@ -11,8 +11,8 @@ from tq_service.client.batch_meta import BatchMeta
 from tq_service.client.namespace import Namespace
 from tq_service.results import PartitionSummary, Revision, TaskStatus
 from tq_service.v1 import controller_service_pb2 as pb
-from tq_service.wire.mapper import read_message
-from tq_service.wire.runs import decode_integers, expand_runs
+from tq_service.wire.messages import read_message
+from tq_service.wire.metadata import decode_integers, expand_runs
 
 _NO_INDEXES = np.zeros(0, np.int64)
 

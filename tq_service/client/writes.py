@@ -20,7 +20,7 @@ from tq_service.schema import FieldSpec, check_named_rows
 from tq_service.v1 import commit_pb2, metadata_pb2
 from tq_service.v1.controller_service_pb2 import PlacePutResponse
 from tq_service.wire.columns import Column
-from tq_service.wire.durations import read_seconds
+from tq_service.wire.messages import read_seconds
 from tq_service.wire.metadata import fill_meta_columns, rows_to_meta_columns, values_to_meta_column
 
 _KNOWN: Final = ("fields", "locations", "key_column", "group_column", "meta_columns", "produced_columns")

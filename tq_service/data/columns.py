@@ -14,10 +14,9 @@ import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, is_tensor_collection
 
-from tq_service.wire.decoding import object_stack
+from tq_service.wire.decoding import RowPattern, object_stack
 from tq_service.wire.encoding import non_tensor_rows
-from tq_service.wire.object_codecs import is_image_type
-from tq_service.wire.row_pattern import RowPattern
+from tq_service.wire.objects import is_image_type
 
 FieldKey = str | tuple[str, ...]
 

@@ -33,7 +33,7 @@ from tq_service.schema import BatchUnit, ReadLayout
 
 if TYPE_CHECKING:
     from tq_service.data.replicas import Ranks
-    from tq_service.wire.credentials import Tls
+    from tq_service.wire.connection import Tls
 
 _log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from tensordict import TensorDict
 
 from tq_service.client.batch_meta import BatchMeta, Pack, Step
 from tq_service.data.columns import DenseColumn, FlatBatch, FlatColumn, JaggedColumn, ObjectColumn, build, flatten
-from tq_service.wire.row_pattern import RowPattern
+from tq_service.wire.decoding import RowPattern
 
 ProcessBatch = Callable[..., Iterable[Any]]
 """`process_batch_fn(data, meta, micro_batch_size=...)`: returns what the loader yields for one batch."""

@@ -22,7 +22,7 @@ from tq_service.data.columns import (
 )
 from tq_service.data.micro_batches import Positions, check_positions
 from tq_service.data.pack_options import PackOptions
-from tq_service.wire.row_pattern import RowPattern
+from tq_service.wire.decoding import RowPattern
 
 POSITIONS = "position_ids"
 _MADE = ("cu_seqlens", "padding_mask", "max_seqlen", "num_padding")

@@ -16,7 +16,7 @@ from tq_service.data.micro_batches import Positions, select_rows
 from tq_service.data.pack_fields import POSITIONS, FieldUse, field_uses, flatten_tokens, sample_lengths
 from tq_service.data.pack_options import PackOptions
 from tq_service.data.padding import SequenceLayout, filled
-from tq_service.wire.row_pattern import RowPattern
+from tq_service.wire.decoding import RowPattern
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

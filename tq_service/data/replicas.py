@@ -19,7 +19,7 @@ import torch
 from tq_service.data.batch import BatchStream, End, ExceptionWrapper, FetchedBatch
 from tq_service.data.shared_batch import BatchLayout, lay_out, open_batch
 from tq_service.errors import InvalidArgumentError
-from tq_service.wire.dtypes import Bytes
+from tq_service.wire.columns import Bytes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -22,7 +22,7 @@ from tensordict import TensorDict
 from tq_service.data.batch import FetchedBatch
 from tq_service.data.columns import FlatBatch, build, flatten
 from tq_service.data.shared_buffers import SharedBufferRef, SharedBufferWriter
-from tq_service.wire.dtypes import Bytes, tensor_bytes
+from tq_service.wire.columns import Bytes, tensor_bytes
 
 _ALIGNMENT: Final = 64
 

@@ -19,7 +19,7 @@ from typing import Final
 
 import numpy as np
 
-from tq_service.wire.dtypes import Bytes
+from tq_service.wire.columns import Bytes
 
 _GRAIN_BYTES: Final = 1 << 20
 # A buffer may be this much larger than what is written: batches are of similar size, not of the same.

@@ -18,7 +18,7 @@ from tq_service.schema import BatchUnit, ReadLayout
 if TYPE_CHECKING:
     from tq_service.client import Client
     from tq_service.client.batch_meta import BatchMeta
-    from tq_service.wire.credentials import Tls
+    from tq_service.wire.connection import Tls
 
 FetchBatch = Callable[..., tuple[Any, Any]]
 """`fetch_batch_fn(**keywords) -> (data, meta)`; see `fetch_batch` for the keywords and the answer."""

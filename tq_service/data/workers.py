@@ -36,7 +36,7 @@ from tq_service.data.shared_batch import SharedBatch, open_batch
 from tq_service.data.shared_buffers import SharedBufferReader
 from tq_service.data.source import BatchSource
 from tq_service.data.worker_process import FetchReply, FetchRequest, Stop, run_worker
-from tq_service.wire.dtypes import Bytes
+from tq_service.wire.columns import Bytes
 
 _OF_MAIN: Final = (
     "before its first batch. A function of the dataset is defined in __main__, the program itself, which each worker "

@@ -12,9 +12,9 @@ import grpc
 
 from tq_service.errors import UnavailableError
 from tq_service.v1.storage_service_pb2 import PutHeader, PutResponse
-from tq_service.wire.credentials import Metadata
-from tq_service.wire.frames import SEND_AS_FRAMES, SEND_AS_KEY, FrameParts, encode_part
-from tq_service.wire.parts import in_parts
+from tq_service.wire.columns import SEND_AS_FRAMES, SEND_AS_KEY, FrameParts, encode_part
+from tq_service.wire.connection import Metadata
+from tq_service.wire.messages import in_parts
 
 if TYPE_CHECKING:
     from tq_service.v1.storage_service_pb2_grpc import StorageServiceAsyncStub, StorageServiceStub

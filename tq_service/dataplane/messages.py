@@ -11,9 +11,7 @@ from tq_service.dataplane.receive_buffers import RECEIVE_BUFFERS
 from tq_service.dataplane.shared_memory.client import FdChannel, receive_columns
 from tq_service.errors import InternalError, InvalidArgumentError
 from tq_service.v1.storage_service_pb2 import GetHeader, PutHeader, SharedColumns
-from tq_service.wire.columns import ColumnShape, decode_headers, encode_header
-from tq_service.wire.dtypes import Bytes
-from tq_service.wire.frames import ColumnReceiver, Garbled
+from tq_service.wire.columns import Bytes, ColumnReceiver, ColumnShape, Garbled, decode_headers, encode_header
 
 
 def put_header(put_id: bytes, columns: Sequence[ColumnShape], **more: Any) -> PutHeader:

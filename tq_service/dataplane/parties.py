@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from tq_service.wire.columns import ColumnShape
-from tq_service.wire.dtypes import Bytes
+from tq_service.wire.columns import Bytes, ColumnShape
 
 Received: TypeAlias = tuple[ColumnShape, Bytes]
 """A column that was got, and its bytes."""

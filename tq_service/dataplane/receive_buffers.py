@@ -16,7 +16,7 @@ from typing import Final
 
 import numpy as np
 
-from tq_service.wire.dtypes import Bytes
+from tq_service.wire.columns import Bytes
 
 # Below this malloc reuses memory well enough, see `keep_frame_buffers`.
 _SMALL_BYTES: Final = 4 << 20

@@ -24,8 +24,16 @@ import numpy as np
 
 from tq_service.errors import NewerVersionError, SnapshotDamagedError, TqError
 from tq_service.journal import codec
-from tq_service.journal.columns import Part, decode_part, encode_column
-from tq_service.journal.record_file import Found, RecordWriter, damaged, gathered, read_records
+from tq_service.journal.record_file import (
+    Found,
+    Part,
+    RecordWriter,
+    damaged,
+    decode_part,
+    encode_column,
+    gathered,
+    read_records,
+)
 from tq_service.state.cells import Put
 from tq_service.state.claim_names import PastName
 from tq_service.state.idempotency import Entry
@@ -34,7 +42,7 @@ from tq_service.state.partition import PartitionFacts, PartitionSnapshot
 from tq_service.state.plan import Indexes
 from tq_service.state.request import BatchSpec
 from tq_service.state.table import ColumnSnapshot, TableSnapshot
-from tq_service.wire.collection import no_collection
+from tq_service.wire.objects import no_collection
 
 FORMAT_VERSION: Final = 6
 _CLAIMS_A_RECORD: Final = 256  # encoding more would block other threads

@@ -38,10 +38,9 @@ from tq_service.errors import (
     SnapshotDamagedError,
     TqError,
 )
-from tq_service.journal.file_backend import FileBackend
+from tq_service.journal.file_backend import FileBackend, segment_numbers
 from tq_service.journal.files import quarantine, snapshot_numbers, snapshot_path
 from tq_service.journal.log import Log, Record
-from tq_service.journal.segment import segment_numbers
 from tq_service.log_message import LogMessage
 from tq_service.machine.partitions import StateReplaced
 from tq_service.machine.state_machine import decode_group
@@ -50,7 +49,7 @@ from tq_service.state.idempotency import Entry
 from tq_service.state.partition import Partition, PartitionSnapshot
 from tq_service.storage.engine import StorageEngine
 from tq_service.storage.index.put_journal import left_puts
-from tq_service.wire.collection import no_collection
+from tq_service.wire.objects import no_collection
 
 _log = logging.getLogger(__name__)
 

@@ -1,28 +1,419 @@
-"""A log in the files of one directory, as a chain of segments.
+"""A log in the files of one directory, as a chain of segments: how they are written, read, checked and cut.
 
 A new segment begins at each start, when one is long, and with each snapshot. The snapshot has the number of its
-segment, and later records are read from that segment on.
+segment, and later records are read from that segment on. A segment consists of frames, each of which holds the records
+of one group.
+
+    segment: "tqlog004", opening frame, frame ..., closing frame
+    frame:   header, body
+    header:  size of the body (uint32), number of the frame (uint64), XXH3 of the body, seeded with that number
+             (uint64), XXH32 of the header so far (uint32); all numbers are little-endian
+
+Snapshots and checkpoints consist of frames too (`record_file`). A reader knows the next number, and finds a frame that
+is missing, repeated or misplaced.
+
+Records are numbered across all segments, and a frame has the number of its first record. The boundary between two
+segments has a number too: that of the opening frame, which describes how the segment is written, of the empty closing
+frame, which announces another segment, and of the file's name.
+
+A killed process leaves complete frames and a part of one. Only a loss of power leaves more than that.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import io
 import logging
 import os
+import re
+import shutil
+import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import BinaryIO, Final, TypeVar
 
-from tq_service.errors import DiskFailedError, DiskFullError, TqError
-from tq_service.journal.files import free_bytes, sync_path
-from tq_service.journal.log import NewRecord, Record
-from tq_service.journal.reader import LogReader
-from tq_service.journal.segment import SegmentWriter, segment_numbers, segment_path
+import numpy as np
+import xxhash
+
+from tq_service.errors import DiskFailedError, DiskFullError, JournalDamagedError, TqError
+from tq_service.journal.files import beside, free_bytes, numbers_in, quarantine, sync_path
+from tq_service.journal.log import NewRecord, Record, packed, unpacked
 from tq_service.log_message import LogMessage
+
+_MAGIC: Final = b"tqlog004"
+_HEADER: Final = struct.Struct("<IQQI")
+_CHECKED: Final = struct.Struct("<IQQ")
+_CHECKSUM: Final = struct.Struct("<I")
+HEADER_BYTES: Final = _HEADER.size
+_NUMBER_OFFSET: Final = 4
+_LEAST_RECORD_BYTES: Final = 5
+_NAME: Final = re.compile(r"journal-(\d{12,})\.tqj")
+
+
+def segment_path(directory: Path, number: int) -> Path:
+    """Return the path of the segment that begins with a number."""
+    return directory / f"journal-{number:012d}.tqj"
+
+
+def segment_numbers(directory: Path) -> list[int]:
+    """Return the first numbers of all segments in a directory, ascending."""
+    return numbers_in(directory, _NAME)
+
+
+@cache
+def machine_boot_id() -> str:
+    """Return the id of this run of the machine: unsynced bytes can only get lost between two runs."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+class Break(Exception):  # noqa: N818  (a finding, which the reader turns into an error or a line of the log)
+    """The expected frame is missing or not intact.
+
+    Attributes:
+        is_torn: whether the file ends here as it does after a kill during a write.
+    """
+
+    def __init__(self, problem: str, *, is_torn: bool = False) -> None:
+        super().__init__(problem)
+        self.is_torn = is_torn
+
+
+def frame(number: int, parts: Iterable[bytes | bytearray | memoryview]) -> tuple[bytes, bytes]:
+    """Return header and body of a frame; its bytes are copied once, here."""
+    body = b"".join(parts)
+    checked = _CHECKED.pack(len(body), number, xxhash.xxh3_64_intdigest(body, number))
+    return checked + _CHECKSUM.pack(xxhash.xxh32_intdigest(checked)), body
+
+
+def read_frame(file: BinaryIO, number: int) -> bytes:
+    """Return the body of the next frame in a file; raises Break unless it is intact and has this number."""
+    header = file.read(_HEADER.size)
+    if len(header) < _HEADER.size:
+        raise Break("ends within a frame", is_torn=True)
+    size, found, checksum, header_checksum = _HEADER.unpack(header)
+    if xxhash.xxh32_intdigest(header[: _CHECKED.size]) != header_checksum:
+        raise Break("has a frame whose header does not fit its checksum")
+    body = file.read(size)
+    if len(body) < size:
+        raise Break("ends within a frame", is_torn=True)
+    if xxhash.xxh3_64_intdigest(body, found) != checksum:
+        raise Break("has a frame that does not fit its checksum")
+    if found != number:
+        raise Break(f"has record {found} where record {number} should be")
+    return body
+
+
+class SegmentWriter:
+    """An open segment, for one thread at a time. Methods raise OSError.
+
+    Attributes:
+        path: of the file.
+    """
+
+    def __init__(self, path: Path, descriptor: int, end: int) -> None:
+        self.path = path
+        self._descriptor = descriptor
+        self._end = end
+
+    @classmethod
+    def create(cls, directory: Path, number: int, *, is_synced: bool) -> SegmentWriter:
+        """Make a segment, which survives a loss of power only after `sync` and a sync of the directory.
+
+        Args:
+            directory: of the log.
+            number: of its opening; no such segment exists.
+            is_synced: whether callers wait for `sync` before they rely on a frame.
+        """
+        path = segment_path(directory, number)
+        segment = cls(path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), 0)
+        try:
+            head, body = frame(number, (bytes([is_synced]), machine_boot_id().encode()))
+            segment._write(_MAGIC + head, body)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            segment.close(sync=False)
+            raise
+        return segment
+
+    @classmethod
+    def reopen(cls, path: Path, end: int) -> SegmentWriter:
+        """Open a segment to continue after its first `end` bytes; later bytes are cut off."""
+        descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        os.ftruncate(descriptor, end)
+        return cls(path, descriptor, end)
+
+    def append(self, number: int, records: Sequence[NewRecord]) -> None:
+        """Pass a frame to the kernel in one call, or cut it off again; without records it is the closing."""
+        self._write(*frame(number, packed(records)))
+
+    def sync(self) -> None:
+        """Return once all bytes are on the disk."""
+        os.fsync(self._descriptor)
+
+    def close(self, *, sync: bool) -> None:
+        """Close the file, after a sync if asked for."""
+        try:
+            if sync:
+                self.sync()
+        finally:
+            os.close(self._descriptor)
+
+    def _write(self, head: bytes, body: bytes) -> None:
+        size = len(head) + len(body)
+        try:
+            written = os.pwritev(self._descriptor, [head, body], self._end)
+            if written < size:  # the disk is full, or one call takes no more; the next call tells which
+                rest = memoryview(head + body)
+                while written < size:
+                    written += os.pwrite(self._descriptor, rest[written:], self._end + written)
+        except BaseException:
+            os.ftruncate(self._descriptor, self._end)
+            raise
+        self._end += size
+
+
+class FoundSegment:
+    """A segment of an earlier process.
+
+    Attributes:
+        number: the one in its name.
+        path: of the file.
+        size: of the file, in bytes.
+        end: number of intact bytes, as far as it was read, without the closing.
+        last_number: of the last record before `end`.
+        is_closed: whether the closing follows there.
+        flaw: the problem at `end`, or None.
+        is_synced: whether its writer waited for a sync before it relied on a frame.
+        machine_boot_id: of the machine, when the segment was begun.
+    """
+
+    def __init__(self, directory: Path, number: int) -> None:
+        """Read the opening; raises OSError if that cannot be read."""
+        self.number = self.last_number = number
+        self.path = segment_path(directory, number)
+        self.size = self.path.stat().st_size
+        self.end = 0
+        self.flaw: Break | None = None
+        self.is_synced = self.is_closed = False
+        self.machine_boot_id = ""
+        try:
+            with self._opened(0) as file:
+                magic = file.read(len(_MAGIC))
+                if magic != _MAGIC:
+                    raise Break("does not begin like a file of the journal", is_torn=_MAGIC.startswith(magic))
+                opening = read_frame(file, number)
+                self.is_synced, self.machine_boot_id, self.end = bool(opening[0]), opening[1:].decode(), file.tell()
+        except Break as flaw:
+            self.flaw = flaw
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether its opening is intact."""
+        return self.end > 0
+
+    @property
+    def may_lose_tail(self) -> bool:
+        """Whether a loss of power may have taken the last bytes, in any order."""
+        return self.is_begun and not self.is_synced and self.machine_boot_id != machine_boot_id()
+
+    def records(self) -> Iterator[Record]:
+        """Yield the records up to the closing, a flaw or the end; raises OSError if the file cannot be read."""
+        try:
+            with self._opened(self.end) as file:
+                while file.peek(1):
+                    body = read_frame(file, self.last_number + 1)
+                    if not body:
+                        self.is_closed = True
+                        if file.peek(1):
+                            raise Break("continues after its closing")
+                        return
+                    self.end += HEADER_BYTES + len(body)
+                    for record in unpacked(body, self.last_number + 1):
+                        self.last_number = record.number
+                        yield record
+        except Break as flaw:
+            self.flaw = flaw
+
+    def has_frame_after_flaw(self) -> bool:
+        """Whether an intact later frame follows the flaw: when it was written, all before it had been synced."""
+        data = self.path.read_bytes()[self.end + 1 :]
+        file = io.BytesIO(data)
+        # The number of a frame that would begin at each byte; such a view needs some bytes after the last one.
+        numbers = np.ndarray(len(data), "<u8", data + bytes(HEADER_BYTES), _NUMBER_OFFSET, (1,))
+        most = self.last_number + 2 + len(data) // _LEAST_RECORD_BYTES
+        for at in np.flatnonzero((numbers > self.last_number) & (numbers < most)).tolist():
+            file.seek(at)
+            with contextlib.suppress(Break):
+                read_frame(file, int(numbers[at]))
+                return True
+        return False
+
+    @contextlib.contextmanager
+    def _opened(self, start: int) -> Iterator[io.BufferedReader]:
+        try:
+            with self.path.open("rb") as file:
+                file.seek(start)
+                yield file
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            raise Break(f"cannot be read ({error})") from error
+
+
+_log = logging.getLogger(__name__)
+_LOST_SUFFIX: Final = ".lost"
+_REMEDY: Final = (
+    "restore a checkpoint, or start with --accept-journal-loss to go on with what was written before it and forget all "
+    "that came later"
+)
+
+
+class LogReader:
+    """Reads a log from one of its segments on, and leaves it so that a writer can continue.
+
+    Attributes:
+        last_number: of the last record or opening that was read; the writer continues with the next one.
+        last_segment: the one to close; None in an empty log.
+    """
+
+    def __init__(self, directory: Path, *, accept_loss: bool) -> None:
+        self._directory = directory
+        self._accept_loss = accept_loss
+        self.last_number = 0
+        self.last_segment: FoundSegment | None = None
+
+    def records(self, number: int) -> Iterator[Record]:
+        """Yield all records from a segment on.
+
+        Args:
+            number: of the segment's opening; 0 for the first one.
+
+        Raises:
+            JournalDamagedError: a written record is damaged or missing.
+            DiskFullError: a file cannot be read now, for lack of something in the system.
+        """
+        try:
+            found = [FoundSegment(self._directory, each) for each in segment_numbers(self._directory) if each >= number]
+            if not self._has_beginning(found, number):
+                self._lose(found)
+                self.last_number = max(number, 1) - 1  # the log continues after the snapshot
+                return
+            for index, segment in enumerate(found):
+                self.last_number, self.last_segment = segment.number, segment
+                for record in segment.records():
+                    self.last_number = record.number
+                    yield record
+                following = found[index + 1 :]
+                if not self._continues(segment, following):
+                    self._lose(following)
+                    return
+        except OSError as error:
+            # Not damage: accepting a loss would also discard every record that cannot be read now.
+            raise DiskFullError(
+                f"{error.filename or self._directory} cannot be read now ({error}): the disk of the data dir is full, "
+                "or this process lacks files or rights; nothing is lost: change that, and start the service again",
+                metadata={"path": str(error.filename or self._directory)},
+            ) from error
+
+    def _has_beginning(self, found: Sequence[FoundSegment], number: int) -> bool:
+        """Whether nothing is missing before the first record; raises if only damage explains the gap."""
+        first = found[0] if found else None
+        if first is None or first.number != (number or 1):
+            if number:
+                path = segment_path(self._directory, number)
+                self._report(path, 0, "is missing, but the snapshot that it follows is there")
+            elif first is not None:
+                self._report(first.path, 0, f"begins with number {first.number}, and no snapshot holds what was before")
+            return first is None and not number
+        if not first.is_begun and (number or len(found) > 1 or not _was_being_made(first)):
+            self._report(first.path, 0, f"{first.flaw}")
+        return first.is_begun
+
+    def _continues(self, segment: FoundSegment, following: Sequence[FoundSegment]) -> bool:
+        """Whether the next segment begins at the end of this one; raises if not and only damage explains it."""
+        number = segment.last_number + 1
+        continues = bool(following) and following[0].is_begun and following[0].number == number
+        if segment.flaw is not None:
+            if not continues and _is_damage(segment, segment.flaw):
+                self._report(segment.path, segment.end, f"{segment.flaw}")
+                self._keep_copy(segment)
+                return False
+            _log.warning(
+                LogMessage(
+                    "cut a record that was not whole when the service or the machine stopped",
+                    file=segment.path.name,
+                    bytes=segment.size - segment.end,
+                    after_record=segment.last_number,
+                )
+            )
+        # A later run of the machine began its segment after it knew which bytes a loss of power had taken.
+        is_of_later_run = bool(following) and following[0].machine_boot_id not in ("", segment.machine_boot_id)
+        if continues or (segment.may_lose_tail and not is_of_later_run):
+            return continues
+        if not following:
+            if segment.is_closed:
+                path = segment_path(self._directory, number)
+                self._report(path, 0, f"is missing, but {segment.path.name} says that it follows")
+        elif following[0].number != number:
+            self._report(
+                segment.path,
+                segment.end,
+                f"ends with record {number - 1}, but the next file begins with number {following[0].number}",
+            )
+        elif segment.is_closed or len(following) > 1 or not _was_being_made(following[0]):
+            self._report(following[0].path, 0, f"{following[0].flaw}")
+        return False
+
+    def _keep_copy(self, segment: FoundSegment) -> None:
+        """Copy bytes that are about to be cut off, for an operator to inspect."""
+        try:
+            shutil.copyfile(segment.path, beside(segment.path, _LOST_SUFFIX))
+        except OSError as error:
+            _log.warning(LogMessage("no copy of the segment could be written", file=segment.path.name, error=error))
+
+    def _lose(self, segments: Sequence[FoundSegment]) -> None:
+        for segment in reversed(segments):  # a kill in between leaves a gap at the same position
+            if _was_being_made(segment):
+                _log.warning(LogMessage("removed a segment without records", file=segment.path.name))
+                segment.path.unlink()
+            else:
+                _log.warning(LogMessage("quarantined a segment: records before it are lost", file=segment.path.name))
+                quarantine(segment.path, _LOST_SUFFIX)
+
+    def _report(self, path: Path, at: int, problem: str) -> None:
+        """Raise JournalDamagedError, or log the damage if its loss is accepted."""
+        place = f"{path}, byte {at}," if at else f"{path}"
+        if not self._accept_loss:
+            raise JournalDamagedError(
+                f"the journal is damaged: {place} {problem}; {_REMEDY}",
+                metadata={"file": path.name, "byte": str(at), "after_record": str(self.last_number)},
+            )
+        _log.error(
+            LogMessage("the journal is damaged, and the loss was accepted", file=path, byte=at or None, problem=problem)
+        )
+
+
+def _is_damage(segment: FoundSegment, flaw: Break) -> bool:
+    """Whether neither the end of a process nor a loss of power explains a flaw."""
+    if flaw.is_torn or segment.may_lose_tail:
+        return False
+    # A loss of power may leave a part of the bytes that were not synced yet: those of the last commit.
+    return segment.machine_boot_id == machine_boot_id() or segment.has_frame_after_flaw()
+
+
+def _was_being_made(segment: FoundSegment) -> bool:
+    """Whether a process was killed before it had written the opening."""
+    return not segment.is_begun and segment.flaw is not None and segment.flaw.is_torn
+
 
 _log = logging.getLogger(__name__)
 _LOOK_SECONDS: Final = 1.0

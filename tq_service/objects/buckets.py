@@ -22,10 +22,8 @@ from obstore import exceptions
 from obstore.store import AzureStore, GCSStore, LocalStore, MemoryStore, S3Store
 
 from tq_service.errors import AlreadyExistsError, InvalidArgumentError, TqError, UnavailableError
-from tq_service.objects.base import Abilities, ObjectMissingError, Survives
-from tq_service.objects.options import EngineUrl
-from tq_service.objects.sealed import HEADER_BYTES, joined, size_of
-from tq_service.objects.threaded import Landing, ThreadedObjects
+from tq_service.objects.base import Abilities, EngineUrl, ObjectMissingError, Survives
+from tq_service.objects.threaded import HEADER_BYTES, Landing, ThreadedObjects, joined, size_of
 
 Store: TypeAlias = AzureStore | GCSStore | LocalStore | MemoryStore | S3Store
 

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from tq_service.errors import InvalidArgumentError, nearest
-from tq_service.objects.base import ObjectStore
-from tq_service.objects.options import EngineUrl
+from tq_service.objects.base import EngineUrl, ObjectStore
 
 ENTRY_POINT_GROUP: Final = "tq_service.object_stores"
 """Entry points of packages: the name is the scheme, the value a callable that makes an `ObjectStore` of a URL."""

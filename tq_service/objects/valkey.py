@@ -17,10 +17,8 @@ from redis.cluster import RedisCluster
 from redis.retry import Retry
 
 from tq_service.errors import AlreadyExistsError, InvalidArgumentError, TqError
-from tq_service.objects.base import Abilities
-from tq_service.objects.options import EngineUrl
-from tq_service.objects.sealed import HEADER_BYTES, joined, size_of
-from tq_service.objects.threaded import Landing, ThreadedObjects
+from tq_service.objects.base import Abilities, EngineUrl
+from tq_service.objects.threaded import HEADER_BYTES, Landing, ThreadedObjects, joined, size_of
 
 _DEFAULT_PORT: Final = 6379
 _NAMES_PER_CALL: Final = 500

@@ -44,9 +44,8 @@ from tq_service.state.partition import Partition, PartitionSnapshot
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1.storage_service_pb2 import GetRequest
 from tq_service.wire.columns import Column
-from tq_service.wire.durations import to_duration
-from tq_service.wire.json_objects import check_object
-from tq_service.wire.mapper import to_message
+from tq_service.wire.messages import to_duration, to_message
+from tq_service.wire.objects import check_json_object
 
 _log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
@@ -97,7 +96,7 @@ class Checkpoints:
             DataLossError: bytes that are to be copied are lost.
             UnavailableError: a storage service cannot be reached.
         """
-        await _in_thread(lambda: check_object("metadata", metadata))
+        await _in_thread(lambda: check_json_object("metadata", metadata))
         path = await _in_thread(lambda: checkpoint_path(self._checkpoint_dir, name))
         with self._alone("written"):
             writer = CheckpointWriter(path)

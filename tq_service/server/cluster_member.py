@@ -20,12 +20,18 @@ from typing import Any, Final
 
 import grpc
 
-from tq_service.cluster.about import MemberRecord, controller_id_of, publish, published
-from tq_service.cluster.batches import BatchReader
-from tq_service.cluster.election import Election, Leader, Leadership, Lease
-from tq_service.cluster.etcd import Etcd, EtcdAccess
-from tq_service.cluster.etcd_backend import EtcdBackend
-from tq_service.cluster.keys import ClusterKeys
+from tq_service.cluster.election import (
+    Election,
+    Leader,
+    Leadership,
+    Lease,
+    MemberRecord,
+    controller_id_of,
+    publish,
+    published,
+)
+from tq_service.cluster.etcd import ClusterKeys, Etcd, EtcdAccess
+from tq_service.cluster.etcd_backend import BatchReader, EtcdBackend
 from tq_service.config import ServeSettings
 from tq_service.durable.data_dir import DataDir
 from tq_service.durable.state_store import StateStore
@@ -38,7 +44,7 @@ from tq_service.results import ControllerStatus
 from tq_service.server.snapshot_transfer import fetch_snapshot
 from tq_service.server.supervisor import Supervisor
 from tq_service.serving.catalog import Catalog
-from tq_service.wire.credentials import Credentials, Tls
+from tq_service.wire.connection import Credentials, Tls
 
 _log = logging.getLogger(__name__)
 _PUBLISH_SECONDS: Final = 1.0

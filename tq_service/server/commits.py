@@ -34,7 +34,7 @@ from tq_service.state.partition import Partition
 from tq_service.v1 import commit_pb2, metadata_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.wire.columns import ColumnShape, decode_headers
-from tq_service.wire.runs import read_indexes
+from tq_service.wire.metadata import read_indexes
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 

@@ -45,7 +45,7 @@ from tq_service.storage.blobs.memory import MemoryBlobs
 from tq_service.storage.blobs.segments import SegmentBlobs
 from tq_service.storage.engine import EngineStat, StorageEngine
 from tq_service.version import BUILD
-from tq_service.wire.credentials import Credentials
+from tq_service.wire.connection import Credentials
 from tq_service.wire.shared_memory import check_supported
 
 if TYPE_CHECKING:

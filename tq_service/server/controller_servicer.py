@@ -52,10 +52,8 @@ from tq_service.state.partition import Partition, PartitionSettings
 from tq_service.state.plan import Indexes
 from tq_service.v1 import commit_pb2, controller_service_pb2_grpc
 from tq_service.v1 import controller_service_pb2 as pb
-from tq_service.wire.durations import read_seconds
-from tq_service.wire.mapper import read_message, to_message
-from tq_service.wire.metadata import check_json, decode_meta_columns
-from tq_service.wire.runs import decode_integers
+from tq_service.wire.messages import read_message, read_seconds, to_message
+from tq_service.wire.metadata import check_json, decode_integers, decode_meta_columns
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Request = TypeVar("Request", bound=Any)  # a message with a request_id

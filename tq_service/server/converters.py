@@ -31,18 +31,18 @@ from tq_service.state.selection import Selection
 from tq_service.v1 import commit_pb2, metadata_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.wire.columns import ColumnShape
-from tq_service.wire.durations import read_seconds, to_duration
-from tq_service.wire.mapper import read_message, to_message
+from tq_service.wire.messages import read_message, read_seconds, to_duration, to_message
 from tq_service.wire.metadata import (
     KEY_MODES,
     STATES,
     check_json,
+    decode_integers,
     decode_meta_columns,
     encode_meta_columns,
     encode_produced,
     encode_spec,
+    set_indexes,
 )
-from tq_service.wire.runs import decode_integers, set_indexes
 
 _REMEMBERED_REQUEST_BYTES: Final = 1024
 _MOST_CLAIM_BYTES: Final = 256 * 1024  # what is asked for is kept while the call waits, and with its batches

@@ -19,12 +19,9 @@ from tq_service.server.receipts import ReceiptKeys
 from tq_service.storage.engine import StorageEngine
 from tq_service.v1.metadata_pb2 import MirrorStatus, StorageEndpoint
 from tq_service.version import BUILD
-from tq_service.wire.connection import CLUSTER_OPTIONS, CONNECTION_OPTIONS
-from tq_service.wire.controllers import Controllers
-from tq_service.wire.credentials import Credentials
-from tq_service.wire.durations import read_seconds
+from tq_service.wire.connection import CLUSTER_OPTIONS, CONNECTION_OPTIONS, Controllers, Credentials
 from tq_service.wire.error_table import from_rpc_error, status_from_trailers
-from tq_service.wire.mapper import to_message
+from tq_service.wire.messages import read_seconds, to_message
 
 if TYPE_CHECKING:
     from tq_service.internal.v1.storage_registry_pb2_grpc import (

@@ -26,7 +26,7 @@ from tq_service.errors import InvalidArgumentError
 from tq_service.log_message import LogMessage
 from tq_service.server.reloading_files import ReloadingFiles
 from tq_service.server.tokens import check_private
-from tq_service.wire.credentials import Credentials, Metadata, Tls, file_signature, is_loopback_target
+from tq_service.wire.connection import Credentials, Metadata, Tls, file_signature, is_loopback_target
 
 _log = logging.getLogger(__name__)
 

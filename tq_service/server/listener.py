@@ -19,7 +19,7 @@ from tq_service.server.rpc.auth import SCRAPE, AccessControl, refused_scrape
 from tq_service.server.supervisor import regularly
 from tq_service.server.tls import ServerCertificate, check_authorities
 from tq_service.server.tokens import TokenFile
-from tq_service.wire.credentials import Tls
+from tq_service.wire.connection import Tls
 
 if TYPE_CHECKING:
     from tq_service.observe.endpoint import Access

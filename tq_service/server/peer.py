@@ -13,8 +13,7 @@ import grpc
 from tq_service.addresses import cause_of
 from tq_service.errors import InvalidArgumentError
 from tq_service.log_message import LogMessage
-from tq_service.wire.connection import CONNECTION_OPTIONS
-from tq_service.wire.credentials import Credentials, Metadata, async_open_channel
+from tq_service.wire.connection import CONNECTION_OPTIONS, Credentials, Metadata, async_open_channel
 
 _log = logging.getLogger(__name__)
 Stub = TypeVar("Stub")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tq_service.errors import InvalidArgumentError
 from tq_service.log_message import LogMessage
-from tq_service.wire.credentials import Signature, file_signature
+from tq_service.wire.connection import Signature, file_signature
 
 _log = logging.getLogger(__name__)
 

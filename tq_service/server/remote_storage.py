@@ -28,9 +28,9 @@ from tq_service.server.peer import Peer, PeerOutage
 from tq_service.server.receipts import ReceiptBook, key_id
 from tq_service.server.supervisor import Supervisor
 from tq_service.storage.cells import PutCells
-from tq_service.wire.credentials import Credentials
+from tq_service.wire.connection import Credentials
 from tq_service.wire.error_table import from_rpc_error, status_from_trailers
-from tq_service.wire.mapper import read_message
+from tq_service.wire.messages import read_message
 
 if TYPE_CHECKING:
     from tq_service.internal.v1.storage_control_pb2_grpc import (

@@ -16,7 +16,7 @@ from tq_service.internal.v1.cluster_pb2_grpc import ClusterServiceServicer, Clus
 from tq_service.journal.files import FileWriter, snapshot_path
 from tq_service.server.peer import Peer
 from tq_service.server.rpc.middleware import Context
-from tq_service.wire.credentials import Credentials
+from tq_service.wire.connection import Credentials
 
 if TYPE_CHECKING:
     from tq_service.internal.v1.cluster_pb2_grpc import ClusterServiceAsyncStub  # exists for type checkers only

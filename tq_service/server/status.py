@@ -21,7 +21,7 @@ from tq_service.state.ledger import TaskLedger
 from tq_service.state.partition import Partition
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.version import BUILD
-from tq_service.wire.mapper import to_message
+from tq_service.wire.messages import to_message
 
 _MOST_PAGE_BYTES: Final = 1 << 20  # but for the last partition of the page
 _MOST_WAITS: Final = 32  # of a partition

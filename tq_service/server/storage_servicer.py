@@ -40,20 +40,24 @@ from tq_service.storage.index.reading import Reading, shared_part
 from tq_service.storage.index.reconciliation import Reconciliation
 from tq_service.v1 import metadata_pb2
 from tq_service.v1 import storage_service_pb2 as pb
-from tq_service.wire.columns import MAX_ROWS, Column, ColumnShape, columns_digest, encode_header
-from tq_service.wire.frames import (
+from tq_service.wire.columns import (
     DEFAULT_FRAME_BYTES,
     INLINE_BYTES,
+    MAX_ROWS,
     SEND_AS_FDS,
     SEND_AS_FRAMES,
     SEND_AS_KEY,
+    Column,
     ColumnReceiver,
+    ColumnShape,
+    columns_digest,
     decode_put_request,
+    encode_header,
     encode_part,
     iter_frames,
 )
-from tq_service.wire.mapper import to_message
-from tq_service.wire.runs import CellRuns, decode_integers, expand_runs
+from tq_service.wire.messages import to_message
+from tq_service.wire.metadata import CellRuns, decode_integers, expand_runs
 
 _log = logging.getLogger(__name__)
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"

@@ -34,8 +34,8 @@ from tq_service.v1.controller_service_pb2 import PlacePutResponse
 from tq_service.v1.metadata_pb2 import StorageEndpoint
 from tq_service.version import BUILD
 from tq_service.wire.columns import ColumnShape, columns_digest
-from tq_service.wire.credentials import Credentials
-from tq_service.wire.durations import to_duration
+from tq_service.wire.connection import Credentials
+from tq_service.wire.messages import to_duration
 
 _log = logging.getLogger(__name__)
 _MOST_STORAGES = 1024

@@ -28,7 +28,7 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationErro
 from tq_service.errors import InvalidArgumentError, nearest
 from tq_service.log_message import LogMessage
 from tq_service.server.reloading_files import ReloadingFiles
-from tq_service.wire.credentials import ROLES, Role
+from tq_service.wire.connection import ROLES, Role
 
 _log = logging.getLogger(__name__)
 ALL_PARTITIONS: Final = ""

@@ -36,9 +36,8 @@ from tq_service.state.partition import Partition
 from tq_service.state.plan import Indexes
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1.metadata_pb2 import BatchMeta, IndexRanges
-from tq_service.wire.durations import read_seconds
-from tq_service.wire.mapper import read_message, to_message
-from tq_service.wire.runs import runs_of
+from tq_service.wire.messages import read_message, read_seconds, to_message
+from tq_service.wire.metadata import runs_of
 
 _LEAST_INTERVAL_SECONDS: Final = 0.1
 _ANSWERS_A_SECOND: Final = 100

@@ -48,7 +48,7 @@ from tq_service.storage.index.residents import Memory, Residents
 from tq_service.storage.mirror.layout import PutObject
 from tq_service.storage.mirror.mirror import Mirror
 from tq_service.wire.columns import ColumnShape
-from tq_service.wire.runs import CellRuns
+from tq_service.wire.metadata import CellRuns
 
 _log = logging.getLogger(__name__)
 _MOST_WORK: Final = 4096  # puts that are looked at before others have their turn; some milliseconds

@@ -12,18 +12,18 @@ from numpy.typing import NDArray
 
 from tq_service.errors import InvalidArgumentError
 from tq_service.schema import Encoding, FieldSpec, Layout
-from tq_service.wire.collection import no_collection
-from tq_service.wire.columns import Column, Extents
-from tq_service.wire.dtypes import (
+from tq_service.wire.columns import (
+    Column,
+    Extents,
     array_bytes,
     dtype_name,
-    exact_numbers,
     is_tensor,
     is_tensor_type,
     subclass_problem,
     tensor_bytes,
 )
-from tq_service.wire.objects import encode_objects
+from tq_service.wire.metadata import exact_numbers
+from tq_service.wire.objects import encode_objects, no_collection
 
 T = TypeVar("T")
 _GATHER_BELOW_BYTES: Final = 64 << 10

@@ -17,7 +17,7 @@ from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 
 from tq_service import errors
-from tq_service.wire.durations import to_duration
+from tq_service.wire.messages import to_duration
 
 DOMAIN: Final = "tq_service"
 STATUS_TRAILER: Final = "grpc-status-details-bin"

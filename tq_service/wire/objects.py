@@ -1,27 +1,37 @@
-"""Python objects as bytes: msgpack with extension types.
+"""Python objects as bytes: msgpack with extension types; and JSON objects as text.
 
 Carried: None, bool, int of any size, float, complex, str, bytes (bytearray and memoryview come back as bytes), list,
 tuple, set, frozenset, dict with any hashable of these as key, torch tensors, numpy arrays, of objects too, numpy
-scalars, and what has a codec (`object_codecs`). What derives from one of Python's types comes back as that: an
-OrderedDict as dict, a NamedTuple as tuple, an Enum of str as str. Anything else would take pickle, which runs what it
-reads, and is refused.
+scalars, and what has a codec. What derives from one of Python's types comes back as that: an OrderedDict as dict, a
+NamedTuple as tuple, an Enum of str as str. Anything else would take pickle, which runs what it reads, and is refused.
+
+A codec is registered by name, and one for images of PIL is here. The name travels with each object, so that its reader
+looks up what makes the object again; a type's module or its class never do. PIL is not imported before an image is put
+or read.
+
+JSON objects are text that the service keeps for its clients and does not look into.
 """
 
 from __future__ import annotations
 
+import gc
+import json
 import math
 import re
 import struct
+import sys
 from collections import UserDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final, NoReturn
 
 import msgpack
 import numpy as np
 
 from tq_service.errors import InvalidArgumentError, UnsupportedObjectError
-from tq_service.schema import DTYPE_SIZES
-from tq_service.wire.dtypes import (
+from tq_service.schema import DTYPE_SIZES, check_name
+from tq_service.wire.columns import (
     dtype_name,
     has_torch,
     is_tensor,
@@ -30,7 +40,6 @@ from tq_service.wire.dtypes import (
     subclass_problem,
     tensor_bytes,
 )
-from tq_service.wire.object_codecs import ObjectCodec, codec_named, codec_of
 
 _TENSOR, _ARRAY, _NUMPY_SCALAR, _TUPLE, _SET, _FROZENSET, _BIG_INT, _COMPLEX, _OBJECT_ARRAY, _NAMED = range(1, 11)
 _MAX_NESTED_EXTENSIONS: Final = 32
@@ -365,3 +374,202 @@ def _check_size(shape: Any, itemsize: int, values: Any) -> None:
         raise InvalidArgumentError(
             f"a tensor or array inside an object has {got}, expected {expected} bytes for shape {shape}"
         )
+
+
+_CARRIED: Final = frozenset({
+    type(None), bool, int, float, complex, str, bytes, bytearray, memoryview, list, tuple, set, frozenset, dict,
+})  # fmt: skip
+_IMAGE: Final = "PIL.Image"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectCodec:
+    """How objects of one type are carried; see `register_object_codec`."""
+
+    name: str
+    kind: type
+    encode: Callable[[Any], Any]
+    decode: Callable[[Any], Any]
+
+
+_by_name: Final[dict[str, ObjectCodec]] = {}
+_by_kind: Final[dict[type, ObjectCodec]] = {}
+
+
+def register_object_codec(name: str, kind: type, *, encode: Callable[[Any], Any], decode: Callable[[Any], Any]) -> None:
+    """Have objects of a type put and read as what a codec makes of them, for this process.
+
+    A process that puts such objects and one that reads them register the same name, before they do: a process of a
+    loader's workers too, so best where the type is defined. The last registration of a name or a type counts.
+
+    Args:
+        name: goes with each object, 1 to 512 printable characters; best with a prefix of one's own, such as
+            "acme.Trajectory".
+        kind: the type; instances of its subclasses are put as it too, unless they have a codec of their own.
+        encode: makes of an object what can be put without it: plain values, tensors, arrays, containers of them.
+        decode: makes the object of that again. It runs in every reader, on what any producer may have put: it should
+            take nothing for granted, and unpickle nothing.
+
+    Raises:
+        InvalidArgumentError: the name; or objects of the type are carried as they are, so that no codec is asked.
+    """
+    check_name("name", name)
+    if not isinstance(kind, type) or kind in _CARRIED:
+        raise InvalidArgumentError(
+            f"kind is {kind!r}, expected a type that objects are not carried as anyhow; register a class of your own",
+            field="kind",
+        )
+    before = _by_name.get(name)
+    if before is not None and _by_kind.get(before.kind) is before:
+        del _by_kind[before.kind]
+    _by_name[name] = _by_kind[kind] = ObjectCodec(name=name, kind=kind, encode=encode, decode=decode)
+
+
+def codec_of(kind: type) -> ObjectCodec | None:
+    """Return the codec for instances of a type, None where there is none."""
+    for base in kind.__mro__:
+        if base in _by_kind:
+            return _by_kind[base]
+    return _image_codec(kind) if is_image_type(kind) else None
+
+
+def codec_named(name: str) -> ObjectCodec:
+    """Return a codec by its name.
+
+    Raises:
+        InvalidArgumentError: nothing has registered it here, or PIL is not installed.
+    """
+    if name in _by_name:
+        return _by_name[name]
+    if name != _IMAGE:
+        raise InvalidArgumentError(
+            f"an object has the codec {name!r:.200}, which is not registered here; call "
+            "tq_service.register_object_codec with this name first"
+        )
+    try:
+        from PIL import Image  # noqa: PLC0415  (optional)
+    except ImportError:
+        raise InvalidArgumentError("an object is an image of PIL, which is not installed; install pillow") from None
+    return _image_codec(Image.Image)
+
+
+# Images of PIL: their pixels as they lie in memory. PNG is half as large, and takes a hundred times as long.
+
+
+def is_image_type(kind: type) -> bool:
+    """Whether values of this type are images of PIL."""
+    image = getattr(sys.modules.get(_IMAGE), "Image", None)  # none while another thread still imports it
+    return isinstance(image, type) and issubclass(kind, image)
+
+
+def _image_codec(kind: type) -> ObjectCodec:
+    return ObjectCodec(name=_IMAGE, kind=kind, encode=_encode_image, decode=_decode_image)
+
+
+def _encode_image(image: Any) -> dict[str, Any]:
+    pixels = image.tobytes()  # reads a file that was opened only; what follows is known then
+    palette = image.getpalette(None) if image.mode in {"P", "PA"} else None
+    return {
+        "mode": image.mode,
+        "size": image.size,
+        "pixels": pixels,
+        "palette": None if palette is None else (image.palette.mode, bytes(palette)),
+        "info": {name: value for name, value in image.info.items() if isinstance(name, str) and _is_plain(value)},
+    }
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a fact about an image can be carried; some formats have objects of PIL there."""
+    return type(value) in {bool, int, float, str, bytes} or (type(value) is tuple and all(map(_is_plain, value)))
+
+
+def _decode_image(parts: Mapping[str, Any]) -> Any:
+    from PIL import Image  # noqa: PLC0415  (optional; `codec_named` has imported it)
+
+    size, pixels = parts["size"], parts["pixels"]
+    if math.prod(size) > 8 * len(pixels):  # at a bit each; before memory is reserved for them
+        raise ValueError(f"got {len(pixels)} bytes for an image of size {size}")
+    image = Image.frombytes(parts["mode"], size, pixels)
+    if parts["palette"] is not None:
+        rawmode, palette = parts["palette"]
+        image.putpalette(palette, rawmode)
+    image.info.update(parts["info"])
+    return image
+
+
+MOST_JSON_BYTES: Final = 262_144
+
+
+def encode_json_object(name: str, value: Mapping[str, Any] | None) -> str:
+    """Return a mapping as text; None is one without members.
+
+    Raises:
+        InvalidArgumentError: it has something that JSON has not, or is too large.
+    """
+    try:
+        _check_keys(value)
+        text = json.dumps(dict(value or {}), ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidArgumentError(
+            f"{name} cannot be sent ({error}); it takes a mapping of strings to what JSON has: text, finite numbers, "
+            f"True, False, None, lists and such mappings",
+            field=name,
+        ) from None
+    check_json_object(name, text)
+    return text
+
+
+def _check_keys(value: Any) -> None:
+    """Refuse keys that JSON would have as text."""
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise TypeError(f"a key is {key!r}, expected a string")
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return
+    for each in value:
+        _check_keys(each)
+
+
+def decode_json_object(text: str) -> dict[str, Any]:
+    """Return the mapping of a text; an empty one has no members."""
+    value: dict[str, Any] = json.loads(text) if text else {}
+    return value
+
+
+def check_json_object(name: str, text: str) -> None:
+    """Refuse what is no JSON object, or is too large.
+
+    Raises:
+        InvalidArgumentError: it is.
+    """
+    if (size := len(text.encode())) > MOST_JSON_BYTES:
+        raise InvalidArgumentError(f"{name} has {size} bytes, at most {MOST_JSON_BYTES} expected", field=name)
+    try:
+        value = json.loads(text, parse_constant=_no_number) if text else {}
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgumentError(f"{name} is no JSON ({error}); send a JSON object", field=name) from None
+    if not isinstance(value, dict):
+        raise InvalidArgumentError(f"{name} is a JSON {type(value).__name__}, expected an object", field=name)
+
+
+def _no_number(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no number of JSON")
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Keep Python's cyclic garbage collector from running in this process meanwhile.
+
+    It runs for every 700 objects more that are alive, and now and then looks at all that the process has: with torch
+    imported, that takes longer than to read thousands of objects. All objects made here are kept, so it would find
+    nothing. Where several threads do so, it may run again when the first of them is done.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

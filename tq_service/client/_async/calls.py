@@ -33,10 +33,9 @@ from tq_service.dataplane import parties
 from tq_service.dataplane._async.drivers import AsyncDriver, AsyncGrpcDriver
 from tq_service.dataplane.shared_memory.client import HostLink
 from tq_service.errors import CallCancelledError, PreconditionError, TqError, UnavailableError
-from tq_service.wire.controllers import Controllers
-from tq_service.wire.credentials import Credentials, Metadata, Signature, Tls, async_open_channel
+from tq_service.wire.connection import Controllers, Credentials, Metadata, Signature, Tls, async_open_channel
 from tq_service.wire.error_table import status_from_trailers
-from tq_service.wire.parts import PART_BYTES, in_parts
+from tq_service.wire.messages import PART_BYTES, in_parts
 
 T = TypeVar("T")
 

@@ -39,8 +39,7 @@ from tq_service.errors import (
 )
 from tq_service.schema import ReadLayout
 from tq_service.v1 import controller_service_pb2 as pb
-from tq_service.wire.metadata import decode_spec
-from tq_service.wire.runs import Indexes
+from tq_service.wire.metadata import Indexes, decode_spec
 
 
 class AsyncFetchCalls(AsyncBase):

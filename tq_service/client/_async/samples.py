@@ -52,9 +52,8 @@ from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1.metadata_pb2 import MetaColumn
 from tq_service.v1.storage_service_pb2 import PutHeader
 from tq_service.wire.columns import Column
-from tq_service.wire.durations import to_duration
 from tq_service.wire.encoding import encode_columns, has_lists
-from tq_service.wire.mapper import read_message
+from tq_service.wire.messages import read_message, to_duration
 from tq_service.wire.metadata import decode_spec, encode_meta_columns
 
 _COMMIT_PATIENCE_SECONDS: Final = 5.0

@@ -26,8 +26,7 @@ from tq_service.results import ConsumptionStatus, ProductionStatus, WaitReason
 from tq_service.schema import BatchUnit
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1.metadata_pb2 import BATCH_STATUS_NOT_YET
-from tq_service.wire.durations import to_duration
-from tq_service.wire.mapper import read_message
+from tq_service.wire.messages import read_message, to_duration
 
 DEFAULT_MAX_WAIT_SECONDS: Final = 30.0
 RELEASE_SECONDS: Final = 5.0

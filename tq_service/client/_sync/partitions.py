@@ -27,8 +27,8 @@ from tq_service.results import (
 from tq_service.schema import FieldSpec, Layout, StalenessLimit
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1.storage_service_pb2 import StatRequest
-from tq_service.wire.json_objects import decode_object, encode_object
-from tq_service.wire.mapper import read_message
+from tq_service.wire.messages import read_message
+from tq_service.wire.objects import decode_json_object, encode_json_object
 
 # How long a checkpoint may take to be written or restored where the caller does not say.
 _CHECKPOINT_SECONDS: Final = 3600.0
@@ -239,7 +239,7 @@ class PartitionCalls(Base):
             DataLossError: bytes that are to be copied are lost; it names their samples.
         """
         seconds = _CHECKPOINT_SECONDS if timeout is None else timeout
-        text = encode_object("metadata", metadata)
+        text = encode_json_object("metadata", metadata)
         answer = self._ask(
             lambda to: to.Checkpoint,
             pb.CheckpointRequest,
@@ -259,7 +259,7 @@ class PartitionCalls(Base):
         request = request_of(pb.ListCheckpointsRequest, prefix=prefix)
         pages = self._pages(lambda to: to.ListCheckpoints, request, self._deadline(timeout))
         return [
-            read_message(CheckpointSummary, one, metadata=decode_object(one.metadata))
+            read_message(CheckpointSummary, one, metadata=decode_json_object(one.metadata))
             for page in pages
             for one in page.checkpoints
         ]
@@ -295,7 +295,7 @@ class PartitionCalls(Base):
             replace=replace,
             prefix=self._namespace.prefix,
         )
-        return read_message(RestoredCheckpoint, answer, metadata=decode_object(answer.metadata))
+        return read_message(RestoredCheckpoint, answer, metadata=decode_json_object(answer.metadata))
 
     def storage_stat(self, address: str | None = None, *, timeout: float | None = None) -> StorageStat:
         """Return sizes and counts of the storage service at an address; None: the client's own."""

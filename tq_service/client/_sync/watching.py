@@ -14,8 +14,7 @@ from tq_service.client.updates import WatchUpdate
 from tq_service.errors import CompactedError, DeadlineError, TqError, UnavailableError
 from tq_service.results import Revision
 from tq_service.v1 import controller_service_pb2 as pb
-from tq_service.wire.durations import to_duration
-from tq_service.wire.mapper import to_message
+from tq_service.wire.messages import to_duration, to_message
 
 _PROGRESS_SECONDS = 10.0
 

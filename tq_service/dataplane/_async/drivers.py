@@ -25,18 +25,18 @@ from tq_service.v1.storage_service_pb2 import (
     StatRequest,
 )
 from tq_service.v1.storage_service_pb2_grpc import StorageServiceStub
-from tq_service.wire.columns import Column
-from tq_service.wire.credentials import Metadata
-from tq_service.wire.frames import (
+from tq_service.wire.columns import (
     INLINE_BYTES,
     SEND_AS_FDS,
     WAITING_BYTES,
+    Column,
     decode_get_response,
     encode_part,
     iter_frames,
     keep_frame_buffers,
 )
-from tq_service.wire.parts import PART_BYTES, in_parts
+from tq_service.wire.connection import Metadata
+from tq_service.wire.messages import PART_BYTES, in_parts
 
 if TYPE_CHECKING:
     from tq_service.dataplane.concurrency import AsyncStorageStub

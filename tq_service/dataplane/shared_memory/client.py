@@ -24,8 +24,7 @@ from tq_service.errors import InternalError, InvalidArgumentError, TqError, Unav
 from tq_service.internal.v1.shared_memory_pb2 import Hello, ReceiveFds, SendFds, SharedMemoryAnswer, SharedMemoryRequest
 from tq_service.v1.storage_service_pb2 import SharedColumn, SharedColumns, StatResponse
 from tq_service.wire import shared_memory
-from tq_service.wire.columns import Column, ColumnShape
-from tq_service.wire.dtypes import Bytes
+from tq_service.wire.columns import Bytes, Column, ColumnShape
 
 SWITCH_VARIABLE: Final = "TQ_SHARED_MEMORY"
 _EXCHANGE_SECONDS: Final = 10.0

@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError
 from tq_service.server.rpc.inbox import Inbox
 from tq_service.server.rpc.method_table import METHODS, Method
 from tq_service.server.rpc.middleware import Behavior, Caller, Context, Middleware, Refusal
-from tq_service.wire.frames import Garbled
+from tq_service.wire.columns import Garbled
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 

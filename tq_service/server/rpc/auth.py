@@ -32,7 +32,7 @@ from tq_service.server.rpc.middleware import (
 )
 from tq_service.server.tokens import ALL_PARTITIONS, Token, TokenFile, digest_of, make_token
 from tq_service.version import BUILD, PROTOCOL, USER_AGENT
-from tq_service.wire.credentials import TOKEN_KEY, TOKEN_SCHEME
+from tq_service.wire.connection import TOKEN_KEY, TOKEN_SCHEME
 
 SCRAPE: Final = "GET /metrics"
 """Stands for the method in the lines of scrapes that are refused."""

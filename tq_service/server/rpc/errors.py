@@ -16,8 +16,8 @@ from tq_service.log_message import LogMessage
 from tq_service.server.rpc.inbox import Unread
 from tq_service.server.rpc.method_table import Method
 from tq_service.server.rpc.middleware import Behavior, Caller, Context, Middleware
+from tq_service.wire.columns import Garbled
 from tq_service.wire.error_table import to_status
-from tq_service.wire.frames import Garbled
 
 _log = logging.getLogger(__name__)
 _grpc_log = logging.getLogger("grpc._cython.cygrpc")

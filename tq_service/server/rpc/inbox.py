@@ -20,8 +20,8 @@ import grpc
 from tq_service.errors import DeadlineError, InvalidArgumentError, LimitExceededError, TqError
 from tq_service.server.rpc.method_table import Method
 from tq_service.server.rpc.middleware import Behavior, Context
-from tq_service.wire.frames import WAITING_BYTES, Garbled
-from tq_service.wire.parts import MAX_REQUEST_BYTES, PART_BYTES
+from tq_service.wire.columns import WAITING_BYTES, Garbled
+from tq_service.wire.messages import MAX_REQUEST_BYTES, PART_BYTES
 
 RETRY_AFTER_SECONDS: Final = 1.0
 MAX_OPEN_REQUEST_BYTES: Final = 4096

@@ -20,7 +20,7 @@ from google.protobuf.message_factory import GetMessageClass
 from tq_service.internal.v1 import cluster_pb2, storage_control_pb2, storage_registry_pb2
 from tq_service.v1 import controller_service_pb2, method_rule_pb2, storage_service_pb2
 from tq_service.v1.method_rule_pb2 import PARTITIONS_ALL, PARTITIONS_LISTED, PARTITIONS_UNSPECIFIED, MethodRule
-from tq_service.wire.credentials import ROLES, Role
+from tq_service.wire.connection import ROLES, Role
 
 Read: TypeAlias = Callable[[Any], Sequence[Any]]
 

@@ -16,7 +16,7 @@ from tq_service.storage.blobs.memory import (
     unmap,
 )
 from tq_service.wire import shared_memory
-from tq_service.wire.mapping import map_over
+from tq_service.wire.shared_memory import map_over
 
 
 class MemfdBlob(LocalBlob):

@@ -15,7 +15,7 @@ from tq_service.storage.cells import PutCells, Rows
 from tq_service.storage.index.put import StoredColumn, StoredPut, table_bytes
 from tq_service.storage.index.reading import blocks, gather, unit_of
 from tq_service.wire.columns import fixed_row_bytes
-from tq_service.wire.runs import runs_of
+from tq_service.wire.metadata import runs_of
 
 _Moved: TypeAlias = tuple[StoredColumn, StoredColumn, Rows]
 """A column, the smaller one that it becomes, and the positions of its rows that are kept."""

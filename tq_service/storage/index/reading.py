@@ -28,7 +28,9 @@ from tq_service.storage.cells import Rows
 from tq_service.storage.index.put import RowSet, StoredColumn, StoredPut
 from tq_service.v1.storage_service_pb2 import SharedColumn
 from tq_service.wire.columns import (
+    DEFAULT_FRAME_BYTES,
     MAX_ROWS,
+    MOST_FRAME_PARTS,
     ColumnShape,
     Extents,
     extent_count,
@@ -36,8 +38,7 @@ from tq_service.wire.columns import (
     fixed_row_bytes,
     merge_specs,
 )
-from tq_service.wire.frames import DEFAULT_FRAME_BYTES, MOST_FRAME_PARTS
-from tq_service.wire.runs import CellRuns, expand_runs
+from tq_service.wire.metadata import CellRuns, expand_runs
 
 _FEW_CELLS: Final = 1 << 16
 _SMALL_BYTES: Final = 1024

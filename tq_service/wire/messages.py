@@ -1,4 +1,12 @@
-"""Messages as dataclasses, and objects as messages: what has the same name is the same."""
+"""Messages as dataclasses, and objects as messages: what has the same name is the same.
+
+Spans of time are seconds here, and `google.protobuf.Duration` in messages.
+
+A request that is larger than one message goes in several messages of its call. Messages are small, so that few bytes
+are on their way to a service at a time. The first request of a call that takes `PART_BYTES` or more is cut, serialized,
+into parts of just that size and a last one that is shorter, which may be empty. A service joins them: what the request
+asks for is done whole or not at all.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +20,8 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
+from tq_service.errors import InvalidArgumentError
 from tq_service.schema import BatchUnit, FieldSpec, Layout, Operator, Scalar
-from tq_service.wire.durations import read_seconds, to_duration
 from tq_service.wire.metadata import (
     BATCH_UNITS,
     LAYOUTS,
@@ -132,3 +140,67 @@ def _sent(value: Any, described: Any) -> Any:
     if described is Duration.DESCRIPTOR:
         return to_duration(value)
     return encode_spec(value) if isinstance(value, FieldSpec) else to_message(GetMessageClass(described), value)
+
+
+MOST_SECONDS: Final = 315_576_000_000
+"""The longest span that a Duration may have, some 10,000 years."""
+_NANOS: Final = 10**9
+
+
+def to_duration(seconds: float) -> Duration:
+    """Return a span, rounded to nanoseconds; what is longer than a Duration may be becomes the longest there is.
+
+    Raises:
+        ValueError: it is no number.
+    """
+    seconds = max(min(seconds, MOST_SECONDS), -MOST_SECONDS)  # in this order, NaN stays what it is
+    whole = int(seconds)  # towards 0, so that both parts have one sign
+    nanos = round((seconds - whole) * _NANOS)
+    if abs(nanos) == _NANOS:
+        whole, nanos = whole + (1 if nanos > 0 else -1), 0
+    return Duration(seconds=whole, nanos=nanos)
+
+
+def read_seconds(field: str, span: Duration) -> float:
+    """Return the seconds of the span in a field; one that is not set has 0.
+
+    Raises:
+        InvalidArgumentError: it is longer than a Duration may be, or its parts do not fit together.
+    """
+    seconds, nanos = span.seconds, span.nanos
+    if abs(seconds) > MOST_SECONDS or abs(nanos) >= _NANOS or seconds * nanos < 0:
+        raise InvalidArgumentError(
+            f"{field} has {seconds} seconds and {nanos} nanos; give at most {MOST_SECONDS} seconds, less than {_NANOS} "
+            f"nanos, and both of one sign",
+            field=field,
+        )
+    return seconds + nanos / _NANOS
+
+
+PART_BYTES: Final = 2 << 20
+"""Size of each part but the last; a first message of this size says that more follow."""
+
+MAX_REQUEST_BYTES: Final = 64 << 20
+"""Of a request with all its parts."""
+
+
+def in_parts(request: bytes, name: str) -> list[bytes]:
+    """Return the messages in which a serialized request goes.
+
+    Args:
+        request: the request.
+        name: of the call, for the error.
+
+    Raises:
+        InvalidArgumentError: it is larger than a service takes.
+    """
+    size = len(request)
+    if size > MAX_REQUEST_BYTES:
+        raise InvalidArgumentError(
+            f"the request of {name} is {size} bytes, the values of fields apart; expected at most {MAX_REQUEST_BYTES}. "
+            "Write or name fewer samples at once, or give them shorter keys, groups and custom_meta",
+            metadata={"got": str(size), "limit": str(MAX_REQUEST_BYTES)},
+        )
+    if size < PART_BYTES:
+        return [request]
+    return [request[start : start + PART_BYTES] for start in range(0, size + 1, PART_BYTES)]
