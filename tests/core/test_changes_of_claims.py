@@ -29,7 +29,7 @@ from tq_service.errors import (
 )
 from tq_service.machine.claims import ClaimReleased, ConsumptionReset, LeaseExpired, QueueClaimed, TaskSeen
 from tq_service.machine.state_machine import State, StateMachine
-from tq_service.state.request import LeaseTerms
+from tq_service.state.plan import LeaseTerms
 
 TERMS = LeaseTerms(seconds=10.0)
 GROUPED = LeaseTerms(seconds=10.0, group_block_size=2)

@@ -13,8 +13,7 @@ from property_settings import examples
 
 from tq_service.errors import CompactedError, InvalidArgumentError
 from tq_service.machine.claims import ConsumptionReset, QueueClaimed
-from tq_service.machine.partitions import PartitionSealed
-from tq_service.machine.samples import MetaSet, SamplesCleared, SamplesWritten
+from tq_service.machine.samples import MetaSet, PartitionSealed, SamplesCleared, SamplesWritten
 from tq_service.results import Revision
 from tq_service.samplers import PlanRunner
 from tq_service.serving import history as history_module

@@ -31,15 +31,23 @@ from tq_service.machine.claims import (
     TaskForgotten,
     TaskSeen,
 )
-from tq_service.machine.partitions import PartitionCleared, PartitionCreated, PartitionSealed, StateReplaced
-from tq_service.machine.samples import GroupsClosed, MetaSet, SamplesCleared, SamplesWritten
+from tq_service.machine.samples import (
+    GroupsClosed,
+    MetaSet,
+    PartitionCleared,
+    PartitionCreated,
+    PartitionSealed,
+    SamplesCleared,
+    SamplesWritten,
+    StateReplaced,
+)
 from tq_service.machine.state_machine import Change, RequestAnswered
 from tq_service.samplers import PlanRunner
 from tq_service.schema import EndCounts
 from tq_service.serving.catalog import Catalog
 from tq_service.state.cells import Put
 from tq_service.state.partition import PartitionSettings
-from tq_service.state.request import LeaseTerms
+from tq_service.state.plan import LeaseTerms
 
 TRAIN = {"partition_id": "train"}
 TASK = {**TRAIN, "task_name": "t"}

@@ -18,10 +18,10 @@ from tq_service.errors import InvalidArgumentError, ServiceFailedError, TqError
 from tq_service.machine import state_machine
 from tq_service.machine.claims import BatchPlanned, QueueClaimed
 from tq_service.machine.samples import SamplesWritten
+from tq_service.machine.state_machine import IdempotencyCache
 from tq_service.samplers import PlanRunner, Sampler
 from tq_service.server import converters
 from tq_service.serving.catalog import Catalog
-from tq_service.state.idempotency import IdempotencyCache
 from tq_service.state.ledger import TaskLedger
 from tq_service.state.plan import Pack, Plan, RankPlan
 from tq_service.v1 import controller_service_pb2 as pb

@@ -26,13 +26,11 @@ from tq_service.errors import NewerVersionError, SnapshotDamagedError, TqError
 from tq_service.journal import codec
 from tq_service.journal.columns import Part, decode_part, encode_column
 from tq_service.journal.record_file import Found, RecordWriter, damaged, gathered, read_records
+from tq_service.machine.state_machine import Entry
 from tq_service.state.cells import Put
-from tq_service.state.claim_names import PastName
-from tq_service.state.idempotency import Entry
-from tq_service.state.ledger import Batch, QueueClaim, RecordedPlan, Steps, TaskFacts, TaskSnapshot
+from tq_service.state.ledger import Batch, PastName, QueueClaim, RecordedPlan, Steps, TaskFacts, TaskSnapshot
 from tq_service.state.partition import PartitionFacts, PartitionSnapshot
-from tq_service.state.plan import Indexes
-from tq_service.state.request import BatchSpec
+from tq_service.state.plan import BatchSpec, Indexes
 from tq_service.state.table import ColumnSnapshot, TableSnapshot
 from tq_service.wire.collection import no_collection
 

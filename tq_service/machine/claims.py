@@ -14,15 +14,12 @@ from numpy.typing import NDArray
 
 from tq_service.errors import InvalidArgumentError, LeaseExpiredError, PreconditionError
 from tq_service.machine.state_machine import Change, State, Step
-from tq_service.planning.grouping import Grouping
+from tq_service.planning.grouping import Grouping, groups_in_runs
 from tq_service.schema import EndCounts
 from tq_service.state.ledger import QueueClaim, RecordedPlan, TaskLedger
 from tq_service.state.partition import Partition
-from tq_service.state.plan import Indexes
-from tq_service.state.request import BatchSpec, LeasedClaim, LeaseTerms
-from tq_service.state.runs import groups_in_runs
-from tq_service.state.states import DEAD_LETTERED, DROPPED, FAILED, LIVE, is_open
-from tq_service.state.table import distinct
+from tq_service.state.plan import BatchSpec, Indexes, LeasedClaim, LeaseTerms
+from tq_service.state.table import DEAD_LETTERED, DROPPED, FAILED, LIVE, distinct, is_open
 
 _MOST_NAMED = 20
 

@@ -13,11 +13,9 @@ from numpy.typing import NDArray
 from tq_service.errors import InvalidArgumentError
 from tq_service.planning.ordering import first_in_order
 from tq_service.state.ledger import TaskLedger
-from tq_service.state.meta import Condition, Order
 from tq_service.state.partition import Partition
-from tq_service.state.plan import Indexes, LengthSource, MustBeAwaited
-from tq_service.state.request import BatchSpec
-from tq_service.state.states import LIVE, UNCLAIMED, is_open
+from tq_service.state.plan import BatchSpec, Condition, Indexes, LengthSource, MustBeAwaited, Order
+from tq_service.state.table import LIVE, UNCLAIMED, is_open
 
 # What decides which rows are ready for a kind of claim: data fields, conditions, and the length that its sampler needs.
 ScanKey: TypeAlias = tuple[tuple[str, ...], tuple[Condition, ...], LengthSource | None]

@@ -17,9 +17,8 @@ from tq_service.planning.readiness import Readiness, Scan, ScanStarts, ScanWatch
 from tq_service.schema import BatchUnit, Blocks, EndCounts, Layout
 from tq_service.state.ledger import RecordedPlan, TaskLedger
 from tq_service.state.partition import Partition
-from tq_service.state.plan import Groups, Indexes, LengthSource, MustBeAwaited, Plan
-from tq_service.state.request import ClaimRequest
-from tq_service.state.states import CLEARED, FAILED, LAST_RESERVED, STATE_NAMES, UNCLAIMED
+from tq_service.state.plan import ClaimRequest, Groups, Indexes, LengthSource, MustBeAwaited, Plan
+from tq_service.state.table import CLEARED, FAILED, LAST_RESERVED, STATE_NAMES, UNCLAIMED
 
 _LEAST_CHUNK = 1024
 _MOST_IN_GROUPS_ON_LOOP = 1 << 15  # ready rows among which the event loop looks for whole groups

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
@@ -13,117 +12,12 @@ from numpy.typing import NDArray
 from tq_service.custom_meta import DTYPES, KIND_NAMES, MetaColumn, fitted
 from tq_service.errors import InvalidArgumentError
 from tq_service.results import MetaColumnStatus
-from tq_service.schema import LARGEST_EXACT, Operator, Scalar
-from tq_service.state.plan import Indexes
+from tq_service.schema import LARGEST_EXACT
+from tq_service.state.plan import Condition, Indexes
 from tq_service.state.table import Column, RowTable, as_slice
 
 _JSON: Final = "J"
 _FILLS: dict[str, Any] = {"i": 0, "f": 0.0, "b": False, "O": None}
-
-
-@dataclass(frozen=True, slots=True)
-class Condition:
-    """What a sample must satisfy; one without a value does not.
-
-    Raises:
-        InvalidArgumentError: something is missing, values are of several types, or more than the operator takes.
-    """
-
-    column: str
-    operator: Operator
-    values: tuple[Scalar, ...]
-
-    def __post_init__(self) -> None:
-        if not self.operator or not self.column:
-            raise InvalidArgumentError(
-                f"where: got column {self.column!r} and operator {self.operator!r}; give both", field="where"
-            )
-        given = [value for value in self.values if value is not None]
-        if len(given) != len(self.values) or (self.operator != "in" and len(given) != 1):
-            raise InvalidArgumentError(
-                f"where: column {self.column!r} {self.operator} got {len(given)} values; give one, or any number with "
-                f"'in'",
-                field="where",
-            )
-        if len({isinstance(value, str) for value in given}) > 1:
-            raise InvalidArgumentError(
-                f"where: column {self.column!r} is compared with text and numbers; use one type", field="where"
-            )
-
-    def holds(self, data: NDArray[Any]) -> NDArray[np.bool_]:
-        """Return where the condition holds `(n,)`, for values that are present."""
-        kind = data.dtype.kind
-        for value in self.values:
-            is_text = isinstance(value, str)
-            if is_text != (kind == "O"):
-                raise InvalidArgumentError(
-                    f"where: column {self.column!r} holds {KIND_NAMES[kind]} values, got {value!r}; compare it with a "
-                    f"{KIND_NAMES[kind]}",
-                    field="where",
-                )
-        if kind == "O":
-            if self.operator == "in":  # isin compares each text with each value
-                return np.fromiter(map(frozenset(self.values).__contains__, data), np.bool_, data.size)
-            # Texts are compared as they are: in an array of text, each would take the space of the longest.
-            other = np.array(self.values[0], dtype=np.object_)
-            return np.asarray(_COMPARE[self.operator](data, other), dtype=np.bool_)
-        if kind == "b":
-            data = data.astype(np.int64)
-        bounds = [_neighbours(cast("float", value), kind) for value in self.values]
-        if self.operator == "in":
-            exact = [below for below, above in bounds if below == above and (kind == "f" or math.isfinite(below))]
-            return np.isin(data, np.array(exact, np.float64 if kind == "f" else np.int64))
-        below, above = bounds[0]
-        if below != above and self.operator in {"==", "!="}:
-            return np.full(data.size, self.operator == "!=")
-        return np.asarray(_COMPARE[self.operator](data, above if self.operator in {"<", ">="} else below), np.bool_)
-
-
-_INT64: Final = np.iinfo(np.int64)
-
-
-def _neighbours(value: float, kind: str) -> tuple[float, float]:
-    """Return the largest number of a kind that is at most a value, and the least one that is at least it.
-
-    They are equal if the kind has the value. So integers and floats are compared as the numbers that they are, whereas
-    numpy converts integers to floats, which do not have 2**53 + 1. Infinity stands for numbers that int64 does not
-    have, and is compared as a float. Neither neighbour of NaN is a number.
-    """
-    if kind == "f":
-        try:
-            nearest = float(value)
-        except OverflowError:  # an integer of more than 1,024 bits
-            nearest = math.inf if value > 0 else -math.inf
-        below = nearest if not nearest > value else math.nextafter(nearest, -math.inf)
-        above = nearest if not nearest < value else math.nextafter(nearest, math.inf)
-        return below, above
-    if isinstance(value, float) and not math.isfinite(value):
-        return value, value
-    return _in_int64(math.floor(value)), _in_int64(math.ceil(value))
-
-
-def _in_int64(value: int) -> float:
-    if _INT64.min <= value <= _INT64.max:
-        return value
-    return math.inf if value > 0 else -math.inf
-
-
-_COMPARE: dict[str, Any] = {
-    "==": np.equal,
-    "!=": np.not_equal,
-    "<": np.less,
-    "<=": np.less_equal,
-    ">": np.greater,
-    ">=": np.greater_equal,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """A column by which ready samples are ordered; samples without a value come last."""
-
-    column: str
-    descending: bool = False
 
 
 @dataclass(slots=True)

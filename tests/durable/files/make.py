@@ -29,11 +29,11 @@ from test_change_stages import STORY
 from tq_service.durable.state_store import StateStore
 from tq_service.journal import segment
 from tq_service.machine.claims import BatchPlanned, NamedEndReached, QueueClaimed, TaskSeen
-from tq_service.machine.partitions import PartitionCleared
+from tq_service.machine.samples import PartitionCleared
 from tq_service.samplers import PlanRunner
 from tq_service.schema import EndCounts
 from tq_service.serving.catalog import Catalog
-from tq_service.state.request import LeaseTerms
+from tq_service.state.plan import LeaseTerms
 from tq_service.storage.blobs.segments import SegmentBlobs
 from tq_service.storage.engine import StorageEngine
 
