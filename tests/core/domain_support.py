@@ -12,7 +12,7 @@ from tq_service.machine.claims import (
     ClaimReleased,
     ConsumptionReset,
     LeaseExpired,
-    QueueClaimed,
+    SamplesClaimed,
     TaskSeen,
 )
 from tq_service.machine.samples import (
@@ -166,7 +166,7 @@ def plan_of(*parts):
 def claim_rows(target, task, indexes, request_id=None, lease=None):
     """Have a queue worker get rows; return the claim."""
     plan = plan_of(indexes)
-    return _of_task(target, task, QueueClaimed, request_id=request_id or new_id(), plan=plan, lease=lease)
+    return _of_task(target, task, SamplesClaimed, request_id=request_id or new_id(), plan=plan, lease=lease)
 
 
 def release(target, task, request_id, rows=None):

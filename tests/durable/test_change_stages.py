@@ -17,7 +17,6 @@ from tq_service.durable.state_store import StateStore
 from tq_service.errors import ServiceFailedError
 from tq_service.machine import state_machine
 from tq_service.machine.claims import (
-    BatchPlanned,
     ClaimAcked,
     ClaimExtended,
     ClaimReleased,
@@ -26,8 +25,7 @@ from tq_service.machine.claims import (
     EndReached,
     GroupsKept,
     LeaseExpired,
-    NamedEndReached,
-    QueueClaimed,
+    SamplesClaimed,
     TaskForgotten,
     TaskSeen,
 )
@@ -77,17 +75,17 @@ STORY = [
     TaskSeen(**TRAIN, task_name="refused"),
     TaskForgotten(**TRAIN, task_name="refused"),
     GroupsKept(kept_groups=0, **TASK),
-    BatchPlanned(batch_spec=batch_spec(), plan=plan_of(range(2)), **TASK),
-    QueueClaimed(request_id=FIRST, **LEASED, **TASK),
+    SamplesClaimed(batch_spec=batch_spec(), plan=plan_of(range(2)), **TASK),
+    SamplesClaimed(request_id=FIRST, **LEASED, **TASK),
     ClaimExtended(request_id=FIRST, lease_seconds=90.0, **TASK),
     ClaimAcked(request_id=FIRST, global_indexes=np.array([2]), **TASK),
     ClaimReleased(request_id=FIRST, global_indexes=np.array([3]), **TASK),
     LeaseExpired(request_id=FIRST, **TASK),
     DeadLettersRequeued(**TASK),
-    QueueClaimed(
+    SamplesClaimed(
         request_id=SECOND, plan=plan_of(range(6, 8)), claim_name="rank0/batch0", batch_spec=batch_spec(), **TASK
     ),
-    NamedEndReached(claim_name="rank0/batch1", end=EndCounts(consumed_count=8), **TASK),
+    EndReached(claim_name="rank0/batch1", end=EndCounts(consumed_count=8), **TASK),
     SamplesCleared(global_indexes=np.array([0, 6]), **TRAIN),
     ConsumptionReset(keep_consumed=True, **TASK),
     PartitionSealed(**TRAIN),

@@ -241,7 +241,8 @@ class Change(ABC):
     kinds: ClassVar[dict[str, type[Change]]] = {}
 
     def __init_subclass__(cls) -> None:
-        if "apply" in vars(cls):  # else it is what several changes have in common
+        # Else it is what several changes have in common.
+        if not any(getattr(each, "__isabstractmethod__", False) for each in vars(cls).values()):
             Change.kinds[cls.__name__] = cls
 
     @abstractmethod

@@ -127,20 +127,15 @@ class Selection:
         return self._scanned(partition, place, _MOST_SCANNED if is_filtered else size)
 
     def _named(self, partition: Partition, start: int, stop: int) -> Part:
-        positions = self._positions(partition, start, stop)
+        count = self.indexes.size
+        positions = partition.table.find(self.indexes[start:stop])
+        if keys := self.keys[max(0, start - count) : max(0, stop - count)]:
+            positions = np.concatenate([positions, partition.key_index.positions_of(keys)])
         places = start + np.arange(positions.size)
         found = positions >= 0
-        if self.where:
-            found[found] = self._holds(partition, positions[found])
+        found[found] = self._holds(partition, positions[found])
         next_place = stop if stop < self.named_count else None
         return Part(positions=positions[found], places=places[found], next_place=next_place)
-
-    def _positions(self, partition: Partition, start: int, stop: int) -> Indexes:
-        """Return the positions of the samples named there, -1 for each that is not there."""
-        count = self.indexes.size
-        found = partition.table.find(self.indexes[start:stop])
-        keys = self.keys[max(0, start - count) : max(0, stop - count)]
-        return np.concatenate([found, partition.key_index.positions_of(keys)]) if keys else found
 
     def _scanned(self, partition: Partition, first_index: int, count: int) -> Part:
         table = partition.table
@@ -171,21 +166,12 @@ class Selection:
             mask &= partition.meta.holds(condition, rows)[0]
         return mask
 
-    def missing_keys(self, partition: Partition, start: int, stop: int | None) -> list[str]:
-        """Return the keys from a place to another that no sample has."""
-        count = self.indexes.size
+    def missing(self, partition: Partition, start: int, stop: int | None) -> tuple[list[str], Indexes]:
+        """Return the keys, and the indexes, from a place to another that no sample has."""
+        count, indexes = self.indexes.size, self.indexes[start:stop]
         keys = self.keys[max(0, start - count) : None if stop is None else max(0, stop - count)]
-        return [keys[each] for each in np.flatnonzero(partition.key_index.positions_of(keys) < 0).tolist()]
-
-    def missing_indexes(self, partition: Partition, start: int, stop: int | None) -> Indexes:
-        """Return the indexes from a place to another that no sample has."""
-        indexes = self.indexes[start:stop]
-        return indexes[partition.table.find(indexes) < 0]
-
-    def missing_groups(self, partition: Partition) -> list[str]:
-        """Return the groups that have no members here."""
-        slots = partition.groups.slot_of.find(self.groups)
-        return [self.groups[each] for each in np.flatnonzero(slots < 0).tolist()]
+        unknown = np.flatnonzero(partition.key_index.positions_of(keys) < 0).tolist()
+        return [keys[each] for each in unknown], indexes[partition.table.find(indexes) < 0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,12 +233,14 @@ def find_page(
         return None
     part = selection.part(partition, place, size).first(size)
     part = part.first(fitting_count(partition, part.positions))
+    missing_keys, missing_indexes = selection.missing(partition, place, part.next_place)
+    unknown = [] if token else np.flatnonzero(partition.groups.slot_of.find(selection.groups) < 0).tolist()
     return Page(
         partition=partition,
         positions=part.positions,
-        missing_keys=selection.missing_keys(partition, place, part.next_place),
-        missing_indexes=selection.missing_indexes(partition, place, part.next_place),
-        missing_groups=selection.missing_groups(partition) if selection.groups and not token else (),
+        missing_keys=missing_keys,
+        missing_indexes=missing_indexes,
+        missing_groups=[selection.groups[each] for each in unknown],
         next_place=part.next_place,
     )
 
@@ -606,6 +594,7 @@ async def wait_for_samples(
             enders.discard(lookup.end)
 
 
+@dataclass(slots=True)
 class Clearing:
     """Clears samples in parts; those that are not there are ignored.
 
@@ -621,25 +610,16 @@ class Clearing:
         missing_ok: whether there is nothing to clear where the partition is not there, or not any more.
     """
 
-    def __init__(
-        self,
-        catalog: Catalog,
-        partition_id: str,
-        incarnation: bytes,
-        selection: Selection,
-        *,
-        claim: LeasedClaim | None = None,
-        missing_ok: bool = False,
-    ) -> None:
-        self._catalog = catalog
-        self._partition_id = partition_id
-        self._incarnation = incarnation
-        self._selection = selection
-        self._claim = claim
-        self._missing_ok = missing_ok
-        self._place: int | None = 0  # where the next part begins
-        self._part = self._last = selection.indexes[:0]
-        self._cleared_count = 0
+    catalog: Catalog
+    partition_id: str
+    incarnation: bytes
+    selection: Selection
+    claim: LeasedClaim | None = None
+    missing_ok: bool = False
+    _place: int | None = 0  # where the next part begins
+    _part: Indexes = field(default_factory=_NONE.copy)  # of it what is still to be cleared
+    _last: Indexes = field(default_factory=_NONE.copy)
+    _cleared_count: int = 0
 
     async def begin(self) -> None:
         """Clear all but the last part.
@@ -647,9 +627,9 @@ class Clearing:
         Raises:
             LeaseExpiredError, InvalidArgumentError: see `check_claim`.
         """
-        partition = self._catalog.find(self._partition_id, self._incarnation, missing_ok=self._missing_ok)
-        if partition is not None and self._claim is not None:
-            check_claim(partition, self._claim, self._selection.indexes)
+        partition = self.catalog.find(self.partition_id, self.incarnation, missing_ok=self.missing_ok)
+        if partition is not None and self.claim is not None:
+            check_claim(partition, self.claim, self.selection.indexes)
         self._last = self._take()
         while self._part.size or self._place is not None:
             self._clear()
@@ -663,25 +643,25 @@ class Clearing:
 
     def _clear(self) -> None:
         if self._last.size:
-            change = SamplesCleared(partition_id=self._partition_id, global_indexes=self._last, claim=self._claim)
-            self._cleared_count += self._catalog.commit(change) or 0
+            change = SamplesCleared(partition_id=self.partition_id, global_indexes=self._last, claim=self.claim)
+            self._cleared_count += self.catalog.commit(change) or 0
 
     def _take(self) -> Indexes:
         """Return the next samples, no more than a step may clear."""
-        partition = self._catalog.find(self._partition_id, self._incarnation, missing_ok=self._missing_ok)
+        partition = self.catalog.find(self.partition_id, self.incarnation, missing_ok=self.missing_ok)
         if partition is None:
             self._place, self._part = None, self._part[:0]
             return self._part
-        self._incarnation = partition.incarnation  # what comes under the name meanwhile is another
+        self.incarnation = partition.incarnation  # what comes under the name meanwhile is another
         table = partition.table
         if not self._part.size and self._place is not None:
-            part = self._selection.part(partition, self._place, _CLEARED_AT_ONCE).first(_CLEARED_AT_ONCE)
+            part = self.selection.part(partition, self._place, _CLEARED_AT_ONCE).first(_CLEARED_AT_ONCE)
             self._place = part.next_place
             self._part = np.sort(table.index.data[part.positions])  # so that those of one put are neighbours
         positions = table.find(self._part)
         count = partition.cells.count_of_runs(positions, _PUTS_CLEARED_AT_ONCE)
         taken, positions, self._part = self._part[:count], positions[:count], self._part[count:]
-        if not (self._selection.where or self._selection.skipped_by):
+        if not (self.selection.where or self.selection.skipped_by):
             return taken
-        satisfying: Indexes = table.index.data[self._selection.satisfying(partition, positions[positions >= 0])]
+        satisfying: Indexes = table.index.data[self.selection.satisfying(partition, positions[positions >= 0])]
         return satisfying

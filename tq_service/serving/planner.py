@@ -41,12 +41,10 @@ from tq_service.errors import (
 )
 from tq_service.log_message import LogMessage
 from tq_service.machine.claims import (
-    BatchPlanned,
     ClaimReleased,
     EndReached,
     GroupsKept,
-    NamedEndReached,
-    QueueClaimed,
+    SamplesClaimed,
 )
 from tq_service.machine.state_machine import Change
 from tq_service.planning.readiness import Readiness, ScanStarts
@@ -790,9 +788,9 @@ class Planner:
         batch_index, is_end = self.task.next_batch_index, isinstance(found, EndFound)
         if isinstance(found, EndFound):
             end = EndReached(**self._names, dp_size=spec.plan_request.rank_count, end=found.end)
-            self._commit(end, (self._partition, self.task))
+            self._commit(end, (self._partition, self.task, True))
         else:
-            batch = BatchPlanned(**self._names, batch_spec=spec.batch_spec, plan=found.plan)
+            batch = SamplesClaimed(**self._names, batch_spec=spec.batch_spec, plan=found.plan)
             self._commit(batch, (self._partition, self.task, found.positions))
             self._note_batch(batch_index, spec.batch_spec, found)
         self._queue.is_stale = True  # the end of others may have come
@@ -819,12 +817,14 @@ class Planner:
             self._review(waiter for waiter in self._queue if waiter.request.claim_name == name)
         if isinstance(found, EndFound):
             if name:
-                self._commit(NamedEndReached(**self._names, claim_name=name, end=found.end), self.task)
+                self._commit(
+                    EndReached(**self._names, claim_name=name, end=found.end), (self._partition, self.task, True)
+                )
             return found.end
         terms, grouping = request.lease, found.grouping
         if terms is not None and grouping is not None:
             terms = replace(terms, group_block_size=grouping.block_size or 0, blocks=grouping.blocks)
-        change = QueueClaimed(
+        change = SamplesClaimed(
             **self._names,
             request_id=request.request_id,
             plan=found.plan,
@@ -880,7 +880,7 @@ class Planner:
         is_of_use = isinstance(found, Planned | EndFound)
         # Once it is known, a miss does not change it: two that wait and differ would wake each other for ever.
         if (is_of_use or (task.kept_groups is None and found != NOT_LOOKED)) and kept != task.kept_groups:
-            self._commit(GroupsKept(**self._names, kept_groups=kept), (self._partition, task))
+            self._commit(GroupsKept(**self._names, kept_groups=kept), (self._partition, task, True))
         return found
 
     async def _plan_off_loop(self, line: Line) -> None:

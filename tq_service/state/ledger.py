@@ -784,10 +784,6 @@ class TaskLedger(TaskFacts):
         self._reopen(positions)
         self._lose(claim, count)
 
-    def extend(self, claim: QueueClaim, lease: LeaseTerms) -> None:
-        """Change for how long rows are leased, also where that starts again after a restart."""
-        claim.lease = lease
-
     def expire(self, claim: QueueClaim, positions: Indexes, at_seconds: float) -> Indexes:
         """Take all that is leased; return the positions that can be claimed again, not the dead-lettered."""
         most = None if claim.lease is None else claim.lease.max_deliveries

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -112,35 +112,20 @@ class CustomMeta:
                 if not has_typed and column.json is None:
                     continue
                 stored = self._columns[given.name] = _Stored()
-            if has_typed:
-                self._write_typed(stored, column, kind, rows)
-            if stored.json is not None or column.json is not None:
-                self._write_json(stored, column, rows)
-            if column.json is None and column.removed is None:
-                continue
+            if has_typed and stored.values is None:
+                self._declare_typed(column.name, stored, kind)
+            elif has_typed and stored.values is not None and stored.kind != kind:
+                stored.values.convert(DTYPES[kind])
+            if column.json is not None and stored.json is None:
+                self._declare_json(column.name, stored)
+            is_written = column.is_written
+            where = as_slice(rows) if is_written.all() else _chosen(rows, is_written)
             if stored.values is not None and stored.present is not None:
-                gone = _chosen(rows, column.has_json if column.removed is None else column.has_json | column.removed)
-                stored.values.clear(gone)
-                stored.present.clear(gone)
-
-    def _write_typed(self, stored: _Stored, column: MetaColumn, kind: str, rows: slice | Indexes) -> None:
-        if stored.values is None:
-            self._declare_typed(column.name, stored, kind)
-        elif stored.kind != kind:
-            stored.values.convert(DTYPES[kind])
-        is_complete = bool(column.present.all())
-        where = as_slice(rows) if is_complete else _chosen(rows, column.present)
-        values, present = cast("Column", stored.values), cast("Column", stored.present)
-        values.write(where, column.values if is_complete else column.values[column.present])
-        present.write(where, True)
-
-    def _write_json(self, stored: _Stored, column: MetaColumn, rows: slice | Indexes) -> None:
-        if stored.json is None:
-            self._declare_json(column.name, stored)
-        texts = cast("Column", stored.json)
-        if column.json is not None:
-            texts.write(_chosen(rows, column.has_json), column.json[column.has_json])
-        texts.clear(_chosen(rows, column.present if column.removed is None else column.present | column.removed))
+                values = np.where(column.present, column.values, stored.values.fill)
+                stored.values.write(where, values[is_written])
+                stored.present.write(where, column.present[is_written])
+            if stored.json is not None:
+                stored.json.write(where, None if column.json is None else column.json[is_written])
 
     def read(self, name: str, positions: Indexes) -> MetaColumn | None:
         """Return one column at `positions`, None where no sample ever had a value."""
@@ -151,7 +136,7 @@ class CustomMeta:
             values = present = np.zeros(positions.size, np.bool_)
         else:
             values, present = stored.values.data[positions], stored.present.data[positions]
-        texts = None if stored.json is None or stored.json.is_blank else stored.json.data[positions]
+        texts = None if stored.json is None else stored.json.data[positions]
         if texts is not None and not (texts != None).any():  # noqa: E711  (of each)
             texts = None
         return MetaColumn(name=name, values=values, present=present, json=texts)
@@ -159,26 +144,28 @@ class CustomMeta:
     def read_all(self, positions: Indexes) -> list[MetaColumn]:
         """Return all columns that have a value at `positions`."""
         columns = (self.read(name, positions) for name in self._columns)
-        return [
-            column for column in columns if column is not None and (column.json is not None or column.present.any())
-        ]
+        return [column for column in columns if column is not None and column.has_value.any()]
 
     def holds(self, condition: Condition, rows: slice | Indexes) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         """Return of rows where a condition holds, and where there is a value to compare."""
-        arrays = self.arrays(condition.column)
-        if arrays is None:
-            none = np.zeros(self._table.index.data[rows].size, np.bool_)
-            return none, none
-        values, present = arrays[0][rows], arrays[1][rows]
+        values, present = self.typed(condition.column, rows)
         holds = np.zeros(present.size, np.bool_)
         if present.any():
             holds[present] = condition.holds(values[present])
         return holds, present
 
+    def typed(self, name: str, rows: slice | Indexes) -> tuple[NDArray[Any], NDArray[np.bool_]]:
+        """Return the typed values of a column, or of a readable one of the table, and which rows have one."""
+        arrays = self.arrays(name)
+        if arrays is None:
+            count = self._table.index.data[rows].size
+            return np.zeros(count), np.zeros(count, np.bool_)
+        return arrays[0][rows], arrays[1][rows]
+
     def json_values(self, name: str, rows: slice | Indexes) -> NDArray[np.object_] | None:
         """Return the JSON of a column at some rows, None for each without any or with null; None if it has no JSON."""
         stored = self._columns.get(name)
-        if stored is None or stored.json is None or stored.json.is_blank:
+        if stored is None or stored.json is None:
             return None
         texts: NDArray[np.object_] = stored.json.data[rows].copy()
         texts[texts == "null"] = None
