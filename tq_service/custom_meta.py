@@ -75,6 +75,11 @@ class MetaColumn:
         """Which samples have a value of any kind `(n,)`."""
         return self.present if self.json is None else self.present | self.has_json
 
+    @property
+    def is_written(self) -> NDArray[np.bool_]:
+        """Which samples a write of the column gives a value, or has lose theirs `(n,)`."""
+        return self.has_value if self.removed is None else self.has_value | self.removed
+
     def at(self, positions: NDArray[Any]) -> MetaColumn:
         """Return the column of the samples at some positions."""
         return MetaColumn(
@@ -183,7 +188,7 @@ def laid_over(old: MetaColumn, new: MetaColumn) -> MetaColumn:
         old = replace(old, values=new.values)
     elif new.present.any() and len(kinds) > 1 and kinds != {"i", "f"}:
         new = fitted(new, old.values.dtype.kind)
-    written = new.has_value if new.removed is None else new.has_value | new.removed
+    written = new.is_written
     texts = np.array(_texts(old), np.object_)
     texts[written] = np.array(_texts(new), np.object_)[written]
     return MetaColumn(

@@ -28,8 +28,7 @@ from tq_service.results import (
     WaitReason,
 )
 from tq_service.schema import FieldSpec, StalenessLimit
-from tq_service.state.meta import Condition, Order
-from tq_service.state.request import BatchSpec
+from tq_service.state.plan import BatchSpec, Condition, Order
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import metadata_pb2
 from tq_service.v1 import storage_service_pb2 as storage_pb

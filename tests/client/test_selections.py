@@ -102,9 +102,9 @@ async def test_where_nothing_is_named_nothing_is_cleared(client):
 
 async def test_thousands_are_found_and_cleared_part_by_part(client, monkeypatch):
     """Neither the pages of a look-up nor the steps of a clear show in their results."""
-    monkeypatch.setattr("tq_service.state.selection._MOST_SCANNED", 1000)
+    monkeypatch.setattr("tq_service.serving.lookup._MOST_SCANNED", 1000)
     monkeypatch.setattr("tq_service.serving.lookup._MOST_OF_A_PAGE", 300)
-    monkeypatch.setattr("tq_service.serving.clearing._CLEARED_AT_ONCE", 700)
+    monkeypatch.setattr("tq_service.serving.lookup._CLEARED_AT_ONCE", 700)
     count = 20_000
     for some in np.array_split(np.arange(count), 2):
         await client.put(

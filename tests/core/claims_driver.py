@@ -49,11 +49,9 @@ from tq_service.serving.status import consumption_of
 from tq_service.state import ledger
 from tq_service.state.cells import ColumnWrite
 from tq_service.state.ledger import QueueClaim
-from tq_service.state.meta import Condition, Order
 from tq_service.state.partition import PartitionSettings
-from tq_service.state.plan import RankPlan
-from tq_service.state.request import LeaseTerms
-from tq_service.state.states import DEAD_LETTERED, STATE_NAMES, UNCLAIMED
+from tq_service.state.plan import Condition, LeaseTerms, Order, RankPlan
+from tq_service.state.table import DEAD_LETTERED, STATE_NAMES, UNCLAIMED
 
 NAME = "train"
 FOREVER = 1e6

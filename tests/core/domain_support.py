@@ -12,11 +12,17 @@ from tq_service.machine.claims import (
     ClaimReleased,
     ConsumptionReset,
     LeaseExpired,
-    QueueClaimed,
+    SamplesClaimed,
     TaskSeen,
 )
-from tq_service.machine.partitions import PartitionSealed
-from tq_service.machine.samples import GroupsClosed, MetaSet, SamplesCleared, SamplesWritten, SampleWrite
+from tq_service.machine.samples import (
+    GroupsClosed,
+    MetaSet,
+    PartitionSealed,
+    SamplesCleared,
+    SamplesWritten,
+    SampleWrite,
+)
 from tq_service.machine.state_machine import State, StateMachine
 from tq_service.samplers import Sampler, SequentialSampler
 from tq_service.schema import FieldSpec, Layout, SampleState
@@ -24,8 +30,7 @@ from tq_service.serving.catalog import Catalog
 from tq_service.state.cells import ColumnWrite, Put, freed_cells
 from tq_service.state.ledger import RecordedPlan
 from tq_service.state.partition import Partition, PartitionSettings
-from tq_service.state.plan import Plan
-from tq_service.state.request import BatchSpec, ClaimRequest, ClaimSpec, Rank
+from tq_service.state.plan import BatchSpec, ClaimRequest, ClaimSpec, Plan, Rank
 
 BOOT = b"b" * 16
 _numbers = itertools.count(1)
@@ -161,7 +166,7 @@ def plan_of(*parts):
 def claim_rows(target, task, indexes, request_id=None, lease=None):
     """Have a queue worker get rows; return the claim."""
     plan = plan_of(indexes)
-    return _of_task(target, task, QueueClaimed, request_id=request_id or new_id(), plan=plan, lease=lease)
+    return _of_task(target, task, SamplesClaimed, request_id=request_id or new_id(), plan=plan, lease=lease)
 
 
 def release(target, task, request_id, rows=None):

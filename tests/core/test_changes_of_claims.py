@@ -27,9 +27,9 @@ from tq_service.errors import (
     StaleEpochError,
     TaskNotFoundError,
 )
-from tq_service.machine.claims import ClaimReleased, ConsumptionReset, LeaseExpired, QueueClaimed, TaskSeen
+from tq_service.machine.claims import ClaimReleased, ConsumptionReset, LeaseExpired, SamplesClaimed, TaskSeen
 from tq_service.machine.state_machine import State, StateMachine
-from tq_service.state.request import LeaseTerms
+from tq_service.state.plan import LeaseTerms
 
 TERMS = LeaseTerms(seconds=10.0)
 GROUPED = LeaseTerms(seconds=10.0, group_block_size=2)
@@ -104,7 +104,7 @@ def test_ids_of_ended_claims_are_as_old_as_the_changes_that_ended_them(train):
     machine.replay(TaskSeen(**facts), 1000.0)
     ids = [new_id() for _ in range(3)]
     for number, (request_id, at_seconds) in enumerate(zip(ids, (1000.0, 1500.0, 1950.0), strict=True)):
-        machine.replay(QueueClaimed(**facts, request_id=request_id, plan=plan_of([number]), lease=TERMS), at_seconds)
+        machine.replay(SamplesClaimed(**facts, request_id=request_id, plan=plan_of([number]), lease=TERMS), at_seconds)
         kind = LeaseExpired if number == 1 else ClaimReleased
         machine.replay(kind(**facts, request_id=request_id), at_seconds)
     task = train.tasks["t"]

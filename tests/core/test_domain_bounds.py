@@ -38,12 +38,11 @@ from tq_service.errors import (
 from tq_service.samplers import PlanRunner
 from tq_service.schema import EndCounts, FieldSpec, Layout, StalenessLimit
 from tq_service.serving import admission as queue
-from tq_service.serving.admission import AdmissionQueue
-from tq_service.serving.bounds import BacklogBound, demand_of
+from tq_service.serving.admission import AdmissionQueue, BacklogBound, demand_of
 from tq_service.serving.catalog import Catalog
 from tq_service.state.cells import ColumnWrite
-from tq_service.state.meta import Condition
 from tq_service.state.partition import Partition, PartitionSettings
+from tq_service.state.plan import Condition
 
 
 def column(name, value_bytes):
@@ -497,7 +496,7 @@ def test_records_of_plans_that_do_not_consume_what_they_deliver_are_bounded_in_r
 
 
 def test_names_of_claims_that_are_gone_are_bounded_in_number(monkeypatch):
-    monkeypatch.setattr("tq_service.state.claim_names.MOST_PAST_NAMES", 3)
+    monkeypatch.setattr("tq_service.state.ledger.MOST_PAST_NAMES", 3)
     names = task_of(bounded(max_bytes=1), "t").names
     for number in range(5):
         names.claims[f"{number}"] = new_id()

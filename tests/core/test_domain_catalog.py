@@ -21,14 +21,12 @@ from tq_service.errors import (
 )
 from tq_service.samplers import PlanRunner, Sampler
 from tq_service.schema import EndCounts, FieldSpec, Layout
-from tq_service.serving.catalog import Catalog
-from tq_service.serving.clearing import Clearing
+from tq_service.serving.catalog import Catalog, Limits
 from tq_service.serving.history import Selection as Selected
-from tq_service.serving.limits import Limits
-from tq_service.serving.wait_queue import NotYet
-from tq_service.state.meta import Condition
+from tq_service.serving.lookup import Clearing, Selection
+from tq_service.serving.planner import NotYet
 from tq_service.state.partition import Partition, PartitionSettings
-from tq_service.state.selection import Selection
+from tq_service.state.plan import Condition
 
 
 @pytest.fixture

@@ -14,7 +14,8 @@ from property_settings import examples
 
 from tq_service.custom_meta import JSON_NULL, MetaColumn
 from tq_service.errors import InvalidArgumentError
-from tq_service.state.meta import Condition, CustomMeta
+from tq_service.state.meta import CustomMeta
+from tq_service.state.plan import Condition
 from tq_service.state.table import RowTable
 
 NOTHING = object()

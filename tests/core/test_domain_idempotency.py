@@ -5,9 +5,8 @@ from domain_support import new_id
 
 from tq_service.errors import InvalidArgumentError
 from tq_service.machine import state_machine
-from tq_service.machine.state_machine import RequestAnswered, State, StateMachine
+from tq_service.machine.state_machine import IdempotencyCache, RequestAnswered, State, StateMachine
 from tq_service.serving.catalog import Catalog
-from tq_service.state.idempotency import IdempotencyCache
 
 
 class Clock:

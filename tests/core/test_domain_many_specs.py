@@ -18,9 +18,8 @@ from tq_service.errors import (
 from tq_service.samplers import Sampler, SequentialSampler
 from tq_service.schema import EndCounts
 from tq_service.serving import planner as planner_module
-from tq_service.serving.wait_queue import NotYet
-from tq_service.state.meta import Order
-from tq_service.state.request import LeaseTerms
+from tq_service.serving.planner import NotYet
+from tq_service.state.plan import LeaseTerms, Order
 
 MANY = 8192
 RANK = (0, 1, 0)

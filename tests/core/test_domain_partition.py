@@ -31,7 +31,7 @@ from tq_service.errors import (
 )
 from tq_service.schema import FieldSpec, StalenessLimit
 from tq_service.state.partition import PartitionSettings
-from tq_service.state.states import CLEARED, FAILED, HELD, LIVE, UNCLAIMED
+from tq_service.state.table import CLEARED, FAILED, HELD, LIVE, UNCLAIMED
 
 
 def recount(train):

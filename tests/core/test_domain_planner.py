@@ -17,11 +17,10 @@ from tq_service.samplers import (
     SequentialSampler,
 )
 from tq_service.schema import EndCounts
+from tq_service.serving.planner import NotYet
 from tq_service.serving.status import consumption_of
-from tq_service.serving.wait_queue import NotYet
 from tq_service.state.ledger import RecordedPlan
-from tq_service.state.meta import Condition
-from tq_service.state.plan import Plan
+from tq_service.state.plan import Condition, Plan
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from tq_service.samplers import (
     SeqlenBalancedSampler,
     SequentialSampler,
 )
-from tq_service.serving import wait_queue
+from tq_service.serving import planner as planner_module
 from tq_service.state.plan import Plan
 
 
@@ -245,7 +245,7 @@ async def test_a_claim_released_while_it_is_planned_is_not_given(bench):
 
 
 async def test_rows_cleared_before_the_answer_arrives_are_not_given(bench, monkeypatch):
-    monkeypatch.setattr(wait_queue, "_TURN_SECONDS", math.inf)  # both are served in one turn of the loop
+    monkeypatch.setattr(planner_module, "_TURN_SECONDS", math.inf)  # both are served in one turn of the loop
     call, rank = bench.ask(), bench.ask((0, 1, 0), sampler=RankAwareSampler())
     await turns()
     bench.insert(4)

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from tq_service.state import table as table_module
-from tq_service.state.states import CLEARED
-from tq_service.state.table import RowTable
+from tq_service.state.table import CLEARED, RowTable
 
 
 def table_of(count):

@@ -29,9 +29,7 @@ from tq_service.errors import (
 )
 from tq_service.schema import EndCounts
 from tq_service.state.ledger import EndedClaims, RecordedPlan
-from tq_service.state.meta import Condition, Order
-from tq_service.state.plan import RankPlan
-from tq_service.state.request import LeaseTerms
+from tq_service.state.plan import Condition, LeaseTerms, Order, RankPlan
 from tq_service.state.table import Column
 
 

@@ -27,8 +27,7 @@ from tq_service.errors import InvalidArgumentError, MissingLengthError, SamplerE
 from tq_service.planning.grouping import Grouping
 from tq_service.planning.readiness import Readiness, Scan, ScanStarts, ScanWatch
 from tq_service.planning.view import NOT_LOOKED, PartitionView, Search
-from tq_service.state.meta import Condition, Order
-from tq_service.state.plan import LengthSource, MustBeAwaited, Plan
+from tq_service.state.plan import Condition, LengthSource, MustBeAwaited, Order, Plan
 
 
 @pytest.fixture

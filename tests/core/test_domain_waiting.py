@@ -16,12 +16,12 @@ from tq_service.planning.view import NOT_LOOKED
 from tq_service.samplers import PlanRunner, SequentialSampler
 from tq_service.schema import EndCounts
 from tq_service.serving import planner
-from tq_service.serving import wait_queue as waiters
+from tq_service.serving import planner as waiters
 from tq_service.serving.catalog import Catalog
-from tq_service.serving.wait_queue import LineState, LoopYielder, NotYet, Waiter, WaitQueue
+from tq_service.serving.planner import LineState, LoopYielder, NotYet, Waiter, WaitQueue
 from tq_service.state.ledger import QueueClaim
-from tq_service.state.meta import Condition
 from tq_service.state.partition import PartitionSettings
+from tq_service.state.plan import Condition
 
 MANY = 400
 MOST_A_TURN = 32

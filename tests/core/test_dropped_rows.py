@@ -5,9 +5,8 @@ import pytest
 from domain_support import ack, asks, clear, expire, insert, new_id, partition, release, reset, task_of
 
 from tq_service.state.ledger import RecordedPlan
-from tq_service.state.plan import Plan, RankPlan
-from tq_service.state.request import LeaseTerms
-from tq_service.state.states import DROPPED, UNCLAIMED
+from tq_service.state.plan import LeaseTerms, Plan, RankPlan
+from tq_service.state.table import DROPPED, UNCLAIMED
 
 
 @pytest.fixture

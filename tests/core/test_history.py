@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from property_settings import examples
 
 from tq_service.errors import CompactedError, InvalidArgumentError
-from tq_service.machine.claims import ConsumptionReset, QueueClaimed
-from tq_service.machine.partitions import PartitionSealed
-from tq_service.machine.samples import MetaSet, SamplesCleared, SamplesWritten
+from tq_service.machine.claims import ConsumptionReset, SamplesClaimed
+from tq_service.machine.samples import MetaSet, PartitionSealed, SamplesCleared, SamplesWritten
 from tq_service.results import Revision
 from tq_service.samplers import PlanRunner
 from tq_service.serving import history as history_module
@@ -147,7 +146,7 @@ def change(catalog: Catalog, draw: Any) -> None:
         left = [index for index in some if task.claim.data[partition.table.find(np.array([index]))[0]] == 0]
         if left:
             catalog.commit(
-                QueueClaimed(partition_id=name, task_name="t", request_id=new_id(), plan=plan_of(np.array(left)))
+                SamplesClaimed(partition_id=name, task_name="t", request_id=new_id(), plan=plan_of(np.array(left)))
             )
 
 

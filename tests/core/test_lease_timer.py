@@ -7,9 +7,9 @@ import pytest
 from domain_support import ack, asks, expire, extend, insert, plan_of, seal
 from planner_bench import Bench, finished, rows
 
-from tq_service.serving.lease_timer import LeaseTimer
+from tq_service.serving.catalog import LeaseTimer
 from tq_service.state.ledger import QueueClaim
-from tq_service.state.request import LeaseTerms
+from tq_service.state.plan import LeaseTerms
 
 
 class SkippingTime:

@@ -13,9 +13,8 @@ from tq_service.errors import InvalidArgumentError, PartitionClearedError, Unava
 from tq_service.machine.samples import SamplesCleared
 from tq_service.samplers import PlanRunner
 from tq_service.serving.catalog import Catalog
-from tq_service.serving.lookup_wait import LookupWait
-from tq_service.state.meta import Condition
-from tq_service.state.selection import Selection
+from tq_service.serving.lookup import LookupWait, Selection, wait_for_samples
+from tq_service.state.plan import Condition
 
 NEW = Selection(is_all=True, where=(Condition("version", ">=", (2,)),))
 FOREVER = 1e6
@@ -35,7 +34,7 @@ def clear(catalog, indexes):
 
 
 def waits(catalog, selection=NEW, min_count=3, seconds=FOREVER):
-    return asyncio.ensure_future(catalog.wait_for_samples("train", selection, min_count, seconds))
+    return asyncio.ensure_future(wait_for_samples(catalog, "train", selection, min_count, seconds))
 
 
 async def test_it_ends_with_the_sample_that_was_missing(catalog):
@@ -149,7 +148,7 @@ async def test_it_ends_with_its_partition_and_with_the_service(catalog):
     with pytest.raises(PartitionClearedError):
         await wait
     put(catalog, [2])
-    wait, arrival = waits(catalog), asyncio.ensure_future(catalog.wait_for_samples("other", NEW, 1, FOREVER))
+    wait, arrival = waits(catalog), asyncio.ensure_future(wait_for_samples(catalog, "other", NEW, 1, FOREVER))
     await turns(3)
     catalog.drain()
     for each in (wait, arrival, waits(catalog)):
@@ -174,7 +173,7 @@ async def test_who_leaves_leaves_nothing_behind(catalog):
     wait.cancel()
     await turns(3)
     assert (len(partition.on_rows), len(partition.on_change)) == listeners
-    assert not catalog._serving_of(partition).lookups
+    assert not catalog.enders(partition)
 
 
 async def test_rows_are_looked_at_in_large_lots_and_large_ones_in_parts(catalog, monkeypatch):
@@ -201,7 +200,7 @@ async def test_rows_are_looked_at_in_large_lots_and_large_ones_in_parts(catalog,
 
 
 async def test_what_it_remembers_is_bounded_by_what_is_stored(catalog, monkeypatch):
-    monkeypatch.setattr("tq_service.serving.lookup_wait._MOST_UNSEEN", 50)
+    monkeypatch.setattr("tq_service.serving.lookup._MOST_UNSEEN", 50)
     put(catalog, [2, 2, 2])
     partition = catalog.get("train")
     with LookupWait(partition, NEW, 10**6) as lookup:

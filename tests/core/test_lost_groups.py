@@ -30,15 +30,14 @@ from tq_service.machine.claims import DeadLettersRequeued, GroupsKept
 from tq_service.planning.grouping import Grouping
 from tq_service.samplers import GRPOGroupNSampler, PlanRunner
 from tq_service.schema import StalenessLimit
-from tq_service.serving.bounds import bounds_of
+from tq_service.serving.admission import bounds_of
 from tq_service.serving.catalog import Catalog
-from tq_service.serving.clearing import Clearing
+from tq_service.serving.lookup import Clearing, Selection
+from tq_service.serving.planner import NotYet
 from tq_service.serving.status import consumption_of
-from tq_service.serving.wait_queue import NotYet
 from tq_service.state.partition import Partition, PartitionSettings
-from tq_service.state.request import LeaseTerms
-from tq_service.state.selection import Selection
-from tq_service.state.states import DEAD_LETTERED, UNCLAIMED, is_open
+from tq_service.state.plan import LeaseTerms
+from tq_service.state.table import DEAD_LETTERED, UNCLAIMED, is_open
 
 SKIPPING = GRPOGroupNSampler(n_samples_per_prompt=4)
 TAKING = GRPOGroupNSampler(n_samples_per_prompt=4, incomplete_groups="take")

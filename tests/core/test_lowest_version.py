@@ -11,10 +11,10 @@ from property_settings import examples
 
 from tq_service.custom_meta import JSON_NULL, MetaColumn
 from tq_service.schema import StalenessLimit
-from tq_service.state import lowest_version
-from tq_service.state.lowest_version import LowestVersion
+from tq_service.serving import admission
+from tq_service.serving.admission import LowestVersion
 from tq_service.state.partition import Partition, PartitionSettings
-from tq_service.state.states import HELD, LIVE, UNCLAIMED
+from tq_service.state.table import HELD, LIVE, UNCLAIMED
 
 BOUNDED = PartitionSettings(staleness_limits=(StalenessLimit(task_name="t", max_versions=1),))
 
@@ -113,7 +113,7 @@ ACTIONS = st.tuples(
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(lowest_version, "_BLOCK_ROWS", 4)
+    monkeypatch.setattr(admission, "_BLOCK_ROWS", 4)
 
 
 @examples(80)

@@ -17,11 +17,11 @@ from tq_service.durable.snapshot import ColumnPart, ServiceSnapshot, read_snapsh
 from tq_service.durable.state_store import StateStore
 from tq_service.errors import InvalidArgumentError, NewerVersionError, SnapshotDamagedError
 from tq_service.journal import codec
-from tq_service.machine import partitions
+from tq_service.machine import samples
 from tq_service.samplers import PlanRunner
 from tq_service.serving.catalog import Catalog
-from tq_service.state.meta import Condition, Order
 from tq_service.state.partition import Partition, PartitionFacts, PartitionSettings
+from tq_service.state.plan import Condition, Order
 from tq_service.state.table import Column, RowTable
 
 
@@ -36,7 +36,7 @@ class Prioritized(Partition):
 
 def of_version(monkeypatch, kind):
     """Make partitions of a kind wherever they are made."""
-    for module in (state_store, partitions):
+    for module in (state_store, samples):
         monkeypatch.setattr(module, "Partition", kind)
 
 

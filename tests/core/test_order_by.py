@@ -35,8 +35,7 @@ from tq_service.planning import ordering, readiness
 from tq_service.planning.readiness import Readiness, Scan
 from tq_service.planning.view import PartitionView
 from tq_service.samplers import GRPOGroupNSampler, SequentialSampler
-from tq_service.state.meta import Condition, Order
-from tq_service.state.plan import MustBeAwaited, Plan
+from tq_service.state.plan import Condition, MustBeAwaited, Order, Plan
 
 EXAMPLES = int(os.environ.get("TQ_ORDER_EXAMPLES", "15"))
 VALUES = {

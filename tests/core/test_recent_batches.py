@@ -7,9 +7,9 @@ from planner_bench import Bench, finished
 
 from tq_service.results import RecentBatch
 from tq_service.samplers import PackedSampler, SequentialSampler
+from tq_service.serving.planner import MOST_BATCHES, describe_batch
 from tq_service.state.ledger import RecordedPlan
 from tq_service.state.plan import Pack
-from tq_service.state.recent_batches import MOST_BATCHES, describe_batch
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import random
 import sys
 
-from tq_service.state.idempotency import IdempotencyCache
+from tq_service.machine.state_machine import IdempotencyCache
 
 KEPT = 1e6  # seconds
 

@@ -7,9 +7,8 @@ from domain_support import asks, batch_spec, new_write
 
 from tq_service.errors import InvalidArgumentError
 from tq_service.schema import FieldSpec, StalenessLimit
-from tq_service.state.meta import Condition, Order
 from tq_service.state.partition import PartitionSettings
-from tq_service.state.request import ClaimSpec, LeaseTerms, Rank
+from tq_service.state.plan import ClaimSpec, Condition, LeaseTerms, Order, Rank
 
 
 def claim_spec(**arguments):

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tq_service.errors import PartitionSealedError
-from tq_service.machine.partitions import PartitionSealed
-from tq_service.machine.samples import SamplesCleared
+from tq_service.machine.samples import PartitionSealed, SamplesCleared
 from tq_service.serving import catalog as catalog_module
 from tq_service.serving.catalog import Catalog
 from tq_service.state import column_memory

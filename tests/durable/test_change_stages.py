@@ -17,7 +17,6 @@ from tq_service.durable.state_store import StateStore
 from tq_service.errors import ServiceFailedError
 from tq_service.machine import state_machine
 from tq_service.machine.claims import (
-    BatchPlanned,
     ClaimAcked,
     ClaimExtended,
     ClaimReleased,
@@ -26,20 +25,27 @@ from tq_service.machine.claims import (
     EndReached,
     GroupsKept,
     LeaseExpired,
-    NamedEndReached,
-    QueueClaimed,
+    SamplesClaimed,
     TaskForgotten,
     TaskSeen,
 )
-from tq_service.machine.partitions import PartitionCleared, PartitionCreated, PartitionSealed, StateReplaced
-from tq_service.machine.samples import GroupsClosed, MetaSet, SamplesCleared, SamplesWritten
+from tq_service.machine.samples import (
+    GroupsClosed,
+    MetaSet,
+    PartitionCleared,
+    PartitionCreated,
+    PartitionSealed,
+    SamplesCleared,
+    SamplesWritten,
+    StateReplaced,
+)
 from tq_service.machine.state_machine import Change, RequestAnswered
 from tq_service.samplers import PlanRunner
 from tq_service.schema import EndCounts
 from tq_service.serving.catalog import Catalog
 from tq_service.state.cells import Put
 from tq_service.state.partition import PartitionSettings
-from tq_service.state.request import LeaseTerms
+from tq_service.state.plan import LeaseTerms
 
 TRAIN = {"partition_id": "train"}
 TASK = {**TRAIN, "task_name": "t"}
@@ -69,17 +75,17 @@ STORY = [
     TaskSeen(**TRAIN, task_name="refused"),
     TaskForgotten(**TRAIN, task_name="refused"),
     GroupsKept(kept_groups=0, **TASK),
-    BatchPlanned(batch_spec=batch_spec(), plan=plan_of(range(2)), **TASK),
-    QueueClaimed(request_id=FIRST, **LEASED, **TASK),
+    SamplesClaimed(batch_spec=batch_spec(), plan=plan_of(range(2)), **TASK),
+    SamplesClaimed(request_id=FIRST, **LEASED, **TASK),
     ClaimExtended(request_id=FIRST, lease_seconds=90.0, **TASK),
     ClaimAcked(request_id=FIRST, global_indexes=np.array([2]), **TASK),
     ClaimReleased(request_id=FIRST, global_indexes=np.array([3]), **TASK),
     LeaseExpired(request_id=FIRST, **TASK),
     DeadLettersRequeued(**TASK),
-    QueueClaimed(
+    SamplesClaimed(
         request_id=SECOND, plan=plan_of(range(6, 8)), claim_name="rank0/batch0", batch_spec=batch_spec(), **TASK
     ),
-    NamedEndReached(claim_name="rank0/batch1", end=EndCounts(consumed_count=8), **TASK),
+    EndReached(claim_name="rank0/batch1", end=EndCounts(consumed_count=8), **TASK),
     SamplesCleared(global_indexes=np.array([0, 6]), **TRAIN),
     ConsumptionReset(keep_consumed=True, **TASK),
     PartitionSealed(**TRAIN),

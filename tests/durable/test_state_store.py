@@ -20,10 +20,10 @@ from tq_service.durable import data_dir, state_store
 from tq_service.durable.state_store import StateStore, Stream
 from tq_service.errors import DataDirError, DiskFullError, JournalDamagedError, SnapshotDamagedError
 from tq_service.journal import files
+from tq_service.machine.state_machine import IdempotencyCache
 from tq_service.samplers import PlanRunner
 from tq_service.server import converters
 from tq_service.serving.catalog import Catalog
-from tq_service.state.idempotency import IdempotencyCache
 from tq_service.storage.index.put_journal import PutStored, encode_put
 from tq_service.v1 import controller_service_pb2 as pb
 

@@ -16,12 +16,12 @@ from domain_support import asks, new_write, task_of
 from tq_service.durable.state_store import StateStore
 from tq_service.errors import InvalidArgumentError, ServiceFailedError, TqError
 from tq_service.machine import state_machine
-from tq_service.machine.claims import BatchPlanned, QueueClaimed
+from tq_service.machine.claims import SamplesClaimed
 from tq_service.machine.samples import SamplesWritten
+from tq_service.machine.state_machine import IdempotencyCache
 from tq_service.samplers import PlanRunner, Sampler
 from tq_service.server import converters
 from tq_service.serving.catalog import Catalog
-from tq_service.state.idempotency import IdempotencyCache
 from tq_service.state.ledger import TaskLedger
 from tq_service.state.plan import Pack, Plan, RankPlan
 from tq_service.v1 import controller_service_pb2 as pb
@@ -117,7 +117,7 @@ def test_a_claim_is_encoded_before_it_is_made(tmp_path, monkeypatch, rank):
         task_of(service.catalog, "t")
         before = service.state()
         with monkeypatch.context() as patch:
-            refuse_to_encode(patch, BatchPlanned, QueueClaimed)
+            refuse_to_encode(patch, SamplesClaimed)
             with pytest.raises((TqError, TypeError)):
                 await claim(service, rank)
         assert service.state() == before

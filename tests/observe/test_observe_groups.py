@@ -17,7 +17,7 @@ from tq_service.serving.catalog import Catalog
 from tq_service.serving.slices import Slices
 from tq_service.state.ledger import TaskTotals
 from tq_service.state.partition import Partition, PartitionSettings
-from tq_service.state.request import LeaseTerms
+from tq_service.state.plan import LeaseTerms
 
 LEASE = LeaseTerms(seconds=1e4, max_deliveries=2)
 

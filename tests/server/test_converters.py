@@ -5,7 +5,7 @@ import pytest
 from tq_service.errors import InvalidArgumentError
 from tq_service.samplers import SequentialSampler
 from tq_service.server.converters import claim_request, claim_spec
-from tq_service.state.request import Rank
+from tq_service.state.plan import Rank
 from tq_service.v1 import controller_service_pb2 as pb
 
 

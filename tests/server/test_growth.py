@@ -17,8 +17,8 @@ import torch
 from live_server import AnyClient, StartServer
 
 import tq_service as tq
+from tq_service.machine.state_machine import IdempotencyCache
 from tq_service.serving.history import ChangeHistory
-from tq_service.state.idempotency import IdempotencyCache
 
 _NOT_FOLLOWED = (
     type, types.ModuleType, types.FrameType, types.CodeType, threading.Thread, asyncio.AbstractEventLoop,

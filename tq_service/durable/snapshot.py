@@ -34,13 +34,11 @@ from tq_service.journal.record_file import (
     gathered,
     read_records,
 )
+from tq_service.machine.state_machine import Entry
 from tq_service.state.cells import Put
-from tq_service.state.claim_names import PastName
-from tq_service.state.idempotency import Entry
-from tq_service.state.ledger import Batch, QueueClaim, RecordedPlan, Steps, TaskFacts, TaskSnapshot
+from tq_service.state.ledger import Batch, PastName, QueueClaim, RecordedPlan, Steps, TaskFacts, TaskSnapshot
 from tq_service.state.partition import PartitionFacts, PartitionSnapshot
-from tq_service.state.plan import Indexes
-from tq_service.state.request import BatchSpec
+from tq_service.state.plan import BatchSpec, Indexes
 from tq_service.state.table import ColumnSnapshot, TableSnapshot
 from tq_service.wire.objects import no_collection
 

@@ -42,10 +42,9 @@ from tq_service.journal.file_backend import FileBackend, segment_numbers
 from tq_service.journal.files import quarantine, snapshot_numbers, snapshot_path
 from tq_service.journal.log import Log, Record
 from tq_service.log_message import LogMessage
-from tq_service.machine.partitions import StateReplaced
-from tq_service.machine.state_machine import decode_group
+from tq_service.machine.samples import StateReplaced
+from tq_service.machine.state_machine import Entry, decode_group
 from tq_service.serving.catalog import Catalog
-from tq_service.state.idempotency import Entry
 from tq_service.state.partition import Partition, PartitionSnapshot
 from tq_service.storage.engine import StorageEngine
 from tq_service.storage.index.put_journal import left_puts

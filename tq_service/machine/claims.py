@@ -1,35 +1,28 @@
 """Changes of what tasks consume: samples claimed, acknowledged, released; leases extended and expired; epochs begun.
 
-`prepare` finds the task and the claim, and refuses what does not fit them; `apply` is one verb of the task's ledger,
+`check` sees whether a change fits the task and its claims, and finds the rows; `make` is one verb of the task's ledger,
 and says what follows from it.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tq_service.errors import InvalidArgumentError, LeaseExpiredError, PreconditionError
 from tq_service.machine.state_machine import Change, State, Step
-from tq_service.planning.grouping import Grouping
+from tq_service.planning.grouping import Grouping, groups_in_runs
 from tq_service.schema import EndCounts
 from tq_service.state.ledger import QueueClaim, RecordedPlan, TaskLedger
 from tq_service.state.partition import Partition
-from tq_service.state.plan import Indexes
-from tq_service.state.request import BatchSpec, LeasedClaim, LeaseTerms
-from tq_service.state.runs import groups_in_runs
-from tq_service.state.states import DEAD_LETTERED, DROPPED, FAILED, LIVE, is_open
-from tq_service.state.table import distinct
+from tq_service.state.plan import BatchSpec, Indexes, LeasedClaim, LeaseTerms
+from tq_service.state.table import DEAD_LETTERED, DROPPED, FAILED, LIVE, distinct, is_open
 
 _MOST_NAMED = 20
-
-# What changes look up: the partition, the task, its claim, and the positions of rows.
-TaskRows: TypeAlias = tuple[Partition, TaskLedger, Indexes]
-ClaimRows: TypeAlias = tuple[Partition, TaskLedger, QueueClaim, Indexes]
-ReleasedRows: TypeAlias = tuple[Partition, TaskLedger, QueueClaim | None, Indexes]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,27 +32,34 @@ class TaskChange(Change):
     partition_id: str
     task_name: str
 
-    def find(self, state: State) -> tuple[Partition, TaskLedger]:
-        """Return the partition and the task, which must be there."""
+    def prepare(self, state: State) -> tuple[Partition, TaskLedger, Any] | None:
+        """Return the partition, the task, and what `check` finds; None where there is nothing to change."""
         partition = state.partition(self.partition_id)
-        return partition, partition.known_task(self.task_name)
+        task = partition.known_task(self.task_name)
+        found = self.check(partition, task)
+        return None if found is None else (partition, task, found)
+
+    def check(self, partition: Partition, task: TaskLedger) -> Any | None:
+        """Find what is changed, and refuse what does not fit it; None where there is nothing to change."""
+        return True
+
+    def apply(self, state: State, prepared: tuple[Partition, TaskLedger, Any], step: Step) -> Any:
+        """Make the change, of which those hear who watch the task."""
+        partition, task, found = prepared
+        step.tasks.append((partition, task.name))
+        return self.make(partition, task, found, step)
+
+    @abstractmethod
+    def make(self, partition: Partition, task: TaskLedger, found: Any, step: Step) -> Any:
+        """Make the change, see `Change.apply`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClaimChange(TaskChange):
-    """What becomes of the claim of a queue worker."""
-
-    request_id: bytes
-
-    def find_claim(self, state: State) -> tuple[Partition, TaskLedger, QueueClaim | None]:
-        """Return the partition, the task, and the claim, None where it is not there any more."""
-        partition, task = self.find(state)
-        return partition, task, task.claims.get(self.request_id)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskSeen(TaskChange):
+class TaskSeen(Change):
     """A task asked for the first time."""
+
+    partition_id: str
+    task_name: str
 
     def prepare(self, state: State) -> Partition | None:
         """Find the partition, unless it knows the task; raises TaskNotFoundError where it was created for others."""
@@ -77,119 +77,80 @@ class TaskSeen(TaskChange):
 class TaskForgotten(TaskChange):
     """A task of which nothing is on record was forgotten: the calls that asked for it were refused."""
 
-    def prepare(self, state: State) -> tuple[Partition, TaskLedger] | None:
-        """Find the task; None if it was declared with the partition, or something is on record."""
-        partition, task = self.find(state)
-        is_kept = self.task_name in partition.settings.tasks or not task.is_unused
-        return None if is_kept else (partition, task)
+    def check(self, partition: Partition, task: TaskLedger) -> Any | None:
+        """Return None if the task was declared with the partition, or something is on record."""
+        return None if self.task_name in partition.settings.tasks or not task.is_unused else True
 
-    def apply(self, state: State, prepared: tuple[Partition, TaskLedger], step: Step) -> None:
+    def make(self, partition: Partition, task: TaskLedger, found: Any, step: Step) -> None:
         """Drop the task's ledger."""
-        partition, task = prepared
         partition.drop_task(task.name)
-        step.tasks.append((partition, task.name))
 
 
 # Claims
 
 
-class PlanChange(TaskChange):
-    """Samples were delivered by a plan."""
-
-    __slots__ = ()
-    plan: RecordedPlan
-
-    def prepare(self, state: State) -> TaskRows:
-        """Find the positions of all rows of the plan; raises TqError where one is gone."""
-        partition, task = self.find(state)
-        return partition, task, partition.positions_of(self.plan.named)
-
-    def _note_delivery(self, partition: Partition, step: Step) -> None:
-        step.consumed[partition] = None
-        step.tasks.append((partition, self.task_name))
-        step.delivered.append((partition, self.task_name, self.plan))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchPlanned(PlanChange):
-    """The next batch_index of a task was planned, for all ranks."""
-
-    batch_spec: BatchSpec
-    plan: RecordedPlan
-
-    def apply(self, state: State, prepared: TaskRows, step: Step) -> None:
-        """Record the plan, and what it consumes."""
-        partition, task, positions = prepared
-        task.claim_batch(self.batch_spec, self.plan, positions)
-        self._note_delivery(partition, step)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndReached(TaskChange):
-    """No further batch comes in this epoch of a task."""
-
-    dp_size: int
-    end: EndCounts
-
-    def prepare(self, state: State) -> tuple[Partition, TaskLedger]:
-        """Find the task."""
-        return self.find(state)
-
-    def apply(self, state: State, prepared: tuple[Partition, TaskLedger], step: Step) -> None:
-        """Record the end."""
-        partition, task = prepared
-        task.reach_end(self.dp_size, self.end)
-        step.tasks.append((partition, task.name))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QueueClaimed(PlanChange):
-    """A queue worker was given samples; without a `lease` they are done.
+class SamplesClaimed(TaskChange):
+    """Samples were delivered by a plan: for all ranks as the next batch_index of the task, or to a queue worker.
 
     Attributes:
-        claim_name: by which the claim can be asked for again; empty: it has none.
-        batch_spec: what was asked for, where the claim has a name.
+        batch_spec: what was asked for; None for a claim of a queue worker without a name.
+        request_id: of the queue worker; empty: ranks asked.
+        lease: how they are leased to the queue worker; None: they are done.
+        claim_name: by which its claim can be asked for again; empty: it has none.
     """
 
-    request_id: bytes
     plan: RecordedPlan
+    batch_spec: BatchSpec | None = None
+    request_id: bytes = b""
     lease: LeaseTerms | None = None
     claim_name: str = ""
-    batch_spec: BatchSpec | None = None
 
-    def apply(self, state: State, prepared: TaskRows, step: Step) -> QueueClaim:
-        """Record the claim and return it."""
-        partition, task, positions = prepared
+    def check(self, partition: Partition, task: TaskLedger) -> Indexes:
+        """Find the positions of all rows of the plan; raises TqError where one is gone."""
+        return partition.positions_of(self.plan.named)
+
+    def make(self, partition: Partition, task: TaskLedger, found: Indexes, step: Step) -> QueueClaim | None:
+        """Record the plan and what it consumes; return the claim of a queue worker."""
+        step.consumed[partition] = None
+        step.delivered.append((partition, task.name, self.plan))
+        if not self.request_id and self.batch_spec is not None:
+            task.claim_batch(self.batch_spec, self.plan, found)
+            return None
         claim = task.claim_samples(
-            self.request_id, self.plan, positions, self.lease, name=self.claim_name, batch_spec=self.batch_spec
+            self.request_id, self.plan, found, self.lease, name=self.claim_name, batch_spec=self.batch_spec
         )
         if self.lease is not None:
             step.leases.append((partition, task.name, claim))
-        self._note_delivery(partition, step)
         return claim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NamedEndReached(TaskChange):
-    """A call for a claim by name was answered with the end, as all are that come under this name."""
+class EndReached(TaskChange):
+    """No further batch comes for the ranks of a task in this epoch, or for a claim of a queue worker by name.
 
-    claim_name: str
+    Attributes:
+        dp_size: number of ranks; None: it is the end of a claim.
+        claim_name: its name, under which all calls are answered with the end.
+    """
+
     end: EndCounts
+    dp_size: int | None = None
+    claim_name: str = ""
 
-    def prepare(self, state: State) -> TaskLedger:
-        """Find the task."""
-        return self.find(state)[1]
-
-    def apply(self, state: State, prepared: TaskLedger, step: Step) -> None:
+    def make(self, partition: Partition, task: TaskLedger, found: Any, step: Step) -> None:
         """Record the end."""
-        prepared.reach_named_end(self.claim_name, self.end)
+        if self.dp_size is None:
+            task.reach_named_end(self.claim_name, self.end)
+        else:
+            task.reach_end(self.dp_size, self.end)
 
 
 # What becomes of the claim of a queue worker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClaimReleased(ClaimChange):
+class ClaimReleased(TaskChange):
     """A queue claim was released: what is left of it can be claimed again.
 
     Samples that the claim acknowledged or released before are ignored, as is an unknown claim: a client releases what
@@ -201,49 +162,48 @@ class ClaimReleased(ClaimChange):
             may ask again under the same one.
     """
 
+    request_id: bytes
     global_indexes: Indexes | None = None
     is_final: bool = True
 
-    def prepare(self, state: State) -> ReleasedRows | None:
-        """Find what is released; None where nothing is, and the request_id stays as it is.
+    def check(self, partition: Partition, task: TaskLedger) -> tuple[QueueClaim | None, Indexes] | None:
+        """Find the claim and what is released; None where nothing is, and the request_id stays as it is.
 
         Raises:
             LeaseExpiredError: the lease of samples that are named ran out.
             InvalidArgumentError: only a part of a claim without a lease is named, or of a group that stays whole.
         """
-        partition, task, claim = self.find_claim(state)
-        if self.global_indexes is not None and task.ended.has_expired(self.request_id):
-            _check_leased(partition, task, self.request_id, self.global_indexes)
+        rows, claim = self.global_indexes, task.claims.get(self.request_id)
+        if rows is not None and task.ended.has_expired(self.request_id):
+            _check_leased(partition, task, self.request_id, rows)
         if claim is None:
-            return (partition, task, None, np.zeros(0, np.int64)) if self.is_final else None
-        positions = _left(partition, task, claim, self.global_indexes)
-        is_nothing = self.global_indexes is not None and claim.lease is not None and not positions.size
-        return None if is_nothing else (partition, task, claim, positions)
+            return (None, np.zeros(0, np.int64)) if self.is_final else None
+        positions = _left(partition, task, claim, rows)
+        return None if rows is not None and claim.lease is not None and not positions.size else (claim, positions)
 
-    def apply(self, state: State, prepared: ReleasedRows, step: Step) -> int:
+    def make(self, partition: Partition, task: TaskLedger, found: tuple[QueueClaim | None, Indexes], step: Step) -> int:
         """Release the samples; return how many can be claimed again at once."""
-        partition, task, claim, positions = prepared
+        claim, positions = found
         if self.is_final:
             task.ended.add(self.request_id, step.at_seconds, is_expired=False)
         if claim is None:
             return 0
         task.nack(claim, positions)
-        step.tasks.append((partition, task.name))
-        _reopened(partition, positions, step)
-        skip_lost_groups(partition, task, positions, step)
+        _reopen(partition, task, positions, positions, step)
         return int(np.count_nonzero(partition.state.data[positions] == LIVE))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClaimAcked(ClaimChange):
+class ClaimAcked(TaskChange):
     """Samples of a leased claim are done, for good or for this time; None: all that are left of it.
 
     Samples that are done, have failed or were cleared may be named: no other worker will process them.
     """
 
+    request_id: bytes
     global_indexes: Indexes | None = None
 
-    def prepare(self, state: State) -> ClaimRows | None:
+    def check(self, partition: Partition, task: TaskLedger) -> tuple[QueueClaim, Indexes] | None:
         """Find the samples that are leased; None where none of them is.
 
         Raises:
@@ -251,40 +211,38 @@ class ClaimAcked(ClaimChange):
             InvalidArgumentError: samples were never in the claim, or are a part of a group that stays whole.
             PreconditionError: the claim was made without a lease.
         """
-        partition, task, claim = self.find_claim(state)
         _check_leased(partition, task, self.request_id, self.global_indexes)
+        claim = task.claims.get(self.request_id)
         if claim is None:
             return None
         positions = _left(partition, task, claim, self.global_indexes)
-        return (partition, task, claim, positions) if positions.size else None
+        return (claim, positions) if positions.size else None
 
-    def apply(self, state: State, prepared: ClaimRows, step: Step) -> int:
+    def make(self, partition: Partition, task: TaskLedger, found: tuple[QueueClaim, Indexes], step: Step) -> int:
         """Consume the samples for good, or return them for their next use; return how many they are."""
-        partition, task, claim, positions = prepared
-        returned = task.ack(claim, positions)
-        _reopened(partition, returned, step)
-        skip_lost_groups(partition, task, returned, step)
-        step.tasks.append((partition, task.name))
+        returned = task.ack(*found)
+        _reopen(partition, task, returned, returned, step)
         step.changed[partition] = None  # the end may have come with the last that was leased
-        return int(positions.size)
+        return found[1].size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClaimExtended(ClaimChange):
+class ClaimExtended(TaskChange):
     """What is left of a leased claim was given more time, from then on."""
 
+    request_id: bytes
     lease_seconds: float
 
-    def prepare(self, state: State) -> tuple[Partition, TaskLedger, QueueClaim, LeaseTerms]:
+    def check(self, partition: Partition, task: TaskLedger) -> tuple[QueueClaim, LeaseTerms]:
         """Find the claim, and say how long it lasts.
 
         Raises:
             LeaseExpiredError: the lease ran out, or its samples were released.
             PreconditionError: nothing is left to be acknowledged, or the claim was made without a lease.
         """
-        partition, task, claim = self.find_claim(state)
+        claim = task.claims.get(self.request_id)
         if claim is None or task.ended.has_expired(self.request_id):
-            raise _is_over(task)
+            raise _lease_over_error(task)
         lease = replace(_lease_of(task, claim), seconds=self.lease_seconds)
         if claim.leased_count == 0:
             raise PreconditionError(
@@ -292,34 +250,33 @@ class ClaimExtended(ClaimChange):
                 f"or released; no more time is needed",
                 metadata={"task_name": task.name},
             )
-        return partition, task, claim, lease
+        return claim, lease
 
-    def apply(self, state: State, prepared: tuple[Partition, TaskLedger, QueueClaim, LeaseTerms], step: Step) -> int:
+    def make(self, partition: Partition, task: TaskLedger, found: tuple[QueueClaim, LeaseTerms], step: Step) -> int:
         """Change how long the lease lasts; return how many samples are left of it."""
-        partition, task, claim, lease = prepared
-        task.extend(claim, lease)
+        claim, lease = found
+        claim.lease = lease
         step.leases.append((partition, task.name, claim))
         return claim.leased_count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseExpired(ClaimChange):
+class LeaseExpired(TaskChange):
     """What was left of a leased claim can be claimed again, or is dead-lettered."""
 
-    def prepare(self, state: State) -> ClaimRows:
+    request_id: bytes
+
+    def check(self, partition: Partition, task: TaskLedger) -> tuple[QueueClaim, Indexes]:
         """Find what is left; raises LookupError where that is nothing."""
-        partition, task, claim = self.find_claim(state)
+        claim = task.claims.get(self.request_id)
         if claim is None or claim.leased_count == 0:
             raise LookupError(f"task {task.name!r} has leased nothing under request_id {self.request_id.hex()}")
-        return partition, task, claim, task.left(claim)
+        return claim, task.left(claim)
 
-    def apply(self, state: State, prepared: ClaimRows, step: Step) -> None:
+    def make(self, partition: Partition, task: TaskLedger, found: tuple[QueueClaim, Indexes], step: Step) -> None:
         """Take the samples from the worker."""
-        partition, task, claim, positions = prepared
         step.note_change(partition)  # what is dead-lettered may bring the end, or let the rest of its group go
-        _reopened(partition, task.expire(claim, positions, step.at_seconds), step)
-        skip_lost_groups(partition, task, positions, step)
-        step.tasks.append((partition, task.name))
+        _reopen(partition, task, task.expire(*found, step.at_seconds), found[1], step)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -334,26 +291,19 @@ class ConsumptionReset(TaskChange):
     keep_consumed: bool
     epoch: int | None = None
 
-    def prepare(self, state: State) -> tuple[Partition, TaskLedger]:
-        """Find the task.
-
-        Raises:
-            StaleEpochError: it is at another epoch.
-        """
-        partition, task = self.find(state)
+    def check(self, partition: Partition, task: TaskLedger) -> Any:
+        """Refuse it where the task is at another epoch (StaleEpochError)."""
         task.check_epoch(self.epoch)
-        return partition, task
+        return True
 
-    def apply(self, state: State, prepared: tuple[Partition, TaskLedger], step: Step) -> int:
+    def make(self, partition: Partition, task: TaskLedger, found: Any, step: Step) -> int:
         """Start the epoch and return it."""
-        partition, task = prepared
         reopened = task.reset(keep_consumed=self.keep_consumed, open_count=partition.open_count)
         if self.keep_consumed:
-            _reopened(partition, reopened, step)
+            _reopen(partition, task, reopened, reopened, step)
         else:
             partition.on_reset(task.name)
         step.note_change(partition)
-        step.tasks.append((partition, task.name))
         return task.epoch
 
 
@@ -367,35 +317,29 @@ class DeadLettersRequeued(TaskChange):
 
     global_indexes: Indexes | None = None
 
-    def prepare(self, state: State) -> TaskRows | None:
+    def check(self, partition: Partition, task: TaskLedger) -> Indexes | None:
         """Find the samples; None where none of them is dead-lettered.
 
         Raises:
             PreconditionError: the ranks of the task have come to their end, so that nothing is delivered any more.
         """
-        partition, task = self.find(state)
         positions = task.dead_lettered()
         if self.global_indexes is not None:
             positions = positions[np.isin(partition.table.index.data[positions], self.global_indexes)]
-        if not positions.size:
-            return None
-        if task.end is not None:
+        if positions.size and task.end is not None:
             raise PreconditionError(
                 f"task {task.name!r} of partition {self.partition_id!r} is at its end, so its ranks ask for nothing "
                 "more; reset its consumption with keep_consumed, which delivers dead-lettered samples again",
                 metadata={"task_name": task.name},
             )
-        return partition, task, positions
+        return positions if positions.size else None
 
-    def apply(self, state: State, prepared: TaskRows, step: Step) -> int:
+    def make(self, partition: Partition, task: TaskLedger, found: Indexes, step: Step) -> int:
         """Have them claimable; return how many they are."""
-        partition, task, positions = prepared
-        task.requeue(positions)
-        step.tasks.append((partition, task.name))
-        _reopened(partition, positions, step)
-        _reopened(partition, task.take_back(), step)  # their groups may be whole again
-        skip_lost_groups(partition, task, None, step)
-        return int(positions.size)
+        task.requeue(found)
+        reopened = np.concatenate([found, task.take_back()])  # their groups may be whole again
+        _reopen(partition, task, reopened, None, step)
+        return found.size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -408,17 +352,14 @@ class GroupsKept(TaskChange):
 
     kept_groups: int | None
 
-    def prepare(self, state: State) -> tuple[Partition, TaskLedger] | None:
-        """Find the task; None where it asks as before."""
-        partition, task = self.find(state)
-        return None if task.kept_groups == self.kept_groups else (partition, task)
+    def check(self, partition: Partition, task: TaskLedger) -> Any | None:
+        """Return None where the task asks as before."""
+        return None if task.kept_groups == self.kept_groups else True
 
-    def apply(self, state: State, prepared: tuple[Partition, TaskLedger], step: Step) -> None:
+    def make(self, partition: Partition, task: TaskLedger, found: Any, step: Step) -> None:
         """Skip the rest of groups that lost a member, or have it pending again."""
-        partition, task = prepared
         task.kept_groups = self.kept_groups
-        _reopened(partition, task.take_back(), step)
-        skip_lost_groups(partition, task, None, step)
+        _reopen(partition, task, task.take_back(), None, step)
 
 
 # Consequences
@@ -479,11 +420,15 @@ def _rest_of_blocks(partition: Partition, task: TaskLedger, positions: Indexes, 
     return rest[rest >= 0]
 
 
-def _reopened(partition: Partition, positions: Indexes, step: Step) -> None:
-    """Have waiting claims look again at rows that can be claimed again."""
+def _reopen(partition: Partition, task: TaskLedger, positions: Indexes, changed: Indexes | None, step: Step) -> None:
+    """Have waiting claims look again at rows that can be claimed again, and skip the rest of lost groups.
+
+    For `changed` see `skip_lost_groups`.
+    """
     if positions.size:
         partition.touched(partition.table.index.data[positions])
         step.note_change(partition)
+    skip_lost_groups(partition, task, changed, step)
 
 
 # Checks
@@ -505,15 +450,33 @@ def check_claim(partition: Partition, claim: LeasedClaim, rows: Indexes) -> None
 
 def _check_leased(partition: Partition, task: TaskLedger, request_id: bytes, rows: Indexes | None) -> None:
     """Refuse a worker that does not hold, and has not acknowledged, samples of its claim; None: all of them."""
-    claim = task.claims.get(request_id)
-    if claim is None:
-        _check_cleared(partition, task, request_id, rows)
-        return
-    _lease_of(task, claim)
-    if rows is not None:
-        _check_held(partition, task, claim, rows)
-    elif task.ended.has_expired(request_id):
-        raise _is_over(task)
+    claim, has_expired = task.claims.get(request_id), task.ended.has_expired(request_id)
+    if claim is None:  # unless it went with its samples when they were cleared
+        if rows is None or rows.size == 0 or has_expired:
+            raise _lease_over_error(task, rows)
+        lost = rows[(partition.table.find(rows) >= 0) | (rows < 0) | (rows >= partition.inserted_count)]
+    else:
+        _lease_of(task, claim)
+        if rows is None:
+            if has_expired:
+                raise _lease_over_error(task)
+            return
+        is_dropped = claim.plan.drops(rows)
+        foreign = rows[~(np.isin(rows, claim.rows) | is_dropped)]
+        if foreign.size:
+            raise InvalidArgumentError(
+                f"samples {_named(foreign)} were never in this claim of task {task.name!r}; name the samples of a "
+                f"claim by the batch it came with",
+                field="global_indexes",
+            )
+        positions = partition.table.find(rows)
+        marks = task.claim.data[positions]
+        is_lost = (positions >= 0) & (np.abs(marks) != claim.serial) & ~((marks == DROPPED) & is_dropped)
+        if claim.returned is not None:
+            is_lost &= ~np.isin(rows, claim.returned)
+        lost = rows[is_lost]
+    if lost.size:
+        raise _lease_over_error(task, lost)
 
 
 def _left(partition: Partition, task: TaskLedger, claim: QueueClaim, rows: Indexes | None) -> Indexes:
@@ -578,34 +541,6 @@ def _lease_of(task: TaskLedger, claim: QueueClaim) -> LeaseTerms:
     return claim.lease
 
 
-def _check_cleared(partition: Partition, task: TaskLedger, request_id: bytes, rows: Indexes | None) -> None:
-    """Refuse a claim that is gone, unless it went with its samples when they were cleared."""
-    if rows is None or rows.size == 0 or task.ended.has_expired(request_id):
-        raise _is_over(task, rows)
-    there = rows[(partition.table.find(rows) >= 0) | (rows < 0) | (rows >= partition.inserted_count)]
-    if there.size:
-        raise _is_over(task, there)
-
-
-def _check_held(partition: Partition, task: TaskLedger, claim: QueueClaim, rows: Indexes) -> None:
-    foreign = rows[~(np.isin(rows, claim.rows) | claim.plan.drops(rows))]
-    if foreign.size:
-        raise InvalidArgumentError(
-            f"samples {_named(foreign)} were never in this claim of task {task.name!r}; name the samples of a claim by "
-            f"the batch it came with",
-            field="global_indexes",
-        )
-    positions = partition.table.find(rows)
-    is_there = positions >= 0
-    marks = task.claim.data[positions]
-    is_done = (marks == DROPPED) & claim.plan.drops(rows)
-    lost = rows[is_there & (np.abs(marks) != claim.serial) & ~is_done]
-    if claim.returned is not None:
-        lost = lost[~np.isin(lost, claim.returned)]
-    if lost.size:
-        raise _is_over(task, lost)
-
-
 def _check_whole_groups(
     partition: Partition, task: TaskLedger, claim: QueueClaim, positions: Indexes, is_named: NDArray[np.bool_]
 ) -> None:
@@ -624,7 +559,7 @@ def _check_whole_groups(
         )
 
 
-def _is_over(task: TaskLedger, rows: Indexes | None = None) -> LeaseExpiredError:
+def _lease_over_error(task: TaskLedger, rows: Indexes | None = None) -> LeaseExpiredError:
     what = "samples of this claim" if rows is None else f"samples {_named(rows)}"
     return LeaseExpiredError(
         f"{what} are no longer leased to this worker of task {task.name!r}: the lease ran out, was released, or "

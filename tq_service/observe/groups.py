@@ -18,7 +18,7 @@ from tq_service.serving.catalog import Catalog
 from tq_service.serving.slices import Slices
 from tq_service.state.ledger import TaskLedger, TaskTotals
 from tq_service.state.partition import Partition
-from tq_service.state.states import FAILED, HELD, LIVE
+from tq_service.state.table import FAILED, HELD, LIVE
 
 _MOST_FORMER: Final = 1024  # groups of which partitions are gone, and their tasks
 _TOTALS: Final = tuple(each.name for each in fields(TaskTotals))

@@ -13,8 +13,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from tq_service.state.meta import Order
-from tq_service.state.plan import Indexes
+from tq_service.state.plan import Indexes, Order
 
 # Returns the values of a column at some positions, and which of these have one.
 ValuesOf: TypeAlias = Callable[[str, Indexes], tuple[NDArray[Any], NDArray[np.bool_]]]

@@ -13,11 +13,9 @@ from numpy.typing import NDArray
 from tq_service.errors import InvalidArgumentError
 from tq_service.planning.ordering import first_in_order
 from tq_service.state.ledger import TaskLedger
-from tq_service.state.meta import Condition, Order
 from tq_service.state.partition import Partition
-from tq_service.state.plan import Indexes, LengthSource, MustBeAwaited
-from tq_service.state.request import BatchSpec
-from tq_service.state.states import LIVE, UNCLAIMED, is_open
+from tq_service.state.plan import BatchSpec, Condition, Indexes, LengthSource, MustBeAwaited, Order
+from tq_service.state.table import LIVE, UNCLAIMED, is_open
 
 # What decides which rows are ready for a kind of claim: data fields, conditions, and the length that its sampler needs.
 ScanKey: TypeAlias = tuple[tuple[str, ...], tuple[Condition, ...], LengthSource | None]
@@ -51,6 +49,7 @@ class Readiness:
         self, partition: Partition, task: TaskLedger, batch_spec: BatchSpec, length: LengthSource | None
     ) -> None:
         self.table = partition.table
+        self.values_of = partition.meta.typed
         self.key: ScanKey = (batch_spec.data_fields, batch_spec.where, length)
         self._partition = partition
         self._task = task
@@ -98,7 +97,7 @@ class Readiness:
         That is an error of the claims that would deliver the row, see `lengths`, and of no others.
         """
         source = self.key[2] or LengthSource()
-        has_length = self.meta(source.key, rows)[1]
+        has_length = self.values_of(source.key, rows)[1]
         if source.field is not None:
             has_length = has_length | (self.field_lengths(source.field, rows) >= 0)
         texts = self._partition.meta.json_values(source.key, rows)
@@ -112,7 +111,7 @@ class Readiness:
         """
         source = self.key[2] or LengthSource()
         lengths = self.field_lengths(source.field, rows)
-        values, present = self.meta(source.key, rows)
+        values, present = self.values_of(source.key, rows)
         values = values[present]
         is_count = _is_token_count(values)
         if not is_count.all():
@@ -153,14 +152,6 @@ class Readiness:
         """Return the row lengths of a field, see `Field.lengths`; -1 where there is none."""
         field = None if name is None else self._partition.cells.fields.get(name)
         return np.full(self.table.index.data[rows].size, -1) if field is None else field.lengths(rows)
-
-    def meta(self, column: str, rows: Rows) -> tuple[NDArray[Any], NDArray[np.bool_]]:
-        """Return the values of a custom_meta column, and which rows have one."""
-        arrays = self._partition.meta.arrays(column)
-        if arrays is None:
-            count = self.table.index.data[rows].size
-            return np.zeros(count), np.zeros(count, np.bool_)
-        return arrays[0][rows], arrays[1][rows]
 
     def is_left(self, rows: Rows) -> NDArray[np.bool_]:
         """Return which rows are left for the task, ready or not, `where` apart."""
@@ -362,7 +353,7 @@ class Scan:
             raise MustBeAwaited
         ((ready, _),) = self._first(None)
         while True:
-            found = first_in_order(self.rows.meta, self.orders, ready, least)
+            found = first_in_order(self.rows.values_of, self.orders, ready, least)
             yield found, found.size == ready.size
             if least is None or found.size == ready.size:
                 return

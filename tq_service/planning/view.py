@@ -17,9 +17,8 @@ from tq_service.planning.readiness import Readiness, Scan, ScanStarts, ScanWatch
 from tq_service.schema import BatchUnit, Blocks, EndCounts, Layout
 from tq_service.state.ledger import RecordedPlan, TaskLedger
 from tq_service.state.partition import Partition
-from tq_service.state.plan import Groups, Indexes, LengthSource, MustBeAwaited, Plan
-from tq_service.state.request import ClaimRequest
-from tq_service.state.states import CLEARED, FAILED, LAST_RESERVED, STATE_NAMES, UNCLAIMED
+from tq_service.state.plan import ClaimRequest, Groups, Indexes, LengthSource, MustBeAwaited, Plan
+from tq_service.state.table import CLEARED, FAILED, LAST_RESERVED, STATE_NAMES, UNCLAIMED
 
 _LEAST_CHUNK = 1024
 _MOST_IN_GROUPS_ON_LOOP = 1 << 15  # ready rows among which the event loop looks for whole groups
@@ -84,7 +83,7 @@ class PartitionView:
             positions = found
             if self.scan.orders and not is_last:
                 members = self.grouping.members(found)
-                positions = in_order(self._rows.meta, self.scan.orders, members[self._rows.ready(members)])
+                positions = in_order(self._rows.values_of, self.scan.orders, members[self._rows.ready(members)])
             positions, sizes = self.grouping.whole(positions, no_more=self.no_more)
             if limit is not None and (positions if unit == "sample" else sizes).size >= limit:
                 break
@@ -115,7 +114,7 @@ class PartitionView:
     def values(self, column: str, rows: Indexes) -> tuple[NDArray[Any], NDArray[np.bool_]]:
         """Return a custom_meta column, see `View.values`."""
         positions = self._rows.table.find(np.asarray(rows, np.int64))
-        values, present = self._rows.meta(column, positions)
+        values, present = self._rows.values_of(column, positions)
         return values, present & (positions >= 0)
 
     def group_names(self, rows: Indexes) -> list[str | None]:

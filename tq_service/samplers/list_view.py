@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from tq_service.planning.grouping import groups_in_runs
 from tq_service.schema import BatchUnit, Blocks
 from tq_service.state.plan import Groups, Indexes, Plan
-from tq_service.state.runs import groups_in_runs
 
 
 class ListView:

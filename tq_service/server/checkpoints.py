@@ -33,13 +33,13 @@ from tq_service.durable.snapshot import ServiceSnapshot
 from tq_service.durable.state_store import StateStore
 from tq_service.errors import DataLossError, FieldNotFoundError, PreconditionError, PutNotFoundError, TqError
 from tq_service.log_message import LogMessage
+from tq_service.machine.state_machine import Entry, merged
 from tq_service.schema import check_name
 from tq_service.server.converters import pack
 from tq_service.server.storages import StorageRegistry
 from tq_service.serving.catalog import Catalog
 from tq_service.serving.lookup import find_names, name_token
 from tq_service.state.cells import Put
-from tq_service.state.idempotency import Entry, merged
 from tq_service.state.partition import Partition, PartitionSnapshot
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1.storage_service_pb2 import GetRequest

@@ -39,7 +39,7 @@ from tq_service.errors import InvalidArgumentError, JournalUnreachableError, Sup
 from tq_service.journal.files import snapshot_numbers
 from tq_service.journal.log import Log
 from tq_service.log_message import LogMessage
-from tq_service.machine.partitions import SnapshotNeeded
+from tq_service.machine.samples import SnapshotNeeded
 from tq_service.results import ControllerStatus
 from tq_service.server.snapshot_transfer import fetch_snapshot
 from tq_service.server.supervisor import Supervisor

@@ -17,6 +17,7 @@ from tq_service.dataplane.shared_memory.server import SharedMemoryServer, make_p
 from tq_service.durable.state_store import StateStore
 from tq_service.errors import InvalidArgumentError
 from tq_service.log_message import LogMessage
+from tq_service.machine.state_machine import IdempotencyCache
 from tq_service.observe.instruments import Instruments
 from tq_service.observe.planning import TimedRunner
 from tq_service.samplers import PlanRunner, SamplerRegistry
@@ -37,9 +38,7 @@ from tq_service.server.storages import EmbeddedStorage, StorageRegistry
 from tq_service.server.supervisor import Supervisor
 from tq_service.server.watches import Watches
 from tq_service.serving.backlogs import Backlogs
-from tq_service.serving.catalog import Catalog
-from tq_service.serving.limits import Limits
-from tq_service.state.idempotency import IdempotencyCache
+from tq_service.serving.catalog import Catalog, Limits
 from tq_service.storage.blobs.base import BlobStore, DurableBlobStore
 from tq_service.storage.blobs.memory import MemoryBlobs
 from tq_service.storage.blobs.segments import SegmentBlobs

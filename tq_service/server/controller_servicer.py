@@ -19,8 +19,7 @@ from tq_service.machine.claims import (
     ConsumptionReset,
     DeadLettersRequeued,
 )
-from tq_service.machine.partitions import PartitionSealed
-from tq_service.machine.samples import GroupsClosed, MetaSet
+from tq_service.machine.samples import GroupsClosed, MetaSet, PartitionSealed
 from tq_service.results import ControllerStatus
 from tq_service.samplers import PlanRunner, SamplerRegistry
 from tq_service.schema import check_id, check_name, check_range
@@ -35,9 +34,9 @@ from tq_service.server.storages import StorageRegistry
 from tq_service.server.watches import Watches
 from tq_service.serving.backlogs import Backlogs, tasks_with_versions
 from tq_service.serving.catalog import Catalog
-from tq_service.serving.clearing import Clearing
 from tq_service.serving.explain import Explainer
-from tq_service.serving.lookup import find_names, find_page, locate
+from tq_service.serving.lookup import Clearing, find_names, find_page, locate, wait_for_samples
+from tq_service.serving.planner import NotYet
 from tq_service.serving.status import (
     NOTHING_CONSUMED,
     NOTHING_PRODUCED,
@@ -46,7 +45,6 @@ from tq_service.serving.status import (
     production_of,
     summary_of,
 )
-from tq_service.serving.wait_queue import NotYet
 from tq_service.state.ledger import QueueClaim
 from tq_service.state.partition import Partition, PartitionSettings
 from tq_service.state.plan import Indexes
@@ -190,8 +188,8 @@ class ControllerServicer(
         if max_wait and not request.page_token:
             cap = self.max_wait_cap_seconds
             with self.waiting.one(context):
-                not_yet = await self.catalog.wait_for_samples(
-                    request.partition_id, selection, request.min_count or 1, min(max_wait, cap)
+                not_yet = await wait_for_samples(
+                    self.catalog, request.partition_id, selection, request.min_count or 1, min(max_wait, cap)
                 )
             missing_ok |= not_yet and max_wait > cap  # it may still come while the caller waits
         if request.HasField("task_name"):

@@ -19,15 +19,22 @@ from tq_service.machine.samples import SampleWrite, Written
 from tq_service.samplers import Sampler
 from tq_service.schema import MOST_SAMPLES, EndCounts, FieldSpec, Layout, check_range
 from tq_service.serving.catalog import Claimed
-from tq_service.serving.lookup import Page, no_page_token
+from tq_service.serving.lookup import Page, Selection, no_page_token
 from tq_service.serving.status import consumption_states
 from tq_service.state.cells import CellRuns, ColumnWrite, Put
 from tq_service.state.ledger import QueueClaim
-from tq_service.state.meta import Condition
 from tq_service.state.partition import Partition
-from tq_service.state.plan import Indexes, RankPlan
-from tq_service.state.request import BatchSpec, ClaimRequest, ClaimSpec, LeasedClaim, LeaseTerms, Rank
-from tq_service.state.selection import Selection
+from tq_service.state.plan import (
+    BatchSpec,
+    ClaimRequest,
+    ClaimSpec,
+    Condition,
+    Indexes,
+    LeasedClaim,
+    LeaseTerms,
+    Rank,
+    RankPlan,
+)
 from tq_service.v1 import commit_pb2, metadata_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.wire.columns import ColumnShape

@@ -30,8 +30,8 @@ from tq_service.server.rpc.middleware import shown_partitions
 from tq_service.serving.catalog import Catalog
 from tq_service.serving.history import ROWS_OF_A_PART, Changes, PartitionChanges, Reader, Selection
 from tq_service.serving.lookup import fitting_count
+from tq_service.serving.planner import LoopYielder
 from tq_service.serving.status import status_of, summary_of
-from tq_service.serving.wait_queue import LoopYielder
 from tq_service.state.partition import Partition
 from tq_service.state.plan import Indexes
 from tq_service.v1 import controller_service_pb2 as pb

@@ -14,13 +14,13 @@ import numpy as np
 
 from tq_service.errors import TqError
 from tq_service.planning.readiness import Readiness
+from tq_service.serving.admission import version_range
 from tq_service.serving.catalog import Catalog
 from tq_service.serving.planner import RunsPlans
 from tq_service.serving.slices import Slices
 from tq_service.state.ledger import TaskLedger
-from tq_service.state.lowest_version import version_range
 from tq_service.state.partition import Partition
-from tq_service.state.states import LIVE
+from tq_service.state.table import LIVE
 
 _SLICE_ROWS: Final = 16_384
 _SHARE_OF_TIME: Final = 0.02

@@ -4,15 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import heapq
 import math
 import os
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, KeysView, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterable,
+    Iterator,
+    KeysView,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
+from tq_service.custom_meta import MetaColumn
 from tq_service.errors import (
     AlreadyExistsError,
+    InvalidArgumentError,
+    LimitExceededError,
     PartitionClearedError,
     PreconditionError,
     StaleIncarnationError,
@@ -20,35 +37,218 @@ from tq_service.errors import (
     UnavailableError,
 )
 from tq_service.machine.claims import LeaseExpired, TaskForgotten, TaskSeen
-from tq_service.machine.partitions import PartitionCleared, PartitionCreated
 from tq_service.machine.samples import (
     CheckedWrite,
+    PartitionCleared,
+    PartitionCreated,
     SamplesWritten,
     SampleWrite,
     Written,
     check_write,
 )
-from tq_service.machine.state_machine import Change, RequestAnswered, State, StateMachine, Step
+from tq_service.machine.state_machine import Change, IdempotencyCache, RequestAnswered, State, StateMachine, Step
 from tq_service.results import RecentBatch
 from tq_service.schema import check_name, check_passed_on
 from tq_service.serving.admission import AdmissionQueue, starvation
 from tq_service.serving.history import MOST_UNREAD, MOST_UNREAD_ROWS, ChangeHistory
-from tq_service.serving.lease_timer import LeaseTimer
-from tq_service.serving.limits import Limits
-from tq_service.serving.lookup_wait import LookupWait
-from tq_service.serving.planner import Planner, RunsPlans
-from tq_service.serving.wait_queue import Answer, LoopYielder, NotYet
+from tq_service.serving.planner import Answer, LoopYielder, NotYet, Planner, RunsPlans
 from tq_service.state.cells import CellsSnapshot, Freed
-from tq_service.state.idempotency import IdempotencyCache
 from tq_service.state.ledger import QueueClaim, TaskLedger, check_epoch
 from tq_service.state.partition import Listeners, Partition, PartitionSettings, PartitionSnapshot
-from tq_service.state.request import ClaimRequest
-from tq_service.state.selection import Selection
+from tq_service.state.plan import ClaimRequest
 from tq_service.wait_clock import Waiting
 
-Made = TypeVar("Made")
+_LEAST_STALE_DEADLINES = 64
+_MOST_EXPIRED_A_TURN = 64
 _FREED_AT_ONCE: Final = 1 << 16  # samples
 _RATE_SECONDS: Final = 10.0
+
+_NUMBER_BYTES = 8
+# What is named in a partition, by argument: the limit of its number, what it is called, and what to do instead.
+_NAMED = {
+    "fields": ("max_fields", "fields", "put what differs from sample to sample as an object field"),
+    "custom_meta": ("max_meta_columns", "custom_meta columns", "use one column for values of one kind"),
+    "task_name": ("max_tasks", "tasks", "name tasks by what they do, not by process or step"),
+    "tasks": ("max_tasks", "tasks", "name tasks by what they do, not by process or step"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """The limits of one controller; each has the name of its setting.
+
+    Attributes:
+        max_partitions: partitions there may be.
+        max_samples: samples there may be in all of them.
+        max_fields: fields of one partition.
+        max_tasks: tasks of one partition.
+        max_meta_columns: custom_meta columns of one partition.
+        max_sample_meta_bytes: custom_meta that is written for one sample at once, its texts and JSON in UTF-8.
+        max_name_length: characters of a key, or of the name of a group, field, task or custom_meta column.
+    """
+
+    max_partitions: int = 10_000
+    max_samples: int = 50_000_000
+    max_fields: int = 1_024
+    max_tasks: int = 256
+    max_meta_columns: int = 256
+    max_sample_meta_bytes: int = 16 * 1024
+    max_name_length: int = 512
+
+    def check_create(self, partition_id: str, settings: PartitionSettings, partition_count: int) -> None:
+        """Refuse a new partition that is one too many, or declares too much."""
+        self._check_count("max_partitions", "partitions", partition_count + 1, "clear some that are done")
+        self._check_new("fields", partition_id, (), [spec.name for spec in settings.fields])
+        self._check_new("tasks", partition_id, (), settings.tasks)
+
+    def check_samples(self, count: int) -> None:
+        """Refuse samples of which there would be so many in all partitions."""
+        self._check_count("max_samples", "samples in all partitions", count, "clear those that are done")
+
+    def check_write(self, partition: Partition, write: SampleWrite) -> None:
+        """Refuse a write that names too much; its partition may be one that it makes."""
+        self._check_longest("keys", _longest(write.keys or ()))
+        self._check_longest("groups", _longest(write.groups or ()))
+        fields = [column.spec.name for column in write.columns]
+        self._check_new("fields", partition.partition_id, partition.cells.fields, fields)
+        if write.meta:
+            self.check_meta(partition, write.meta)
+
+    def check_meta(self, partition: Partition, columns: Sequence[MetaColumn]) -> None:
+        """Refuse custom_meta of too many columns, or too large for one sample."""
+        names = [column.name for column in columns]
+        self._check_new("custom_meta", partition.partition_id, partition.meta.names(), names)
+        texts = [column for column in columns if column.values.dtype.kind == "O" or column.json is not None]
+        if not texts and len(columns) * _NUMBER_BYTES <= self.max_sample_meta_bytes:
+            return
+        sizes = sum(map(_value_bytes, texts), np.zeros(columns[0].values.size, np.int64))
+        largest = int(sizes.max(initial=0)) + (len(columns) - len(texts)) * _NUMBER_BYTES
+        if largest > self.max_sample_meta_bytes:
+            raise InvalidArgumentError(
+                f"custom_meta of sample {int(sizes.argmax())} of the write has {largest} bytes, at most "
+                f"{self.max_sample_meta_bytes} expected (max_sample_meta_bytes); put large values as an object field",
+                field="custom_meta",
+                metadata=self._metadata("max_sample_meta_bytes", largest),
+            )
+
+    def check_task(self, partition: Partition, task_name: str) -> None:
+        """Refuse a task that is not there yet and one too many."""
+        self._check_new("task_name", partition.partition_id, partition.tasks, (task_name,))
+
+    def _check_new(self, what: str, partition_id: str, known: Collection[str], names: Iterable[str]) -> None:
+        """Refuse names that are new to a partition where they are too long, or too many beside those it knows."""
+        if new := [name for name in names if name not in known]:
+            self._check_longest("name" if what == "fields" else what, _longest(new))
+            limit_name, plural, remedy = _NAMED[what]
+            self._check_count(limit_name, f"{plural} in partition {partition_id!r}", len(known) + len(new), remedy)
+
+    def _check_longest(self, what: str, longest: int) -> None:
+        if longest > self.max_name_length:
+            raise InvalidArgumentError(
+                f"{'a field' if what == 'name' else what} has a name of {longest} characters, at most "
+                f"{self.max_name_length} expected (max_name_length)",
+                field=what,
+                metadata=self._metadata("max_name_length", longest),
+            )
+
+    def _check_count(self, limit_name: str, what: str, got: int, remedy: str) -> None:
+        limit = getattr(self, limit_name)
+        if got > limit:
+            raise LimitExceededError(
+                f"there would be {got} {what}, at most {limit} expected ({limit_name}); {remedy}, or raise "
+                f"{limit_name}",
+                metadata=self._metadata(limit_name, got),
+            )
+
+    def _metadata(self, limit_name: str, got: int) -> dict[str, str]:
+        return {"limit_name": limit_name, "got": str(got), "limit": str(getattr(self, limit_name))}
+
+
+def _longest(names: Iterable[str]) -> int:
+    return max(map(len, names), default=0)
+
+
+def _value_bytes(column: MetaColumn) -> NDArray[np.int64]:
+    """Return the bytes of each value, of texts in UTF-8; 0 for one that is not there."""
+    sizes = column.present * _NUMBER_BYTES
+    if column.values.dtype.kind == "O":
+        sizes = _text_bytes(column.values, column.present)
+    return sizes if column.json is None else sizes + _text_bytes(column.json, column.has_json)
+
+
+def _text_bytes(texts: NDArray[Any], present: NDArray[np.bool_]) -> NDArray[np.int64]:
+    pairs = zip(texts.tolist(), present.tolist(), strict=True)
+    return np.fromiter((len(text.encode()) if is_there else 0 for text, is_there in pairs), np.int64, texts.size)
+
+
+class LeaseTimer:
+    """Keeps the deadlines of the leases of one partition, on the running loop.
+
+    Deadlines are of this instance of the service alone: they are not written down, and a lease that was recovered or
+    restored starts again. Leases that end early, or get more time, leave their old entry in the heap: it is dropped
+    when its turn comes, or when such entries outnumber the leases.
+    """
+
+    def __init__(self, tasks: Mapping[str, TaskLedger], expire: Callable[[str, bytes], object]) -> None:
+        """Make a timer without leases.
+
+        Args:
+            tasks: the ledgers of the partition, by name.
+            expire: called with the name of a task and the request_id of a claim whose time is over.
+        """
+        self._tasks = tasks
+        self._expire = expire
+        self._deadlines: list[tuple[float, str, bytes]] = []  # a heap, with the task and the request_id of the claim
+        self._most_deadlines = _LEAST_STALE_DEADLINES
+        self._timer: asyncio.Handle | None = None
+
+    def start(self, task_name: str, claim: QueueClaim) -> None:
+        """Have what a claim has leased expire after its full time from now on."""
+        if claim.lease is None:
+            return
+        now = asyncio.get_running_loop().time()
+        claim.delivered_at = min(claim.delivered_at, now)
+        claim.deadline = now + claim.lease.seconds
+        if len(self._deadlines) > self._most_deadlines:
+            self._deadlines = [entry for entry in self._deadlines if self._is_leased(*entry)]
+            heapq.heapify(self._deadlines)
+            self._most_deadlines = 2 * len(self._deadlines) + _LEAST_STALE_DEADLINES
+        heapq.heappush(self._deadlines, (claim.deadline, task_name, claim.request_id))
+        if self._deadlines[0][0] == claim.deadline:  # else the timer rings before, and sets itself again
+            self._set_timer()
+
+    def stop(self) -> None:
+        """Have no lease expire any more."""
+        self._deadlines.clear()
+        self._set_timer()
+
+    def _is_leased(self, deadline: float, task_name: str, request_id: bytes) -> bool:
+        """Whether the claim of an entry has leased rows, and no other deadline."""
+        claim = self._tasks[task_name].claims.get(request_id)
+        return claim is not None and claim.leased_count > 0 and claim.deadline == deadline
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._deadlines:
+            self._timer = asyncio.get_running_loop().call_at(self._deadlines[0][0], self._ring)
+
+    def _ring(self) -> None:
+        """End what is due, a few at a time: thousands may be, and the loop has others to serve."""
+        now = asyncio.get_running_loop().time()
+        try:
+            for _ in range(_MOST_EXPIRED_A_TURN):
+                if not self._deadlines or self._deadlines[0][0] > now:
+                    break
+                due = heapq.heappop(self._deadlines)
+                if self._is_leased(*due):
+                    self._expire(*due[1:])
+        finally:
+            self._set_timer()
+
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +291,7 @@ class _Serving:
         self.planners: dict[str, Planner] = {}
         self.admission_queue = AdmissionQueue(partition, self._deadlock) if partition.settings.is_bounded else None
         self.lease_timer = LeaseTimer(partition.tasks, expire)
-        self.lookups: set[LookupWait] = set()
+        self.enders: set[Callable[[Callable[[], TqError]], None]] = set()  # of look-ups that wait
         self.delivery_rates: dict[str, DeliveryRate] = {}  # by task
 
     def _deadlock(self, task_name: str, asking: ClaimRequest | None) -> str:
@@ -113,8 +313,8 @@ class _Serving:
         """End all waiting calls, and those to come, with an error; no lease expires any more."""
         for planner in self.planners.values():
             planner.end(error)
-        for lookup in self.lookups:
-            lookup.end(error)
+        for end in self.enders:
+            end(error)
         if self.admission_queue is not None:
             self.admission_queue.end(error)
         self.lease_timer.stop()
@@ -554,18 +754,16 @@ class Catalog:
         """Return a claim, waiting for the partition and for its samples up to `max_wait_seconds` together."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + max_wait_seconds
-        while (partition := self._partitions.get(partition_id)) is None:
-            check_name("partition_id", partition_id)  # lest one that can never appear is waited for
-            if incarnation:
-                check_passed_on("incarnation", incarnation)
-                raise StaleIncarnationError(
-                    f"partition {partition_id!r} of incarnation {incarnation.hex()} was cleared; drop what you "
-                    f"hold of it",
-                    metadata={"partition_id": partition_id, "got": incarnation.hex()},
-                )
-            if not await self._wait_for_arrival(partition_id, deadline - loop.time(), request):
-                return Claimed(None, NotYet())
-        self.check_not_draining()
+        if incarnation and partition_id not in self._partitions:
+            check_name("partition_id", partition_id)
+            check_passed_on("incarnation", incarnation)
+            raise StaleIncarnationError(
+                f"partition {partition_id!r} of incarnation {incarnation.hex()} was cleared; drop what you hold of it",
+                metadata={"partition_id": partition_id, "got": incarnation.hex()},
+            )
+        partition = await self.arrival(partition_id, deadline, request)
+        if partition is None:
+            return Claimed(None, NotYet())
         partition.check_incarnation(incarnation)
         name = request.task_name
         if name not in partition.tasks:
@@ -577,46 +775,34 @@ class Catalog:
             raise
         return Claimed(partition, answer)
 
-    async def wait_for_samples(
-        self, partition_id: str, selection: Selection, min_count: int, max_wait_seconds: float
-    ) -> bool:
-        """Wait for a partition, and until it has so many of some samples; return whether the time was over before.
-
-        It also ends where there never will be so many.
+    async def arrival(self, partition_id: str, deadline: float, claim: ClaimRequest | None = None) -> Partition | None:
+        """Return a partition once it is there; None where it is not by a time of the event loop.
 
         Raises:
-            PartitionClearedError: the partition was cleared meanwhile.
             UnavailableError: the server is shutting down.
-            InvalidArgumentError: a condition does not fit its column.
         """
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + max_wait_seconds
         while (partition := self._partitions.get(partition_id)) is None:
-            check_name("partition_id", partition_id)
-            if not await self._wait_for_arrival(partition_id, deadline - loop.time(), None):
-                return True
-        self.check_not_draining()
-        lookups = self._serving_of(partition).lookups
-        with LookupWait(partition, selection, min_count) as lookup:
-            lookups.add(lookup)
+            check_name("partition_id", partition_id)  # lest one that can never appear is waited for
+            self.check_not_draining()
+            arrival: asyncio.Future[bool] = loop.create_future()
+            waiting = self._arrivals.setdefault(partition_id, {})
+            waiting[arrival] = claim
             try:
-                return not await lookup.until_enough(deadline)
+                with Waiting():
+                    await asyncio.wait((arrival,), timeout=deadline - loop.time())
+                if not arrival.done() or not arrival.result():
+                    return None
             finally:
-                lookups.discard(lookup)
-
-    async def _wait_for_arrival(self, partition_id: str, seconds: float, claim: ClaimRequest | None) -> bool:
+                waiting.pop(arrival, None)
+                if not waiting and self._arrivals.get(partition_id) is waiting:
+                    del self._arrivals[partition_id]
         self.check_not_draining()
-        arrival: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        waiting = self._arrivals.setdefault(partition_id, {})
-        waiting[arrival] = claim
-        try:
-            with Waiting():
-                await asyncio.wait((arrival,), timeout=seconds)
-            return arrival.done() and arrival.result()
-        finally:
-            waiting.pop(arrival, None)
-            if not waiting and self._arrivals.get(partition_id) is waiting:
-                del self._arrivals[partition_id]
+        return partition
+
+    def enders(self, partition: Partition) -> set[Callable[[Callable[[], TqError]], None]]:
+        """Return what is called with an error once a partition is cleared, or the server shuts down."""
+        return self._serving_of(partition).enders
 
     def drain(self) -> None:
         """End all waiting calls, and those to come, so that their clients turn to the next server."""

@@ -25,9 +25,8 @@ from tq_service.serving.catalog import Catalog
 from tq_service.serving.planner import RunsPlans
 from tq_service.state.ledger import TaskLedger
 from tq_service.state.partition import Partition
-from tq_service.state.plan import Indexes, LengthSource
-from tq_service.state.request import ClaimRequest
-from tq_service.state.states import HELD, LIVE
+from tq_service.state.plan import ClaimRequest, Indexes, LengthSource
+from tq_service.state.table import HELD, LIVE
 
 _SLICE_ROWS: Final = 65_536
 _SLICE_CLAIMS: Final = 8_192

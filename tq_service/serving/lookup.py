@@ -7,10 +7,12 @@ ask for any page.
 
 from __future__ import annotations
 
+import asyncio
 import heapq
 import zlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Final, cast
 
 import numpy as np
@@ -21,20 +23,155 @@ from tq_service.errors import (
     InvalidArgumentError,
     KeyNotFoundError,
     StaleIncarnationError,
+    TqError,
     nearest,
 )
+from tq_service.machine.claims import check_claim
+from tq_service.machine.samples import SamplesCleared
 from tq_service.schema import check_range
 from tq_service.serving.catalog import Catalog
 from tq_service.state.partition import Partition
-from tq_service.state.plan import Indexes
-from tq_service.state.selection import Selection
-from tq_service.state.states import FAILED
+from tq_service.state.plan import Condition, Indexes, LeasedClaim
+from tq_service.state.table import FAILED, as_slice
+from tq_service.wait_clock import Waiting
 
 _MOST_OF_A_PAGE: Final = 16_384  # samples
 _MOST_NAMES_OF_A_PAGE: Final = 1_000  # which may be 512 characters long, of up to 4 bytes
 MOST_NAMED: Final = 65_536  # by one request
 _MOST_CHARACTERS: Final = 1 << 19  # of keys, groups, text and JSON of custom_meta; 2 MiB at most
 _MOST_NUMBERS: Final = 1 << 17  # of custom_meta; 1.3 MB at most
+_LOOKED_AT_ONCE: Final = 16_384  # rows
+_MOST_UNSEEN: Final = 65_536  # rows, one written several times counted as often: memory is bounded by what is stored
+_CLEARED_AT_ONCE: Final = 1 << 15  # samples
+_PUTS_CLEARED_AT_ONCE: Final = 128  # that have cells of these: a few milliseconds, where each sample has its own
+
+_MOST_SCANNED: Final = 131_072  # rows, for those in groups or under conditions
+_NONE: Final = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Samples that come one after the other in a selection.
+
+    Attributes:
+        positions: where they are in the table `(n,)`.
+        places: for each of them the place at which a part begins that begins with it `(n,)`.
+        next_place: where the part after this one begins; None: nowhere.
+    """
+
+    positions: Indexes
+    places: Indexes
+    next_place: int | None
+
+    def first(self, count: int) -> Part:
+        """Return the part of the first `count` samples at most."""
+        if count >= self.positions.size:
+            return self
+        return Part(positions=self.positions[:count], places=self.places[:count], next_place=int(self.places[count]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """Samples that a request means.
+
+    Those that are named come in the order of `indexes`, then of `keys`; where none is named, the members of `groups`,
+    or all samples, in the order of insertion. It is read in parts, since there may be millions: a place is a number of
+    names, or a global index.
+
+    Attributes:
+        indexes: global indexes `(n,)`.
+        keys: keys.
+        groups: names of groups, whose members are meant.
+        is_all: whether all samples are.
+        skipped_by: name of a task that never gets the samples; empty: any samples. For `is_all`.
+        where: what the samples must satisfy besides.
+
+    Raises:
+        InvalidArgumentError: samples are named both by themselves and by their group, or by what skipped them.
+    """
+
+    indexes: Indexes = field(default_factory=_NONE.copy)
+    keys: Sequence[str] = ()
+    groups: Sequence[str] = ()
+    is_all: bool = False
+    skipped_by: str = ""
+    where: tuple[Condition, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.skipped_by and not self.is_all:
+            raise InvalidArgumentError(
+                f"skipped_by is {self.skipped_by!r}, and samples or groups are named too; give one of them",
+                field="skipped_by",
+            )
+        if self.groups and (self.named_count or self.is_all):
+            raise InvalidArgumentError(
+                "groups are named, and samples too; name samples by index or key, or the groups they are in",
+                field="groups",
+            )
+
+    @property
+    def named_count(self) -> int:
+        """Number of samples that are named, those included that are not there."""
+        return self.indexes.size + len(self.keys)
+
+    @property
+    def is_named(self) -> bool:
+        """Whether samples are named one by one; it may be none of them."""
+        return not self.groups and not self.is_all
+
+    def part(self, partition: Partition, place: int, size: int) -> Part:
+        """Return the samples from a place on, of so many names, or so many rows where no condition is looked at."""
+        if self.is_named:
+            return self._named(partition, place, place + size)
+        is_filtered = bool(self.groups or self.where or self.skipped_by)
+        return self._scanned(partition, place, _MOST_SCANNED if is_filtered else size)
+
+    def _named(self, partition: Partition, start: int, stop: int) -> Part:
+        count = self.indexes.size
+        positions = partition.table.find(self.indexes[start:stop])
+        if keys := self.keys[max(0, start - count) : max(0, stop - count)]:
+            positions = np.concatenate([positions, partition.key_index.positions_of(keys)])
+        places = start + np.arange(positions.size)
+        found = positions >= 0
+        found[found] = self._holds(partition, positions[found])
+        next_place = stop if stop < self.named_count else None
+        return Part(positions=positions[found], places=places[found], next_place=next_place)
+
+    def _scanned(self, partition: Partition, first_index: int, count: int) -> Part:
+        table = partition.table
+        positions = table.present_from(first_index, count + 1)
+        next_place = int(table.index.data[positions[count]]) if positions.size > count else None
+        positions = self.among(partition, positions[:count])
+        return Part(positions=positions, places=table.index.data[positions], next_place=next_place)
+
+    def among(self, partition: Partition, positions: Indexes) -> Indexes:
+        """Return those of some samples that are meant, where none is named."""
+        if self.groups:
+            slots = partition.groups.slot_of.find(self.groups)
+            wanted = np.zeros(partition.groups.slots.count + 1, np.bool_)  # the last one is of samples without a group
+            wanted[slots[slots >= 0]] = True
+            positions = positions[wanted[partition.groups.of_rows[as_slice(positions)]]]
+        return self.satisfying(partition, positions)
+
+    def satisfying(self, partition: Partition, positions: Indexes) -> Indexes:
+        """Return those of some samples that satisfy all conditions, and that the task of `skipped_by` never gets."""
+        if self.skipped_by:
+            positions = positions[partition.known_task(self.skipped_by).is_lost(positions)]
+        return positions[self._holds(partition, positions)] if self.where else positions
+
+    def _holds(self, partition: Partition, positions: Indexes) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        mask = np.ones(positions.size, np.bool_)
+        rows = as_slice(positions)
+        for condition in self.where:
+            mask &= partition.meta.holds(condition, rows)[0]
+        return mask
+
+    def missing(self, partition: Partition, start: int, stop: int | None) -> tuple[list[str], Indexes]:
+        """Return the keys, and the indexes, from a place to another that no sample has."""
+        count, indexes = self.indexes.size, self.indexes[start:stop]
+        keys = self.keys[max(0, start - count) : None if stop is None else max(0, stop - count)]
+        unknown = np.flatnonzero(partition.key_index.positions_of(keys) < 0).tolist()
+        return [keys[each] for each in unknown], indexes[partition.table.find(indexes) < 0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,12 +233,14 @@ def find_page(
         return None
     part = selection.part(partition, place, size).first(size)
     part = part.first(fitting_count(partition, part.positions))
+    missing_keys, missing_indexes = selection.missing(partition, place, part.next_place)
+    unknown = [] if token else np.flatnonzero(partition.groups.slot_of.find(selection.groups) < 0).tolist()
     return Page(
         partition=partition,
         positions=part.positions,
-        missing_keys=selection.missing_keys(partition, place, part.next_place),
-        missing_indexes=selection.missing_indexes(partition, place, part.next_place),
-        missing_groups=selection.missing_groups(partition) if selection.groups and not token else (),
+        missing_keys=missing_keys,
+        missing_indexes=missing_indexes,
+        missing_groups=[selection.groups[each] for each in unknown],
         next_place=part.next_place,
     )
 
@@ -303,3 +442,226 @@ def _missing_cell(partition: Partition, names: Sequence[str], rows: Indexes) -> 
             "field_names": ",".join(lacking),
         },
     )
+
+
+class LookupWait:
+    """Waits for one look-up, in a `with`.
+
+    Nothing is polled: it takes note of rows as they are written, and looks at those once they are so many that, if all
+    of them were found, the number would be reached. So a partition that is filled row by row has a few looks at some
+    rows, not one look at all of them for each row. That rows were cleared is found out where the number seems reached.
+
+    Args:
+        partition: where the samples are.
+        selection: which they are.
+        min_count: how many are waited for.
+    """
+
+    def __init__(self, partition: Partition, selection: Selection, min_count: int) -> None:
+        self._partition = partition
+        self._selection = selection
+        self._min_count = min_count
+        self._found: set[int] = set()  # global indexes; some may have been cleared since
+        stored: Indexes = partition.table.index.data[partition.table.present_positions()]
+        self._unseen: deque[Indexes | range] = deque([stored])
+        self._unseen_count = self._partition.table.present_count
+        self._is_due = asyncio.Event()
+        self._end_error: Callable[[], TqError] | None = None
+
+    def __enter__(self) -> LookupWait:
+        self._partition.on_rows.append(self._note)
+        self._partition.on_change.append(self._wake)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for listeners, listener in ((self._partition.on_rows, self._note), (self._partition.on_change, self._wake)):
+            if listener in listeners:  # else the partition was cleared
+                listeners.remove(listener)
+
+    def end(self, error: Callable[[], TqError]) -> None:
+        """End the wait with an error."""
+        self._end_error = error
+        self._is_due.set()
+
+    async def until_enough(self, deadline: float) -> bool:
+        """Return True once there are enough samples, or there never will be; False at a time of the event loop.
+
+        The samples that are stored when it is called are looked at however long that takes, those that are written
+        later until the deadline.
+
+        Raises:
+            TqError: the wait was ended.
+            InvalidArgumentError: a condition does not fit its column.
+        """
+        loop, stored_count = asyncio.get_running_loop(), self._unseen_count
+        while True:
+            self._is_due.clear()
+            while self._unseen and (stored_count > 0 or loop.time() < deadline):
+                stored_count -= self._look()
+                await asyncio.sleep(0)
+                if self._has_enough():
+                    break
+            if self._end_error is not None:
+                raise self._end_error()
+            if self._has_enough() or self._is_in_vain:
+                return True
+            if loop.time() >= deadline:
+                return False
+            try:
+                with Waiting():
+                    async with asyncio.timeout_at(deadline):
+                        await self._is_due.wait()
+            except TimeoutError:
+                return False
+
+    def _note(self, indexes: Indexes | range) -> None:
+        self._unseen.append(indexes)
+        self._unseen_count += len(indexes)
+
+    def _wake(self) -> None:
+        if self._unseen_count >= min(self._min_count - len(self._found), _MOST_UNSEEN) or self._is_in_vain:
+            self._is_due.set()
+
+    @property
+    def _is_in_vain(self) -> bool:
+        """Whether there are fewer samples than are waited for, and no others come."""
+        count = self._partition.table.present_count
+        if self._selection.is_named:
+            count = min(count, self._selection.named_count)
+        return self._partition.sealed and count < self._min_count
+
+    def _look(self) -> int:
+        """Look at some rows that were written, the first ones first; return how many."""
+        if self._selection.is_named:
+            count, self._unseen_count = self._unseen_count, 0
+            self._unseen.clear()
+            part = self._selection.part(self._partition, 0, self._selection.named_count)
+            self._found = set(self._partition.table.index.data[part.positions].tolist())
+            return count
+        taken: list[Indexes | range] = []
+        left = _LOOKED_AT_ONCE
+        while self._unseen and left:
+            rows = self._unseen.popleft()
+            if len(rows) > left:
+                self._unseen.appendleft(rows[left:])
+                rows = rows[:left]
+            taken.append(rows)
+            left -= len(rows)
+        indexes = np.concatenate([np.asarray(rows, np.int64) for rows in taken])
+        self._unseen_count -= indexes.size
+        positions = self._partition.table.find(indexes)
+        found = self._selection.among(self._partition, positions[positions >= 0])
+        self._found.difference_update(indexes.tolist())
+        self._found.update(self._partition.table.index.data[found].tolist())
+        if len(self._found) > self._partition.table.present_count + _MOST_UNSEEN:
+            self._forget_cleared()
+        return indexes.size
+
+    def _has_enough(self) -> bool:
+        """Whether there are enough samples, whatever is found out of those that were written to since."""
+        least = self._min_count + sum(len(rows) for rows in self._unseen if not isinstance(rows, range))
+        if len(self._found) >= least:
+            self._forget_cleared()
+        return len(self._found) >= least
+
+    def _forget_cleared(self) -> None:
+        indexes = np.fromiter(self._found, np.int64, len(self._found))
+        self._found = set(indexes[self._partition.table.find(indexes) >= 0].tolist())
+
+
+async def wait_for_samples(
+    catalog: Catalog, partition_id: str, selection: Selection, min_count: int, max_wait_seconds: float
+) -> bool:
+    """Wait for a partition, and until it has so many of some samples; return whether the time was over before.
+
+    It also ends where there never will be so many.
+
+    Raises:
+        PartitionClearedError: the partition was cleared meanwhile.
+        UnavailableError: the server is shutting down.
+        InvalidArgumentError: a condition does not fit its column.
+    """
+    deadline = asyncio.get_running_loop().time() + max_wait_seconds
+    partition = await catalog.arrival(partition_id, deadline)
+    if partition is None:
+        return True
+    enders = catalog.enders(partition)
+    with LookupWait(partition, selection, min_count) as lookup:
+        enders.add(lookup.end)
+        try:
+            return not await lookup.until_enough(deadline)
+        finally:
+            enders.discard(lookup.end)
+
+
+@dataclass(slots=True)
+class Clearing:
+    """Clears samples in parts; those that are not there are ignored.
+
+    Whether a sample satisfies the conditions of the selection, or is skipped, is decided in the step that clears it.
+
+    Args:
+        catalog: where their partition is.
+        partition_id: the partition.
+        incarnation: that is meant; empty: whichever there is at the first part.
+        selection: the samples.
+        claim: the leased claim that they are of, all of which it must hold before any is cleared, and those of each
+            part in the step that clears it; None: no claim is asked about.
+        missing_ok: whether there is nothing to clear where the partition is not there, or not any more.
+    """
+
+    catalog: Catalog
+    partition_id: str
+    incarnation: bytes
+    selection: Selection
+    claim: LeasedClaim | None = None
+    missing_ok: bool = False
+    _place: int | None = 0  # where the next part begins
+    _part: Indexes = field(default_factory=_NONE.copy)  # of it what is still to be cleared
+    _last: Indexes = field(default_factory=_NONE.copy)
+    _cleared_count: int = 0
+
+    async def begin(self) -> None:
+        """Clear all but the last part.
+
+        Raises:
+            LeaseExpiredError, InvalidArgumentError: see `check_claim`.
+        """
+        partition = self.catalog.find(self.partition_id, self.incarnation, missing_ok=self.missing_ok)
+        if partition is not None and self.claim is not None:
+            check_claim(partition, self.claim, self.selection.indexes)
+        self._last = self._take()
+        while self._part.size or self._place is not None:
+            self._clear()
+            await asyncio.sleep(0)
+            self._last = self._take()
+
+    def finish(self) -> int:
+        """Clear the last part; return how many samples were cleared in all."""
+        self._clear()
+        return self._cleared_count
+
+    def _clear(self) -> None:
+        if self._last.size:
+            change = SamplesCleared(partition_id=self.partition_id, global_indexes=self._last, claim=self.claim)
+            self._cleared_count += self.catalog.commit(change) or 0
+
+    def _take(self) -> Indexes:
+        """Return the next samples, no more than a step may clear."""
+        partition = self.catalog.find(self.partition_id, self.incarnation, missing_ok=self.missing_ok)
+        if partition is None:
+            self._place, self._part = None, self._part[:0]
+            return self._part
+        self.incarnation = partition.incarnation  # what comes under the name meanwhile is another
+        table = partition.table
+        if not self._part.size and self._place is not None:
+            part = self.selection.part(partition, self._place, _CLEARED_AT_ONCE).first(_CLEARED_AT_ONCE)
+            self._place = part.next_place
+            self._part = np.sort(table.index.data[part.positions])  # so that those of one put are neighbours
+        positions = table.find(self._part)
+        count = partition.cells.count_of_runs(positions, _PUTS_CLEARED_AT_ONCE)
+        taken, positions, self._part = self._part[:count], positions[:count], self._part[count:]
+        if not (self.selection.where or self.selection.skipped_by):
+            return taken
+        satisfying: Indexes = table.index.data[self.selection.satisfying(partition, positions[positions >= 0])]
+        return satisfying

@@ -29,7 +29,7 @@ from tq_service.serving.lookup import check_fields
 from tq_service.state.ledger import QueueClaim, TaskLedger
 from tq_service.state.partition import Partition
 from tq_service.state.plan import Indexes
-from tq_service.state.states import CLEARED, DEAD_LETTERED, DROPPED, FAILED, HELD, LIVE, UNCLAIMED
+from tq_service.state.table import CLEARED, DEAD_LETTERED, DROPPED, FAILED, HELD, LIVE, UNCLAIMED
 
 _MOST_DEAD_LETTERED: Final = 100  # named in a status
 _MOST_LEASES: Final = 20  # as above

@@ -36,7 +36,7 @@ from collections import OrderedDict
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
-from typing import Final, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,11 +52,19 @@ from tq_service.errors import (
     StaleEpochError,
 )
 from tq_service.schema import EndCounts
-from tq_service.state.claim_names import ClaimNames, Loss, PastName
-from tq_service.state.plan import Indexes, Pack, Plan, RankPlan
-from tq_service.state.request import BatchSpec, ClaimRequest, LeaseTerms, shown
-from tq_service.state.states import CONSUMED_EARLIER, DEAD_LETTERED, DROPPED, FAILED, LAST_RESERVED, UNCLAIMED, is_open
-from tq_service.state.table import Column, RowTable, count_values
+from tq_service.state.plan import BatchSpec, ClaimRequest, Indexes, LeaseTerms, Pack, Plan, RankPlan, shown
+from tq_service.state.table import (
+    CONSUMED_EARLIER,
+    DEAD_LETTERED,
+    DROPPED,
+    FAILED,
+    LAST_RESERVED,
+    UNCLAIMED,
+    Column,
+    RowTable,
+    count_values,
+    is_open,
+)
 
 _ENDED_SECONDS = 900.0
 _MOST_ENDED = 131_072
@@ -64,14 +72,66 @@ _DERIVED = {"is_encoded": False}  # rebuilt from the columns, or of this instanc
 _MOST_REMEMBERED_ROWS, _MOST_REMEMBERED_PACKS = 1 << 13, 512  # of a rank; 256 steps of so many take some 40 MB
 _MOST_BATCHES_WITHOUT_ROWS = 16  # short batches come at the end of an epoch, so there is rarely more than one
 _MOST_REUSING, _MOST_REUSING_ROWS = 1 << 10, 1 << 22  # records of plans that deliver what they do not consume
-
 _NO_ROWS: Final = np.zeros(0, np.int64)
-_NO_ROWS.flags.writeable = False
-
 _OTHER_DP_SIZE: Final = (
     ". To resume with another number of ranks, clear the samples that were trained, reset the consumption of the task "
     "once, and have all ranks begin with batch_index 0 (docs/data_loading.md)"
 )
+
+MOST_PAST_NAMES: Final = 65_536
+"""Most names of a task that stand for no claim any more and are remembered; the oldest ones are forgotten."""
+
+Loss: TypeAlias = Literal["cleared", "released", "expired", "forgotten"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PastName:
+    """What a name stands for that stands for no claim: the end, or one that is no more what it was.
+
+    Attributes:
+        end: None: it stood for a claim.
+        loss: what became of samples of the claim.
+    """
+
+    end: EndCounts | None = None
+    loss: Loss | None = None
+
+
+class ClaimNames:
+    """The names of one task. Only its ledger changes them.
+
+    Attributes:
+        claims: the request_id of the claim that each name stands for.
+        past: names that stand for none, the oldest first.
+    """
+
+    def __init__(self) -> None:
+        self.claims: dict[str, bytes] = {}
+        self.past: OrderedDict[str, PastName] = OrderedDict()
+
+    def reach_end(self, name: str, end: EndCounts) -> None:
+        """Have a name stand for the end."""
+        self._remember(name, PastName(end=end))
+
+    def lose(self, name: str, request_id: bytes, loss: Loss) -> None:
+        """Have a name stand for a claim no more, if it does."""
+        if self.claims.get(name) == request_id:
+            del self.claims[name]
+            self._remember(name, PastName(loss=loss))
+
+    def _remember(self, name: str, past: PastName) -> None:
+        self.past[name] = past
+        if len(self.past) > MOST_PAST_NAMES:
+            self.past.popitem(last=False)
+
+    def clear(self) -> None:
+        """Forget all names."""
+        self.claims.clear()
+        self.past.clear()
+
+
+_NO_ROWS.flags.writeable = False
+
 
 Steps: TypeAlias = tuple[tuple[Pack, ...], ...]
 
@@ -723,10 +783,6 @@ class TaskLedger(TaskFacts):
             self.deliveries.write(positions, self.deliveries.data[positions] - np.int32(1))
         self._reopen(positions)
         self._lose(claim, count)
-
-    def extend(self, claim: QueueClaim, lease: LeaseTerms) -> None:
-        """Change for how long rows are leased, also where that starts again after a restart."""
-        claim.lease = lease
 
     def expire(self, claim: QueueClaim, positions: Indexes, at_seconds: float) -> Indexes:
         """Take all that is leased; return the positions that can be claimed again, not the dead-lettered."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,117 +12,12 @@ from numpy.typing import NDArray
 from tq_service.custom_meta import DTYPES, KIND_NAMES, MetaColumn, fitted
 from tq_service.errors import InvalidArgumentError
 from tq_service.results import MetaColumnStatus
-from tq_service.schema import LARGEST_EXACT, Operator, Scalar
-from tq_service.state.plan import Indexes
+from tq_service.schema import LARGEST_EXACT
+from tq_service.state.plan import Condition, Indexes
 from tq_service.state.table import Column, RowTable, as_slice
 
 _JSON: Final = "J"
 _FILLS: dict[str, Any] = {"i": 0, "f": 0.0, "b": False, "O": None}
-
-
-@dataclass(frozen=True, slots=True)
-class Condition:
-    """What a sample must satisfy; one without a value does not.
-
-    Raises:
-        InvalidArgumentError: something is missing, values are of several types, or more than the operator takes.
-    """
-
-    column: str
-    operator: Operator
-    values: tuple[Scalar, ...]
-
-    def __post_init__(self) -> None:
-        if not self.operator or not self.column:
-            raise InvalidArgumentError(
-                f"where: got column {self.column!r} and operator {self.operator!r}; give both", field="where"
-            )
-        given = [value for value in self.values if value is not None]
-        if len(given) != len(self.values) or (self.operator != "in" and len(given) != 1):
-            raise InvalidArgumentError(
-                f"where: column {self.column!r} {self.operator} got {len(given)} values; give one, or any number with "
-                f"'in'",
-                field="where",
-            )
-        if len({isinstance(value, str) for value in given}) > 1:
-            raise InvalidArgumentError(
-                f"where: column {self.column!r} is compared with text and numbers; use one type", field="where"
-            )
-
-    def holds(self, data: NDArray[Any]) -> NDArray[np.bool_]:
-        """Return where the condition holds `(n,)`, for values that are present."""
-        kind = data.dtype.kind
-        for value in self.values:
-            is_text = isinstance(value, str)
-            if is_text != (kind == "O"):
-                raise InvalidArgumentError(
-                    f"where: column {self.column!r} holds {KIND_NAMES[kind]} values, got {value!r}; compare it with a "
-                    f"{KIND_NAMES[kind]}",
-                    field="where",
-                )
-        if kind == "O":
-            if self.operator == "in":  # isin compares each text with each value
-                return np.fromiter(map(frozenset(self.values).__contains__, data), np.bool_, data.size)
-            # Texts are compared as they are: in an array of text, each would take the space of the longest.
-            other = np.array(self.values[0], dtype=np.object_)
-            return np.asarray(_COMPARE[self.operator](data, other), dtype=np.bool_)
-        if kind == "b":
-            data = data.astype(np.int64)
-        bounds = [_neighbours(cast("float", value), kind) for value in self.values]
-        if self.operator == "in":
-            exact = [below for below, above in bounds if below == above and (kind == "f" or math.isfinite(below))]
-            return np.isin(data, np.array(exact, np.float64 if kind == "f" else np.int64))
-        below, above = bounds[0]
-        if below != above and self.operator in {"==", "!="}:
-            return np.full(data.size, self.operator == "!=")
-        return np.asarray(_COMPARE[self.operator](data, above if self.operator in {"<", ">="} else below), np.bool_)
-
-
-_INT64: Final = np.iinfo(np.int64)
-
-
-def _neighbours(value: float, kind: str) -> tuple[float, float]:
-    """Return the largest number of a kind that is at most a value, and the least one that is at least it.
-
-    They are equal if the kind has the value. So integers and floats are compared as the numbers that they are, whereas
-    numpy converts integers to floats, which do not have 2**53 + 1. Infinity stands for numbers that int64 does not
-    have, and is compared as a float. Neither neighbour of NaN is a number.
-    """
-    if kind == "f":
-        try:
-            nearest = float(value)
-        except OverflowError:  # an integer of more than 1,024 bits
-            nearest = math.inf if value > 0 else -math.inf
-        below = nearest if not nearest > value else math.nextafter(nearest, -math.inf)
-        above = nearest if not nearest < value else math.nextafter(nearest, math.inf)
-        return below, above
-    if isinstance(value, float) and not math.isfinite(value):
-        return value, value
-    return _in_int64(math.floor(value)), _in_int64(math.ceil(value))
-
-
-def _in_int64(value: int) -> float:
-    if _INT64.min <= value <= _INT64.max:
-        return value
-    return math.inf if value > 0 else -math.inf
-
-
-_COMPARE: dict[str, Any] = {
-    "==": np.equal,
-    "!=": np.not_equal,
-    "<": np.less,
-    "<=": np.less_equal,
-    ">": np.greater,
-    ">=": np.greater_equal,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """A column by which ready samples are ordered; samples without a value come last."""
-
-    column: str
-    descending: bool = False
 
 
 @dataclass(slots=True)
@@ -218,35 +112,20 @@ class CustomMeta:
                 if not has_typed and column.json is None:
                     continue
                 stored = self._columns[given.name] = _Stored()
-            if has_typed:
-                self._write_typed(stored, column, kind, rows)
-            if stored.json is not None or column.json is not None:
-                self._write_json(stored, column, rows)
-            if column.json is None and column.removed is None:
-                continue
+            if has_typed and stored.values is None:
+                self._declare_typed(column.name, stored, kind)
+            elif has_typed and stored.values is not None and stored.kind != kind:
+                stored.values.convert(DTYPES[kind])
+            if column.json is not None and stored.json is None:
+                self._declare_json(column.name, stored)
+            is_written = column.is_written
+            where = as_slice(rows) if is_written.all() else _chosen(rows, is_written)
             if stored.values is not None and stored.present is not None:
-                gone = _chosen(rows, column.has_json if column.removed is None else column.has_json | column.removed)
-                stored.values.clear(gone)
-                stored.present.clear(gone)
-
-    def _write_typed(self, stored: _Stored, column: MetaColumn, kind: str, rows: slice | Indexes) -> None:
-        if stored.values is None:
-            self._declare_typed(column.name, stored, kind)
-        elif stored.kind != kind:
-            stored.values.convert(DTYPES[kind])
-        is_complete = bool(column.present.all())
-        where = as_slice(rows) if is_complete else _chosen(rows, column.present)
-        values, present = cast("Column", stored.values), cast("Column", stored.present)
-        values.write(where, column.values if is_complete else column.values[column.present])
-        present.write(where, True)
-
-    def _write_json(self, stored: _Stored, column: MetaColumn, rows: slice | Indexes) -> None:
-        if stored.json is None:
-            self._declare_json(column.name, stored)
-        texts = cast("Column", stored.json)
-        if column.json is not None:
-            texts.write(_chosen(rows, column.has_json), column.json[column.has_json])
-        texts.clear(_chosen(rows, column.present if column.removed is None else column.present | column.removed))
+                values = np.where(column.present, column.values, stored.values.fill)
+                stored.values.write(where, values[is_written])
+                stored.present.write(where, column.present[is_written])
+            if stored.json is not None:
+                stored.json.write(where, None if column.json is None else column.json[is_written])
 
     def read(self, name: str, positions: Indexes) -> MetaColumn | None:
         """Return one column at `positions`, None where no sample ever had a value."""
@@ -257,7 +136,7 @@ class CustomMeta:
             values = present = np.zeros(positions.size, np.bool_)
         else:
             values, present = stored.values.data[positions], stored.present.data[positions]
-        texts = None if stored.json is None or stored.json.is_blank else stored.json.data[positions]
+        texts = None if stored.json is None else stored.json.data[positions]
         if texts is not None and not (texts != None).any():  # noqa: E711  (of each)
             texts = None
         return MetaColumn(name=name, values=values, present=present, json=texts)
@@ -265,26 +144,28 @@ class CustomMeta:
     def read_all(self, positions: Indexes) -> list[MetaColumn]:
         """Return all columns that have a value at `positions`."""
         columns = (self.read(name, positions) for name in self._columns)
-        return [
-            column for column in columns if column is not None and (column.json is not None or column.present.any())
-        ]
+        return [column for column in columns if column is not None and column.has_value.any()]
 
     def holds(self, condition: Condition, rows: slice | Indexes) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         """Return of rows where a condition holds, and where there is a value to compare."""
-        arrays = self.arrays(condition.column)
-        if arrays is None:
-            none = np.zeros(self._table.index.data[rows].size, np.bool_)
-            return none, none
-        values, present = arrays[0][rows], arrays[1][rows]
+        values, present = self.typed(condition.column, rows)
         holds = np.zeros(present.size, np.bool_)
         if present.any():
             holds[present] = condition.holds(values[present])
         return holds, present
 
+    def typed(self, name: str, rows: slice | Indexes) -> tuple[NDArray[Any], NDArray[np.bool_]]:
+        """Return the typed values of a column, or of a readable one of the table, and which rows have one."""
+        arrays = self.arrays(name)
+        if arrays is None:
+            count = self._table.index.data[rows].size
+            return np.zeros(count), np.zeros(count, np.bool_)
+        return arrays[0][rows], arrays[1][rows]
+
     def json_values(self, name: str, rows: slice | Indexes) -> NDArray[np.object_] | None:
         """Return the JSON of a column at some rows, None for each without any or with null; None if it has no JSON."""
         stored = self._columns.get(name)
-        if stored is None or stored.json is None or stored.json.is_blank:
+        if stored is None or stored.json is None:
             return None
         texts: NDArray[np.object_] = stored.json.data[rows].copy()
         texts[texts == "null"] = None

@@ -31,8 +31,7 @@ from tq_service.state.ledger import TaskLedger, TaskSnapshot, task_columns
 from tq_service.state.meta import CustomMeta
 from tq_service.state.name_index import KeyIndex
 from tq_service.state.plan import Indexes
-from tq_service.state.states import FAILED, HELD, LIVE
-from tq_service.state.table import RowTable, Table, TableSnapshot, distinct
+from tq_service.state.table import FAILED, HELD, LIVE, RowTable, Table, TableSnapshot, distinct
 
 _log = logging.getLogger(__name__)
 

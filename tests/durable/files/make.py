@@ -28,12 +28,12 @@ from test_change_stages import STORY
 
 from tq_service.durable.state_store import StateStore
 from tq_service.journal import file_backend
-from tq_service.machine.claims import BatchPlanned, NamedEndReached, QueueClaimed, TaskSeen
-from tq_service.machine.partitions import PartitionCleared
+from tq_service.machine.claims import EndReached, SamplesClaimed, TaskSeen
+from tq_service.machine.samples import PartitionCleared
 from tq_service.samplers import PlanRunner
 from tq_service.schema import EndCounts
 from tq_service.serving.catalog import Catalog
-from tq_service.state.request import LeaseTerms
+from tq_service.state.plan import LeaseTerms
 from tq_service.storage.blobs.segments import SegmentBlobs
 from tq_service.storage.engine import StorageEngine
 
@@ -44,11 +44,11 @@ OTHER_TASK = {"partition_id": "train", "task_name": "other"}
 CHANGES = [
     *(change for change in STORY if not isinstance(change, PartitionCleared)),
     TaskSeen(**OTHER_TASK),
-    BatchPlanned(batch_spec=batch_spec(), plan=plan_of([1, 2], [3]), **OTHER_TASK),
-    BatchPlanned(batch_spec=batch_spec(max_uses=2), plan=REUSING, **OTHER_TASK),
-    QueueClaimed(request_id=b"3" * 16, **LEASED_LATER, **OTHER_TASK),
-    QueueClaimed(request_id=b"4" * 16, plan=plan_of([7]), claim_name="a", batch_spec=batch_spec(), **OTHER_TASK),
-    NamedEndReached(claim_name="b", end=EndCounts(consumed_count=4), **OTHER_TASK),
+    SamplesClaimed(batch_spec=batch_spec(), plan=plan_of([1, 2], [3]), **OTHER_TASK),
+    SamplesClaimed(batch_spec=batch_spec(max_uses=2), plan=REUSING, **OTHER_TASK),
+    SamplesClaimed(request_id=b"3" * 16, **LEASED_LATER, **OTHER_TASK),
+    SamplesClaimed(request_id=b"4" * 16, plan=plan_of([7]), claim_name="a", batch_spec=batch_spec(), **OTHER_TASK),
+    EndReached(claim_name="b", end=EndCounts(consumed_count=4), **OTHER_TASK),
 ]
 BOOT_ID = bytes(range(16))
 DATA: dict[str, Any] = {
