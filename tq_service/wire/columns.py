@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,7 @@ from xxhash import xxh3_128
 
 from tq_service.errors import FieldMismatchError, InvalidArgumentError
 from tq_service.schema import DTYPE_SIZES, Encoding, FieldSpec, Layout, check_range
-from tq_service.v1 import metadata_pb2
+from tq_service.v1 import metadata_pb2, storage_service_pb2
 from tq_service.wire.metadata import ENCODINGS, LAYOUTS, decode_spec, encode_spec
 
 Extents = NDArray[np.int64]
@@ -213,6 +213,17 @@ def encode_header(column: ColumnShape) -> metadata_pb2.ColumnHeader:
     """Return the header of a column as a message."""
     extents = b"" if column.extents is None else np.ascontiguousarray(column.extents, "<i8").tobytes()
     return metadata_pb2.ColumnHeader(spec=encode_spec(column.spec), value_bytes=column.value_bytes, extents=extents)
+
+
+def put_header(put_id: bytes, columns: Sequence[ColumnShape], **more: Any) -> storage_service_pb2.PutHeader:
+    """Return the header of a put of these columns; `more` are its other fields, such as the partition."""
+    return storage_service_pb2.PutHeader(
+        put_id=put_id,
+        row_count=columns[0].row_count,
+        columns=map(encode_header, columns),
+        size_bytes=sum(column.value_bytes for column in columns),
+        **more,
+    )
 
 
 def decode_header(message: metadata_pb2.ColumnHeader, row_count: int) -> ColumnShape:
