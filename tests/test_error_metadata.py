@@ -23,7 +23,7 @@ CLASSES = {kind.__name__: kind for kind in ERROR_CLASSES - {errors.TqError}}
 PASSED_ON = {
     ("client/_async/fetches.py", "UnavailableError"),
     ("client/reads.py", "DataLossError"),
-    ("client/retry.py", "UnavailableError"),
+    ("client/transport.py", "UnavailableError"),
     ("data/end.py", "NothingDeliveredError"),
     ("serving/catalog.py", "InvalidArgumentError"),
     ("serving/catalog.py", "LimitExceededError"),

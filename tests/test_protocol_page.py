@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2
 
-from tq_service.client.channel import MAX_MESSAGE_BYTES
+from tq_service.client.transport import MAX_MESSAGE_BYTES
 from tq_service.config import load_settings
 from tq_service.errors import TqError
 from tq_service.samplers import SamplerRegistry

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import socket
 import threading
+import time
 
 import grpc
 import pytest
@@ -13,8 +14,8 @@ from fault_seconds import FAULT_SECONDS
 
 import tq_service as tq
 from tq_service.addresses import hosts_and_ports
-from tq_service.client import retry
-from tq_service.client.connection_check import ConnectionCheck, find_fault
+from tq_service.client import transport
+from tq_service.client.connection_check import find_fault
 
 
 @pytest.fixture
@@ -134,14 +135,15 @@ def test_a_service_that_closes_new_connections_is_not_called_another_program(aut
 
 def test_a_check_runs_once_at_a_time_and_is_forgotten_when_the_service_answers(authority):
     with grpc_server(authority.issue("service")) as port:
-        check = ConnectionCheck(f"localhost:{port}", None)
+        outage = transport.Outage(f"localhost:{port}")
+        failure = tq.UnavailableError("connection refused", metadata={"grpc_message": "refused"})
         before = threading.active_count()
         for _ in range(10):
-            check.begin()
+            outage.lasts(time.monotonic(), failure, 60.0)
         assert threading.active_count() <= before + 1
-        wait_for(lambda: check.finding is not None)
-        check.clear()
-        assert check.finding is None
+        wait_for(lambda: outage.finding is not None)
+        outage.is_over()
+        assert outage.finding is None
 
 
 def wait_for(condition):
@@ -154,7 +156,7 @@ def wait_for(condition):
 
 
 async def test_errors_and_warnings_begin_with_what_was_found(kind, authority, caplog, monkeypatch):
-    monkeypatch.setattr(retry, "_WARN_AFTER_SECONDS", 1000.0)  # what was found is said before
+    monkeypatch.setattr(transport, "_WARN_AFTER_SECONDS", 1000.0)  # what was found is said before
     caplog.set_level(logging.WARNING, "tq_service.client")
     with grpc_server(authority.issue("service")) as port:
         client = make_client(kind, f"localhost:{port}", timeout=2 * FAULT_SECONDS)

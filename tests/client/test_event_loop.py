@@ -8,7 +8,7 @@ import torch
 from client_support import make_client
 
 from tq_service.client._async import fetches, samples
-from tq_service.client.concurrency import are_light
+from tq_service.client.transport import are_light
 from tq_service.config import ServeSettings
 from tq_service.errors import UnsupportedObjectError
 from tq_service.schema import Encoding

@@ -2,10 +2,8 @@
 
 import asyncio
 import time
-from contextlib import nullcontext
 from itertools import pairwise
 
-import grpc
 import numpy as np
 import pytest
 import torch
@@ -14,8 +12,8 @@ from fake_server import FakeController, FakeStorage, Script, serving
 from fault_seconds import FAULT_SECONDS
 
 import tq_service as tq
-from tq_service.client.retry import Backoff, Deadline
-from tq_service.dataplane._sync import drivers
+from tq_service.client.transport import Backoff, Deadline
+from tq_service.dataplane import receiving
 from tq_service.v1 import commit_pb2, metadata_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import storage_service_pb2 as storage_pb
@@ -423,14 +421,17 @@ async def test_a_get_of_known_size_goes_at_once_the_way_that_suits_it(kind, more
 
 
 def test_what_is_remembered_of_answers_is_bounded(monkeypatch):
-    monkeypatch.setattr(drivers, "_MOST_REMEMBERED", 8)
-    with grpc.insecure_channel("127.0.0.1:1") as channel:
-        driver = drivers.GrpcDriver(channel, metadata=lambda: None, errors=lambda _: nullcontext())
-        for number in range(100):
-            driver._note_sent((f"field {number}",), 10, 1000)
-            assert driver._expected_bytes((f"field {number}",), 3) == 300
-            assert driver._expected_bytes(("another",), 3) == 0
-        assert len(driver._sent_row_bytes) <= 8
+    monkeypatch.setattr(receiving, "_MOST_REMEMBERED", 8)
+    sizes = receiving.AnswerSizes()
+
+    def request_of(field):
+        return storage_pb.GetRequest(runs=[metadata_pb2.CellRuns(field_names=[field])])
+
+    for number in range(100):
+        sizes.note(request_of(f"field {number}"), 10, 1000)
+        assert sizes.expected_bytes(request_of(f"field {number}"), 3) == 300
+        assert sizes.expected_bytes(request_of("another"), 3) == 0
+    assert len(sizes._row_bytes) <= 8
 
 
 async def test_a_batch_in_two_storages_comes_back_in_order(kind):

@@ -10,7 +10,7 @@ from certificates import add_token
 from client_support import make_client, next_update, watching
 
 import tq_service as tq
-from tq_service.client.namespace import NAMESPACE_VARIABLE
+from tq_service.client.batch_meta import NAMESPACE_VARIABLE
 from tq_service.config import ServeSettings
 from tq_service.data import StreamingDataLoader, StreamingDataset
 from tq_service.server.app import running

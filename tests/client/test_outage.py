@@ -12,8 +12,8 @@ from fake_server import FakeController, Script, serving
 from fault_seconds import FAULT_SECONDS
 
 import tq_service as tq
-from tq_service.client import retry as module
-from tq_service.client.retry import Outage
+from tq_service.client import transport as module
+from tq_service.client.transport import Outage
 from tq_service.v1 import controller_service_pb2 as pb
 
 REFUSED = tq.UnavailableError("cannot reach h:1: connection refused", metadata={"address": "h:1"})

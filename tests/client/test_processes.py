@@ -8,7 +8,7 @@ import textwrap
 import pytest
 
 from tq_service.client._sync.calls import Calls
-from tq_service.client.concurrency import _ABANDONED
+from tq_service.client.transport import _ABANDONED
 from tq_service.wire.connection import Credentials
 
 if sys.platform == "win32":

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tq_service.client.locations import CellLocations, PutRef, StorageRef
+from tq_service.client.batch_meta import CellLocations, PutRef, StorageRef
 from tq_service.client.reads import StorageRead, empty_columns, merge_answers, plan_reads
 from tq_service.errors import FieldMismatchError
 from tq_service.schema import FieldSpec, Layout

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from tq_service.client.namespace import NO_NAMESPACE
-from tq_service.client.requests import get_meta_request, listed, request_of
-from tq_service.client.writes import fill_write
+from tq_service.client.batch_meta import NO_NAMESPACE
+from tq_service.client.requests import fill_write, get_meta_request, listed, request_of
 from tq_service.errors import InvalidArgumentError
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1.commit_pb2 import SampleWrite

@@ -45,8 +45,8 @@ def test_every_method_takes_a_timeout_and_says_what_it_does(kind):
 def test_every_call_of_the_service_has_a_method():
     calls = {method.short_name for method in METHODS.values() if method.name.startswith("/tq_service.")}
     calls -= {method.short_name for method in METHODS.values() if method.is_internal}
-    directories = (ROOT / "tq_service" / layer / "_sync" for layer in ("client", "dataplane"))
-    source = "".join(path.read_text() for directory in directories for path in directory.glob("*.py"))
+    paths = [path for folder in ("client/_sync", "dataplane") for path in (ROOT / "tq_service" / folder).rglob("*.py")]
+    source = "".join(path.read_text() for path in paths)
     unary = set(re.findall(r"(?:to|endpoint)\.(?:controller\.)?([A-Z]\w+)|\.storage\.([A-Z]\w+)", source))
     streamed = set(re.findall(r"_SERVICE \+ \"(\w+)\"", source))
     assert {name for names in unary for name in names if name} | streamed == calls

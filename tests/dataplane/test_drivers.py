@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from live_server import LiveServer, StartServer
 
-from tq_service.client.retry import Deadline
-from tq_service.dataplane.messages import put_header
-from tq_service.dataplane.parties import Received
+from tq_service.client.transport import Deadline
+from tq_service.dataplane.receiving import Received
 from tq_service.errors import (
     DataLossError,
     InvalidArgumentError,
@@ -22,7 +21,7 @@ from tq_service.errors import (
 from tq_service.server.storage_servicer import EngineDriver
 from tq_service.storage.engine import StorageEngine
 from tq_service.v1.storage_service_pb2 import GetRequest
-from tq_service.wire.columns import Column
+from tq_service.wire.columns import Column, put_header
 from tq_service.wire.encoding import encode_columns
 from tq_service.wire.metadata import CellRuns
 
@@ -91,10 +90,10 @@ def on_loop(server: LiveServer) -> Callable[..., Any]:
 def over_grpc(server: LiveServer, kind: Any) -> Driven:
     calls = server.client(kind).real._calls
     if kind == "sync":
-        return of_engine(server, calls.driver(server.address), lambda method, *given: method(*given))
+        return of_engine(server, calls.endpoint(server.address).driver, lambda method, *given: method(*given))
 
     async def made() -> Any:
-        return calls.driver(server.address)  # a channel of asyncio belongs to a loop
+        return calls.endpoint(server.address).driver  # a channel of asyncio belongs to a loop
 
     return of_engine(server, server.loop.run(made()), on_loop(server))
 

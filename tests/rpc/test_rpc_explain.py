@@ -15,7 +15,7 @@ import pytest
 from live_server import AnyClient, LiveServer, LoopThread, StartServer
 
 import tq_service as tq
-from tq_service.client import wait_reports
+from tq_service.client import transport
 from tq_service.data import StreamingDataset
 from tq_service.results import NotReady, WaitCode, WaitReason
 
@@ -191,8 +191,8 @@ def test_all_claims_that_wait_are_explained(client: AnyClient, server: LiveServe
 
 
 def test_callers_hear_of_a_wait_that_lasts(client: AnyClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wait_reports, "_FIRST_REPORT_SECONDS", 0.6)
-    monkeypatch.setattr(wait_reports, "_NEXT_REPORT_SECONDS", 1.0)
+    monkeypatch.setattr(transport, "_FIRST_REPORT_SECONDS", 0.6)
+    monkeypatch.setattr(transport, "_NEXT_REPORT_SECONDS", 1.0)
     heard: list[WaitReason] = []
 
     def hear(reason: WaitReason) -> None:
@@ -213,7 +213,7 @@ def test_a_wait_that_goes_on_is_logged(
     asked: dict[str, Any],
     is_logged: bool,
 ) -> None:
-    monkeypatch.setattr(wait_reports, "_FIRST_REPORT_SECONDS", 0.6)
+    monkeypatch.setattr(transport, "_FIRST_REPORT_SECONDS", 0.6)
     meta = client.get_meta(partition_id="p", **ASKED | {"max_wait": 1.5} | asked)
     assert meta.status == "not_yet"
     assert ("there is no partition 'p'" in caplog.text) is is_logged
@@ -224,7 +224,7 @@ def test_a_wait_that_goes_on_is_logged(
 def test_a_loader_says_why_it_waits(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, has_callback: bool
 ) -> None:
-    monkeypatch.setattr(wait_reports, "_FIRST_REPORT_SECONDS", 0.6)
+    monkeypatch.setattr(transport, "_FIRST_REPORT_SECONDS", 0.6)
     told = threading.Event()
     reasons: list[WaitReason] = []
 

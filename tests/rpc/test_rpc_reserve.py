@@ -15,11 +15,10 @@ from live_server import LiveServer, StartServer
 from rpc_samples import new_id
 
 import tq_service as tq
-from tq_service.dataplane.messages import put_header
 from tq_service.v1 import commit_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import storage_service_pb2 as storage_pb
-from tq_service.wire.columns import encode_header
+from tq_service.wire.columns import encode_header, put_header
 from tq_service.wire.encoding import encode_columns
 
 QUOTA = 40_000_000  # of which new samples may use 36,000,000

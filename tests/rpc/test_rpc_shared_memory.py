@@ -20,8 +20,7 @@ import torch
 from live_server import AnyClient, LiveServer, StartServer
 
 import tq_service as tq
-from tq_service.dataplane._async.drivers import AsyncGrpcDriver
-from tq_service.dataplane._sync.drivers import GrpcDriver
+from tq_service.dataplane.receiving import AnswerSizes
 from tq_service.dataplane.shared_memory.client import FdChannel
 from tq_service.errors import UnavailableError
 from tq_service.testing import ServiceProcess
@@ -312,8 +311,7 @@ def test_what_was_cleared_while_it_is_received_is_got_whole(
     gets: str, client: AnyClient, twin: AnyClient, monkeypatch: Any
 ) -> None:
     if gets == "streamed":
-        for driver in (GrpcDriver, AsyncGrpcDriver):
-            monkeypatch.setattr(driver, "_expected_bytes", lambda *_: 1 << 40)
+        monkeypatch.setattr(AnswerSizes, "expected_bytes", lambda *_: 1 << 40)
     meta = client.put(DATA, partition_id="p")
     collect = FdChannel.receive_fds
 

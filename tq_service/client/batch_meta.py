@@ -1,25 +1,29 @@
-"""BatchMeta: names samples, says where they are and how they are to be used: in optimizer steps, made of packs."""
+"""BatchMeta: names samples, says where they are and how they are to be used: in optimizer steps, made of packs.
+
+With what it is made of: the namespace of its partition, the locations of its cells, its steps.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tq_service.client.columns import concat_columns, concat_names, same_columns, select, select_columns
-from tq_service.client.locations import CellLocations
-from tq_service.client.namespace import NO_NAMESPACE, Namespace
+from tq_service.client.columns import concat_columns, concat_names, select
 from tq_service.custom_meta import MetaColumn
-from tq_service.errors import InvalidArgumentError, StaleIncarnationError
+from tq_service.errors import InvalidArgumentError, StaleIncarnationError, TqError
 from tq_service.results import Revision, WaitReason
 from tq_service.schema import EndCounts, FieldSpec, Layout, SampleConsumption
 from tq_service.v1 import metadata_pb2 as pb
 from tq_service.wire.columns import merge_specs
 from tq_service.wire.messages import read_message, read_seconds
 from tq_service.wire.metadata import (
+    CellRuns,
     Indexes,
     decode_meta_columns,
     decode_produced,
@@ -32,7 +36,159 @@ Status = Literal["batch", "not_yet", "end"]
 
 _STATUSES: Final[dict[int, Status]] = {pb.BATCH_STATUS_NOT_YET: "not_yet", pb.BATCH_STATUS_END: "end"}
 NAMED_AT_ONCE: Final = 16_384
+NAMESPACE_VARIABLE: Final = "TQ_NAMESPACE"
+SEPARATOR: Final = "/"
 _NO_INDEXES: Final = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """What the names of a client's partitions begin with on the service, so that runs can share it.
+
+    Partition "train" of the namespace "run-7" is the service's partition "run-7/train": one of its own beside "train"
+    and "run-8/train", with its own `max_bytes`, for tokens whose prefix is "run-7/".
+
+    Attributes:
+        name: "run-7"; empty: the names of the service itself.
+    """
+
+    name: str = ""
+
+    @classmethod
+    def of(cls, given: str | Literal[False] | None) -> Namespace:
+        """Return the namespace of an argument: None stands for what `TQ_NAMESPACE` says, False for none.
+
+        Raises:
+            InvalidArgumentError: partitions cannot have such a name.
+        """
+        source, name = (
+            ("namespace", given or "")
+            if given is not None
+            else (NAMESPACE_VARIABLE, os.environ.get(NAMESPACE_VARIABLE, ""))
+        )
+        is_name = isinstance(name, str) and name.isprintable() and name == name.strip(SEPARATOR)
+        if not is_name or given == "":
+            raise InvalidArgumentError(
+                f"{source} is {name!r}, expected printable text such as 'run-7' or 'team/run-7', without {SEPARATOR!r} "
+                "at its ends; give False for no namespace",
+                field="namespace",
+            )
+        return cls(name)
+
+    @property
+    def prefix(self) -> str:
+        """What names begin with."""
+        return self.name + SEPARATOR if self.name else ""
+
+    def full_name(self, partition_id: str) -> str:
+        """Return the service's name of a partition; what is no name stays as it is, for the service to refuse."""
+        return (
+            self.prefix + partition_id if self.name and isinstance(partition_id, str) and partition_id else partition_id
+        )
+
+    def own_name(self, full_name: str) -> str:
+        """Return the name of a partition in this namespace; that of a partition of another one is its full name."""
+        return full_name.removeprefix(self.prefix)
+
+    def holds(self, full_name: str) -> bool:
+        """Return whether a partition is in this namespace."""
+        return full_name.startswith(self.prefix)
+
+    def explain(self, failure: TqError) -> TqError:
+        """Return an error of the service with the partition's own name in its metadata; its message has full names."""
+        if self.name:
+            if "partition_id" in failure.metadata:
+                failure.metadata["partition_id"] = self.own_name(failure.metadata["partition_id"])
+            if self.prefix in failure.message:
+                failure.message += f" ({self.prefix!r} is the namespace of this client)"
+        return failure
+
+
+NO_NAMESPACE: Final = Namespace()
+
+
+class StorageRef(NamedTuple):
+    """One instance of a storage service.
+
+    Attributes:
+        storage_id: its name.
+        boot_id: names the instance.
+        address: where it is; empty: where the client found the controller.
+        is_away: whether the controller does not know where it is.
+    """
+
+    storage_id: str
+    boot_id: bytes
+    address: str = ""
+    is_away: bool = False
+
+
+class PutRef(NamedTuple):
+    """A put in a storage service."""
+
+    storage: StorageRef
+    put_id: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CellLocations:
+    """Where the cells of a batch are: for every located field one cell for each sample, in the order of the batch."""
+
+    puts: tuple[PutRef, ...]
+    runs: tuple[CellRuns, ...]
+
+    @classmethod
+    def from_proto(cls, message: pb.Locations) -> CellLocations:
+        """Return the locations of a message."""
+        storages = [StorageRef(one.storage_id, one.boot_id, one.address, one.is_away) for one in message.storages]
+        return cls(
+            puts=tuple(PutRef(storages[put.storage_index], put.put_id) for put in message.puts),
+            runs=tuple(map(CellRuns.from_proto, message.runs)),
+        )
+
+    @property
+    def field_names(self) -> set[str]:
+        """Names of the fields that are located."""
+        return {name for runs in self.runs for name in runs.field_names}
+
+    def covers(self, field_names: Iterable[str]) -> bool:
+        """Whether all these fields are located."""
+        return self.field_names.issuperset(field_names)
+
+    def select(self, positions: Indexes) -> CellLocations:
+        """Return the locations of the samples at `positions`, in this order."""
+        cells = [(runs.field_names, *runs.expand()) for runs in self.runs]
+        selected = [CellRuns.of_rows(names, puts[positions], rows[positions]) for names, puts, rows in cells]
+        return CellLocations(puts=self.puts, runs=tuple(selected))
+
+    def select_fields(self, field_names: Sequence[str]) -> CellLocations:
+        """Return the locations of these fields only."""
+        selected = [
+            replace(runs, field_names=names)
+            for runs in self.runs
+            if (names := tuple(name for name in runs.field_names if name in field_names))
+        ]
+        return CellLocations(puts=self.puts, runs=tuple(selected))
+
+    @staticmethod
+    def concat(parts: Sequence[CellLocations]) -> CellLocations:
+        """Return the locations of several batches one after the other, of the fields that all of them locate."""
+        puts: dict[PutRef, int] = {}
+        per_part: list[dict[str, tuple[Indexes, Indexes]]] = []
+        for part in parts:
+            numbers = np.array([puts.setdefault(put, len(puts)) for put in part.puts], np.int64)
+            cells: dict[str, tuple[Indexes, Indexes]] = {}
+            for runs in part.runs:
+                own, rows = runs.expand()
+                cells.update(dict.fromkeys(runs.field_names, (numbers[own], rows)))
+            per_part.append(cells)
+        common = [name for name in per_part[0] if all(name in cells for cells in per_part)]
+        alike: dict[tuple[bytes, bytes], tuple[list[str], Indexes, Indexes]] = {}
+        for name in common:
+            at, rows = (np.concatenate([cells[name][side] for cells in per_part]) for side in (0, 1))
+            alike.setdefault((at.tobytes(), rows.tobytes()), ([], at, rows))[0].append(name)
+        joined = [CellRuns.of_rows(tuple(names), at, rows) for names, at, rows in alike.values()]
+        return CellLocations(puts=tuple(puts), runs=tuple(joined))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +211,20 @@ class Step:
     """What ends with one optimizer step; every rank of a batch has the same number of packs in it."""
 
     packs: tuple[Pack, ...]
+
+    @classmethod
+    def from_proto(cls, message: pb.Step) -> Step:
+        """Return the step of a message."""
+        return cls(
+            packs=tuple(
+                Pack(
+                    positions=tuple(pack.rows),
+                    lengths=tuple(pack.lengths) if pack.rows and len(pack.lengths) == len(pack.rows) else None,
+                    padding_tokens=pack.padding_tokens,
+                )
+                for pack in message.packs
+            )
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
@@ -142,7 +312,7 @@ class BatchMeta:
             indexes=indexes,
             dropped_indexes=np.asarray(message.dropped_indexes, np.int64),
             fields=tuple(map(decode_spec, message.fields)),
-            steps=_steps_from_proto(message.steps) if message.steps else (),
+            steps=tuple(Step.from_proto(step) for step in message.steps),
             end=read_message(EndCounts, message.end) if message.HasField("end") else None,
             locations=CellLocations.from_proto(message.locations) if message.HasField("locations") else None,
             claim_id=claim_id,
@@ -288,7 +458,7 @@ class BatchMeta:
             consumption=None if self.consumption is None else self.consumption[chosen],
             key_column=select(self.key_column, chosen),
             group_column=select(self.group_column, chosen),
-            meta_columns=select_columns(self.meta_columns, chosen),
+            meta_columns=tuple(column.at(chosen) for column in self.meta_columns),
             produced_columns=tuple(column[chosen] for column in self.produced_columns),
         )
 
@@ -340,15 +510,32 @@ class BatchMeta:
             raise InvalidArgumentError("no batches to concatenate; give at least one", field="parts")
         first = parts[0]
         for part in parts:
-            _check_concat(first, part)
-        samples = _samples_of(parts)
+            for name in ("full_partition_id", "incarnation", "epoch", "data_fields"):
+                if getattr(part, name) != getattr(first, name):
+                    raise InvalidArgumentError(
+                        f"batches differ in {name}: {getattr(first, name)!r} and {getattr(part, name)!r}; concatenate "
+                        "batches of one partition, incarnation and epoch with the same fields (select_fields)",
+                        field="parts",
+                    )
+            if part.status != "batch":
+                raise InvalidArgumentError(f"a part has status {part.status!r}, expected 'batch'", field="parts")
+        claim: dict[str, Any] = {"delivery_counts": tuple(count for part in parts for count in part.delivery_counts)}
+        if any((part.claim_id, part.task_name) != (first.claim_id, first.task_name) for part in parts):
+            claim = {"claim_id": b"", "task_name": "", "lease_seconds": None, "delivery_counts": ()}
         starts = np.cumsum([0, *(part.size for part in parts[:-1])]).tolist()
         return replace(
             first,
-            **samples,
-            **_claim_of(parts),
+            **_samples_of(parts),
+            **claim,
             steps=tuple(
-                step for part, start in zip(parts, starts, strict=True) for step in _shift_steps(part.steps, start)
+                Step(
+                    packs=tuple(
+                        replace(pack, positions=tuple(position + start for position in pack.positions))
+                        for pack in step.packs
+                    )
+                )
+                for part, start in zip(parts, starts, strict=True)
+                for step in part.steps
             ),
         )
 
@@ -361,7 +548,8 @@ class BatchMeta:
             and np.array_equal(self.dropped_indexes, other.dropped_indexes)
             and self.keys == other.keys
             and self.groups == other.groups
-            and same_columns(self.meta_columns, other.meta_columns)
+            # As text: 1, 1.0 and true differ, nan is like nan.
+            and json.dumps(self.custom_meta, sort_keys=True) == json.dumps(other.custom_meta, sort_keys=True)
         )
 
     def _identity(self) -> tuple[object, ...]:
@@ -378,19 +566,6 @@ class BatchMeta:
             f"BatchMeta(status={self.status!r}, partition_id={self.partition_id!r}, size={self.size}, "
             f"epoch={self.epoch}, data_fields={self.data_fields})"
         )
-
-
-def _steps_from_proto(messages: Iterable[pb.Step]) -> tuple[Step, ...]:
-    """Return the steps of messages."""
-    return tuple(Step(packs=tuple(_pack_from_proto(pack) for pack in message.packs)) for message in messages)
-
-
-def _pack_from_proto(message: pb.Pack) -> Pack:
-    return Pack(
-        positions=tuple(message.rows),
-        lengths=tuple(message.lengths) if len(message.lengths) == len(message.rows) and message.rows else None,
-        padding_tokens=message.padding_tokens,
-    )
 
 
 def _select_steps(steps: Sequence[Step], new_position: NDArray[np.int64]) -> tuple[Step, ...]:
@@ -418,14 +593,6 @@ def _select_pack(pack: Pack, new_position: NDArray[np.int64]) -> Pack:
         positions=tuple(moved[place] for place in kept),
         lengths=None if pack.lengths is None else tuple(pack.lengths[place] for place in kept),
         padding_tokens=pack.padding_tokens if len(kept) == len(moved) else 0,
-    )
-
-
-def _shift_steps(steps: Sequence[Step], first: int) -> tuple[Step, ...]:
-    """Return the steps of a batch that begins at position `first` of a larger one."""
-    return tuple(
-        Step(packs=tuple(replace(pack, positions=tuple(at + first for at in pack.positions)) for pack in step.packs))
-        for step in steps
     )
 
 
@@ -503,26 +670,6 @@ def joined(parts: Sequence[BatchMeta]) -> BatchMeta:
                 },
             )
     return replace(last, revision=parts[0].revision, **_samples_of(parts))
-
-
-def _claim_of(parts: Sequence[BatchMeta]) -> dict[str, Any]:
-    """Return the claim that all parts are of, if there is one."""
-    first = parts[0]
-    if any((part.claim_id, part.task_name) != (first.claim_id, first.task_name) for part in parts):
-        return {"claim_id": b"", "task_name": "", "lease_seconds": None, "delivery_counts": ()}
-    return {"delivery_counts": tuple(count for part in parts for count in part.delivery_counts)}
-
-
-def _check_concat(first: BatchMeta, part: BatchMeta) -> None:
-    for name in ("full_partition_id", "incarnation", "epoch", "data_fields"):
-        if getattr(part, name) != getattr(first, name):
-            raise InvalidArgumentError(
-                f"batches differ in {name}: {getattr(first, name)!r} and {getattr(part, name)!r}; concatenate batches "
-                "of one partition, incarnation and epoch with the same fields (select_fields)",
-                field="parts",
-            )
-    if part.status != "batch":
-        raise InvalidArgumentError(f"a part has status {part.status!r}, expected 'batch'", field="parts")
 
 
 def check_is_batch(metadata: BatchMeta) -> None:

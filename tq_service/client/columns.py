@@ -1,10 +1,8 @@
-"""Columns about the samples of a batch: custom_meta, keys and groups selected, joined, merged and compared."""
+"""Columns about the samples of a batch: custom_meta, keys and groups selected, joined and merged."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import chain
 from typing import Any, Final, TypeVar
 
@@ -20,11 +18,6 @@ Value = TypeVar("Value")
 def select(values: tuple[Value, ...], positions: NDArray[np.int64]) -> tuple[Value, ...]:
     """Return the values of the samples at `positions`, where there is one for each sample."""
     return tuple(values[position] for position in positions.tolist()) if values else ()
-
-
-def select_columns(columns: Sequence[MetaColumn], positions: NDArray[np.int64]) -> tuple[MetaColumn, ...]:
-    """Return the columns of the samples at `positions`."""
-    return tuple(column.at(positions) for column in columns)
 
 
 def concat_names(parts: Sequence[tuple[str, ...]], sizes: Sequence[int]) -> tuple[str, ...]:
@@ -48,7 +41,7 @@ def _concat_column(name: str, parts: Sequence[MetaColumn | None], sizes: Sequenc
     """Return the column of several batches; None is a batch without a value of it."""
     typed = [part.values.dtype for part in parts if part is not None and part.present.any()]
     dtype = np.result_type(*typed) if set(typed) <= _NUMBERS and typed else (typed or [np.dtype(np.bool_)])[0]
-    columns = [_as_typed(part or _empty(name, size, dtype), dtype) for part, size in zip(parts, sizes, strict=True)]
+    columns = [_as_typed(name, part, size, dtype) for part, size in zip(parts, sizes, strict=True)]
     texts = [np.full(each.present.size, None) if each.json is None else each.json for each in columns]
     return MetaColumn(
         name=name,
@@ -58,16 +51,12 @@ def _concat_column(name: str, parts: Sequence[MetaColumn | None], sizes: Sequenc
     )
 
 
-def _empty(name: str, size: int, dtype: np.dtype[Any]) -> MetaColumn:
-    return MetaColumn(
-        name=name, values=np.full(size, "" if dtype.hasobject else 0, dtype), present=np.zeros(size, np.bool_)
-    )
-
-
-def _as_typed(column: MetaColumn, dtype: np.dtype[Any]) -> MetaColumn:
+def _as_typed(name: str, column: MetaColumn | None, size: int, dtype: np.dtype[Any]) -> MetaColumn:
     """Return a column with its values of a dtype, and others as JSON."""
-    if not column.present.any():
-        return replace(_empty(column.name, column.present.size, dtype), json=column.json)
+    if column is None or not column.present.any():
+        values = np.full(size, "" if dtype.hasobject else 0, dtype)
+        json = None if column is None else column.json
+        return MetaColumn(name=name, values=values, present=np.zeros(size, np.bool_), json=json)
     if column.values.dtype == dtype or {column.values.dtype, dtype} == _NUMBERS:
         return column
     return fitted(column, dtype.kind)
@@ -80,28 +69,3 @@ def merge_columns(old: Sequence[MetaColumn], new: Sequence[MetaColumn]) -> tuple
         before = merged.get(column.name)
         merged[column.name] = column if before is None or column.present.all() else laid_over(before, column)
     return tuple(merged.values())
-
-
-def same_columns(one: Sequence[MetaColumn], other: Sequence[MetaColumn]) -> bool:
-    """Whether two batches have the same custom_meta; columns without any value do not count, nor their order."""
-    left, right = ({column.name: column for column in side if column.has_value.any()} for side in (one, other))
-    return left.keys() == right.keys() and all(_same_column(column, right[name]) for name, column in left.items())
-
-
-def _same_column(one: MetaColumn, other: MetaColumn) -> bool:
-    if one.json is not None or other.json is not None:
-        has_value = one.has_value
-        return np.array_equal(has_value, other.has_value) and all(
-            not is_there or _is_same(mine, theirs)
-            for is_there, mine, theirs in zip(has_value.tolist(), one.objects(), other.objects(), strict=True)
-        )
-    if one.values.dtype != other.values.dtype or not np.array_equal(one.present, other.present):
-        return False
-    mine, theirs = one.values[one.present], other.values[other.present]
-    return np.array_equal(mine, theirs, equal_nan=mine.dtype.kind == "f")
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    """Whether two values are the same, and of the same type."""
-    is_nan = isinstance(one, float) and isinstance(other, float) and math.isnan(one) and math.isnan(other)
-    return is_nan or (type(one) is type(other) and bool(one == other))

@@ -9,12 +9,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from tq_service.client.batch_meta import BatchMeta
-from tq_service.client.locations import CellLocations, StorageRef
-from tq_service.client.requests import has_tensordict
-from tq_service.client.retry import Deadline
-from tq_service.dataplane.parties import Received
-from tq_service.dataplane.receive_buffers import RECEIVE_BUFFERS
+from tq_service.client.batch_meta import BatchMeta, CellLocations, StorageRef
+from tq_service.client.transport import Deadline, has_tensordict
+from tq_service.dataplane.receiving import RECEIVE_BUFFERS, Received
 from tq_service.errors import DataLossError, DeadlineError, FieldMismatchError, InternalError, UnavailableError
 from tq_service.schema import FieldSpec, Layout, ReadLayout
 from tq_service.v1.storage_service_pb2 import GetRequest

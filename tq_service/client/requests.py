@@ -1,38 +1,51 @@
-"""Arguments of Python as messages. Refused here is only what cannot be sent; the server judges the rest."""
+"""Arguments of Python as requests, and what a write answers as a batch. What can be sent the server judges."""
 
 from __future__ import annotations
 
 import math
 import secrets
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache, partial
-from importlib.util import find_spec
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, TypeAlias, TypeVar, cast
 
-from google.protobuf.descriptor import FieldDescriptor
+import numpy as np
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.protobuf.struct_pb2 import Struct
+from numpy.typing import NDArray
 
-from tq_service.client.batch_meta import NAMED_AT_ONCE, BatchMeta
-from tq_service.client.namespace import Namespace
+from tq_service.client.batch_meta import NAMED_AT_ONCE, BatchMeta, Namespace, check_is_batch, joined
+from tq_service.client.columns import merge_columns
+from tq_service.custom_meta import MetaColumn, MetaValue
 from tq_service.errors import InvalidArgumentError
-from tq_service.schema import FieldSpec, StalenessLimit
+from tq_service.schema import FieldSpec, StalenessLimit, check_named_rows
+from tq_service.v1 import commit_pb2, metadata_pb2
 from tq_service.v1 import controller_service_pb2 as pb
-from tq_service.wire.messages import to_duration
+from tq_service.wire.messages import read_seconds, to_duration
 from tq_service.wire.metadata import (
     BATCH_UNITS,
     KEY_MODES,
     LAYOUTS,
     OPERATORS,
     STATES,
-    EnumWords,
+    Indexes,
     encode_spec,
+    fill_meta_columns,
+    rows_to_meta_columns,
+    values_to_meta_column,
 )
 
+_KNOWN: Final = ("fields", "locations", "key_column", "group_column", "meta_columns", "produced_columns")
+
+# A list, or an array of text `(n,)`.
+NameColumn: TypeAlias = "Sequence[str] | NDArray[np.str_]"
+GroupColumn: TypeAlias = "Sequence[str | None] | NDArray[np.str_]"
+# A mapping for each sample, or for each name an array, a tensor or a list of `n` values.
+MetaGiven: TypeAlias = "Sequence[Mapping[str, MetaValue]] | Mapping[str, Any]"
 Request = TypeVar("Request", bound=Message)
-Bound = TypeVar("Bound", int, float, int | None)
 Given = TypeVar("Given")
 Converter = Callable[[str, Any], Any]
 
@@ -47,7 +60,7 @@ def request_of(kind: type[Request], **arguments: Any) -> Request:
     Raises:
         InvalidArgumentError: an argument cannot be what its field holds.
     """
-    converters, required = _rules(kind)
+    converters, required = _rules(kind.DESCRIPTOR)
     for name, convert in converters.items():
         if name in arguments:
             arguments[name] = convert(name, arguments[name])
@@ -64,11 +77,12 @@ def request_of(kind: type[Request], **arguments: Any) -> Request:
         raise InvalidArgumentError(f"the arguments cannot be sent: {error}") from None
 
 
-def _rules_of(kind: Any) -> tuple[dict[str, Converter], list[str]]:
+@cache
+def _rules(descriptor: Descriptor) -> tuple[dict[str, Converter], list[str]]:
     """Return what makes lists and enums of arguments, and which other fields must be given."""
     converters: dict[str, Converter] = {}
     required = []
-    for field in kind.DESCRIPTOR.fields:
+    for field in descriptor.fields:
         if field.default_value == []:
             converters[field.name] = listed
         elif field.enum_type is not None and field.enum_type.name in _ENUMS:
@@ -78,7 +92,6 @@ def _rules_of(kind: Any) -> tuple[dict[str, Converter], list[str]]:
     return converters, required
 
 
-_rules: Final[Callable[[Any], tuple[dict[str, Converter], list[str]]]] = cache(_rules_of)
 _EXPECTED: Final = {
     FieldDescriptor.TYPE_STRING: "a string, in valid Unicode",
     FieldDescriptor.TYPE_INT64: "an integer of 64 bits",
@@ -89,7 +102,7 @@ _ENUMS: Final[Mapping[str, Any]] = {
 }  # fmt: skip
 
 
-def _encode_word(words: EnumWords[Any], name: str, value: Any) -> Any:
+def _encode_word(words: Any, name: str, value: Any) -> Any:
     return words.encode(value, name)
 
 
@@ -154,17 +167,23 @@ def listed(name: str, values: Any) -> list[Any]:
     return cast("list[Any]", values.tolist()) if hasattr(values, "tolist") else list(values)
 
 
-def named_samples(**names: Iterable[Any] | None) -> tuple[str | None, list[Any]]:
-    """Return by what samples are named, None where by nothing, and these names."""
-    given = [name for name, values in names.items() if values is not None]
+def named_samples(**names: Iterable[Any] | BatchMeta | None) -> tuple[str | None, Sequence[Any] | Indexes]:
+    """Return by what samples are named, None where by nothing, and these names; a batch names them by index."""
+    given = [name for name, value in names.items() if value is not None]
     if len(given) > 1:
         raise InvalidArgumentError(
             f"samples are named by {' and by '.join(given)}; give one of {', '.join(names)}", field=given[0]
         )
-    return (given[0], listed(given[0], names[given[0]])) if given else (None, [])
+    if not given:
+        return None, []
+    named = names[given[0]]
+    if isinstance(named, BatchMeta):
+        check_is_batch(named)
+        return "global_indexes", named.indexes
+    return given[0], listed(given[0], named)
 
 
-def check_waits(wait_seconds: float, named: Sequence[Any]) -> None:
+def check_waits(wait_seconds: float, named: Sequence[Any] | Indexes) -> None:
     """Refuse to wait for more samples than one call names."""
     if wait_seconds and len(named) > NAMED_AT_ONCE:
         raise InvalidArgumentError(
@@ -205,6 +224,9 @@ def get_meta_request(
     **others: Any,
 ) -> pb.GetMetaRequest:
     """Return the request for a batch, of which `others` are fields; `max_wait` is set at each poll."""
+    _check_not_none("max_deliveries", max_deliveries, "at least 1")
+    _check_not_none("max_uses", max_uses, "at least 1")
+    _check_not_none("claim_name", claim_name, "1 to 512 printable characters")
     return request_of(
         pb.GetMetaRequest,
         min_batch_size=min_batch_size or 0,
@@ -214,28 +236,24 @@ def get_meta_request(
         where=condition_messages(where),
         order_by=[_order(position, column) for position, column in enumerate(listed("order_by", order_by))],
         lease=None if lease is None else lease_duration(lease),
-        max_deliveries=_not_zero("max_deliveries", max_deliveries, "at least 1") or 0,
-        max_uses=_not_zero("max_uses", max_uses, "at least 1") or 0,
-        claim_name=_not_empty("claim_name", claim_name) or "",
+        max_deliveries=max_deliveries or 0,
+        max_uses=max_uses or 0,
+        claim_name=claim_name or "",
         **others,
     )
 
 
 def lease_duration(lease: float) -> Duration:
     """Return the span of a lease of some seconds."""
-    return to_duration(_not_zero("lease", seconds("lease", lease), "a positive number of seconds"))
+    span = seconds("lease", lease)
+    _check_not_none("lease", span, "a positive number of seconds")
+    return to_duration(span)
 
 
-def _not_zero(name: str, value: Bound, expected: str) -> Bound:
-    if value == 0:  # which would stand for none
-        raise InvalidArgumentError(f"{name} is 0, expected {expected}", field=name)
-    return value
-
-
-def _not_empty(name: str, value: str | None) -> str | None:
-    if value == "":  # which would stand for none
-        raise InvalidArgumentError(f"{name} is empty, expected 1 to 512 printable characters", field=name)
-    return value
+def _check_not_none(name: str, value: float | str | None, expected: str) -> None:
+    """Refuse a value that would stand for none in the request."""
+    if value in (0, ""):
+        raise InvalidArgumentError(f"{name} is {'empty' if value == '' else 0}, expected {expected}", field=name)
 
 
 def check_leased(metadata: BatchMeta) -> None:
@@ -300,12 +318,174 @@ def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def has_tensordict() -> bool:
-    """Whether batches that are read are TensorDicts."""
-    return find_spec("torch") is not None and find_spec("tensordict") is not None
+class PlacementGrant:
+    """The storage services that may take further puts, in turn, for some bytes and some seconds.
+
+    It ends early where one of them fails, so that a service that is gone or full is left at once. Calls may share it:
+    the bytes of a few may be counted late.
+    """
+
+    def __init__(self) -> None:
+        self._answer = pb.PlacePutResponse()
+        self._until = 0.0
+        self._used_bytes = 0
+        self._turn = 0
+
+    def place(self, size_bytes: int) -> pb.PlacePutResponse | None:
+        """Return the answer with the grant, None where it does not go so far; `endpoint` follows."""
+        used_bytes = self._used_bytes + size_bytes
+        if size_bytes > self._answer.max_granted_put_bytes or used_bytes > self._answer.grant_bytes:
+            return None
+        if time.monotonic() >= self._until:
+            return None
+        self._used_bytes = used_bytes
+        self._turn += 1
+        return self._answer
+
+    def renew(self, answer: pb.PlacePutResponse) -> None:
+        """Take a new grant, whose first storage service gets the put that was asked for."""
+        self._answer = answer
+        self._until = time.monotonic() + read_seconds("grant_duration", answer.grant_duration)
+        self._used_bytes = self._turn = 0
+
+    def endpoint(self, answer: pb.PlacePutResponse) -> metadata_pb2.StorageEndpoint:
+        """Return whose turn it is."""
+        return answer.storages[self._turn % len(answer.storages)]
+
+    def end(self) -> None:
+        """Have the next put placed."""
+        self._until = 0.0
 
 
-def import_tensordict() -> None:
-    """Import what `get_data` needs, which takes seconds, before a lease or another deadline runs."""
-    if has_tensordict():
-        import tensordict  # noqa: F401, PLC0415  (optional, slow to import)
+def written_meta(
+    answer: metadata_pb2.BatchMeta,
+    given: BatchMeta,
+    metadata: BatchMeta | None,
+    *,
+    namespace: Namespace,
+    all_meta: Sequence[metadata_pb2.BatchMeta] = (),
+) -> BatchMeta:
+    """Return the samples of a write.
+
+    Args:
+        answer: what the server said: partition, incarnation, indexes and the fields of the put.
+        given: the keys, groups and custom_meta that were sent, which the service does not answer again.
+        metadata: the batch that was written to; None: new samples, or samples named by key.
+        namespace: of the client.
+        all_meta: what the server knows of the samples, in parts; empty: it was not asked.
+    """
+    if all_meta:
+        known = joined([BatchMeta.from_proto(part, namespace) for part in all_meta])
+        return known if metadata is None else replace(metadata, **{name: getattr(known, name) for name in _KNOWN})
+    answered = BatchMeta.from_proto(answer, namespace)
+    groups = given.group_column if any(given.group_column) else ()
+    if metadata is None:
+        return replace(
+            answered,
+            status="batch",
+            key_column=answered.key_column or given.key_column,
+            group_column=answered.group_column or groups,
+            meta_columns=answered.meta_columns or given.meta_columns,
+        )
+    fields = {spec.name: spec for spec in (*metadata.fields, *answered.fields)}
+    return replace(
+        metadata,
+        fields=tuple(fields.values()),
+        # The put has moved some cells; `get_data` asks where they are now.
+        locations=None if answered.fields else metadata.locations,
+        key_column=given.key_column or metadata.key_column,
+        group_column=groups or metadata.group_column,
+        meta_columns=merge_columns(metadata.meta_columns, given.meta_columns),
+        produced_columns=(),
+    )
+
+
+def fill_write(
+    write: commit_pb2.SampleWrite,
+    namespace: Namespace,
+    *,
+    partition_id: str | None,
+    metadata: BatchMeta | None = None,
+    row_count: int | None,
+    keys: NameColumn | None,
+    groups: GroupColumn | None,
+    group_size: int | None,
+    custom_meta: MetaGiven | None,
+    **others: Any,
+) -> BatchMeta:
+    """Say in a write, which is empty, which samples are written; return what is said of them beside their data.
+
+    `row_count` None stands for as many rows as `metadata`, else `keys`, `custom_meta` or `groups` have; `others` are
+    fields of the write.
+    """
+    given_keys = None if keys is None else listed("keys", keys)
+    given_groups = None if groups is None else ["" if group is None else group for group in listed("groups", groups)]
+    meta_columns, meta_count = ([], None) if custom_meta is None else meta_columns_of(custom_meta)
+    counts = (row_count, metadata, given_keys, meta_count, given_groups, ())
+    rows = next(count if isinstance(count, int) else len(count) for count in counts if count is not None)
+    if meta_count is not None:
+        check_meta_count(meta_count, rows)
+    _check_names("keys", given_keys, rows)
+    _check_names("groups", given_groups, rows)
+    write.MergeFrom(
+        request_of(
+            commit_pb2.SampleWrite,
+            partition_id=partition_of(namespace, partition_id, metadata),
+            incarnation=None if metadata is None else metadata.incarnation,
+            row_count=rows,
+            global_indexes=None if metadata is None else metadata.indexes,
+            claim=None if metadata is None else metadata.leased_claim,
+            keys=given_keys,
+            groups=given_groups,
+            group_size=group_size or 0,
+            **others,
+        )
+    )
+    fill_meta_columns(write.custom_meta, meta_columns)
+    return BatchMeta(
+        key_column=tuple(given_keys or ()), group_column=tuple(given_groups or ()), meta_columns=tuple(meta_columns)
+    )
+
+
+def _check_names(name: str, names: Sequence[Any] | None, row_count: int) -> None:
+    """Refuse names that are too many, not text, or given and none: sent, these stand for such as are not given."""
+    if names is None:
+        return
+    check_named_rows(name, len(names))
+    for position, one in enumerate(names):
+        if not isinstance(one, str):  # of bytes protobuf makes text
+            raise InvalidArgumentError(f"{name}[{position}] is {one!r:.200}, expected a string", field=name)
+    if row_count and not names:
+        raise InvalidArgumentError(
+            f"{name} is empty, expected one for each of {row_count} samples; leave it out where they have none",
+            field=name,
+        )
+
+
+def meta_columns_of(custom_meta: MetaGiven) -> tuple[list[MetaColumn], int | None]:
+    """Return custom_meta as columns, and of how many samples it is; None: it names no column.
+
+    Raises:
+        InvalidArgumentError: a value that JSON does not have, or columns of different sizes.
+    """
+    if not isinstance(custom_meta, Mapping):
+        return rows_to_meta_columns(custom_meta), len(custom_meta)
+    columns = [values_to_meta_column(name, values) for name, values in custom_meta.items()]
+    for column in columns:
+        if column.present.size != columns[0].present.size:
+            raise InvalidArgumentError(
+                f"custom_meta[{column.name!r}] has {column.present.size} values, custom_meta[{columns[0].name!r}] has "
+                f"{columns[0].present.size}; give one for each sample",
+                field="custom_meta",
+            )
+    return columns, columns[0].present.size if columns else None
+
+
+def check_meta_count(meta_count: int, row_count: int) -> None:
+    """Raise InvalidArgumentError where custom_meta is for another number of samples."""
+    if meta_count != row_count:
+        raise InvalidArgumentError(
+            f"custom_meta is for {meta_count} samples, expected {row_count}: one mapping, or one value of each column, "
+            f"for each sample",
+            field="custom_meta",
+        )

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from tq_service.client.batch_meta import BatchMeta
-from tq_service.client.namespace import Namespace
+from tq_service.client.batch_meta import BatchMeta, Namespace
 from tq_service.results import PartitionSummary, Revision, TaskStatus
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.wire.messages import read_message

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from tq_service.client.channel import resolve_address
-from tq_service.client.wait_reports import warn_of_wait
+from tq_service.client.transport import resolve_address, warn_of_wait
 from tq_service.client_probes import timed
 from tq_service.data.batch import BatchStream, End, FetchedBatch, StreamIdentity
 from tq_service.data.end import end_warning

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tensordict import TensorDict
 
-from tq_service.client.wait_reports import WaitReports, warn_of_wait
+from tq_service.client.transport import WaitReports, warn_of_wait
 from tq_service.data.batch import End, FetchedBatch, StreamIdentity
 from tq_service.results import WaitReason
 from tq_service.schema import BatchUnit, ReadLayout

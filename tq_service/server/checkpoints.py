@@ -14,8 +14,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final, Self, TypeVar
 
-from tq_service.dataplane.messages import put_header
-from tq_service.dataplane.parties import Seconds
+from tq_service.dataplane.calls import Seconds
 from tq_service.durable.checkpoint import (
     Block,
     Checkpoint,
@@ -43,7 +42,7 @@ from tq_service.state.cells import Put
 from tq_service.state.partition import Partition, PartitionSnapshot
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1.storage_service_pb2 import GetRequest
-from tq_service.wire.columns import Column
+from tq_service.wire.columns import Column, put_header
 from tq_service.wire.messages import to_duration, to_message
 from tq_service.wire.objects import check_json_object
 

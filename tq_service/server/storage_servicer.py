@@ -12,8 +12,8 @@ from typing import Any, Final, TypeAlias
 
 import grpc
 
-from tq_service.dataplane.parties import Deadline, Received
-from tq_service.dataplane.receive_buffers import RECEIVE_BUFFERS
+from tq_service.dataplane.calls import Deadline
+from tq_service.dataplane.receiving import RECEIVE_BUFFERS, Received
 from tq_service.dataplane.shared_memory.server import Session, SharedMemoryServer
 from tq_service.errors import (
     DataLossError,

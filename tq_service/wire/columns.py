@@ -339,6 +339,17 @@ def encode_header(column: ColumnShape) -> metadata_pb2.ColumnHeader:
     return metadata_pb2.ColumnHeader(spec=encode_spec(column.spec), value_bytes=column.value_bytes, extents=extents)
 
 
+def put_header(put_id: bytes, columns: Sequence[ColumnShape], **more: Any) -> PutHeader:
+    """Return the header of a put of these columns; `more` are its other fields, such as the partition."""
+    return PutHeader(
+        put_id=put_id,
+        row_count=columns[0].row_count,
+        columns=map(encode_header, columns),
+        size_bytes=sum(column.value_bytes for column in columns),
+        **more,
+    )
+
+
 def decode_header(message: metadata_pb2.ColumnHeader, row_count: int) -> ColumnShape:
     """Return the checked header of a column of `row_count` rows.
 

@@ -16,21 +16,26 @@ import grpc
 from google.protobuf.message import Message
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
-from tq_service.client.channel import (
+from tq_service.client.batch_meta import NO_NAMESPACE, BatchMeta, Namespace
+from tq_service.client.requests import PlacementGrant, request_of, seconds
+from tq_service.client.transport import (
     CHANNEL_OPTIONS,
     CLUSTER_CHANNEL_OPTIONS,
     CONTROLLER_STUB,
+    AsyncBackgroundCalls,
+    AsyncHome,
+    Backoff,
+    Deadline,
+    Outage,
+    async_is_of_closing,
+    async_sleep,
+    error_of,
+    import_tensordict,
     method_for,
     resolve_address,
 )
-from tq_service.client.concurrency import AsyncBackgroundCalls, AsyncHome, async_is_of_closing, async_sleep
-from tq_service.client.namespace import NO_NAMESPACE, Namespace
-from tq_service.client.requests import import_tensordict, request_of, seconds
-from tq_service.client.retry import Backoff, Deadline, Outage, error_of
-from tq_service.client.writes import PlacementGrant
 from tq_service.client_probes import carriers
-from tq_service.dataplane import parties
-from tq_service.dataplane._async.drivers import AsyncDriver, AsyncGrpcDriver
+from tq_service.dataplane._async.drivers import AsyncGrpcDriver
 from tq_service.dataplane.shared_memory.client import HostLink
 from tq_service.errors import CallCancelledError, PreconditionError, TqError, UnavailableError
 from tq_service.wire.connection import Controllers, Credentials, Metadata, Signature, Tls, async_open_channel
@@ -40,7 +45,7 @@ from tq_service.wire.messages import PART_BYTES, in_parts
 T = TypeVar("T")
 
 if TYPE_CHECKING:
-    from tq_service.client.channel import AsyncControllerStub
+    from tq_service.client.transport import AsyncControllerStub
 
 DEFAULT_TIMEOUT_SECONDS = 60.0
 
@@ -72,7 +77,7 @@ class AsyncEndpoint:
         return metadata
 
     @contextmanager
-    def errors(self, deadline: parties.Deadline, *, is_retried: bool = True) -> Iterator[None]:
+    def errors(self, deadline: Deadline, *, is_retried: bool = True) -> Iterator[None]:
         """Give what a call on a channel raises as TqError, and keep account of whether its service is reached."""
         began = time.monotonic()
         try:
@@ -182,10 +187,6 @@ class AsyncCalls:
         if channels is not None:
             self._home.leave(place, channels)
 
-    def driver(self, address: str) -> AsyncDriver:
-        """Return the driver of the storage service at an address; an empty one is the controller's."""
-        return self.endpoint(address).driver
-
     async def retried(self, attempt: Callable[[], Awaitable[T]], deadline: Deadline) -> T:
         """Return what `attempt` returns, trying again with back-off while it fails with UnavailableError."""
         backoff = Backoff(deadline)
@@ -233,7 +234,7 @@ class AsyncCalls:
         with endpoint.errors(deadline, is_retried=is_retried):
             if request.ByteSize() < PART_BYTES:
                 return await pick(endpoint)(request, timeout=deadline.remaining(), metadata=endpoint.metadata())
-            name, read_answer = method_for(request)
+            name, read_answer = method_for(request.DESCRIPTOR.full_name)
             ask: Any = endpoint.channel.stream_unary(name, response_deserializer=read_answer)
             parts = in_parts(request.SerializeToString(), name)
             answer: Response = await ask(iter(parts), timeout=deadline.remaining(), metadata=endpoint.metadata())
@@ -306,9 +307,23 @@ class AsyncBase:
         pick: Method[Request, Response],
         kind: type[Request],
         timeout: float | None,
+        *,
+        batch: BatchMeta | None = None,
         **arguments: Any,
     ) -> Response:
-        """Make a call to the controller, tried again until the timeout; `arguments` are those of `request_of`."""
+        """Make a call to the controller, tried again until the timeout.
+
+        Args:
+            pick: the method.
+            kind: its request.
+            timeout: seconds; None: the client's.
+            batch: of the partition; None: `partition_id` is its name in the client's namespace, if given.
+            **arguments: those of `request_of`.
+        """
+        if batch is not None:
+            arguments["partition_id"] = batch.full_partition_id
+        elif "partition_id" in arguments:
+            arguments["partition_id"] = self._namespace.full_name(arguments["partition_id"])
         request = request_of(kind, **arguments)
         return await self._calls.unary(lambda to: pick(to.controller), request, self._deadline(timeout))
 

@@ -8,17 +8,8 @@ from typing import Any, Final
 
 from tq_service.client._async.calls import AsyncBase
 from tq_service.client.batch_meta import BatchMeta
-from tq_service.client.requests import (
-    check_leased,
-    get_meta_request,
-    import_tensordict,
-    lease_duration,
-    listed,
-    request_of,
-    seconds,
-)
-from tq_service.client.retry import Deadline
-from tq_service.client.wait_reports import WaitReports, warn_of_wait
+from tq_service.client.requests import check_leased, get_meta_request, lease_duration, listed, request_of, seconds
+from tq_service.client.transport import Deadline, WaitReports, import_tensordict, warn_of_wait
 from tq_service.client_probes import probes
 from tq_service.errors import CallCancelledError, DeadlineError, InternalError, TqError, UnavailableError
 from tq_service.results import ConsumptionStatus, ProductionStatus, WaitReason
@@ -210,7 +201,7 @@ class AsyncClaimCalls(AsyncBase):
             lambda to: to.Explain,
             pb.ExplainRequest,
             timeout,
-            partition_id=self._namespace.full_name(partition_id),
+            partition_id=partition_id,
             task_name=task_name or "",
         )
         return [read_message(WaitReason, reason) for reason in answer.reasons]
@@ -254,7 +245,9 @@ class AsyncClaimCalls(AsyncBase):
             lambda to: to.AckClaim,
             pb.AckClaimRequest,
             timeout,
-            **_claim_of(metadata),
+            batch=metadata,
+            task_name=metadata.task_name,
+            claim_request_id=metadata.claim_id,
             incarnation=metadata.incarnation,
             global_indexes=metadata.handled_indexes,
         )
@@ -282,7 +275,9 @@ class AsyncClaimCalls(AsyncBase):
             lambda to: to.ExtendClaim,
             pb.ExtendClaimRequest,
             timeout,
-            **_claim_of(metadata),
+            batch=metadata,
+            task_name=metadata.task_name,
+            claim_request_id=metadata.claim_id,
             incarnation=metadata.incarnation,
             lease=lease_duration(lease),
         )
@@ -312,7 +307,9 @@ class AsyncClaimCalls(AsyncBase):
             lambda to: to.ReleaseClaim,
             pb.ReleaseClaimRequest,
             timeout,
-            **_claim_of(metadata),
+            batch=metadata,
+            task_name=metadata.task_name,
+            claim_request_id=metadata.claim_id,
             global_indexes=metadata.handled_indexes,
         )
         return answer.released_count
@@ -338,7 +335,7 @@ class AsyncClaimCalls(AsyncBase):
             lambda to: to.CheckConsumption,
             pb.CheckConsumptionRequest,
             timeout,
-            partition_id=self._namespace.full_name(partition_id),
+            partition_id=partition_id,
             task_name=task_name,
             missing_ok=missing_ok,
         )
@@ -369,7 +366,7 @@ class AsyncClaimCalls(AsyncBase):
             lambda to: to.CheckProduction,
             pb.CheckProductionRequest,
             timeout,
-            partition_id=self._namespace.full_name(partition_id),
+            partition_id=partition_id,
             data_fields=data_fields,
             missing_ok=missing_ok,
         )
@@ -406,7 +403,7 @@ class AsyncClaimCalls(AsyncBase):
             lambda to: to.ResetConsumption,
             pb.ResetConsumptionRequest,
             timeout,
-            partition_id=self._namespace.full_name(partition_id),
+            partition_id=partition_id,
             task_name=task_name,
             epoch=epoch,
             keep_consumed=keep_consumed,
@@ -448,17 +445,9 @@ class AsyncClaimCalls(AsyncBase):
             lambda to: to.RequeueDeadLettered,
             pb.RequeueDeadLetteredRequest,
             timeout,
-            partition_id=self._namespace.full_name(partition_id),
+            partition_id=partition_id,
             incarnation=incarnation,
             task_name=task_name,
             global_indexes=named,
         )
         return answer.requeued_count
-
-
-def _claim_of(metadata: BatchMeta) -> dict[str, Any]:
-    return {
-        "partition_id": metadata.full_partition_id,
-        "task_name": metadata.task_name,
-        "claim_request_id": metadata.claim_id,
-    }

@@ -10,7 +10,6 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from tq_service.addresses import parse_address
 from tq_service.client._async.calls import AsyncBase
 from tq_service.client.requests import field_specs, listed, request_of, staleness_limit_messages
-from tq_service.client.status import StatusReader
 from tq_service.results import (
     CheckpointCopy,
     CheckpointSummary,
@@ -80,7 +79,7 @@ class AsyncPartitionCalls(AsyncBase):
             lambda to: to.CreatePartition,
             pb.CreatePartitionRequest,
             timeout,
-            partition_id=self._namespace.full_name(partition_id),
+            partition_id=partition_id,
             expected_samples=expected_samples,
             default_layout=default_layout,
             fields=field_specs(fields),
@@ -110,7 +109,7 @@ class AsyncPartitionCalls(AsyncBase):
             lambda to: to.SealPartition,
             pb.SealPartitionRequest,
             timeout,
-            partition_id=self._namespace.full_name(partition_id),
+            partition_id=partition_id,
             incarnation=incarnation,
         )
         return answer.inserted_count
@@ -137,7 +136,7 @@ class AsyncPartitionCalls(AsyncBase):
             lambda to: to.ClearPartition,
             pb.ClearPartitionRequest,
             timeout,
-            partition_id=self._namespace.full_name(partition_id),
+            partition_id=partition_id,
             incarnation=incarnation,
             missing_ok=missing_ok,
         )
@@ -156,7 +155,7 @@ class AsyncPartitionCalls(AsyncBase):
             lambda to: to.CloseGroups,
             pb.CloseGroupsRequest,
             timeout,
-            partition_id=self._namespace.full_name(partition_id),
+            partition_id=partition_id,
             incarnation=incarnation,
             groups=groups,
         )
@@ -189,7 +188,7 @@ class AsyncPartitionCalls(AsyncBase):
             lambda to: to.DescribePartition,
             pb.DescribePartitionRequest,
             timeout,
-            partition_id=self._namespace.full_name(partition_id),
+            partition_id=partition_id,
         )
         answer.summary.partition_id = self._namespace.own_name(answer.summary.partition_id)
         return read_message(PartitionDescription, answer)
@@ -206,10 +205,13 @@ class AsyncPartitionCalls(AsyncBase):
             timeout: seconds until the call fails; None: the client's.
         """
         request = request_of(pb.GetStatusRequest, prefix=self._namespace.prefix + prefix, explain=explain)
-        deadline, pages = self._deadline(timeout), StatusReader(self._namespace)
-        async for page in self._pages(lambda to: to.GetStatus, request, deadline):
-            pages.add(page)
-        return pages.status()
+        answer = pb.GetStatusResponse()
+        async for page in self._pages(lambda to: to.GetStatus, request, self._deadline(timeout)):
+            answer.MergeFrom(page)
+        named: list[Any] = [*(described.summary for described in answer.partitions), *answer.waits]
+        for each in named:
+            each.partition_id = self._namespace.own_name(each.partition_id)
+        return read_message(ServiceStatus, answer)
 
     async def list_samplers(self, *, timeout: float | None = None) -> list[SamplerDescription]:
         """Return the samplers that `get_meta` takes, with their options."""
@@ -237,14 +239,12 @@ class AsyncPartitionCalls(AsyncBase):
             DiskFullError: the disk has no space.
             DataLossError: bytes that are to be copied are lost; it names their samples.
         """
-        seconds = _CHECKPOINT_SECONDS if timeout is None else timeout
-        text = encode_json_object("metadata", metadata)
         answer = await self._ask(
             lambda to: to.Checkpoint,
             pb.CheckpointRequest,
-            seconds,
+            _CHECKPOINT_SECONDS if timeout is None else timeout,
             name=name,
-            metadata=text,
+            metadata=encode_json_object("metadata", metadata),
             prefix=self._namespace.prefix,
         )
         return read_message(CheckpointCopy, answer)
@@ -285,11 +285,10 @@ class AsyncPartitionCalls(AsyncBase):
             SnapshotDamagedError: it is damaged.
             QuotaExceededError: the storage services have no capacity for its bytes.
         """
-        seconds = _CHECKPOINT_SECONDS if timeout is None else timeout
         answer = await self._ask(
             lambda to: to.Restore,
             pb.RestoreRequest,
-            seconds,
+            _CHECKPOINT_SECONDS if timeout is None else timeout,
             name=name,
             replace=replace,
             prefix=self._namespace.prefix,

@@ -6,9 +6,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from tq_service.client._async.calls import AsyncBase, AsyncCalls
-from tq_service.client.concurrency import async_next_answer, async_sleep
 from tq_service.client.requests import request_of, seconds
-from tq_service.client.retry import Backoff, Deadline
+from tq_service.client.transport import Backoff, Deadline, async_next_answer, async_sleep
 from tq_service.client.updates import WatchUpdate
 from tq_service.errors import CompactedError, DeadlineError, TqError, UnavailableError
 from tq_service.results import Revision

@@ -17,21 +17,26 @@ import grpc
 from google.protobuf.message import Message
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
-from tq_service.client.channel import (
+from tq_service.client.batch_meta import NO_NAMESPACE, BatchMeta, Namespace
+from tq_service.client.requests import PlacementGrant, request_of, seconds
+from tq_service.client.transport import (
     CHANNEL_OPTIONS,
     CLUSTER_CHANNEL_OPTIONS,
     CONTROLLER_STUB,
+    BackgroundCalls,
+    Backoff,
+    Deadline,
+    Home,
+    Outage,
+    error_of,
+    import_tensordict,
+    is_of_closing,
     method_for,
     resolve_address,
+    sleep,
 )
-from tq_service.client.concurrency import BackgroundCalls, Home, is_of_closing, sleep
-from tq_service.client.namespace import NO_NAMESPACE, Namespace
-from tq_service.client.requests import import_tensordict, request_of, seconds
-from tq_service.client.retry import Backoff, Deadline, Outage, error_of
-from tq_service.client.writes import PlacementGrant
 from tq_service.client_probes import carriers
-from tq_service.dataplane import parties
-from tq_service.dataplane._sync.drivers import Driver, GrpcDriver
+from tq_service.dataplane._sync.drivers import GrpcDriver
 from tq_service.dataplane.shared_memory.client import HostLink
 from tq_service.errors import CallCancelledError, PreconditionError, TqError, UnavailableError
 from tq_service.wire.connection import Controllers, Credentials, Metadata, Signature, Tls, open_channel
@@ -41,7 +46,7 @@ from tq_service.wire.messages import PART_BYTES, in_parts
 T = TypeVar("T")
 
 if TYPE_CHECKING:
-    from tq_service.client.channel import ControllerStub
+    from tq_service.client.transport import ControllerStub
 
 DEFAULT_TIMEOUT_SECONDS = 60.0
 
@@ -73,7 +78,7 @@ class Endpoint:
         return metadata
 
     @contextmanager
-    def errors(self, deadline: parties.Deadline, *, is_retried: bool = True) -> Iterator[None]:
+    def errors(self, deadline: Deadline, *, is_retried: bool = True) -> Iterator[None]:
         """Give what a call on a channel raises as TqError, and keep account of whether its service is reached."""
         began = time.monotonic()
         try:
@@ -183,10 +188,6 @@ class Calls:
         if channels is not None:
             self._home.leave(place, channels)
 
-    def driver(self, address: str) -> Driver:
-        """Return the driver of the storage service at an address; an empty one is the controller's."""
-        return self.endpoint(address).driver
-
     def retried(self, attempt: Callable[[], T], deadline: Deadline) -> T:
         """Return what `attempt` returns, trying again with back-off while it fails with UnavailableError."""
         backoff = Backoff(deadline)
@@ -234,7 +235,7 @@ class Calls:
         with endpoint.errors(deadline, is_retried=is_retried):
             if request.ByteSize() < PART_BYTES:
                 return pick(endpoint)(request, timeout=deadline.remaining(), metadata=endpoint.metadata())
-            name, read_answer = method_for(request)
+            name, read_answer = method_for(request.DESCRIPTOR.full_name)
             ask: Any = endpoint.channel.stream_unary(name, response_deserializer=read_answer)
             parts = in_parts(request.SerializeToString(), name)
             answer: Response = ask(iter(parts), timeout=deadline.remaining(), metadata=endpoint.metadata())
@@ -307,9 +308,23 @@ class Base:
         pick: Method[Request, Response],
         kind: type[Request],
         timeout: float | None,
+        *,
+        batch: BatchMeta | None = None,
         **arguments: Any,
     ) -> Response:
-        """Make a call to the controller, tried again until the timeout; `arguments` are those of `request_of`."""
+        """Make a call to the controller, tried again until the timeout.
+
+        Args:
+            pick: the method.
+            kind: its request.
+            timeout: seconds; None: the client's.
+            batch: of the partition; None: `partition_id` is its name in the client's namespace, if given.
+            **arguments: those of `request_of`.
+        """
+        if batch is not None:
+            arguments["partition_id"] = batch.full_partition_id
+        elif "partition_id" in arguments:
+            arguments["partition_id"] = self._namespace.full_name(arguments["partition_id"])
         request = request_of(kind, **arguments)
         return self._calls.unary(lambda to: pick(to.controller), request, self._deadline(timeout))
 

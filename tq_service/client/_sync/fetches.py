@@ -10,9 +10,7 @@ from functools import partial
 from typing import Any, Literal, get_args
 
 from tq_service.client._sync.calls import Base
-from tq_service.client.batch_meta import BatchMeta, check_is_batch, in_parts, joined
-from tq_service.client.concurrency import answer_weight, gather, unless_light
-from tq_service.client.locations import StorageRef
+from tq_service.client.batch_meta import BatchMeta, StorageRef, in_parts, joined
 from tq_service.client.reads import (
     StorageRead,
     each_once,
@@ -24,10 +22,10 @@ from tq_service.client.reads import (
     to_batch,
     unread_samples,
 )
-from tq_service.client.requests import listed, partition_of, request_of
-from tq_service.client.retry import Deadline
+from tq_service.client.requests import listed, named_samples, partition_of, request_of
+from tq_service.client.transport import Deadline, answer_weight, gather, unless_light
 from tq_service.client_probes import probes
-from tq_service.dataplane.parties import Received
+from tq_service.dataplane.receiving import Received
 from tq_service.errors import (
     DataLossError,
     DeadlineError,
@@ -96,7 +94,11 @@ class FetchCalls(Base):
         _check_word("missing", missing, ("error", "skip"))
         _check_word("missing_fields", missing_fields, ("error", "skip"))
         _check_word("layout", layout, (None, *get_args(ReadLayout)))
-        name, named = _names_of(metadata=metadata, keys=keys, global_indexes=global_indexes)
+        name, named = named_samples(metadata=metadata, keys=keys, global_indexes=global_indexes)
+        if name is None:
+            raise InvalidArgumentError(
+                "samples are named by nothing; give one of metadata, keys or global_indexes", field="metadata"
+            )
         wanted = fields if fields is not None else metadata.data_fields if metadata is not None else []
         partition = partition_of(self._namespace, partition_id, metadata)
         if not len(named):
@@ -184,8 +186,8 @@ class FetchCalls(Base):
             try:
                 if storage.is_away:
                     raise UnavailableError("it has not announced itself since the controller started")
-                reader = self._calls.driver(storage.address)
-                return reader.get(read.request, read.positions.size, deadline, size_bytes)
+                driver = self._calls.endpoint(storage.address).driver
+                return driver.get(read.request, read.positions.size, deadline, size_bytes)
             except DataLossError as error:
                 # Another storage service may have taken the puts over, or be about to.
                 now = self._find_storage(located, read, deadline)
@@ -265,20 +267,3 @@ def _is_located(metadata: BatchMeta, wanted: Iterable[str]) -> bool:
 
 def _has_moved(stale: BatchMeta, located: BatchMeta) -> bool:
     return stale.locations is None or located.locations is None or stale.locations.puts != located.locations.puts
-
-
-def _names_of(
-    *, metadata: BatchMeta | None, keys: Iterable[str] | None, global_indexes: Iterable[int] | None
-) -> tuple[str, Sequence[Any] | Indexes]:
-    """Return how samples are named, by keys or by global_indexes, and these."""
-    named = {"metadata": metadata, "keys": keys, "global_indexes": global_indexes}
-    given = [name for name, value in named.items() if value is not None]
-    if len(given) != 1:
-        raise InvalidArgumentError(
-            f"samples are named by {' and '.join(given) or 'nothing'}; give one of metadata, keys or global_indexes",
-            field="metadata",
-        )
-    if metadata is None:
-        return given[0], listed(given[0], named[given[0]])
-    check_is_batch(metadata)
-    return "global_indexes", metadata.indexes

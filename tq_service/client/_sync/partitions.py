@@ -11,7 +11,6 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from tq_service.addresses import parse_address
 from tq_service.client._sync.calls import Base
 from tq_service.client.requests import field_specs, listed, request_of, staleness_limit_messages
-from tq_service.client.status import StatusReader
 from tq_service.results import (
     CheckpointCopy,
     CheckpointSummary,
@@ -81,7 +80,7 @@ class PartitionCalls(Base):
             lambda to: to.CreatePartition,
             pb.CreatePartitionRequest,
             timeout,
-            partition_id=self._namespace.full_name(partition_id),
+            partition_id=partition_id,
             expected_samples=expected_samples,
             default_layout=default_layout,
             fields=field_specs(fields),
@@ -111,7 +110,7 @@ class PartitionCalls(Base):
             lambda to: to.SealPartition,
             pb.SealPartitionRequest,
             timeout,
-            partition_id=self._namespace.full_name(partition_id),
+            partition_id=partition_id,
             incarnation=incarnation,
         )
         return answer.inserted_count
@@ -138,7 +137,7 @@ class PartitionCalls(Base):
             lambda to: to.ClearPartition,
             pb.ClearPartitionRequest,
             timeout,
-            partition_id=self._namespace.full_name(partition_id),
+            partition_id=partition_id,
             incarnation=incarnation,
             missing_ok=missing_ok,
         )
@@ -157,7 +156,7 @@ class PartitionCalls(Base):
             lambda to: to.CloseGroups,
             pb.CloseGroupsRequest,
             timeout,
-            partition_id=self._namespace.full_name(partition_id),
+            partition_id=partition_id,
             incarnation=incarnation,
             groups=groups,
         )
@@ -190,7 +189,7 @@ class PartitionCalls(Base):
             lambda to: to.DescribePartition,
             pb.DescribePartitionRequest,
             timeout,
-            partition_id=self._namespace.full_name(partition_id),
+            partition_id=partition_id,
         )
         answer.summary.partition_id = self._namespace.own_name(answer.summary.partition_id)
         return read_message(PartitionDescription, answer)
@@ -207,10 +206,13 @@ class PartitionCalls(Base):
             timeout: seconds until the call fails; None: the client's.
         """
         request = request_of(pb.GetStatusRequest, prefix=self._namespace.prefix + prefix, explain=explain)
-        deadline, pages = self._deadline(timeout), StatusReader(self._namespace)
-        for page in self._pages(lambda to: to.GetStatus, request, deadline):
-            pages.add(page)
-        return pages.status()
+        answer = pb.GetStatusResponse()
+        for page in self._pages(lambda to: to.GetStatus, request, self._deadline(timeout)):
+            answer.MergeFrom(page)
+        named: list[Any] = [*(described.summary for described in answer.partitions), *answer.waits]
+        for each in named:
+            each.partition_id = self._namespace.own_name(each.partition_id)
+        return read_message(ServiceStatus, answer)
 
     def list_samplers(self, *, timeout: float | None = None) -> list[SamplerDescription]:
         """Return the samplers that `get_meta` takes, with their options."""
@@ -238,14 +240,12 @@ class PartitionCalls(Base):
             DiskFullError: the disk has no space.
             DataLossError: bytes that are to be copied are lost; it names their samples.
         """
-        seconds = _CHECKPOINT_SECONDS if timeout is None else timeout
-        text = encode_json_object("metadata", metadata)
         answer = self._ask(
             lambda to: to.Checkpoint,
             pb.CheckpointRequest,
-            seconds,
+            _CHECKPOINT_SECONDS if timeout is None else timeout,
             name=name,
-            metadata=text,
+            metadata=encode_json_object("metadata", metadata),
             prefix=self._namespace.prefix,
         )
         return read_message(CheckpointCopy, answer)
@@ -286,11 +286,10 @@ class PartitionCalls(Base):
             SnapshotDamagedError: it is damaged.
             QuotaExceededError: the storage services have no capacity for its bytes.
         """
-        seconds = _CHECKPOINT_SECONDS if timeout is None else timeout
         answer = self._ask(
             lambda to: to.Restore,
             pb.RestoreRequest,
-            seconds,
+            _CHECKPOINT_SECONDS if timeout is None else timeout,
             name=name,
             replace=replace,
             prefix=self._namespace.prefix,

@@ -11,32 +11,24 @@ import numpy as np
 
 from tq_service.client._sync.calls import Base
 from tq_service.client.batch_meta import NAMED_AT_ONCE, BatchMeta, check_is_batch, in_parts, joined
-from tq_service.client.concurrency import unless_light
 from tq_service.client.requests import (
+    GroupColumn,
+    MetaGiven,
+    NameColumn,
+    check_meta_count,
     check_waits,
     condition_messages,
+    fill_write,
+    meta_columns_of,
     named_samples,
     new_id,
     partition_of,
     request_of,
     seconds,
-)
-from tq_service.client.retry import Deadline
-from tq_service.client.writes import (
-    GroupColumn,
-    MetaGiven,
-    NameColumn,
-    NamesGiven,
-    check_meta_count,
-    check_row_counts,
-    fill_write,
-    known_fields,
-    meta_columns_of,
-    put_nothing,
     written_meta,
 )
+from tq_service.client.transport import Deadline, unless_light
 from tq_service.client_probes import probes
-from tq_service.dataplane.messages import put_header
 from tq_service.errors import (
     DataLossError,
     FieldMismatchError,
@@ -52,7 +44,7 @@ from tq_service.v1 import commit_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1.metadata_pb2 import MetaColumn
 from tq_service.v1.storage_service_pb2 import PutHeader
-from tq_service.wire.columns import Column
+from tq_service.wire.columns import Column, put_header
 from tq_service.wire.encoding import encode_columns, has_lists
 from tq_service.wire.messages import read_message, to_duration
 from tq_service.wire.metadata import decode_spec, encode_meta_columns
@@ -135,18 +127,27 @@ class SampleCalls(Base):
             )
         if metadata is not None:
             check_is_batch(metadata)
-            if not metadata.size:
-                return put_nothing(data, metadata)
+            if not metadata.size:  # of a rank: it makes no call, so that all ranks run one program
+                if data is not None and any(len(column) for column in data.values()):
+                    raise InvalidArgumentError(
+                        "data has rows, but metadata names no samples; put one row for each", field="data"
+                    )
+                return metadata
         deadline = self._deadline(timeout)
         full_name = partition_of(self._namespace, partition_id, metadata)
-        known = known_fields(metadata)
+        known = {} if metadata is None else {spec.name: spec for spec in metadata.fields}
         if full_name in self._refused_lists and has_lists(data):
             known |= self._fields_of(full_name, deadline)
 
-        def encode() -> tuple[Sequence[Column], PutHeader, NamesGiven]:
+        def encode() -> tuple[Sequence[Column], PutHeader, BatchMeta]:
             columns = encode_columns(data, known) if data is not None else []
-            if metadata is not None:
-                check_row_counts(columns, metadata)
+            for column in columns:
+                if metadata is not None and column.row_count != metadata.size:
+                    raise InvalidArgumentError(
+                        f"metadata has {metadata.size} samples, field {column.spec.name!r} has {column.row_count} "
+                        "rows; put one row for each sample, or give the metadata of the samples that the rows are for",
+                        field="data",
+                    )
             header = PutHeader()
             if columns:
                 is_for_existing = metadata is not None or key_mode == "existing"
@@ -250,11 +251,10 @@ class SampleCalls(Base):
         if place.embedded:
             if not header.HasField("commit"):
                 header.commit.CopyFrom(request)
-            answer = self._calls.driver("").put(header, columns, deadline)
-            return answer.commit
+            return (self._calls.endpoint().driver.put(header, columns, deadline)).commit
         header.ClearField("commit")
-        storage = self._placement.endpoint(place)
-        answer = self._calls.driver(storage.address).put(header, columns, deadline)
+        address = self._placement.endpoint(place).address
+        answer = self._calls.endpoint(address).driver.put(header, columns, deadline)
         commit = commit_pb2.CommitRequest(
             request_id=request.request_id,
             write=request.write,
@@ -301,7 +301,7 @@ class SampleCalls(Base):
         """
         request = request_of(pb.InsertRequest)
 
-        def encode() -> NamesGiven:
+        def encode() -> BatchMeta:
             return fill_write(
                 request.write,
                 self._namespace,
@@ -349,7 +349,7 @@ class SampleCalls(Base):
             lambda to: to.SetCustomMeta,
             pb.SetCustomMetaRequest,
             timeout,
-            partition_id=metadata.full_partition_id,
+            batch=metadata,
             incarnation=metadata.incarnation,
             global_indexes=metadata.indexes,
             custom_meta=encoded,

@@ -7,9 +7,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from tq_service.client._sync.calls import Base, Calls
-from tq_service.client.concurrency import next_answer, sleep
 from tq_service.client.requests import request_of, seconds
-from tq_service.client.retry import Backoff, Deadline
+from tq_service.client.transport import Backoff, Deadline, next_answer, sleep
 from tq_service.client.updates import WatchUpdate
 from tq_service.errors import CompactedError, DeadlineError, TqError, UnavailableError
 from tq_service.results import Revision

@@ -8,14 +8,12 @@ answers, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from collections.abc import Sequence
+from typing import Final
 
-from tq_service.dataplane.concurrency import PutCall, in_thread
-from tq_service.dataplane.messages import AnswerReader
-from tq_service.dataplane.parties import Deadline, Received
-from tq_service.dataplane.shared_memory.client import FdChannel, HostLink
+from tq_service.dataplane.calls import Deadline, PutCall, StorageCalls, in_thread
+from tq_service.dataplane.receiving import AnswerReader, Received
+from tq_service.dataplane.shared_memory.client import FdChannel
 from tq_service.errors import LimitExceededError, TqError
 from tq_service.v1.storage_service_pb2 import (
     GetInlineRequest,
@@ -25,99 +23,24 @@ from tq_service.v1.storage_service_pb2 import (
     PutResponse,
     StatRequest,
 )
-from tq_service.v1.storage_service_pb2_grpc import StorageServiceStub
 from tq_service.wire.columns import (
     INLINE_BYTES,
     SEND_AS_FDS,
     WAITING_BYTES,
     Column,
-    decode_get_response,
-    encode_part,
     iter_frames,
     keep_frame_buffers,
 )
-from tq_service.wire.connection import Metadata
 from tq_service.wire.messages import PART_BYTES, in_parts
 
-if TYPE_CHECKING:
-    from tq_service.dataplane.concurrency import StorageStub
-
-_SERVICE: Final = "/tq_service.v1.StorageService/"
 _ASK_SECONDS: Final = 5.0
-_MOST_REMEMBERED: Final = 1024
 
 SHARED_FROM_BYTES: Final = 1 << 20
 """A smaller put does not ask whether the service is on this host: sending it takes as long, and no file descriptor."""
 
 
-class Driver(Protocol):
-    """Puts bytes at one place, and gets them back."""
-
-    def put(self, header: PutHeader, columns: Sequence[Column], deadline: Deadline) -> PutResponse:
-        """Store a put, which is to be committed. Idempotent under the put_id of the header.
-
-        Args:
-            header: describes the columns.
-            columns: with their bytes.
-            deadline: until when it may wait for capacity and take.
-
-        Raises:
-            InvalidArgumentError: header and columns do not agree.
-            QuotaExceededError: there is no capacity.
-            UnavailableError: it cannot be reached, or was broken off; it may be tried again.
-        """
-        ...
-
-    def get(
-        self, request: GetRequest, row_count: int, deadline: Deadline, size_bytes: int | None = None
-    ) -> list[Received]:
-        """Return columns with their bytes, in memory that is the caller's, in the order of the request.
-
-        Args:
-            request: the cells.
-            row_count: rows asked for of each column.
-            deadline: until when it may take.
-            size_bytes: of all values; None where that is not known.
-
-        Raises:
-            DataLossError: another boot of the service took the puts.
-            PutNotFoundError: a put, or a cell of it, is not there.
-            UnavailableError: it cannot be reached, or was broken off; it may be tried again.
-        """
-        ...
-
-
-class GrpcDriver:
-    """The calls of a storage service on one channel: puts and gets, and its unary calls as `storage`.
-
-    Args:
-        channel: to the storage service.
-        metadata: returns what carries the token.
-        errors: makes TqError of what calls within its `with` raise.
-        link: shares memory with a service of this host; None: bytes go over the wire.
-    """
-
-    def __init__(
-        self,
-        channel: Any,
-        *,
-        metadata: Callable[[], Metadata | None],
-        errors: Callable[[Deadline], AbstractContextManager[None]],
-        link: HostLink | None = None,
-    ) -> None:
-        stub: Any = StorageServiceStub(channel)
-        self.storage: StorageStub = stub
-        self._put = channel.stream_unary(
-            _SERVICE + "Put",
-            request_serializer=encode_part,
-            response_deserializer=PutResponse.FromString,
-        )
-        self._get = channel.unary_stream(_SERVICE + "Get", response_deserializer=decode_get_response)
-        self._get_in_parts = channel.stream_stream(_SERVICE + "Get", response_deserializer=decode_get_response)
-        self._metadata = metadata
-        self._errors = errors
-        self._link = link or HostLink(is_enabled=False)
-        self._sent_row_bytes: dict[tuple[str, ...], float] = {}
+class GrpcDriver(StorageCalls):
+    """An `Driver` for the storage service on a channel."""
 
     def put(self, header: PutHeader, columns: Sequence[Column], deadline: Deadline) -> PutResponse:
         """Store a put, see `Driver`."""
@@ -135,26 +58,22 @@ class GrpcDriver:
             self._find_on_host(deadline)
         with self._link.session() as session, self._errors(deadline):
             header.shared_memory_session = b"" if session is None else session.session_id
-            return self._stream(header, columns, session, deadline)
+            call = PutCall(self._put, deadline.remaining(), self._metadata())
+            try:
+                send_as = call.start(header)
+                if send_as == SEND_AS_FDS and session is not None:
+                    in_thread(session.send_fds, header.put_id, columns)
+                elif send_as is not None:  # else it is refused, or there already
+                    call.send(iter_frames(chunk for column in columns for chunk in column.chunks))
+                return call.answer()
+            finally:
+                call.cancel()
 
     def _put_inline(self, request: PutInlineRequest, deadline: Deadline) -> PutResponse:
         with self._errors(deadline):
             answer = self.storage.PutInline(request, timeout=deadline.remaining(), metadata=self._metadata())
-        return answer.put
-
-    def _stream(
-        self, header: PutHeader, columns: Sequence[Column], session: FdChannel | None, deadline: Deadline
-    ) -> PutResponse:
-        call = PutCall(self._put, deadline.remaining(), self._metadata())
-        try:
-            send_as = call.start(header)
-            if send_as == SEND_AS_FDS and session is not None:
-                in_thread(session.send_fds, header.put_id, columns)
-            elif send_as is not None:  # else it is refused, or there already
-                call.send(iter_frames(chunk for column in columns for chunk in column.chunks))
-            return call.answer()
-        finally:
-            call.cancel()
+        put: PutResponse = answer.put
+        return put
 
     def get(
         self, request: GetRequest, row_count: int, deadline: Deadline, size_bytes: int | None = None
@@ -162,30 +81,15 @@ class GrpcDriver:
         """Return columns with their bytes, see `Driver`."""
         keep_frame_buffers()
         self._find_on_host(deadline)
-        fields = tuple(name for run in request.runs for name in run.field_names)
         reader = AnswerReader(row_count)
         with self._link.session() as session, self._errors(deadline):
             request.shared_memory_session = b"" if session is None else session.session_id
             if session is not None or size_bytes is None:
-                size_bytes = self._expected_bytes(fields, row_count)
+                size_bytes = self._sizes.expected_bytes(request, row_count)
             if size_bytes > INLINE_BYTES or not self._get_inline(request, reader, session, deadline):
                 self._get_stream(request, reader, session, deadline)
-        self._note_sent(fields, row_count, reader.sent_bytes)
+        self._sizes.note(request, row_count, reader.sent_bytes)
         return reader.finish()
-
-    def _expected_bytes(self, fields: tuple[str, ...], row_count: int) -> int:
-        """Return how many bytes of values an answer is likely to send.
-
-        What is in shared memory, and how large ragged rows are, only the service knows. Batches of one task are of like
-        size, so the last answer for these fields tells. The first is tried inline, which costs a round trip where it is
-        too large.
-        """
-        return int(self._sent_row_bytes.get(fields, 0.0) * row_count)
-
-    def _note_sent(self, fields: tuple[str, ...], row_count: int, sent_bytes: int) -> None:
-        if len(self._sent_row_bytes) >= _MOST_REMEMBERED:
-            self._sent_row_bytes.clear()
-        self._sent_row_bytes[fields] = sent_bytes / max(row_count, 1)
 
     def _get_inline(
         self, request: GetRequest, reader: AnswerReader, session: FdChannel | None, deadline: Deadline
@@ -206,9 +110,9 @@ class GrpcDriver:
     def _get_stream(
         self, request: GetRequest, reader: AnswerReader, session: FdChannel | None, deadline: Deadline
     ) -> None:
-        parts, options = in_parts(request.SerializeToString(), "get"), {"timeout": deadline.remaining()}
-        asked = self._get_in_parts(iter(parts), metadata=self._metadata(), **options) if len(parts) > 1 else None
-        stream = asked or self._get(parts[0], metadata=self._metadata(), **options)
+        parts = in_parts(request.SerializeToString(), "get")
+        ask, request_parts = (self._get, parts[0]) if len(parts) == 1 else (self._get_in_parts, iter(parts))
+        stream = ask(request_parts, timeout=deadline.remaining(), metadata=self._metadata())
         try:
             for part in stream:
                 reader.take(part)

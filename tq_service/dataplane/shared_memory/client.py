@@ -1,7 +1,7 @@
 """The client's half: an fd channel to a storage service of the same host, opened by a handshake, never assumed.
 
 A put writes its columns into memfds and sends their file descriptors; a get receives those of the columns that it is
-offered, which are mapped where they lie in one piece and copied together where they do not.
+offered.
 """
 
 from __future__ import annotations
@@ -14,28 +14,21 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
-from tq_service.dataplane.receive_buffers import RECEIVE_BUFFERS
 from tq_service.dataplane.shared_memory import messages
-from tq_service.errors import InternalError, InvalidArgumentError, TqError, UnavailableError
+from tq_service.errors import TqError, UnavailableError
 from tq_service.internal.v1.shared_memory_pb2 import Hello, ReceiveFds, SendFds, SharedMemoryAnswer, SharedMemoryRequest
-from tq_service.v1.storage_service_pb2 import SharedColumn, SharedColumns, StatResponse
+from tq_service.v1.storage_service_pb2 import StatResponse
 from tq_service.wire import shared_memory
-from tq_service.wire.columns import Bytes, Column, ColumnShape
+from tq_service.wire.columns import Column
 
 SWITCH_VARIABLE: Final = "TQ_SHARED_MEMORY"
 _EXCHANGE_SECONDS: Final = 10.0
 _LEAST_SECONDS: Final = 0.001  # a socket with a timeout of 0 does not wait at all
 _ASK_AGAIN_SECONDS: Final = 60.0
 _TRY_AGAIN_SECONDS: Final = 5.0
-
-_Piece = tuple[int, int, int, int]
-
-# A mapping keeps whole memfds in memory, cleared or not; so it must be of a part of them that is worth it.
-_LEAST_SHARE_MAPPED: Final = 1 / 64
 
 
 class FdChannel:
@@ -233,65 +226,3 @@ def _local_path(announced: str) -> Path | None:
         return None
     directory = os.environ.get(messages.SOCKET_DIR_VARIABLE)
     return Path(directory) / Path(announced).name if directory else Path(announced)
-
-
-def receive_columns(columns: Sequence[ColumnShape], offer: SharedColumns, channel: FdChannel) -> dict[int, Bytes]:
-    """Return the values of the columns that are offered, by their index.
-
-    Raises:
-        UnavailableError: the session has ended, or this process has no memory or file descriptors left.
-        InternalError: the offer does not agree with the columns or with the memory.
-    """
-    fds = channel.receive_fds(offer.offer_id, offer.memory_count)
-    try:
-        for fd in fds:
-            shared_memory.check(fd, os.fstat(fd).st_size)
-        return {column.column_index: _values(columns, column, fds) for column in offer.columns}
-    except InvalidArgumentError as error:
-        raise InternalError(f"a storage service offered memory that cannot be used: {error}") from None
-    except OSError as error:
-        raise UnavailableError(f"shared memory cannot be read: {error}") from None
-    finally:
-        shared_memory.close_all(fds)
-
-
-def _values(columns: Sequence[ColumnShape], column: SharedColumn, fds: Sequence[int]) -> Bytes:
-    pieces = _pieces(columns, column, fds)
-    if _is_one_piece(pieces):
-        return shared_memory.map_private([(fd, start, size) for fd, start, size, _ in pieces])
-    values = RECEIVE_BUFFERS.take(columns[column.column_index].value_bytes)
-    filled = 0
-    for fd, start, size, _ in pieces:
-        shared_memory.read_into(fd, values[filled : filled + size].data, start)
-        filled += size
-    return values
-
-
-def _pieces(columns: Sequence[ColumnShape], column: SharedColumn, fds: Sequence[int]) -> list[_Piece]:
-    """Return the slices of a column, checked: file descriptor, start and size, and the size of the memfd."""
-    numbers, starts, sizes = column.memory_indexes, column.starts, column.sizes
-    if column.column_index >= len(columns) or not len(numbers) == len(starts) == len(sizes) > 0:
-        raise InternalError(f"a storage service offered column {column.column_index} of {len(columns)} in odd slices")
-    shape = columns[column.column_index]
-    if sum(sizes) != shape.value_bytes:
-        raise InternalError(
-            f"a storage service offered {sum(sizes)} bytes of field {shape.spec.name!r}, which has {shape.value_bytes}"
-        )
-    memory_bytes = [os.fstat(fd).st_size for fd in fds]
-    pieces = []
-    for number, start, size in zip(numbers, starts, sizes, strict=True):
-        if number >= len(fds) or start < 0 or size <= 0 or start + size > memory_bytes[number]:
-            raise InternalError(
-                f"a storage service offered {size} bytes from {start} on of memfd {number} of {len(fds)}"
-            )
-        pieces.append((fds[number], start, size, memory_bytes[number]))
-    return pieces
-
-
-def _is_one_piece(pieces: Sequence[_Piece]) -> bool:
-    """Whether slices can be mapped next to each other, and are worth the memory that they keep."""
-    for (_, start, size, memory_bytes), (_, next_start, _, _) in pairwise(pieces):
-        if start + size < memory_bytes or memory_bytes % shared_memory.PAGE_BYTES or next_start:
-            return False
-    kept_bytes = sum(memory_bytes for _, _, _, memory_bytes in pieces)
-    return sum(size for _, _, size, _ in pieces) >= kept_bytes * _LEAST_SHARE_MAPPED

@@ -1,41 +1,126 @@
-"""What differs between asyncio and threads: each thing in two forms with one interface, see `scripts/unasync.py`."""
+"""What the driver of a storage service shares between its two forms, and each thing in which these differ, in both.
+
+`scripts/unasync.py` makes the form for threads of that for asyncio by putting the second in the place of the first.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import grpc
 
+from tq_service.dataplane.receiving import AnswerSizes, Received
+from tq_service.dataplane.shared_memory.client import HostLink
 from tq_service.errors import UnavailableError
-from tq_service.v1.storage_service_pb2 import PutHeader, PutResponse
-from tq_service.wire.columns import SEND_AS_FRAMES, SEND_AS_KEY, FrameParts, encode_part
+from tq_service.v1.storage_service_pb2 import GetRequest, PutHeader, PutResponse
+from tq_service.v1.storage_service_pb2_grpc import StorageServiceStub
+from tq_service.wire.columns import SEND_AS_FRAMES, SEND_AS_KEY, Column, FrameParts, decode_get_response, encode_part
 from tq_service.wire.connection import Metadata
 from tq_service.wire.messages import in_parts
 
-if TYPE_CHECKING:
-    from tq_service.v1.storage_service_pb2_grpc import StorageServiceAsyncStub, StorageServiceStub
-
-    AsyncStorageStub = StorageServiceAsyncStub
-    StorageStub = StorageServiceStub
-
 T = TypeVar("T")
-P = ParamSpec("P")
 
+_SERVICE = "/tq_service.v1.StorageService/"
 _LOST_STATUS = "Internal error from Core"
 
 
-async def async_in_thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Return what a call returns that blocks for a while."""
-    return await asyncio.to_thread(call, *args, **kwargs)
+class Deadline(Protocol):
+    """When a call must have ended."""
+
+    def remaining(self) -> float:
+        """Return the seconds left, 0 when it has passed."""
+        ...
 
 
-def in_thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """A deadline that begins with each call."""
+
+    seconds: float
+
+    def remaining(self) -> float:
+        """Return the seconds that each call has."""
+        return self.seconds
+
+
+class AsyncDriver(Protocol):
+    """Puts bytes at one place, and gets them back."""
+
+    async def put(self, header: PutHeader, columns: Sequence[Column], deadline: Deadline) -> PutResponse:
+        """Store a put, which is to be committed. Idempotent under the put_id of the header.
+
+        Args:
+            header: describes the columns.
+            columns: with their bytes.
+            deadline: until when it may wait for capacity and take.
+
+        Raises:
+            InvalidArgumentError: header and columns do not agree.
+            QuotaExceededError: there is no capacity.
+            UnavailableError: it cannot be reached, or was broken off; it may be tried again.
+        """
+        ...
+
+    async def get(
+        self, request: GetRequest, row_count: int, deadline: Deadline, size_bytes: int | None = None
+    ) -> list[Received]:
+        """Return columns with their bytes, in memory that is the caller's, in the order of the request.
+
+        Args:
+            request: the cells.
+            row_count: rows asked for of each column.
+            deadline: until when it may take.
+            size_bytes: of all values; None where that is not known.
+
+        Raises:
+            DataLossError: another boot of the service took the puts.
+            PutNotFoundError: a put, or a cell of it, is not there.
+            UnavailableError: it cannot be reached, or was broken off; it may be tried again.
+        """
+        ...
+
+
+class StorageCalls:
+    """The methods of a storage service on one channel, of either form: unary ones as `storage`, puts and gets apart.
+
+    Args:
+        channel: to the storage service.
+        metadata: returns what carries the token.
+        errors: makes TqError of what calls within its `with` raise.
+        link: shares memory with a service of this host; None: bytes go over the wire.
+    """
+
+    def __init__(
+        self,
+        channel: Any,
+        *,
+        metadata: Callable[[], Metadata | None],
+        errors: Callable[[Any], AbstractContextManager[None]],
+        link: HostLink | None = None,
+    ) -> None:
+        self.storage: Any = StorageServiceStub(channel)
+        self._put = channel.stream_unary(
+            _SERVICE + "Put", request_serializer=encode_part, response_deserializer=PutResponse.FromString
+        )
+        self._get = channel.unary_stream(_SERVICE + "Get", response_deserializer=decode_get_response)
+        self._get_in_parts = channel.stream_stream(_SERVICE + "Get", response_deserializer=decode_get_response)
+        self._metadata = metadata
+        self._errors = errors
+        self._link = link or HostLink(is_enabled=False)
+        self._sizes = AnswerSizes()
+
+
+async_in_thread = asyncio.to_thread
+
+
+def in_thread(call: Callable[..., T], *arguments: Any) -> T:
     """Return what a call returns: the caller's thread may block."""
-    return call(*args, **kwargs)
+    return call(*arguments)
 
 
 class AsyncPutCall:
@@ -130,10 +215,11 @@ class PutCall:
             grpc.RpcError: the call failed.
         """
         self._messages.put(None)
-        if self._stream is None:  # all at once: this thread handles the call's events itself, which is faster
-            answer: PutResponse = self._call(iter(self._messages.get, None), **self._options)
-        else:
-            answer = self._stream.result()
+        # Without a stream all at once: this thread handles the call's events itself, which is faster.
+        at_once = self._stream is None
+        answer: PutResponse = (
+            self._call(iter(self._messages.get, None), **self._options) if at_once else self._stream.result()
+        )
         return answer
 
     def cancel(self) -> None:

@@ -1,0 +1,582 @@
+"""How calls are made, as far as asyncio and threads share it: addresses, channels, deadlines, tries, outages and waits.
+
+At the end is what differs, each thing in two forms with one interface: `scripts/unasync.py` makes the sync client of
+the async one by putting the second form in the place of the first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import math
+import os
+import random
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import grpc
+import numpy as np
+from google.protobuf.message_factory import GetMessageClass
+from grpc.experimental import ChannelOptions
+
+from tq_service.addresses import DEFAULT_ADDRESS, cause_of, parse_address
+from tq_service.client.connection_check import find_fault
+from tq_service.errors import DeadlineError, ForkedClientError, NotLeaderError, TqError, UnavailableError
+from tq_service.log_message import LogMessage
+from tq_service.results import WaitReason
+from tq_service.v1 import controller_service_pb2, storage_service_pb2
+from tq_service.v1.controller_service_pb2_grpc import ControllerServiceStub
+from tq_service.wire.columns import is_tensor
+from tq_service.wire.connection import CONNECTION_OPTIONS, TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, Tls, cluster_options
+from tq_service.wire.error_table import from_rpc_error, status_from_trailers
+
+if TYPE_CHECKING:
+    from tq_service.v1.controller_service_pb2_grpc import ControllerServiceAsyncStub
+
+    AsyncControllerStub = ControllerServiceAsyncStub
+    ControllerStub = ControllerServiceStub
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+
+ADDRESS_VARIABLE: Final = "TQ_ADDRESS"
+MAX_MESSAGE_BYTES: Final = 256 << 20
+
+CONTROLLER_STUB: Final[Any] = ControllerServiceStub
+"""The calls of the controller on a channel, sync or asyncio."""
+
+CHANNEL_OPTIONS: Final = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    *CONNECTION_OPTIONS,
+    # Connections of a parent process must not serve its forked children.
+    ("grpc.use_local_subchannel_pool", 1),
+    # A get of the sync client reads its stream in its own thread instead of being woken by another one.
+    (ChannelOptions.SingleThreadedUnaryStream, 1),
+)
+
+
+CLUSTER_CHANNEL_OPTIONS: Final = cluster_options(CHANNEL_OPTIONS)
+"""Of channels to controllers of a cluster: another one takes over while one that is paused still holds its calls."""
+
+
+@cache
+def method_for(request_name: str) -> tuple[str, Callable[[bytes], Any]]:
+    """Return the full name of the method that takes a request of this full name, and what reads its answer."""
+    return next(
+        (f"/{service.full_name}/{method.name}", GetMessageClass(method.output_type).FromString)
+        for module in (controller_service_pb2, storage_service_pb2)
+        for service in module.DESCRIPTOR.services_by_name.values()
+        for method in service.methods
+        if method.input_type.full_name == request_name
+    )
+
+
+def resolve_address(address: str | Sequence[str] | None) -> str:
+    """Return the address to use: the given one, or several with commas between, `TQ_ADDRESS`, or localhost:50051.
+
+    Raises:
+        InvalidArgumentError: nothing can be reached at such an address.
+    """
+    if address is not None:
+        if not isinstance(address, str) and isinstance(address, Sequence):
+            address = ",".join(map(parse_address, address))
+        return parse_address(address)
+    return parse_address(os.environ.get(ADDRESS_VARIABLE) or DEFAULT_ADDRESS, name=ADDRESS_VARIABLE)
+
+
+_WARN_AFTER_SECONDS: Final = 5.0
+_WARN_EVERY_SECONDS: Final = 60.0
+_CHECK_EVERY_SECONDS: Final = 10.0  # longer than a check takes
+
+FIRST_PAUSE_SECONDS: Final = 0.05
+SHORTEST_TRY_SECONDS: Final = 0.02
+_LONGEST_TRY_SECONDS: Final = 1e9  # gRPC takes a deadline that 64 bits of nanoseconds cannot hold for one long past
+LONGEST_PAUSE_SECONDS: Final = 0.5
+LONGEST_CLUSTER_PAUSE_SECONDS: Final = 0.2
+"""Shorter, since a try asks the next controller: with three, the one that leads now may be the third that is asked."""
+
+_GRPC_MESSAGE: Final = "grpc_message"
+_FINDING: Final = "finding"
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """When a call must have ended, on the monotonic clock."""
+
+    at: float
+    timeout: float
+
+    @classmethod
+    def after(cls, timeout: float) -> Deadline:
+        """Return the deadline `timeout` seconds from now."""
+        return cls(time.monotonic() + timeout, timeout)
+
+    def remaining(self) -> float:
+        """Return the seconds left, 0 when it has passed; of very many no more than gRPC can count."""
+        return min(max(0.0, self.at - time.monotonic()), _LONGEST_TRY_SECONDS)
+
+
+@dataclass(slots=True)
+class Backoff:
+    """The pauses between the tries of one call: doubled each time, with jitter, until the deadline.
+
+    There is none before the controller is asked that another one names as the leader, but after each such try there is:
+    both may be wrong.
+    """
+
+    deadline: Deadline
+    draw: Callable[[], float] = field(default=random.random)
+    tries: int = 0
+    _last: UnavailableError | None = field(default=None, init=False)
+    _longest: float = field(default=LONGEST_PAUSE_SECONDS, init=False)
+    _has_followed: bool = field(default=False, init=False)
+
+    def pause(self) -> float:
+        """Return the next pause in seconds: between half of its step and the whole."""
+        step = min(self._longest, FIRST_PAUSE_SECONDS * (1 << min(self.tries, 16)))
+        self.tries += 1
+        return step * (0.5 + self.draw() / 2)
+
+    def after(self, failure: TqError) -> float:
+        """Return how long to pause before the call is tried again.
+
+        Raises:
+            UnavailableError: the time left is too short for another try, or was too short for this one to be answered;
+                with the last reason.
+            TqError: the failure itself, where trying again is of no use.
+        """
+        if isinstance(failure, DeadlineError) and self._last is not None:
+            raise self._given_up(self._last, ", and once more without an answer") from self._last
+        if not isinstance(failure, UnavailableError):
+            raise failure
+        names_leader = False
+        if isinstance(failure, NotLeaderError):
+            self._longest = LONGEST_CLUSTER_PAUSE_SECONDS
+            names_leader = bool(failure.metadata.get("leader_address"))
+        if self._last is None or isinstance(self._last, NotLeaderError) or not names_leader:
+            self._last = failure  # else it is what the leader itself answered, or why it cannot be reached
+        pause, remaining = self.pause(), self.deadline.remaining()
+        if remaining < SHORTEST_TRY_SECONDS:
+            raise self._given_up(self._last) from failure
+        self._has_followed = names_leader and not self._has_followed
+        return 0.0 if self._has_followed else min(pause, remaining / 2)
+
+    def _given_up(self, failure: UnavailableError, more: str = "") -> UnavailableError:
+        times = "once" if self.tries == 1 else f"{self.tries} times"
+        message = f"{failure.message}; tried for {self.deadline.timeout:g} s ({times}{more})"
+        grpc_message = failure.metadata.get(_GRPC_MESSAGE)
+        if grpc_message is not None:
+            if _FINDING not in failure.metadata:
+                # gRPC's reason may be that of another address of the name, and seldom speaks of TLS.
+                message += "; is the service running there, and do both sides agree on TLS and certificates?"
+            message += f" (gRPC: {grpc_message})"
+        return UnavailableError(message, metadata=failure.metadata)
+
+
+# What the service says, which names things as the protos have them, and what they are here.
+_IN_PYTHON: Final = {
+    "with skip_missing": "missing='skip'",
+    "with skip_missing_fields": "missing_fields='skip'",
+    "as authorization metadata": f"set {TOKEN_VARIABLE} or {TOKEN_FILE_VARIABLE}",
+}
+
+
+def error_of(error: grpc.RpcError, address: str, finding: str | None = None) -> TqError:
+    """Return the error that a failed call stands for.
+
+    One of gRPC itself names the address. Where that could not be reached, the error says why in plain words, and has
+    gRPC's in its metadata.
+
+    Args:
+        error: what the call raised.
+        address: what was called.
+        finding: what `Outage` has found out about the address.
+    """
+    status = status_from_trailers(error.trailing_metadata())
+    failure = from_rpc_error(error.code(), error.details(), status)
+    if status is not None:
+        if hints := [hint for words, hint in _IN_PYTHON.items() if words in failure.message]:
+            failure.message += f" (in Python: {', '.join(hints)})"
+        return failure
+    if error.code() is grpc.StatusCode.UNAVAILABLE:
+        metadata = {"address": address, _GRPC_MESSAGE: failure.message}
+        if finding is not None:
+            metadata[_FINDING] = finding
+        cause = finding or cause_of(failure.message)
+        return UnavailableError(f"cannot reach {address}: {cause}", metadata=metadata)
+    failure.message = f"{failure.message} (calling {address})"
+    failure.metadata.setdefault("address", address)
+    return failure
+
+
+class Outage:
+    """What the calls on one channel know together about whether its service is reached. May be used by several threads.
+
+    Args:
+        address: of the service.
+        tls: with which it is reached, None for plaintext.
+
+    Attributes:
+        finding: what is wrong at the address, where that has been found out and gRPC does not say it.
+    """
+
+    def __init__(self, address: str, tls: Tls | None = None) -> None:
+        self.finding: str | None = None
+        self._address = address
+        self._tls = tls
+        self._lock = threading.Lock()
+        self._began: float | None = None
+        self._check_at = self._warn_at = 0.0
+        self._warning_count = 0
+
+    def lasts(self, began: float, failure: UnavailableError, remaining_seconds: float) -> None:
+        """Note that a try failed, and log it: after five seconds, or once the cause was found out, then each minute.
+
+        Args:
+            began: when the try began, on the monotonic clock.
+            failure: why it failed.
+            remaining_seconds: for how long the call will be tried again.
+        """
+        now = time.monotonic()
+        with self._lock:
+            if self._began is None:
+                self._began, self._warn_at, self._warning_count = began, began + _WARN_AFTER_SECONDS, 0
+            is_check_due = _GRPC_MESSAGE in failure.metadata and now >= self._check_at
+            if is_check_due:
+                self._check_at = now + _CHECK_EVERY_SECONDS
+            is_news = _FINDING in failure.metadata and not self._warning_count  # seldom passes by itself
+            is_logged = now >= self._warn_at or is_news
+            if is_logged:
+                self._warning_count += 1
+                self._warn_at = now + _WARN_EVERY_SECONDS
+        if is_check_due:  # neither a call nor an event loop waits for it
+            threading.Thread(target=self._check, name="tq-connection-check", daemon=True).start()
+        if is_logged:
+            _log.warning(
+                LogMessage(
+                    "the service is unavailable; retrying",
+                    address=self._address,
+                    retry_seconds=round(remaining_seconds),
+                    error=failure.message,
+                )
+            )
+
+    def _check(self) -> None:
+        finding = find_fault(self._address, self._tls)
+        with self._lock:
+            if self._began is not None:  # else the service has answered meanwhile
+                self.finding = finding
+
+    def is_over(self) -> None:
+        """Note that the service has answered."""
+        if self._began is None:  # which is so for nearly all calls, and needs no lock
+            return
+        with self._lock:
+            began, self._began = self._began, None
+            self.finding, self._check_at = None, 0.0
+            is_logged = self._warning_count > 0
+        if began is not None and is_logged:
+            seconds = round(time.monotonic() - began)
+            _log.info(LogMessage("the service is available again", address=self._address, after_seconds=seconds))
+
+
+_FIRST_REPORT_SECONDS: Final = 10.0
+_NEXT_REPORT_SECONDS: Final = 60.0
+_TOLERANCE_SECONDS: Final = 0.5  # a wait of 10 s may end a little before
+
+
+def warn_of_wait(reason: WaitReason) -> None:
+    """Log why a call or a loader waits: what both do unless they are given another `on_wait`."""
+    _log.warning(LogMessage("waiting for a batch", task=reason.task_name, reason=reason.text))
+
+
+@dataclass(slots=True)
+class WaitReports:
+    """The reports of one wait, from the moment on at which this is made."""
+
+    began_at: float = field(default_factory=time.monotonic)
+    next_seconds: float = field(default_factory=lambda: _FIRST_REPORT_SECONDS)
+
+    @property
+    def waited_seconds(self) -> float:
+        """For how long the wait has lasted."""
+        return time.monotonic() - self.began_at
+
+    def seconds_left(self) -> float:
+        """Return the seconds until the next report is due."""
+        return max(0.0, self.next_seconds - self.waited_seconds)
+
+    def is_due_after(self, seconds: float) -> bool:
+        """Whether a report will be due when the wait has lasted so much longer."""
+        return self.seconds_left() <= seconds + _TOLERANCE_SECONDS
+
+    def lasts_after(self, seconds: float) -> bool:
+        """Whether the wait will have lasted so long that it is explained, when it has lasted so much longer."""
+        return self.waited_seconds + seconds >= _FIRST_REPORT_SECONDS - _TOLERANCE_SECONDS
+
+    def made(self) -> None:
+        """Note that a report was made."""
+        self.next_seconds = self.waited_seconds + _NEXT_REPORT_SECONDS
+
+
+_MOST_VALUES: Final = 128  # looked at, and encoded, in about the time that a thread takes to begin
+_BYTES_A_VALUE: Final = 4096  # copied in about the time that a value takes
+
+async_sleep = asyncio.sleep
+sleep = time.sleep
+
+
+async def async_gather(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
+    """Run calls at the same time; the first failure cancels the others and is raised."""
+    if len(calls) == 1:
+        return [await calls[0]()]
+    tasks = [asyncio.ensure_future(call()) for call in calls]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def gather(calls: Sequence[Callable[[], T]]) -> list[T]:
+    """Run calls at the same time, each in a thread; the first failure is raised when all have ended."""
+    if len(calls) == 1:
+        return [calls[0]()]
+    with ThreadPoolExecutor(max_workers=max(1, len(calls)), thread_name_prefix="tq-client") as pool:
+        futures = [pool.submit(contextvars.copy_context().run, call) for call in calls]
+        return [future.result() for future in futures]
+
+
+async def async_unless_light(work: Callable[[], T], *inputs: Any) -> T:
+    """Return what some work returns: a thread does it, so that the event loop goes on, unless its inputs are light."""
+    return work() if are_light(inputs) else await asyncio.to_thread(work)
+
+
+def unless_light(work: Callable[[], T], *_inputs: Any) -> T:
+    """Return what some work returns: the caller's thread does it."""
+    return work()
+
+
+def are_light(values: Iterable[Any]) -> bool:
+    """Whether little is to be done for values, of which only a few are looked at."""
+    return _left_after(values, _MOST_VALUES) > 0
+
+
+def answer_weight(value_count: int, value_bytes: int) -> range:
+    """Return what weighs as much as values of so many bytes that were received; more if a library is imported first."""
+    is_ready = "tensordict" in sys.modules or not has_tensordict()
+    return range(value_count + value_bytes // _BYTES_A_VALUE if is_ready else _MOST_VALUES)
+
+
+@cache
+def has_tensordict() -> bool:
+    """Whether batches that are read are TensorDicts."""
+    return find_spec("torch") is not None and find_spec("tensordict") is not None
+
+
+def import_tensordict() -> None:
+    """Import what `get_data` needs, which takes seconds, before a lease or another deadline runs."""
+    if has_tensordict():
+        import tensordict  # noqa: F401, PLC0415  (optional, slow to import)
+
+
+def _left_after(values: Iterable[Any], left: int) -> int:
+    """Return how many values more may be looked at after these; 0 or less if there are too many."""
+    for value in values:
+        left -= 1 + _copied_bytes(value) // _BYTES_A_VALUE
+        if left > 0 and hasattr(value, "batch_size"):  # of tensordict: columns, or one value for each row
+            is_columns = type(value).__name__ == "TensorDict"
+            left = _left_after(value.values(), left) if is_columns else left - math.prod(value.batch_size)
+        elif left > 0 and isinstance(value, Mapping):
+            left = _left_after(value.values(), left - len(value) // 2)
+        elif left > 0 and _is_list(value):
+            left = _left_after(value, left) if len(value) < left else 0
+        if left <= 0:
+            break
+    return left
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence | set | frozenset) and not isinstance(value, str | bytes | bytearray | memoryview)
+
+
+def _copied_bytes(value: Any) -> int:
+    """Return the bytes of a value that are copied to encode it, at least; those on a device are waited for."""
+    if isinstance(value, str | bytes | bytearray | memoryview):
+        return len(value)
+    if isinstance(value, np.ndarray):
+        is_view = value.flags.c_contiguous and value.dtype.kind not in "OUST"
+        return 0 if is_view else value.size * max(value.itemsize, _BYTES_A_VALUE if value.dtype.kind in "OUST" else 1)
+    if not is_tensor(value):
+        return 0
+    if value.device.type != "cpu":
+        return _MOST_VALUES * _BYTES_A_VALUE
+    return 0 if not value.is_nested and value.is_contiguous() else value.numel() * value.element_size()
+
+
+def async_is_of_closing(error: BaseException) -> bool:
+    """Whether grpc ends a call in this way where its channel has been closed; not where its caller is cancelled."""
+    if isinstance(error, asyncio.CancelledError):
+        task = asyncio.current_task()
+        return task is not None and not task.cancelling()
+    return isinstance(error, grpc.aio.UsageError)
+
+
+def is_of_closing(error: BaseException) -> bool:
+    """Whether grpc refuses a call in this way where its channel has been closed."""
+    return isinstance(error, ValueError) and not isinstance(error, TqError)
+
+
+async def async_next_answer(call: Any) -> Any | None:
+    """Return the next answer of a stream, None at its end, and where it was cancelled by this process."""
+    try:
+        answer = await call.read()
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        return None
+    return None if answer is grpc.aio.EOF else answer
+
+
+def next_answer(call: Any) -> Any | None:
+    """Return the next answer of a stream, None at its end, and where it was cancelled by this process."""
+    try:
+        return next(call, None)
+    except grpc.RpcError:
+        if call.cancelled():
+            return None
+        raise
+
+
+class AsyncBackgroundCalls:
+    """Calls that go on when their caller has returned: tasks that `drain` waits for."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def run(self, call: Callable[[], Awaitable[None]]) -> None:
+        """Start a call; its failure is logged."""
+
+        async def logged() -> None:
+            with _logging_failure():
+                await call()
+
+        for task in self._tasks.copy():
+            if task.get_loop().is_closed():  # it will not be done
+                self._tasks.discard(task)
+        task = asyncio.get_running_loop().create_task(logged())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def drain(self) -> None:
+        """Wait for the calls of this loop that are still running."""
+        loop = asyncio.get_running_loop()
+        await asyncio.gather(*(task for task in self._tasks.copy() if task.get_loop() is loop))
+
+
+class BackgroundCalls:
+    """Calls that are made before their caller returns: at once."""
+
+    def run(self, call: Callable[[], None]) -> None:
+        """Make a call; its failure is logged."""
+        with _logging_failure():
+            call()
+
+    def drain(self) -> None:
+        """Do nothing: all calls have been made."""
+
+
+@contextmanager
+def _logging_failure() -> Iterator[None]:
+    try:
+        yield
+    except TqError as error:
+        _log.warning(LogMessage("a background call failed", error=error))
+
+
+# Whether this process was forked from one that had an asyncio channel: another one hangs or aborts here.
+_inherited_async_channel = False
+_has_async_channel = False
+
+
+def _note_fork() -> None:
+    global _inherited_async_channel  # noqa: PLW0603  (a fact about the process)
+    _inherited_async_channel = _inherited_async_channel or _has_async_channel
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_note_fork)
+
+
+class AsyncHome:
+    """The process that asyncio channels belong to, and the event loops in it: a channel works in its own loop only."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+
+    def place(self) -> asyncio.AbstractEventLoop:
+        """Return where channels that are used now must have been opened: the running loop.
+
+        Raises:
+            ForkedClientError: this is a forked child.
+        """
+        global _has_async_channel  # noqa: PLW0603  (a fact about the process)
+        if self._pid != os.getpid() or _inherited_async_channel:
+            raise ForkedClientError(
+                "an AsyncClient cannot be used in a process forked from one that has used it: gRPC's asyncio channels "
+                "hang there. Start the process by spawn (multiprocessing.get_context('spawn')), or use tq.Client",
+                metadata={"cause": "fork"},
+            )
+        _has_async_channel = True
+        return asyncio.get_running_loop()
+
+    @staticmethod
+    def is_over(place: asyncio.AbstractEventLoop) -> bool:
+        """Whether channels of a loop will not be used any more, so that they need not be kept."""
+        return place.is_closed()
+
+    @staticmethod
+    def leave(place: asyncio.AbstractEventLoop, channels: Any) -> None:
+        """Close channels of another loop: by that loop where it runs, else they go by themselves.
+
+        It is not waited for, since that loop may be waiting for this one.
+        """
+        if place.is_running():
+            place.call_soon_threadsafe(lambda: place.create_task(channels.aclose()))
+        else:
+            channels.drop()
+
+
+# Channels of a parent process: closing them in a forked child would hang, and so may their destructors.
+_ABANDONED: Final[list[object]] = []
+
+
+class Home:
+    """The process that channels belong to: a forked child needs channels of its own."""
+
+    @staticmethod
+    def place() -> int:
+        """Return where channels that are used now must have been opened: this process."""
+        return os.getpid()
+
+    @staticmethod
+    def is_over(place: int) -> bool:
+        """Whether channels are those of a parent process."""
+        return place != os.getpid()
+
+    @staticmethod
+    def leave(place: int, channels: object) -> None:
+        """Leave channels of a parent process as they are."""
+        _ABANDONED.append(channels)

@@ -1,0 +1,254 @@
+"""The answer to a get, from frames or shared memory, received into the memory that the caller's tensors will share.
+
+Memory is used again when the tensors in it are gone: pages that are new to a process cost the system more than the
+bytes cost to receive. Gets of 256 MiB were seen to vary from 0.5 to 2.2 GB/s, all of the difference being system time.
+A training loop gets batches of like size and drops them, so a few blocks are enough for all of them.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import pairwise
+from typing import Final, TypeAlias
+
+import numpy as np
+
+from tq_service.dataplane.shared_memory.client import FdChannel
+from tq_service.errors import InternalError, InvalidArgumentError, UnavailableError
+from tq_service.v1.storage_service_pb2 import GetHeader, GetRequest, SharedColumn, SharedColumns
+from tq_service.wire import shared_memory
+from tq_service.wire.columns import Bytes, ColumnReceiver, ColumnShape, Garbled, decode_headers
+
+Received: TypeAlias = tuple[ColumnShape, Bytes]
+"""A column that was got, and its bytes."""
+
+# Below this malloc reuses memory well enough, see `keep_frame_buffers`.
+_SMALL_BYTES: Final = 4 << 20
+_GRAIN_BYTES: Final = 2 << 20  # a huge page
+# For batches of a GiB; a process that gets smaller ones keeps the few blocks that it had in the last minute.
+_KEPT_BYTES: Final = 2 << 30
+_KEPT_SECONDS: Final = 60.0
+# A block may be this much larger than what is asked for: batches are of like size, not of the same.
+_MOST_SLACK: Final = 1.25
+# A mapping keeps whole memfds in memory, cleared or not; so it must be of a part of them that is worth it.
+_LEAST_SHARE_MAPPED: Final = 1 / 64
+_MOST_REMEMBERED: Final = 1024
+
+
+class ReceiveBuffers:
+    """Hands out arrays; their memory comes back by itself when neither they nor any view or tensor on them is left.
+
+    Unused blocks are kept up to `kept_bytes` together and for `kept_seconds` each, checked whenever one is asked for or
+    comes back. May be used by several threads: all state is in a deque, since a block can come back at any point of any
+    thread, in the middle of these methods too.
+
+    Args:
+        kept_bytes: most bytes of unused blocks.
+        kept_seconds: how long an unused block is kept.
+    """
+
+    def __init__(self, kept_bytes: int = _KEPT_BYTES, kept_seconds: float = _KEPT_SECONDS) -> None:
+        self._kept_bytes = kept_bytes
+        self._kept_seconds = kept_seconds
+        self._unused: deque[tuple[float, mmap.mmap]] = deque()
+
+    def take(self, size: int) -> Bytes:
+        """Return an array of `size` bytes; what they are is not defined."""
+        if size < _SMALL_BYTES:
+            return np.empty(size, np.uint8)
+        block = self._reused(size) or _new_block(size)
+        array: Bytes = np.frombuffer(block, np.uint8, size)
+        # Views and tensors keep this array alive, not the block.
+        weakref.finalize(array, self._return, block).atexit = False
+        return array
+
+    def _reused(self, size: int) -> mmap.mmap | None:
+        """Return an unused block that fits; a thread that asks meanwhile finds none."""
+        most = size * _MOST_SLACK + _GRAIN_BYTES
+        blocks = self._take_all()
+        found = next((each for each in blocks if size <= len(each[1]) <= most), None)
+        self._keep(each for each in blocks if each is not found)
+        return None if found is None else found[1]
+
+    def _return(self, block: mmap.mmap) -> None:
+        self._keep([(time.monotonic(), block), *self._take_all()])
+
+    def _take_all(self) -> list[tuple[float, mmap.mmap]]:
+        """Take the unused blocks, the latest first."""
+        taken = []
+        with suppress(IndexError):
+            while True:
+                taken.append(self._unused.pop())
+        return taken
+
+    def _keep(self, blocks: Iterable[tuple[float, mmap.mmap]]) -> None:
+        """Keep blocks, the latest first, as far as the limits allow; the system gets the others back."""
+        oldest = time.monotonic() - self._kept_seconds
+        remaining = self._kept_bytes
+        for since, block in blocks:
+            if since >= oldest and len(block) <= remaining:
+                remaining -= len(block)
+                self._unused.appendleft((since, block))
+
+
+def _new_block(size: int) -> mmap.mmap:
+    block = mmap.mmap(-1, -(-size // _GRAIN_BYTES) * _GRAIN_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        block.madvise(mmap.MADV_HUGEPAGE)
+    return block
+
+
+# Of this process: clients come and go, and batches outlive them.
+RECEIVE_BUFFERS: Final = ReceiveBuffers()
+
+
+class AnswerSizes:
+    """Expects an answer to be as large, per row, as the last one with the same fields: batches of a task are alike.
+
+    How large ragged rows are, and which are in shared memory, only the storage service knows. The first answer is
+    expected to be small; where it is not, the get costs another round trip.
+    """
+
+    def __init__(self) -> None:
+        self._row_bytes: dict[tuple[str, ...], float] = {}
+
+    def expected_bytes(self, request: GetRequest, row_count: int) -> int:
+        """Return how many bytes of values the answer is likely to send."""
+        return int(self._row_bytes.get(_fields(request), 0.0) * row_count)
+
+    def note(self, request: GetRequest, row_count: int, sent_bytes: int) -> None:
+        """Note how many bytes were sent."""
+        if len(self._row_bytes) >= _MOST_REMEMBERED:
+            self._row_bytes.clear()
+        self._row_bytes[_fields(request)] = sent_bytes / max(row_count, 1)
+
+
+def _fields(request: GetRequest) -> tuple[str, ...]:
+    return tuple(name for run in request.runs for name in run.field_names)
+
+
+class AnswerReader:
+    """Takes the messages of one get: the header, then frames.
+
+    Args:
+        row_count: number of rows asked for.
+
+    Attributes:
+        offer: columns in shared memory, to be taken by `receive_shared` before the get can end; else None.
+        sent_bytes: bytes of values that come in frames, those in shared memory apart.
+
+    All methods raise InternalError for what a storage service may not send.
+    """
+
+    def __init__(self, row_count: int) -> None:
+        self._row_count = row_count
+        self._columns: Sequence[ColumnShape] = ()
+        self._receiver: ColumnReceiver | None = None
+        self._shared: dict[int, Bytes] = {}
+        self.offer: SharedColumns | None = None
+        self.sent_bytes = 0
+
+    def take(self, part: GetHeader | memoryview | Garbled) -> None:
+        """Take the next message."""
+        if isinstance(part, Garbled):
+            raise InternalError(f"a storage service sent what cannot be read: {part.reason}")
+        with _agreement():
+            if isinstance(part, memoryview):
+                self._started().write(part)
+            else:
+                self._begin(part)
+
+    def _begin(self, header: GetHeader) -> None:
+        if header.row_count != self._row_count:
+            raise InternalError(f"a storage service sent {header.row_count} rows, expected {self._row_count}")
+        self._columns = decode_headers(header.columns, header.row_count, of_get=True)
+        in_memory = {column.column_index for column in header.shared.columns}
+        sent = [column for index, column in enumerate(self._columns) if index not in in_memory]
+        self._receiver = ColumnReceiver(sent, RECEIVE_BUFFERS.take)
+        self.sent_bytes = sum(column.value_bytes for column in sent)
+        self.offer = header.shared if in_memory else None
+
+    def receive_shared(self, channel: FdChannel | None) -> None:
+        """Take the columns that are in shared memory.
+
+        Raises:
+            UnavailableError: the session has ended, or this process has no memory or file descriptors left.
+        """
+        if self.offer is None or channel is None:
+            raise InternalError("a storage service offered shared memory without a session")
+        fds = channel.receive_fds(self.offer.offer_id, self.offer.memory_count)
+        try:
+            with _agreement():
+                for fd in fds:
+                    shared_memory.check(fd, os.fstat(fd).st_size)
+                self._shared = {column.column_index: self._shared_values(column, fds) for column in self.offer.columns}
+        except OSError as error:
+            raise UnavailableError(f"shared memory cannot be read: {error}") from None
+        finally:
+            shared_memory.close_all(fds)
+        self.offer = None
+
+    def _shared_values(self, column: SharedColumn, fds: Sequence[int]) -> Bytes:
+        """Return the values of a column: its slices mapped where they lie in one piece, else copied together."""
+        numbers, starts, sizes = column.memory_indexes, column.starts, column.sizes
+        if column.column_index >= len(self._columns) or not len(numbers) == len(starts) == len(sizes) > 0:
+            raise InternalError(
+                f"a storage service offered column {column.column_index} of {len(self._columns)} in odd slices"
+            )
+        shape = self._columns[column.column_index]
+        if sum(sizes) != shape.value_bytes:
+            raise InternalError(
+                f"a storage service offered {sum(sizes)} bytes of field {shape.spec.name!r}, which has "
+                f"{shape.value_bytes}"
+            )
+        memory_bytes = [os.fstat(fd).st_size for fd in fds]
+        for number, start, size in zip(numbers, starts, sizes, strict=True):
+            if number >= len(fds) or start < 0 or size <= 0 or start + size > memory_bytes[number]:
+                raise InternalError(
+                    f"a storage service offered {size} bytes from {start} on of memfd {number} of {len(fds)}"
+                )
+        pieces = [(fds[number], start, size) for number, start, size in zip(numbers, starts, sizes, strict=True)]
+        if _is_one_piece(pieces, [memory_bytes[number] for number in numbers]):
+            return shared_memory.map_private(pieces)
+        values = RECEIVE_BUFFERS.take(shape.value_bytes)
+        filled = 0
+        for fd, start, size in pieces:
+            shared_memory.read_into(fd, values[filled : filled + size].data, start)
+            filled += size
+        return values
+
+    def finish(self) -> list[Received]:
+        """Return the columns with their bytes, in the order of the request."""
+        with _agreement():
+            sent = iter(self._started().finish())
+        return [
+            (column, self._shared[index] if index in self._shared else next(sent))
+            for index, column in enumerate(self._columns)
+        ]
+
+    def _started(self) -> ColumnReceiver:
+        if self._receiver is None:
+            raise InternalError("a storage service sent no header")
+        return self._receiver
+
+
+def _is_one_piece(pieces: Sequence[shared_memory.Piece], memory_bytes: Sequence[int]) -> bool:
+    """Whether slices can be mapped next to each other, and are worth the memory that they keep."""
+    for ((_, start, size), whole), ((_, next_start, _), _) in pairwise(zip(pieces, memory_bytes, strict=True)):
+        if start + size < whole or whole % shared_memory.PAGE_BYTES or next_start:
+            return False
+    return sum(size for _, _, size in pieces) >= sum(memory_bytes) * _LEAST_SHARE_MAPPED
+
+
+@contextmanager
+def _agreement() -> Iterator[None]:
+    try:
+        yield
+    except InvalidArgumentError as error:
+        raise InternalError(f"a storage service sent what does not agree: {error}") from None
