@@ -40,8 +40,7 @@ from tq_service.serving.backlogs import Backlogs
 from tq_service.serving.catalog import Catalog
 from tq_service.serving.limits import Limits
 from tq_service.state.idempotency import IdempotencyCache
-from tq_service.storage.blobs.base import BlobStore, DurableBlobStore
-from tq_service.storage.blobs.memory import MemoryBlobs
+from tq_service.storage.blobs.memory import BlobStore, DurableBlobStore, MemoryBlobs
 from tq_service.storage.blobs.segments import SegmentBlobs
 from tq_service.storage.engine import EngineStat, StorageEngine
 from tq_service.version import BUILD
