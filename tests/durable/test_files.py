@@ -31,7 +31,7 @@ from tq_service.journal.log import Log
 from tq_service.samplers import PlanRunner
 from tq_service.serving.catalog import Catalog
 from tq_service.storage.engine import StorageEngine
-from tq_service.storage.index.put_journal import PutDropped, PutStored, decode_put
+from tq_service.storage.index.put_table import PutDropped, PutStored, decode_put
 
 FILES = Path(__file__).parent / "files"
 

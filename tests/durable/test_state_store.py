@@ -24,7 +24,7 @@ from tq_service.machine.state_machine import IdempotencyCache
 from tq_service.samplers import PlanRunner
 from tq_service.server import converters
 from tq_service.serving.catalog import Catalog
-from tq_service.storage.index.put_journal import PutStored, encode_put
+from tq_service.storage.index.put_table import PutStored, encode_put
 from tq_service.v1 import controller_service_pb2 as pb
 
 

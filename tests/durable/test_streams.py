@@ -32,7 +32,7 @@ from tq_service.journal.log import Log, Record
 from tq_service.machine.state_machine import decode_group, encode_group
 from tq_service.samplers import PlanRunner
 from tq_service.serving.catalog import Catalog
-from tq_service.storage.index.put_journal import (
+from tq_service.storage.index.put_table import (
     ColumnRecord,
     LeftRows,
     PutDropped,

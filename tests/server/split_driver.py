@@ -254,7 +254,7 @@ class Split:
         pending = await self.engine.reserve(
             put_id, columns, partition_id=partition_id, for_existing_rows=False, deadline=None, owner=owner
         )
-        if not pending.already_complete:
+        if pending is not None:
             await pending.write(np.arange(rows).tobytes())
             pending.finish()
         endpoint = metadata_pb2.StorageEndpoint(storage_id="s", boot_id=self.engine.boot_id)
@@ -330,7 +330,7 @@ class Split:
         return [cells.put for cells in self.live() if not self._has(cells)]
 
     def _has(self, cells):
-        put = self.engine._puts.get(cells.put.put_id)
+        put = self.engine.puts.get(cells.put.put_id)
         if put is None:
             return False
         rows = np.arange(put.row_count) if cells.rows is None else np.sort(cells.rows)

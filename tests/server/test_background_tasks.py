@@ -14,7 +14,7 @@ from tq_service.server.app import running
 from tq_service.server.listener import Listener
 from tq_service.server.remote_storage import RemoteStorage
 from tq_service.storage.engine import StorageEngine
-from tq_service.storage.index.put_journal import PutJournal
+from tq_service.storage.index.put_table import PutJournal
 
 
 def settings(**given):

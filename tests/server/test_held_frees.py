@@ -16,8 +16,8 @@ from tq_service.errors import AlreadyExistsError
 from tq_service.server.storage_servicer import EngineDriver, endpoint_of
 from tq_service.server.storages import EmbeddedStorage, StorageRegistry
 from tq_service.state.cells import CellSet, Put
-from tq_service.storage.cells import PutCells
 from tq_service.storage.engine import StorageEngine
+from tq_service.storage.index.put import PutCells
 from tq_service.wire.connection import Credentials
 
 MOST_A_TURN = 128

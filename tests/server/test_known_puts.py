@@ -14,8 +14,8 @@ from tq_service.internal.v1 import storage_control_pb2
 from tq_service.machine.samples import SamplesCleared
 from tq_service.server.known_puts import KnownPuts
 from tq_service.state.cells import CellSet, CellsSnapshot, Put, PutTable
-from tq_service.storage.cells import PutCells
 from tq_service.storage.engine import StorageEngine
+from tq_service.storage.index.put import PutCells
 from tq_service.wire.encoding import encode_columns
 from tq_service.wire.metadata import CellRuns
 

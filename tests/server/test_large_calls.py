@@ -15,8 +15,8 @@ from tq_service.server import commits, storage_servicer
 from tq_service.server.app import running
 from tq_service.server.rpc import inbox
 from tq_service.state.table import RowTable
-from tq_service.storage.blobs import memfd, memory
-from tq_service.storage.index import reading, text_check
+from tq_service.storage.blobs import memory
+from tq_service.storage.index import put, reading
 from tq_service.storage.index.put import StoredPut
 from tq_service.wire import columns
 
@@ -58,8 +58,7 @@ def threads(monkeypatch):
     note(StoredPut, "place")
     note(reading, "_join_neighbours")
     note(storage_servicer, "encode_header")
-    for module in (memory, memfd):
-        note(module, "unmap")
+    note(memory, "unmap")
     return noted
 
 
@@ -105,7 +104,7 @@ async def test_a_put_that_goes_while_capacity_is_reserved_is_put_again(service, 
 
     def dropping(table, *args):
         if not dropped:
-            dropped.extend(engine._puts)
+            dropped.extend(engine.puts)
             for put_id in dropped:
                 engine.delete_waiting(put_id)
         return reserve(table, *args)
@@ -139,13 +138,13 @@ async def test_a_put_that_is_given_up_while_capacity_is_reserved_leaves_nothing(
 
 
 async def test_pieces_of_text_that_are_checked_at_once_are_small(client, monkeypatch):
-    sizes, look_at = [], text_check.TextCheck.look_at
+    sizes, look_at = [], put.TextCheck.look_at
 
     def looking(check, data, at):
         sizes.append(len(data))
         look_at(check, data, at)
 
-    monkeypatch.setattr(text_check.TextCheck, "look_at", looking)
+    monkeypatch.setattr(put.TextCheck, "look_at", looking)
     await client.put({"t": ["long text" * 1000] * 1000}, partition_id="p")
     assert sum(sizes) >= 9_000_000
     assert max(sizes) <= 2 << 20

@@ -14,7 +14,7 @@ from tq_service.server.composition import _node_of
 from tq_service.server.mirroring import Mirroring, Registration
 from tq_service.server.supervisor import Supervisor
 from tq_service.storage.engine import StorageEngine
-from tq_service.storage.index.put_journal import PutStored, encode_put
+from tq_service.storage.index.put_table import PutStored, encode_put
 from tq_service.storage.mirror.layout import pack_puts
 
 

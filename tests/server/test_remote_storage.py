@@ -14,7 +14,7 @@ from tq_service.internal.v1.storage_registry_pb2 import RegisterStorageRequest
 from tq_service.server.known_puts import KnownPuts
 from tq_service.server.receipts import ReceiptKeys
 from tq_service.server.remote_storage import RemoteStorage, _typed_errors
-from tq_service.storage.cells import PutCells
+from tq_service.storage.index.put import PutCells
 from tq_service.v1 import metadata_pb2
 from tq_service.wire.connection import Credentials
 

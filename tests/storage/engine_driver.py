@@ -4,7 +4,7 @@ import asyncio
 
 import numpy as np
 
-from tq_service.storage.cells import PutCells
+from tq_service.storage.index.put import PutCells
 from tq_service.wire import shared_memory
 from tq_service.wire.columns import ColumnReceiver, iter_frames
 from tq_service.wire.decoding import decode_columns
@@ -33,8 +33,8 @@ def reconcile(engine, cells=(), uncommitted=(), *, owner=b""):
 
 def expire(engine, owner=b""):
     """Drop the overdue puts of a controller that knows none of them; return how many there were."""
-    asked = engine.uncommitted(owner).overdue()
-    return engine.on_answer(owner, asked, asked.put_ids)
+    asked = engine.puts.overdue(owner)
+    return engine.on_answer(asked, asked.put_ids)
 
 
 async def begin(engine, number, data, *, existing=False, deadline=None, owner=b"", partition_id=PARTITION, token=""):

@@ -373,7 +373,7 @@ async def test_a_full_disk_refuses_one_put_and_nothing_else(directory, monkeypat
         await put(engine, 4, BIG)  # into the segment that was freed
     assert len(directory.segments()) == 1
     await put(engine, 2, BIG)
-    assert sorted(directory.engine._puts) == [put_id(number) for number in (2, 3, 4)]
+    assert sorted(directory.engine.puts) == [put_id(number) for number in (2, 3, 4)]
     engine.free([cells(number) for number in (2, 3, 4)])
     directory.flush()
     assert engine.stat().used_bytes == 0
@@ -528,7 +528,7 @@ async def test_a_put_for_existing_rows_is_one_after_a_restart_too(directory):
         pending.finish()
     directory.flush()
     engine = directory.open()
-    assert [engine.is_for_existing_rows(put_id(number)) for number in (1, 2, 3)] == [True, False, False]
+    assert [engine.puts[put_id(number)].for_existing_rows for number in (1, 2)] == [True, False]
 
 
 async def test_a_confirm_that_comes_before_is_not_forgotten(directory):

@@ -10,7 +10,7 @@ from engine_driver import begin, cells, put_id, read, reconcile, runs
 
 from tq_service.errors import UnavailableError
 from tq_service.storage.blobs.segments import Segment, SegmentBlobs
-from tq_service.storage.index import put_journal
+from tq_service.storage.index import put_table
 
 ROWS = 1000
 DATA = {
@@ -42,7 +42,7 @@ async def test_a_put_is_not_damaged_because_its_file_cannot_be_opened_now(tmp_pa
 
     with monkeypatch.context() as short:
         short.setattr(Segment, "open", refused)
-        with pytest.raises(UnavailableError, match=r"cannot be looked at now .*not now.*try again"):
+        with pytest.raises(UnavailableError, match=r"cannot be read now .*not now.*try again"):
             await engine.check([put_id(1)])
         assert not engine.damaged
         assert reconcile(engine, [cells(1)]).missing_put_ids == []
@@ -53,7 +53,7 @@ async def test_a_put_is_not_damaged_because_its_file_cannot_be_opened_now(tmp_pa
 
 
 async def test_the_scrub_goes_on_when_files_can_be_opened_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(put_journal, "_RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(put_table, "_RETRY_SECONDS", 0.0)
     engine = (await reopened(tmp_path)).engine
     refusals = []
     checksum = Segment.checksum

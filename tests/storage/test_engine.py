@@ -28,11 +28,9 @@ from tq_service.errors import (
     PutNotFoundError,
 )
 from tq_service.schema import CONTROLLER_NAME_BYTES, FieldSpec, Layout
-from tq_service.storage.cells import PutCells
 from tq_service.storage.engine import StorageEngine
-from tq_service.storage.index import compaction
 from tq_service.storage.index import reading as reading_module
-from tq_service.storage.index.put import StoredPut
+from tq_service.storage.index.put import PutCells, StoredPut
 from tq_service.storage.index.put_table import Overdue
 from tq_service.wire.columns import ColumnReceiver, ColumnShape, iter_frames
 from tq_service.wire.decoding import decode_columns
@@ -185,7 +183,7 @@ async def test_a_put_is_for_the_partition_that_its_header_named(engine):
     with pytest.raises(InvalidArgumentError, match="not put for partition 'other'"):
         await engine.reserve(put_id(1), columns, partition_id="other", for_existing_rows=False, deadline=None)
     with pytest.raises(InvalidArgumentError, match="not put for partition 'other'"):
-        engine.check_complete(put_id(1), "other")
+        engine.complete_put(put_id(1), "other")
     with pytest.raises(InvalidArgumentError, match=r"for controller .*, not"):
         await engine.reserve(
             put_id(1), columns, partition_id=PARTITION, for_existing_rows=False, deadline=None, owner=b"o" * 16
@@ -197,11 +195,8 @@ async def test_a_put_is_for_the_partition_that_its_header_named(engine):
 
 async def test_a_retry_of_a_complete_put_changes_nothing(engine):
     await put(engine, 1, SMALL)
-    again, chunks = await begin(engine, 1, SMALL)
-    assert again.already_complete
-    await again.write(chunks[0])
-    again.finish()
-    again.abort()
+    again, _ = await begin(engine, 1, SMALL)
+    assert again is None
     assert engine.stat().put_count == 1
     assert engine.stat().used_bytes == 100
 
@@ -228,7 +223,7 @@ async def test_unconfirmed_puts_expire_and_confirmed_ones_stay():
     clock.now += 5
     assert expire(engine) == 1
     with pytest.raises(PutNotFoundError):
-        engine.check_complete(put_id(1), PARTITION)
+        engine.complete_put(put_id(1), PARTITION)
     assert not engine.confirm(put_id(1))
     assert engine.confirm(put_id(2))
     assert engine.confirm(put_id(2))
@@ -243,24 +238,24 @@ async def test_an_overdue_put_goes_where_its_controller_does_not_know_it_and_no_
     for number in range(6):
         await put(engine, number, SMALL, confirm=False)
         assert engine.receipt_number(put_id(number)) == number
-    assert engine.uncommitted(b"").overdue(9) == Overdue(put_ids=[], receipts_from=0)
+    assert engine.puts.overdue(b"", 9) == Overdue(put_ids=[], receipts_from=0)
     clock.now += 10
     await put(engine, 6, SMALL, confirm=False)
     assert engine.receipt_number(put_id(6)) == 6
-    asked = engine.uncommitted(b"").overdue(5)
+    asked = engine.puts.overdue(b"", 5)
     assert asked == Overdue(put_ids=[put_id(number) for number in range(5)], receipts_from=6)
     engine.free([cells(4)])
     engine.confirm(put_id(0))
-    assert engine.on_answer(b"", asked, unknown=[put_id(0), put_id(1), put_id(4)]) == 1
+    assert engine.on_answer(asked, unknown=[put_id(0), put_id(1), put_id(4)]) == 1
     assert engine.stat().uncommitted_put_count == 4  # 0 is committed, 1 and 4 are gone
-    assert engine.uncommitted(b"").overdue(9).put_ids == [put_id(5)]  # the others later
+    assert engine.puts.overdue(b"", 9).put_ids == [put_id(5)]  # the others later
     assert engine.receipt_number(put_id(0)) is None
     assert engine.receipt_number(put_id(2)) == 7  # the one before is void
     assert engine.receipt_number(put_id(2)) == 7
     clock.now += 10
-    assert engine.uncommitted(b"").overdue(9).put_ids == [put_id(number) for number in (5, 6, 2, 3)]
+    assert engine.puts.overdue(b"", 9).put_ids == [put_id(number) for number in (5, 6, 2, 3)]
     with pytest.raises(PutNotFoundError):
-        engine.check_complete(put_id(1), PARTITION)
+        engine.complete_put(put_id(1), PARTITION)
 
 
 async def test_a_put_that_gets_another_receipt_while_it_is_asked_for_stays():
@@ -269,10 +264,10 @@ async def test_a_put_that_gets_another_receipt_while_it_is_asked_for_stays():
     await put(engine, 1, SMALL, confirm=False)
     assert engine.receipt_number(put_id(1)) == 0
     clock.now += 10
-    asked = engine.uncommitted(b"").overdue(9)
+    asked = engine.puts.overdue(b"", 9)
     assert engine.receipt_number(put_id(1)) == 1
-    assert engine.on_answer(b"", asked, unknown=[put_id(1)]) == 0
-    assert engine.uncommitted(b"").overdue(9) == Overdue(put_ids=[], receipts_from=1)
+    assert engine.on_answer(asked, unknown=[put_id(1)]) == 0
+    assert engine.puts.overdue(b"", 9) == Overdue(put_ids=[], receipts_from=1)
 
 
 async def test_a_put_that_its_controller_knows_outlasts_a_reconciliation_of_before():
@@ -281,8 +276,8 @@ async def test_a_put_that_its_controller_knows_outlasts_a_reconciliation_of_befo
     await put(engine, 1, SMALL, confirm=False)
     clock.now += 10
     state = engine.begin_reconciliation()
-    asked = engine.uncommitted(b"").overdue(9)
-    engine.on_answer(b"", asked, unknown=())  # it was committed after the controller looked at its puts
+    asked = engine.puts.overdue(b"", 9)
+    engine.on_answer(asked, unknown=())  # it was committed after the controller looked at its puts
     for _ in engine.finish_reconciliation(state):
         pass
     assert engine.stat().put_count == 1
@@ -295,7 +290,7 @@ async def test_void_receipts_are_replaced():
     await put(engine, 2, SMALL, confirm=False)
     assert [engine.receipt_number(put_id(number)) for number in (1, 2, 2)] == [0, 1, 1]
     clock.now += 10
-    engine.uncommitted(b"").overdue()
+    engine.puts.overdue(b"")
     assert [engine.receipt_number(put_id(number)) for number in (2, 1, 2)] == [2, 3, 2]
 
 
@@ -304,16 +299,16 @@ async def test_of_owners_that_are_no_controller_all_goes_in_time_and_of_others_n
     engine = StorageEngine(max_bytes=None, put_ttl_seconds=10, clock=clock)
     for number, owner in enumerate([b"a", b"a", b"b", b"b"]):
         await put(engine, number, SMALL, confirm=number % 2 == 0, owner=owner)
-    assert engine.absent_owners([b"b"]) == []
+    assert engine.puts.absent_owners([b"b"]) == []
     clock.now += 5
-    assert engine.absent_owners([b"a", b"b"]) == []  # it came back
-    assert engine.absent_owners([b"b"]) == []
+    assert engine.puts.absent_owners([b"a", b"b"]) == []  # it came back
+    assert engine.puts.absent_owners([b"b"]) == []
     clock.now += 9
-    assert engine.absent_owners([b"b"]) == []
+    assert engine.puts.absent_owners([b"b"]) == []
     clock.now += 1
-    assert engine.absent_owners([b"b"]) == [b"a"]
+    assert engine.puts.absent_owners([b"b"]) == [b"a"]
     assert sum(engine.delete_owned(b"a")) == 2
-    assert engine.absent_owners([b"b"]) == []
+    assert engine.puts.absent_owners([b"b"]) == []
     assert (engine.stat().put_count, engine.stat().uncommitted_put_count) == (2, 1)
 
 
@@ -323,9 +318,9 @@ async def test_what_an_earlier_start_of_a_controller_put_goes_at_once():
     before, now, other = (name * CONTROLLER_NAME_BYTES + start for name, start in starts)
     for number, owner in enumerate([before, now, other]):
         await put(engine, number, SMALL, owner=owner)
-    assert engine.absent_owners([now]) == [before]
+    assert engine.puts.absent_owners([now]) == [before]
     assert sum(engine.delete_owned(before)) == 1
-    assert engine.absent_owners([now]) == []
+    assert engine.puts.absent_owners([now]) == []
     assert engine.stat().put_count == 2
 
 
@@ -339,12 +334,12 @@ async def test_a_put_that_comes_while_those_of_its_owner_are_dropped_goes_the_ne
         await put(engine, number, SMALL, confirm=False, owner=b"a")  # into slices to come, and into those that are over
     dropped += sum(dropping)
     assert 0 < engine.stat().put_count == engine.stat().uncommitted_put_count == 32 - dropped
-    assert engine.absent_owners([b"b"]) == []
+    assert engine.puts.absent_owners([b"b"]) == []
     clock.now += 10
-    assert engine.absent_owners([b"b"]) == [b"a"]
+    assert engine.puts.absent_owners([b"b"]) == [b"a"]
     sum(engine.delete_owned(b"a"))
     assert engine.stat().put_count == engine.stat().used_bytes == 0
-    assert engine.absent_owners([b"b"]) == []
+    assert engine.puts.absent_owners([b"b"]) == []
 
 
 async def test_reconciliation_touches_the_puts_of_its_owner_alone(engine):
@@ -549,9 +544,20 @@ class _Copies:
         self.loop_bytes, self.thread_bytes, self.largest_bytes = 0, 0, 0
         self.begun, self.may_go_on = threading.Event(), threading.Event()
         self.may_go_on.set()
-        loop_thread, gather = threading.get_ident(), compaction.gather
+        loop_thread, gather, copy = threading.get_ident(), reading_module.gather, reading_module.Move.copy
+        compacting = threading.local()
+
+        def copied(move, smaller):
+            compacting.now = True
+            try:
+                return copy(move, smaller)
+            finally:
+                compacting.now = False
 
         def counted(blob, starts, sizes, target, unit):
+            if not getattr(compacting, "now", False):  # it is a read
+                gather(blob, starts, sizes, target, unit)
+                return
             if threading.get_ident() == loop_thread:
                 self.loop_bytes += target.size
             else:
@@ -561,7 +567,8 @@ class _Copies:
             self.largest_bytes = max(self.largest_bytes, target.size)
             gather(blob, starts, sizes, target, unit)
 
-        monkeypatch.setattr(compaction, "gather", counted)
+        monkeypatch.setattr(reading_module, "gather", counted)
+        monkeypatch.setattr(reading_module.Move, "copy", copied)
 
     async def hold(self):
         """Wait until a put is being copied, which does not go on before `release`."""

@@ -3,9 +3,8 @@ import threading
 
 import pytest
 
-from tq_service.storage.blobs import memfd, memory
-from tq_service.storage.blobs.memfd import MemfdBlobs
-from tq_service.storage.blobs.memory import MemoryBlobs, size_class, unmap
+from tq_service.storage.blobs import memory
+from tq_service.storage.blobs.memory import MemfdBlobs, MemoryBlobs, size_class, unmap
 
 
 @pytest.mark.parametrize(
@@ -94,8 +93,7 @@ async def test_a_thread_unmaps_what_is_large(monkeypatch):
         sizes.append(len(memory))
         unmap(memory)
 
-    for module in (memory, memfd):
-        monkeypatch.setattr(module, "unmap", noting)
+    monkeypatch.setattr(memory, "unmap", noting)
     pooled, shared = MemoryBlobs(), MemfdBlobs()
     for size in (1 << 20, 32 << 20):
         pooled.allocate_now(size).release()

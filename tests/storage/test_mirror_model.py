@@ -11,7 +11,7 @@ from mirror_driver import Nodes, put, turns_until
 from property_settings import examples
 
 from tq_service.errors import NotFoundError, UnavailableError
-from tq_service.storage.index import residents
+from tq_service.storage.index import put_table
 from tq_service.storage.mirror import adoption, layout, mirror, writer
 from tq_service.wire import shared_memory
 
@@ -124,23 +124,22 @@ class Model:
 
     async def fetch(self):
         """What was taken over is fetched as far as there is memory: here there is, for as long as it takes."""
-        its = self.engine._residents
-        limit = 0 if its is None else its.memory.limit
-        if its is not None:
-            its.memory.limit = 1 << 40
+        its = self.engine._admission
+        limit, its._memory_bytes = its._memory_bytes, 1 << 40
         await self.engine.scrub()
-        if its is not None:
-            its.memory.limit = limit
+        its._memory_bytes = limit
 
     async def spill(self):
         """What is over the memory there is leaves it, as far as the mirror has it and nothing of it is freed."""
         self.engine.trim()
         its = self.engine._residents
-        if its is None:
-            return
-        assert its.spilled_bytes == its.memory.spilled_bytes == sum(blob.charge for blob in its._spilled.values())
+        assert (
+            its.spilled_bytes
+            == self.engine._admission.spilled_bytes
+            == sum(blob.charge for blob in its.spilled.values())
+        )
         assert self.engine.stat().used_bytes >= its.spilled_bytes
-        assert all(self.nodes.mirror.is_unfetched(each) for each in its._spilled)
+        assert all(self.nodes.mirror.is_unfetched(each) for each in its.spilled)
 
     async def list(self):
         await self.nodes.listed()
@@ -178,14 +177,14 @@ def _small():
         patch.setattr(mirror, "SMALL_PUT_BYTES", 4096)
         patch.setattr(mirror, "_GATHER_SECONDS", 0.0)
         patch.setattr(mirror, "_FIRST_PAUSE_SECONDS", 0.0)
-        patch.setattr(mirror, "_FETCH_PAUSE_SECONDS", 0.0)
+        patch.setattr(put_table, "_LEAST_PAUSE_SECONDS", 0.0)
         patch.setattr(shared_memory, "_SEGMENT_BYTES", 4096)
         patch.setattr(shared_memory, "_GRAIN_BYTES", 4096)
         patch.setattr(adoption, "HEAD_BYTES", 16)
         patch.setattr(adoption, "_SECONDS_BACK", 600)
         for module in (adoption, writer):
             patch.setattr(module, "WINDOW", 64)
-        patch.setattr(residents, "_KEPT_SECONDS", 0.0)
+        patch.setattr(put_table, "_KEPT_SECONDS", 0.0)
         for module in (adoption, layout, mirror):
             patch.setattr(module, "LARGEST_OBJECT_BYTES", 3000)
         patch.setattr(layout.cut, "__defaults__", (3000,))

@@ -11,7 +11,7 @@ from engine_driver import PARTITION, begin, put, put_id, read, runs
 from tq_service.errors import InvalidArgumentError
 from tq_service.schema import Encoding
 from tq_service.storage.engine import StorageEngine
-from tq_service.storage.index.text_check import TextCheck
+from tq_service.storage.index.put import TextCheck
 from tq_service.wire import shared_memory
 from tq_service.wire.encoding import encode_columns
 

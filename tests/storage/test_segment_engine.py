@@ -152,7 +152,7 @@ async def test_a_shortage_in_the_middle_of_a_put_is_the_end_of_it(engine, monkey
 
     with monkeypatch.context() as patch:
         patch.setattr(segments.os, "pwrite", fail)
-        with pytest.raises(UnavailableError, match="cannot be written now"):
+        with pytest.raises(UnavailableError, match="cannot be kept now"):
             await pending.write(chunks[1])
     with pytest.raises(InvalidArgumentError, match="before what its header declared"):
         pending.finish()

@@ -47,7 +47,7 @@ from tq_service.machine.state_machine import Entry, decode_group
 from tq_service.serving.catalog import Catalog
 from tq_service.state.partition import Partition, PartitionSnapshot
 from tq_service.storage.engine import StorageEngine
-from tq_service.storage.index.put_journal import left_puts
+from tq_service.storage.index.put_table import left_puts
 from tq_service.wire.objects import no_collection
 
 _log = logging.getLogger(__name__)

@@ -179,7 +179,7 @@ class Commits:
         columns: Sequence[ColumnShape],
         *,
         for_existing_rows: bool,
-        check: Callable[[], None],
+        check: Callable[[], object],
     ) -> commit_pb2.CommitResponse:
         """Make the columns of a stored put visible in one step, once for each request_id.
 

@@ -39,8 +39,7 @@ from tq_service.server.supervisor import Supervisor
 from tq_service.server.watches import Watches
 from tq_service.serving.backlogs import Backlogs
 from tq_service.serving.catalog import Catalog, Limits
-from tq_service.storage.blobs.base import BlobStore, DurableBlobStore
-from tq_service.storage.blobs.memory import MemoryBlobs
+from tq_service.storage.blobs.memory import BlobStore, DurableBlobStore, MemoryBlobs
 from tq_service.storage.blobs.segments import SegmentBlobs
 from tq_service.storage.engine import EngineStat, StorageEngine
 from tq_service.version import BUILD

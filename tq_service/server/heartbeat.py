@@ -81,7 +81,7 @@ async def register_storage(
     async with _Registry(controllers, credentials) as registry:
         outage = PeerOutage(_log, "controller", address=controller)
         while True:
-            stat, overdue = engine.stat(), engine.uncommitted(controller_id).overdue(MOST_OVERDUE_PUTS)
+            stat, overdue = engine.stat(), engine.puts.overdue(controller_id, MOST_OVERDUE_PUTS)
             request = storage_registry_pb2.RegisterStorageRequest(
                 storage=endpoint,
                 max_bytes=stat.max_bytes or 0,
@@ -109,14 +109,14 @@ async def register_storage(
             registration.renew(sent_at, interval_seconds)
             dropped_count = 0
             if answer.controller_id == controller_id:  # else it was asked about the puts of another one
-                dropped_count = engine.on_answer(controller_id, overdue, answer.unknown_put_ids)
+                dropped_count = engine.on_answer(overdue, answer.unknown_put_ids)
             else:
                 controller_id = answer.controller_id
                 _log.info(
                     LogMessage("registered with the controller", address=registry.address, storage=engine.storage_id)
                 )
             keys.renew(controller_id, answer.receipt_key)
-            for owner in engine.absent_owners({controller_id}):
+            for owner in engine.puts.absent_owners({controller_id}):
                 for count in engine.delete_owned(owner):
                     dropped_count += count
                     await asyncio.sleep(0)

@@ -16,7 +16,7 @@ import numpy as np
 
 from tq_service.internal.v1 import storage_control_pb2
 from tq_service.state.cells import CellSet, CellsSnapshot, Freed, freed_cells, live_cells
-from tq_service.storage.cells import PutCells
+from tq_service.storage.index.put import PutCells
 from tq_service.wire.metadata import runs_of
 
 _MOST_PUTS: Final = 1024  # a piece is some milliseconds' work for the storage service

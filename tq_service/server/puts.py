@@ -40,7 +40,7 @@ from tq_service.errors import AlreadyExistsError, TqError, UnavailableError
 from tq_service.server.known_puts import KnownPuts, put_cells
 from tq_service.server.supervisor import Supervisor
 from tq_service.state.cells import CellSet, CellsSnapshot, Freed, Put, freed_cells, live_cells
-from tq_service.storage.cells import PutCells
+from tq_service.storage.index.put import PutCells
 
 _FREED_PER_TURN: Final = 128  # puts, or parts of some, freed before others have their turns: a millisecond
 

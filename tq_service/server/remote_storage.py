@@ -28,7 +28,7 @@ from tq_service.server.known_puts import KnownPuts, encode_cells, in_messages
 from tq_service.server.peer import Peer, PeerOutage
 from tq_service.server.receipts import ReceiptBook, key_id
 from tq_service.server.supervisor import Supervisor
-from tq_service.storage.cells import PutCells
+from tq_service.storage.index.put import PutCells
 from tq_service.wire.connection import Credentials
 from tq_service.wire.error_table import from_rpc_error, status_from_trailers
 from tq_service.wire.messages import read_message

@@ -8,6 +8,7 @@ import logging
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
+from itertools import chain
 from typing import Any, Final, TypeAlias
 
 import grpc
@@ -33,11 +34,10 @@ from tq_service.server.rpc.inbox import awaits_end
 from tq_service.server.rpc.limits import RETRY_AFTER_SECONDS, WaitingCalls, wait_until
 from tq_service.server.rpc.middleware import token_name
 from tq_service.state.cells import Put
-from tq_service.storage.cells import PutCells
 from tq_service.storage.engine import StorageEngine
-from tq_service.storage.index.put import PendingPut
-from tq_service.storage.index.reading import Reading, shared_part
-from tq_service.storage.index.reconciliation import Reconciliation
+from tq_service.storage.index.put import PendingPut, PutCells
+from tq_service.storage.index.put_table import Reconciliation
+from tq_service.storage.index.reading import Reading
 from tq_service.v1 import metadata_pb2
 from tq_service.v1 import storage_service_pb2 as pb
 from tq_service.wire.columns import (
@@ -94,8 +94,11 @@ class EngineDriver:
         for_existing_rows: bool = False,
         shared: bool = False,
         waiting: contextlib.AbstractContextManager[None] | None = None,
-    ) -> AsyncIterator[PendingPut]:
+    ) -> AsyncIterator[PendingPut | None]:
         """Reserve capacity for a put, whose bytes are written within the `with`; after an error nothing of it is left.
+
+        Yields:
+            What takes the bytes; None where the put is complete already.
 
         Args:
             header: of the put.
@@ -116,11 +119,13 @@ class EngineDriver:
                 token=token_name.get(),
                 shared=shared,
             )
+        if pending is None:
+            yield None
+            return
         try:
             yield pending
-            if not pending.already_complete:
-                await self._engine.flush(pending, until)
-                pending.finish()
+            await self._engine.flush(pending, until)
+            pending.finish()
         except BaseException:
             pending.abort()  # and no more: a retry may have completed the put meanwhile
             raise
@@ -128,8 +133,8 @@ class EngineDriver:
     async def put(self, header: pb.PutHeader, columns: Sequence[Column], deadline: Deadline) -> pb.PutResponse:
         """Store a put, see `AsyncDriver`."""
         async with self.storing(header, columns, until=time.monotonic() + deadline.remaining()) as pending:
-            for column in columns:
-                for chunk in column.chunks:
+            if pending is not None:
+                for chunk in chain.from_iterable(column.chunks for column in columns):
                     await pending.write(chunk)
         return pb.PutResponse()
 
@@ -323,15 +328,15 @@ class StorageServicer:
                 shared=shared,
                 waiting=self._waiting.one(context),
             ) as pending:
-                if pending.already_complete:
-                    await self._engine.check([header.put_id])
-                    columns = self._engine.columns_of(header.put_id)  # not what this header says: that is not compared
+                if pending is None:
+                    await self._engine.check([header.put_id])  # what this header says is not compared
+                    columns = self._engine.complete_put(header.put_id, header.partition_id).shapes()
                 else:
                     await receive(pending)
             try:
                 answer = await self._done(header, columns)
             except BaseException:
-                if not pending.already_complete:  # else it is that of a call before, and waits for its own commit
+                if pending is not None:  # else it is that of a call before, and waits for its own commit
                     self._engine.delete_waiting(header.put_id)
                 raise
         return await self._completed(header, answer)
@@ -403,8 +408,8 @@ class StorageServicer:
             header.commit,
             put,
             columns,
-            for_existing_rows=self._engine.is_for_existing_rows(header.put_id),
-            check=lambda: self._engine.check_complete(header.put_id, header.partition_id),
+            for_existing_rows=self._engine.complete_put(header.put_id, header.partition_id).for_existing_rows,
+            check=lambda: self._engine.complete_put(header.put_id, header.partition_id),
         )
         return pb.PutResponse(storage=self._endpoint, commit=answer)
 
@@ -413,14 +418,14 @@ class StorageServicer:
         number = self._engine.receipt_number(header.put_id)
         if number is None:
             return b""
-        for_existing_rows = self._engine.is_for_existing_rows(header.put_id)
+        put = self._engine.complete_put(header.put_id, header.partition_id)
         return self._keys.seal(
             header.controller_id,
             header.put_id,
             header.partition_id,
             number,
-            for_existing_rows=for_existing_rows,
-            columns_digest=columns_digest(self._engine.columns_of(header.put_id)),
+            for_existing_rows=put.for_existing_rows,
+            columns_digest=columns_digest(put.shapes()),
         )
 
     async def Get(self, request: pb.GetRequest, context: Context) -> None:
@@ -473,7 +478,7 @@ class StorageServicer:
         self, request: pb.GetRequest, reading: Reading
     ) -> tuple[Session | None, Sequence[int], pb.SharedColumns]:
         """Return the session in which a part of a read is to be offered, its memfds and columns; None: no part is."""
-        fds, columns = shared_part(reading) if request.shared_memory_session else ((), ())
+        fds, columns = reading.shared_part() if request.shared_memory_session else ((), ())
         session = self._session(request.shared_memory_session) if columns else None
         if session is None:
             return None, (), pb.SharedColumns()
@@ -502,9 +507,10 @@ class StorageServicer:
             def update() -> storage_control_pb2.UpdatePutsResponse:
                 missing = [put_id for put_id in request.committed_put_ids if not engine.confirm(put_id)]
                 engine.free(cells)
-                left = engine.uncommitted(request.controller_id)
                 return storage_control_pb2.UpdatePutsResponse(
-                    missing_put_ids=missing, next_receipt_number=left.next_number, receipts_from=left.oldest_number
+                    missing_put_ids=missing,
+                    next_receipt_number=engine.puts.next_number,
+                    receipts_from=engine.puts.oldest_number,
                 )
 
             keys = self._keys if self._mirroring is None else self._mirroring.keys(request.boot_id) or self._keys

@@ -28,8 +28,8 @@ from tq_service.server.puts import Puts
 from tq_service.server.remote_storage import Capacity, RemoteStorage, report_reconciled
 from tq_service.server.supervisor import Supervisor
 from tq_service.state.cells import CellsSnapshot, Put
-from tq_service.storage.cells import PutCells
 from tq_service.storage.engine import StorageEngine
+from tq_service.storage.index.put import PutCells
 from tq_service.v1.controller_service_pb2 import PlacePutResponse
 from tq_service.v1.metadata_pb2 import StorageEndpoint
 from tq_service.version import BUILD
@@ -102,11 +102,8 @@ class EmbeddedStorage:
                 "answered, as it is",
                 field="receipt",
             )
-        self.engine.check_complete(put_id, partition_id)
-        return PutReceipt(
-            for_existing_rows=self.engine.is_for_existing_rows(put_id),
-            columns_digest=columns_digest(self.engine.columns_of(put_id)),
-        )
+        put = self.engine.complete_put(put_id, partition_id)
+        return PutReceipt(for_existing_rows=put.for_existing_rows, columns_digest=columns_digest(put.shapes()))
 
     def reconcile(self, cells: Iterable[PutCells]) -> None:
         """Say which cells samples have, before anybody is served."""
@@ -359,9 +356,9 @@ class StorageRegistry:
         if self.embedded is None:
             return
         engine = self.embedded.engine
-        while (asked := engine.uncommitted(self.controller_id).overdue(_EXPIRED_PER_TURN)).put_ids:
+        while (asked := engine.puts.overdue(self.controller_id, _EXPIRED_PER_TURN)).put_ids:
             unknown = self.puts.unknown(engine.storage_id, engine.boot_id, asked.put_ids)
-            yield engine.on_answer(self.controller_id, asked, unknown)
+            yield engine.on_answer(asked, unknown)
 
     def place(self, size_bytes: int) -> PlacePutResponse:
         """Return where a put is to go: to the most free bytes, where so many could ever be; and the next ones.

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from tq_service.errors import (
     CallCancelledError,
@@ -25,16 +25,36 @@ from tq_service.errors import (
 )
 from tq_service.log_message import LogMessage
 from tq_service.results import MirrorStatus
-from tq_service.storage.blobs.base import Blob, BlobStore, DurableBlobStore, in_thread, is_temporary
-from tq_service.storage.blobs.memfd import MemfdBlobs
-from tq_service.storage.blobs.memory import SMALL_BYTES, LocalBlob, MemoryBlobs
-from tq_service.storage.cells import PutCells
+from tq_service.storage.blobs.memory import (
+    SMALL_BYTES,
+    Blob,
+    BlobStore,
+    DurableBlobStore,
+    LocalBlob,
+    MemfdBlobs,
+    MemoryBlobs,
+    in_thread,
+    is_temporary,
+)
 from tq_service.storage.index.admission import Admission
-from tq_service.storage.index.compaction import Move
-from tq_service.storage.index.put import PendingPut, StoredPut
-from tq_service.storage.index.put_journal import EncodedPut, PutJournal, PutLog, PutStored, put_of
-from tq_service.storage.index.put_table import Backing, Overdue, PutState, PutTable, RecoveredPut, UncommittedPuts
+from tq_service.storage.index.put import PendingPut, PutCells, RowSet, StoredColumn, StoredPut
+from tq_service.storage.index.put_table import (
+    Backing,
+    EncodedPut,
+    Overdue,
+    PutJournal,
+    PutLog,
+    PutState,
+    PutStored,
+    PutTable,
+    Reconciliation,
+    RecoveredPut,
+    Residents,
+    cells_besides,
+    put_of,
+)
 from tq_service.storage.index.reading import (
+    Move,
     Reading,
     UnreadableError,
     check_sound,
@@ -43,8 +63,6 @@ from tq_service.storage.index.reading import (
     open_reading,
     open_reading_in_thread,
 )
-from tq_service.storage.index.reconciliation import Reconciliation, cells_besides
-from tq_service.storage.index.residents import Memory, Residents
 from tq_service.storage.mirror.layout import PutObject
 from tq_service.storage.mirror.mirror import Mirror
 from tq_service.wire.columns import ColumnShape
@@ -112,6 +130,7 @@ class StorageEngine:
             they are read. The quota is about all puts. None: all stay in memory.
 
     Attributes:
+        puts: the complete ones.
         boot_id: 16 random bytes: what another boot stored is gone.
         run_id: 16 random bytes, new for every engine.
         storage_id: name of this storage service.
@@ -144,35 +163,34 @@ class StorageEngine:
         self.storage_id = storage_id
         self.put_ttl_seconds = put_ttl_seconds
         self._clock = clock
-        self._admission: Admission
-        if quota_of is None:
-            self._admission = Admission(max_bytes, reserve_share, clock, on_shortage=self._relieve)
-            memory = None if memory_bytes is None else Memory(memory_bytes)
-            # What is taken over may exceed the quota, and is in the mirror whatever becomes of this process.
-            self._adopted_memory = Memory(max_bytes) if memory is None and max_bytes is not None else memory
-        else:
-            self._admission = quota_of._admission
-            memory = quota_of._adopted_memory
-        self._residents: Residents | None = None if memory is None else Residents(memory, clock)
+        # What is taken over may exceed the quota, and is in the mirror whatever becomes of this process.
+        self._admission: Admission = (
+            Admission(
+                max_bytes, reserve_share, clock, self._relieve, max_bytes if memory_bytes is None else memory_bytes
+            )
+            if quota_of is None
+            else quota_of._admission
+        )
+        can_spill = memory_bytes is not None or quota_of is not None
+        self._residents = Residents(self._admission, clock, can_spill=can_spill)
         self._store = MemoryBlobs() if blobs is None else blobs
         self._memfds = MemfdBlobs()
         for store in (self._store, self._memfds):
             store.on_freed = self._admission.release
         self._journal = PutJournal(self._store) if isinstance(self._store, DurableBlobStore) else None
         self._mirror = mirror
-        self._backing: Backing = mirror or self._journal or Backing()
+        self._backing: Backing[Any] = mirror or self._journal or Backing()
+        self._backing.may_fetch = self._admission.has_memory
         if mirror is not None:
             if not isinstance(self._store, MemoryBlobs):
                 raise InvalidArgumentError(
                     f"a mirror goes with puts in memory, got {type(self._store).__name__}; leave blobs out",
                     field="blobs",
                 )
-            mirror.on_fetched, mirror.may_fetch = self._on_fetched, self._has_memory
+            mirror.on_fetched = self._on_fetched
         if self._journal is not None:
             self._journal.on_looked_at = self._end_deferral
-        self._puts = PutTable(put_ttl_seconds, clock)
-        if mirror is not None:
-            self._puts.load_with(_not_fetched)
+        self.puts = PutTable(put_ttl_seconds, clock, self._backing.load)
         self._pending: dict[bytes, PendingPut] = {}
         self._holed: dict[bytes, None] = {}  # puts with dead cells that still take memory
         self._due: dict[bytes, None] = {}  # those of them that are to be compacted next
@@ -196,12 +214,11 @@ class StorageEngine:
         owner: bytes = b"",
         token: str = "",
         shared: bool = False,
-    ) -> PendingPut:
-        """Reserve capacity for a put, waiting for it, see `Admission`.
+    ) -> PendingPut | None:
+        """Reserve capacity for a put, waiting for it, see `Admission`; return None where it is complete already.
 
         Args:
-            put_id: made by the client, the same over retries. An unfinished put of the same id is aborted; where one
-                is complete, the result says `already_complete` and takes no bytes.
+            put_id: made by the client, the same over retries. An unfinished put of the same id is aborted.
             columns: what it has, checked as `decode_headers` does.
             partition_id: the partition it is for; its commit must name the same.
             for_existing_rows: whether the put may use the reserve; no new rows may be made of it.
@@ -218,32 +235,34 @@ class StorageEngine:
             DiskFullError: the disk is full.
             CallCancelledError: a retry of the same put took over while this call waited.
         """
-        if put_id in self._puts:
+        if put_id in self.puts:
             self._check_partition(put_id, partition_id)
-            if (known := self._puts.owner_of(put_id)) != owner:
+            if (known := self.puts.owner_of(put_id)) != owner:
                 raise InvalidArgumentError(
                     f"put {put_id.hex()} is here for controller {known.hex()}, not {owner.hex()}; put "
                     "the data under another put_id",
                     field="controller_id",
                 )
-            return PendingPut.completed(put_id)
-        stale = self._pending.pop(put_id, None)
-        if stale is not None:
+            return None
+        if (stale := self._pending.pop(put_id, None)) is not None:
             stale.abort()
-        pending = PendingPut(put_id, on_finish=self._finish, on_abort=self._abort)
-        self._pending[put_id] = pending
+        pending = self._pending[put_id] = PendingPut(put_id, self._finish, self._abort)
+        rows = RowSet(columns[0].row_count)
+        stored = StoredPut(
+            {column.spec.name: StoredColumn(column.spec, rows, column.value_bytes) for column in columns},
+            rows.stored_count,
+            partition_id,
+            for_existing_rows=for_existing_rows,
+            owner=owner,
+        )
         try:
-            stored = StoredPut.of(columns, partition_id, for_existing_rows=for_existing_rows, owner=owner)
             await self._allocate(
                 stored, columns, self._memfds if shared else self._store, (token, partition_id), deadline
             )
+            pending.begin(stored)
         except BaseException:
             pending.abort()
             raise
-        if pending.is_aborted:
-            stored.values.release()
-            pending.require_open()
-        pending.begin(stored)
         return pending
 
     async def _allocate(
@@ -294,28 +313,30 @@ class StorageEngine:
 
     def confirm(self, put_id: bytes) -> bool:
         """Make a complete put stay: its commit is made. Idempotent; return whether it is here."""
-        if put_id not in self._puts:
+        if put_id not in self.puts:
             return False
-        owner = self._puts.owner_of(put_id)
-        self._puts.uncommitted(owner).remove(put_id)
-        if (state := self._reconciliations.get(owner)) is not None:
+        self.puts.confirm(put_id)
+        if (state := self._reconciliations.get(self.puts.owner_of(put_id))) is not None:
             state.staying.add(put_id)
         self._spill()
         return True
 
-    def check_complete(self, put_id: bytes, partition_id: str) -> None:
-        """Check that a put can be committed.
+    def complete_put(self, put_id: bytes, partition_id: str) -> StoredPut:
+        """Return a put that can be committed to a partition.
 
         Raises:
             PutNotFoundError: it never completed, expired, or was freed.
             InvalidArgumentError: it was put for another partition.
+            DataLossError: its bytes are damaged.
         """
-        if put_id not in self._puts:
+        if put_id not in self.puts:
             raise PutNotFoundError(
                 f"put {put_id.hex()} is not here: never completed, expired without a commit, or cleared; put it again",
                 metadata={"put_id": put_id.hex()},
             )
         self._check_partition(put_id, partition_id)
+        check_sound([put_id], self.damaged, self.storage_id)
+        return self.puts[put_id]
 
     def receipt_number(self, put_id: bytes) -> int | None:
         """Return the number for the receipt of a complete put, None where it needs none: it is committed.
@@ -324,8 +345,8 @@ class StorageEngine:
             PutNotFoundError: some of its cells were freed, so that it was committed before, maybe with a controller
                 that has restarted since and knows nothing of it.
         """
-        number = self._puts.uncommitted(self._puts.owner_of(put_id)).receipt_number(put_id)
-        was_freed = put_id in self._when_fetched or not (put_id in self.damaged or self._puts[put_id].is_whole())
+        number = self.puts.receipt_number(put_id)
+        was_freed = put_id in self._when_fetched or not (put_id in self.damaged or self.puts[put_id].is_whole())
         if number is not None and was_freed:
             raise PutNotFoundError(
                 f"put {put_id.hex()} was committed before, and some of its cells were cleared since; put it again",
@@ -333,68 +354,43 @@ class StorageEngine:
             )
         return number
 
-    def uncommitted(self, owner: bytes) -> UncommittedPuts:
-        """Return the puts of a controller that are not known to be committed, and which receipts it takes."""
-        return self._puts.uncommitted(owner)
-
-    def on_answer(self, owner: bytes, asked: Overdue, unknown: Iterable[bytes]) -> int:
+    def on_answer(self, asked: Overdue, unknown: Iterable[bytes]) -> int:
         """Drop overdue puts that a controller does not know, and return how many these are.
 
         Args:
-            owner: the controller.
-            asked: what its `UncommittedPuts.overdue` returned before it was asked.
+            asked: what `PutTable.overdue` returned before it was asked.
             unknown: those of them that are neither committed nor can be any more; all others are, or may be.
         """
-        dropped = self._puts.uncommitted(owner).on_answer(asked, frozenset(unknown))
+        dropped = self.puts.on_answer(asked, frozenset(unknown))
         for put_id in dropped:
             self._delete(put_id)
         return len(dropped)
 
-    def absent_owners(self, controllers: Collection[bytes]) -> list[bytes]:
-        """Return the owners of puts that have been none of the controllers there are for `put_ttl_seconds`."""
-        return self._puts.absent_owners(controllers)
-
     def delete_owned(self, owner: bytes) -> Iterator[int]:
         """Drop all puts of an owner that is gone, in slices, of each of which the size is yielded."""
-        for put_ids in self._puts.slices():
-            own = [put_id for put_id in put_ids if self._puts.owner_of(put_id) == owner]
+        for put_ids in self.puts.slices():
+            own = [put_id for put_id in put_ids if self.puts.owner_of(put_id) == owner]
             for put_id in own:
                 self._delete(put_id)
             yield len(own)
-        self._puts.remove_owner(owner)
 
     def release_all(self) -> None:
         """Free the memory of all puts, and leave what the mirror has of them; call it after `close`."""
-        for put_ids in self._puts.slices():
+        for put_ids in self.puts.slices():
             for put_id in put_ids:
-                if self._residents is not None:
-                    self._residents.remove(put_id)
-                self._puts.pop(put_id).release()
-
-    def is_for_existing_rows(self, put_id: bytes) -> bool:
-        """Whether a put was reserved as columns for existing rows, so that no new ones may be made of it."""
-        put = self._puts.get(put_id)
-        return put is not None and put.for_existing_rows
+                self._residents.remove(put_id)
+                self.puts.pop(put_id).release()
 
     def partition_of(self, put_id: bytes) -> str | None:
         """Return the partition that a complete put is for, None where it is not here."""
         if (partition_id := self._backing.partition_of(put_id)) is not None:
             return partition_id
-        put = self._puts.get(put_id)
+        put = self.puts.get(put_id)
         return None if put is None else put.partition_id
-
-    def columns_of(self, put_id: bytes) -> list[ColumnShape]:
-        """Return the columns of a complete put of which nothing was freed, after `check`.
-
-        Raises:
-            DataLossError: the bytes of the put are damaged.
-        """
-        check_sound([put_id], self.damaged, self.storage_id)
-        return self._puts[put_id].shapes()
 
     def delete_waiting(self, put_id: bytes) -> None:
         """Drop a complete put whose commit was refused; one that is confirmed, or not here, stays as it is."""
-        if put_id in self._puts and self._puts.state_of(put_id) is PutState.WAITING:
+        if put_id in self.puts and self.puts.state_of(put_id) is PutState.WAITING:
             self._delete(put_id)
 
     # Learning which puts are known
@@ -452,14 +448,14 @@ class StorageEngine:
         """
         self._check_current(state)
         self._free_others(state)
-        work, uncommitted = 0, self._puts.uncommitted(state.owner)
-        for put_ids in self._puts.slices():
+        work = 0
+        for put_ids in self.puts.slices():
             for put_id in put_ids:
-                if self._puts.owner_of(put_id) != state.owner:
+                if self.puts.owner_of(put_id) != state.owner:
                     continue
-                put_state = uncommitted.state_of(put_id)
+                put_state = self.puts.state_of(put_id)
                 if put_state is PutState.RECOVERED:
-                    uncommitted.wait(put_id)
+                    self.puts.wait(put_id)
                 elif put_state is PutState.COMMITTED and put_id not in state.staying:
                     self._delete(put_id)
                     state.dropped_count += 1
@@ -473,29 +469,26 @@ class StorageEngine:
 
     def end_reconciliation(self, state: Reconciliation) -> None:
         """Forget what was said of known puts, whether or not it came to its end."""
-        if self._is_current(state):
+        if self._reconciliations.get(state.owner) is state:
             del self._reconciliations[state.owner]
 
     def _check_current(self, state: Reconciliation) -> None:
-        if not self._is_current(state):
+        if self._reconciliations.get(state.owner) is not state:
             raise CallCancelledError("it is being said again which puts are known; what was said before is given up")
-
-    def _is_current(self, state: Reconciliation) -> bool:
-        return self._reconciliations.get(state.owner) is state
 
     def _know(self, state: Reconciliation, put_id: bytes) -> None:
         if put_id in state.freed:  # what is listed is gone; a put of this id that is here was stored again
             return
         state.staying.add(put_id)
-        self._puts.uncommitted(state.owner).remove(put_id)
+        self.puts.confirm(put_id)
         if self._has(state, put_id) and put_id not in self.damaged:
             return
         state.miss(put_id)
-        if put_id not in self._puts:
+        if put_id not in self.puts:
             self._backing.mark_damaged(put_id, "it is not here")
 
     def _has(self, state: Reconciliation, put_id: bytes) -> bool:
-        return put_id in self._puts and self._puts.owner_of(put_id) == state.owner
+        return put_id in self.puts and self.puts.owner_of(put_id) == state.owner
 
     def _free_others(self, state: Reconciliation) -> None:
         """Free all cells of the put listed last but those that were listed."""
@@ -503,12 +496,8 @@ class StorageEngine:
         state.put_id, state.parts = b"", []
         if not parts or any(part.is_whole for part in parts) or not self._has(state, put_id) or put_id in self.damaged:
             return
-        if put_id in state.freed:
-            return
-        if self._backing.is_unfetched(put_id):
-            self._defer(put_id, lambda: self.free(cells_besides(put_id, self._puts[put_id], parts)))
-            return
-        self.free(cells_besides(put_id, self._puts[put_id], parts))
+        if put_id not in state.freed:
+            self._when_here(put_id, lambda: self.free(cells_besides(put_id, self.puts[put_id], parts)))
 
     # Giving back
 
@@ -524,7 +513,7 @@ class StorageEngine:
         for some in cells:
             if some.is_whole:
                 self._note_freed(some.put_id)
-            if some.put_id not in self._puts:
+            if some.put_id not in self.puts:
                 if some.is_whole:
                     self._backing.clear_damage(some.put_id)
                 continue
@@ -533,19 +522,18 @@ class StorageEngine:
                 continue
             if some.put_id in self.damaged:
                 continue
-            if self._backing.is_unfetched(some.put_id):
-                self._defer(some.put_id, partial(self.free, [some]))
-                continue
-            put = self._puts[some.put_id]
-            put.free(some)
-            if put.is_empty():
-                self._delete(some.put_id)
-                continue
-            if (move := self._moves.get(some.put_id)) is not None:
-                move.freed.append(some)
-                continue
-            self._note_hole(some.put_id)
+            self._when_here(some.put_id, partial(self._free_some, some))
         self._admission.admit()  # holes that are too small to close for themselves may serve puts that wait
+
+    def _free_some(self, cells: PutCells) -> None:
+        """Free some cells of a put whose tables are here."""
+        put_id = cells.put_id
+        if not self.puts[put_id].free(cells):
+            self._delete(put_id)
+        elif (move := self._moves.get(put_id)) is not None:
+            move.freed.append(cells)
+        else:
+            self._note_hole(put_id)
 
     @property
     def has_waiting_puts(self) -> bool:
@@ -581,18 +569,18 @@ class StorageEngine:
             DataLossError: the bytes of a put are damaged.
         """
         check_sound(put_ids, self.damaged, self.storage_id)
-        return self._begun(open_reading(self._puts, runs, put_ids, self._on_unreadable), put_ids)
+        return self._begun(open_reading(self.puts, runs, put_ids, self._on_unreadable), put_ids)
 
     async def open_long_read(self, runs: Sequence[CellRuns], put_ids: Sequence[bytes]) -> Reading:
         """Do the same, with turns for others where the cells are many."""
         if is_light_read(runs):
             return self.open_read(runs, put_ids)
         check_sound(put_ids, self.damaged, self.storage_id)
-        reading = await open_reading_in_thread(self._puts, runs, put_ids, self._on_unreadable)
+        reading = await open_reading_in_thread(self.puts, runs, put_ids, self._on_unreadable)
         return self._begun(reading, put_ids)
 
     def _begun(self, reading: Reading, put_ids: Sequence[bytes]) -> Reading:
-        self._use(put_ids)
+        self._residents.use(put_ids)
         self._read_bytes += sum(column.value_bytes for column in reading.headers)
         return reading
 
@@ -601,7 +589,7 @@ class StorageEngine:
         if is_temporary(error):
             return UnavailableError(f"put {put_id.hex()} cannot be read now ({error}); try again")
         reason = f"its bytes cannot be read: {error}"
-        put = self._puts.get(put_id)
+        put = self.puts.get(put_id)
         if put is not None and put.values is blob:
             self._backing.mark_damaged(put_id, reason)
         return lost_error([put_id], reason, self.storage_id)
@@ -617,12 +605,12 @@ class StorageEngine:
             max_bytes=self._admission.max_bytes,
             used_bytes=self._admission.used_bytes,
             pooled_bytes=self._store.pooled_bytes,
-            put_count=len(self._puts),
-            uncommitted_put_count=self._puts.uncommitted_count,
+            put_count=len(self.puts),
+            uncommitted_put_count=self.puts.uncommitted_count,
             damaged_put_count=len(self.damaged),
             written_bytes=self._written_bytes,
             read_bytes=self._read_bytes,
-            mirror=None if self._mirror is None else self._mirror.stat(*self._spilled()),
+            mirror=None if self._mirror is None else self._mirror.stat(self._residents),
         )
 
     # Outliving the process
@@ -641,7 +629,7 @@ class StorageEngine:
         """
         journal = self._needed_journal
         puts = journal.recover(records, log)
-        self._puts.recover(puts, journal.load)
+        self.puts.recover(puts)
         self._admission.add(sum(put.values.charge for put in puts.values()))
         return len(puts)
 
@@ -651,7 +639,7 @@ class StorageEngine:
 
     async def check(self, put_ids: Collection[bytes]) -> None:
         """Have the bytes of recovered and spilled puts here, and look at those of the first, before they are read."""
-        self._use(put_ids)  # those that are here stay, while the others are fetched
+        self._residents.use(put_ids)  # those that are here stay, while the others are fetched
         await self._backing.check(put_ids)
 
     async def scrub(self) -> None:
@@ -669,66 +657,54 @@ class StorageEngine:
         puts = {put_id: RecoveredPut(LocalBlob(self._store, 0, b""), owner) for put_id, owner in owners.items()}
         for put in puts.values():
             put.values.charge = 0
-        self._puts.recover(puts, _not_fetched)
+        self.puts.recover(puts)
         return len(puts)
 
     def _on_fetched(self, record: PutStored, data: memoryview) -> StoredPut | None:
         """Have a put that was unfetched in memory, without the cells that were freed meanwhile."""
         put = put_of(record)
-        blob = self._store.allocate_now(put.blob_bytes(self._store))
+        values = data[put.tables_bytes :]
+        blob = LocalBlob(self._store, len(values), values)
         blob.charge = put.charge_in(self._store)
         self._admission.add(blob.charge)
         put.place(blob)
         put.tables()[:] = data[: put.tables_bytes]
-        blob.view()[:] = data[put.tables_bytes :]
-        self._puts.replace(record.put_id, put)
-        if self._residents is not None:
-            self._residents.fetched(record.put_id)
+        self.puts.replace(record.put_id, put)
+        self._residents.fetched(record.put_id)
         self._end_deferral(record.put_id)
-        return self._puts.get(record.put_id)
+        return self.puts.get(record.put_id)
 
     def _end_deferral(self, put_id: bytes) -> None:
         """Do what waited for the bytes of a put."""
         for action in self._when_fetched.pop(put_id, ()):
-            if put_id in self._puts:
+            if put_id in self.puts and put_id not in self.damaged:
                 action()
+        self._admission.admit()
 
-    def _defer(self, put_id: bytes, action: Callable[[], None]) -> None:
-        self._when_fetched.setdefault(put_id, []).append(action)
-        self._backing.fetch_to_free(put_id)
+    def _when_here(self, put_id: bytes, action: Callable[[], None]) -> None:
+        """Do something with the tables of a put, once it is fetched."""
+        if self._backing.is_unfetched(put_id):
+            self._when_fetched.setdefault(put_id, []).append(action)
+            self._backing.fetch_to_free(put_id)
+        else:
+            action()
 
     # Memory
 
-    def _has_memory(self) -> bool:
-        """Whether there is memory for puts that no reader has asked for."""
-        memory_is_free = self._residents is None or self._residents.memory.has_free(self._admission.used_bytes)
-        return memory_is_free and self._admission.has_free()
-
-    def _spilled(self) -> tuple[int, int]:
-        """Return how many puts are spilled, and their bytes."""
-        return (0, 0) if self._residents is None else self._residents.spilled()
-
-    def _use(self, put_ids: Iterable[bytes]) -> None:
-        if self._residents is not None:
-            for put_id in put_ids:
-                self._residents.use(put_id)
-
     def _spill(self) -> None:
         """Have puts leave memory that the mirror has, those used longest ago first, as far as there are too many."""
-        if self._residents is None:
-            return
-        excess = self._residents.memory.to_spill(self._admission.used_bytes)
+        excess = self._admission.to_spill()
         if not excess:
             return
         for put_id in self._residents.coldest():
             if not self._may_spill(put_id):
                 self._residents.put_off(put_id)
                 continue
-            values = self._puts[put_id].values
+            values = self.puts[put_id].values
             blob = LocalBlob(self._store, 0, b"")
             blob.charge = values.charge
             self._admission.add(blob.charge)  # before those of the memory are given back: the quota is about all puts
-            self._puts.unload(put_id, blob)
+            self.puts.unload(put_id, blob)
             self._residents.spill(put_id, blob)
             values.release()
             excess -= blob.charge
@@ -737,10 +713,9 @@ class StorageEngine:
 
     def _may_spill(self, put_id: bytes) -> bool:
         return (
-            self._puts.state_of(put_id) is PutState.COMMITTED
-            and self._puts[put_id].is_whole()
-            and self._mirror is not None
-            and self._mirror.spill(put_id)
+            self.puts.state_of(put_id) is PutState.COMMITTED
+            and self.puts[put_id].is_whole()
+            and self._backing.spill(put_id)
         )
 
     @property
@@ -759,11 +734,10 @@ class StorageEngine:
     def _finish(self, pending: PendingPut, stored: StoredPut) -> None:
         del self._pending[pending.put_id]
         self._backing.record(pending.put_id, stored, pending.checksum)
-        self._puts.add(pending.put_id, stored)
+        self.puts.add(pending.put_id, stored)
         self._written_bytes += stored.values.charge
-        if self._residents is not None:
-            self._residents.add(pending.put_id)
-            self._spill()
+        self._residents.add(pending.put_id)
+        self._spill()
 
     def _abort(self, pending: PendingPut, stored: StoredPut | None) -> None:
         if self._pending.get(pending.put_id) is pending:
@@ -773,9 +747,8 @@ class StorageEngine:
 
     def _delete(self, put_id: bytes) -> None:
         self._note_freed(put_id)
-        blob = self._puts.pop(put_id)
-        if self._residents is not None:
-            self._residents.remove(put_id)
+        blob = self.puts.pop(put_id)
+        self._residents.remove(put_id)
         self._holed.pop(put_id, None)
         self._due.pop(put_id, None)
         if (move := self._moves.pop(put_id, None)) is not None:
@@ -800,7 +773,7 @@ class StorageEngine:
 
     def _note_hole(self, put_id: bytes) -> None:
         """Have a put with dead cells compacted once more than half of it is dead: at once if little is left of it."""
-        put = self._puts[put_id]
+        put = self.puts[put_id]
         self._holed[put_id] = None
         left_bytes = put.compacted_bytes()
         if left_bytes * 2 >= put.values.charge or not self._backing.may_compact(put_id):
@@ -811,7 +784,8 @@ class StorageEngine:
             return
         move = Move(put)
         smaller = move.plan()
-        self._place(smaller, self._store.allocate_now(smaller.blob_bytes(self._store)))
+        size = smaller.blob_bytes(self._store)
+        self._place(smaller, LocalBlob(self._store, size, bytearray(size)))
         self._replace(put_id, smaller, move.copy(smaller))
 
     def _relieve(self, lacking_bytes: int) -> None:
@@ -850,7 +824,7 @@ class StorageEngine:
                 await asyncio.sleep(0)
             if put_id not in self._holed:
                 continue
-            put = self._puts[put_id]
+            put = self.puts[put_id]
             gain = put.values.charge - put.compacted_bytes()
             if gain * 8 >= put.values.charge > 0:
                 self._lacking_bytes -= gain  # a release in between sets it anew
@@ -863,7 +837,7 @@ class StorageEngine:
 
         A thread copies. Cells freed during the copy are freed in the old blob at once, and in the new one at the end.
         """
-        put = self._puts.get(put_id)
+        put = self.puts.get(put_id)
         if put is None or not self._backing.may_compact(put_id):
             return False
         move = self._moves[put_id] = Move(put)
@@ -903,17 +877,13 @@ class StorageEngine:
 
     def _replace(self, put_id: bytes, smaller: StoredPut, checksum: int | None) -> None:
         """Put the copy in the place of a put."""
-        old = self._puts[put_id].values
-        self._puts.replace(put_id, smaller)
+        old = self.puts[put_id].values
+        self.puts.replace(put_id, smaller)
         self._holed.pop(put_id, None)
         self._backing.move(put_id, old, smaller, checksum)
 
     def _free_moved(self, put_id: bytes, freed: Sequence[PutCells]) -> None:
         for cells in freed:
-            self._puts[put_id].free(cells)
+            self.puts[put_id].free(cells)
         if freed:
             self._note_hole(put_id)
-
-
-def _not_fetched(put_id: bytes, _blob: Blob) -> StoredPut:
-    raise UnavailableError(f"put {put_id.hex()} is being fetched from the mirror; try again")

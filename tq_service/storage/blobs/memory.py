@@ -1,16 +1,35 @@
-"""Blobs in memory of this process, reused: freshly mapped memory costs more than the copy into it."""
+"""Blobs, the bytes of one put each: what the index asks of a place for them, and the places in memory.
+
+The index allocates a blob, writes it from its beginning to its end, pins it while it is read, and releases it once; the
+store gives the bytes back when it is released and no longer pinned. A new place is a `BlobStore` in a file, and a line
+in the registry. What a store can do beyond that, it says:
+
+- `maps_fds`: its blobs take shared memory that a client has made (`Blob.map_fds`), instead of being written.
+- `DurableBlobStore`: its blobs outlive the process; so each begins with the tables of its put (`has_tables`).
+
+And each blob says whether its bytes are memory of this process (`is_local`): the event loop reads and writes those
+through `view`. All others are read by threads, and written with `BlobStore.write`.
+
+Memory of this process is used again: freshly mapped memory costs more than the copy into it. Memory that clients of
+this host have made comes as sealed memfds.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import mmap
-from abc import abstractmethod
-from concurrent.futures import ThreadPoolExecutor
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
-from typing import Final, Generic, TypeVar
+from typing import ClassVar, Final, Generic, TypeAlias, TypeVar
 
-from tq_service.errors import QuotaExceededError
-from tq_service.storage.blobs.base import RETRY_AFTER_SECONDS, Blob, BlobStore
+from tq_service.errors import InvalidArgumentError, QuotaExceededError
+from tq_service.wire import shared_memory
+from tq_service.wire.shared_memory import map_over
 
+RETRY_AFTER_SECONDS: Final = 1.0
 SMALL_BYTES: Final = 64 << 10
 """Blobs of fewer bytes come from malloc, and go into the journal whole where there is one."""
 
@@ -18,52 +37,253 @@ UNMAPPED_IN_BACKGROUND_FROM_BYTES: Final = 8 << 20
 """The system takes 20 ms and more to free a GiB: too long for the event loop."""
 
 BACKGROUND: Final = ThreadPoolExecutor(1, thread_name_prefix="tq-close")
+_TEMPORARY: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR})
 _HUGE_PAGES_FROM_BYTES: Final = 4 << 20
 _CLASSES_PER_DOUBLING: Final = 8
 _HALF_LIFE_SECONDS: Final = 2.5
+T = TypeVar("T")
 BackingT = TypeVar("BackingT")
+Buffer: TypeAlias = memoryview | bytes | bytearray
+Memory: TypeAlias = Buffer | mmap.mmap
+Span: TypeAlias = tuple[int, int]
+"""Where bytes start in a blob, and how many they are."""
 
 
-def size_class(size: int) -> int:
-    """Return the capacity of the backing that holds `size` bytes: at most an eighth larger."""
-    step = 1 << max((size - 1).bit_length() - _CLASSES_PER_DOUBLING.bit_length(), 12)
-    return -(-size // step) * step
+class Blob:
+    """The bytes of one put, as its store knows them. Confined to the event loop.
+
+    Attributes:
+        is_local: whether its bytes are memory of this process.
+        number: what names it after a restart; 0: nothing does.
+        store: what allocated it.
+        size: bytes allocated.
+        charge: bytes of the quota that it takes until it is freed; its owner may change them.
+        is_damaged: whether what is behind it is not to be used again.
+        fds: file descriptors of its memory, where that is shared.
+        segment_bytes: size of what is behind each of them but the last.
+        tables: memory of the tables of its put; None: it is local and begins with them, or was recovered and not read.
+        copy: what outlives the process in its place, freed with it.
+    """
+
+    __slots__ = ("_is_released", "_pin_count", "charge", "copy", "is_damaged", "size", "store", "tables")
+
+    is_local: ClassVar[bool] = False
+    number: int = 0
+    fds: Sequence[int] = ()
+    segment_bytes: int = 0
+
+    def __init__(self, store: BlobStore, size: int) -> None:
+        self.store = store
+        self.size = self.charge = size
+        self.tables: bytearray | None = None
+        self.copy: Blob | None = None
+        self.is_damaged = self._is_released = False
+        self._pin_count = 0
+
+    def view(self) -> memoryview:
+        """Return its bytes, writable while its put is received; only if it `is_local`."""
+        raise TypeError(f"a blob of {type(self.store).__name__} has no local view")
+
+    def read_into(self, target: memoryview, start: int) -> None:
+        """Copy bytes from `start` on until `target` is full; any thread may while it is pinned.
+
+        Raises:
+            OSError: they cannot be read.
+        """
+        target[:] = self.view()[start : start + len(target)]
+
+    def read_slices(self, slices: Iterable[tuple[int, memoryview]]) -> None:
+        """Copy bytes into several targets, each from its own start on; see `read_into`."""
+        for start, target in slices:
+            self.read_into(target, start)
+
+    def write_from(self, data: Buffer, start: int) -> None:
+        """Copy bytes to `start` and beyond; any thread may while it is pinned.
+
+        Raises:
+            OSError: they cannot be written.
+        """
+        self.view()[start : start + len(data)] = data
+
+    def map_fds(self, fds: Sequence[int]) -> None:
+        """Take over file descriptors of its memory, whatever comes of it; only where its store `maps_fds`.
+
+        Raises:
+            InvalidArgumentError: they are not sealed memory of the sizes announced.
+            OSError: the system refuses the mapping.
+        """
+        raise TypeError(f"{type(self.store).__name__} takes no shared memory")
+
+    def pin(self) -> None:
+        """Keep its bytes for a reader, even if it is released."""
+        self._pin_count += 1
+
+    def unpin(self) -> None:
+        """End what `pin` began."""
+        self._pin_count -= 1
+        if self._is_released and not self._pin_count:
+            self.store.free(self)
+
+    def release(self) -> None:
+        """Give its bytes back, at once or when its last reader is done; a second call does nothing."""
+        if not self._is_released:
+            self._is_released = True
+            if not self._pin_count:
+                self.store.free(self)
 
 
-def unmap(memory: mmap.mmap) -> None:
-    """Give memory back to the system; where views of it are left it goes with the last of them."""
-    with suppress(BufferError):
-        memory.close()
+CopySource: TypeAlias = tuple[memoryview, Blob, Sequence[Span]]
+"""What a blob is a copy of: a beginning, and after it spans of another blob."""
+
+
+class BlobStore(ABC):
+    """A place for the bytes of puts. Confined to one event loop.
+
+    Attributes:
+        on_freed: called with the charge of each blob whose bytes are free again.
+        pooled_bytes: bytes held for reuse.
+    """
+
+    maps_fds: ClassVar[bool] = False
+    has_tables: ClassVar[bool] = False
+
+    on_freed: Callable[[int], None] = staticmethod(lambda _: None)
+    pooled_bytes = 0
+
+    @abstractmethod
+    async def allocate(self, size: int) -> Blob:
+        """Return a blob of `size` bytes; what they are is not defined.
+
+        Raises:
+            QuotaExceededError, DiskFullError: there is no space for them.
+            UnavailableError: they cannot be had now.
+        """
+
+    async def write(self, blob: Blob, start: int, data: Buffer) -> None:
+        """Write bytes of a blob, which may be reused when this returns.
+
+        Raises:
+            UnavailableError, DiskFullError, DiskFailedError: they cannot be written; the put is aborted.
+        """
+        blob.write_from(data, start)
+
+    @abstractmethod
+    def free(self, blob: Blob) -> None:
+        """Give back a blob that is no longer read, now or soon; `on_freed` once it is. Called by the blob."""
+
+    def trim(self, elapsed_seconds: float) -> None:  # noqa: B027  (most stores have nothing to trim)
+        """Give back some of what is held for reuse and was not needed in this time."""
+
+    async def close(self) -> None:  # noqa: B027  (most stores have nothing to close)
+        """End what the store itself has, such as threads or connections; its blobs may still be released."""
+
+
+class DurableBlobStore(BlobStore):
+    """A store whose blobs outlive the process: by their number, or, without one, with the record of their put.
+
+    Blobs begin with the tables of their puts, so that one number and one checksum stand for all of a put.
+    """
+
+    has_tables = True
+
+    @abstractmethod
+    async def flush(self, blob: Blob, source: CopySource | None = None) -> int | None:
+        """Wait until a blob outlives this process; where the caller is cancelled, the work ends by itself.
+
+        Args:
+            blob: all of it is written, but for a copy.
+            source: what it is to be a copy of; None: of nothing.
+
+        Returns:
+            The checksum of a copy.
+
+        Raises:
+            OSError: the bytes cannot be written.
+        """
+
+    @abstractmethod
+    async def checksum(self, blob: Blob, tables_bytes: int) -> int:
+        """Return the checksum of a recovered blob that has a number, and have its tables in memory from now on.
+
+        Args:
+            blob: the blob; its bytes are read as they are stored.
+            tables_bytes: size of the tables that it begins with.
+
+        Raises:
+            OSError: they cannot be read.
+        """
+
+    @abstractmethod
+    def recover(self, blobs: Iterable[tuple[int, int]]) -> list[Blob | None]:
+        """Take over the blobs of an earlier process; those that are not listed are there for reuse.
+
+        Args:
+            blobs: the number and size of each. Of those that have one number the first has the bytes.
+
+        Returns:
+            The blobs; None for one that is missing.
+        """
+
+
+def is_temporary(error: OSError) -> bool:
+    """Whether an error says that the process lacks files or memory now, and nothing of what is on the disk."""
+    return error.errno in _TEMPORARY
+
+
+async def in_thread(
+    executor: Executor | None,
+    work: Callable[..., T],
+    *args: object,
+    pinned: Sequence[Blob] = (),
+    then: Callable[[T], None] | None = None,
+) -> T:
+    """Return what a thread returns; it goes on where the caller is cancelled.
+
+    Args:
+        executor: has the threads; None: those of the loop.
+        work: what it does.
+        args: what with.
+        pinned: blobs that it works on, which stay until it is done.
+        then: called with what it returns, in the event loop, even if the caller no longer waits.
+    """
+
+    def end(done: asyncio.Future[T]) -> None:
+        if done.exception() is None and then is not None:
+            then(done.result())
+        for blob in pinned:
+            blob.unpin()
+
+    for blob in pinned:
+        blob.pin()
+    future = asyncio.get_running_loop().run_in_executor(executor, work, *args)
+    future.add_done_callback(end)
+    return await asyncio.shield(future)
+
+
+# Memory of this process
 
 
 class LocalBlob(Blob):
-    """A blob whose bytes are memory of this process."""
+    """A blob whose bytes are memory of this process.
 
-    __slots__ = ("_memory",)
+    Attributes:
+        memory: what it holds, at least `size` bytes.
+    """
+
+    __slots__ = ("memory",)
 
     is_local = True
 
-    def __init__(self, store: BlobStore, size: int, memory: bytes | bytearray | mmap.mmap) -> None:
+    def __init__(self, store: BlobStore, size: int, memory: Memory) -> None:
         super().__init__(store, size)
-        self._memory = memory
-
-    def memory(self) -> bytes | bytearray | mmap.mmap:
-        """Return what it holds, at least `size` bytes."""
-        return self._memory
+        self.memory = memory
 
     def view(self) -> memoryview:
-        return memoryview(self.memory())[: self.size]
+        return memoryview(self.memory)[: self.size]
 
     def close(self) -> None:
         """Let go of the memory; views that are left keep it."""
-        self._memory = b""
-
-
-class LocalStore(BlobStore):
-    """A store whose blobs are written and read where they are."""
-
-    async def write(self, blob: Blob, start: int, data: memoryview | bytes | bytearray) -> None:
-        blob.write_from(data, start)
+        self.memory = b""
 
 
 class PooledBlob(LocalBlob, Generic[BackingT]):
@@ -71,12 +291,12 @@ class PooledBlob(LocalBlob, Generic[BackingT]):
 
     __slots__ = ("backing",)
 
-    def __init__(self, store: BlobStore, size: int, memory: bytes | mmap.mmap, backing: BackingT) -> None:
+    def __init__(self, store: BlobStore, size: int, memory: Memory, backing: BackingT) -> None:
         super().__init__(store, size, memory)
         self.backing = backing
 
 
-class PooledStore(LocalStore, Generic[BackingT]):
+class PooledStore(BlobStore, Generic[BackingT]):
     """A store that recycles what is behind its blobs, in size classes.
 
     Used and pooled bytes together never exceed the high-water mark of used bytes; the mark sinks with every `trim`, so
@@ -96,10 +316,16 @@ class PooledStore(LocalStore, Generic[BackingT]):
     def _wrap(self, backing: BackingT, size: int) -> PooledBlob[BackingT]:
         """Return a blob that uses a backing; where that fails, the backing is dropped."""
 
+    @abstractmethod
     def _drop(self, backing: BackingT) -> None:
-        """Give up a backing; memory is unmapped with its last reference."""
+        """Give up a backing."""
 
     def allocate_now(self, size: int) -> LocalBlob:
+        """Return a blob of `size` bytes without waiting.
+
+        Raises:
+            OSError: there is no memory for them.
+        """
         if size < SMALL_BYTES:
             return LocalBlob(self, size, bytearray(size))
         capacity = size_class(size)
@@ -151,8 +377,7 @@ class PooledStore(LocalStore, Generic[BackingT]):
     def _shrink(self) -> None:
         """Drop what is pooled, largest first, until the high-water mark holds."""
         while self.pooled_bytes and self.used_bytes + self.pooled_bytes > self._high_water_bytes:
-            capacity = max(self._pool)
-            backing = self._recycled(capacity)
+            backing = self._recycled(max(self._pool))
             if backing is not None:
                 self._drop(backing)
 
@@ -164,7 +389,7 @@ class MemoryBlobs(PooledStore[mmap.mmap]):
         try:
             return self.allocate_now(size)
         except (OSError, MemoryError) as error:
-            raise no_memory(size, error) from error
+            raise _no_memory(size, error) from error
 
     def _make(self, capacity: int) -> mmap.mmap:
         memory = mmap.mmap(-1, capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -172,18 +397,120 @@ class MemoryBlobs(PooledStore[mmap.mmap]):
             memory.madvise(mmap.MADV_HUGEPAGE)
         return memory
 
-    def _drop(self, backing: mmap.mmap) -> None:
-        if len(backing) >= UNMAPPED_IN_BACKGROUND_FROM_BYTES:
-            BACKGROUND.submit(unmap, backing)
-
     def _wrap(self, backing: mmap.mmap, size: int) -> PooledBlob[mmap.mmap]:
         return PooledBlob(self, size, backing, backing)
 
+    def _drop(self, backing: mmap.mmap) -> None:
+        if len(backing) >= UNMAPPED_IN_BACKGROUND_FROM_BYTES:  # a smaller one is unmapped with its last reference
+            BACKGROUND.submit(unmap, backing)
 
-def no_memory(size: int, error: BaseException) -> QuotaExceededError:
-    """Return the error of a put for which the machine has no memory."""
+
+def size_class(size: int) -> int:
+    """Return the capacity of the backing that holds `size` bytes: at most an eighth larger."""
+    step = 1 << max((size - 1).bit_length() - _CLASSES_PER_DOUBLING.bit_length(), 12)
+    return -(-size // step) * step
+
+
+def unmap(memory: mmap.mmap) -> None:
+    """Give memory back to the system; where views of it are left it goes with the last of them."""
+    with suppress(BufferError):
+        memory.close()
+
+
+def _no_memory(size: int, error: BaseException) -> QuotaExceededError:
     return QuotaExceededError(
         f"the machine has no memory for {size} bytes ({error}); lower max_bytes below what it has",
         retry_after_seconds=RETRY_AFTER_SECONDS,
         metadata={"limit_name": "memory", "got": str(size)},
     )
+
+
+# Memory shared with a client
+
+
+class MemfdBlob(LocalBlob):
+    """Shared, read-only memory. Its range of addresses exists from `allocate` on; memfds are mapped there by `map_fds`.
+
+    Attributes:
+        fds: file descriptors of its memory; none before `map_fds` and after `close`.
+        segment_bytes: size of each of its memfds but the last.
+    """
+
+    __slots__ = ("fds", "segment_bytes")
+
+    memory: mmap.mmap
+
+    def __init__(self, store: MemfdBlobs, size: int) -> None:
+        self.fds: list[int] = []
+        super().__init__(store, size, mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        self.segment_bytes = shared_memory.segment_bytes(size)
+
+    def map_fds(self, fds: Sequence[int]) -> None:
+        """Map file descriptors, see `Blob.map_fds`."""
+        sizes = shared_memory.segment_sizes(self.size)
+        try:
+            if len(fds) != len(sizes):
+                raise InvalidArgumentError(f"{len(fds)} memfds were sent; expected {len(sizes)}", field="send_fds")
+            for number, (fd, size) in enumerate(zip(fds, sizes, strict=True)):
+                shared_memory.check(fd, size)
+                map_over(self.memory, number * self.segment_bytes, fd, size)
+        except BaseException:
+            shared_memory.close_all(fds)
+            raise
+        self.fds = list(fds)
+
+    def read_into(self, target: memoryview, start: int) -> None:
+        """Copy bytes from `start` on into `target`.
+
+        The system copies them from its files: reading them where they are mapped costs a page fault for every few
+        pages.
+
+        Raises:
+            OSError: the shared memory cannot be read.
+        """
+        while target:
+            number, offset = divmod(start, self.segment_bytes)
+            part = target[: self.segment_bytes - offset]
+            shared_memory.read_into(self.fds[number], part, offset)
+            start, target = start + len(part), target[len(part) :]
+
+    def __del__(self) -> None:
+        shared_memory.close_all(self.fds)  # of a service that was stopped with its puts
+
+    def close(self) -> None:
+        """Let go of the memory: it is freed when no reader has it mapped any more."""
+        memory, fds = self.memory, self.fds
+        super().close()
+        self.fds = []
+        if self.size >= UNMAPPED_IN_BACKGROUND_FROM_BYTES:
+            BACKGROUND.submit(unmap, memory)
+            BACKGROUND.submit(shared_memory.close_all, fds)  # the last one to close a memfd frees its pages
+        else:
+            shared_memory.close_all(fds)
+
+
+class MemfdBlobs(BlobStore):
+    """Blobs in shared memory.
+
+    Attributes:
+        memory_count: number of their memfds.
+    """
+
+    maps_fds = True
+    memory_count = 0
+
+    async def allocate(self, size: int) -> MemfdBlob:
+        try:
+            blob = MemfdBlob(self, size)
+        except (OSError, MemoryError) as error:
+            raise _no_memory(size, error) from error
+        self.memory_count += len(shared_memory.segment_sizes(size))
+        return blob
+
+    def free(self, blob: Blob) -> None:
+        if isinstance(blob, MemfdBlob):
+            self.memory_count -= len(shared_memory.segment_sizes(blob.size))
+            blob.close()
+        if blob.copy is not None:
+            blob.copy.release()
+        self.on_freed(blob.charge)

@@ -17,25 +17,27 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final
 
 import xxhash
 
-from tq_service.errors import DiskFailedError, DiskFullError, UnavailableError
-from tq_service.storage.blobs.base import (
+from tq_service.errors import DiskFailedError, DiskFullError, TqError, UnavailableError
+from tq_service.storage.blobs.memory import (
     RETRY_AFTER_SECONDS,
+    SMALL_BYTES,
     Blob,
-    BlobStore,
+    Buffer,
     CopySource,
     DurableBlobStore,
+    PooledBlob,
+    PooledStore,
     Span,
     in_thread,
     is_temporary,
+    size_class,
 )
-from tq_service.storage.blobs.memory import SMALL_BYTES, LocalBlob, PooledBlob, PooledStore, size_class
 from tq_service.wire.shared_memory import read_into
 
-T = TypeVar("T")
 _THREAD_COUNT: Final = 2
 MIN_FREE_BYTES: Final = 256 << 20
 """What is left free of the disk, so that clears can still be written down."""
@@ -110,16 +112,13 @@ class Segment:
 class SegmentBlob(PooledBlob[Segment]):
     """A blob in a file."""
 
-    __slots__ = ()
+    __slots__ = ("number",)
 
     is_local = False
 
-    def __init__(self, store: BlobStore, size: int, segment: Segment) -> None:
+    def __init__(self, store: SegmentBlobs, size: int, segment: Segment) -> None:
         super().__init__(store, size, b"", segment)
-
-    @property
-    def number(self) -> int:
-        return self.backing.number
+        self.number = segment.number
 
     def view(self) -> memoryview:
         raise TypeError("a blob in a segment has no local view")
@@ -132,7 +131,7 @@ class SegmentBlob(PooledBlob[Segment]):
             for start, target in slices:
                 read_into(fd, target, start)
 
-    def write_from(self, data: memoryview | bytes | bytearray, start: int) -> None:
+    def write_from(self, data: Buffer, start: int) -> None:
         left = memoryview(data)
         with self.backing.open() as fd:
             while left:
@@ -171,36 +170,30 @@ class SegmentBlobs(PooledStore[Segment], DurableBlobStore):
                 await self._create(capacity)
             return self._use(segment, size)
         except OSError as error:
-            if is_temporary(error):
-                raise UnavailableError(f"a put of {size} bytes cannot be kept now: {error}; try again") from error
-            raise _disk_full(size, error) from error
+            raise _refusal(size, error) from error
 
-    async def write(self, blob: Blob, start: int, data: memoryview | bytes | bytearray) -> None:
+    async def write(self, blob: Blob, start: int, data: Buffer) -> None:
         if blob.is_local:
             blob.write_from(data, start)
             return
         try:
-            await self._run(blob.write_from, data, start, pinned=[blob])
+            await in_thread(self._executor, blob.write_from, data, start, pinned=[blob])
         except OSError as error:
-            if is_temporary(error):
-                raise UnavailableError(f"a put cannot be written now: {error}; try again") from error
-            blob.is_damaged = True
-            if error.errno in _FULL:
-                raise _disk_full(blob.size, error) from error
-            raise DiskFailedError(f"the bytes of a put could not be written: {error}; put it again") from error
+            blob.is_damaged |= not is_temporary(error)
+            raise _refusal(blob.size, error) from error
 
     async def _create(self, capacity: int) -> None:
         """Have one more segment for reuse; on a full disk all others that are held for reuse are removed first."""
         try:
-            await self._run(self._make, capacity, then=self._recycle_new)
+            await in_thread(self._executor, self._make, capacity, then=self._recycle_new)
         except OSError as error:
             unused = [segment for pooled in self._pool.values() for segment in pooled]
             if is_temporary(error) or not unused:
                 raise
             self._pool.clear()
             self.pooled_bytes = 0
-            await self._run(_remove_all, unused)
-            await self._run(self._make, capacity, then=self._recycle_new)
+            await in_thread(self._executor, _remove_all, unused)
+            await in_thread(self._executor, self._make, capacity, then=self._recycle_new)
 
     def _recycle_new(self, segment: Segment) -> None:
         self.recycle(segment, segment.capacity)
@@ -252,21 +245,17 @@ class SegmentBlobs(PooledStore[Segment], DurableBlobStore):
 
     # What outlives the process
 
-    def inline(self, blob: Blob) -> bytes | bytearray:
-        memory = blob.memory() if isinstance(blob, LocalBlob) else b""
-        return memory if isinstance(memory, bytes | bytearray) else bytes(memory)
-
     async def flush(self, blob: Blob, source: CopySource | None = None) -> int | None:
         sync = blob.backing.sync if isinstance(blob, SegmentBlob) and self._sync else None
         if source is None and sync is None:
             return None
         pinned = [blob] if source is None else [blob, source[1]]
-        return await self._run(_flush, blob, source, sync, pinned=pinned)
+        return await in_thread(self._executor, _flush, blob, source, sync, pinned=pinned)
 
     async def checksum(self, blob: Blob, tables_bytes: int) -> int:
         if not isinstance(blob, SegmentBlob):
             raise TypeError("only blobs in segments have a checksum")
-        checksum, tables = await self._run(_look_at, blob, tables_bytes, pinned=[blob])
+        checksum, tables = await in_thread(self._executor, _look_at, blob, tables_bytes, pinned=[blob])
         blob.tables = tables
         return checksum
 
@@ -293,15 +282,6 @@ class SegmentBlobs(PooledStore[Segment], DurableBlobStore):
                 self._drop(segment)
         self._high_water_bytes = self.used_bytes + self.pooled_bytes
         return recovered
-
-    async def _run(
-        self,
-        work: Callable[..., T],
-        *args: object,
-        pinned: Sequence[Blob] = (),
-        then: Callable[[T], None] | None = None,
-    ) -> T:
-        return await in_thread(self._executor, work, *args, pinned=pinned, then=then)
 
 
 def _flush(blob: Blob, source: CopySource | None, sync: Callable[[], None] | None) -> int | None:
@@ -334,12 +314,17 @@ def _look_at(blob: SegmentBlob, tables_bytes: int) -> tuple[int, bytearray]:
     return checksum, tables
 
 
-def _disk_full(size: int, error: OSError) -> DiskFullError:
-    return DiskFullError(
-        f"a put of {size} bytes cannot be kept: {error}; clear consumed samples, or give the data directory a larger "
-        "disk",
-        retry_after_seconds=RETRY_AFTER_SECONDS,
-    )
+def _refusal(size: int, error: OSError) -> TqError:
+    """Return the error of a put whose bytes could not be kept."""
+    if is_temporary(error):
+        return UnavailableError(f"a put of {size} bytes cannot be kept now: {error}; try again")
+    if error.errno in _FULL:
+        return DiskFullError(
+            f"a put of {size} bytes cannot be kept: {error}; clear consumed samples, or give the data directory a "
+            "larger disk",
+            retry_after_seconds=RETRY_AFTER_SECONDS,
+        )
+    return DiskFailedError(f"the bytes of a put could not be written: {error}; put it again")
 
 
 def _remove_all(segments: Iterable[Segment]) -> None:

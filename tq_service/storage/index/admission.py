@@ -1,15 +1,18 @@
-"""The byte quota, and the queue of puts that wait for capacity."""
+"""The byte quota, how much of it may be in memory, and the queue of puts that wait for capacity."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
+from typing import Final
 
 from tq_service.admission_turn import AdmissionTurn
 from tq_service.errors import QuotaExceededError, UnavailableError
-from tq_service.storage.blobs.base import RETRY_AFTER_SECONDS
+from tq_service.storage.blobs.memory import RETRY_AFTER_SECONDS
 from tq_service.wait_clock import Waiting
+
+_SPARE_SHARE: Final = 16  # of the memory, which spilling leaves free, so that it is not for each put that comes
 
 
 class Admission:
@@ -27,6 +30,10 @@ class Admission:
         reserve_share: share of the quota that new rows leave free.
         clock: what deadlines are measured with.
         on_shortage: called with the bytes that the first in the queue lacks; may `release` some.
+        memory_bytes: those of the quota that may be in memory; None: all.
+
+    Attributes:
+        spilled_bytes: bytes that are counted and in a mirror alone.
     """
 
     def __init__(
@@ -35,9 +42,11 @@ class Admission:
         reserve_share: float,
         clock: Callable[[], float],
         on_shortage: Callable[[int], None] = lambda _: None,
+        memory_bytes: int | None = None,
     ) -> None:
         self.max_bytes = max_bytes
-        self.used_bytes = 0
+        self.used_bytes = self.spilled_bytes = 0
+        self._memory_bytes = memory_bytes
         self._new_rows_limit = None if max_bytes is None else int(max_bytes * (1 - reserve_share))
         self._clock = clock
         self._on_shortage = on_shortage
@@ -110,9 +119,17 @@ class Admission:
         """Whether puts wait for capacity."""
         return bool(self._waiting)
 
-    def has_free(self) -> bool:
-        """Whether there is capacity at all."""
-        return self.max_bytes is None or self.used_bytes < self.max_bytes
+    def has_memory(self) -> bool:
+        """Whether there is capacity at all, and memory for it."""
+        limits = ((self.max_bytes, self.used_bytes), (self._memory_bytes, self.used_bytes - self.spilled_bytes))
+        return all(limit is None or used < limit for limit, used in limits)
+
+    def to_spill(self) -> int:
+        """Return how many bytes are to leave memory."""
+        if self._memory_bytes is None:
+            return 0
+        excess = self.used_bytes - self.spilled_bytes - self._memory_bytes
+        return excess + self._memory_bytes // _SPARE_SHARE if excess > 0 else 0
 
     def add(self, size: int) -> None:
         """Count bytes as used that the engine itself needs, such as for moving a put."""

@@ -4,13 +4,18 @@ The int64 tables that cut jagged and object columns into rows (offsets and exten
 apart from the values, which may be anywhere; the values are one blob, column after column as they came. A blob that
 outlives the process begins with a copy of the tables, from which a recovered put has them: one file, one checksum.
 Values in memory shared with their client lie as `tq_service.wire.shared_memory` places them.
+
+Rows of text are looked at as they come in: each is UTF-8. What msgpack says is not read here: decoding it costs a step
+in Python for each row, and its readers do it anyway.
 """
 
 from __future__ import annotations
 
 import asyncio
+import codecs
 from collections.abc import Callable, Sequence
 from copy import copy
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
 
@@ -27,15 +32,43 @@ from tq_service.errors import (
     nearest,
 )
 from tq_service.schema import Encoding, FieldSpec
-from tq_service.storage.blobs.base import Blob, BlobStore, Span
-from tq_service.storage.cells import PutCells, Rows
-from tq_service.storage.index.text_check import PIECE_BYTES, TextCheck, wrong_row
+from tq_service.storage.blobs.memory import Blob, BlobStore, Span
 from tq_service.wire.columns import ColumnShape, extent_count, fixed_row_bytes
 from tq_service.wire.shared_memory import close_all, place_columns
 
+Rows = NDArray[np.int64]
 Tables = bytearray | memoryview
 _NO_TABLES: Final = bytearray()
+_PIECE_BYTES: Final = 1 << 20  # of text that is looked at in one step, which takes some 2 ms at most
+_CONTINUES: Final = 0x80  # the two highest bits of a byte that is not the first of its character
+_HIGHEST_BITS: Final = 0xC0
 _MARKED_SHARE: Final = 16  # of the rows of a put, from which on marking rows is quicker than sorting them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PutCells:
+    """Cells of one put.
+
+    Attributes:
+        put_id: the put.
+        field_names: the fields; empty: all.
+        rows: the rows in the put; None: all. Those that the put does not have are ignored.
+    """
+
+    put_id: bytes
+    field_names: tuple[str, ...] = ()
+    rows: Rows | None = None
+
+    def rows_of(self, row_count: int) -> Rows:
+        """Return the rows as far as a put of `row_count` rows has them."""
+        if self.rows is None:
+            return np.arange(row_count, dtype=np.int64)
+        return self.rows[(self.rows >= 0) & (self.rows < row_count)]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether these are all cells of the put."""
+        return self.rows is None and not self.field_names
 
 
 class RowSet:
@@ -128,20 +161,19 @@ class StoredColumn:
         self.value_bytes = value_bytes
         self.table_at = self.values_at = 0  # its put says
 
-    def offsets(self, tables: Tables) -> Rows:
-        """Return where each row starts in the values, and their end: `(stored + 1,)`. Not for dense columns."""
-        return np.frombuffer(tables, np.int64, self.row_set.stored_count + 1, self.table_at)
-
-    def extents(self, tables: Tables) -> Rows:
-        """Return the extents of the stored rows, `(stored, extents of a row)`. Not for dense columns."""
-        stored, width = self.row_set.stored_count, extent_count(self.spec)
-        start = self.table_at + 8 * (stored + 1)
-        return np.frombuffer(tables, np.int64, stored * width, start).reshape(stored, width)
-
     def table(self, tables: Tables) -> Rows:
         """Return the offsets and after them the extents, row by row, in one array. Not for dense columns."""
         stored = self.row_set.stored_count
         return np.frombuffer(tables, np.int64, stored + 1 + stored * extent_count(self.spec), self.table_at)
+
+    def offsets(self, tables: Tables) -> Rows:
+        """Return where each row starts in the values, and their end: `(stored + 1,)`. Not for dense columns."""
+        return self.table(tables)[: self.row_set.stored_count + 1]
+
+    def extents(self, tables: Tables) -> Rows:
+        """Return the extents of the stored rows, `(stored, extents of a row)`. Not for dense columns."""
+        stored = self.row_set.stored_count
+        return self.table(tables)[stored + 1 :].reshape(stored, extent_count(self.spec))
 
     def bytes_of(self, put: StoredPut, positions: Rows) -> int:
         """Return the bytes that rows take, their part of the tables included."""
@@ -151,18 +183,6 @@ class StoredColumn:
         offsets = self.offsets(put.tables())
         values = int((offsets[positions + 1] - offsets[positions]).sum())
         return values + len(positions) * table_bytes(self.spec)
-
-    def check_object_sizes(self, tables: Tables) -> None:
-        """Check that no row of msgpack is empty.
-
-        Raises:
-            InvalidArgumentError: some row is.
-        """
-        if self.spec.encoding is Encoding.MSGPACK:
-            offsets = self.offsets(tables)
-            is_empty = offsets[1:] == offsets[:-1]
-            if is_empty.any():
-                raise wrong_row(self.spec.name, int(is_empty.argmax()), "has no bytes; expected one msgpack value")
 
     def tables_size(self) -> int:
         """Return the bytes of its tables."""
@@ -222,17 +242,6 @@ class StoredPut:
         self.for_existing_rows = for_existing_rows
         self.owner = owner
 
-    @classmethod
-    def of(
-        cls, columns: Sequence[ColumnShape], partition_id: str, *, for_existing_rows: bool, owner: bytes
-    ) -> StoredPut:
-        """Return a put of these columns, at least one."""
-        row_set = RowSet(columns[0].row_count)
-        stored: dict[str, StoredColumn | None] = {
-            column.spec.name: StoredColumn(column.spec, row_set, column.value_bytes) for column in columns
-        }
-        return cls(stored, row_set.stored_count, partition_id, for_existing_rows=for_existing_rows, owner=owner)
-
     def charge_in(self, store: BlobStore) -> int:
         """Return what its tables and values take, with what lies between columns in shared memory."""
         return self.tables_bytes + self._place_values(store)[1]
@@ -264,7 +273,8 @@ class StoredPut:
                 tables = self.tables()
                 column.offsets(tables)[:] = shape.row_offsets()
                 column.extents(tables)[:] = shape.extents
-                column.check_object_sizes(tables)
+                if shape.spec.encoding is Encoding.MSGPACK and (empty := shape.row_bytes() == 0).any():
+                    raise _wrong_row(shape.spec.name, int(empty.argmax()), "has no bytes; expected one msgpack value")
 
     def _place_values(self, store: BlobStore) -> tuple[list[int], int]:
         """Return where the values of each column start among the values, and where they end."""
@@ -336,28 +346,25 @@ class StoredPut:
             metadata={"put_id": put_id.hex(), "field_name": name},
         )
 
-    def free(self, cells: PutCells) -> None:
-        """Free cells of it; those that are not there are ignored."""
+    def free(self, cells: PutCells) -> bool:
+        """Free cells of it, those that are not there ignored; return whether any others are left."""
         names = {name for name in (cells.field_names or self.columns) if self.columns.get(name) is not None}
         if cells.rows is None:
             self._free_columns(names)
-            return
-        rows = cells.rows_of(self.row_count)
-        for row_set in self._split(names):
-            members = self.members(row_set)
-            died = row_set.free(rows)
-            for column in members.values():
-                self.live_bytes -= column.bytes_of(self, died)
-            if not row_set.live_count:
-                self._free_columns(set(members))
+        else:
+            rows = cells.rows_of(self.row_count)
+            for row_set in self._split(names):
+                members = self.members(row_set)
+                died = row_set.free(rows)
+                for column in members.values():
+                    self.live_bytes -= column.bytes_of(self, died)
+                if not row_set.live_count:
+                    self._free_columns(set(members))
+        return any(self.columns.values())
 
     def is_whole(self) -> bool:
         """Whether no cell was freed."""
         return all(column and column.row_set.live_count == self.row_count for column in self.columns.values())
-
-    def is_empty(self) -> bool:
-        """Whether no cell is left."""
-        return not any(self.columns.values())
 
     def compacted_bytes(self) -> int:
         """Return at most how many bytes it takes after compaction."""
@@ -412,6 +419,73 @@ class StoredPut:
                 self.columns[name] = None
 
 
+class TextCheck:
+    """Looks at one column of text, part by part in their order.
+
+    Args:
+        name: the field.
+        offsets: where each row starts in the values of the column, and their end `(n + 1,)`.
+        values_at: where these start in the blob of their put.
+
+    Attributes:
+        next: up to where in the blob the column has been looked at.
+        end: where it ends.
+    """
+
+    __slots__ = ("_name", "_offsets", "_rest", "_values_at", "end", "next")
+
+    def __init__(self, name: str, offsets: Rows, values_at: int) -> None:
+        self._name = name
+        self._offsets = offsets
+        self._values_at = values_at
+        self._rest = b""  # of a character whose last bytes come with the next part
+        self.next = values_at
+        self.end = values_at + int(offsets[-1])
+
+    def look_at(self, data: memoryview | bytes, at: int) -> None:
+        """Look at what a part of the blob, which starts at `at`, has of the column.
+
+        Raises:
+            InvalidArgumentError: a row is not UTF-8; it names the first of them.
+        """
+        end = min(at + len(data), self.end)
+        if self.next >= end:
+            return
+        part, start = memoryview(data)[self.next - at : end - at], self.next - self._values_at
+        first, last = np.searchsorted(self._offsets[:-1], (start, start + len(part))).tolist()
+        rows = self._offsets[first:last]
+        rows = rows[self._offsets[first + 1 : last + 1] > rows]  # an empty one has no first byte
+        inside = (np.frombuffer(part, np.uint8)[rows - start] & _HIGHEST_BITS) == _CONTINUES
+        piece, piece_start = (self._rest + part, start - len(self._rest)) if self._rest else (part, start)
+        # A row that begins within a character: the first wrong row is that one, or the one before, which has its lead.
+        wrong_at = int(rows[int(inside.argmax())]) if inside.any() else None
+        looked_at = piece if wrong_at is None else piece[: wrong_at - piece_start]
+        try:
+            _, used = codecs.utf_8_decode(looked_at, "strict", wrong_at is not None or end == self.end)
+        except UnicodeDecodeError as error:
+            raise self._wrong(piece_start + error.start) from None
+        if wrong_at is not None:
+            raise self._wrong(wrong_at)
+        self._rest = bytes(piece[used:])
+        self.next = end
+
+    def _wrong(self, at: int) -> InvalidArgumentError:
+        row = int(np.searchsorted(self._offsets, at, "right")) - 1
+        return _wrong_row(
+            self._name,
+            row,
+            f"is not UTF-8 from its byte {at - int(self._offsets[row])} on; encode text as UTF-8, or put it with the "
+            "encoding bytes",
+        )
+
+
+def _wrong_row(name: str, row: int, what: str) -> InvalidArgumentError:
+    """Return the error for a row of objects that is not what its encoding says."""
+    return InvalidArgumentError(
+        f"row {row} of field {name!r} {what}", field="columns", metadata={"row": str(row), "field_name": name}
+    )
+
+
 class PendingPut:
     """Takes the bytes of a put: `write` as they come, or `map_fds` of all at once; then `finish`, or `abort`.
 
@@ -424,35 +498,30 @@ class PendingPut:
         on_abort: called once with what is stored so far, None where it has no memory yet.
 
     Attributes:
-        already_complete: whether the put was there before.
-        is_aborted: whether it was aborted, by its owner or by a retry.
         checksum: of all its bytes, once they are in a segment.
     """
 
     __slots__ = (
         "_digest",
         "_filled",
-        "_is_done",
+        "_is_ended",
         "_on_abort",
         "_on_finish",
         "_stored",
         "_text_checks",
         "_view",
-        "already_complete",
         "checksum",
-        "is_aborted",
         "put_id",
     )
 
     def __init__(
         self,
         put_id: bytes,
-        *,
         on_finish: Callable[[PendingPut, StoredPut], None],
         on_abort: Callable[[PendingPut, StoredPut | None], None],
     ) -> None:
         self.put_id = put_id
-        self.already_complete = self.is_aborted = self._is_done = False
+        self._is_ended = False  # done or aborted
         self._on_finish = on_finish
         self._on_abort = on_abort
         self._stored: StoredPut | None = None  # as long as it is open
@@ -462,15 +531,15 @@ class PendingPut:
         self._text_checks: Sequence[TextCheck] = ()
         self.checksum: int | None = None
 
-    @classmethod
-    def completed(cls, put_id: bytes) -> PendingPut:
-        """Return a put that is there already: it takes no bytes, and finishing or aborting it changes nothing."""
-        pending = cls(put_id, on_finish=lambda *_: None, on_abort=lambda *_: None)
-        pending.already_complete = pending._is_done = True
-        return pending
-
     def begin(self, stored: StoredPut) -> None:
-        """Give it the put that it fills: its tables are written, its values are to come."""
+        """Give it the put that it fills: its tables are written, its values are to come.
+
+        Raises:
+            CallCancelledError: a retry took over while this one waited; what it was given is released.
+        """
+        if self._is_ended:
+            stored.values.release()
+            self.require_open()
         self._stored = stored
         self._filled = stored.values_at
         self._text_checks = [
@@ -484,14 +553,12 @@ class PendingPut:
             self._digest = xxh3_64(stored.tables())
 
     async def write(self, data: memoryview | bytes) -> None:
-        """Append bytes of the values; ignored where the put is complete already.
+        """Append bytes of the values.
 
         Raises:
             InvalidArgumentError: there are more bytes than were declared, or a row of text is not UTF-8.
             CallCancelledError: a retry took over.
         """
-        if self.already_complete:
-            return
         stored = self.require_open()
         blob, start, end = stored.values, self._filled, self._filled + len(data)
         if blob.store.maps_fds:
@@ -533,20 +600,18 @@ class PendingPut:
         self._stored.values.map_fds(fds)
         for check in self._text_checks:
             while check.next < check.end:
-                check.look_at(self._view[check.next : check.next + PIECE_BYTES], check.next)
+                check.look_at(self._view[check.next : check.next + _PIECE_BYTES], check.next)
                 await asyncio.sleep(0)
                 self.require_open()
         self._filled = self.require_open().values.size
 
-    def require_complete(self) -> StoredPut | None:
-        """Return what is stored, None where the put was there already.
+    def require_complete(self) -> StoredPut:
+        """Return what is stored.
 
         Raises:
             InvalidArgumentError: bytes are missing.
             CallCancelledError: a retry took over.
         """
-        if self._is_done:
-            return None
         stored = self.require_open()
         if self._filled < stored.values.size:
             raise InvalidArgumentError(
@@ -565,19 +630,19 @@ class PendingPut:
             CallCancelledError: a retry took over.
         """
         stored = self.require_complete()
-        if stored is None:
-            return
-        self._stored, self._view = None, memoryview(b"")
-        self._is_done = True
+        self._end()
         self._on_finish(self, stored)
 
     def abort(self) -> None:
         """Give everything back unless it is done; a second call does nothing."""
-        if self._is_done or self.is_aborted:
-            return
-        stored, self._stored, self._view = self._stored, None, memoryview(b"")
-        self.is_aborted = True
-        self._on_abort(self, stored)
+        if not self._is_ended:
+            stored = self._stored
+            self._end()
+            self._on_abort(self, stored)
+
+    def _end(self) -> None:
+        self._is_ended = True
+        self._stored, self._view = None, memoryview(b"")
 
     def require_open(self) -> StoredPut:
         """Return the put that it fills.

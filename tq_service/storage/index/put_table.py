@@ -14,24 +14,51 @@ put that is overdue may be committed all the same, and its controller is asked b
 the put once it has answered that it does not know it: receipts are numbered, and the question says from which number on
 they are valid. A put that is asked for again by its client gets another receipt then. The controller's side, and why
 no put is lost: `server/puts.py`.
+
+With a store that outlives the process (`PutJournal`):
+
+    blob written -> (copied, flushed) -> record written down -> the put is complete
+    the put is dropped -> that is written down -> when it cannot be lost any more: the blob is released
+
+After a restart the bytes of a put are looked at before they are first read, and all of them slowly in the background. A
+small put has its bytes in its record. Those of a put in shared memory are copied to a blob of the store before it is
+complete, and go on being read from the shared memory as long as the process lives.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+import struct
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from enum import Enum
+from functools import lru_cache
 from itertools import islice, takewhile
-from typing import Final, NamedTuple
+from typing import Final, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
+import numpy as np
+
+from tq_service.errors import DiskFailedError, UnavailableError
+from tq_service.journal import codec
 from tq_service.log_message import LogMessage
-from tq_service.schema import CONTROLLER_NAME_BYTES
-from tq_service.storage.blobs.base import Blob
-from tq_service.storage.index.put import PendingPut, StoredPut
+from tq_service.schema import CONTROLLER_NAME_BYTES, FieldSpec
+from tq_service.storage.blobs.memory import Blob, DurableBlobStore, LocalBlob, is_temporary
+from tq_service.storage.index.admission import Admission
+from tq_service.storage.index.put import PendingPut, PutCells, Rows, RowSet, StoredColumn, StoredPut
 
 _log = logging.getLogger(__name__)
 _SHARDS: Final = 1024
+_KEPT_SECONDS: Final = 10.0  # after a read: it may be one of several parts, of which all are to be here at once
+_LOOKED_AT: Final = 256
+_MOST_NAMED: Final = 16
+_SCRUB_BYTES_PER_SECOND: Final = 100e6
+_LEAST_PAUSE_SECONDS: Final = 0.001
+_RETRY_SECONDS: Final = 1.0
+SourceT = TypeVar("SourceT", bound=Hashable)
+_spec: Final = lru_cache(maxsize=1024)(FieldSpec)  # every put brings the same few
 
 
 class PutState(Enum):
@@ -49,8 +76,7 @@ class _Waiting(NamedTuple):
     number: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Overdue:
+class Overdue(NamedTuple):
     """The question to a controller.
 
     Attributes:
@@ -62,55 +88,99 @@ class Overdue:
     receipts_from: int
 
 
-class UncommittedPuts:
-    """The puts of one controller that are not known to be committed.
+class RecoveredPut(NamedTuple):
+    """What is in memory of a put that was recovered or unloaded, and not needed since: its blob and its owner."""
 
-    Recovered ones are not overdue before the controller has listed its puts: it may be down for long.
+    values: Blob
+    owner: bytes
+
+
+class PutTable(Mapping[bytes, StoredPut]):
+    """Puts by name, and which of them are not known to be committed.
+
+    Recovered ones, of which many may never be asked for, are loaded when needed. They are not overdue before their
+    controller has listed its puts: it may be down for long. Puts are in many small dicts, so that all can be looked at
+    in slices while others come and go.
 
     Args:
-        ttl_seconds: how long a put waits.
-        clock: measures that.
+        ttl_seconds: how long a put waits for its confirmation.
+        clock: what that is measured with.
+        load: makes the put of a blob when it is needed.
 
     Attributes:
         next_number: that of the next receipt.
     """
 
-    def __init__(self, ttl_seconds: float, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, ttl_seconds: float, clock: Callable[[], float], load: Callable[[bytes, Blob], StoredPut]
+    ) -> None:
         self._ttl_seconds = ttl_seconds
         self._clock = clock
+        self._load = load
+        self._shards: list[dict[bytes, StoredPut | RecoveredPut]] = [{} for _ in range(_SHARDS)]
+        self._owned: Counter[bytes] = Counter()  # puts by owner
+        self._absent_since: dict[bytes, float] = {}  # owners that no controller is
         self._waiting: dict[bytes, _Waiting] = {}  # in the order of their times and numbers
         self._recovered: set[bytes] = set()
         self.next_number = 0
-        self._valid_from = 0  # the controller is told to take no receipts with lower numbers
+        self._valid_from = 0  # controllers are told to take no receipts with lower numbers
 
-    def __len__(self) -> int:
-        return len(self._waiting) + len(self._recovered)
+    def recover(self, puts: Mapping[bytes, RecoveredPut]) -> None:
+        """Take over puts of an earlier process."""
+        for put_id, put in puts.items():
+            self._shard(put_id)[put_id] = put
+            self._owned[put.owner] += 1
+        self._recovered.update(puts)
+
+    def add(self, put_id: bytes, put: StoredPut) -> None:
+        """Add a put, which waits for its confirmation from now on."""
+        self._shard(put_id)[put_id] = put
+        self._owned[put.owner] += 1
+        self.wait(put_id)
+
+    def unload(self, put_id: bytes, values: Blob) -> None:
+        """Have a blob in the place of a put, until it is loaded or replaced."""
+        self._shard(put_id)[put_id] = RecoveredPut(values, self.owner_of(put_id))
+
+    def replace(self, put_id: bytes, put: StoredPut) -> None:
+        """Have what is left of a put in its place."""
+        self._shard(put_id)[put_id] = put
+
+    def pop(self, put_id: bytes) -> Blob:
+        """Remove a put and return the blob of its values."""
+        self.confirm(put_id)
+        put = self._shard(put_id).pop(put_id)
+        self._owned[put.owner] -= 1
+        return put.values
+
+    # Which are committed
 
     @property
-    def oldest_number(self) -> int:
-        """The number of the oldest receipt of a put that waits."""
-        return next((each.number for each in self._waiting.values()), self.next_number)
+    def uncommitted_count(self) -> int:
+        """Number of puts that are not known to be committed."""
+        return len(self._waiting) + len(self._recovered)
 
     def state_of(self, put_id: bytes) -> PutState:
-        """Return the state of a put of this controller."""
+        """Return the state of a put that is here."""
         if put_id in self._waiting:
             return PutState.WAITING
         return PutState.RECOVERED if put_id in self._recovered else PutState.COMMITTED
 
     def wait(self, put_id: bytes) -> None:
         """Have a put wait from now on, with another receipt."""
-        self.remove(put_id)
+        self.confirm(put_id)
         self._waiting[put_id] = _Waiting(self._clock() + self._ttl_seconds, self.next_number)
         self.next_number += 1
 
-    def remove(self, put_id: bytes) -> None:
+    def confirm(self, put_id: bytes) -> None:
         """Have a put wait no more: it is committed, or gone."""
         self._waiting.pop(put_id, None)
         self._recovered.discard(put_id)
 
-    def recover(self, put_id: bytes) -> None:
-        """Take note of a recovered put."""
-        self._recovered.add(put_id)
+    @property
+    def oldest_number(self) -> int:
+        """The number of the oldest receipt of a put that waits."""
+        return next((each.number for each in self._waiting.values()), self.next_number)
 
     def receipt_number(self, put_id: bytes) -> int | None:
         """Return the number for a receipt of a put, None if it is committed.
@@ -124,13 +194,13 @@ class UncommittedPuts:
             self.wait(put_id)
         return self._waiting[put_id].number
 
-    def overdue(self, most: int | None = None) -> Overdue:
-        """Return up to so many of the puts that have waited for too long (None: all), whose receipts are void now."""
+    def overdue(self, owner: bytes, most: int | None = None) -> Overdue:
+        """Return up to so many of an owner's puts that have waited for too long; None: all. Their receipts are void."""
         now = self._clock()
-        valid = (each.number for each in self._waiting.values() if each.until > now)
-        self._valid_from = next(valid, self.next_number)
+        self._valid_from = next((each.number for each in self._waiting.values() if each.until > now), self.next_number)
         overdue = takewhile(lambda put_id: self._waiting[put_id].until <= now, self._waiting)
-        return Overdue(put_ids=list(islice(overdue, most)), receipts_from=self._valid_from)
+        own = (put_id for put_id in overdue if self.owner_of(put_id) == owner)
+        return Overdue(list(islice(own, most)), self._valid_from)
 
     def on_answer(self, asked: Overdue, unknown: Collection[bytes]) -> list[bytes]:
         """Return the puts to be dropped, which the controller does not know; other ones that were asked for wait anew.
@@ -147,90 +217,11 @@ class UncommittedPuts:
                 self.wait(put_id)
         return [put_id for put_id in old if put_id in unknown]
 
-
-class RecoveredPut(NamedTuple):
-    """What is in memory of a put that was recovered or unloaded, and not needed since: its blob and its owner."""
-
-    values: Blob
-    owner: bytes
-
-
-class PutTable(Mapping[bytes, StoredPut]):
-    """Puts by name; recovered ones, of which many may never be asked for, are loaded when needed.
-
-    They are in many small dicts, so that all can be looked at in slices while others come and go.
-
-    Args:
-        ttl_seconds: how long a put waits for its confirmation.
-        clock: what that is measured with.
-    """
-
-    def __init__(self, ttl_seconds: float, clock: Callable[[], float]) -> None:
-        self._ttl_seconds = ttl_seconds
-        self._clock = clock
-        self._shards: list[dict[bytes, StoredPut | RecoveredPut]] = [{} for _ in range(_SHARDS)]
-        self._count = 0
-        self._load: Callable[[bytes, Blob], StoredPut] | None = None
-        self._uncommitted: dict[bytes, UncommittedPuts] = {}  # by owner
-        self._absent_since: dict[bytes, float] = {}  # owners that no controller is
-
-    def recover(self, puts: Mapping[bytes, RecoveredPut], load: Callable[[bytes, Blob], StoredPut]) -> None:
-        """Take over puts of an earlier process.
-
-        Args:
-            puts: their blobs and owners.
-            load: makes the put of a blob when it is needed.
-        """
-        self.load_with(load)
-        for put_id, put in puts.items():
-            self._shard(put_id)[put_id] = put
-            self.uncommitted(put.owner).recover(put_id)
-        self._count = len(puts)
-
-    def load_with(self, load: Callable[[bytes, Blob], StoredPut]) -> None:
-        """Make puts of blobs with a function when they are needed."""
-        self._load = load
-
-    def unload(self, put_id: bytes, values: Blob) -> None:
-        """Have a blob in the place of a put, until it is loaded or replaced."""
-        shard = self._shard(put_id)
-        shard[put_id] = RecoveredPut(values, shard[put_id].owner)
-
-    def add(self, put_id: bytes, put: StoredPut) -> None:
-        """Add a put, which waits for its confirmation from now on."""
-        self._shard(put_id)[put_id] = put
-        self._count += 1
-        self.uncommitted(put.owner).wait(put_id)
-
-    def replace(self, put_id: bytes, put: StoredPut) -> None:
-        """Have what is left of a put in its place."""
-        self._shard(put_id)[put_id] = put
-
-    def pop(self, put_id: bytes) -> Blob:
-        """Remove a put and return the blob of its values."""
-        self.uncommitted(self.owner_of(put_id)).remove(put_id)
-        self._count -= 1
-        return self._shard(put_id).pop(put_id).values
+    # Whose they are
 
     def owner_of(self, put_id: bytes) -> bytes:
         """Return the controller that owns a put."""
         return self._shard(put_id)[put_id].owner
-
-    def state_of(self, put_id: bytes) -> PutState:
-        """Return the state of a put that is here."""
-        owner = self.owner_of(put_id)
-        return self._uncommitted[owner].state_of(put_id) if owner in self._uncommitted else PutState.COMMITTED
-
-    def uncommitted(self, owner: bytes) -> UncommittedPuts:
-        """Return the puts of an owner that are not known to be committed."""
-        if owner not in self._uncommitted:
-            self._uncommitted[owner] = UncommittedPuts(self._ttl_seconds, self._clock)
-        return self._uncommitted[owner]
-
-    @property
-    def uncommitted_count(self) -> int:
-        """Number of puts that are not known to be committed."""
-        return sum(map(len, self._uncommitted.values()))
 
     def absent_owners(self, controllers: Collection[bytes]) -> list[bytes]:
         """Return the owners that have been none of the controllers there are for the time that a put waits.
@@ -239,18 +230,13 @@ class PutTable(Mapping[bytes, StoredPut]):
         """
         now = self._clock()
         names = {controller[:CONTROLLER_NAME_BYTES] for controller in controllers}
-        absent = (owner for owner in self._uncommitted if owner not in controllers)
+        absent = (owner for owner in +self._owned if owner not in controllers)
         self._absent_since = {owner: self._absent_since.get(owner, now) for owner in absent}
         return [
             owner
             for owner, since in self._absent_since.items()
             if since + self._ttl_seconds <= now or owner[:CONTROLLER_NAME_BYTES] in names
         ]
-
-    def remove_owner(self, owner: bytes) -> None:
-        """Forget an owner, unless puts of it wait: they came while the others were dropped, and go the next time."""
-        if not self.uncommitted(owner):
-            del self._uncommitted[owner]
 
     def slices(self) -> Iterator[list[bytes]]:
         """Yield the names of all puts, some at a time; of those that come or go meanwhile some."""
@@ -261,8 +247,6 @@ class PutTable(Mapping[bytes, StoredPut]):
         shard = self._shard(put_id)
         put = shard[put_id]
         if isinstance(put, RecoveredPut):
-            if self._load is None:
-                raise KeyError(put_id)
             put = shard[put_id] = self._load(put_id, put.values)
         return put
 
@@ -274,23 +258,163 @@ class PutTable(Mapping[bytes, StoredPut]):
             yield from shard
 
     def __len__(self) -> int:
-        return self._count
+        return self._owned.total()
 
     def _shard(self, put_id: object) -> dict[bytes, StoredPut | RecoveredPut]:
         return self._shards[hash(put_id) & (_SHARDS - 1)]
 
 
-class Backing:
+class Residents:
+    """The puts of one engine that are in memory, those used longest ago first, and the spilled ones.
+
+    complete -> in memory -> spilled (its bytes are in the mirror alone) -> fetched when it is read -> in memory
+
+    Args:
+        admission: counts the memory that they share with other engines.
+        clock: seconds.
+        can_spill: whether any of them may leave memory; else all stay, and nothing is counted.
+
+    Attributes:
+        spilled_bytes: bytes of the spilled puts.
+        spilled: for each of them the blob with its charge.
+    """
+
+    def __init__(self, admission: Admission, clock: Callable[[], float], *, can_spill: bool) -> None:
+        self._admission = admission
+        self._clock = clock
+        self._can_spill = can_spill
+        self._kept_until: dict[bytes, float] = {}  # in the order of their last use
+        self.spilled: dict[bytes, Blob] = {}
+        self.spilled_bytes = 0
+
+    def add(self, put_id: bytes) -> None:
+        """Take note of a put that has come, and may leave at once."""
+        if self._can_spill:
+            self._kept_until[put_id] = 0.0
+
+    def use(self, put_ids: Iterable[bytes]) -> None:
+        """Take note that puts are read now or soon; those that are not in memory are fetched for it."""
+        if self._can_spill:
+            for put_id in put_ids:
+                if self._kept_until.pop(put_id, None) is not None:
+                    self._kept_until[put_id] = self._clock() + _KEPT_SECONDS
+
+    def fetched(self, put_id: bytes) -> None:
+        """Take note that a put is in memory again, with its charge, and release what stood for it."""
+        if (blob := self.remove(put_id)) is not None:
+            blob.release()
+        self.add(put_id)
+        self.use([put_id])
+
+    def remove(self, put_id: bytes) -> Blob | None:
+        """Forget a put; return what stood for it where it was spilled, to be released."""
+        self._kept_until.pop(put_id, None)
+        blob = self.spilled.pop(put_id, None)
+        if blob is not None:
+            self._count_spilled(-blob.charge)
+        return blob
+
+    def spill(self, put_id: bytes, blob: Blob) -> None:
+        """Take note that a put is spilled, and what stands for it."""
+        del self._kept_until[put_id]
+        self.spilled[put_id] = blob
+        self._count_spilled(blob.charge)
+
+    def _count_spilled(self, size: int) -> None:
+        self.spilled_bytes += size
+        self._admission.spilled_bytes += size
+
+    def coldest(self) -> list[bytes]:
+        """Return some puts that may leave, in order. Those that cannot, `put_off`."""
+        now = self._clock()
+        return [put_id for put_id, until in islice(self._kept_until.items(), _LOOKED_AT) if until <= now]
+
+    def put_off(self, put_id: bytes) -> None:
+        """Look at a put again after all others: it cannot leave now."""
+        self._kept_until[put_id] = self._kept_until.pop(put_id)
+
+
+# What a controller says of the puts it knows, in pieces
+
+
+@dataclass(slots=True, eq=False)
+class Reconciliation:
+    """How far it is said which puts are known. From its begin to its end other calls confirm and free puts.
+
+    Attributes:
+        owner: the controller that says so.
+        staying: puts that are known, or were confirmed meanwhile: whatever else is confirmed is dropped at the end.
+        freed: puts that were freed meanwhile: they may be listed, and are not missing. A put that is stored later under
+            the id of one of them is another put, of which the list says nothing.
+        partial: puts of which cells were listed.
+        put_id: the one whose cells are being listed.
+        parts: what was listed of it so far.
+        missing_put_ids: some of the known puts that are not here, or damaged.
+        missing_count: number of all of them.
+        dropped_count: number of confirmed puts that are not known, and were dropped.
+    """
+
+    owner: bytes = b""
+    staying: set[bytes] = field(default_factory=set)
+    freed: set[bytes] = field(default_factory=set)
+    partial: set[bytes] = field(default_factory=set)
+    put_id: bytes = b""
+    parts: list[PutCells] = field(default_factory=list)
+    missing_put_ids: list[bytes] = field(default_factory=list)
+    missing_count: int = 0
+    dropped_count: int = 0
+
+    def miss(self, put_id: bytes) -> None:
+        """Count a put that is known, but not here."""
+        self.missing_count += 1
+        if len(self.missing_put_ids) < _MOST_NAMED:
+            self.missing_put_ids.append(put_id)
+
+
+def cells_besides(put_id: bytes, put: StoredPut, parts: Sequence[PutCells]) -> list[PutCells]:
+    """Return the cells of a put that are in none of the parts."""
+    kept: dict[str, np.ndarray[tuple[int], np.dtype[np.bool_]]] = {
+        name: np.zeros(put.row_count, np.bool_) for name, column in put.columns.items() if column is not None
+    }
+    for part in parts:
+        rows = part.rows_of(put.row_count)
+        for name in part.field_names or kept:
+            if name in kept:
+                kept[name][rows] = True
+    alike: dict[bytes, list[str]] = {}
+    for name, mask in kept.items():
+        if not mask.all():
+            alike.setdefault(mask.tobytes(), []).append(name)
+    return [
+        PutCells(put_id=put_id, field_names=tuple(names), rows=np.flatnonzero(~kept[names[0]]))
+        for names in alike.values()
+    ]
+
+
+# What keeps puts beyond the process
+
+
+class Backing(Generic[SourceT]):
     """What keeps the puts of an engine beyond its process: this one nothing; `PutJournal` a disk, `Mirror` other nodes.
 
     Confined to the engine's event loop.
 
     Attributes:
         damaged: puts whose bytes are lost, and why; those that were not looked at yet are not known to be.
+        may_fetch: whether there is memory for puts that no reader has asked for.
+        fetch_error: why the last one could not be fetched.
     """
 
     def __init__(self) -> None:
         self.damaged: dict[bytes, str] = {}
+        self.may_fetch: Callable[[], bool] = lambda: True
+        self.fetch_error = ""
+        # Puts that are not to be read before they are fetched, or looked at, and what has their bytes.
+        self._unfetched: dict[bytes, SourceT] = {}
+        self._to_scrub: Mapping[bytes, object] = self._unfetched  # those to be fetched though nobody reads them
+        self._to_free: dict[bytes, None] = {}  # those to be fetched next: cells of them are to be freed
+        self._has_to_free = asyncio.Event()
+        self._fetching: dict[SourceT, asyncio.Task[None]] = {}
 
     async def flush(self, pending: PendingPut, deadline: float | None) -> None:
         """Wait until the bytes of a put outlive this process, before it is finished.
@@ -309,19 +433,33 @@ class Backing:
 
     def may_compact(self, put_id: bytes) -> bool:
         """Whether a put may be moved to a smaller blob now."""
-        return put_id not in self.damaged
+        return put_id not in self.damaged and put_id not in self._unfetched
 
     def move(self, put_id: bytes, old: Blob, moved: StoredPut, checksum: int | None) -> None:
         """Take note that a put was compacted and flushed, and release its old blob when it may be."""
         old.release()
 
-    def is_unfetched(self, put_id: bytes) -> bool:
-        """Whether the tables of a put are not in memory until `check` has read or fetched it."""
+    def load(self, put_id: bytes, blob: Blob) -> StoredPut:
+        """Return a recovered put.
+
+        Raises:
+            UnavailableError: it has to be fetched first.
+        """
+        raise UnavailableError(f"put {put_id.hex()} is being fetched from the mirror; try again")
+
+    def spill(self, put_id: bytes) -> bool:
+        """Have a put in here alone, unfetched; return whether that can be."""
         return False
 
     def partition_of(self, put_id: bytes) -> str | None:
         """Return the partition of a put that is known by name and owner alone, None for others."""
         return None
+
+    # Puts that are not here until they are fetched
+
+    def is_unfetched(self, put_id: bytes) -> bool:
+        """Whether the tables of a put are not in memory until `check` has read or fetched it."""
+        return put_id in self._unfetched
 
     async def check(self, put_ids: Collection[bytes]) -> None:
         """Have the bytes of recovered puts here, and look at them, before they are read.
@@ -329,12 +467,56 @@ class Backing:
         Raises:
             UnavailableError: that cannot be done now.
         """
-
-    def fetch_to_free(self, put_id: bytes) -> None:
-        """Have an unfetched put checked soon, in the background, since cells of it are to be freed."""
+        if not self._unfetched:
+            return
+        for _ in range(2):
+            sources = {self._unfetched[put_id]: put_id for put_id in put_ids if put_id in self._unfetched}
+            if not sources:
+                return
+            was_under_way = not self._fetching.keys().isdisjoint(sources)
+            await asyncio.wait([self._start_fetch(put_id, source) for source, put_id in sources.items()])
+            if not was_under_way:  # else once more: such a fetch may have passed a put that was spilled since
+                break
+        for put_id in put_ids:
+            if put_id in self._unfetched:
+                raise UnavailableError(f"put {put_id.hex()} cannot be read now ({self.fetch_error}); try again")
 
     async def scrub(self) -> None:
-        """Have the bytes of all recovered puts here, and look at them, slowly."""
+        """Have the bytes of all recovered puts here, and look at them, slowly; those with cells to be freed at once."""
+        while waiting := self._to_free or self._to_scrub:
+            self._has_to_free.clear()
+            put_id = next(iter(waiting))
+            pause_seconds = _RETRY_SECONDS
+            if self._to_free or self.may_fetch():
+                source = self._unfetched[put_id]
+                await asyncio.wait([self._start_fetch(put_id, source)])
+                if put_id not in self._unfetched:
+                    pause_seconds = 0.0 if self._to_free else self._pause_after(source)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause_seconds):
+                    await self._has_to_free.wait()
+
+    def _pause_after(self, source: SourceT) -> float:
+        return _LEAST_PAUSE_SECONDS
+
+    def fetch_to_free(self, put_id: bytes) -> None:
+        """Have an unfetched put fetched next, in the background, since cells of it are to be freed."""
+        self._to_free[put_id] = None
+        self._has_to_free.set()
+
+    def _start_fetch(self, put_id: bytes, source: SourceT) -> asyncio.Task[None]:
+        task = self._fetching.get(source)
+        if task is None:
+            task = self._fetching[source] = asyncio.get_running_loop().create_task(self._fetch(put_id, source))
+            task.add_done_callback(lambda _: self._fetching.pop(source, None))
+        return task
+
+    async def _fetch(self, put_id: bytes, source: SourceT) -> None:
+        """Fetch what a source has; where that cannot be done now, it stays unfetched, and `fetch_error` says why."""
+
+    def _forget_unfetched(self, put_id: bytes) -> bool:
+        self._to_free.pop(put_id, None)
+        return self._unfetched.pop(put_id, None) is not None
 
     def mark_damaged(self, put_id: bytes, reason: str) -> None:
         """Take note of a put that cannot be read."""
@@ -344,7 +526,313 @@ class Backing:
 
     def clear_damage(self, put_id: bytes) -> bool:
         """Forget whether a put is sound; return whether it was damaged."""
+        self._forget_unfetched(put_id)
         return self.damaged.pop(put_id, None) is not None
 
     async def close(self) -> None:
         """End what it has in the background."""
+
+
+class ColumnRecord(NamedTuple):
+    """A column of a put: its spec, and the bytes of all its values."""
+
+    name: str
+    dtype: str
+    layout: str
+    row_shape: tuple[int, ...]
+    value_bytes: int
+    encoding: str
+
+
+class LeftRows(NamedTuple):
+    """The rows in the put that are left of some of its columns, ascending; none: these columns are gone."""
+
+    names: tuple[str, ...]
+    rows: Rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PutStored:
+    """A put is complete, or this is what is left of it from now on.
+
+    Attributes:
+        put_id: its name.
+        partition_id: the partition it is for.
+        row_count: number of rows that it was put with.
+        columns: those that are left.
+        size_bytes: size of its tables and values.
+        segment: number of the file with these; 0: they follow the record, and nothing else does.
+        checksum: XXH3 of what is in the file.
+        left_rows: of the columns that do not have all rows.
+        for_existing_rows: whether no new samples may be made of it.
+        owner: the controller that owns it.
+    """
+
+    put_id: bytes
+    partition_id: str
+    row_count: int
+    columns: tuple[ColumnRecord, ...]
+    size_bytes: int
+    segment: int = 0
+    checksum: int = 0
+    left_rows: tuple[LeftRows, ...] = ()
+    for_existing_rows: bool = False
+    owner: bytes = b""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PutDropped:
+    """A put is gone."""
+
+    put_id: bytes
+
+
+PutRecord: TypeAlias = PutStored | PutDropped
+_KINDS: Final[dict[str, type[PutRecord]]] = {kind.__name__: kind for kind in (PutStored, PutDropped)}
+_SIZE: Final = struct.Struct("<I")
+
+EncodedPut: TypeAlias = tuple[bytes, bytes | bytearray]
+"""The bytes of a record, and of a small put the values that follow them; neither ever changes."""
+
+
+class PutLog(Protocol):
+    """Where an engine writes down what becomes of its puts."""
+
+    @property
+    def fatal(self) -> Callable[[str, BaseException], None]:
+        """Called with a reason and its cause where what is written down may not be what is in memory."""
+        ...
+
+    def append_put(self, record: bytes, values: bytes | bytearray = b"") -> None:
+        """Take a record into memory; it becomes durable in order. The values must not change from now on."""
+        ...
+
+    def after_durable(self, callback: Callable[[], None]) -> None:
+        """Call something once all that was appended before cannot be lost any more."""
+        ...
+
+
+class PutJournal(Backing[Blob]):
+    """The part of an engine that keeps its puts. Confined to the engine's event loop.
+
+    Args:
+        store: the engine's.
+
+    Attributes:
+        on_looked_at: called with each recovered put once it was looked at.
+    """
+
+    _log: PutLog  # from `recover` on
+
+    def __init__(self, store: DurableBlobStore) -> None:
+        super().__init__()
+        self._store = store
+        self.on_looked_at: Callable[[bytes], None] = lambda _: None
+        self._records: dict[bytes, EncodedPut] = {}
+
+    # Taking puts
+
+    async def flush(self, pending: PendingPut, deadline: float | None = None) -> None:
+        """Wait until the bytes of a put are where they outlive this process; see `StorageEngine.flush`."""
+        stored = pending.require_complete()
+        values, source = stored.values, None
+        if values.store is not self._store:  # shared memory, which no other process will find
+            values.pin()  # a put that is aborted meanwhile frees its copy, too
+            try:
+                values.copy = await self._store.allocate(stored.blob_bytes(self._store))
+                values.copy.charge = 0
+                pending.require_open()
+            finally:
+                values.unpin()
+            source = memoryview(stored.tables()), values, stored.value_spans()
+        try:
+            checksum = await self._store.flush(values.copy or values, source)
+        except OSError as error:
+            raise DiskFailedError(f"the bytes of a put could not be written: {error}; put it again") from error
+        if checksum is not None:
+            pending.checksum = checksum
+
+    def record(self, put_id: bytes, put: StoredPut, checksum: int | None) -> None:
+        """Write down that a put is complete, or was moved."""
+        blob = put.values.copy or put.values
+        if blob.store is not self._store or (blob.number and checksum is None):
+            raise RuntimeError(f"put {put_id.hex()} was finished before it was flushed")
+        record = encode_put(describe_put(put_id, put, checksum=(blob.number and checksum) or 0))
+        memory = b"" if blob.number or not isinstance(blob, LocalBlob) else blob.memory
+        encoded = self._records[put_id] = record, memory if isinstance(memory, bytes | bytearray) else bytes(memory)
+        self._log.append_put(*encoded)
+
+    # Giving them back
+
+    def delete(self, put_id: bytes, blob: Blob) -> None:
+        """Write down that a put is gone, and release its blob once that cannot be lost any more."""
+        self._records.pop(put_id, None)
+        (blob.copy or blob).is_damaged = self.clear_damage(put_id)
+        self._log.append_put(encode_put(PutDropped(put_id=put_id)))
+        self._log.after_durable(blob.release)
+
+    def move(self, put_id: bytes, old: Blob, moved: StoredPut, checksum: int | None) -> None:
+        """Write down a put that was compacted and flushed, and release its old blob once that cannot be lost."""
+        try:
+            self.record(put_id, moved, checksum)
+        except Exception as error:  # the put is in its new place already
+            self._log.fatal("a put was moved and could not be written down", error)
+            raise
+        self._log.after_durable(old.release)
+
+    def records(self) -> Sequence[EncodedPut]:
+        """Return what is written down of each put now."""
+        return list(self._records.values())
+
+    # After a restart
+
+    def recover(self, records: Iterable[bytes], log: PutLog) -> dict[bytes, RecoveredPut]:
+        """Find the bytes of puts that were written down, and write down what becomes of puts from now on.
+
+        A put whose blob is missing is damaged. What is in the blobs is not looked at yet.
+
+        Returns:
+            The blob of each put, and its owner.
+        """
+        self._log = log
+        left = left_puts(records)
+        self._records = {put_id: encoded for put_id, (_, encoded) in left.items()}
+        # Newest first: where the end of a put was lost with a part of the journal, its blob may have the bytes of a
+        # later one.
+        puts = [(put_id, record, values) for put_id, (record, (_, values)) in reversed(left.items())]
+        found = iter(
+            self._store.recover([(record.segment, record.size_bytes) for _, record, _ in puts if record.segment])
+        )
+        recovered = {}
+        for put_id, record, values in puts:
+            blob = next(found) if record.segment else LocalBlob(self._store, len(values), values)
+            if blob is None:
+                self.mark_damaged(put_id, f"segment {record.segment} is missing")
+                blob = LocalBlob(self._store, record.size_bytes, b"")
+            elif record.segment:
+                self._unfetched[put_id] = blob
+            recovered[put_id] = RecoveredPut(blob, record.owner)
+        return recovered
+
+    def load(self, put_id: bytes, blob: Blob) -> StoredPut:
+        """Return a recovered put."""
+        put = put_of(self._record_of(put_id))
+        put.place(blob, is_recovered=True)
+        return put
+
+    def _record_of(self, put_id: bytes) -> PutStored:
+        record, _ = decode_put(self._records[put_id][0])
+        if not isinstance(record, PutStored):
+            raise TypeError(f"put {put_id.hex()} was written down as {type(record).__name__}")
+        return record
+
+    def _pause_after(self, source: Blob) -> float:
+        return max(source.size / _SCRUB_BYTES_PER_SECOND, _LEAST_PAUSE_SECONDS)
+
+    async def _fetch(self, put_id: bytes, source: Blob) -> None:
+        """Look at the bytes of a recovered put, and have its tables in memory."""
+        if put_id not in self._unfetched:
+            return
+        record, reason = self._record_of(put_id), ""
+        try:
+            found = await self._store.checksum(source, put_of(record).tables_bytes)
+            if found != record.checksum:
+                reason = f"segment {source.number} has checksum {found:016x}, expected {record.checksum:016x}"
+        except OSError as error:
+            if is_temporary(error):
+                self.fetch_error = str(error)
+                _log.warning(LogMessage("a recovered put cannot be looked at now", put_id=put_id, error=error))
+                return
+            reason = f"its segment cannot be read: {error}"
+        if self._forget_unfetched(put_id):
+            if reason:
+                self.mark_damaged(put_id, reason)
+            self.on_looked_at(put_id)
+
+
+def encode_put(record: PutRecord) -> bytes:
+    """Return the bytes of a record: its size (uint32) and the record. The values of a small put are to follow."""
+    encoded = codec.encode_named(record)
+    return _SIZE.pack(len(encoded)) + encoded
+
+
+def decode_put(data: bytes) -> tuple[PutRecord, EncodedPut]:
+    """Return a record, and its bytes apart from the values that follow.
+
+    Raises:
+        NewerVersionError: it has an unknown kind or field.
+        ValueError, TypeError, KeyError, struct.error: the bytes are not those of a record.
+    """
+    end = _SIZE.size + _SIZE.unpack_from(data)[0]
+    return codec.decode_named(_KINDS, *codec.unpack(data[_SIZE.size : end])), (data[:end], data[end:])
+
+
+def left_puts(records: Iterable[bytes]) -> dict[bytes, tuple[PutStored, EncodedPut]]:
+    """Return the puts that records leave, in the order in which they were last written down."""
+    left: dict[bytes, tuple[PutStored, EncodedPut]] = {}
+    for data in records:
+        record, encoded = decode_put(data)
+        left.pop(record.put_id, None)
+        if isinstance(record, PutStored):
+            left[record.put_id] = record, encoded
+    return left
+
+
+def describe_put(put_id: bytes, put: StoredPut, *, checksum: int = 0) -> PutStored:
+    """Return the record of a put as it is now.
+
+    Args:
+        put_id: its name.
+        put: the put.
+        checksum: of what is in the file of its bytes, where they are in one.
+    """
+    blob = put.values.copy or put.values
+    columns = [(column.spec, column.value_bytes) for column in put.columns.values() if column is not None]
+    return PutStored(
+        put_id=put_id,
+        partition_id=put.partition_id,
+        row_count=put.row_count,
+        columns=tuple(
+            ColumnRecord(
+                spec.name, spec.dtype, spec.layout or "", spec.row_shape or (), value_bytes, spec.encoding or ""
+            )
+            for spec, value_bytes in columns
+        ),
+        size_bytes=blob.size,
+        segment=blob.number,
+        checksum=checksum,
+        left_rows=_left_rows(put),
+        for_existing_rows=put.for_existing_rows,
+        owner=put.owner,
+    )
+
+
+def put_of(record: PutStored) -> StoredPut:
+    """Return the put of a record, which is not placed yet."""
+    row_sets: dict[str, RowSet] = {}
+    columns: dict[str, StoredColumn | None] = {}
+    for names, left in record.left_rows:
+        if left.size:
+            row_sets |= dict.fromkeys(names, RowSet(left.size, left))
+        else:
+            columns |= dict.fromkeys(names)
+    whole = RowSet(record.row_count)
+    for name, dtype, layout, row_shape, value_bytes, encoding in record.columns:
+        spec = _spec(name, dtype, layout, row_shape, encoding or None)
+        columns[name] = StoredColumn(spec, row_sets.get(name, whole), value_bytes)
+    return StoredPut(
+        columns,
+        record.row_count,
+        record.partition_id,
+        for_existing_rows=record.for_existing_rows,
+        owner=record.owner,
+    )
+
+
+def _left_rows(put: StoredPut) -> tuple[LeftRows, ...]:
+    gone = tuple(name for name, column in put.columns.items() if column is None)
+    left = [LeftRows(gone, np.zeros(0, np.int64))] if gone else []
+    left += [
+        LeftRows(tuple(put.members(row_set)), row_set.rows) for row_set in put.row_sets() if row_set.rows is not None
+    ]
+    return tuple(left)

@@ -1,10 +1,13 @@
-"""Reading cells: where they lie in the blobs of their puts, their bytes in the order asked for, what of it is shared.
+"""Copying cells: reads, in the order asked for or as shared memory, and the compaction of a put to its live cells.
 
     runs of rows -> spans of blobs, with a header for each column -> views of local blobs, bytes that threads copy, or
     slices of shared memory that a client of the same host maps
 
 A read may touch thousands of puts of one row each. So what is done for each put is kept to a few attributes in a list;
 the rest is done for all puts at once whose columns are of one spec, with their tables joined where those are small.
+
+A put is compacted in a store that can free parts: planned -> a blob allocated -> copied -> in place of the put, without
+the cells freed during the copy.
 """
 
 from __future__ import annotations
@@ -20,12 +23,12 @@ from typing import Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+from xxhash import xxh3_64
 
 from tq_service.errors import DataLossError, InvalidArgumentError, PutNotFoundError, TqError
 from tq_service.schema import FieldSpec, check_passed_on
-from tq_service.storage.blobs.base import Blob
-from tq_service.storage.cells import Rows
-from tq_service.storage.index.put import RowSet, StoredColumn, StoredPut
+from tq_service.storage.blobs.memory import Blob
+from tq_service.storage.index.put import PutCells, Rows, RowSet, StoredColumn, StoredPut, table_bytes
 from tq_service.v1.storage_service_pb2 import SharedColumn
 from tq_service.wire.columns import (
     DEFAULT_FRAME_BYTES,
@@ -38,7 +41,7 @@ from tq_service.wire.columns import (
     fixed_row_bytes,
     merge_specs,
 )
-from tq_service.wire.metadata import CellRuns, expand_runs
+from tq_service.wire.metadata import CellRuns, expand_runs, runs_of
 
 _FEW_CELLS: Final = 1 << 16
 _SMALL_BYTES: Final = 1024
@@ -63,26 +66,23 @@ Runs: TypeAlias = Rows | slice
 """Which of the runs: their positions, or all of them."""
 
 Octets: TypeAlias = NDArray[np.uint8]
-Unreadable: TypeAlias = Callable[[Blob, OSError], TqError]
-"""Takes note that a blob cannot be read, and returns the error of the read."""
-
-PutUnreadable: TypeAlias = Callable[[bytes, Blob, OSError], TqError]
-"""The same, with the put that the blob has the bytes of."""
+Unreadable: TypeAlias = Callable[[bytes, Blob, OSError], TqError]
+"""Takes note that the blob of a put cannot be read, and returns the error of the read."""
 
 _ALL: Final = slice(None)
 
 
 def open_reading(
-    puts: Mapping[bytes, StoredPut], runs: Sequence[CellRuns], put_ids: Sequence[bytes], unreadable: PutUnreadable
+    puts: Mapping[bytes, StoredPut], runs: Sequence[CellRuns], put_ids: Sequence[bytes], unreadable: Unreadable
 ) -> Reading:
     """Find the cells of a read and pin their blobs; see `StorageEngine.open_read`."""
     row_count, owned = _owned(runs, len(put_ids))
     held = _held(puts, put_ids, owned)
-    return _reading(held, _find_spans(runs, held, put_ids, owned), row_count, put_ids, unreadable)
+    return Reading(held, _find_spans(runs, held, put_ids, owned), row_count, put_ids, unreadable)
 
 
 async def open_reading_in_thread(
-    puts: Mapping[bytes, StoredPut], runs: Sequence[CellRuns], put_ids: Sequence[bytes], unreadable: PutUnreadable
+    puts: Mapping[bytes, StoredPut], runs: Sequence[CellRuns], put_ids: Sequence[bytes], unreadable: Unreadable
 ) -> Reading:
     """Do the same with turns for others: a thread finds the cells, as they are when it begins."""
     loop = asyncio.get_running_loop()
@@ -92,7 +92,7 @@ async def open_reading_in_thread(
         put.values.pin()
     try:
         spans = await loop.run_in_executor(_THREADS, _find_spans, runs, held, put_ids, owned)
-        return _reading(held, spans, row_count, put_ids, unreadable)
+        return Reading(held, spans, row_count, put_ids, unreadable)
     finally:  # the tables and snapshots that a thread may still look at are memory of their own
         for put in held.values():
             put.values.unpin()
@@ -128,18 +128,6 @@ def _find_spans(
         finder = SpanFinder(fields, [held[index] for index in used], [put_ids[index] for index in used], owners)
         spans.extend(finder.find(name) for name in fields.field_names)
     return spans
-
-
-def _reading(
-    held: Mapping[int, StoredPut],
-    spans: Sequence[Spans],
-    row_count: int,
-    put_ids: Sequence[bytes],
-    unreadable: PutUnreadable,
-) -> Reading:
-    put_of = {put.values: put_ids[index] for index, put in held.items()}
-    blobs = {index: put.values for index, put in held.items()}
-    return Reading(blobs, spans, row_count, lambda blob, error: unreadable(put_of[blob], blob, error))
 
 
 def _find_put(puts: Mapping[bytes, StoredPut], put_id: bytes) -> StoredPut:
@@ -224,15 +212,17 @@ class Reading:
 
     def __init__(
         self,
-        blobs: Mapping[int, Blob],
+        held: Mapping[int, StoredPut],
         spans: Sequence[Spans],
         row_count: int,
+        put_ids: Sequence[bytes],
         unreadable: Unreadable,
     ) -> None:
         self.row_count = row_count
         self.headers = tuple(span.column for span in spans)
         self._spans = spans
-        self._blobs = dict(blobs)
+        self._blobs = {index: put.values for index, put in held.items()}
+        self._put_ids = put_ids
         self._unreadable = unreadable
         self._work: asyncio.Future[list[memoryview]] | None = None
         for blob in self._blobs.values():
@@ -260,7 +250,8 @@ class Reading:
             try:
                 part = await asyncio.shield(self._work)
             except UnreadableError as error:
-                raise self._unreadable(error.blob, error.cause) from error.cause
+                put_id = next(self._put_ids[index] for index, blob in self._blobs.items() if blob is error.blob)
+                raise self._unreadable(put_id, error.blob, error.cause) from error.cause
             if not part:
                 return
             yield part
@@ -271,14 +262,21 @@ class Reading:
             if index not in without:
                 yield from self._column_chunks(span)
 
-    def slices(self, column_index: int) -> tuple[Rows, Rows, Rows]:
-        """Return what makes up a column: the puts of its slices, where they start in their blobs, and their sizes."""
-        span = self._spans[column_index]
-        return span.put_indexes, span.starts, span.sizes
+    def shared_part(self) -> tuple[list[int], list[SharedColumn]]:
+        """Return the columns that lie in shared memory from end to end, in slices large enough to pay.
 
-    def blob(self, put_index: int) -> Blob:
-        """Return the blob of the values of a put; it stays until `close`."""
-        return self._blobs[put_index]
+        Returns:
+            The file descriptors of their memfds, open until `close`, and where in these the columns are.
+        """
+        fds: dict[int, int] = {}  # each with its index
+        columns = []
+        for index, span in enumerate(self._spans):
+            if span.column.value_bytes >= max(_LEAST_COLUMN_BYTES, _LEAST_MEAN_SLICE_BYTES * len(span.sizes)):
+                distinct, put_of = np.unique(span.put_indexes, return_inverse=True)
+                blobs = [self._blobs[put] for put in distinct.tolist()]
+                if all(blob.fds for blob in blobs):
+                    columns.append(_shared_column(index, span, blobs, put_of, fds))
+        return list(fds), columns
 
     def close(self) -> None:
         """Let go of what was read; a second call does nothing."""
@@ -305,10 +303,10 @@ class Reading:
 
     def _column_chunks(self, span: Spans) -> Iterator[memoryview]:
         puts, starts, sizes = span.put_indexes, span.starts, span.sizes
-        unit = unit_of(span.column.spec)
+        unit = _unit_of(span.column.spec)
         blobs = {put: self._blobs[put] for put in np.unique(puts).tolist()}
-        if are_scattered(sizes, unit) or not all(blob.is_local for blob in blobs.values()):
-            for some in blocks(puts, starts, sizes, unit):
+        if _are_scattered(sizes, unit) or not all(blob.is_local for blob in blobs.values()):
+            for some in _blocks(puts, starts, sizes, unit):
                 yield _gathered(blobs, *some, unit)
             return
         views = {put: blob.view() for put, blob in blobs.items()}
@@ -341,7 +339,7 @@ def _gathered(blobs: Mapping[int, Blob], puts: Rows, starts: Rows, sizes: Rows, 
         return together.data
     in_order, begins = np.empty_like(together), np.empty_like(starts)
     begins[by_put] = np.cumsum(sizes[by_put]) - sizes[by_put]
-    gather_from(together, begins, sizes, in_order, unit)
+    _gather_from(together, begins, sizes, in_order, unit)
     return in_order.data
 
 
@@ -519,32 +517,11 @@ def _integers(values: list[int]) -> Rows:
     return np.array(values, np.int64)
 
 
-def shared_part(reading: Reading) -> tuple[list[int], list[SharedColumn]]:
-    """Return the columns of a read that lie in shared memory from end to end, in slices large enough to pay.
-
-    Returns:
-        The file descriptors of their memfds, open as long as the read is, and where in these the columns are.
-    """
-    fds: dict[int, int] = {}  # each with its index
-    columns = []
-    for index, header in enumerate(reading.headers):
-        if header.value_bytes < _LEAST_COLUMN_BYTES:
-            continue
-        puts, starts, sizes = reading.slices(index)
-        if header.value_bytes >= _LEAST_MEAN_SLICE_BYTES * len(sizes):
-            columns += _shared_slices(reading, index, (puts, starts, sizes), fds)
-    return list(fds), columns
-
-
-def _shared_slices(
-    reading: Reading, column_index: int, slices: tuple[Rows, Rows, Rows], fds: dict[int, int]
-) -> list[SharedColumn]:
-    """Return the slices of a column in memfds, which are added to `fds`; nothing where one is not in shared memory."""
-    puts, starts, sizes = slices
-    distinct, put_of = np.unique(puts, return_inverse=True)
-    blobs = [reading.blob(put) for put in distinct.tolist()]
-    if not all(blob.fds for blob in blobs):
-        return []
+def _shared_column(
+    column_index: int, span: Spans, blobs: Sequence[Blob], put_of: Rows, fds: dict[int, int]
+) -> SharedColumn:
+    """Return the slices of a column in memfds, which are added to `fds`; `put_of`: for each slice its blob."""
+    starts, sizes = span.starts, span.sizes
     segment_bytes = np.array([blob.segment_bytes for blob in blobs], np.int64)[put_of]
     first_segments = starts // segment_bytes
     counts = (starts + sizes - 1) // segment_bytes - first_segments + 1
@@ -554,14 +531,12 @@ def _shared_slices(
     first = np.maximum(starts[owners], segment_starts)
     last = np.minimum((starts + sizes)[owners], segment_starts + segment_bytes[owners])
     memories = [blobs[put].fds[segment] for put, segment in zip(put_of[owners], segments.tolist(), strict=True)]
-    return [
-        SharedColumn(
-            column_index=column_index,
-            memory_indexes=[fds.setdefault(fd, len(fds)) for fd in memories],
-            starts=(first - segment_starts).tolist(),
-            sizes=(last - first).tolist(),
-        )
-    ]
+    return SharedColumn(
+        column_index=column_index,
+        memory_indexes=[fds.setdefault(fd, len(fds)) for fd in memories],
+        starts=(first - segment_starts).tolist(),
+        sizes=(last - first).tolist(),
+    )
 
 
 # Copying slices of blobs in a row: threads do it for files, and if it takes long.
@@ -576,20 +551,20 @@ class UnreadableError(Exception):
         self.cause = cause
 
 
-def unit_of(spec: FieldSpec) -> int:
+def _unit_of(spec: FieldSpec) -> int:
     """Return a number of bytes that divides the sizes and starts of all rows of a field."""
     row_bytes = fixed_row_bytes(spec)
     return row_bytes if row_bytes and row_bytes <= _SMALL_BYTES else spec.itemsize
 
 
-def are_scattered(sizes: Rows, unit: int) -> bool:
+def _are_scattered(sizes: Rows, unit: int) -> bool:
     """Whether slices are many and small: copying them together costs less than a view of each."""
     mean_most = min(_SMALL_BYTES, _FEW_UNITS * unit)
     return len(sizes) >= _FEW_SLICES and int(sizes.sum()) < mean_most * len(sizes)
 
 
-def blocks(puts: Rows, starts: Rows, sizes: Rows, unit: int) -> Iterator[tuple[Rows, Rows, Rows]]:
-    """Cut slices into blocks to be gathered in one step, large slices into several, none within a unit.
+def _blocks(puts: Rows, starts: Rows, sizes: Rows, unit: int) -> Iterator[tuple[Rows, Rows, Rows]]:
+    """Cut slices into _blocks to be gathered in one step, large slices into several, none within a unit.
 
     Args:
         puts: which blob each slice is in.
@@ -600,7 +575,7 @@ def blocks(puts: Rows, starts: Rows, sizes: Rows, unit: int) -> Iterator[tuple[R
     Yields:
         The same of some slices.
     """
-    most_bytes = max((_BLOCK_BYTES if are_scattered(sizes, unit) else _PIECE_BYTES) // unit, 1) * unit
+    most_bytes = max((_BLOCK_BYTES if _are_scattered(sizes, unit) else _PIECE_BYTES) // unit, 1) * unit
     counts = -(-sizes // most_bytes)
     if (counts > 1).any():
         pieces = expand_runs(np.zeros_like(counts), counts) * most_bytes
@@ -637,23 +612,23 @@ def gather(blob: Blob, starts: Rows, sizes: Rows, target: Octets, unit: int = 1)
 
 def _gather(blob: Blob, starts: Rows, sizes: Rows, target: Octets, unit: int) -> None:
     if blob.is_local:
-        gather_from(np.frombuffer(blob.view(), np.uint8), starts, sizes, target, unit)
+        _gather_from(np.frombuffer(blob.view(), np.uint8), starts, sizes, target, unit)
         return
     first = int(starts.min())
     window_bytes = int((starts + sizes).max()) - first
     if len(sizes) > 1 and window_bytes <= min(_LARGEST_WINDOW_BYTES, max(target.size, _READ_BYTES * len(sizes))):
         window = np.empty(window_bytes, np.uint8)
         blob.read_into(window.data, first)
-        gather_from(window, starts - first, sizes, target, unit)
+        _gather_from(window, starts - first, sizes, target, unit)
         return
     ends = np.cumsum(sizes)
     targets = (target.data[end - size : end] for end, size in zip(ends.tolist(), sizes.tolist(), strict=True))
     blob.read_slices(zip(starts.tolist(), targets, strict=True))
 
 
-def gather_from(source: Octets, starts: Rows, sizes: Rows, target: Octets, unit: int) -> None:
+def _gather_from(source: Octets, starts: Rows, sizes: Rows, target: Octets, unit: int) -> None:
     """Copy slices of memory one after the other, see `gather`."""
-    if are_scattered(sizes, unit):
+    if _are_scattered(sizes, unit):
         base = int(starts[0]) % unit
         table = source[base : base + (source.size - base) // unit * unit].reshape(-1, unit)
         rows = expand_runs((starts - base) // unit, sizes // unit)
@@ -664,3 +639,96 @@ def gather_from(source: Octets, starts: Rows, sizes: Rows, target: Octets, unit:
     for start, size in zip(starts.tolist(), sizes.tolist(), strict=True):
         target[at : at + size] = source[start : start + size]
         at += size
+
+
+# Compaction
+
+_Moved: TypeAlias = tuple[StoredColumn, StoredColumn, Rows]
+"""A column, the smaller one that it becomes, and the positions of its rows that are kept."""
+
+
+class Move:
+    """One put that is moved. Threads plan and copy, while cells of the put are read and freed.
+
+    Args:
+        put: the put; its blob has to be pinned until the end.
+
+    Attributes:
+        freed: cells of the put that were freed during the move.
+        is_given_up: whether the copy is no longer needed.
+    """
+
+    def __init__(self, put: StoredPut) -> None:
+        self._put = put.snapshot()
+        self._columns: list[_Moved] = []
+        self.freed: list[PutCells] = []
+        self.is_given_up = False
+
+    def plan(self) -> StoredPut:
+        """Return the smaller put with the live cells only; it still has to be placed."""
+        put = self._put
+        kept = {id(row_set): row_set.live_positions() for row_set in put.row_sets()}
+        row_sets = {id(row_set): row_set.compacted() for row_set in put.row_sets()}
+        moved: dict[str, StoredColumn | None] = dict.fromkeys(put.columns)
+        for name, column in put.columns.items():
+            if column is not None:
+                positions = kept[id(column.row_set)]
+                value_bytes = column.bytes_of(put, positions) - len(positions) * table_bytes(column.spec)
+                moved[name] = target = StoredColumn(column.spec, row_sets[id(column.row_set)], value_bytes)
+                self._columns.append((column, target, positions))
+        return StoredPut(
+            moved, put.row_count, put.partition_id, for_existing_rows=put.for_existing_rows, owner=put.owner
+        )
+
+    def copy(self, smaller: StoredPut) -> int | None:
+        """Copy tables and values, unless it is given up; return the checksum of a blob with a number.
+
+        Args:
+            smaller: what `plan` returned, placed.
+
+        Raises:
+            UnreadableError: the old blob cannot be read.
+            OSError: the new one cannot be written.
+        """
+        blob, tables = smaller.values, smaller.tables()
+        smaller.live_bytes = self._put.live_bytes
+        for source, target, positions in self._columns:
+            if fixed_row_bytes(source.spec) is None:
+                offsets = source.offsets(self._put.tables())
+                moved = target.offsets(tables)
+                moved[0] = 0
+                np.cumsum(offsets[positions + 1] - offsets[positions], out=moved[1:])
+                target.extents(tables)[:] = source.extents(self._put.tables())[positions]
+        digest = xxh3_64(tables) if blob.number else None
+        if smaller.values_at and not blob.is_local:
+            blob.write_from(tables, 0)
+        at = smaller.values_at
+        space = np.frombuffer(blob.view(), np.uint8) if blob.is_local else None
+        for starts, sizes, unit in self._pieces():
+            if self.is_given_up:
+                return None
+            size = int(sizes.sum())
+            piece = np.empty(size, np.uint8) if space is None else space[at : at + size]
+            gather(self._put.values, starts, sizes, piece, unit)
+            if space is None:
+                blob.write_from(piece.data, at)
+            if digest is not None:
+                digest.update(piece.data)
+            at += size
+        return None if digest is None else digest.intdigest()
+
+    def _pieces(self) -> Iterator[tuple[Rows, Rows, int]]:
+        """Yield the slices of the old blob that are kept, some at a time, with the unit they are made up of."""
+        for source, _, positions in self._columns:
+            firsts, counts = runs_of(positions)
+            row_bytes = fixed_row_bytes(source.spec)
+            if row_bytes is not None:
+                starts, sizes = firsts * row_bytes, counts * row_bytes
+            else:
+                offsets = source.offsets(self._put.tables())
+                starts = offsets[firsts]
+                sizes = offsets[firsts + counts] - starts
+            full = sizes > 0
+            starts, sizes, unit = starts[full] + source.values_at, sizes[full], _unit_of(source.spec)
+            for _, some_starts, some_sizes in _blocks(np.zeros_like(starts), starts, sizes, unit):
+                yield some_starts, some_sizes, unit

@@ -11,7 +11,7 @@ from typing import Final, Protocol, TypeVar
 
 from tq_service.errors import NotFoundError, UnavailableError
 from tq_service.objects.base import LARGEST_OBJECT_BYTES, ObjectMissingError, ObjectStore
-from tq_service.storage.index.put_journal import PutStored, decode_put
+from tq_service.storage.index.put_table import PutStored, decode_put
 from tq_service.storage.mirror.layout import (
     HEAD_BYTES,
     WINDOW,

@@ -16,16 +16,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 from tq_service.errors import DataLossError, QuotaExceededError, TqError, UnavailableError
 from tq_service.objects.base import LARGEST_OBJECT_BYTES, Buffer
 from tq_service.results import MirrorStatus
-from tq_service.storage.blobs.base import RETRY_AFTER_SECONDS, Blob
+from tq_service.storage.blobs.memory import RETRY_AFTER_SECONDS, Blob
 from tq_service.storage.index.put import PendingPut, StoredPut
-from tq_service.storage.index.put_journal import PutStored, decode_put, describe_put, encode_put
-from tq_service.storage.index.put_table import Backing
+from tq_service.storage.index.put_table import Backing, PutStored, Residents, decode_put, describe_put, encode_put
 from tq_service.storage.mirror.layout import PutObject, pack_puts, unpack_heads
 from tq_service.storage.mirror.writer import ObjectWriter
 
@@ -37,19 +37,19 @@ _GATHER_SECONDS: Final = 0.002
 _MOST_GATHERED: Final = 64
 _FIRST_PAUSE_SECONDS: Final = 0.05
 _LAST_PAUSE_SECONDS: Final = 1.0
-_FETCH_PAUSE_SECONDS: Final = 0.001
-_RETRY_SECONDS: Final = 1.0
 _NOTHING: Final[Sequence[Buffer]] = ()
 _Kind: TypeAlias = tuple[bytes, str]
 """Owner and partition: puts with the same may share an object."""
 
 
+@dataclass(slots=True, eq=False)
 class _Copy:
     """One put in the mirror: being written, then in an object.
 
     Attributes:
         put_id: the put.
         kind: its owner and partition.
+        stored: what it is in, once it is written.
         record: what is written of it besides its bytes.
         parts: its bytes, until they are written.
         blob: what these are in, pinned until then.
@@ -57,40 +57,25 @@ class _Copy:
         made_count: copies that it got when it was last written without those required.
         is_needed: whether the put is still there.
         batch: what it is written with, until it is.
-        stored: what it is in, once it is written.
         written: done once it is.
         replaces: an older copy, dropped then.
     """
 
-    __slots__ = (
-        "batch",
-        "blob",
-        "is_needed",
-        "kind",
-        "made_count",
-        "parts",
-        "put_id",
-        "record",
-        "replaces",
-        "size",
-        "stored",
-        "written",
-    )
-
-    def __init__(self, put_id: bytes, kind: _Kind, stored: PutObject | None = None) -> None:
-        self.put_id = put_id
-        self.kind = kind
-        self.record = b""
-        self.parts = _NOTHING
-        self.blob: Blob | None = None
-        self.size = self.made_count = 0
-        self.is_needed = True
-        self.batch: _Batch | None = None
-        self.stored = stored
-        self.written: asyncio.Future[None] | None = None
-        self.replaces: _Copy | None = None
+    put_id: bytes
+    kind: _Kind
+    stored: PutObject | None = None
+    record: bytes = b""
+    parts: Sequence[Buffer] = _NOTHING
+    blob: Blob | None = None
+    size: int = 0
+    made_count: int = 0
+    is_needed: bool = True
+    batch: _Batch | None = None
+    written: asyncio.Future[None] | None = None
+    replaces: _Copy | None = None
 
 
+@dataclass(slots=True, eq=False)
 class _Batch:
     """Puts that are written as one object.
 
@@ -99,14 +84,11 @@ class _Batch:
         task: writes them, once it has begun.
     """
 
-    __slots__ = ("copies", "task")
-
-    def __init__(self) -> None:
-        self.copies: list[_Copy] = []
-        self.task: asyncio.Task[None] | None = None
+    copies: list[_Copy] = field(default_factory=list)
+    task: asyncio.Task[None] | None = None
 
 
-class Mirror(Backing):
+class Mirror(Backing[PutObject]):
     """Where the puts of an engine are a second time. Confined to the engine's event loop.
 
     Args:
@@ -116,10 +98,8 @@ class Mirror(Backing):
         clock: what deadlines are measured with.
 
     Attributes:
-        damaged: puts whose bytes are lost, and why.
-        on_fetched: called with the record and the bytes of each put that was unfetched and is not any more; returns it,
-            None where nothing of it is left.
-        may_fetch: whether there is memory for puts that no reader has asked for.
+        on_fetched: called with the record and the bytes of each put that was unfetched and is not any more, which it
+            keeps; returns the put, None where nothing of it is left.
     """
 
     def __init__(
@@ -136,24 +116,19 @@ class Mirror(Backing):
         self._url = url
         self._clock = clock
         self.on_fetched: Callable[[PutStored, memoryview], StoredPut | None] = lambda *_: None
-        self.may_fetch: Callable[[], bool] = lambda: True
         self._copies: dict[bytes, _Copy] = {}
         self._flushed: dict[bytes, _Copy] = {}  # until the put is finished, in the same step
         self._gathered: dict[_Kind, _Batch] = {}
         self._small_count = 0  # batches of small puts that are being written
         self._tasks: set[asyncio.Task[None]] = set()
-        self._unfetched: dict[bytes, PutObject] = {}
-        # Of these, what is fetched though it is not read: what was taken over, as there is memory for it; spilled puts
-        # with cells to be freed, which makes memory.
-        self._adopted: dict[bytes, None] = {}
-        self._to_free: dict[bytes, None] = {}
-        self._has_to_free = asyncio.Event()
-        self._fetching: dict[PutObject, asyncio.Task[None]] = {}
+        # What was taken over is fetched though nobody reads it, as there is memory for it.
+        self._to_scrub: dict[bytes, None] = {}
         self._unmirrored_bytes = self._short_put_count = 0
         self._is_closed = False
 
-    def stat(self, spilled_count: int = 0, spilled_bytes: int = 0) -> MirrorStatus:
+    def stat(self, residents: Residents | None = None) -> MirrorStatus:
         """Return how it is, with the puts that its engine has spilled."""
+        spilled_count, spilled_bytes = (len(residents.spilled), residents.spilled_bytes) if residents else (0, 0)
         return MirrorStatus(
             url=self._url,
             is_reachable=self._writer.is_reachable,
@@ -202,10 +177,7 @@ class Mirror(Backing):
         Raises:
             QuotaExceededError: it has not until the deadline.
         """
-        stored = pending.require_complete()
-        if stored is None:
-            return
-        copy = self._begin(pending.put_id, stored)
+        copy = self._begin(pending.put_id, pending.require_complete())
         try:
             if self._required:
                 await self._wait(copy, deadline)
@@ -346,7 +318,6 @@ class Mirror(Backing):
     def delete(self, put_id: bytes, blob: Blob) -> None:
         """Free the memory of a put at once, and have its object removed soon."""
         self.clear_damage(put_id)
-        self._leave_unfetched(put_id)
         copy = self._copies.pop(put_id, None)
         if copy is not None:
             self._abandon(copy)
@@ -357,22 +328,21 @@ class Mirror(Backing):
     def spill(self, put_id: bytes) -> bool:
         """Have a put in the mirror alone, unfetched; return whether its copies there are complete."""
         copy = self._copies.get(put_id)
-        if copy is None or copy.stored is None or copy.blob is not None or copy.stored.is_short:
+        if copy is None or copy.stored is None or copy.blob is not None or put_id in self.damaged:
             return False
-        if put_id in self.damaged:
+        if copy.stored.is_short:
             return False
         self._unfetched[put_id] = copy.stored
         return True
 
     def fetch_to_free(self, put_id: bytes) -> None:
         """Have a spilled put fetched in the background; one that was taken over is anyway, when there is memory."""
-        if put_id not in self._adopted:
-            self._to_free[put_id] = None
-            self._has_to_free.set()
+        if put_id not in self._to_scrub:
+            super().fetch_to_free(put_id)
 
-    def _leave_unfetched(self, put_id: bytes) -> None:
-        for puts in (self._unfetched, self._adopted, self._to_free):
-            puts.pop(put_id, None)
+    def _forget_unfetched(self, put_id: bytes) -> bool:
+        self._to_scrub.pop(put_id, None)
+        return super()._forget_unfetched(put_id)
 
     def take_over(self, objects: Iterable[PutObject]) -> dict[bytes, bytes]:
         """Take over what the objects have; of a put that is in several, the last one counts.
@@ -389,90 +359,42 @@ class Mirror(Backing):
                 self._copies[put_id] = _Copy(put_id, (stored.owner, stored.partition_id), stored)
                 self._short_put_count += stored.is_short
                 self._unfetched[put_id] = stored
-                self._adopted[put_id] = None
+                self._to_scrub[put_id] = None
                 owners[put_id] = stored.owner
         return owners
-
-    def is_unfetched(self, put_id: bytes) -> bool:
-        """Whether a put was not fetched yet."""
-        return put_id in self._unfetched
 
     def partition_of(self, put_id: bytes) -> str | None:
         """Return the partition of a put that is unfetched, None for others."""
         stored = self._unfetched.get(put_id)
         return None if stored is None else stored.partition_id
 
-    async def check(self, put_ids: Collection[bytes]) -> None:
-        """Fetch puts that are unfetched.
-
-        Raises:
-            UnavailableError: the engine does not answer.
-        """
-        if not self._unfetched:
-            return
-        for _ in range(2):
-            objects = {id(stored): stored for put_id in put_ids if (stored := self._unfetched.get(put_id)) is not None}
-            if not objects:
-                return
-            was_under_way = not self._fetching.keys().isdisjoint(objects.values())
-            await asyncio.wait([self._start_fetch(stored) for stored in objects.values()])
-            if not was_under_way:  # else once more: such a fetch may have passed a put that was spilled since
-                break
-        for put_id in put_ids:
-            if put_id in self._unfetched:
-                raise UnavailableError(
-                    f"put {put_id.hex()} cannot be fetched from the mirror now: {self._writer.error}; try again"
-                )
-
-    async def scrub(self) -> None:
-        """Fetch spilled puts with cells to be freed, and what was taken over, as far as there is memory for that."""
-        while self._to_free or self._adopted:
-            put_id = next(iter(self._to_free or self._adopted))
-            if not self._to_free and not self.may_fetch():
-                await asyncio.sleep(_RETRY_SECONDS)
-                continue
-            stored = self._unfetched[put_id]
-            await asyncio.wait([self._start_fetch(stored)])
-            await asyncio.sleep(_RETRY_SECONDS if put_id in self._unfetched else _FETCH_PAUSE_SECONDS)
-
-    def _start_fetch(self, stored: PutObject) -> asyncio.Task[None]:
-        task = self._fetching.get(stored)
-        if task is None:
-            task = self._fetching[stored] = asyncio.get_running_loop().create_task(self._fetch(stored))
-            task.add_done_callback(lambda _: self._fetching.pop(stored, None))
-        return task
-
-    async def _fetch(self, stored: PutObject) -> None:
+    async def _fetch(self, put_id: bytes, source: PutObject) -> None:
         """Fetch what an object has of the puts that are unfetched; what is lost of them is damaged."""
         try:
-            data = await self._read(stored)
+            data = await self._read(source)
             heads = unpack_heads(data)
             if isinstance(heads, int):
-                raise DataLossError(f"object {stored.number} has {len(data)} bytes, its records end at {heads}")
+                raise DataLossError(f"object {source.number} has {len(data)} bytes, its records end at {heads}")
         except DataLossError as error:
-            for put_id in [each for each in stored.put_ids if self._unfetched.get(each) is stored]:
-                self._leave_unfetched(put_id)
-                self.mark_damaged(put_id, error.message)
+            for each in [each for each in source.put_ids if self._unfetched.get(each) is source]:
+                self._forget_unfetched(each)
+                self.mark_damaged(each, error.message)
             return
         except TqError as error:
-            self._writer.error = error.message
+            self._writer.error = self.fetch_error = error.message
             return
+        is_shared = len(heads[0]) > 1
         for record, start, end in heads[0]:
-            self._wake(stored, record, data[start:end])
+            some = data[start:end]
+            self._wake(source, record, memoryview(bytes(some)) if is_shared else some)
             await asyncio.sleep(0)
 
     def _wake(self, stored: PutObject, encoded: bytes, data: memoryview) -> None:
         record, _ = decode_put(encoded)
         if not isinstance(record, PutStored) or self._unfetched.get(record.put_id) is not stored:
             return
-        del self._unfetched[record.put_id]
-        try:
-            put = self.on_fetched(record, data)
-        except (OSError, MemoryError) as error:
-            self._unfetched[record.put_id] = stored
-            self._writer.error = f"there is no memory for it ({error})"
-            return
-        self._leave_unfetched(record.put_id)
+        self._forget_unfetched(record.put_id)
+        put = self.on_fetched(record, data)
         if put is not None and stored.is_to_renew:
             older = self._copies[record.put_id]
             copy = self._copies[record.put_id] = self._begin(record.put_id, put)
