@@ -24,7 +24,7 @@ if [ "${1:-}" = --check ]; then
       { echo "tq_service/$package is stale: run 'make generate'" >&2; exit 1; }
   done
   # The rules of methods can be read with the oldest protobuf, too.
-  "$tools/bin/python" -c 'from tq_service.server.rpc.method_table import METHODS
+  "$tools/bin/python" -c 'from tq_service.server.rpc.methods import METHODS
 assert METHODS and not [name for name, method in METHODS.items() if not method.roles and not method.is_open]'
 else
   for package in "${packages[@]}"; do

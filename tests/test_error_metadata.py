@@ -29,7 +29,7 @@ PASSED_ON = {
     ("serving/catalog.py", "LimitExceededError"),
     ("server/rpc/auth.py", "PartitionNotFoundError"),
     ("server/rpc/auth.py", "PermissionDeniedError"),
-    ("server/rpc/errors.py", "InternalError"),
+    ("server/rpc/calls.py", "InternalError"),
     ("server/supervisor.py", "ServiceFailedError"),
 }
 # Made of a class that is looked up: by bounds of partitions, from codes of gRPC, and where a storage service is away.

@@ -21,7 +21,7 @@ from tq_service.config import load_settings
 from tq_service.errors import TqError
 from tq_service.samplers import SamplerRegistry
 from tq_service.schema import DTYPE_SIZES, Encoding
-from tq_service.server.rpc.method_table import METHODS
+from tq_service.server.rpc.methods import METHODS
 from tq_service.serving.history import KEPT_ROWS, MOST_ROWS
 from tq_service.state.plan import BatchSpec
 from tq_service.v1 import commit_pb2, controller_service_pb2, metadata_pb2, storage_service_pb2

@@ -251,12 +251,6 @@ class _StorageAndDurability(_Section):
         description="What an acknowledged change survives: nothing (memory), a crash of any process (process), or "
         "of the host (disk); auto is process with data_dir, memory without.",
     )
-    blob_store: str = Field(
-        "auto",
-        min_length=1,
-        description="Where the storage service stores the bytes of puts: memory, or segments (files in data_dir); "
-        "auto is segments with data_dir, memory without.",
-    )
     mirror: str | None = Field(
         None,
         min_length=1,

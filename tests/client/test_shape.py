@@ -8,7 +8,7 @@ import pytest
 
 import tq_service as tq
 from tq_service import errors
-from tq_service.server.rpc.method_table import METHODS
+from tq_service.server.rpc.methods import METHODS
 from tq_service.wire.error_table import ERROR_CLASSES
 
 ROOT = Path(__file__).parents[2]

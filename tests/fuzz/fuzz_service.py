@@ -21,7 +21,7 @@ from recording_proxy import RecordingProxy
 import tq_service as tq
 from tq_service.internal.v1 import storage_control_pb2, storage_registry_pb2
 from tq_service.server.internal_secret import INTERNAL_KEY, InternalSecret, own_secret_path
-from tq_service.server.rpc.method_table import METHODS as TABLE
+from tq_service.server.rpc.methods import METHODS as TABLE
 from tq_service.testing import ServiceProcess
 from tq_service.v1 import commit_pb2
 from tq_service.v1 import controller_service_pb2 as pb

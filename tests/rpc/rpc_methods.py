@@ -9,7 +9,7 @@ from google.protobuf.descriptor import Descriptor, MethodDescriptor
 from google.protobuf.message import Message
 
 from tq_service.internal.v1 import storage_control_pb2, storage_registry_pb2
-from tq_service.server.rpc.method_table import METHODS
+from tq_service.server.rpc.methods import METHODS
 from tq_service.v1 import controller_service_pb2, storage_service_pb2
 
 CONTROLLER = "/tq_service.v1.ControllerService/"

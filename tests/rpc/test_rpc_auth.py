@@ -22,7 +22,7 @@ from rpc_methods import CONTROLLER, DESCRIBED, SERVED, STORAGE, call
 
 import tq_service as tq
 from tq_service.server.audit import LOGGER_NAME, AuditLine
-from tq_service.server.rpc.method_table import METHODS
+from tq_service.server.rpc.methods import METHODS
 from tq_service.server.tokens import digest_of, format_entry, make_token, remove_token
 from tq_service.serving.lookup import name_token
 from tq_service.v1 import commit_pb2
@@ -522,8 +522,7 @@ def test_calls_that_last_end_with_their_token(guarded: Guarded, kind: str, end: 
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    access = live.app.listener._access
-    assert access is not None
+    access = live.app.listener.access
     while not access._lasting._owners:  # the time limit of the test ends this
         assert not ended
     live.loop.run(live.app.listener._look())

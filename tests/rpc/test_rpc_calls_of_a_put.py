@@ -10,7 +10,7 @@ import torch
 from live_server import AnyClient, ClientKind, LoopThread, StartServer
 
 from tq_service.server import remote_storage
-from tq_service.server.rpc.adapter import Services
+from tq_service.server.rpc.calls import Services
 
 PUT_COUNT = 20
 

@@ -15,7 +15,7 @@ from live_server import AnyClient, LiveServer, LoopThread, StartServer
 from rpc_samples import snapshot
 
 import tq_service as tq
-from tq_service.server.rpc.adapter import Services
+from tq_service.server.rpc.calls import Services
 from tq_service.v1 import commit_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 

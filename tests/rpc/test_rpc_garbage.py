@@ -82,7 +82,7 @@ def test_garbled_calls_between_services_never_end_in_an_internal_error(
     server = internal_server(CONTROL)
     cells = storage_control_pb2.PutCells(put_id=new_id(), field_names=["x"], first_rows=[0], row_counts=[2])
     boot_id = server.app.storage.engine.boot_id
-    server.app.storage.receipt_keys.renew(b"c" * 16, b"k" * 32)
+    server.app.storage.keys.renew(b"c" * 16, b"k" * 32)
     for name, request in {
         "UpdatePuts": storage_control_pb2.UpdatePutsRequest(
             boot_id=boot_id,

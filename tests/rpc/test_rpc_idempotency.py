@@ -16,7 +16,7 @@ from rpc_samples import new_id, put_train, reason_of, snapshot
 import tq_service as tq
 from tq_service.internal.v1 import storage_control_pb2, storage_registry_pb2
 from tq_service.server.receipts import key_id
-from tq_service.server.rpc.method_table import METHODS
+from tq_service.server.rpc.methods import METHODS
 from tq_service.v1 import commit_pb2, metadata_pb2, storage_service_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.wire.columns import encode_header
@@ -389,7 +389,7 @@ def test_a_put_for_another_partition_is_not_committed(server: LiveServer, send_p
 
 def test_confirming_and_freeing_again_changes_nothing(start_server: StartServer, send_put: SendPut) -> None:
     server = start_server(role="storage", controller="127.0.0.1:1")
-    server.app.storage.receipt_keys.renew(b"c" * 16, b"k" * 32)
+    server.app.storage.keys.renew(b"c" * 16, b"k" * 32)
     as_service, stat = server.as_service, lambda: server.storage.Stat(storage_service_pb2.StatRequest())
     messages = put_stream()
     messages[0].header.controller_id = b"c" * 16
@@ -428,7 +428,7 @@ def test_cells_are_freed_under_the_present_key_of_a_controller_only(
 ) -> None:
     """As by a controller that has ended, or that the storage service has not heard of yet."""
     server = start_server(role="storage", controller="127.0.0.1:1")
-    server.app.storage.receipt_keys.renew(b"c" * 16, b"k" * 32)
+    server.app.storage.keys.renew(b"c" * 16, b"k" * 32)
     messages = put_stream()
     messages[0].header.controller_id = b"c" * 16
     stored = send_put(server, messages)

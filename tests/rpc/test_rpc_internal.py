@@ -24,8 +24,8 @@ from rpc_samples import new_id, reason_of
 from tq_service.errors import InvalidArgumentError
 from tq_service.internal.v1 import storage_control_pb2, storage_registry_pb2
 from tq_service.server.audit import LOGGER_NAME, AuditLine
-from tq_service.server.rpc.adapter import Services
-from tq_service.server.rpc.method_table import METHODS
+from tq_service.server.rpc.calls import Services
+from tq_service.server.rpc.methods import METHODS
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import metadata_pb2
 from tq_service.v1 import storage_service_pb2 as storage_pb

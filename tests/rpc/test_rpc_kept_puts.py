@@ -30,7 +30,7 @@ class Deployment:
         self._directory = directory
         self.controller = self._start_controller(0)
         self.storage = self._start_storage()
-        self.wait(lambda stat: self.storage.app.storage.receipt_keys.is_registered)
+        self.wait(lambda stat: self.storage.app.storage.keys.is_registered)
 
     def _start_controller(self, port: int) -> LiveServer:
         return self._start(port=port, role="controller", data_dir=self._directory / "controller", durability="process")
@@ -175,7 +175,7 @@ def test_puts_that_the_storage_service_has_lost_are_told_and_named(deployment: D
     locate = LocateRequest(partition_id="train", global_indexes=[0], data_fields=["x"])
     located = deployment.controller.controller.Locate(locate)
     cells = storage_control_pb2.PutCells(put_id=located.meta.locations.puts[0].put_id)
-    ((controller_id, key),) = deployment.storage.app.storage.receipt_keys._keys.items()
+    ((controller_id, key),) = deployment.storage.app.storage.keys._keys.items()
     free = storage_control_pb2.UpdatePutsRequest(
         boot_id=boot_id, freed=[cells], controller_id=controller_id, key_id=key_id(key), number=1 << 40
     )

@@ -13,7 +13,7 @@ from live_server import AnyClient, LoopThread, StartServer
 from tensordict import NonTensorStack, TensorDict
 
 import tq_service as tq
-from tq_service.server.rpc.adapter import Services
+from tq_service.server.rpc.calls import Services
 
 OBJECT = tq.FieldSpec("x", layout="object")
 LISTS: list[Any] = [

@@ -17,7 +17,7 @@ from rpc_samples import new_id, put_train
 
 import tq_service as tq
 from tq_service.internal.v1 import cluster_pb2
-from tq_service.server.rpc.method_table import METHODS, listed_names, method_of
+from tq_service.server.rpc.methods import METHODS, listed_names, method_of
 from tq_service.v1 import commit_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import storage_service_pb2 as storage_pb
@@ -135,7 +135,6 @@ def described_with(method_rule: MethodRule | None) -> Any:
 def test_a_method_of_which_too_little_is_said_is_for_nobody(method_rule: MethodRule | None) -> None:
     method = method_of(described_with(method_rule))
     assert not method.allowed_roles
-    assert not method.is_for_clients
     assert not method.is_open
     assert not method.is_answer_durable
     assert method.changes_state

@@ -15,7 +15,7 @@ from tq_service.server import heartbeat
 from tq_service.server.commits import Commits
 from tq_service.server.controller_servicer import ControllerServicer
 from tq_service.server.receipts import ReceiptKeys
-from tq_service.server.rpc.limits import WaitingCalls
+from tq_service.server.rpc.inbox import WaitingCalls
 from tq_service.server.storage_servicer import StorageServicer, endpoint_of
 from tq_service.server.storages import StorageRegistry
 from tq_service.serving.catalog import Catalog

@@ -12,11 +12,10 @@ from live_server import LiveServer, StartServer
 
 import tq_service as tq
 from tq_service.log_message import LogMessage
-from tq_service.server.rpc.access_log import AccessLog
-from tq_service.server.rpc.method_table import METHODS
-from tq_service.server.rpc.middleware import Caller
+from tq_service.server.rpc.calls import ObservedCalls
+from tq_service.server.rpc.methods import METHODS, Caller
 
-LOGGER = "tq_service.server.rpc.access_log"
+LOGGER = "tq_service.server.rpc.calls"
 
 
 @pytest.fixture
@@ -58,6 +57,6 @@ def test_at_other_levels_calls_do_not_pass_it(caplog: pytest.LogCaptureFixture) 
 
     method = METHODS["/tq_service.v1.ControllerService/GetMeta"]
     caplog.set_level(logging.INFO, LOGGER)
-    assert AccessLog().wrap(method, Caller(), behavior) is behavior
+    assert ObservedCalls().wrap(method, Caller(), behavior) is behavior
     caplog.set_level(logging.DEBUG, LOGGER)
-    assert AccessLog().wrap(method, Caller(), behavior) is not behavior
+    assert ObservedCalls().wrap(method, Caller(), behavior) is not behavior

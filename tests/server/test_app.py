@@ -91,12 +91,12 @@ async def test_a_controller_waits_for_its_etcd_and_stops_while_it_does(monkeypat
     monkeypatch.setattr(app.App, "start", start)
     monkeypatch.setattr(app, "_ETCD_RETRY_SECONDS", 0.01)
     stopping = asyncio.Event()
-    assert await app._started(ServeSettings(insecure=True), asyncio.Event(), stopping) == "app"
+    assert await app._started(ServeSettings(insecure=True), stopping) == "app"
     assert len(set(map(id, starts))) == 3
     assert caplog.text.count("waits for etcd") == 2
     starts.clear()
     monkeypatch.setattr(app, "_ETCD_RETRY_SECONDS", 60.0)
     asyncio.get_running_loop().call_later(0.05, stopping.set)
     async with asyncio.timeout(10.0):
-        assert await app._started(ServeSettings(insecure=True), asyncio.Event(), stopping) is None
+        assert await app._started(ServeSettings(insecure=True), stopping) is None
     assert len(starts) == 1

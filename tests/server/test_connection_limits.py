@@ -33,7 +33,7 @@ class Guarded:
 
     @property
     def marked(self) -> dict[str, float]:
-        return self.live.app._peers.since
+        return self.live.app._connections._admitted_at
 
     def sweep(self) -> None:
         self.live.loop.run(self.live.app._connections.sweep(self.live.app.port))
@@ -100,12 +100,12 @@ def test_probes_count_if_nobody_needs_a_token(start_server: StartServer) -> None
     with grpc.insecure_channel(live.address, options=OWN_CONNECTION) as channel:
         health = HealthStub(channel)
         assert health.Check(HealthCheckRequest()).status
-        (peer,) = live.app._peers.since
+        (peer,) = live.app._connections._admitted_at
         with strangers(live.address, 1) as (connection,):
             wait_until_closed(connection)
         live.loop.run(live.app._connections.sweep(live.app.port))
         assert health.Check(HealthCheckRequest()).status
-        assert list(live.app._peers.since) == [peer]
+        assert list(live.app._connections._admitted_at) == [peer]
 
 
 def test_marks_go_with_their_connections(start_server: StartServer, tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_peers_are_named_as_grpc_names_them(loop_thread: LoopThread, host: str) 
             client.list_partitions()
             loop_thread.run(live.app._connections.sweep(live.app.port))
             seen = {each.peer for each in live.app._connections._connections.values()}
-            assert set(live.app._peers.since) <= seen != set()
+            assert set(live.app._connections._admitted_at) <= seen != set()
 
 
 @pytest.mark.parametrize("kind", CLIENT_KINDS)
@@ -137,8 +137,8 @@ def test_an_idle_connection_is_closed_and_its_client_connects_again(
     server = start_server(idle_connection_seconds=0.2, shared_memory="off")
     client = server.client(kind)
     client.list_partitions()
-    (first,) = server.app._peers.since
-    while first in server.app._peers.since:
+    (first,) = server.app._connections._admitted_at
+    while first in server.app._connections._admitted_at:
         server.loop.run(server.app._connections.sweep(server.app.port))
     assert client.list_partitions() == []
-    assert first not in server.app._peers.since
+    assert first not in server.app._connections._admitted_at

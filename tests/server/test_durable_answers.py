@@ -5,9 +5,8 @@ import asyncio
 import pytest
 
 from tq_service.errors import DiskFullError, InvalidArgumentError, QuotaExceededError
-from tq_service.server.rpc.durability import DurableAnswers
-from tq_service.server.rpc.method_table import Method
-from tq_service.server.rpc.middleware import Caller
+from tq_service.server.rpc.calls import DurableAnswers
+from tq_service.server.rpc.methods import Caller, Method
 
 
 class Disk:

@@ -5,9 +5,8 @@ from types import SimpleNamespace
 import grpc
 import pytest
 
-from tq_service.server.rpc.errors import ErrorStatuses
-from tq_service.server.rpc.method_table import Method
-from tq_service.server.rpc.middleware import Caller
+from tq_service.server.rpc.calls import RunningCalls
+from tq_service.server.rpc.methods import Caller, Method
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import storage_service_pb2 as storage_pb
 
@@ -28,8 +27,12 @@ async def test_a_fault_is_logged_with_the_request_id(request_message, shown, cap
     async def abort_with_status(status):
         raise grpc.aio.AbortError(status.details)
 
-    call = ErrorStatuses().wrap(Method(name="/s/M"), Caller(), fail)
+    async def only():
+        return request_message
+
+    requests = SimpleNamespace(first=request_message, only=only)
+    call = RunningCalls().wrap(Method(name="/s/M"), Caller(), fail)
     with pytest.raises(grpc.aio.AbortError, match="the service failed"):
-        await call(request_message, SimpleNamespace(abort_with_status=abort_with_status))
+        await call(requests, SimpleNamespace(abort_with_status=abort_with_status))
     (record,) = caplog.records
     assert record.getMessage() == f"a call failed method=/s/M{shown}"

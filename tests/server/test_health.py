@@ -12,11 +12,8 @@ from tq_service.config import ServeSettings
 from tq_service.errors import DiskFullError
 from tq_service.server.app import App
 from tq_service.server.health import Health
-from tq_service.server.rpc.adapter import Services
-from tq_service.server.rpc.durability import DurableAnswers
-from tq_service.server.rpc.errors import ErrorStatuses
-from tq_service.server.rpc.limits import RunningCalls
-from tq_service.server.rpc.method_table import Method
+from tq_service.server.rpc.calls import DurableAnswers, RunningCalls, Services
+from tq_service.server.rpc.methods import Method
 from tq_service.server.supervisor import Supervisor
 
 Status = health_pb2.HealthCheckResponse
@@ -30,7 +27,7 @@ class WholeDisk:
 @contextlib.asynccontextmanager
 async def serving(health, calls=None, state=None):
     server = grpc.aio.server()
-    middleware = [ErrorStatuses(), calls or RunningCalls(), DurableAnswers(state or WholeDisk())]
+    middleware = [calls or RunningCalls(), DurableAnswers(state or WholeDisk())]
     health_pb2_grpc.add_HealthServicer_to_server(health, Services(server, middleware))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

@@ -11,10 +11,9 @@ import grpc
 import pytest
 
 from tq_service.errors import DeadlineError, LimitExceededError
-from tq_service.server.rpc.adapter import Services
-from tq_service.server.rpc.errors import ErrorStatuses
+from tq_service.server.rpc.calls import RunningCalls, Services
 from tq_service.server.rpc.inbox import MAX_OPEN_REQUEST_BYTES, MAX_WAITING_BYTES, Lane, Turn
-from tq_service.server.rpc.method_table import Method
+from tq_service.server.rpc.methods import Method
 from tq_service.wire.connection import LISTENING_OPTIONS
 from tq_service.wire.messages import MAX_REQUEST_BYTES, PART_BYTES, in_parts
 
@@ -37,7 +36,7 @@ class Server:
             "Waits": Method(name=f"/{SERVICE}/Waits", waits=True),
             "Frames": Method(name=f"/{SERVICE}/Frames", has_request_stream=True),
         }
-        services = Services(self._server, [ErrorStatuses()], {method.name: method for method in kinds.values()})
+        services = Services(self._server, [RunningCalls()], {method.name: method for method in kinds.values()})
         self.inbox = services.inbox
         make = {False: grpc.unary_unary_rpc_method_handler, True: grpc.stream_unary_rpc_method_handler}
         handlers = {name: make[method.has_request_stream](self._call) for name, method in kinds.items()}

@@ -53,7 +53,7 @@ def threads(monkeypatch):
 
         monkeypatch.setattr(owner, name, noting)
 
-    note(inbox._Reader, "_decoded", _is_large)
+    note(inbox.Requests, "_decoded", _is_large)
     note(commits, "decode_headers")
     note(StoredPut, "place")
     note(reading, "_join_neighbours")

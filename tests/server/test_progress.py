@@ -9,7 +9,7 @@ import pytest
 
 from tq_service.errors import DeadlineError
 from tq_service.server.progress import GRACE_SECONDS, LEAST_PROGRESS_BYTES, LeastRate, Progress, received
-from tq_service.server.rpc.limits import wait_until
+from tq_service.server.rpc.inbox import wait_until
 
 SECONDS = 1000.0
 
@@ -33,7 +33,7 @@ class Clock:
 def clock(monkeypatch):
     clock = Clock()
     monkeypatch.setattr("tq_service.server.progress.time", clock)
-    monkeypatch.setattr("tq_service.server.rpc.limits.time", clock)
+    monkeypatch.setattr("tq_service.server.rpc.inbox.time", clock)
     return clock
 
 

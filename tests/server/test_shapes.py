@@ -10,13 +10,9 @@ from google.protobuf.message import DecodeError
 
 from tq_service.errors import DiskFullError, PartitionNotFoundError
 from tq_service.server.audit import LOGGER_NAME, Audit
-from tq_service.server.rpc.adapter import Services
 from tq_service.server.rpc.auth import AccessControl
-from tq_service.server.rpc.durability import DurableAnswers
-from tq_service.server.rpc.errors import ErrorStatuses
-from tq_service.server.rpc.limits import RunningCalls
-from tq_service.server.rpc.method_table import Method
-from tq_service.server.rpc.middleware import Middleware
+from tq_service.server.rpc.calls import DurableAnswers, RunningCalls, Services
+from tq_service.server.rpc.methods import Method, Middleware
 from tq_service.server.tokens import TokenFile, append_token, digest_of, make_token
 from tq_service.v1 import controller_service_pb2 as pb
 
@@ -156,11 +152,12 @@ class Served:
         self._shape = shape
         self.entered = []
         self.disk, self.ends, self.calls = Disk(), Ends(), RunningCalls(40)
+        access = AccessControl(Audit(), TokenFile(path))
+        access.partition_of = {b"p": "mine/a", b"q": "yours/a"}.get
         self.middleware = [
             self.ends,
-            ErrorStatuses(),
             self.calls,
-            AccessControl(Audit(), TokenFile(path), partition_of={b"p": "mine/a", b"q": "yours/a"}.get),
+            access,
             DurableAnswers(self.disk),
         ]
 

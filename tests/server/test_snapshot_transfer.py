@@ -14,7 +14,7 @@ from tq_service.errors import UnavailableError
 from tq_service.internal.v1 import cluster_pb2 as pb
 from tq_service.internal.v1.cluster_pb2_grpc import ClusterServiceServicer, add_ClusterServiceServicer_to_server
 from tq_service.journal.files import snapshot_path
-from tq_service.server.snapshot_transfer import SnapshotServicer, fetch_snapshot
+from tq_service.server.cluster_member import SnapshotServicer, fetch_snapshot
 from tq_service.wire.connection import Credentials
 
 NUMBER = 7

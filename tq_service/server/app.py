@@ -8,49 +8,35 @@ import logging
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any, Final
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tq_service.addresses import split_addresses
 from tq_service.config import ServeSettings, format_size, join_address
-from tq_service.errors import JournalUnreachableError, ServiceFailedError, TqError
+from tq_service.durable.state_store import StateStore
+from tq_service.errors import InvalidArgumentError, JournalUnreachableError, ServiceFailedError, TqError
 from tq_service.internal.v1.storage_control_pb2_grpc import add_StorageControlServiceServicer_to_server
 from tq_service.internal.v1.storage_registry_pb2_grpc import add_StorageRegistryServiceServicer_to_server
 from tq_service.log_message import LogMessage
 from tq_service.observe.instruments import Instruments
-from tq_service.server.composition import (
-    Controller,
-    Metrics,
-    Storage,
-    call_spans,
-    open_cluster,
-    open_state_store,
-    recover,
-)
+from tq_service.server.composition import Storage, make_controller, open_cluster, open_state_store
 from tq_service.server.connections import Connections
 from tq_service.server.health import Health
 from tq_service.server.listener import Listener
 from tq_service.server.process import collect_garbage, give_back_freed_memory, tuned_process
-from tq_service.server.rpc.access_log import AccessLog
-from tq_service.server.rpc.adapter import Services
-from tq_service.server.rpc.durability import DurableAnswers
-from tq_service.server.rpc.errors import ErrorStatuses
-from tq_service.server.rpc.limits import AdmittedPeers, RunningCalls, WaitingCalls
-from tq_service.server.rpc.metrics import CallMetrics
-from tq_service.server.rpc.middleware import Middleware
+from tq_service.server.rpc.calls import DurableAnswers, ObservedCalls, RunningCalls, Services
+from tq_service.server.rpc.inbox import WaitingCalls
+from tq_service.server.rpc.methods import Middleware
 from tq_service.server.storage_servicer import SERVICE as STORAGE_SERVICE
+from tq_service.server.storage_servicer import StorageServicer
 from tq_service.server.supervisor import FAILED_EXIT_CODE, FailingWith, Supervisor, regularly
 from tq_service.v1.controller_service_pb2_grpc import add_ControllerServiceServicer_to_server
 from tq_service.v1.storage_service_pb2_grpc import add_StorageServiceServicer_to_server
 from tq_service.version import BUILD
 from tq_service.wire.connection import CONTROLLER_CONNECTION_SECONDS, LISTENING_OPTIONS
-
-if TYPE_CHECKING:
-    from tq_service.server.cluster_member import ClusterMember
-    from tq_service.server.rpc.leading import OnlyLeader
 
 _log = logging.getLogger(__name__)
 CONTROLLER_SERVICE = "tq_service.v1.ControllerService"
@@ -64,6 +50,8 @@ _LOOK_SECONDS = 1.0
 class App:
     """One process of the service: the controller, a storage service, or both. `start` returns one that listens.
 
+    What is opened here is closed in the opposite order by `stop`.
+
     Attributes:
         supervisor: runs the background tasks, and knows whether the service can go on.
         port: where it listens.
@@ -71,55 +59,49 @@ class App:
         health: says whether it takes calls.
         calls: counts the calls that are answered.
         waiting: counts those that wait.
-        cluster: the cluster of controllers that this one is of, None where it is alone.
-        state_store: keeps the state of controller and storage service, None where nothing does.
-        storage: the storage service, None where there is only a controller.
-        controller: the controller, None where there is only a storage service.
-        metrics: what is shown to Prometheus, None where that is off.
+        cluster: the cluster of controllers that this one is of, None if it is alone.
+        state_store: keeps the state of controller and storage service, None if nothing does.
+        storage: the storage service, None if there is only a controller.
+        controller: the controller, None if there is only a storage service.
+        metrics: what is shown to Prometheus, None if that is off.
     """
 
     def __init__(self, settings: ServeSettings, supervisor: Supervisor, closing: contextlib.AsyncExitStack) -> None:
         self.supervisor = supervisor
-        self._closing = closing  # what was opened, in order; the caller closes it where this cannot be made
+        self._settings = settings
+        self._closing = closing  # the caller closes it if this cannot be made
         closing.enter_context(tuned_process())
         self.listener = Listener(settings)
-        if settings.controller is not None:
-            for address in split_addresses(settings.controller):
-                self.listener.credentials.check_target(address)
+        for address in () if settings.controller is None else split_addresses(settings.controller):
+            self.listener.credentials.check_target(address)
         self._server = _make_server(settings)
         self._stopping: asyncio.Task[None] | None = None
-        self._only_leader: OnlyLeader | None = None
-        self._end_slow_streams: Callable[[], None] | None = None
+        self._answers: DurableAnswers | None = None
+        self._servicer: StorageServicer | None = None
         closing.push_async_callback(self._stop_server, 0)
         self.port = self.listener.listen(self._server)
         self.health = Health()
         self.calls = RunningCalls(settings.max_calls)
-        self._peers = AdmittedPeers(has_tokens=settings.auth_tokens_file is not None)
-        self._connections = Connections(self._peers, settings.max_connections, settings.first_call_seconds)
+        self._connections = Connections(
+            self.listener.access.admitted_at, settings.max_connections, settings.first_call_seconds
+        )
         self.waiting = WaitingCalls(settings.max_waiting_calls, settings.max_waiting_calls_per_client)
         instruments = None if settings.metrics_port is None else Instruments()
-        self.metrics: Metrics | None = None
-        if instruments is not None:
-            self.metrics = Metrics(
-                settings, instruments, self.listener, self.port, calls=self.calls, waiting=self.waiting
-            )
-            closing.push_async_callback(self.metrics.close)
         self.cluster = open_cluster(settings, self.port, self.listener.credentials, supervisor)
-        self.state_store = open_state_store(settings, supervisor)
         if self.cluster is not None:
             closing.push_async_callback(self.cluster.close)
-            self.state_store = self.cluster.store
+        self.state_store = open_state_store(settings) if self.cluster is None else self.cluster.store
         if self.state_store is not None:
+            self.state_store.fatal = supervisor.fatal
+            supervisor.on_fatal(self.state_store.abandon)
             closing.push_async_callback(self.state_store.close)
         self.storage = self.controller = None
         if settings.role != "controller":
             self.storage = Storage(settings, self.port, self.state_store, supervisor)
-            if self.storage.mirroring is not None:
-                closing.push_async_callback(self.storage.mirroring.close)
-            closing.push_async_callback(self.storage.engine.close)
-            closing.callback(self.storage.close)
+            closing.push_async_callback(self.storage.close)
+            self.listener.access.partition_of = self.storage.partition_of
         if settings.role != "storage":
-            self.controller = Controller(
+            self.controller = make_controller(
                 settings,
                 self.port,
                 storage=self.storage,
@@ -134,11 +116,13 @@ class App:
             closing.push_async_callback(self.controller.backlogs.close)
         closing.callback(self.listener.close)
         closing.push_async_callback(supervisor.stop)
-        supervisor.on_fatal(self._fail)
+        supervisor.on_fatal(lambda _failure: self._fail())
         if self.state_store is not None and self.cluster is None:
-            recover(self.state_store, self.controller, self.storage, supervisor)
-        if self.metrics is not None:
-            self.metrics.add(self.controller, self.storage, self.state_store, self.cluster)
+            self._recover(self.state_store)
+        self.metrics: Metrics | None = None
+        if instruments is not None:
+            self.metrics = Metrics(self, settings, instruments)
+            closing.push_async_callback(self.metrics.close)
         self._add_services(settings, instruments)
 
     @classmethod
@@ -160,7 +144,7 @@ class App:
         try:
             app = cls(settings, supervisor, closing)
             await app._server.start()
-            app._start_tasks(settings)
+            app._start_tasks()
             if app.cluster is None:
                 app.health.serve()
         except BaseException:
@@ -170,43 +154,33 @@ class App:
 
     def _add_services(self, settings: ServeSettings, instruments: Instruments | None) -> None:
         """Add the services to the server, each behind what guards it."""
-        partition_of = None if self.storage is None else self.storage.partition_of
-        middleware: list[Middleware] = [AccessLog()]
-        if instruments is not None:
-            middleware.append(CallMetrics(instruments))
+        middleware: list[Middleware] = [ObservedCalls(instruments)]
         if settings.traces:
-            middleware.append(call_spans())
-        middleware += [
-            ErrorStatuses(),
-            self.calls,
-            self.listener.access_control(partition_of),
-            self._peers,
-        ]
-        if self.cluster is not None:
-            from tq_service.server.rpc.leading import OnlyLeader  # noqa: PLC0415  (a controller alone does without)
-
-            self._only_leader = OnlyLeader(self.cluster)
-            middleware.append(self._only_leader)
+            with _needing_extra("traces", "traces"):
+                from tq_service.server.rpc.traces import CallSpans  # noqa: PLC0415  (needs an extra)
+            middleware.append(CallSpans())
+        middleware += [self.calls, self.listener.access]
         if self.state_store is not None:
             # The last, so that a rejected caller neither waits for a disk nor learns how it is.
-            middleware.append(DurableAnswers(self.state_store))
+            self._answers = DurableAnswers(self.state_store, self.cluster)
+            middleware.append(self._answers)
         server: Any = Services(self._server, middleware)  # what generated code takes for one
         takes_services = self.listener.takes_services
         services = []
         if self.storage is not None:
-            servicer: Any = self.storage.servicer(settings, self.controller, self.waiting)
-            self._end_slow_streams = servicer.end_slow_streams
+            self._servicer = self.storage.servicer(settings, self.controller, self.waiting)
+            servicer: Any = self._servicer
             server.add_generic_rpc_handlers((servicer.bulk_handler(),))  # the first that has a method serves it
             add_StorageServiceServicer_to_server(servicer, server)
             if takes_services and self.controller is None:  # one in the same process uses its storage without calls
                 add_StorageControlServiceServicer_to_server(servicer, server)
             services.append(STORAGE_SERVICE)
         if self.controller is not None:
-            add_ControllerServiceServicer_to_server(self.controller.servicer, server)
+            add_ControllerServiceServicer_to_server(self.controller, server)
             if takes_services:
-                add_StorageRegistryServiceServicer_to_server(self.controller.servicer, server)
+                add_StorageRegistryServiceServicer_to_server(self.controller, server)
                 if self.cluster is not None:
-                    _add_cluster_service(self.cluster, server)
+                    self.cluster.add_services(server)
             services.append(CONTROLLER_SERVICE)
         self.health.add(("", *services))
         health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
@@ -218,25 +192,42 @@ class App:
             reflecting = reflection.aio.ReflectionServicer(names)
             reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflecting, server)
 
-    def _start_tasks(self, settings: ServeSettings) -> None:
+    def _recover(self, store: StateStore) -> None:
+        """Bring back what the data directory has, and write down every change from now on."""
+        catalog = None if self.controller is None else self.controller.catalog
+        found = store.recover(catalog=catalog, engine=None if self.storage is None else self.storage.engine)
+        _log.info(
+            LogMessage(
+                "recovered the state",
+                partitions=found.partition_count,
+                samples=found.sample_count,
+                puts=found.put_count,
+                replayed_records=found.record_count,
+                seconds=round(found.seconds, 2),
+            )
+        )
+        if self.controller is not None:
+            self.controller.take_up()
+        if self.storage is not None:
+            self.supervisor.start("the check of recovered puts", self.storage.engine.scrub(), may_end=True)
+
+    def _start_tasks(self) -> None:
+        start = self.supervisor.start
         if self.cluster is not None and self.controller is not None:
             self.health.stand_by()
             name = "following the log of the cluster, and leading it"
-            self.supervisor.start(
-                name, self.cluster.run(self.controller.catalog, self._take_up, self._on_standing), may_end=True
-            )
+            start(name, self.cluster.run(self.controller.catalog, self._take_up, self._on_standing), may_end=True)
         # One bad round of either is logged, and the next one comes: rounds do not depend on each other.
-        self.supervisor.start("following the files of certificate and tokens", self.listener.watch())
-        self.supervisor.start("housekeeping", regularly(_HOUSEKEEPING_SECONDS, self._keep_house))
-        self.supervisor.start("ending slow streams and idle connections", regularly(_LOOK_SECONDS, self._end_idle))
-        self.supervisor.start("collecting garbage", collect_garbage())
+        start("following the files of certificate and tokens", self.listener.watch())
+        start("housekeeping", regularly(_HOUSEKEEPING_SECONDS, self._keep_house))
+        start("ending slow streams and idle connections", regularly(_LOOK_SECONDS, self._end_idle))
+        start("collecting garbage", collect_garbage())
         if self.metrics is not None:
-            self.supervisor.start("measuring the event loop", self.metrics.shown.measure_loop())
-        if self.storage is not None:
-            for name, work in self.storage.tasks(settings, self.listener.credentials):
-                self.supervisor.start(name, work)
+            start("measuring the event loop", self.metrics.shown.measure_loop())
+        if self.storage is not None and self._settings.controller is not None:
+            self.storage.join(self._settings.controller, self.listener.credentials, self.supervisor)
         if self.controller is not None:
-            self.supervisor.start("having lost puts taken over", self.controller.storages.adoptions.run())
+            start("having lost puts taken over", self.controller.storages.adoptions.run())
 
     def _take_up(self) -> None:
         """Serve as the leader of the cluster, now that all of its state is here."""
@@ -250,12 +241,12 @@ class App:
             self.health.serve()
         else:
             self.health.stand_by()
-            if self._only_leader is not None:
-                self._only_leader.end_calls()
+            if self._answers is not None:
+                self._answers.end_calls()
 
     async def _end_idle(self) -> None:
-        if self._end_slow_streams is not None:
-            self._end_slow_streams()
+        if self._servicer is not None:
+            self._servicer.end_slow_streams()
         await self._connections.sweep(self.port)
 
     async def _keep_house(self) -> None:
@@ -273,7 +264,7 @@ class App:
         if expired:
             _log.warning(LogMessage("puts expired without a commit; their producers probably died", count=expired))
 
-    def _fail(self, _failure: ServiceFailedError) -> None:
+    def _fail(self) -> None:
         """Say so to health checks, and end all calls: none is answered from what is in memory."""
         self._drain()
         self._stop_server(None)
@@ -296,7 +287,7 @@ class App:
         """End after a failure, in two seconds at most: nothing is flushed, as if the process had been killed."""
         await asyncio.wait((self._stop_server(None),), timeout=_ABORT_SECONDS)
         if self.storage is not None:
-            self.storage.close()
+            self.storage.share_no_memory()
         self.listener.close()
 
     async def stop(self, grace_seconds: float) -> None:
@@ -314,18 +305,68 @@ class App:
         await self._closing.aclose()
 
 
-def _add_cluster_service(cluster: ClusterMember, server: Any) -> None:
-    # Imported where there is a cluster: a controller alone does without.
-    from tq_service.internal.v1.cluster_pb2_grpc import add_ClusterServiceServicer_to_server  # noqa: PLC0415
-    from tq_service.server.snapshot_transfer import SnapshotServicer  # noqa: PLC0415
+class Metrics:
+    """What a process shows to Prometheus, and the port on which it does.
 
-    add_ClusterServiceServicer_to_server(SnapshotServicer(cluster.store), server)
+    Args:
+        app: the process, whose state was recovered.
+        settings: how it runs, with a metrics_port.
+        instruments: what is counted.
+
+    Attributes:
+        shown: what is shown.
+        port: where it listens.
+
+    Raises:
+        OSError: the address is taken or cannot be listened on.
+        InvalidArgumentError: the extra `metrics` is not installed.
+    """
+
+    def __init__(self, app: App, settings: ServeSettings, instruments: Instruments) -> None:
+        with _needing_extra("metrics", "metrics_port"):
+            from tq_service.observe.endpoint import Endpoint  # noqa: PLC0415  (needs an extra)
+            from tq_service.observe.service import ServiceMetrics  # noqa: PLC0415  (as above)
+        self.shown = ServiceMetrics(
+            instruments,
+            facts={"version": BUILD, "role": settings.role},
+            running_count=lambda: app.calls.count,
+            waiting_count=lambda: app.waiting.count,
+        )
+        if app.controller is not None:
+            storages = app.controller.storages
+            self.shown.add_controller(
+                app.controller.catalog, app.controller.backlogs, storages.counts, storages.adoption_counts
+            )
+        if (storage := app.storage) is not None:
+            self.shown.add_storage(storage.engine.storage_id, storage.engine.stat, storage.adopted_stats)
+        if app.state_store is not None:
+            self.shown.add_log(app.state_store.lag)
+        if (cluster := app.cluster) is not None:
+            self.shown.add_cluster(cluster.name, lambda: cluster.may_answer, cluster.lags)
+        loop = asyncio.get_running_loop()
+        self._endpoint = Endpoint(
+            settings.metrics_host,
+            settings.metrics_port or 0,
+            collect=self.shown.collect,
+            loop=loop,
+            access=app.listener.scrape_access(loop),
+            service_port=app.port,
+        )
+        self.port = self._endpoint.port
+        self.close = self._endpoint.close
+        _log.info(LogMessage("metrics are served", address=join_address(settings.metrics_host, self.port)))
 
 
-def _cluster_options(settings: ServeSettings) -> tuple[tuple[str, int], ...]:
-    if settings.cluster is None:
-        return ()
-    return (("grpc.max_connection_age_ms", CONTROLLER_CONNECTION_SECONDS * 1000),)
+@contextlib.contextmanager
+def _needing_extra(extra: str, setting: str) -> Iterator[None]:
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise InvalidArgumentError(
+            f"{setting} is set, and the package {error.name} is missing; install tq-service[{extra}], or leave "
+            f"{setting} out",
+            field=setting,
+        ) from error
 
 
 def _make_server(settings: ServeSettings) -> grpc.aio.Server:
@@ -344,7 +385,7 @@ def _make_server(settings: ServeSettings) -> grpc.aio.Server:
             ("grpc.server.max_pending_requests", _MOST_PENDING_CALLS),
             ("grpc.server.max_pending_requests_hard_limit", _MOST_PENDING_CALLS),
             *LISTENING_OPTIONS,
-            *_cluster_options(settings),
+            *([("grpc.max_connection_age_ms", CONTROLLER_CONNECTION_SECONDS * 1000)] if settings.cluster else []),
         ],
     )
 
@@ -360,12 +401,11 @@ async def serve(settings: ServeSettings, *, announce: Callable[[str], None]) -> 
         0 after SIGTERM or SIGINT; 1 where it could not start; `FAILED_EXIT_CODE` where it could not go on. The process
         must end at once then: what threads still do is of no use.
     """
-    stopping, failed = asyncio.Event(), asyncio.Event()
-    loop = asyncio.get_running_loop()
+    stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopping.set)
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
     try:
-        app = await _started(settings, failed, stopping)
+        app = await _started(settings, stopping)
     except (OSError, TqError) as error:
         _log.error(LogMessage("the service cannot start", error=error))
         return 1
@@ -373,61 +413,49 @@ async def serve(settings: ServeSettings, *, announce: Callable[[str], None]) -> 
         return 0
     announce(f"listening on {join_address(settings.host, app.port)} (role {settings.role})")
     announce(_what_it_is(app, settings))
-    if await _comes_before(stopping.wait(), failed):
-        announce(f"draining for up to {settings.grace_seconds:g} s")
-        if await _comes_before(app.stop(settings.grace_seconds), failed):
-            return 0
-    await app.abort()
-    return FAILED_EXIT_CODE
+    try:
+        async with FailingWith(app.supervisor):
+            app.supervisor.raise_failure()
+            await stopping.wait()
+            announce(f"draining for up to {settings.grace_seconds:g} s")
+            await app.stop(settings.grace_seconds)
+    except ServiceFailedError:
+        await app.abort()
+        return FAILED_EXIT_CODE
+    return 0
 
 
-async def _started(settings: ServeSettings, failed: asyncio.Event, stopping: asyncio.Event) -> App | None:
-    """Return the process once it listens, None where it is to stop before; waits for etcd, which may start later.
+async def _started(settings: ServeSettings, stopping: asyncio.Event) -> App | None:
+    """Return the process once it listens, None if it is to stop before; waits for etcd, which may start later.
 
     Raises:
         OSError, TqError: it cannot start.
     """
     while not stopping.is_set():
-        supervisor = Supervisor()
-        supervisor.on_fatal(lambda _failure: failed.set())
         try:
-            return await App.start(settings, supervisor)
+            return await App.start(settings, Supervisor())
         except JournalUnreachableError as error:
             _log.warning(LogMessage("the service waits for etcd, and starts once that answers", error=error))
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_ETCD_RETRY_SECONDS):
-                await stopping.wait()
+            await asyncio.wait_for(stopping.wait(), _ETCD_RETRY_SECONDS)
     return None
 
 
 def _what_it_is(app: App, settings: ServeSettings) -> str:
     """Return in a line what was started."""
-    quota = format_size(settings.max_bytes)
-    has_shared_memory = app.storage is not None and app.storage.shared_memory is not None
+    storage = app.storage
     facts = {
         "version": BUILD,
         "durability": settings.effective_durability,
         "data directory": settings.data_dir or "none",
-        "quota": "none" if app.storage is None else quota,
+        "quota": "none" if storage is None else format_size(settings.max_bytes),
         "tls": "mutual" if settings.tls_client_ca else "on" if settings.tls_cert else "off",
         "tokens": "on" if settings.auth_tokens_file else "off",
-        "shared memory": "on" if has_shared_memory else "off",
-        "mirror": "none" if app.storage is None else app.storage.mirror_in_words(settings),
+        "shared memory": "off" if storage is None or storage.shared_memory is None else "on",
+        "mirror": "none" if storage is None else storage.mirror_in_words(settings),
         "pid": os.getpid(),
     }
     return ", ".join(f"{name} {value}" for name, value in facts.items())
-
-
-async def _comes_before(work: Coroutine[Any, Any, object], failed: asyncio.Event) -> bool:
-    """Wait for some work; return whether it was done before the service failed, in which case it is cancelled."""
-    doing, failing = asyncio.ensure_future(work), asyncio.ensure_future(failed.wait())
-    await asyncio.wait((doing, failing), return_when=asyncio.FIRST_COMPLETED)
-    failing.cancel()
-    if failed.is_set():
-        doing.cancel()
-        return False
-    doing.result()
-    return True
 
 
 @contextlib.asynccontextmanager

@@ -11,12 +11,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from typing import Any, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 import grpc
 
@@ -35,22 +36,40 @@ from tq_service.cluster.etcd_backend import BatchReader, EtcdBackend
 from tq_service.config import ServeSettings
 from tq_service.durable.data_dir import DataDir
 from tq_service.durable.state_store import StateStore
-from tq_service.errors import InvalidArgumentError, JournalUnreachableError, SupersededError, TqError
-from tq_service.journal.files import snapshot_numbers
+from tq_service.errors import (
+    InvalidArgumentError,
+    JournalUnreachableError,
+    SupersededError,
+    TqError,
+    UnavailableError,
+)
+from tq_service.internal.v1 import cluster_pb2 as pb
+from tq_service.internal.v1.cluster_pb2_grpc import (
+    ClusterServiceServicer,
+    ClusterServiceStub,
+    add_ClusterServiceServicer_to_server,
+)
+from tq_service.journal.files import FileWriter, snapshot_numbers, snapshot_path
 from tq_service.journal.log import Log
 from tq_service.log_message import LogMessage
 from tq_service.machine.samples import SnapshotNeeded
 from tq_service.results import ControllerStatus
-from tq_service.server.snapshot_transfer import fetch_snapshot
+from tq_service.server.peer import Peer
+from tq_service.server.rpc.methods import Context
 from tq_service.server.supervisor import Supervisor
 from tq_service.serving.catalog import Catalog
 from tq_service.wire.connection import Credentials, Tls
+
+if TYPE_CHECKING:
+    from tq_service.internal.v1.cluster_pb2_grpc import ClusterServiceAsyncStub  # exists for type checkers only
 
 _log = logging.getLogger(__name__)
 _PUBLISH_SECONDS: Final = 1.0
 _PAUSE_SECONDS: Final = 0.2
 _CATCH_UP_SECONDS: Final = 0.05
 _NEAR_RECORDS: Final = 50
+_PART_BYTES: Final = 1 << 20
+_FETCH_SECONDS: Final = 600.0
 _LOOK_SECONDS: Final = 0.05  # at a lease that may have ended
 
 
@@ -66,7 +85,8 @@ class ClusterMember:
     Attributes:
         store: keeps its state.
         controller_id: of the cluster.
-        epoch: of the leader; 0: none is known.
+        name: of the cluster.
+        member_id: its name among the controllers, which stays as long as its data directory does.
         members: the controllers that live, as of a moment ago; while this one leads.
 
     Raises:
@@ -82,36 +102,46 @@ class ClusterMember:
         self._supervisor = supervisor
         self._lease_seconds = settings.lease_seconds
         self._keys = ClusterKeys(settings.cluster)
-        data_dir = DataDir.open(settings.data_dir)
-        try:
-            self._etcd = Etcd(_access(settings))
-            try:
-                self.controller_id = controller_id_of(self._etcd, self._keys, data_dir.identity.controller_boot_id)
-                data_dir.join(self.controller_id, settings.cluster)
-            except BaseException:
-                self._etcd.close()
-                raise
-        except BaseException:
-            data_dir.close()
-            raise
-        self._member_id = f"{socket.gethostname()}-{data_dir.identity.storage_boot_id.hex()[:8]}"
+        tls = None
+        if settings.etcd_ca is not None or settings.etcd_cert is not None:
+            tls = Tls(ca=settings.etcd_ca, cert=settings.etcd_cert, key=settings.etcd_key)
+        access = EtcdAccess(
+            members=settings.etcd_members,
+            tls=tls,
+            user=settings.etcd_user,
+            password_file=settings.etcd_password_file,
+        )
+        with contextlib.ExitStack() as on_error:
+            data_dir = DataDir.open(settings.data_dir)
+            on_error.callback(data_dir.close)
+            self._etcd = Etcd(access)
+            on_error.callback(self._etcd.close)
+            self.controller_id = controller_id_of(self._etcd, self._keys, data_dir.identity.controller_boot_id)
+            data_dir.join(self.controller_id, settings.cluster)
+            on_error.pop_all()
+        self.name = settings.cluster
+        self.member_id = f"{socket.gethostname()}-{data_dir.identity.storage_boot_id.hex()[:8]}"
         self._reader = BatchReader(self._etcd, self._keys)
         self._backend = EtcdBackend(
             self._etcd,
             self._keys,
-            member_id=self._member_id,
+            member_id=self.member_id,
             directory=data_dir.path,
             accept_loss=settings.accept_journal_loss,
         )
         self.store = StateStore(data_dir, Log(self._backend))
         self.store.is_shared = True
-        self._election = Election(self._etcd, self._keys, self._member_id, address)
+        self._election = Election(self._etcd, self._keys, self.member_id, address)
         self._standing_by = ThreadPoolExecutor(1, thread_name_prefix="tq-election")  # busy for as long as it stands by
         self._lease: Lease | None = None
         self._leader: Leader | None = None
         self._leadership: Leadership | None = None
         self._is_serving = False
         self.members: list[MemberRecord] = []
+
+    def add_services(self, server: Any) -> None:
+        """Add what its members offer each other to a server."""
+        add_ClusterServiceServicer_to_server(SnapshotServicer(self.store), server)
 
     # Standing
 
@@ -132,39 +162,19 @@ class ClusterMember:
             return self._leadership.epoch
         return 0 if self._leader is None else self._leader.epoch
 
-    @property
-    def name(self) -> str:
-        """Of the cluster."""
-        return self._keys.cluster
-
-    @property
-    def member_id(self) -> str:
-        """Its name among the controllers, which stays as long as its data directory does."""
-        return self._member_id
-
-    @property
-    def last_number(self) -> int:
-        """Of the last record of the log that is durable, while this one leads; else that it has applied."""
-        return self._backend.seen_number
-
     def statuses(self) -> list[ControllerStatus]:
         """Return what is known of the controllers, while this one leads."""
-        last = self.last_number
-        own = ControllerStatus(
-            name=self._member_id, address=self.address, is_leader=True, epoch=self.epoch, lag_count=0
-        )
-        others = [
-            ControllerStatus(
-                name=each.member_id,
-                address=each.address,
-                is_leader=False,
-                epoch=0,
-                lag_count=max(0, last - each.applied_number),
-            )
-            for each in self.members
-            if each.member_id != self._member_id
+        statuses = [
+            ControllerStatus(name=self.member_id, address=self.address, is_leader=True, epoch=self.epoch, lag_count=0)
         ]
-        return [own, *others]
+        for each in self.members:
+            if each.member_id != self.member_id:
+                lag_count = max(0, self._backend.seen_number - each.applied_number)
+                status = ControllerStatus(
+                    name=each.member_id, address=each.address, is_leader=False, epoch=0, lag_count=lag_count
+                )
+                statuses.append(status)
+        return statuses
 
     def lags(self) -> dict[str, int]:
         """Return how many records the others are behind, by their names; while this one leads."""
@@ -187,8 +197,8 @@ class ClusterMember:
         has_lost = await asyncio.to_thread(self._backend.has_lost, number)
         await self._begin_lease()
         self._supervisor.start("publishing this controller to the others", self._publish_always())
-        following = asyncio.create_task(
-            _forever() if has_lost else self.store.follow(self._backend.follow(max(number, 1)))
+        following: asyncio.Future[Any] = asyncio.ensure_future(
+            asyncio.Event().wait() if has_lost else self.store.follow(self._backend.follow(max(number, 1)))
         )
         following.add_done_callback(_retrieve)
         try:
@@ -209,7 +219,7 @@ class ClusterMember:
         _log.info(
             LogMessage(
                 "this controller leads its cluster",
-                cluster=self._keys.cluster,
+                cluster=self.name,
                 epoch=leadership.epoch,
                 partitions=len(catalog.names()),
                 samples=catalog.sample_count(),
@@ -228,15 +238,20 @@ class ClusterMember:
                 continue
             was_held = is_held
             if is_held:
-                _log.info(LogMessage("etcd has kept the lease; calls are answered again", cluster=self._keys.cluster))
+                _log.info(LogMessage("etcd has kept the lease; calls are answered again", cluster=self.name))
             else:
-                _log.warning(LogMessage("the lease may have ended; calls are refused", cluster=self._keys.cluster))
+                _log.warning(LogMessage("the lease may have ended; calls are refused", cluster=self.name))
             on_standing(is_held)
 
     async def _restore(self, catalog: Catalog) -> int:
-        """Bring back the newest snapshot; that of the leader, where the log has not what comes after the own one."""
+        """Bring back the newest snapshot; that of the leader, if the log has not what comes after the own one."""
         number = max(snapshot_numbers(self.store.data_dir.path), default=0)
-        if not await asyncio.to_thread(self._has_log_from, number):
+
+        def has_log_since() -> bool:
+            end = self._reader.end().number
+            return number > end or not end or self._reader.first_key(max(number, 1)) != 0
+
+        if not await asyncio.to_thread(has_log_since):
             number = await self._fetch(number + 1)
         self.store.restore(catalog)
         return number
@@ -250,7 +265,7 @@ class ClusterMember:
                     LogMessage(
                         "this controller needs a snapshot of another one, and no other one leads that could send its "
                         "own; start the controller that led last, or restore a checkpoint into another cluster",
-                        cluster=self._keys.cluster,
+                        cluster=self.name,
                         snapshot=number,
                     )
                 )
@@ -264,20 +279,20 @@ class ClusterMember:
                 )
             await asyncio.sleep(_PAUSE_SECONDS)
 
-    def _has_log_from(self, number: int) -> bool:
-        end = self._reader.end()
-        return number > end.number or not end.number or self._reader.first_key(max(number, 1)) != 0
-
-    async def _begin_lease(self) -> None:
+    def _soon(self, callback: Callable[..., None]) -> Callable[..., None]:
+        """Return what calls a method on this event loop, from any thread, as long as the loop runs."""
         loop = asyncio.get_running_loop()
 
-        def on_lost() -> None:
+        def call(*arguments: Any) -> None:
             if not loop.is_closed():
-                loop.call_soon_threadsafe(self._lose)
+                loop.call_soon_threadsafe(callback, *arguments)
 
+        return call
+
+    async def _begin_lease(self) -> None:
         while True:
             try:
-                self._lease = await asyncio.to_thread(Lease, self._etcd, self._lease_seconds, on_lost)
+                self._lease = await asyncio.to_thread(Lease, self._etcd, self._lease_seconds, self._soon(self._lose))
             except JournalUnreachableError as error:
                 _log.warning(LogMessage("no lease can be had", error=error))
                 await asyncio.sleep(_PAUSE_SECONDS)
@@ -288,7 +303,7 @@ class ClusterMember:
         if self._leadership is not None:
             self._supervisor.fatal("its lease has ended, so that another controller leads")
 
-    async def _catch_up(self, following: asyncio.Task[None]) -> None:
+    async def _catch_up(self, following: asyncio.Future[Any]) -> None:
         """Return once this controller has nearly all that the log has, unless no other one leads.
 
         The log goes on meanwhile. One that is far behind is not to be elected before others, which would lead at once.
@@ -296,7 +311,7 @@ class ClusterMember:
         while not following.done():
             with contextlib.suppress(JournalUnreachableError):
                 end_number = (await asyncio.to_thread(self._reader.end)).number
-                if end_number - self.last_number <= _NEAR_RECORDS:
+                if end_number - self._backend.seen_number <= _NEAR_RECORDS:
                     return
                 leader = await asyncio.to_thread(self._election.leader)
                 if leader is None:
@@ -304,16 +319,15 @@ class ClusterMember:
                 self._note_leader(leader)
             await asyncio.sleep(_CATCH_UP_SECONDS)
 
-    async def _elected(self, following: asyncio.Task[None]) -> Leadership:
+    async def _elected(self, following: asyncio.Future[Any]) -> Leadership:
         """Return once this controller leads; raise where it cannot follow any more."""
         while True:
             lease = self._lease
             if lease is None or lease.is_over:
                 await self._begin_lease()
                 continue
-            note = partial(self._note_leader_soon, asyncio.get_running_loop())
             campaign = asyncio.get_running_loop().run_in_executor(
-                self._standing_by, self._election.campaign, lease, note
+                self._standing_by, self._election.campaign, lease, self._soon(self._note_leader)
             )
             campaign.add_done_callback(_retrieve)
             try:
@@ -335,25 +349,17 @@ class ClusterMember:
                 if not lease.is_over:
                     raise
 
-    def _note_leader_soon(self, loop: asyncio.AbstractEventLoop, leader: Leader) -> None:
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(self._note_leader, leader)
-
     def _note_leader(self, leader: Leader) -> None:
         if leader != self._leader:
             self._leader = leader
             _log.info(
-                LogMessage(
-                    "this controller stands by", cluster=self._keys.cluster, leader=leader.address, epoch=leader.epoch
-                )
+                LogMessage("this controller stands by", cluster=self.name, leader=leader.address, epoch=leader.epoch)
             )
 
     async def _publish_always(self) -> None:
         while True:
             record = MemberRecord(
-                member_id=self._member_id,
-                address=self.address,
-                applied_number=self.last_number,
+                member_id=self.member_id, address=self.address, applied_number=self._backend.seen_number
             )
             lease = self._lease
             with contextlib.suppress(JournalUnreachableError, InvalidArgumentError):
@@ -379,17 +385,57 @@ def _retrieve(done: asyncio.Future[Any]) -> None:
         done.exception()
 
 
-async def _forever() -> None:
-    await asyncio.Event().wait()
+class SnapshotServicer(ClusterServiceServicer):
+    """Sends the newest snapshot of a controller.
+
+    Args:
+        store: has it.
+    """
+
+    def __init__(self, store: StateStore) -> None:
+        self._store = store
+
+    async def FetchSnapshot(  # noqa: N802  (the name of the rpc)
+        self, request: pb.FetchSnapshotRequest, context: Context
+    ) -> AsyncIterator[pb.FetchSnapshotResponse]:
+        """Send it in parts."""
+        number, path = await self._store.newest_snapshot(request.least_number)
+        file = await asyncio.to_thread(path.open, "rb")  # open, it stays readable once a newer one has replaced it
+        with file:
+            size = os.fstat(file.fileno()).st_size
+            while part := await asyncio.to_thread(file.read, _PART_BYTES):
+                yield pb.FetchSnapshotResponse(number=number, size_bytes=size, data=part)
 
 
-def _access(settings: ServeSettings) -> EtcdAccess:
-    tls = None
-    if settings.etcd_ca is not None or settings.etcd_cert is not None:
-        tls = Tls(ca=settings.etcd_ca, cert=settings.etcd_cert, key=settings.etcd_key)
-    return EtcdAccess(
-        members=settings.etcd_members,
-        tls=tls,
-        user=settings.etcd_user,
-        password_file=settings.etcd_password_file,
-    )
+async def fetch_snapshot(address: str, credentials: Credentials, directory: Path, least_number: int) -> int:
+    """Write a snapshot of a controller into a data directory, and return its number, which is so much at least.
+
+    Raises:
+        grpc.aio.AioRpcError: the controller does not send it.
+        UnavailableError: it ended too early.
+        OSError: it cannot be written.
+    """
+    peer: Peer[ClusterServiceAsyncStub] = Peer(address, credentials, ClusterServiceStub)
+    async with contextlib.aclosing(peer):
+        parts = aiter(
+            peer.stub.FetchSnapshot(
+                pb.FetchSnapshotRequest(least_number=least_number), timeout=_FETCH_SECONDS, metadata=peer.metadata()
+            )
+        )
+        part = await anext(parts, None)
+        if part is None:
+            raise UnavailableError(f"the snapshot of {address} ended before it began")
+        number, size, count = part.number, part.size_bytes, 0
+        if number < least_number:
+            raise UnavailableError(f"{address} sent snapshot {number}, at least {least_number} is needed")
+        writer = FileWriter(snapshot_path(directory, number))
+        try:
+            while part is not None:
+                count += await asyncio.to_thread(writer.file.write, part.data)
+                part = await anext(parts, None)
+            if count != size:
+                raise UnavailableError(f"the snapshot of {address} ended after {count} of {size} bytes")
+            await asyncio.to_thread(writer.commit)
+        finally:
+            writer.abort()
+    return number

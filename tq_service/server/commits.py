@@ -25,7 +25,7 @@ from tq_service.errors import (
 from tq_service.machine.samples import SampleWrite
 from tq_service.schema import check_named_rows
 from tq_service.server import converters
-from tq_service.server.rpc.limits import WaitingCalls, wait_until
+from tq_service.server.rpc.inbox import WaitingCalls, wait_until
 from tq_service.server.storages import StorageRegistry
 from tq_service.serving.catalog import Catalog
 from tq_service.serving.lookup import MOST_NAMED, first_known

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import hashlib
 import logging
 import secrets
 import socket
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, Final
 
 from tq_service.addresses import hosts_and_ports, redacted
-from tq_service.config import ServeSettings, default_shared_memory_dir, join_address
+from tq_service.config import ServeSettings, default_shared_memory_dir
 from tq_service.dataplane.shared_memory.server import SharedMemoryServer, make_private
 from tq_service.durable.state_store import StateStore
 from tq_service.errors import InvalidArgumentError
@@ -27,11 +26,9 @@ from tq_service.server.checkpoints import Checkpoints
 from tq_service.server.commits import Commits
 from tq_service.server.controller_servicer import ControllerServicer
 from tq_service.server.heartbeat import register_storage
-from tq_service.server.listener import Listener
 from tq_service.server.mirroring import Adopted, Mirroring, Registration
 from tq_service.server.receipts import ReceiptKeys
-from tq_service.server.rpc.limits import RunningCalls, WaitingCalls
-from tq_service.server.rpc.middleware import Middleware
+from tq_service.server.rpc.inbox import WaitingCalls
 from tq_service.server.status import Identity
 from tq_service.server.storage_servicer import EngineDriver, StorageServicer, endpoint_of
 from tq_service.server.storages import EmbeddedStorage, StorageRegistry
@@ -39,10 +36,9 @@ from tq_service.server.supervisor import Supervisor
 from tq_service.server.watches import Watches
 from tq_service.serving.backlogs import Backlogs
 from tq_service.serving.catalog import Catalog, Limits
-from tq_service.storage.blobs.memory import BlobStore, DurableBlobStore, MemoryBlobs
+from tq_service.storage.blobs.memory import BlobStore, MemoryBlobs
 from tq_service.storage.blobs.segments import SegmentBlobs
 from tq_service.storage.engine import EngineStat, StorageEngine
-from tq_service.version import BUILD
 from tq_service.wire.connection import Credentials
 from tq_service.wire.shared_memory import check_supported
 
@@ -65,7 +61,7 @@ class Storage:
         engine: holds the puts.
         endpoint: how clients reach it.
         shared_memory: where clients of this host share memory with it, None where they cannot.
-        receipt_keys: those of its controllers.
+        keys: those of its controllers, for receipts.
         mirroring: its mirror, and what it has taken over from others with the same; None: it has none.
         mirror: of its own puts.
         registration: for how long the controller surely knows it.
@@ -77,7 +73,9 @@ class Storage:
 
     def __init__(self, settings: ServeSettings, port: int, store: StateStore | None, supervisor: Supervisor) -> None:
         name, boot_id = settings.storage_name(port), secrets.token_bytes(16)
+        blobs: BlobStore = MemoryBlobs()
         if store is not None:
+            blobs = SegmentBlobs(store.data_dir.segments_path, sync=settings.durability == "disk")
             name = store.data_dir.storage_id(settings.storage_id, name)
             boot_id = store.data_dir.identity.storage_boot_id
         self.registration, self.mirror = Registration(), None
@@ -88,17 +86,17 @@ class Storage:
             storage_id=name,
             max_bytes=settings.max_bytes,
             put_ttl_seconds=settings.put_ttl_seconds,
-            blobs=_open_blobs(settings, store),
+            blobs=blobs,
             boot_id=boot_id,
             mirror=self.mirror,
             memory_bytes=settings.mirror_memory_bytes,
         )
         self.endpoint = endpoint_of(self.engine, settings.advertised_address(port))
         self.shared_memory = _open_shared_memory(settings, self.engine.boot_id)
-        self.receipt_keys = ReceiptKeys()
+        self.keys = ReceiptKeys()
 
     def servicer(
-        self, settings: ServeSettings, controller: Controller | None, waiting: WaitingCalls
+        self, settings: ServeSettings, controller: ControllerServicer | None, waiting: WaitingCalls
     ) -> StorageServicer:
         """Return what answers the calls.
 
@@ -111,7 +109,7 @@ class Storage:
             self.engine,
             self.endpoint,
             commits=None if controller is None else controller.commits,
-            keys=self.receipt_keys,
+            keys=self.keys,
             controller_id=b"" if controller is None else controller.storages.controller_id,
             shared_memory=self.shared_memory,
             stall_seconds=settings.stall_seconds,
@@ -144,39 +142,23 @@ class Storage:
         # Two puts under one id: such a name is in no token but those for all partitions.
         return found.pop() if len(found) == 1 else "\0" if found else None
 
-    def tasks(
-        self, settings: ServeSettings, credentials: Credentials
-    ) -> Iterator[tuple[str, Coroutine[Any, Any, None]]]:
-        """Yield what a storage service with a controller elsewhere does in the background, with its names."""
-        controller = settings.controller
-        if controller is None:
-            return
-        yield (
-            "registering this storage service with its controller",
-            register_storage(
-                self.engine,
-                self.receipt_keys,
-                self.endpoint,
+    def join(self, controller: str, credentials: Credentials, supervisor: Supervisor) -> None:
+        """Register with a controller elsewhere from now on, under its own name and those of what it takes over."""
+
+        def register(of: Storage | Adopted) -> Coroutine[Any, Any, None]:
+            return register_storage(
+                of.engine,
+                of.keys,
+                endpoint_of(of.engine, self.endpoint.address),
                 controller,
                 credentials,
-                registration=self.registration,
-            ),
-        )
+                registration=of.registration,
+                is_adopted=of is not self,
+            )
+
+        supervisor.start("registering this storage service with its controller", register(self))
         if self.mirroring is not None and self.mirror is not None:
-
-            async def register(adopted: Adopted) -> None:
-                endpoint = endpoint_of(adopted.engine, self.endpoint.address)
-                await register_storage(
-                    adopted.engine,
-                    adopted.keys,
-                    endpoint,
-                    controller,
-                    credentials,
-                    registration=adopted.registration,
-                    is_adopted=True,
-                )
-
-            yield "mirroring puts", self.mirroring.run(self.mirror, register)
+            supervisor.start("mirroring puts", self.mirroring.run(self.mirror, register))
 
     def drain(self) -> None:
         """End the calls that wait."""
@@ -194,14 +176,32 @@ class Storage:
         if self.mirror is not None and (unmirrored_bytes := await self.mirror.flush_all(seconds)):
             _log.warning(LogMessage("stops although the mirror has not all puts", unmirrored_bytes=unmirrored_bytes))
 
-    def close(self) -> None:
-        """Share no more memory."""
+    def share_no_memory(self) -> None:
+        """Share no more memory with clients of this host."""
         if self.shared_memory is not None:
             self.shared_memory.close()
 
+    async def close(self) -> None:
+        """Give up all that it has: memory, files, its mirror."""
+        self.share_no_memory()
+        await self.engine.close()
+        if self.mirroring is not None:
+            await self.mirroring.close()
 
-class Controller:
-    """The controller of a process.
+
+def make_controller(
+    settings: ServeSettings,
+    port: int,
+    *,
+    storage: Storage | None,
+    store: StateStore | None,
+    credentials: Credentials,
+    waiting: WaitingCalls,
+    supervisor: Supervisor,
+    instruments: Instruments | None = None,
+    cluster: ClusterMember | None = None,
+) -> ControllerServicer:
+    """Return the controller of a process, which answers its calls.
 
     Args:
         settings: how it runs.
@@ -210,197 +210,55 @@ class Controller:
         store: keeps its state; None: it is gone with the process.
         credentials: what it shows to storage services.
         waiting: counts the calls that wait.
-        supervisor: runs its background tasks, and learns of what it cannot go on from.
+        supervisor: runs its background tasks, and learns of failures that it cannot go on from.
         instruments: count what it does; None: nothing is counted.
         cluster: the cluster of controllers that it is of; None: it is alone.
-
-    Attributes:
-        runner: runs samplers.
-        catalog: all partitions.
-        storages: the storage services, the one in its process among them.
-        commits: what commits puts.
-        watches: the calls that watch partitions.
-        backlogs: what tasks have left, for metrics and the status.
-        servicer: answers the calls.
     """
-
-    def __init__(
-        self,
-        settings: ServeSettings,
-        port: int,
-        *,
-        storage: Storage | None,
-        store: StateStore | None,
-        credentials: Credentials,
-        waiting: WaitingCalls,
-        supervisor: Supervisor,
-        instruments: Instruments | None = None,
-        cluster: ClusterMember | None = None,
-    ) -> None:
-        runner = PlanRunner(max_threads=settings.sampler_threads, timeout_seconds=settings.sampler_timeout_seconds)
-        self.runner = runner
-        limits = Limits(**{each.name: getattr(settings, each.name) for each in dataclasses.fields(Limits)})
-        records = IdempotencyCache(
+    runner = PlanRunner(max_threads=settings.sampler_threads, timeout_seconds=settings.sampler_timeout_seconds)
+    catalog = Catalog(
+        runner if instruments is None else TimedRunner(runner, instruments.plan_seconds),
+        Limits(**{each.name: getattr(settings, each.name) for each in dataclasses.fields(Limits)}),
+        IdempotencyCache(
             settings.request_record_seconds,
             pack=converters.pack,
             unpack=converters.unpack,
             max_bytes=settings.request_record_bytes,
             weigh=converters.weigh,
-        )
-        plans = runner if instruments is None else TimedRunner(runner, instruments.plan_seconds)
-        self.catalog = Catalog(plans, limits, records)
-        self.catalog.machine.fatal = supervisor.fatal
-        controller_id = (
-            _new_controller_id(settings, port) if store is None else store.data_dir.identity.controller_boot_id
-        )
-        embedded = None
-        if storage is not None:
-            driver = EngineDriver(storage.engine)
-            embedded = EmbeddedStorage(storage.engine, storage.endpoint, driver, controller_id)
-        self.storages = StorageRegistry(
-            embedded,
-            HEARTBEAT_SECONDS,
-            credentials,
-            snapshot_cells=self.catalog.snapshot_cells,
-            controller_id=controller_id,
-            epoch=lambda: 0 if cluster is None else cluster.epoch,
-            after_durable=_at_once if store is None else store.after_durable,
-            takes_heartbeats=lambda: (
-                (cluster is None or cluster.may_answer) and (store is None or not store.is_failing)
-            ),
-            supervisor=supervisor,
-        )
-        self.catalog.on_freed = self.storages.puts.free
-        self.commits = Commits(catalog=self.catalog, storages=self.storages, waiting=waiting)
-        self.watches = Watches(self.catalog, most=settings.max_watchers, stall_seconds=settings.stall_seconds)
-        self.backlogs = Backlogs(self.catalog, runner)
-        self.servicer = ControllerServicer(
-            catalog=self.catalog,
-            commits=self.commits,
-            registry=SamplerRegistry(allow_import=settings.allow_sampler_import),
-            runner=runner,
-            storages=self.storages,
-            max_wait_cap_seconds=settings.max_wait_cap_seconds,
-            waiting=waiting,
-            checkpoints=Checkpoints(
-                catalog=self.catalog,
-                storages=self.storages,
-                store=store,
-                checkpoint_dir=settings.checkpoint_directory(),
-            ),
-            watches=self.watches,
-            backlogs=self.backlogs,
-            identity=Identity(settings, shared_memory=storage is not None and storage.shared_memory is not None),
-            controllers=tuple if cluster is None else cluster.statuses,
-        )
-
-    def take_up(self) -> None:
-        """Do what follows once all of the state is there again: leases begin again, puts are known."""
-        self.catalog.start_leases()
-        self.storages.recover()
-
-    def drain(self) -> None:
-        """End the calls that wait, and those that watch."""
-        self.catalog.drain()
-        self.watches.drain()
-
-
-class Metrics:
-    """What a process shows to Prometheus, and the port on which it does.
-
-    Args:
-        settings: how it runs, with a metrics_port.
-        instruments: what is counted.
-        listener: secures the port.
-        port: that of the service.
-        calls: counts the calls that are handled.
-        waiting: counts those that wait.
-
-    Attributes:
-        shown: what is shown; what the process has is added to it.
-        port: where it listens.
-
-    Raises:
-        OSError: the address is taken or cannot be listened on.
-        InvalidArgumentError: the extra `metrics` is not installed.
-    """
-
-    def __init__(
-        self,
-        settings: ServeSettings,
-        instruments: Instruments,
-        listener: Listener,
-        port: int,
-        *,
-        calls: RunningCalls,
-        waiting: WaitingCalls,
-    ) -> None:
-        try:
-            from tq_service.observe.endpoint import Endpoint  # noqa: PLC0415  (needs an extra)
-            from tq_service.observe.service import ServiceMetrics  # noqa: PLC0415  (as above)
-        except ModuleNotFoundError as error:
-            raise InvalidArgumentError(
-                f"metrics_port is set, and the package {error.name} is missing; install tq-service[metrics], or leave "
-                "metrics_port out",
-                field="metrics_port",
-            ) from error
-        self.shown = ServiceMetrics(
-            instruments,
-            facts={"version": BUILD, "role": settings.role},
-            running_count=lambda: calls.count,
-            waiting_count=lambda: waiting.count,
-        )
-        loop = asyncio.get_running_loop()
-        self._endpoint = Endpoint(
-            settings.metrics_host,
-            settings.metrics_port or 0,
-            collect=self.shown.collect,
-            loop=loop,
-            access=listener.scrape_access(loop),
-            service_port=port,
-        )
-        self.port = self._endpoint.port
-        _log.info(LogMessage("metrics are served", address=join_address(settings.metrics_host, self.port)))
-
-    def add(
-        self,
-        controller: Controller | None,
-        storage: Storage | None,
-        store: StateStore | None,
-        cluster: ClusterMember | None,
-    ) -> None:
-        """Show what the process has, once it was recovered."""
-        if controller is not None:
-            storages = controller.storages
-            self.shown.add_controller(
-                controller.catalog, controller.backlogs, storages.counts, storages.adoption_counts
-            )
-        if storage is not None:
-            self.shown.add_storage(storage.engine.storage_id, storage.engine.stat, storage.adopted_stats)
-        if store is not None:
-            self.shown.add_log(store.lag)
-        if cluster is not None:
-            self.shown.add_cluster(cluster.name, lambda: cluster.may_answer, cluster.lags)
-
-    async def close(self) -> None:
-        """Close the port."""
-        await self._endpoint.close()
-
-
-def call_spans() -> Middleware:
-    """Return what traces calls.
-
-    Raises:
-        InvalidArgumentError: the extra `traces` is not installed.
-    """
-    try:
-        from tq_service.server.rpc.traces import CallSpans  # noqa: PLC0415  (needs an extra)
-    except ModuleNotFoundError as error:
-        raise InvalidArgumentError(
-            f"traces is set, and the package {error.name} is missing; install tq-service[traces], or leave traces out",
-            field="traces",
-        ) from error
-    return CallSpans()
+        ),
+    )
+    catalog.machine.fatal = supervisor.fatal
+    controller_id = _new_controller_id(settings, port) if store is None else store.data_dir.identity.controller_boot_id
+    embedded = None
+    if storage is not None:
+        embedded = EmbeddedStorage(storage.engine, storage.endpoint, EngineDriver(storage.engine), controller_id)
+    storages = StorageRegistry(
+        embedded,
+        HEARTBEAT_SECONDS,
+        credentials,
+        snapshot_cells=catalog.snapshot_cells,
+        controller_id=controller_id,
+        epoch=lambda: 0 if cluster is None else cluster.epoch,
+        after_durable=(lambda callback: callback()) if store is None else store.after_durable,
+        takes_heartbeats=lambda: (cluster is None or cluster.may_answer) and (store is None or not store.is_failing),
+        supervisor=supervisor,
+    )
+    catalog.on_freed = storages.puts.free
+    return ControllerServicer(
+        catalog=catalog,
+        commits=Commits(catalog=catalog, storages=storages, waiting=waiting),
+        registry=SamplerRegistry(allow_import=settings.allow_sampler_import),
+        runner=runner,
+        storages=storages,
+        max_wait_cap_seconds=settings.max_wait_cap_seconds,
+        waiting=waiting,
+        checkpoints=Checkpoints(
+            catalog=catalog, storages=storages, store=store, checkpoint_dir=settings.checkpoint_directory()
+        ),
+        watches=Watches(catalog, most=settings.max_watchers, stall_seconds=settings.stall_seconds),
+        backlogs=Backlogs(catalog, runner),
+        identity=Identity(settings, shared_memory=storage is not None and storage.shared_memory is not None),
+        controllers=tuple if cluster is None else cluster.statuses,
+    )
 
 
 def _new_controller_id(settings: ServeSettings, port: int) -> bytes:
@@ -409,28 +267,25 @@ def _new_controller_id(settings: ServeSettings, port: int) -> bytes:
     return name[:CONTROLLER_NAME_BYTES] + secrets.token_bytes(16 - CONTROLLER_NAME_BYTES)
 
 
-def open_state_store(settings: ServeSettings, supervisor: Supervisor) -> StateStore | None:
-    """Open the data directory; None where the settings have none.
+def open_state_store(settings: ServeSettings) -> StateStore | None:
+    """Open the data directory of a service without a cluster; None if the settings have none.
 
     Raises:
         DataDirError: it is in use or cannot be used.
         JournalDamagedError: its state cannot be recovered.
         DiskFullError: there is no space in it.
     """
-    if settings.data_dir is None or settings.journal is not None:
+    if settings.data_dir is None:
         return None
-    store = StateStore.open(
+    return StateStore.open(
         settings.data_dir, sync=settings.durability == "disk", accept_loss=settings.accept_journal_loss
     )
-    store.fatal = supervisor.fatal
-    supervisor.on_fatal(store.abandon)
-    return store
 
 
 def open_cluster(
     settings: ServeSettings, port: int, credentials: Credentials, supervisor: Supervisor
 ) -> ClusterMember | None:
-    """Open what makes this controller one of several; None where it is alone.
+    """Open what makes this controller one of several; None if it is alone.
 
     Raises:
         JournalUnreachableError: etcd does not answer.
@@ -440,31 +295,7 @@ def open_cluster(
         return None
     from tq_service.server.cluster_member import ClusterMember  # noqa: PLC0415  (a controller alone does without)
 
-    member = ClusterMember(settings, settings.advertised_address(port), credentials, supervisor)
-    member.store.fatal = supervisor.fatal
-    supervisor.on_fatal(member.store.abandon)
-    return member
-
-
-def _open_blobs(settings: ServeSettings, store: StateStore | None) -> BlobStore:
-    """Open the store of blobs that the settings name.
-
-    Raises:
-        InvalidArgumentError: there is none of that name, or it does not go with the durability.
-    """
-    name = settings.blob_store if settings.blob_store != "auto" else ("memory" if store is None else "segments")
-    if name not in BLOB_STORES:
-        raise InvalidArgumentError(
-            f"blob_store is {name!r}; expected one of auto, {', '.join(BLOB_STORES)}", field="blob_store"
-        )
-    blobs = BLOB_STORES[name](settings, store)
-    if isinstance(blobs, DurableBlobStore) != (store is not None):
-        raise InvalidArgumentError(
-            f"blob_store {name} goes {'without' if store is not None else 'with'} data_dir only; leave blob_store "
-            "auto, so that it follows from data_dir",
-            field="blob_store",
-        )
-    return blobs
+    return ClusterMember(settings, settings.advertised_address(port), credentials, supervisor)
 
 
 def _open_mirroring(settings: ServeSettings, port: int, supervisor: Supervisor) -> Mirroring | None:
@@ -503,19 +334,6 @@ def _node_of(settings: ServeSettings, port: int) -> str:
     return pairs[0][0] if pairs else settings.host
 
 
-def _open_segments(settings: ServeSettings, store: StateStore | None) -> SegmentBlobs:
-    if store is None:
-        raise InvalidArgumentError("blob_store segments needs the setting data_dir", field="blob_store")
-    return SegmentBlobs(store.data_dir.segments_path, sync=settings.durability == "disk")
-
-
-BLOB_STORES: Final[Mapping[str, Callable[[ServeSettings, StateStore | None], BlobStore]]] = {
-    "memory": lambda settings, store: MemoryBlobs(),
-    "segments": _open_segments,
-}
-"""Where the bytes of puts can be, by name. A new place is a file in `tq_service.storage.blobs`, and a line here."""
-
-
 def _open_shared_memory(settings: ServeSettings, boot_id: bytes) -> SharedMemoryServer | None:
     if settings.shared_memory == "off":
         return None
@@ -540,28 +358,3 @@ def _open_shared_memory(settings: ServeSettings, boot_id: bytes) -> SharedMemory
         )
         return None
     return server
-
-
-def _at_once(callback: Callable[[], None]) -> None:
-    callback()
-
-
-def recover(store: StateStore, controller: Controller | None, storage: Storage | None, supervisor: Supervisor) -> None:
-    """Bring back what the data directory has, and write down every change from now on."""
-    found = store.recover(
-        catalog=None if controller is None else controller.catalog, engine=None if storage is None else storage.engine
-    )
-    _log.info(
-        LogMessage(
-            "recovered the state",
-            partitions=found.partition_count,
-            samples=found.sample_count,
-            puts=found.put_count,
-            replayed_records=found.record_count,
-            seconds=round(found.seconds, 2),
-        )
-    )
-    if controller is not None:
-        controller.take_up()
-    if storage is not None:
-        supervisor.start("the check of recovered puts", storage.engine.scrub(), may_end=True)

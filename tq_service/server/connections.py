@@ -23,7 +23,6 @@ from typing import Final
 
 from tq_service.daemon_threads import run_in_daemon_thread
 from tq_service.log_message import LogMessage
-from tq_service.server.rpc.limits import AdmittedPeers
 
 _log = logging.getLogger(__name__)
 
@@ -58,16 +57,16 @@ class Connections:
     The event loop owns `_admitted_at`, the one sweep that is under way `_connections`.
 
     Args:
-        admitted: the peers of admitted calls.
+        admitted_at: when a call of each connection was first admitted, by peer; those that are closed are removed.
         most: connections that the server takes.
         first_call_seconds: how long a connection may be without such a call.
     """
 
-    def __init__(self, admitted: AdmittedPeers, most: int, first_call_seconds: float) -> None:
+    def __init__(self, admitted_at: dict[str, float], most: int, first_call_seconds: float) -> None:
         self._most = most
         self._share = max(_SHARE, most // _SHARE)
         self._first_call_seconds = first_call_seconds
-        self._admitted_at = admitted.since
+        self._admitted_at = admitted_at
         self._connections: dict[int, _Connection] = {}  # by descriptor
         self._closed_count = 0
 

@@ -27,8 +27,8 @@ from tq_service.server import converters
 from tq_service.server.checkpoints import Checkpoints
 from tq_service.server.commits import Commits
 from tq_service.server.heartbeat import MOST_OVERDUE_PUTS
-from tq_service.server.rpc.limits import WaitingCalls
-from tq_service.server.rpc.middleware import shown_partitions
+from tq_service.server.rpc.inbox import WaitingCalls
+from tq_service.server.rpc.methods import shown_partitions
 from tq_service.server.status import Identity, StatusPages, described
 from tq_service.server.storages import StorageRegistry
 from tq_service.server.watches import Watches
@@ -94,6 +94,16 @@ class ControllerServicer(
         self.status_pages = StatusPages(
             self.catalog, self.backlogs, self.explainer, self.storages, self.identity, controllers=self.controllers
         )
+
+    def take_up(self) -> None:
+        """Do what follows once all of the state is there again: leases begin again, puts are known."""
+        self.catalog.start_leases()
+        self.storages.recover()
+
+    def drain(self) -> None:
+        """End the calls that wait, and those that watch."""
+        self.catalog.drain()
+        self.watches.drain()
 
     # Partitions
 

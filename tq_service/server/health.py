@@ -9,8 +9,8 @@ from typing import Any
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tq_service.errors import NotFoundError, nearest
-from tq_service.server.rpc.limits import WaitingCalls
-from tq_service.server.rpc.middleware import Context
+from tq_service.server.rpc.inbox import WaitingCalls
+from tq_service.server.rpc.methods import Context
 
 
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # comes without types

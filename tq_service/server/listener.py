@@ -6,7 +6,6 @@ import asyncio
 import errno
 import logging
 import socket
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 import grpc
@@ -36,6 +35,8 @@ class Listener:
 
     Attributes:
         credentials: what this service shows to others.
+        access: lets calls in.
+        takes_services: whether other services can be distinguished from clients.
 
     Raises:
         InvalidArgumentError: a file that the settings name cannot be used, or they lack what services need to know each
@@ -49,24 +50,18 @@ class Listener:
             self._certificate = ServerCertificate(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
         self._tokens = None if settings.auth_tokens_file is None else TokenFile(settings.auth_tokens_file)
         self._audit = Audit(settings.audit_repeat_seconds)
-        self._access: AccessControl | None = None
         tls = None
         if settings.tls_ca is not None or settings.tls_cert is not None:
             tls = Tls(ca=settings.tls_ca, cert=settings.tls_cert, key=settings.tls_key)
         if settings.tls_ca is not None:
             check_authorities("tls_ca", settings.tls_ca)
         self.credentials = ServiceCredentials(settings.peer_token_file, tls, settings.insecure)
-        self.credentials.secret = find_secret(settings, has_tokens=self._has_tokens)
-
-    @property
-    def _has_tokens(self) -> bool:
-        """Whether tokens distinguish other services from clients, and this one for the others."""
-        return self._tokens is not None and self.credentials.has_token
-
-    @property
-    def takes_services(self) -> bool:
-        """Whether other services can be distinguished from clients."""
-        return self._has_tokens or self.credentials.secret is not None
+        has_tokens = self._tokens is not None and self.credentials.has_token
+        self.credentials.secret = find_secret(settings, has_tokens=has_tokens)
+        self.takes_services = has_tokens or self.credentials.secret is not None
+        self.access = AccessControl(
+            self._audit, self._tokens, secret=self.credentials.secret, stall_seconds=settings.stall_seconds
+        )
 
     def listen(self, server: grpc.aio.Server) -> int:
         """Open the port and return its number.
@@ -101,22 +96,6 @@ class Listener:
             )
         return port
 
-    def access_control(self, partition_of: Callable[[bytes], str | None] | None) -> AccessControl:
-        """Return what lets calls in.
-
-        Args:
-            partition_of: returns the partition of a complete put of this storage service, None for one not here; None:
-                there is none.
-        """
-        self._access = AccessControl(
-            self._audit,
-            self._tokens,
-            secret=self.credentials.secret,
-            partition_of=partition_of,
-            stall_seconds=self._settings.stall_seconds,
-        )
-        return self._access
-
     def scrape_access(self, loop: asyncio.AbstractEventLoop) -> Access:
         """Return what secures the port for metrics, which show the names of all partitions and tasks."""
         from tq_service.observe.endpoint import Access  # noqa: PLC0415  (needs the extra `metrics`)
@@ -144,8 +123,7 @@ class Listener:
         for files in (self._certificate, self._tokens, self.credentials.secret):
             if files is not None:
                 files.reload()
-        if self._access is not None:
-            self._access.end_revoked()
+        self.access.end_revoked()
         self._audit.flush()
 
     def close(self) -> None:

@@ -30,9 +30,8 @@ from tq_service.server.commits import MANY_ROWS, Commits, columns_of
 from tq_service.server.mirroring import Mirroring
 from tq_service.server.progress import LEAST_PROGRESS_BYTES, LeastRate, Progress, received
 from tq_service.server.receipts import ReceiptKeys, not_registered
-from tq_service.server.rpc.inbox import awaits_end
-from tq_service.server.rpc.limits import RETRY_AFTER_SECONDS, WaitingCalls, wait_until
-from tq_service.server.rpc.middleware import token_name
+from tq_service.server.rpc.inbox import RETRY_AFTER_SECONDS, WaitingCalls, awaits_end, wait_until
+from tq_service.server.rpc.methods import token_name
 from tq_service.state.cells import Put
 from tq_service.storage.engine import StorageEngine
 from tq_service.storage.index.put import PendingPut, PutCells

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, Literal
 from urllib.parse import unquote
 
@@ -18,14 +19,15 @@ from tq_service.errors import (
 from tq_service.server.audit import Audit, AuditLine
 from tq_service.server.internal_secret import INTERNAL_KEY, InternalSecret
 from tq_service.server.progress import Progress
-from tq_service.server.rpc.method_table import Method, listed_names
-from tq_service.server.rpc.middleware import (
+from tq_service.server.rpc.methods import (
     Behavior,
     Caller,
     Context,
     EndableCalls,
+    Method,
     Middleware,
     Refusal,
+    listed_names,
     passing_answers,
     shown_partitions,
     token_name,
@@ -62,9 +64,13 @@ class AccessControl(Middleware):
         audit: where refusals and administrative calls are written.
         tokens: the tokens that are valid; None: everybody may do everything but call what is internal.
         secret: what the services of this deployment share; None: they know each other by tokens alone.
-        partition_of: returns the partition of a complete put of this storage service, None for one that is not here;
-            None: there is none.
         stall_seconds: how long the first message of a stream may take, by which it is let in or not.
+
+    Attributes:
+        partition_of: returns the partition of a complete put of this storage service, None for one that is not here;
+            None: there is no storage service.
+        admitted_at: when a call of each connection was first let in, by peer and `time.monotonic`; probes, which need
+            no token, do not count if there are tokens. Who follows the connections removes them.
     """
 
     def __init__(
@@ -73,13 +79,11 @@ class AccessControl(Middleware):
         tokens: TokenFile | None = None,
         *,
         secret: InternalSecret | None = None,
-        partition_of: Callable[[bytes], str | None] | None = None,
         stall_seconds: float = 60.0,
     ) -> None:
         self._audit = audit
         self._tokens = tokens
         self._secret = secret
-        self._partition_of = partition_of
         self._stall_seconds = stall_seconds
         self._anyone = Caller()
         self._service = Caller(name=_SERVICE.name, token=_SERVICE)
@@ -90,6 +94,8 @@ class AccessControl(Middleware):
         self._known: Mapping[str, Token] = {}
         self._callers: dict[str, Caller] = {}
         self._lasting = EndableCalls()
+        self.admitted_at: dict[str, float] = {}
+        self.partition_of: Callable[[bytes], str | None] | None = None
 
     def end_revoked(self) -> None:
         """End the calls that wait or stream and whose token has expired, or is not in the file as it was."""
@@ -110,7 +116,7 @@ class AccessControl(Middleware):
         metadata = details.invocation_metadata or ()
         if (other := _other_protocol(metadata)) is not None:
             return other
-        if self._tokens is None and method.is_for_clients:
+        if self._tokens is None and method.roles - {"service"}:
             return self._anyone
         bearer, proof = _credentials_in(metadata)
         if self._secret is not None and proof is not None and self._secret.accepts(proof):
@@ -141,37 +147,38 @@ class AccessControl(Middleware):
         It looks at the request, or at the first message of a stream, unless the caller is refused whatever it asks for.
         """
         token, refusal = caller.token, caller.refusal
-        restricted = None if token is None or ALL_PARTITIONS in token.prefixes else token
-        # Where everybody may do everything, clearing partitions is daily work, and has no line.
-        is_noted = method.is_audited and (token is not None or method.concerns_all)
-        is_known, named = refusal is None, self._partitions_named_by(method)
+        is_known = refusal is None
         if token is not None:
             refusal = _lack(method, token)
-        elif refusal is None and not is_noted:
-            return behavior
+        restricted = None if token is None or ALL_PARTITIONS in token.prefixes else token
         if restricted is not None:
             behavior = _showing_its_own(method, restricted, behavior)
-
-        def check(request: Any, context: Context) -> None:
-            if refusal is not None:
-                partitions = named(request) if is_known else ()
-                self._note("refused", method, caller, context, named=partitions, reason=refusal.reason)
-                raise refusal.make_error()
-            if restricted is not None:
-                for partition_id in named(request):
-                    if not restricted.covers(partition_id):
-                        reason = "outside its prefixes"
-                        self._note("refused", method, caller, context, named=(partition_id,), reason=reason)
-                        raise _outside(restricted, partition_id)
-            if is_noted:
-                self._note("allowed", method, caller, context, named=named(request))
+        # Where everybody may do everything, clearing partitions is daily work, and has no line.
+        is_noted = method.is_audited and (token is not None or method.concerns_all)
+        # Of a caller with a token, a stream that does not begin is ended here whatever it may do.
+        begins = token is not None and method.has_request_stream
+        looks_at_request = is_known and (refusal is not None or restricted is not None or is_noted or begins)
+        marks_peer = not (method.is_open and self._tokens is not None)
 
         async def call(request: Any, context: Context) -> Any:
-            if is_known and method.has_request_stream:
-                request = _BegunStream(request)
-                check(await request.first(self._stall_seconds), context)
-            else:
-                check(request, context)
+            named: list[str] = []
+            if looks_at_request:
+                message = request
+                if method.has_request_stream:
+                    waiting = Progress(self._stall_seconds, "the first message of the stream did not come")
+                    message = await waiting.wait_for(request.begin())
+                named = self._named_by(method, message)
+            if refusal is not None:
+                self._note("refused", method, caller, context, named=named, reason=refusal.reason)
+                raise refusal.make_error()
+            outside = next((each for each in named if restricted is not None and not restricted.covers(each)), None)
+            if restricted is not None and outside is not None:
+                self._note("refused", method, caller, context, named=[outside], reason="outside its prefixes")
+                raise _outside(restricted, outside)
+            if is_noted:
+                self._note("allowed", method, caller, context, named=named)
+            if marks_peer and (peer := context.peer()) not in self.admitted_at:
+                self.admitted_at[peer] = time.monotonic()
             token_name.set(caller.name)
             return await behavior(request, context)
 
@@ -180,20 +187,14 @@ class AccessControl(Middleware):
             return call
         return lambda request, context: self._lasting.run(call(request, context), token)
 
-    def _partitions_named_by(self, method: Method) -> Callable[[Any], Iterable[str]]:
-        """Return what finds the partitions that a request names, by themselves and by their puts."""
-        put_ids, partition_of = method.put_ids, self._partition_of
-        if put_ids is None or partition_of is None:
-            return method.partitions
-
-        def with_those_of_puts(request: Any) -> Iterator[str]:
-            yield from method.partitions(request)
-            for put_id in put_ids(request):
-                partition_id = partition_of(put_id)
-                if partition_id is not None:  # else there is nothing to protect, and the call fails by itself
-                    yield partition_id
-
-        return with_those_of_puts
+    def _named_by(self, method: Method, request: Any) -> list[str]:
+        """Return the partitions that a request names, by themselves and by their puts."""
+        named = list(method.partitions(request))
+        if method.put_ids is not None and self.partition_of is not None:
+            found = map(self.partition_of, method.put_ids(request))
+            # A put that is not here is nothing to protect, and the call fails by itself.
+            named += [partition_id for partition_id in found if partition_id is not None]
+        return named
 
     def _note(
         self,
@@ -202,7 +203,7 @@ class AccessControl(Middleware):
         caller: Caller,
         context: Context,
         *,
-        named: Iterable[str] = (),
+        named: list[str],
         reason: str = "",
     ) -> None:
         certificate = next(iter(context.auth_context().get("x509_common_name", ())), b"")
@@ -213,7 +214,7 @@ class AccessControl(Middleware):
                 peer=unquote(context.peer()),
                 certificate=certificate.decode("utf-8", "replace"),
                 token=caller.name,
-                partition=next(iter(named), ""),
+                partition=named[0] if named else "",
                 reason=reason,
             )
         )
@@ -232,31 +233,6 @@ def refused_scrape(tokens: TokenFile, authorization: str) -> tuple[str, str | No
     if not token.roles & {"read", "admin"}:
         return token.name, "none of the roles admin, read"
     return token.name, None if ALL_PARTITIONS in token.prefixes else "not for all partitions"
-
-
-class _BegunStream:
-    """A stream whose first message was looked at; what comes after that reads it from there on."""
-
-    def __init__(self, messages: AsyncIterator[Any]) -> None:
-        self._messages = messages
-        self._first: Any = None
-
-    async def first(self, stall_seconds: float) -> Any:
-        """Return the first message, None for a stream without any.
-
-        Raises:
-            DeadlineError: it does not come.
-        """
-        waiting = Progress(stall_seconds, "the first message of the stream did not come")
-        self._first = await waiting.wait_for(anext(self._messages, None))
-        return self._first
-
-    def __aiter__(self) -> _BegunStream:
-        return self
-
-    async def __anext__(self) -> Any:
-        first, self._first = self._first, None
-        return await anext(self._messages) if first is None else first
 
 
 def _showing_its_own(method: Method, token: Token, behavior: Behavior) -> Behavior:

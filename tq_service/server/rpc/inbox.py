@@ -1,4 +1,4 @@
-"""Reads the requests of calls, few at a time, so that what is on its way takes a bounded part of the memory.
+"""How much may come in at once: requests are read a few at a time, and calls that wait are counted.
 
 gRPC reads a message whole, into memory that no quota counts, as soon as it is asked for one. Until then the client can
 send no more than the window of the stream (`wire/connection.py`). So the bytes in flight are bounded by the number of
@@ -8,18 +8,19 @@ reads that run at once, each of one message of at most `max_message_bytes`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import sys
+import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any, Final
 
 import grpc
+from google.protobuf.message import DecodeError
 
-from tq_service.errors import DeadlineError, InvalidArgumentError, LimitExceededError, TqError
-from tq_service.server.rpc.method_table import Method
-from tq_service.server.rpc.middleware import Behavior, Context
+from tq_service.errors import DeadlineError, InvalidArgumentError, LimitExceededError
+from tq_service.server.rpc.methods import Behavior, Context, Method
 from tq_service.wire.columns import WAITING_BYTES, Garbled
 from tq_service.wire.messages import MAX_REQUEST_BYTES, PART_BYTES
 
@@ -30,18 +31,87 @@ MAX_OPEN_REQUEST_BYTES: Final = 4096
 MAX_WAITING_BYTES: Final = 32 << 20
 """Of the requests of all calls that may wait for samples or capacity, while they run."""
 
-_DECODED_AT_ONCE: Final = 512 << 10  # bytes, some milliseconds' work where they are varints
+_DECODED_AT_ONCE: Final = 512 << 10  # bytes, some milliseconds' work if they are varints
 _EOF: Final = grpc.aio.EOF
+_ROUNDED_SHARE: Final = 0.035
+"""gRPC rounds timeouts up on the way, and sends one of up to 3.3 % more if it has just sent that (both measured)."""
 
 awaits_end: Final[ContextVar[bool]] = ContextVar("awaits_end", default=False)
 """Set by a call that expects no further message but the end of its stream, which may take long: it needs no turn."""
 
 
-@dataclass(frozen=True, slots=True)
-class Unread:
-    """A request that was refused before it was read whole, and why."""
+def wait_until(context: Context) -> float | None:
+    """Return until when a call may wait, by `time.monotonic`, so that a refusal still arrives before its deadline."""
+    remaining = context.time_remaining()
+    if remaining is None:
+        return None
+    return time.monotonic() + remaining * (1 - _ROUNDED_SHARE) - min(1.0, remaining / 4)
 
-    error: TqError
+
+def too_many_calls(limit_name: str, got: int, limit: int, whose: str = "") -> LimitExceededError:
+    """Return the error of a call beyond a limit on calls at once."""
+    return _beyond(
+        limit_name,
+        got,
+        limit,
+        f"there would be {got} such calls {whose}at once, at most {limit} expected ({limit_name}); make fewer at once, "
+        "or try again later",
+    )
+
+
+def _beyond(limit_name: str, got: int, limit: int, message: str) -> LimitExceededError:
+    return LimitExceededError(
+        message,
+        retry_after_seconds=RETRY_AFTER_SECONDS,
+        metadata={"limit_name": limit_name, "got": str(got), "limit": str(limit)},
+    )
+
+
+class WaitingCalls:
+    """Counts calls that wait, such as for samples or capacity, and rejects those beyond a limit.
+
+    A client is a connection.
+
+    Args:
+        most: calls that may wait.
+        most_of_one: of them, calls of one client.
+        limit_name: of `most`.
+
+    Attributes:
+        count: calls that wait.
+    """
+
+    def __init__(
+        self, most: int = sys.maxsize, most_of_one: int = sys.maxsize, limit_name: str = "max_waiting_calls"
+    ) -> None:
+        self._limit_name = limit_name
+        self._most = most
+        self._most_of_one = most_of_one
+        self._by_client: Counter[str] = Counter()
+        self.count = 0
+
+    @contextlib.contextmanager
+    def one(self, context: Context) -> Iterator[None]:
+        """Count a call for the time of a `with`.
+
+        Raises:
+            LimitExceededError: it is one too many.
+        """
+        counts, client = self._by_client, context.peer()
+        if counts[client] >= self._most_of_one:
+            name = f"{self._limit_name}_per_client"
+            raise too_many_calls(name, counts[client] + 1, self._most_of_one, "of this client ")
+        if self.count >= self._most:
+            raise too_many_calls(self._limit_name, self.count + 1, self._most)
+        self.count += 1
+        counts[client] += 1
+        try:
+            yield
+        finally:
+            self.count -= 1
+            counts[client] -= 1
+            if not counts[client]:
+                del counts[client]
 
 
 class Turn:
@@ -49,17 +119,17 @@ class Turn:
 
     Attributes:
         connection: whose it is.
-        is_aside: whether it was slow while others waited, so that it counts no more for those that run at once.
+        due_at: when its step is slow, by the clock of the loop.
+        is_aside: whether it was slow while others waited, so that it no longer counts among those that run at once.
     """
 
-    __slots__ = ("_began_at", "_is_ended", "_lane", "_task", "connection", "is_aside")
+    __slots__ = ("_lane", "_timeout", "connection", "due_at", "is_aside")
 
     def __init__(self, lane: Lane, connection: str) -> None:
         self._lane = lane
-        self._task: asyncio.Task[Any] | None = None  # while it runs a step
-        self._began_at = 0.0
-        self._is_ended = False
+        self._timeout: asyncio.Timeout | None = None  # while it runs a step
         self.connection = connection
+        self.due_at = 0.0
         self.is_aside = False
 
     async def run(self, step: Awaitable[Any]) -> Any:
@@ -68,37 +138,34 @@ class Turn:
         Raises:
             DeadlineError: it took too long, and others wait.
         """
-        task = self._task = asyncio.current_task()
-        self._began_at = asyncio.get_running_loop().time()
+        seconds = self._lane.patience_seconds
+        self.due_at = asyncio.get_running_loop().time() + seconds
         self._lane.watch(self)
+        timeout = self._timeout = asyncio.timeout(None)
         try:
-            return await step
-        except asyncio.CancelledError:
-            if not self._is_ended or task is None or task.uncancel():  # by the caller, which has left
+            async with timeout:
+                return await step
+        except TimeoutError:
+            if not timeout.expired():
                 raise
             raise DeadlineError(
-                f"a message did not come within {self._lane.patience_seconds:g} s while others waited to be read; "
-                "send it faster, or fewer at once",
-                metadata={"limit_name": "patience", "limit": f"{self._lane.patience_seconds:g}"},
+                f"a message did not come within {seconds:g} s while others waited to be read; send it faster, or fewer "
+                "at once",
+                metadata={"limit_name": "patience", "limit": f"{seconds:g}"},
             ) from None
         finally:
-            self._task = None
+            self._timeout = None
             self._lane.unwatch(self)
 
     @property
     def runs(self) -> bool:
         """Whether a step of it runs, and was not ended."""
-        return self._task is not None and not self._is_ended
-
-    def due(self) -> float:
-        """Return when its step is slow."""
-        return self._began_at + self._lane.patience_seconds
+        return self._timeout is not None and self._timeout.when() is None
 
     def end(self) -> None:
         """End its step, and with that its call."""
-        if self._task is not None and not self._is_ended:
-            self._is_ended = True
-            self._task.cancel()
+        if self._timeout is not None and self._timeout.when() is None:
+            self._timeout.reschedule(asyncio.get_running_loop().time())
 
     def leave(self) -> None:
         """End it, and let others have theirs."""
@@ -108,16 +175,16 @@ class Turn:
 class Lane:
     """Lets some reads run at once, of which some for one connection; the others wait, and connections take turns.
 
-    A read that takes longer than the patience while others wait is slow. A few slow
-    reads may go on aside, where they keep nobody waiting, and as long as they do, their connections leave the last
-    place to others. When too many are aside, one ends: the oldest of the connection that has most of them.
+    A read that takes longer than the patience while others wait is slow. A few slow reads may go on aside, where they
+    keep nobody waiting, and as long as they do, their connections leave the last place to others. When too many are
+    aside, one ends: the oldest of the connection that has most of them.
 
     Args:
         most: reads at once.
         most_of_one: reads of one connection, those aside included.
         patience_seconds: how long a read may take while others wait.
         most_aside: slow reads that may go on.
-        most_waiting_of_one: reads of one connection that may wait; None: no bound.
+        most_waiting_of_one: reads of one connection that may wait.
 
     Attributes:
         running: reads that run, but for those aside.
@@ -131,7 +198,7 @@ class Lane:
         patience_seconds: float,
         *,
         most_aside: int = 0,
-        most_waiting_of_one: int | None = None,
+        most_waiting_of_one: int = sys.maxsize,
     ) -> None:
         self._most = most
         self._most_of_one = most_of_one
@@ -154,14 +221,14 @@ class Lane:
         if not self._waiting and self._has_place(connection):
             return self._start(connection)
         queue = self._waiting.setdefault(connection, deque())
-        if self._most_waiting_of_one is not None and len(queue) >= self._most_waiting_of_one:
-            raise LimitExceededError(
+        if len(queue) >= self._most_waiting_of_one:
+            raise _beyond(
+                "open_calls",
+                len(queue) + 1,
+                self._most_waiting_of_one,
                 f"{len(queue)} such calls of this connection wait to be read; expected at most "
                 f"{self._most_waiting_of_one}. Make fewer at once",
-                retry_after_seconds=RETRY_AFTER_SECONDS,
-                metadata={"limit_name": "open_calls", "got": str(len(queue) + 1),
-                          "limit": str(self._most_waiting_of_one)},
-            )  # fmt: skip
+            )
         place: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
         queue.append(place)
         self._admit()
@@ -171,8 +238,10 @@ class Lane:
             if place.done() and not place.cancelled():  # it came in the turn of the loop in which the wait was given up
                 self.leave(place.result())
             else:
-                place.cancel()
-                self._forget(connection, place)
+                with contextlib.suppress(ValueError):
+                    queue.remove(place)
+                if not queue and self._waiting.get(connection) is queue:
+                    del self._waiting[connection]
             raise
 
     def leave(self, turn: Turn) -> None:
@@ -191,8 +260,7 @@ class Lane:
         """Count a step that begins."""
         if not turn.is_aside:
             self._steps[turn] = None
-            if self._waiting:
-                self._watch()
+            self._watch()
 
     def unwatch(self, turn: Turn) -> None:
         """Count a step no more that has ended."""
@@ -218,48 +286,36 @@ class Lane:
                 place.set_result(self._start(connection))
         self._watch()
 
-    def _forget(self, connection: str, place: asyncio.Future[Turn]) -> None:
-        queue = self._waiting.get(connection)
-        if queue is not None:
-            with suppress(ValueError):
-                queue.remove(place)
-            if not queue:
-                del self._waiting[connection]
-
     def _watch(self) -> None:
-        """See to it that slow reads keep others waiting no longer."""
+        """See to it that slow reads do not keep others waiting any longer."""
         if self._patrol is None and self._waiting and self._steps:
             loop = asyncio.get_running_loop()
-            self._patrol = loop.call_at(max(next(iter(self._steps)).due(), loop.time()), self._part_with_slow)
+            self._patrol = loop.call_at(max(next(iter(self._steps)).due_at, loop.time()), self._part_with_slow)
 
     def _part_with_slow(self) -> None:
+        """Let slow reads go on beside the others; if too many do, or none may, one of them ends."""
         self._patrol = None
         now = asyncio.get_running_loop().time()
-        if self._waiting:
-            for turn in list(self._steps):
-                if turn.due() > now:
-                    break
-                del self._steps[turn]
-                if self._most_aside:
-                    self._put_aside(turn)
-                else:
-                    turn.end()
+        for turn in list(self._steps) if self._waiting else ():
+            if turn.due_at > now:
+                break
+            del self._steps[turn]
+            if not self._most_aside:
+                turn.end()
+                continue
+            turn.is_aside = True
+            self.running -= 1
+            self._aside[turn] = None
+            if len(self._aside) > self._most_aside:
+                counts = Counter(slow.connection for slow in self._aside)
+                victim = max((slow for slow in self._aside if slow.runs), key=lambda slow: counts[slow.connection])
+                del self._aside[victim]
+                victim.end()
         self._admit()
-
-    def _put_aside(self, turn: Turn) -> None:
-        """Let a slow read go on beside the others; if too many do, one of them ends."""
-        turn.is_aside = True
-        self.running -= 1
-        self._aside[turn] = None
-        if len(self._aside) > self._most_aside:
-            counts = Counter(slow.connection for slow in self._aside)
-            victim = max((slow for slow in self._aside if slow.runs), key=lambda slow: counts[slow.connection])
-            del self._aside[victim]
-            victim.end()
 
 
 class Inbox:
-    """Reads the requests of all calls of a server.
+    """Bounds the requests of all calls of a server.
 
     Attributes:
         open_calls: the requests of methods that need no token.
@@ -276,26 +332,29 @@ class Inbox:
         self.large = Lane(1, 1, 10.0)
         self.waiting_bytes = 0
 
-    def reads(
-        self, method: Method, is_stream: bool, behavior: Behavior, deserialize: Callable[[bytes], Any] | None
-    ) -> Behavior:
-        """Return a handler of raw messages that reads the request of a call, or passes on a stream of them."""
+    def reads(self, method: Method, behavior: Behavior, deserialize: Callable[[bytes], Any] | None) -> Behavior:
+        """Return a handler of raw messages, which passes on what reads the requests of a call: a `Requests`."""
 
         async def call(_messages: Any, context: Context) -> Any:
-            request = _Reader(self, method, context, deserialize)
+            requests = Requests(self, method, context, deserialize)
             try:
-                return await behavior(request if is_stream else await request.only(), context)
+                return await behavior(requests, context)
             finally:
-                request.close()
+                requests.close()
 
         return call
 
 
-class _Reader:
-    """The requests of one call, read as they are asked for."""
+class Requests:
+    """The requests of one call, read as they are asked for.
+
+    Attributes:
+        first: the first of them, None until it was read.
+    """
 
     __slots__ = (
-        "_connection", "_context", "_deserialize", "_frame", "_held_bytes", "_inbox", "_is_begun", "_large", "_method",
+        "_connection", "_context", "_deserialize", "_frame", "_held_bytes", "_inbox", "_is_begun", "_is_first_taken",
+        "_large", "_method", "first",
     )  # fmt: skip
 
     def __init__(
@@ -309,34 +368,47 @@ class _Reader:
         self._held_bytes = 0
         self._frame: Turn | None = None
         self._large: Turn | None = None
-        self._is_begun = False
+        self._is_begun = self._is_first_taken = False
+        self.first: Any = None
 
-    def __aiter__(self) -> _Reader:
+    def __aiter__(self) -> Requests:
         return self
 
     async def __anext__(self) -> Any:
-        if not self._is_begun:
-            message = await self._first()
+        if not self._is_first_taken:
+            self._is_first_taken = True
+            message = await self.begin()
+            if message is None:
+                raise StopAsyncIteration
+            return message
+        # The frame before was taken: its turn ends with that, not with its arrival.
+        self._leave_frame()
+        if awaits_end.get():
+            data = await self._context.read()
         else:
-            # The frame before was taken: its turn ends with that, not with its arrival.
-            self._leave_frame()
-            if awaits_end.get():
-                data = await self._context.read()
-            else:
-                self._frame = await self._inbox.frames.enter(self._connection)
-                data = await self._frame.run(self._context.read())
-            message = self._decoded(data)
-        if message is _EOF:
+            self._frame = await self._inbox.frames.enter(self._connection)
+            data = await self._frame.run(self._context.read())
+        if data is _EOF:
             raise StopAsyncIteration
-        return message
+        return self._decoded(data)
+
+    async def begin(self) -> Any:
+        """Return the first message, with which the stream still begins then, None for a stream without any."""
+        if not self._is_begun:
+            self._is_begun = True
+            self.first = await self._read_first()
+        return self.first
 
     async def only(self) -> Any:
-        """Return the request of a method that has one, `Unread` or `Garbled` where there is none to be had."""
-        try:
-            message = await self._first()
-        except TqError as error:
-            return Unread(error)
-        return Garbled("the call ended without one") if message is _EOF else message
+        """Return the request of a method that has one.
+
+        Raises:
+            InvalidArgumentError: there is none, or it cannot be read.
+        """
+        message = await self.begin()
+        if message is None:
+            raise _unreadable("the call ended without one")
+        return message
 
     def close(self) -> None:
         """End its turns, and count what it held no more."""
@@ -344,15 +416,14 @@ class _Reader:
         self._leave_large()
         self._release()
 
-    async def _first(self) -> Any:
-        """Return the first message; a thread decodes a large one, and joins one that comes in parts."""
-        self._is_begun = True
+    async def _read_first(self) -> Any:
+        """Read the first message; a thread decodes a large one, and joins one that comes in parts."""
         lane = self._inbox.open_calls if self._method.is_open else self._inbox.requests
         data = await self._message(lane)
         if data is _EOF:
-            return data
+            return None
         if self._method.is_open and len(data) > MAX_OPEN_REQUEST_BYTES:
-            raise _too_large(len(data), MAX_OPEN_REQUEST_BYTES, "name one service")
+            raise _too_large(len(data), MAX_OPEN_REQUEST_BYTES, "Name one service")
         if len(data) == PART_BYTES:
             self._hold(PART_BYTES)  # while it waits for its turn
             self._large = await self._inbox.large.enter(self._connection)
@@ -371,12 +442,20 @@ class _Reader:
                 break
             size += len(part)
             if size > MAX_REQUEST_BYTES:
-                raise _too_large(size, MAX_REQUEST_BYTES, "write or name fewer samples at once")
+                raise _too_large(size, MAX_REQUEST_BYTES, "Write or name fewer samples at once")
             parts.append(part)
         return await asyncio.to_thread(b"".join, parts)
 
     def _decoded(self, data: Any) -> Any:
-        return data if data is _EOF or self._deserialize is None else self._deserialize(data)
+        if self._deserialize is None:
+            return data
+        try:
+            message = self._deserialize(data)
+        except DecodeError:
+            raise _unreadable(f"{len(data)} bytes that are no message of this method") from None
+        if isinstance(message, Garbled):
+            raise _unreadable(message.reason)
+        return message
 
     async def _message(self, lane: Lane) -> Any:
         turn = await lane.enter(self._connection)
@@ -388,20 +467,18 @@ class _Reader:
     def _hold(self, size: int) -> None:
         """Count a request among those of calls that may wait; one too large for that waits within its turn."""
         inbox = self._inbox
-        if inbox.waiting_bytes + size <= MAX_WAITING_BYTES:
+        total = inbox.waiting_bytes + size
+        if total <= MAX_WAITING_BYTES:
             self._held_bytes = size
-            inbox.waiting_bytes += size
+            inbox.waiting_bytes = total
             self._leave_large()
         elif self._large is None:
-            raise LimitExceededError(
-                f"the requests of calls that may wait take {inbox.waiting_bytes + size} bytes; expected at most "
-                f"{MAX_WAITING_BYTES}. Try again later, with fewer such calls at once",
-                retry_after_seconds=RETRY_AFTER_SECONDS,
-                metadata={
-                    "limit_name": WAITING_BYTES,
-                    "got": str(inbox.waiting_bytes + size),
-                    "limit": str(MAX_WAITING_BYTES),
-                },
+            raise _beyond(
+                WAITING_BYTES,
+                total,
+                MAX_WAITING_BYTES,
+                f"the requests of calls that may wait take {total} bytes; expected at most {MAX_WAITING_BYTES}. Try "
+                "again later, with fewer such calls at once",
             )
 
     def _release(self) -> None:
@@ -419,8 +496,12 @@ class _Reader:
             self._large = None
 
 
+def _unreadable(reason: str) -> InvalidArgumentError:
+    return InvalidArgumentError(f"the request cannot be read: {reason}; send what the protos say")
+
+
 def _too_large(size: int, limit: int, remedy: str) -> InvalidArgumentError:
     return InvalidArgumentError(
-        f"the request is at least {size} bytes; expected at most {limit}. {remedy[:1].upper()}{remedy[1:]}",
+        f"the request is at least {size} bytes; expected at most {limit}. {remedy}",
         metadata={"got": str(size), "limit": str(limit)},
     )

@@ -6,9 +6,8 @@ from typing import Any, Final
 
 from opentelemetry import propagate, trace
 
-from tq_service.server.rpc.method_table import Method
-from tq_service.server.rpc.metrics import CODES, name_code
-from tq_service.server.rpc.middleware import Behavior, Caller, Context, Middleware
+from tq_service.server.rpc.calls import CODES, code_of
+from tq_service.server.rpc.methods import Behavior, Caller, Context, Method, Middleware
 from tq_service.version import BUILD
 from tq_service.wait_clock import WaitClock, wait_clock
 
@@ -44,16 +43,16 @@ class CallSpans(Middleware):
                 if method.waits and clock is None:
                     clock = WaitClock()
                     wait_clock.set(clock)
-                code = "OK"
+                code = 0
                 try:
                     return await behavior(request, context)
                 except BaseException as error:
-                    code = name_code(error, context)
+                    code = code_of(error, context)
                     raise
                 finally:
-                    span.set_attribute("rpc.grpc.status_code", CODES.index(code))
-                    if code in _FAULTS:
-                        span.set_status(trace.StatusCode.ERROR, code)
+                    span.set_attribute("rpc.grpc.status_code", code)
+                    if CODES[code] in _FAULTS:
+                        span.set_status(trace.StatusCode.ERROR, CODES[code])
                     if method.waits and clock is not None:
                         span.set_attribute("tq_service.wait_seconds", clock.seconds)
 

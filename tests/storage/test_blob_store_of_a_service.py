@@ -1,4 +1,4 @@
-"""Which store of blobs a service has: by its setting, from one registry; any store behind it serves clients."""
+"""A service has segments with a data directory, else memory; any store of blobs behind it serves clients."""
 
 import errno
 import os
@@ -8,41 +8,17 @@ import pytest
 
 import tq_service as tq
 from tq_service.config import ServeSettings
-from tq_service.errors import InvalidArgumentError
 from tq_service.server.app import running
 from tq_service.storage.blobs import segments
 from tq_service.storage.blobs.memory import MemoryBlobs
 from tq_service.storage.blobs.segments import SegmentBlobs
 
 
-@pytest.mark.parametrize(
-    ("blob_store", "has_data_dir", "expected"),
-    [
-        ("auto", False, MemoryBlobs),
-        ("memory", False, MemoryBlobs),
-        ("auto", True, SegmentBlobs),
-        ("segments", True, SegmentBlobs),
-    ],
-)
-async def test_a_service_has_the_store_that_its_setting_names(tmp_path, blob_store, has_data_dir, expected):
+@pytest.mark.parametrize(("has_data_dir", "expected"), [(False, MemoryBlobs), (True, SegmentBlobs)])
+async def test_a_service_has_the_store_that_its_durability_needs(tmp_path, has_data_dir, expected):
     directory = {"data_dir": tmp_path / "data"} if has_data_dir else {}
-    async with running(ServeSettings(port=0, shared_memory="off", blob_store=blob_store, **directory)) as app:
+    async with running(ServeSettings(port=0, shared_memory="off", **directory)) as app:
         assert type(app.storage.engine._store) is expected
-
-
-@pytest.mark.parametrize(
-    ("blob_store", "has_data_dir", "message"),
-    [
-        ("tape", False, "blob_store is 'tape'; expected one of auto, memory, segments"),
-        ("segments", False, "blob_store segments needs the setting data_dir"),
-        ("memory", True, "blob_store memory goes without data_dir only"),
-    ],
-)
-async def test_a_store_that_cannot_be_had_ends_the_start(tmp_path, blob_store, has_data_dir, message):
-    directory = {"data_dir": tmp_path / "data"} if has_data_dir else {}
-    with pytest.raises(InvalidArgumentError, match=message):
-        async with running(ServeSettings(port=0, shared_memory="off", blob_store=blob_store, **directory)):
-            raise AssertionError("it started")
 
 
 @pytest.mark.parametrize("row_bytes", [100, 40_000], ids=["inline", "stream"])

@@ -1,0 +1,458 @@
+"""Where gRPC asks for the handler of each call, and what all calls pass: counts, errors, and answers that wait.
+
+    observed -> counted, errors become statuses -> access control (auth.py) -> durable, by the leader -> the handler
+
+Each is a `Middleware`; the access control has a file of its own, and so have spans (traces.py), which need an extra.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import logging
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, NoReturn, Protocol, TypeAlias
+
+import grpc
+from grpc_status import rpc_status
+
+from tq_service.durable.state_store import StateStore
+from tq_service.errors import DiskFullError, InternalError, NotLeaderError, ResourceExhaustedError, TqError
+from tq_service.log_message import LogMessage
+from tq_service.observe.instruments import Instruments, MethodCounts
+from tq_service.server.rpc.inbox import Inbox, too_many_calls
+from tq_service.server.rpc.methods import (
+    METHODS,
+    Behavior,
+    Caller,
+    Context,
+    EndableCalls,
+    Method,
+    Middleware,
+    Refusal,
+    passing_answers,
+)
+from tq_service.wait_clock import WaitClock, wait_clock
+from tq_service.wire.error_table import to_status
+
+_log = logging.getLogger(__name__)
+_grpc_log = logging.getLogger("grpc._cython.cygrpc")
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+# Codes of statuses by their number, as Go's gRPC names them.
+CODES: Final = (
+    "OK", "Canceled", "Unknown", "InvalidArgument", "DeadlineExceeded", "NotFound", "AlreadyExists", "PermissionDenied",
+    "ResourceExhausted", "FailedPrecondition", "Aborted", "OutOfRange", "Unimplemented", "Internal", "Unavailable",
+    "DataLoss", "Unauthenticated",
+)  # fmt: skip
+_CODE_NAMES: Final = {code.value[0]: code.name for code in grpc.StatusCode}
+# The last is raised when a message cannot be written since its client is gone.
+_NO_FAULTS: Final = (asyncio.CancelledError, grpc.aio.AbortError, grpc.aio.InternalError)
+_RETRY_SECONDS: Final = 1.0
+
+
+class Services(grpc.GenericRpcHandler):
+    """The services of a server, behind their middleware; generated code adds services to it as if it were the server.
+
+    Handlers are wrapped once for each method and caller. An interceptor of grpc.aio would add two coroutines to every
+    call, and see no requests.
+
+    Args:
+        server: where calls come in.
+        middleware: what each call passes, the outermost first. The caller is that of the first that knows it.
+        methods: what is known of methods; of one that is missing, nothing is.
+
+    Attributes:
+        inbox: reads the requests.
+    """
+
+    def __init__(
+        self,
+        server: grpc.aio.Server,
+        middleware: Sequence[Middleware],
+        methods: Mapping[str, Method] = METHODS,
+    ) -> None:
+        self._middleware = middleware
+        self.inbox = Inbox()
+        self._methods = methods
+        self._admitting = [each for each in middleware if type(each).admit is not Middleware.admit]
+        self._anyone = Caller()
+        self._services: list[grpc.GenericRpcHandler] = []
+        self._found: dict[str, tuple[Method, Handler]] = {}
+        server.add_generic_rpc_handlers((self,))
+
+    def add_generic_rpc_handlers(self, handlers: Iterable[grpc.GenericRpcHandler]) -> None:
+        """Add services; generated code calls this."""
+        self._services += handlers
+
+    def add_registered_method_handlers(self, service_name: str, method_handlers: object) -> None:
+        """Do nothing; generated code calls this too, for methods that were added above."""
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:
+        """Return the handler of a call, None if no service has its method; gRPC calls this for each call."""
+        name = handler_call_details.method
+        if name not in self._found:
+            found = (service.service(handler_call_details) for service in self._services)
+            inner = next((handler for handler in found if handler is not None), None)
+            if inner is None:
+                return None
+            unruled = Method(
+                name=name, has_request_stream=inner.request_streaming, has_response_stream=inner.response_streaming
+            )
+            self._found[name] = self._methods.get(name, unruled), inner
+        method, inner = self._found[name]
+        for decisive in self._admitting:
+            caller = decisive.admit(method, handler_call_details)
+            if caller is not None:
+                break
+        else:
+            caller = self._anyone
+        if name in caller.handlers:
+            return caller.handlers[name]
+        # A refusal passes the middleware that made it and what is around that.
+        end = len(self._middleware) if caller.refusal is None else self._middleware.index(decisive) + 1
+        handler = caller.handlers[name] = self._wrapped(inner, method, caller, self._middleware[:end])
+        return handler
+
+    def _wrapped(self, inner: Handler, method: Method, caller: Caller, middleware: Sequence[Middleware]) -> Handler:
+        """Return a handler with middleware around it; of a caller that is refused, one that reads nothing.
+
+        To gRPC all are methods with a stream of requests, so that nothing is read before the inbox reads it.
+        """
+        refusal = caller.refusal
+        if refusal is None:
+            kinds = (
+                "stream" if streams else "unary" for streams in (inner.request_streaming, inner.response_streaming)
+            )
+            behavior = _as_coroutine(getattr(inner, "_".join(kinds)))
+        else:
+            behavior = _refusing(refusal)
+        for each in reversed(middleware):
+            behavior = each.wrap(method, caller, behavior)
+        if refusal is not None:
+            # As a method with one answer, which never comes, whatever it is to others.
+            return grpc.stream_unary_rpc_method_handler(behavior)
+        behavior = self.inbox.reads(method, behavior, inner.request_deserializer)
+        make = grpc.stream_stream_rpc_method_handler
+        if not inner.response_streaming:
+            make = grpc.stream_unary_rpc_method_handler
+        handler: Handler = make(behavior, None, inner.response_serializer)
+        return handler
+
+
+def _refusing(refusal: Refusal) -> Behavior:
+    async def refuse(_requests: Any, _context: Context) -> NoReturn:
+        raise refusal.make_error()
+
+    return refuse
+
+
+def _as_coroutine(behavior: Callable[..., Any]) -> Behavior:
+    """Return a handler that is a coroutine, also of one that generates its answers."""
+    if not inspect.isasyncgenfunction(behavior):
+        return behavior
+
+    async def write_all(request: Any, context: Context) -> None:
+        async with contextlib.aclosing(behavior(request, context)) as answers:
+            async for answer in answers:
+                await context.write(answer)
+
+    return write_all
+
+
+class ObservedCalls(Middleware):
+    """Logs calls at level debug, and counts and times them for metrics; the outermost, so that it sees how they end.
+
+    The counts have the names that go-grpc-middleware gave to such counts. The time for which a call waited is counted
+    apart, so that a long poll does not hide what handling takes.
+
+    Args:
+        instruments: where calls are counted; None: nowhere.
+    """
+
+    def __init__(self, instruments: Instruments | None = None) -> None:
+        self._calls = None if instruments is None else instruments.calls
+
+    def wrap(self, method: Method, caller: Caller, behavior: Behavior) -> Behavior:
+        """Return what observes the calls of a method; at a higher level and without metrics it is in no call's way."""
+        logs, counts = _log.isEnabledFor(logging.DEBUG), None
+        if self._calls is not None:
+            counts = self._calls.get(method.name)
+            if counts is None:
+                counts = self._calls[method.name] = _counts_of(method)
+        elif not logs:
+            return behavior
+
+        async def call(request: Any, context: Context) -> Any:
+            clock = WaitClock()
+            if counts is not None:
+                counts.started += 1
+                if method.waits:
+                    wait_clock.set(clock)  # for this call alone: gRPC makes a task of each
+            began_at, code = time.perf_counter(), 0
+            try:
+                return await behavior(request, context)
+            except BaseException as error:
+                code = code_of(error, context)
+                raise
+            finally:
+                seconds = time.perf_counter() - began_at
+                if counts is not None:
+                    counts.handled[CODES[code]] += 1
+                    counts.handling.observe(seconds - clock.seconds)
+                    if counts.waits is not None:
+                        counts.waits.observe(clock.seconds)
+                if logs:
+                    _log_end(method, caller, request, context, code=code, seconds=seconds)
+
+        return call
+
+
+def _counts_of(method: Method) -> MethodCounts:
+    service, _, name = method.name.lstrip("/").rpartition("/")
+    shapes = {
+        (False, False): "unary",
+        (True, False): "client_stream",
+        (False, True): "server_stream",
+        (True, True): "bidi_stream",
+    }
+    shape = shapes[method.has_request_stream, method.has_response_stream]
+    return MethodCounts(service, name, shape, may_wait=method.waits)
+
+
+def code_of(error: BaseException, context: Context) -> int:
+    """Return the code that the client of a failed call gets, if it is still there."""
+    if isinstance(error, asyncio.CancelledError):
+        remaining = context.time_remaining()
+        late = remaining is not None and remaining <= 0
+        return CODES.index("DeadlineExceeded" if late else "Canceled")
+    if isinstance(error, grpc.aio.InternalError):  # an answer was not taken
+        return CODES.index("Canceled")
+    code: Any = context.code() if isinstance(error, grpc.aio.AbortError) else None
+    if code is None:
+        return CODES.index("Internal")
+    number: int = code if isinstance(code, int) else code.value[0]
+    return number
+
+
+def _log_end(method: Method, caller: Caller, request: Any, context: Context, *, code: int, seconds: float) -> None:
+    message = getattr(request, "first", None)
+    names = [] if message is None else [name for name in method.partitions(message) if name]
+    _log.debug(
+        LogMessage(
+            "call",
+            method=method.short_name,
+            partition=" ".join(dict.fromkeys(names)) or None,
+            task=getattr(message, "task_name", "") or None,
+            outcome=_CODE_NAMES.get(code, "UNKNOWN"),
+            ms=round(seconds * 1e3, 3),
+            request_id=_request_id(message),
+            caller=caller.name or None,
+            peer=context.peer(),
+        )
+    )
+
+
+def _request_id(message: Any) -> bytes | None:
+    """Return what names the call over its retries: the id of a request or, of a put, that of its commit or its own."""
+    header = getattr(message, "header", message)
+    for part in (message, getattr(message, "commit", None), header, getattr(header, "commit", None)):
+        if request_id := getattr(part, "request_id", b""):
+            return bytes(request_id)
+    return bytes(getattr(header, "put_id", b"")) or None
+
+
+class RunningCalls(Middleware):
+    """Counts the calls that are being answered, and ends those that fail with a `google.rpc.Status`.
+
+    Calls beyond a limit are rejected before anything of them is read. Probes are not counted: they need no token, so
+    they must not be able to take the place of others. Nor are calls of services: refused heartbeats look like a lost
+    service.
+
+    Errors of the hierarchy travel with their text; anything else is a fault of ours, logged whole and sent as INTERNAL
+    without its text.
+
+    Args:
+        most: calls there may be.
+
+    Attributes:
+        count: calls there are.
+        rejected: calls that were rejected since the last report, by the limit or quota for which they were.
+    """
+
+    def __init__(self, most: int = sys.maxsize) -> None:
+        self._most = most
+        self._one_too_many = Caller(
+            refusal=Refusal(make_error=lambda: too_many_calls("max_calls", self.count + 1, self._most))
+        )
+        self.count = 0
+        self.rejected: Counter[str] = Counter()
+        _grpc_log.addFilter(_UNTAKEN_ANSWERS)  # once, however many services the process has
+
+    def admit(self, method: Method, details: grpc.HandlerCallDetails) -> Caller | None:
+        """Refuse a call that is one too many."""
+        is_one_too_many = self.count >= self._most and not (method.is_open or method.is_internal)
+        return self._one_too_many if is_one_too_many else None
+
+    def wrap(self, method: Method, caller: Caller, behavior: Behavior) -> Behavior:
+        """Return what counts the calls of a method, and ends failed ones with their status."""
+        weight = 0 if method.is_open or method.is_internal or caller is self._one_too_many else 1
+        reads_one = caller.refusal is None and not method.has_request_stream
+
+        async def call(request: Any, context: Context) -> Any:
+            self.count += weight
+            try:
+                return await behavior(await request.only() if reads_one else request, context)
+            except _NO_FAULTS:
+                raise
+            except Exception as error:
+                failure = error
+            finally:
+                self.count -= weight
+            # Not within the `except`: what is raised here must not refer to the failure, see `_end`.
+            if isinstance(failure, ResourceExhaustedError):
+                self.rejected[failure.metadata.get("limit_name", failure.reason)] += 1
+            return await _end(context, failure, method, getattr(request, "first", None))
+
+        return call
+
+    def report(self) -> None:
+        """Log what was rejected since the last report."""
+        if self.rejected:
+            _log.warning(LogMessage("rejected calls beyond a limit or quota", **dict(self.rejected.most_common())))
+            self.rejected.clear()
+
+
+async def _end(context: Context, error: Exception, method: Method, message: Any) -> None:
+    """End a call with the status of its error; of a fault the client gets the id under which it repeats the request."""
+    failed = error
+    if not isinstance(error, TqError):
+        request_id = _request_id(message)
+        _log.error(LogMessage("a call failed", method=method.name, request_id=request_id), exc_info=error)
+        facts = {} if request_id is None else {"request_id": request_id.hex()}
+        error = InternalError("the service failed; its log has the details", metadata=facts)
+    # The frames of the failed call have the bytes that came, and gRPC keeps its state until garbage is collected.
+    traceback.clear_frames(failed.__traceback__)
+    del failed
+    await context.abort_with_status(rpc_status.to_status(to_status(error, method=method.name)))
+
+
+class _UntakenAnswers(logging.Filter):
+    """Makes one line at level INFO of what gRPC logs as an error with its traceback.
+
+    gRPC does not say why: the client may have disconnected or cancelled the call while the answer was on its way, or
+    have refused it for its size, which the client's own error says (RESOURCE_EXHAUSTED).
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if not isinstance(error, grpc.aio.InternalError):
+            return True
+        record.levelno, record.levelname = logging.INFO, logging.getLevelName(logging.INFO)
+        error_text = record.getMessage()
+        record.args = ()
+        record.msg = LogMessage(
+            "an answer was not taken: its client disconnected, or takes no message of that size", error=error_text
+        )
+        record.exc_info = record.exc_text = None
+        return _grpc_log.isEnabledFor(logging.INFO)
+
+
+_UNTAKEN_ANSWERS = _UntakenAnswers()
+
+
+class Standing(Protocol):
+    """Whether this controller leads its cluster."""
+
+    @property
+    def may_answer(self) -> bool:
+        """Whether it leads, and no other one can at this moment."""
+        ...
+
+    @property
+    def leader_address(self) -> str:
+        """The address of the controller that leads, "" if that is not known."""
+        ...
+
+    @property
+    def epoch(self) -> int:
+        """Of the leader; 0: none is known."""
+        ...
+
+
+class DurableAnswers(Middleware):
+    """Makes answers and errors wait for the state, so that no client has seen what a crash can undo.
+
+    While the state is stuck, calls are refused unmade. Calls that fill the disk are refused already when space is
+    short: the rest of it is for those that free some.
+
+    In a cluster it also refuses the calls of a standby, and answers that a leader has ready once it may have been
+    superseded. A process that was paused for longer than its lease finds that out here, before it sends what it had
+    read before. `end_calls` ends calls that wait, for samples or for etcd: their callers are to ask the controller that
+    leads. Confined to one event loop.
+
+    Args:
+        state: what answers wait for.
+        standing: of this controller in its cluster; None: it is alone.
+    """
+
+    def __init__(self, state: StateStore, standing: Standing | None = None) -> None:
+        self._state = state
+        self._standing = standing
+        self._running = EndableCalls()
+
+    def end_calls(self) -> None:
+        """Refuse the calls that are under way; what they have changed may stay, as when an answer is lost."""
+        self._running.end(lambda _owner: self._refusal())
+
+    def wrap(self, method: Method, caller: Caller, behavior: Behavior) -> Behavior:
+        """Return what makes the answers of a method wait, unless they say nothing that is not durable yet."""
+        if method.is_answer_durable and (method.is_open or self._standing is None):
+            return behavior
+        state, standing = self._state, self._standing
+
+        async def durable(answer: Any = None) -> Any:
+            if state.has_unflushed:
+                await state.wait_durable()
+            if standing is not None and not standing.may_answer:
+                raise self._refusal()
+            return answer
+
+        async def call(request: Any, context: Context) -> Any:
+            if standing is not None and not standing.may_answer:
+                raise self._refusal()
+            if state.is_failing:
+                await state.wait_durable()
+            if method.fills_disk and state.is_disk_low:
+                raise DiskFullError(
+                    "the disk of the data dir has hardly any space left, so nothing is taken in; clear samples or "
+                    "free space, the service goes on by itself",
+                    retry_after_seconds=_RETRY_SECONDS,
+                )
+            try:
+                answer = await behavior(request, context)
+            except asyncio.CancelledError:
+                raise
+            except Exception:  # it may reveal a change, such as a key that is known by now
+                await durable()
+                raise
+            return await durable(answer)
+
+        if method.has_response_stream:
+            behavior = passing_answers(method, behavior, durable)
+        if standing is None:
+            return call
+        return lambda request, context: self._running.run(call(request, context))
+
+    def _refusal(self) -> NotLeaderError:
+        address = "" if self._standing is None else self._standing.leader_address
+        epoch = 0 if self._standing is None else self._standing.epoch
+        where = f"that at {address} does" if address else "none is known to, another one takes over soon"
+        return NotLeaderError(
+            f"this controller does not lead its cluster at the moment: {where}; ask it, under the same request_id",
+            metadata={"leader_address": address, "epoch": str(epoch)},
+        )

@@ -1,0 +1,340 @@
+"""What is known of each method, and the contract between calls and the concerns that all of them pass.
+
+The protos describe each method in its option `rule` (protos/tq_service/v1/method_rule.proto), which is read from the
+descriptors here. The standard services, whose protos are not ours, have their rules here.
+
+A handler is one coroutine, whatever the shape of its method: it takes the request, or an iterator of requests, and the
+context; it returns the answer, or writes each of a stream of answers to the context.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import cache
+from types import MappingProxyType
+from typing import Any, Final, TypeAlias
+
+import grpc
+from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescriptor
+from google.protobuf.descriptor_pb2 import MethodOptions
+from google.protobuf.message_factory import GetMessageClass
+
+from tq_service.errors import TqError
+from tq_service.internal.v1 import cluster_pb2, storage_control_pb2, storage_registry_pb2
+from tq_service.server.tokens import Token
+from tq_service.v1 import controller_service_pb2, method_rule_pb2, storage_service_pb2
+from tq_service.v1.method_rule_pb2 import PARTITIONS_ALL, PARTITIONS_LISTED, PARTITIONS_UNSPECIFIED, MethodRule
+from tq_service.wire.connection import ROLES, Role
+
+Read: TypeAlias = Callable[[Any], Sequence[Any]]
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Behavior: TypeAlias = Callable[[Any, Context], Awaitable[Any]]
+
+shown_partitions: Final[ContextVar[Callable[[str], bool]]] = ContextVar(
+    "shown_partitions", default=lambda _partition_id: True
+)
+"""Says of a partition whether the caller of a method that lists partitions may know that it exists."""
+
+token_name: Final[ContextVar[str]] = ContextVar("token_name", default="")
+"""The name of the token of a call, "" without one."""
+
+
+def _nothing(_request: Any) -> Sequence[Any]:
+    return ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """A method of a service.
+
+    Attributes:
+        name: its full name, such as "/tq_service.v1.ControllerService/Insert".
+        roles: one of these is needed, or admin; none: it is refused to all.
+        is_open: whether everybody may call it, without a token, as probes do.
+        has_request_stream: whether its requests are a stream.
+        has_response_stream: whether its answers are a stream.
+        partitions: returns the names of partitions in a request, or in the first message of a stream of requests.
+        put_ids: returns the puts that are named there, whose partitions count as named; None: no request names any.
+        concerns_all: whether a call concerns all partitions, so that the token must be for all.
+        lists_partitions: whether the answer lists partitions, of which only those that the token is for are shown.
+        is_audited: whether a call that is let in has its line in the audit log.
+        changes_state: whether it changes anything.
+        is_idempotent: whether a repeat under the same ids has no further effect.
+        waits: whether it may wait for samples or capacity.
+        fills_disk: whether it is refused while the disk is nearly full.
+        is_answer_durable: whether its answers were durable before anybody could ask for them.
+    """
+
+    name: str
+    roles: frozenset[Role] = frozenset()
+    is_open: bool = False
+    has_request_stream: bool = False
+    has_response_stream: bool = False
+    partitions: Read = _nothing
+    put_ids: Read | None = None
+    concerns_all: bool = False
+    lists_partitions: bool = False
+    is_audited: bool = False
+    changes_state: bool = True
+    is_idempotent: bool = False
+    waits: bool = False
+    fills_disk: bool = False
+    is_answer_durable: bool = False
+
+    @property
+    def short_name(self) -> str:
+        """Its name without that of its service."""
+        return self.name.rpartition("/")[2]
+
+    @property
+    def is_internal(self) -> bool:
+        """Whether services alone may call it, with tokens or without."""
+        return self.roles == {"service"}
+
+    @property
+    def allowed_roles(self) -> frozenset[Role]:
+        """One of these is needed."""
+        return self.roles | {"admin"} if self.roles and not self.is_internal else self.roles
+
+
+def method_of(described: MethodDescriptor) -> Method:
+    """Return what the protos say of a method; one of which they say too little is refused to all.
+
+    Raises:
+        ValueError: they name a role that no token can have, or a field that the request does not have.
+    """
+    options: Any = described.GetOptions()
+    rule: MethodRule = options.Extensions[method_rule_pb2.rule]
+    roles: Any = [method_rule_pb2.Role.Name(role).removeprefix("ROLE_").lower() for role in rule.roles]
+    if unknown := set(roles) - set(ROLES):
+        raise ValueError(f"the protos name the roles {unknown}, which no token can have; expected those of {ROLES}")
+    is_complete = bool(rule.partitions != PARTITIONS_UNSPECIFIED or rule.partition_fields or rule.put_ids_field)
+    names = [_reader(path, described.input_type, FieldDescriptor.TYPE_STRING) for path in rule.partition_fields]
+    put_ids = None
+    if rule.put_ids_field:
+        put_ids = _reader(rule.put_ids_field, described.input_type, FieldDescriptor.TYPE_BYTES)
+
+    def partitions(request: Any) -> Sequence[str]:
+        found = [read(request) for read in names]
+        # A request without any of the messages that name partitions names "", which no token is for.
+        return [name for name in found if name is not None] or [""]
+
+    return Method(
+        name=f"/{described.containing_service.full_name}/{described.name}",
+        roles=frozenset(roles) if is_complete else frozenset(),
+        has_request_stream=described.client_streaming,
+        has_response_stream=described.server_streaming,
+        partitions=partitions if names else _nothing,
+        put_ids=None if put_ids is None else lambda request: put_ids(request) or (),
+        concerns_all=rule.partitions == PARTITIONS_ALL,
+        lists_partitions=rule.partitions == PARTITIONS_LISTED,
+        is_audited=rule.is_audited,
+        changes_state=options.idempotency_level != MethodOptions.NO_SIDE_EFFECTS,
+        is_idempotent=options.idempotency_level != MethodOptions.IDEMPOTENCY_UNKNOWN,
+        waits=rule.waits,
+        fills_disk=rule.fills_disk,
+        is_answer_durable=rule.is_answer_durable,
+    )
+
+
+@cache
+def listed_names(answer: Descriptor) -> Mapping[str, Callable[[Any], str | None]]:
+    """Return by list of an answer what reads the partition that a member is about; other lists are left out."""
+    found: dict[str, Callable[[Any], str | None]] = {}
+    for each in answer.fields:
+        if each.message_type is None or each.default_value != []:
+            continue
+        for path in ("partition_id", "summary.partition_id"):
+            with contextlib.suppress(ValueError):
+                found[each.name] = _reader(path, each.message_type, FieldDescriptor.TYPE_STRING)
+                break
+    return found
+
+
+def _reader(path: str, message: Descriptor, kind: int) -> Callable[[Any], Any]:
+    """Return what reads the value at a path of a message, None if a message on the way is absent, or it is another one.
+
+    The decoder of a stream may return a part of a message instead of the message, as those of wire/frames.py do; the
+    value is then looked for in that part.
+
+    Raises:
+        ValueError: the message has no such field.
+    """
+    *parents, last = path.split(".")
+    ways = {GetMessageClass(message): parents}
+    for depth, name in enumerate(parents):
+        parent = message.fields_by_name.get(name)
+        if parent is None or parent.message_type is None:
+            raise ValueError(f"{message.full_name} has no message {name!r}; correct {path!r} in its rule")
+        message = parent.message_type
+        if depth == 0:
+            ways[GetMessageClass(message)] = parents[1:]
+    value = message.fields_by_name.get(last)
+    if value is None or value.type != kind:
+        raise ValueError(f"{message.full_name} has no such field as {last!r}; correct {path!r} in its rule")
+
+    def read(request: Any) -> Any:
+        way = ways.get(type(request))
+        if way is None:
+            return None
+        for name in way:
+            if not request.HasField(name):
+                return None
+            request = getattr(request, name)
+        return getattr(request, last)
+
+    return read
+
+
+_OWN: Final = (controller_service_pb2, storage_service_pb2, storage_registry_pb2, storage_control_pb2, cluster_pb2)
+_STANDARD: Final = (
+    *(
+        Method(
+            name=f"/grpc.health.v1.Health/{name}",
+            is_open=True,
+            has_response_stream=name == "Watch",
+            changes_state=False,
+            is_idempotent=True,
+            is_answer_durable=True,
+        )
+        for name in ("Check", "Watch", "List")
+    ),
+    Method(
+        name="/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+        roles=frozenset(ROLES),
+        has_request_stream=True,
+        has_response_stream=True,
+        changes_state=False,
+        is_idempotent=True,
+        is_answer_durable=True,
+    ),
+)
+METHODS: Final[Mapping[str, Method]] = MappingProxyType(
+    {method.name: method for method in _STANDARD}
+    | {
+        method.name: method
+        for file in _OWN
+        for service in file.DESCRIPTOR.services_by_name.values()
+        for method in map(method_of, service.methods)
+    }
+)
+"""All methods that a process of the service may have, by their full names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """Why calls are refused.
+
+    Attributes:
+        make_error: returns the error of one of them.
+        reason: for the audit log; "" if the refusal does not concern that.
+    """
+
+    make_error: Callable[[], TqError]
+    reason: str = ""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Caller:
+    """The caller, as far as metadata says: one object for all calls that differ in nothing else.
+
+    Attributes:
+        name: of its token, "" if that is not known.
+        token: what it may do; None: everything that is not internal.
+        refusal: why all its calls are refused, before anything of a request is read.
+        handlers: those of its calls, by method, made when they are first needed; they go with the caller.
+    """
+
+    name: str = ""
+    token: Token | None = None
+    refusal: Refusal | None = None
+    handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = field(default_factory=dict)
+
+
+class Middleware:
+    """One concern of all calls. Both methods may be left as they are here. Confined to one event loop."""
+
+    def admit(self, method: Method, details: grpc.HandlerCallDetails) -> Caller | None:
+        """Return the caller of a call by its metadata, before its request is read; None: another middleware knows it.
+
+        Runs for each call. One that is refused passes the middleware around this one, this one, and no other; there its
+        request is an iterator, which is not to be read.
+        """
+        return None
+
+    def wrap(self, method: Method, caller: Caller, behavior: Behavior) -> Behavior:
+        """Return what handles the calls of a method by a caller; `behavior` is what comes after this middleware.
+
+        Runs once for each method and caller, so that a concern costs the calls of a method nothing if it has nothing to
+        do for them.
+        """
+        return behavior
+
+
+class EndableCalls:
+    """Calls that are under way and can be ended from outside, with an error. Confined to one event loop."""
+
+    def __init__(self) -> None:
+        self._owners: dict[asyncio.Task[Any], Any] = {}
+        self._errors: dict[asyncio.Task[Any], TqError] = {}  # of those that were ended
+
+    def end(self, error_of: Callable[[Any], TqError | None]) -> None:
+        """End calls; what they have changed may stay, as when an answer is lost.
+
+        Args:
+            error_of: returns the error of a call by its owner, None for one that goes on.
+        """
+        for task, owner in self._owners.items():
+            if task not in self._errors and (error := error_of(owner)) is not None:
+                self._errors[task] = error
+                task.cancel()
+
+    async def run(self, call: Awaitable[Any], owner: Any = None) -> Any:
+        """Return what a call of the current task returns, which `end` may end meanwhile.
+
+        Raises:
+            TqError: it was ended.
+        """
+        task: Any = asyncio.current_task()
+        self._owners[task] = owner
+        try:
+            return await call
+        except asyncio.CancelledError:
+            if task not in self._errors or task.uncancel():  # by the caller, which has left
+                raise
+            raise self._errors[task] from None
+        finally:
+            del self._owners[task]
+            self._errors.pop(task, None)
+
+
+def passing_answers(method: Method, behavior: Behavior, each: Callable[[Any], Awaitable[Any]]) -> Behavior:
+    """Return a handler whose answers go out as a function returns them, each of a stream or the only one."""
+
+    async def stream(request: Any, context: Context) -> Any:
+        passing: Any = _PassingContext(context, each)
+        return await behavior(request, passing)
+
+    async def one(request: Any, context: Context) -> Any:
+        return await each(await behavior(request, context))
+
+    return stream if method.has_response_stream else one
+
+
+class _PassingContext:
+    """A context whose written answers pass a function first."""
+
+    def __init__(self, context: Context, each: Callable[[Any], Awaitable[Any]]) -> None:
+        self._context = context
+        self._each = each
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    async def write(self, answer: Any) -> None:
+        """Send an answer."""
+        await self._context.write(await self._each(answer))
