@@ -32,7 +32,7 @@ from tq_service.machine.state_machine import Change, RequestAnswered, State, Sta
 from tq_service.results import RecentBatch
 from tq_service.schema import check_name, check_passed_on
 from tq_service.serving.admission import AdmissionQueue, starvation
-from tq_service.serving.history import MOST_UNREAD, MOST_UNREAD_ROWS, ChangeHistory
+from tq_service.serving.history import ChangeHistory
 from tq_service.serving.lease_timer import LeaseTimer
 from tq_service.serving.limits import Limits
 from tq_service.serving.lookup_wait import LookupWait
@@ -196,12 +196,7 @@ class Catalog:
             partition.on_change()
         for partition in step.consumed:
             partition.on_consumed()
-        history = self.history
-        is_due = history.is_awaited or step.removed or step.cleared or len(history.unread) >= MOST_UNREAD
-        if is_due or any(len(rows) > MOST_UNREAD_ROWS and type(rows) is not range for _, rows in step.written):
-            history.note(step)
-        else:
-            history.unread.append((step.created, step.written, step.tasks))
+        self.history.note(step)
         if step.freed:
             self.on_freed(step.freed)
 
@@ -441,7 +436,7 @@ class Catalog:
             freed += partition.cells.forget_all()
             self._disappear(partition)
         self.adopt(restored)
-        self.history.note_replaced(replaced, restored)
+        self.history.note(Step(self.machine.now_seconds(), created=[*restored], cleared=replaced))
         self.on_freed(freed)
 
     # Claims
