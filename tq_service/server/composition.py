@@ -292,7 +292,9 @@ class Controller:
             ),
             watches=self.watches,
             backlogs=self.backlogs,
-            identity=Identity(settings, shared_memory=storage is not None and storage.shared_memory is not None),
+            identity=Identity(
+                settings=settings, shared_memory=storage is not None and storage.shared_memory is not None
+            ),
             controllers=tuple if cluster is None else cluster.statuses,
         )
 

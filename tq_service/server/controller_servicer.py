@@ -96,7 +96,12 @@ class ControllerServicer(
     def __post_init__(self) -> None:
         self.explainer = Explainer(self.catalog, self.runner)
         self.status_pages = StatusPages(
-            self.catalog, self.backlogs, self.explainer, self.storages, self.identity, controllers=self.controllers
+            catalog=self.catalog,
+            backlogs=self.backlogs,
+            explainer=self.explainer,
+            storages=self.storages,
+            identity=self.identity,
+            controllers=self.controllers,
         )
 
     # Partitions
@@ -257,8 +262,7 @@ class ControllerServicer(
 
     async def Explain(self, request: pb.ExplainRequest, context: Context) -> pb.ExplainResponse:
         check_name("partition_id", request.partition_id)
-        names = self._shown_names()
-        reasons = await self.explainer.explain_waiting(request.partition_id, request.task_name, names)
+        reasons = await self.explainer.waiting(request.partition_id, request.task_name, names=self._shown_names())
         return pb.ExplainResponse(reasons=[to_message(pb.WaitReason, reason) for reason in reasons])
 
     def _shown_names(self) -> Collection[str]:
