@@ -38,14 +38,7 @@ from tq_service.serving.catalog import Catalog
 from tq_service.serving.clearing import Clearing
 from tq_service.serving.explain import Explainer
 from tq_service.serving.lookup import find_names, find_page, locate
-from tq_service.serving.status import (
-    NOTHING_CONSUMED,
-    NOTHING_PRODUCED,
-    check_fields_named,
-    consumption_of,
-    production_of,
-    summary_of,
-)
+from tq_service.serving.status import consumption_of, production_of, summary_of
 from tq_service.serving.wait_queue import NotYet
 from tq_service.state.ledger import QueueClaim
 from tq_service.state.partition import Partition, PartitionSettings
@@ -325,16 +318,11 @@ class ControllerServicer(
     ) -> pb.CheckConsumptionResponse:
         check_name("task_name", request.task_name)
         partition = self.catalog.find(request.partition_id, missing_ok=request.missing_ok)
-        if partition is None:
-            return to_message(pb.CheckConsumptionResponse, NOTHING_CONSUMED)
         status = consumption_of(partition, request.task_name, missing_ok=request.missing_ok)
         return to_message(pb.CheckConsumptionResponse, status)
 
     async def CheckProduction(self, request: pb.CheckProductionRequest, context: Context) -> pb.CheckProductionResponse:
         partition = self.catalog.find(request.partition_id, missing_ok=request.missing_ok)
-        if partition is None:
-            check_fields_named(request.data_fields)
-            return to_message(pb.CheckProductionResponse, NOTHING_PRODUCED)
         status = production_of(partition, request.data_fields, missing_ok=request.missing_ok)
         return to_message(pb.CheckProductionResponse, status)
 

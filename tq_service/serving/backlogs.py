@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 from weakref import WeakKeyDictionary
@@ -81,8 +82,8 @@ class Backlogs:
         self._catalog = catalog
         self._runner = runner
         self._known: WeakKeyDictionary[TaskLedger, _Known] = WeakKeyDictionary()  # partitions go when they are cleared
-        self._wanted: dict[Partition, dict[TaskLedger, None]] = {}  # in the order in which they are looked at
-        self._looking: asyncio.Task[None] | None = None
+        self._looks: set[asyncio.Task[None]] = set()
+        self._turn = asyncio.Lock()  # of the look that goes on
         self._is_closed = False
 
     def of(self, task: TaskLedger) -> Backlog | None:
@@ -92,55 +93,45 @@ class Backlogs:
 
     async def refresh(self, wanted: Iterable[tuple[Partition, TaskLedger]]) -> None:
         """Look again at backlogs; it may go on after this returns."""
-        slices, now = Slices(), asyncio.get_running_loop().time()
-        unseen, due = list[tuple[Partition, TaskLedger]](), list[tuple[Partition, TaskLedger]]()
+        slices, loop, wait_seconds = Slices(), asyncio.get_running_loop(), _WAIT_SECONDS
+        due = defaultdict[Partition, list[TaskLedger]](list)
         for partition, task in wanted:
-            if self._is_due(partition, task, now):
+            if self._is_due(partition, task):
+                due[partition].append(task)
                 known = self._known.get(task)
-                if known is not None and known.next_at < now - _MOST_AGE_SECONDS:  # too old to show
-                    del self._known[task]
-                (unseen if task not in self._known else due).append((partition, task))
+                if known is None or known.next_at < loop.time() - _MOST_AGE_SECONDS:
+                    self._known.pop(task, None)  # too old to show
+                    wait_seconds = _FIRST_WAIT_SECONDS
             await slices.turn()
-        if self._is_closed or not (unseen or due):
-            return
-        for partition, task in (*unseen, *due):
-            self._wanted.setdefault(partition, {})[task] = None
-        if self._looking is None:
-            self._looking = asyncio.get_running_loop().create_task(self._look_at_all(slices))
-        await asyncio.wait((self._looking,), timeout=_FIRST_WAIT_SECONDS if unseen else _WAIT_SECONDS)
+        if due and not self._is_closed:
+            look = loop.create_task(self._look_at(due, slices))
+            self._looks.add(look)
+            look.add_done_callback(self._looks.discard)
+            await asyncio.wait((look,), timeout=wait_seconds)
 
     async def close(self) -> None:
         """Look no more."""
         self._is_closed = True
-        if self._looking is not None:
-            self._looking.cancel()
-            await asyncio.wait((self._looking,))
+        for look in self._looks:
+            look.cancel()
+        await asyncio.gather(*self._looks, return_exceptions=True)
 
-    async def _look_at_all(self, slices: Slices) -> None:
-        """Look at what is wanted, until that is nothing any more."""
-        try:
-            while self._wanted:
-                partition = next(iter(self._wanted))
-                tasks = self._wanted.pop(partition)
-                if self._catalog.find(partition.partition_id, missing_ok=True) is partition:
-                    await self._look_at(partition, tasks, slices)
+    async def _look_at(self, wanted: Mapping[Partition, Sequence[TaskLedger]], slices: Slices) -> None:
+        async with self._turn:
+            for partition, tasks in wanted.items():
+                is_there = self._catalog.find(partition.partition_id, missing_ok=True) is partition
+                due = [task for task in tasks if is_there and self._is_due(partition, task)]
+                marks = [self._marks(partition, task) for task in due]
+                looks = [_Look(partition, task, self._readiness(partition, task)) for task in due]
+                used_seconds = await sweep(partition.table, looks, slices)
+                next_at = asyncio.get_running_loop().time() + used_seconds / _SHARE_OF_TIME
+                for task, of_task, look in zip(due, marks, looks, strict=True):
+                    self._known[task] = _Known(backlog=look.backlog(), marks=of_task, next_at=next_at)
                 await slices.turn()
-        finally:
-            self._looking = None
 
-    async def _look_at(self, partition: Partition, tasks: Iterable[TaskLedger], slices: Slices) -> None:
-        now = asyncio.get_running_loop().time()
-        due = [each for each in tasks if partition.tasks.get(each.name) is each and self._is_due(partition, each, now)]
-        marks = [self._marks(partition, task) for task in due]
-        looks = [_Look(partition, task, self._readiness(partition, task)) for task in due]
-        used_seconds = await sweep(partition.table, looks, slices)
-        next_at = asyncio.get_running_loop().time() + used_seconds / _SHARE_OF_TIME
-        for task, marks_of_task, look in zip(due, marks, looks, strict=True):
-            self._known[task] = _Known(backlog=look.backlog(), marks=marks_of_task, next_at=next_at)
-
-    def _is_due(self, partition: Partition, task: TaskLedger, now: float) -> bool:
+    def _is_due(self, partition: Partition, task: TaskLedger) -> bool:
         """Whether a task is to be looked at: something has changed, and the last look was long enough ago."""
-        known = self._known.get(task)
+        known, now = self._known.get(task), asyncio.get_running_loop().time()
         return known is None or (known.next_at <= now and known.marks != self._marks(partition, task))
 
     def _marks(self, partition: Partition, task: TaskLedger) -> Marks:

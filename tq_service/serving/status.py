@@ -37,33 +37,33 @@ _MOST_LEASES: Final = 20  # as above
 _CLAIM_ID_BYTES: Final = 4  # of a request_id: enough to find a claim in the log of calls, not to acknowledge it
 
 
-NOTHING_CONSUMED: Final = ConsumptionStatus(
+_NOTHING_CONSUMED: Final = ConsumptionStatus(
     consumed_count=0, total_count=0, skipped_count=0, sealed=False, complete=False, epoch=0
 )
-NOTHING_PRODUCED: Final = ProductionStatus(produced_count=0, total_count=0, complete=False)
 
 
-def consumption_of(partition: Partition, task_name: str, *, missing_ok: bool = False) -> ConsumptionStatus:
-    """Return what a task has consumed.
+def consumption_of(partition: Partition | None, task_name: str, *, missing_ok: bool = False) -> ConsumptionStatus:
+    """Return what a task has consumed, of no partition nothing.
 
     Raises:
         TaskNotFoundError: it is not one of the tasks that were declared; or has not asked yet, unless `missing_ok`.
     """
-    none = ConsumptionStatus(
-        consumed_count=0,
+    if partition is None:
+        return _NOTHING_CONSUMED
+    consumed = replace(
+        _NOTHING_CONSUMED,
         total_count=partition.inserted_count,
         skipped_count=partition.inserted_count - partition.open_count,
         sealed=partition.sealed,
         complete=partition.is_whole and partition.open_count == 0,
-        epoch=0,
         expected_count=partition.expected_count,
     )
     if missing_ok and task_name not in partition.tasks:
         partition.check_task(task_name)
-        return none
+        return consumed
     task = partition.known_task(task_name)
     return replace(
-        none,
+        consumed,
         consumed_count=task.consumed_count,
         skipped_count=_skipped_count(partition, task),
         complete=_is_complete(partition, task),
@@ -108,14 +108,17 @@ def _is_complete(partition: Partition, task: TaskLedger) -> bool:
     return partition.settings.samples_per_round is None or known_count == partition.inserted_count
 
 
-def production_of(partition: Partition, names: Sequence[str], *, missing_ok: bool = False) -> ProductionStatus:
-    """Return how many samples have all of some fields.
+def production_of(partition: Partition | None, names: Sequence[str], *, missing_ok: bool = False) -> ProductionStatus:
+    """Return how many samples have all of some fields, of no partition none.
 
     Raises:
         InvalidArgumentError: no field is named.
         FieldNotFoundError: the partition has not all of them, unless `missing_ok`.
     """
-    check_fields_named(names)
+    if not names:
+        raise InvalidArgumentError("data_fields is empty; name at least one field", field="data_fields")
+    if partition is None:
+        return ProductionStatus(produced_count=0, total_count=0, complete=False)
     if not missing_ok:
         check_fields(partition, names)
     fields = [partition.cells.fields[name] for name in names if name in partition.cells.fields]
@@ -128,12 +131,6 @@ def production_of(partition: Partition, names: Sequence[str], *, missing_ok: boo
     total = partition.open_count
     is_complete = partition.is_whole and produced == total
     return ProductionStatus(produced_count=produced, total_count=total, complete=is_complete)
-
-
-def check_fields_named(names: Sequence[str]) -> None:
-    """Refuse to count the samples that have no field in particular."""
-    if not names:
-        raise InvalidArgumentError("data_fields is empty; name at least one field", field="data_fields")
 
 
 def summary_of(partition: Partition) -> PartitionSummary:
