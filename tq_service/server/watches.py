@@ -75,7 +75,7 @@ class Watches:
         self._history.on_change = self._on_change
         self.calls = WaitingCalls(most, limit_name="max_watchers")
         self._stall_seconds = stall_seconds
-        self._waiting: dict[asyncio.Future[None], _Watcher] = {}
+        self._waiting: set[asyncio.Future[None]] = set()
         self._round: asyncio.Task[None] | None = None
         self._round_at = 0.0
         self._ends: set[asyncio.Timeout] = set()  # of the calls
@@ -134,18 +134,18 @@ class Watches:
             end.reschedule(asyncio.get_running_loop().time() + _LAST_ANSWER_SECONDS)
 
     async def _follow(self, watcher: _Watcher, progress_seconds: float) -> None:
-        loop = asyncio.get_running_loop()
+        loop, is_due = asyncio.get_running_loop(), True
         # Calls that began together, after a restart, do not end together.
         ends_at = loop.time() + _LONGEST_SECONDS * random.uniform(0.75, 1.0)  # noqa: S311
-        await self._send_changes(watcher)
-        while not self._is_draining and loop.time() < ends_at:
-            seconds = max(0.0, min(progress_seconds, ends_at - loop.time()))
-            has_changed = await self._until_changed(watcher, seconds)
-            if has_changed or not self._history.has_changed(watcher.revision, watcher.selection):
-                await self._send_changes(watcher)
+        while True:
+            await self._send_changes(watcher, is_due=is_due)
+            left_seconds = ends_at - loop.time()
+            if self._is_draining or left_seconds <= 0:
+                return
+            is_due = not await self._until_round(watcher, min(progress_seconds, left_seconds))
 
-    async def _send_changes(self, watcher: _Watcher) -> None:
-        """Send what has changed since the revision of a watcher, and have it be at the next one."""
+    async def _send_changes(self, watcher: _Watcher, *, is_due: bool) -> None:
+        """Send what has changed since the revision of a watcher; that nothing has only where an answer is due."""
         key = watcher.selection, watcher.revision
         shared = self._shared.get(key)
         if shared is not None and shared.revision.number >= self._history.forgotten_at:
@@ -154,8 +154,10 @@ class Watches:
             return
         changes = self._history.since(watcher.revision, watcher.selection)
         watcher.revision = self._history.mark()
+        if not changes and not is_due:
+            return
         for number, message in enumerate(self._messages(changes, watcher.revision)):
-            if number == 0 and message.HasField("revision"):
+            if changes and number == 0 and message.HasField("revision"):
                 self._shared[key] = message
                 asyncio.get_running_loop().call_later(_SHARED_SECONDS, self._shared.pop, key, None)
             await self._write(message, watcher)
@@ -173,39 +175,32 @@ class Watches:
             self._round = asyncio.get_running_loop().create_task(self._make_round())
 
     async def _make_round(self) -> None:
-        """Have those calls answer for which something has changed."""
-        loop, history = asyncio.get_running_loop(), self._history
+        """Have all calls that wait look for changes."""
+        loop, pace = asyncio.get_running_loop(), LoopYielder()
         try:
             interval = max(_LEAST_INTERVAL_SECONDS, self.calls.count / _ANSWERS_A_SECOND)
             await asyncio.sleep(max(0.0, self._round_at + interval - loop.time()))
-            self._round_at = loop.time()
-            number, pace = history.mark(), LoopYielder()
-            has_changed: dict[tuple[Selection, int], bool] = {}
-            for waiting, watcher in list(self._waiting.items()):
-                key = watcher.selection, watcher.revision
-                if key not in has_changed:
-                    has_changed[key] = history.has_changed(watcher.revision, watcher.selection)
-                if not has_changed[key]:
-                    watcher.revision = max(watcher.revision, number)
-                elif not waiting.done():
+            self._round_at, number = loop.time(), self._history.mark()
+            for waiting in tuple(self._waiting):
+                if not waiting.done():
                     waiting.set_result(None)
-                await pace.step(has_answered=has_changed[key])
+                await pace.step()
         finally:
             self._round = None
-        if history.number > number:
+        if self._history.number > number:
             self._on_change()
 
-    async def _until_changed(self, watcher: _Watcher, seconds: float) -> bool:
-        """Wait for the round in which something that is watched has changed; return whether it came in time."""
+    async def _until_round(self, watcher: _Watcher, seconds: float) -> bool:
+        """Wait for the next round, which comes once something has changed; return whether it came in time."""
         waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting[waiting] = watcher
+        self._waiting.add(waiting)
         if self._history.number > watcher.revision:
             self._on_change()
         try:
             await asyncio.wait((waiting,), timeout=seconds)
             return waiting.done()
         finally:
-            self._waiting.pop(waiting, None)
+            self._waiting.discard(waiting)
 
     # Answers
 

@@ -244,10 +244,6 @@ class ChangeHistory:
             )
         return revision.number
 
-    def has_changed(self, since: int, selection: Selection) -> bool:
-        """Whether anything that is watched has changed since a revision."""
-        return self.forgotten_at > since or bool(self.since(since, selection))
-
     def since(self, since: int, selection: Selection) -> list[PartitionChanges]:
         """Return what has changed since a revision, partitions that are gone first; of 0: all that is there.
 
@@ -294,7 +290,9 @@ def _changes_of(
     partition: Partition, past: _Past, since: int, selection: Selection, removed: Sequence[Removed] = ()
 ) -> PartitionChanges:
     """Return what has changed in a partition; all that is there where the watcher does not know it."""
-    blocks: list[int] | None = sorted(block for block, at in past.block_at.items() if at > since)
+    blocks: list[int] | None = []
+    if selection.has_samples and past.rows_at > since:
+        blocks = sorted(block for block, at in past.block_at.items() if at > since)
     if past.made_at > since or (selection.has_samples and past.forgotten_at > since):
         since, removed, blocks = 0, (), None
     all_tasks_at = past.task_at.get(None, _FIRST)
