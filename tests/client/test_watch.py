@@ -171,21 +171,24 @@ async def test_after_a_restart_a_watch_starts_over_and_a_revision_is_compacted(k
 
 
 async def test_a_watch_that_missed_too_much_starts_over_or_fails_as_compacted(kind, monkeypatch):
-    monkeypatch.setattr("tq_service.serving.history.KEPT_ROWS", 64)
+    monkeypatch.setattr("tq_service.serving.history.MOST_GONE_ROWS", 64)
     async with running(settings()) as app:
-        history = app.controller.catalog.history
+        calls = app.controller.watches.calls
         client = make_client(kind, f"127.0.0.1:{app.port}", timeout=20)
-        await client.put(rows(1, 2), partition_id="train", keys=["a", "b"])
+        await client.put(rows(*range(100)), partition_id="train")
         table, listed = WatchedTable(), await now(client)
         async with watching(client.watch()) as watch:
             await table.follow(watch, listed)
+            await client.clear_samples(partition_id="train", global_indexes=range(1, 90))
+            await table.follow(watch, await now(client))  # the partition comes anew
+            assert table.reset_count == 1
+            assert table.state() == await listed_state(client)
             watch._call.cancel()  # as if the connection broke
-            while history.readers:  # noqa: ASYNC110  (that a call has ended is told by no event)
+            while calls.count:  # noqa: ASYNC110  (that a call has ended is told by no event)
                 await asyncio.sleep(0.01)
-            history._trimmed_from = 0
-            for _ in range(20):
-                await client.set_custom_meta((await client.lookup_samples("train"))[0], [{"s": 1}, {"s": 2}])
-            await client.clear_samples(partition_id="train", keys=["a"])
+            for _ in range(10):
+                await client.put(rows(1, 2), partition_id="other")
+                await client.clear_partition("other")
             await table.follow(watch, await now(client))
             assert table.reset_count == 2
             assert table.state() == await listed_state(client)

@@ -290,13 +290,16 @@ async def test_refused_calls_leave_no_task(catalog, name, rank):
     arguments, error = REFUSED[name]
     partition = catalog.write("train", b"", new_write(4, ("x",), meta=[{"tag": "a"}] * 4)).partition
     columns, listeners = list(partition.table.columns), len(partition.on_rows)
+    start = catalog.history.mark()
     for number in range(300):
         with pytest.raises(error):
             await claim(catalog, rank, task=f"eval {number}", **arguments)
     assert not partition.tasks
     assert list(partition.table.columns) == columns
     assert (len(partition.on_rows), len(partition.on_reset)) == (listeners, listeners)
-    assert catalog.history.since(1, Selected(prefix="", is_shown=lambda _name: True)).partitions[0].task_names == []
+    changes = catalog.history.since(start, Selected(prefix="", is_shown=lambda _name: True))
+    assert not any(changed.task_names or changed.blocks for changed in changes)
+    assert not any(past.task_at for past in catalog.history._pasts.values())
     assert (await claim(catalog, rank, task="eval 0")).answer
     with pytest.raises(error):  # what is on record stays
         await claim(catalog, rank if rank is None else (0, 1, 1), task="eval 0", **arguments)

@@ -15,7 +15,7 @@ from tq_service.serving.explain import Explainer
 
 @pytest.fixture
 async def catalog(monkeypatch):
-    monkeypatch.setattr(explain_module, "_SLICE_ROWS", 16)  # the explanations of larger partitions are shared
+    monkeypatch.setattr(explain_module, "_SHARED_ROWS", 16)  # the explanations of larger partitions are shared
     return Catalog(PlanRunner())
 
 

@@ -18,7 +18,7 @@ from tq_service.results import Revision
 from tq_service.samplers import PlanRunner
 from tq_service.serving import history as history_module
 from tq_service.serving.catalog import Catalog
-from tq_service.serving.history import KEPT_ROWS, MOST_ROWS, MOST_UNREAD, MOST_UNREAD_ROWS, Reader, Selection
+from tq_service.serving.history import MOST_GONE_ROWS, ROWS_OF_A_PART, PartitionChanges, Selection
 from tq_service.state.partition import Partition, PartitionSettings
 
 ALL = Selection(prefix="", is_shown=lambda _name: True)
@@ -54,41 +54,44 @@ def rows_of(partition: Partition, indexes: Any) -> dict[int, Any]:
 
 
 class View:
-    """What a watcher knows, and the reader of the history that it is."""
+    """What a watcher knows, and the revision at which it is."""
 
     def __init__(self, catalog: Catalog, selection: Selection = ALL) -> None:
         self.catalog = catalog
         self.selection = selection
-        self.reader = Reader(0)
+        self.revision = 0
         self.reset_count = 0
+        self.anew_count = 0
         self.partitions: dict[str, tuple[bytes, bool, dict[int, Any], dict[str, Any]]] = {}
-        catalog.history.readers.add(self.reader)
 
     def update(self) -> None:
         history = self.catalog.history
         try:
-            changes = history.since(self.reader.revision, self.selection)
+            changes = history.since(self.revision, self.selection)
         except CompactedError:
             self.reset_count += 1
             self.partitions.clear()
             changes = history.since(0, self.selection)
-        for name, incarnation in changes.cleared:
-            if name in self.partitions and self.partitions[name][0] == incarnation:
-                del self.partitions[name]
-        for changed in changes.partitions:
-            partition = changed.partition
-            name = partition.partition_id
+        for changed in changes:
+            name, partition = changed.partition_id, changed.partition
+            if partition is None:
+                if name in self.partitions and self.partitions[name][0] == changed.incarnation:
+                    del self.partitions[name]
+                    self.anew_count += name in self.catalog.names() and (
+                        self.catalog.get(name).incarnation == changed.incarnation
+                    )
+                continue
             _, _, rows, tasks = self.partitions.get(name, (b"", False, {}, {}))
             assert name not in self.partitions or self.partitions[name][0] == partition.incarnation
             for indexes, _ in changed.removed:
                 for index in indexes:
                     rows.pop(int(index), None)
-            for some in changed.written_in_parts():
+            for some in changed.written():
                 rows.update(rows_of(partition, some))
             for task_name in changed.task_names:
                 tasks[task_name] = (partition.tasks[task_name].consumed_count, partition.tasks[task_name].epoch)
             self.partitions[name] = (partition.incarnation, partition.sealed, rows, tasks)
-        self.reader.revision = changes.revision
+        self.revision = history.mark()
 
     def check(self) -> None:
         there = {
@@ -150,10 +153,10 @@ def change(catalog: Catalog, draw: Any) -> None:
             )
 
 
-@pytest.mark.parametrize(("kept", "most"), [(KEPT_ROWS, MOST_ROWS), (64, 256)])
-def test_in_the_end_each_watcher_has_what_is_there(kept: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history_module, "KEPT_ROWS", kept)
-    monkeypatch.setattr(history_module, "MOST_ROWS", most)
+@pytest.mark.parametrize("most", [MOST_GONE_ROWS, 40])
+def test_in_the_end_each_watcher_has_what_is_there(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history_module, "MOST_GONE_ROWS", most)
+    monkeypatch.setattr(history_module, "_BLOCK_SHIFT", 2)
 
     @examples(12)
     @given(st.data())
@@ -169,10 +172,19 @@ def test_in_the_end_each_watcher_has_what_is_there(kept: int, most: int, monkeyp
         for view in views:
             view.update()
             view.check()
-            assert not catalog.history.has_changed(view.reader.revision, view.selection)
-            assert most < KEPT_ROWS or not view.reset_count
+            assert not catalog.history.since(view.revision, view.selection)
+            assert most < MOST_GONE_ROWS or not (view.reset_count or view.anew_count)
 
     follow()
+
+
+def changed_since(catalog: Catalog, revision: int) -> PartitionChanges:
+    (changed,) = catalog.history.since(revision, ALL)
+    return changed
+
+
+def written_since(catalog: Catalog, revision: int) -> list[int]:
+    return [index for some in changed_since(catalog, revision).written() for index in some.tolist()]
 
 
 def test_the_history_of_a_service_that_was_there_before_begins_with_what_it_has(catalog: Catalog) -> None:
@@ -182,21 +194,18 @@ def test_the_history_of_a_service_that_was_there_before_begins_with_what_it_has(
     view.check()
     revision = catalog.history.revision()
     put(catalog, 2)
-    (changed,) = catalog.history.since(catalog.history.number_of(revision), ALL).partitions
-    assert changed.written == [range(2)]
+    assert written_since(catalog, catalog.history.number_of(revision)) == [0, 1]
 
 
-def test_samples_that_follow_each_other_are_one_range_until_a_watcher_has_seen_some(catalog: Catalog) -> None:
+def test_nothing_is_kept_before_a_revision_is_given_out(catalog: Catalog) -> None:
+    history = catalog.history
+    put_and_clear(catalog, 3)
+    put(catalog, 3)
+    assert (history.number, len(history._pasts), len(history._gone)) == (1, 0, 0)
+    assert "revision" not in catalog.get("train").table.columns
+    start = history.mark()
     put(catalog, 1)
-    start = catalog.history.mark()
-    for _ in range(2 * MOST_UNREAD):
-        put(catalog, 3)
-    (changed,) = catalog.history.since(start, ALL).partitions
-    assert changed.written == [range(1, 1 + 6 * MOST_UNREAD)]
-    put(catalog, 1)
-    put(catalog, 1)
-    (changed,) = catalog.history.since(catalog.history.mark() - 2, ALL).partitions
-    assert len(changed.written) == 1 and len(changed.written[0]) == 2
+    assert written_since(catalog, start) == [6]
 
 
 def test_a_row_that_was_written_often_comes_once_and_one_that_is_gone_not_at_all(catalog: Catalog) -> None:
@@ -206,78 +215,73 @@ def test_a_row_that_was_written_often_comes_once_and_one_that_is_gone_not_at_all
         columns = new_write(2, meta=[{"s": 1}] * 2).meta
         catalog.commit(MetaSet(partition_id="train", global_indexes=np.array([2, 0]), columns=columns))
     put_and_clear(catalog, 2)
-    (changed,) = catalog.history.since(start, ALL).partitions
-    (rows,) = changed.written_in_parts()
-    assert rows[catalog.get("train").table.find(rows) >= 0].tolist() == [0, 2]
+    assert written_since(catalog, start) == [0, 2]
 
 
-def test_changes_without_a_watcher_are_put_aside_and_hold_no_partition_for_long(catalog: Catalog) -> None:
-    history = catalog.history
-    put(catalog, 1)
-    put(catalog, 1)
-    assert len(history.unread) == 2
-    catalog.remove("train", b"")
-    assert history.unread == []
-    for _ in range(2 * MOST_UNREAD):
-        put(catalog, 1)
-        assert len(history.unread) <= MOST_UNREAD
+def test_rows_that_were_written_come_in_parts_also_where_they_were_moved(catalog: Catalog) -> None:
+    count = 3 * ROWS_OF_A_PART
+    put(catalog, count)
+    start = catalog.history.mark()
+    catalog.write("train", b"", new_write(count, ("y",), indexes=np.arange(count)[::-1]))
+    parts = list(changed_since(catalog, start).written())
+    assert [part.size for part in parts] == [ROWS_OF_A_PART] * 3
+    assert np.concatenate(parts).tolist() == list(range(count))
+    later = catalog.history.mark()
+    catalog.write("train", b"", new_write(1, ("z",), indexes=[count - 1]))
+    while catalog.get("train").table.count == count:
+        left = catalog.get("train").table.present_from(0, count // 4)
+        catalog.commit(SamplesCleared(partition_id="train", global_indexes=left))
+    assert written_since(catalog, later) == [count - 1]
+
+
+def test_no_snapshot_has_revisions(catalog: Catalog) -> None:
+    catalog.history.mark()
+    put(catalog, 3)
+    partition = catalog.get("train")
+    assert "revision" in partition.table.columns
+    assert "revision" not in partition.snapshot().tables["rows"].columns
+    restored = Partition.restore(partition.snapshot())
+    assert restored.table.present_count == 3
 
 
 def test_of_a_cleared_partition_is_kept_that_it_is_gone(catalog: Catalog) -> None:
-    history, indexes = catalog.history, np.arange(200)
+    history = catalog.history
+    start = history.mark()
     for number in range(50):
         name = f"train@{number}"
-        catalog.write(name, b"", new_write(200, ("x",), keys=[f"{number}-{row}" for row in indexes]))
-        catalog.write(name, b"", new_write(200, ("y",), indexes=np.roll(indexes, 1)))
-        history.mark()  # what is written from now on is another change
-        catalog.write(name, b"", new_write(200, ("z",), indexes=np.roll(indexes, 2)))
-        catalog.commit(SamplesCleared(partition_id=name, global_indexes=indexes[:100]))
-        assert len(history._order) == 4
+        catalog.write(name, b"", new_write(200, ("x",)))
         catalog.remove(name, b"")
-        assert (len(history._order), len(history._pasts), len(history._cleared)) == (0, 0, number + 1)
+        assert (len(history._pasts), len(history._gone)) == (0, number + 1)
+    assert not history.since(start, ALL)
 
 
-def test_many_rows_that_were_written_are_not_put_aside(catalog: Catalog) -> None:
-    history, count = catalog.history, MOST_UNREAD_ROWS + 1
-    put(catalog, count)
-    for _ in range(MOST_UNREAD - 2):
-        catalog.write("train", b"", new_write(count, ("y",), indexes=np.roll(np.arange(count), 1)))
-        assert sum(len(rows) for _, written, _ in history.unread for _, rows in written) <= count
-    assert history._weight <= KEPT_ROWS + 2 * count
-
-
-def test_what_is_kept_is_bounded_and_more_is_kept_while_a_watcher_needs_it(catalog: Catalog) -> None:
-    history = catalog.history
-    put(catalog, 1)
+def test_a_watcher_for_which_removed_rows_are_forgotten_gets_their_partition_anew(catalog: Catalog) -> None:
+    history, size = catalog.history, MOST_GONE_ROWS // 4
+    put(catalog, 5)
+    catalog.write("val", b"", new_write(1, ("x",)))
     start = history.mark()
-    size = KEPT_ROWS // 4
-    for _ in range(8):
+    for _ in range(3):
         put_and_clear(catalog, size)
-    with pytest.raises(CompactedError, match=f"revision {start} is too old"):
-        history.since(start, ALL)
-    assert history._weight <= KEPT_ROWS + size + 100
-    reader = Reader(history.mark())
-    history.readers.add(reader)
-    for _ in range(8):
+    assert sum(len(rows) for rows, _ in changed_since(catalog, start).removed) == 3 * size
+    for _ in range(3):
         put_and_clear(catalog, size)
-    (changed,) = history.since(reader.revision, ALL).partitions
-    assert sum(len(rows) for rows, _ in changed.removed) == 8 * size
-    history.readers.discard(reader)
-    put(catalog, 1)
-    for _ in range(2):
-        put_and_clear(catalog, size)
-    assert history._weight <= KEPT_ROWS + size + 100
+    assert history._gone_row_count <= MOST_GONE_ROWS
+    gone, anew = history.since(start, ALL)
+    assert (gone.partition, gone.incarnation) == (None, anew.incarnation)
+    assert not anew.removed
+    assert [some.tolist() for some in anew.written()] == [list(range(5))]
+    (changed,) = history.since(start, Selection(prefix="", is_shown=lambda _name: True, has_samples=False))
+    assert changed.partition is catalog.get("train") and not changed.removed
 
 
 def test_partitions_that_are_gone_are_forgotten_too(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history_module, "KEPT_ROWS", 1000)
-    catalog.history._trimmed_from = 0
+    monkeypatch.setattr(history_module, "MOST_GONE_ROWS", 300)
     start = catalog.history.mark()
     for number in range(100):
         catalog.create(f"p{number}", PartitionSettings())
         catalog.remove(f"p{number}", b"")
-    assert len(catalog.history._cleared) < 40
-    with pytest.raises(CompactedError):
+    assert len(catalog.history._gone) < 40
+    with pytest.raises(CompactedError, match=f"revision {start} is too old"):
         catalog.history.since(start, ALL)
 
 

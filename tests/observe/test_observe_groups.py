@@ -14,7 +14,7 @@ from tq_service.observe.groups import PartitionGroups, group_of
 from tq_service.samplers import PlanRunner
 from tq_service.serving.backlogs import Backlogs
 from tq_service.serving.catalog import Catalog
-from tq_service.serving.slices import Slices
+from tq_service.serving.sweep import Slices
 from tq_service.state.ledger import TaskTotals
 from tq_service.state.partition import Partition, PartitionSettings
 from tq_service.state.plan import LeaseTerms

@@ -23,7 +23,7 @@ class PartitionUpdate:
     Attributes:
         partition_id: its name.
         incarnation: 16 random bytes; others than before: it was cleared and made again.
-        cleared: whether this incarnation is gone with all that was in it; there is nothing else then.
+        cleared: whether this incarnation is gone with all that was in it, or comes anew; there is nothing else then.
         summary: the partition in short; None where it has not changed since the update before.
         samples: samples that were inserted or written to, with keys, groups, all of their custom_meta, `fields` and
             `produced`, as `lookup_samples` has them; None: none. `get_data` takes them.

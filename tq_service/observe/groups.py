@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 from tq_service.serving.backlogs import Backlog, Backlogs
 from tq_service.serving.catalog import Catalog
-from tq_service.serving.slices import Slices
+from tq_service.serving.sweep import Slices
 from tq_service.state.ledger import TaskLedger, TaskTotals
 from tq_service.state.partition import Partition
 from tq_service.state.table import FAILED, HELD, LIVE

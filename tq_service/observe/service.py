@@ -27,7 +27,7 @@ from tq_service.observe.groups import GroupNumbers, PartitionGroups, TaskNumbers
 from tq_service.observe.instruments import Histogram, HistogramByName, Instruments, MethodCounts
 from tq_service.serving.backlogs import Backlogs
 from tq_service.serving.catalog import Catalog
-from tq_service.serving.slices import Slices
+from tq_service.serving.sweep import Slices
 from tq_service.storage.engine import EngineStat
 
 MOST_LINES: Final = 3_000

@@ -256,7 +256,7 @@ def make_controller(
         ),
         watches=Watches(catalog, most=settings.max_watchers, stall_seconds=settings.stall_seconds),
         backlogs=Backlogs(catalog, runner),
-        identity=Identity(settings, shared_memory=storage is not None and storage.shared_memory is not None),
+        identity=Identity(settings=settings, shared_memory=storage is not None and storage.shared_memory is not None),
         controllers=tuple if cluster is None else cluster.statuses,
     )
 

@@ -37,14 +37,7 @@ from tq_service.serving.catalog import Catalog
 from tq_service.serving.explain import Explainer
 from tq_service.serving.lookup import Clearing, find_names, find_page, locate, wait_for_samples
 from tq_service.serving.planner import NotYet
-from tq_service.serving.status import (
-    NOTHING_CONSUMED,
-    NOTHING_PRODUCED,
-    check_fields_named,
-    consumption_of,
-    production_of,
-    summary_of,
-)
+from tq_service.serving.status import consumption_of, production_of, summary_of
 from tq_service.state.ledger import QueueClaim
 from tq_service.state.partition import Partition, PartitionSettings
 from tq_service.state.plan import Indexes
@@ -92,7 +85,12 @@ class ControllerServicer(
     def __post_init__(self) -> None:
         self.explainer = Explainer(self.catalog, self.runner)
         self.status_pages = StatusPages(
-            self.catalog, self.backlogs, self.explainer, self.storages, self.identity, controllers=self.controllers
+            catalog=self.catalog,
+            backlogs=self.backlogs,
+            explainer=self.explainer,
+            storages=self.storages,
+            identity=self.identity,
+            controllers=self.controllers,
         )
 
     def take_up(self) -> None:
@@ -263,8 +261,7 @@ class ControllerServicer(
 
     async def Explain(self, request: pb.ExplainRequest, context: Context) -> pb.ExplainResponse:
         check_name("partition_id", request.partition_id)
-        names = self._shown_names()
-        reasons = await self.explainer.explain_waiting(request.partition_id, request.task_name, names)
+        reasons = await self.explainer.waiting(request.partition_id, request.task_name, names=self._shown_names())
         return pb.ExplainResponse(reasons=[to_message(pb.WaitReason, reason) for reason in reasons])
 
     def _shown_names(self) -> Collection[str]:
@@ -327,16 +324,11 @@ class ControllerServicer(
     ) -> pb.CheckConsumptionResponse:
         check_name("task_name", request.task_name)
         partition = self.catalog.find(request.partition_id, missing_ok=request.missing_ok)
-        if partition is None:
-            return to_message(pb.CheckConsumptionResponse, NOTHING_CONSUMED)
         status = consumption_of(partition, request.task_name, missing_ok=request.missing_ok)
         return to_message(pb.CheckConsumptionResponse, status)
 
     async def CheckProduction(self, request: pb.CheckProductionRequest, context: Context) -> pb.CheckProductionResponse:
         partition = self.catalog.find(request.partition_id, missing_ok=request.missing_ok)
-        if partition is None:
-            check_fields_named(request.data_fields)
-            return to_message(pb.CheckProductionResponse, NOTHING_PRODUCED)
         status = production_of(partition, request.data_fields, missing_ok=request.missing_ok)
         return to_message(pb.CheckProductionResponse, status)
 

@@ -1,28 +1,28 @@
-"""What tasks have left: how much of it is ready, and how old it is. A look is a pass over the rows of a partition."""
+"""What tasks have left: how much of it is ready, and how old it is. A look is a sweep over the rows of a partition."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 from weakref import WeakKeyDictionary
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tq_service.errors import TqError
 from tq_service.planning.readiness import Readiness
 from tq_service.serving.admission import version_range
 from tq_service.serving.catalog import Catalog
 from tq_service.serving.planner import RunsPlans
-from tq_service.serving.slices import Slices
+from tq_service.serving.sweep import Slices, sweep
 from tq_service.state.ledger import TaskLedger
 from tq_service.state.partition import Partition
 from tq_service.state.table import LIVE
 
-_SLICE_ROWS: Final = 16_384
 _SHARE_OF_TIME: Final = 0.02
 _WAIT_SECONDS: Final = 0.03
 _FIRST_WAIT_SECONDS: Final = 0.25
@@ -69,9 +69,9 @@ class _Known:
 class Backlogs:
     """Keeps what was last seen of the backlogs of tasks, and looks again where something has changed.
 
-    Metrics and the status share the looks. A look at a large partition takes long, so a refresh waits for 30 ms at
-    most, for 250 ms where a backlog was not seen yet, and looks go on after it. Each backlog is looked at again once
-    fifty times as long has passed as the look took.
+    Metrics and the status share the looks, and the tasks of a partition a sweep. That of a large one takes long, so a
+    refresh waits for 30 ms at most, for 250 ms where a backlog was not seen yet, and looks go on after it. Each backlog
+    is looked at again once fifty times as long has passed as the sweep took.
 
     Args:
         catalog: has the partitions.
@@ -82,10 +82,8 @@ class Backlogs:
         self._catalog = catalog
         self._runner = runner
         self._known: WeakKeyDictionary[TaskLedger, _Known] = WeakKeyDictionary()  # partitions go when they are cleared
-        # Tasks that are to be looked at, in order, and futures of refreshes, resolved when their turn comes.
-        self._queue: deque[TaskLedger | asyncio.Future[None]] = deque()
-        self._queued: dict[TaskLedger, Partition] = {}
-        self._looking: asyncio.Task[None] | None = None
+        self._looks: set[asyncio.Task[None]] = set()
+        self._turn = asyncio.Lock()  # of the look that goes on
         self._is_closed = False
 
     def of(self, task: TaskLedger) -> Backlog | None:
@@ -95,62 +93,45 @@ class Backlogs:
 
     async def refresh(self, wanted: Iterable[tuple[Partition, TaskLedger]]) -> None:
         """Look again at backlogs; it may go on after this returns."""
-        slices, now = Slices(), asyncio.get_running_loop().time()
-        unseen, due = list[tuple[Partition, TaskLedger]](), list[tuple[Partition, TaskLedger]]()
+        slices, loop, wait_seconds = Slices(), asyncio.get_running_loop(), _WAIT_SECONDS
+        due = defaultdict[Partition, list[TaskLedger]](list)
         for partition, task in wanted:
-            if self._is_due(partition, task, now):
+            if self._is_due(partition, task):
+                due[partition].append(task)
                 known = self._known.get(task)
-                if known is not None and known.next_at < now - _MOST_AGE_SECONDS:  # too old to show
-                    del self._known[task]
-                (unseen if task not in self._known else due).append((partition, task))
+                if known is None or known.next_at < loop.time() - _MOST_AGE_SECONDS:
+                    self._known.pop(task, None)  # too old to show
+                    wait_seconds = _FIRST_WAIT_SECONDS
             await slices.turn()
-        if self._is_closed or not (unseen or due):
-            return
-        for partition, task in (*unseen, *due):
-            if task not in self._queued:
-                self._queued[task] = partition
-                self._queue.append(task)
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._queue.append(done)
-        if self._looking is None:
-            self._looking = asyncio.get_running_loop().create_task(self._look_at_all())
-        await asyncio.wait((done,), timeout=_FIRST_WAIT_SECONDS if unseen else _WAIT_SECONDS)
+        if due and not self._is_closed:
+            look = loop.create_task(self._look_at(due, slices))
+            self._looks.add(look)
+            look.add_done_callback(self._looks.discard)
+            await asyncio.wait((look,), timeout=wait_seconds)
 
     async def close(self) -> None:
         """Look no more."""
         self._is_closed = True
-        if self._looking is not None:
-            self._looking.cancel()
-            await asyncio.wait((self._looking,))
+        for look in self._looks:
+            look.cancel()
+        await asyncio.gather(*self._looks, return_exceptions=True)
 
-    async def _look_at_all(self) -> None:
-        """Look at what is in the queue, until it is empty."""
-        slices, loop = Slices(), asyncio.get_running_loop()
-        try:
-            while self._queue:
-                if isinstance(task := self._queue.popleft(), asyncio.Future):
-                    _resolve(task)
-                    continue
-                partition = self._queued.pop(task)
+    async def _look_at(self, wanted: Mapping[Partition, Sequence[TaskLedger]], slices: Slices) -> None:
+        async with self._turn:
+            for partition, tasks in wanted.items():
                 is_there = self._catalog.find(partition.partition_id, missing_ok=True) is partition
-                is_there = is_there and partition.tasks.get(task.name) is task
-                if is_there and self._is_due(partition, task, loop.time()):
-                    marks = self._marks(partition, task)
-                    backlog, work_seconds = await self._look(partition, task, slices)
-                    next_at = loop.time() + work_seconds / _SHARE_OF_TIME
-                    self._known[task] = _Known(backlog=backlog, marks=marks, next_at=next_at)
+                due = [task for task in tasks if is_there and self._is_due(partition, task)]
+                marks = [self._marks(partition, task) for task in due]
+                looks = [_Look(partition, task, self._readiness(partition, task)) for task in due]
+                used_seconds = await sweep(partition.table, looks, slices)
+                next_at = asyncio.get_running_loop().time() + used_seconds / _SHARE_OF_TIME
+                for task, of_task, look in zip(due, marks, looks, strict=True):
+                    self._known[task] = _Known(backlog=look.backlog(), marks=of_task, next_at=next_at)
                 await slices.turn()
-        finally:
-            self._looking = None
-            for each in self._queue:
-                if isinstance(each, asyncio.Future):
-                    _resolve(each)
-            self._queue.clear()
-            self._queued.clear()
 
-    def _is_due(self, partition: Partition, task: TaskLedger, now: float) -> bool:
+    def _is_due(self, partition: Partition, task: TaskLedger) -> bool:
         """Whether a task is to be looked at: something has changed, and the last look was long enough ago."""
-        known = self._known.get(task)
+        known, now = self._known.get(task), asyncio.get_running_loop().time()
         return known is None or (known.next_at <= now and known.marks != self._marks(partition, task))
 
     def _marks(self, partition: Partition, task: TaskLedger) -> Marks:
@@ -159,19 +140,6 @@ class Backlogs:
         kind = None if request is None else request.spec
         removed_count = partition.table.removed_count
         return *partition.version, task.serial, task.leased_count, task.epoch, removed_count, kind
-
-    async def _look(self, partition: Partition, task: TaskLedger, slices: Slices) -> tuple[Backlog, float]:
-        """Return a backlog, and for how long the loop was used."""
-        readiness, used_seconds = self._readiness(partition, task), 0.0
-        look = _Look(partition, task, readiness)
-        size = _SLICE_ROWS if readiness is None else min(_SLICE_ROWS, readiness.at_once)
-        loop = asyncio.get_running_loop()
-        for rows in partition.table.slices(size):
-            began_at = loop.time()
-            look.look(rows)
-            used_seconds += loop.time() - began_at
-            await slices.turn()
-        return look.backlog(), used_seconds
 
     def _readiness(self, partition: Partition, task: TaskLedger) -> Readiness | None:
         request = self._catalog.last_request(partition, task.name)
@@ -183,11 +151,13 @@ class Backlogs:
             return None
 
 
-def tasks_with_versions(partition: Partition) -> Iterator[tuple[Partition, TaskLedger]]:
-    """Yield the tasks of a partition that have samples left whose versions may be known."""
-    for task in partition.tasks.values():
-        if task.backlog and _has_versions(partition, _version_column(partition, task.name)):
-            yield partition, task
+def tasks_with_versions(partition: Partition) -> list[tuple[Partition, TaskLedger]]:
+    """Return the tasks of a partition that have samples left whose versions may be known."""
+    return [
+        (partition, task)
+        for task in partition.tasks.values()
+        if task.backlog and _versions(partition, _version_column(partition, task.name)) is not None
+    ]
 
 
 def _version_column(partition: Partition, task_name: str) -> str:
@@ -196,15 +166,17 @@ def _version_column(partition: Partition, task_name: str) -> str:
     return limits.get(task_name) or _DEFAULT_COLUMN
 
 
-def _has_versions(partition: Partition, column: str) -> bool:
+def _versions(partition: Partition, column: str) -> tuple[NDArray[Any], NDArray[np.bool_]] | None:
+    """Return the values of a column, and which rows have one; None where these are no numbers."""
     arrays = partition.meta.arrays(column)
-    return arrays is not None and arrays[0].dtype.kind in "if"
+    return None if arrays is None or arrays[0].dtype.kind not in "if" else arrays
 
 
 class _Look:
-    """One pass over the rows of a partition."""
+    """The backlog of one task, as it is seen slice by slice."""
 
     def __init__(self, partition: Partition, task: TaskLedger, readiness: Readiness | None) -> None:
+        self.cost = 1 if readiness is None else max(1, len(readiness.key[1]))
         self._partition = partition
         self._task = task
         self._readiness = readiness
@@ -213,19 +185,17 @@ class _Look:
         self._column = _version_column(partition, task.name)
 
     def look(self, rows: slice) -> None:
-        """Look at a stretch of rows."""
+        """Look at the rows of a slice."""
         if self._readiness is not None:
             try:
                 ready = self._readiness.ready(rows)
                 self._ready_count += int(np.count_nonzero(ready & ~self._task.skipped.data[rows]))
             except TqError:  # a condition does not fit its column, say: claims of this kind get the error
                 self._readiness = None
-        arrays = self._partition.meta.arrays(self._column)
-        if arrays is None or arrays[0].dtype.kind not in "if":
+        if (versions := _versions(self._partition, self._column)) is None:
             return
-        values, present = arrays[0][rows], arrays[1][rows]
-        states = self._partition.state.data[rows]
-        is_there = present & (states >= LIVE)
+        values, present = versions[0][rows], versions[1][rows]
+        is_there = present & (self._partition.state.data[rows] >= LIVE)
         is_left = present & self._task.is_pending(rows)
         self._newest = max(self._newest, version_range(values[is_there])[1])
         self._oldest = min(self._oldest, version_range(values[is_left])[0])
@@ -234,15 +204,6 @@ class _Look:
         """Return what was seen."""
         return Backlog(
             ready_count=None if self._readiness is None else self._ready_count,
-            oldest_version=_finite(self._oldest),
-            newest_version=_finite(self._newest),
+            oldest_version=float(self._oldest) if math.isfinite(self._oldest) else None,
+            newest_version=float(self._newest) if math.isfinite(self._newest) else None,
         )
-
-
-def _resolve(waiting: asyncio.Future[None]) -> None:
-    if not waiting.done():
-        waiting.set_result(None)
-
-
-def _finite(version: float) -> float | None:
-    return float(version) if math.isfinite(version) else None

@@ -50,7 +50,7 @@ from tq_service.machine.state_machine import Change, IdempotencyCache, RequestAn
 from tq_service.results import RecentBatch
 from tq_service.schema import check_name, check_passed_on
 from tq_service.serving.admission import AdmissionQueue, starvation
-from tq_service.serving.history import MOST_UNREAD, MOST_UNREAD_ROWS, ChangeHistory
+from tq_service.serving.history import ChangeHistory
 from tq_service.serving.planner import Answer, LoopYielder, NotYet, Planner, RunsPlans
 from tq_service.state.cells import CellsSnapshot, Freed
 from tq_service.state.ledger import QueueClaim, TaskLedger, check_epoch
@@ -396,12 +396,7 @@ class Catalog:
             partition.on_change()
         for partition in step.consumed:
             partition.on_consumed()
-        history = self.history
-        is_due = history.is_awaited or step.removed or step.cleared or len(history.unread) >= MOST_UNREAD
-        if is_due or any(len(rows) > MOST_UNREAD_ROWS and type(rows) is not range for _, rows in step.written):
-            history.note(step)
-        else:
-            history.unread.append((step.created, step.written, step.tasks))
+        self.history.note(step)
         if step.freed:
             self.on_freed(step.freed)
 
@@ -641,7 +636,7 @@ class Catalog:
             freed += partition.cells.forget_all()
             self._disappear(partition)
         self.adopt(restored)
-        self.history.note_replaced(replaced, restored)
+        self.history.note(Step(self.machine.now_seconds(), created=[*restored], cleared=replaced))
         self.on_freed(freed)
 
     # Claims

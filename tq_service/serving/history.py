@@ -1,100 +1,83 @@
 """What has changed since a revision: partitions, their samples and tasks, for calls that watch them.
 
-A revision counts groups of changes of this instance of the service. What is kept of a change is where it was: which
-rows, which tasks, and when. What is there now is read from the partitions when a watcher asks, so a watcher is one
-number, and one that comes late gets the latest state of what has changed, once.
+A revision counts the states of this instance of the service that a client was told of. A change belongs to the next
+one. Each row has the revision of its last write in a column of its partition, and each task has a number:
 
-    changes  ..  5: rows 0-9 of "a"  ..  7: rows 3, 4  ..  9: rows 10-19  ..  12: partition "b" is gone
-    a watcher at 6 asks: rows 3, 4, 10-19 of "a" as they are now, and that "b" is gone; it is at 12 then
+    7 is given out .. rows 3, 4 of "a" are written, a task of "b" claims: 8 .. 8 is given out .. row 4 is written: 9
+    a watcher at 7 asks: rows 3, 4 of "a" as they are now, and the task of "b"; it is at 9 then
 
-Rows that are removed and partitions that are gone cannot be read any more, so their names are kept. What is kept is
-bounded: beyond that the oldest is forgotten, and a watcher that has not come so far has to start over (CompactedError).
-More is kept while watchers need it than for those that may come back. Nothing is written down: after a restart there is
-another history, since a revision of before would need every row's revision on disk.
+So a watcher is one number, and one that comes late gets the latest state of what has changed, once: what is later than
+its number. Rows are looked for in the blocks of a partition in which some have changed.
 
-Without a watcher, changes are put aside as they come, which costs a claim nothing, and are looked at some dozens at
-a time, or when a revision is asked for.
+Rows that are removed and partitions that are gone cannot be read any more, so their names are kept in a bounded log. A
+watcher for which rows were forgotten gets their partition anew; one for which a partition was has to start over
+(CompactedError). Nothing is written down: after a restart there is another history. Before the first revision is given
+out nothing is kept at all.
 """
 
 from __future__ import annotations
 
 import os
-from collections import OrderedDict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tq_service.errors import CompactedError, InvalidArgumentError
-from tq_service.machine.state_machine import ChangedTask, State, Step, WrittenRows
+from tq_service.machine.state_machine import State, Step
 from tq_service.results import Revision
 from tq_service.state.partition import Partition
 from tq_service.state.plan import Indexes
+from tq_service.state.table import CLEARED, RowTable, distinct
 
-KEPT_ROWS: Final = 1 << 18  # for watchers that may come back; a key counts as several
-MOST_ROWS: Final = 1 << 22  # while a watcher needs them
-_RECORD_ROWS: Final = 8  # what a record takes besides its rows, in rows
-_KEY_ROWS: Final = 8
-_CLEARED_ROWS: Final = 32  # a partition that is gone
+MOST_GONE_ROWS: Final = 1 << 20  # that are kept
 ROWS_OF_A_PART: Final = 1 << 12
-_ROWS_AT_ONCE: Final = 1 << 16  # in which each comes once
-MOST_UNREAD: Final = 64  # groups of changes
-MOST_UNREAD_ROWS: Final = 1 << 12  # rows in no range, of one such group: more are noted at once, and then bounded
-_UNKNOWN: Final = 1  # when partitions were made that were there before the history
+_GONE_ROWS: Final = 8  # what an entry of the log takes besides its rows, in rows
+_BLOCK_SHIFT: Final = 13  # a block has 8,192 rows
+_FIRST: Final = 1
+_COLUMN: Final = "revision"
 
-
-@dataclass(slots=True, eq=False)
-class _Rows:
-    """Rows of a partition that were written, or removed, in the changes up to a revision."""
-
-    revision: int
-    indexes: Indexes | range
-    is_removed: bool = False
-    keys: NDArray[Any] | None = None
-
-    @property
-    def weight(self) -> int:
-        count = 1 if isinstance(self.indexes, range) else len(self.indexes)
-        return _RECORD_ROWS + count + (0 if self.keys is None else _KEY_ROWS * len(self.keys))
+Removed: TypeAlias = tuple[Indexes, NDArray[Any] | None]
+"""Global indexes of rows that were removed, and their keys; None: none had one."""
 
 
 @dataclass(slots=True, eq=False)
 class _Past:
-    """When what has changed in a partition that is there.
+    """The revisions of a partition.
 
     Attributes:
         made_at: it is new to watchers that were here before.
-        changed_at: anything.
-        rows_at: rows were written or removed.
-        facts_at: what its summary says.
-        tasks_at: a task.
-        all_tasks_at: something that the status of each task depends on.
-        task_at: when each task has changed.
-        rows: which rows, in order.
-        forgotten_at: the last of those that were forgotten.
+        rows_at: of its rows, and of what its summary says.
+        block_at: of the rows of each block that were written, by number: index >> 13.
+        tasks_at: of the last change of a task.
+        task_at: of each task; under None of something that the status of all of them depends on.
+        forgotten_at: of rows that were removed, of which nothing is known any more.
     """
 
-    made_at: int
-    changed_at: int
-    rows_at: int = 0
-    facts_at: int = 0
-    tasks_at: int = 0
-    all_tasks_at: int = 0
-    task_at: dict[str, int] = field(default_factory=dict)
-    rows: deque[_Rows] = field(default_factory=deque)
+    partition_id: str
+    incarnation: bytes
+    made_at: int = _FIRST
+    rows_at: int = _FIRST
+    block_at: dict[int, int] = field(default_factory=dict)
+    tasks_at: int = _FIRST
+    task_at: dict[str | None, int] = field(default_factory=dict)
     forgotten_at: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Cleared:
-    """A partition that is gone."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Gone:
+    """Rows that were removed, or a whole partition."""
 
     revision: int
-    made_at: int
-    partition_id: str
-    incarnation: bytes
+    past: _Past
+    removed: Removed | None = None
+
+    @property
+    def row_count(self) -> int:
+        return _GONE_ROWS + (0 if self.removed is None else len(self.removed[0]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,73 +101,41 @@ class Selection:
         return partition_id.startswith(self.prefix) and self.is_shown(partition_id)
 
 
-@dataclass(slots=True, eq=False)
-class Reader:
-    """A watcher: it has all changes up to its revision."""
-
-    revision: int
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionChanges:
     """What has changed in a partition.
 
     Attributes:
-        removed: rows that were removed, with their keys where they had some.
-        written: rows that were written, as the ranges and arrays in which that was done; None: all that are there.
-        end_index: global index of the next sample when this was found out.
+        partition: None: this incarnation is gone.
+        removed: rows that were removed.
+        since: rows that were written later have changed; 0: all.
+        blocks: where these are; None: anywhere.
         task_names: tasks that have changed.
     """
 
-    partition: Partition
-    removed: Sequence[tuple[Indexes | range, NDArray[Any] | None]] = ()
-    written: Sequence[Indexes | range] | None = ()
-    end_index: int = 0
+    partition_id: str
+    incarnation: bytes
+    partition: Partition | None = None
+    removed: Sequence[Removed] = ()
+    since: int = 0
+    blocks: Sequence[int] | None = ()
     task_names: Collection[str] = ()
 
-    def written_in_parts(self) -> Iterator[Indexes]:
-        """Yield the global indexes of written rows that are still there, some thousands at a time, each about once."""
-        return self._all() if self.written is None else self._some(list(self.written))
-
-    def _all(self) -> Iterator[Indexes]:
-        table, start = self.partition.table, 0
-        while start < self.end_index:
-            rows = table.index.data[table.present_from(start, ROWS_OF_A_PART)]
-            rows = rows[rows < self.end_index]
-            if not rows.size:
-                return
-            yield rows
-            start = int(rows[-1]) + 1
-
-    def _some(self, pieces: list[Indexes | range]) -> Iterator[Indexes]:
-        while pieces:
-            taken: list[Indexes] = []
-            left = _ROWS_AT_ONCE
-            while pieces and left:
-                piece = pieces.pop()
-                if len(piece) > left:
-                    pieces.append(piece[left:])
-                    piece = piece[:left]
-                taken.append(np.asarray(piece, np.int64))
-                left -= len(piece)
-            rows = np.unique(np.concatenate(taken))
-            for start in range(0, rows.size, ROWS_OF_A_PART):
-                yield rows[start : start + ROWS_OF_A_PART]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Changes:
-    """What brings a watcher to a revision.
-
-    Attributes:
-        revision: where it is then.
-        cleared: name and incarnation of each partition that is gone.
-        partitions: what has changed in others.
-    """
-
-    revision: int
-    cleared: Sequence[tuple[str, bytes]]
-    partitions: Sequence[PartitionChanges]
+    def written(self) -> Iterator[Indexes]:
+        """Yield the global indexes of rows that were written, some thousands at a time."""
+        if self.partition is None:
+            return
+        table, found = self.partition.table, np.zeros(0, np.int64)
+        for rows in table.slices(1 << _BLOCK_SHIFT) if self.blocks is None else _slices_of(table, self.blocks):
+            is_found = table.state.data[rows] != CLEARED
+            if self.since:
+                is_found &= table.columns[_COLUMN].data[rows] > self.since
+            found = np.concatenate((found, table.index.data[rows][is_found]))
+            while found.size >= ROWS_OF_A_PART:
+                yield found[:ROWS_OF_A_PART]
+                found = found[ROWS_OF_A_PART:]
+        if found.size:
+            yield found
 
 
 class ChangeHistory:
@@ -195,132 +146,76 @@ class ChangeHistory:
 
     Attributes:
         instance_id: names the history, 16 random bytes.
-        unread: changes that were put aside, as partitions created, rows written, and tasks; see `Step`.
-        readers: those that watch.
-        is_awaited: whether the next change is to be noted as it comes, and `on_change` to be called.
-        on_change: has it be known that there is a change.
+        number: the revision of the last change.
+        forgotten_at: the revision of the last partition that is gone and forgotten.
+        on_change: called after each change.
     """
 
     def __init__(self, state: State) -> None:
         self._state = state
         self.instance_id = os.urandom(16)
-        self.unread: list[tuple[list[Partition], list[WrittenRows], list[ChangedTask]]] = []
-        self.is_awaited = False
-        self._number = _UNKNOWN  # of the last revision
-        self.readers: set[Reader] = set()
+        self.number = _FIRST
         self.on_change: Callable[[], None] = lambda: None
+        self._given_out = 0  # the last revision that was; 0: none
         self._pasts: dict[Partition, _Past] = {}  # in the order of their last changes
-        self._cleared: deque[_Cleared] = deque()
-        self._order: OrderedDict[_Rows, _Past] = OrderedDict()  # all rows that are kept, the oldest first
-        self._weight = 0
-        self._trimmed_from = KEPT_ROWS  # weight from which on to look whether something can be forgotten
-        self._forgotten_at = 0  # the last of the partitions that are gone and forgotten
-        self._read_at = 0  # the last revision that was given out
+        self._gone: deque[_Gone] = deque()
+        self._gone_row_count = 0
+        self.forgotten_at = 0
 
     # Changes
 
     def note(self, step: Step) -> None:
-        """Take note of a group of changes that were made, and of those that were put aside."""
-        self.unread.append((step.created, step.written, step.tasks))
-        number = self.catch_up()
+        """Take note of a group of changes that were made."""
+        if not self._given_out:
+            return
+        number = self.number = self._given_out + 1
+        for partition in step.created:
+            self._past(partition, made_at=number).rows_at = number
+        for partition, rows in step.written:
+            past = self._past(partition)
+            past.rows_at = number
+            past.block_at.update(dict.fromkeys(_write_revision(partition.table, rows, number), number))
+        for partition, task_name in step.tasks:
+            past = self._past(partition)
+            past.tasks_at = number
+            if task_name is None:
+                past.rows_at = past.task_at[None] = number
+            elif task_name in partition.tasks:
+                past.task_at[task_name] = number
+            else:
+                past.task_at.pop(task_name, None)  # it was forgotten
         for partition, rows, keys in step.removed:
             past = self._past(partition)
-            past.all_tasks_at = past.tasks_at = number
-            self._add(past, _Rows(number, rows, is_removed=True, keys=keys))
+            past.rows_at = past.tasks_at = past.task_at[None] = number
+            self._add(_Gone(number, past, (rows, keys)))
         for partition in step.cleared:
-            self._forget(partition)
-        self._after_changes()
+            self._add(_Gone(number, self._past(partition)))
+            self._pasts.pop(partition).task_at.clear()
+        self.on_change()
 
-    def catch_up(self) -> int:
-        """Take note of the changes that were put aside; return the number of the last revision."""
-        for created, written, tasks in self.unread:
-            self._number = number = self._number + 1
-            for partition in created:
-                self._pasts[partition] = _Past(number, number)
-            for partition, rows in written:
-                self._add(self._past(partition), _Rows(number, rows))
-            for partition, task_name in tasks:
-                past = self._past(partition)
-                past.tasks_at = number
-                if task_name is None:
-                    past.all_tasks_at = past.facts_at = number
-                elif task_name in partition.tasks:
-                    past.task_at[task_name] = number
-                else:
-                    past.task_at.pop(task_name, None)  # it was forgotten
-        self.unread.clear()
-        if self._weight >= self._trimmed_from:
-            self._trim()
-        return self._number
-
-    def note_replaced(self, gone: Iterable[Partition], restored: Iterable[Partition]) -> None:
-        """Take note of partitions that took the place of others in one step."""
-        self._number = number = self.catch_up() + 1
-        for partition in gone:
-            self._forget(partition)
-        for partition in restored:
-            self._pasts[partition] = _Past(number, number)
-        self._after_changes()
-
-    def _after_changes(self) -> None:
-        if self._weight >= self._trimmed_from:
-            self._trim()
-        if self.is_awaited:
-            self.on_change()
-
-    def _past(self, partition: Partition) -> _Past:
+    def _past(self, partition: Partition, made_at: int = _FIRST) -> _Past:
         """Return the past of a partition, which changes now."""
-        past = self._pasts.pop(partition, None) or _Past(_UNKNOWN, _UNKNOWN)
+        past = self._pasts.pop(partition, None) or _Past(partition.partition_id, partition.incarnation, made_at)
         self._pasts[partition] = past
-        past.changed_at = self._number
         return past
 
-    def _add(self, past: _Past, rows: _Rows) -> None:
-        past.rows_at = past.facts_at = self._number
-        last = past.rows[-1] if past.rows else None
-        if (
-            last is not None and last.revision > self._read_at and _continue(last, rows)
-        ):  # no watcher is between the two
-            return
-        past.rows.append(rows)
-        self._order[rows] = past
-        self._weight += rows.weight
-
-    def _forget(self, partition: Partition) -> None:
-        """Keep of a partition only that it is gone."""
-        past = self._pasts.pop(partition, None) or _Past(_UNKNOWN, _UNKNOWN)
-        self._weight += _CLEARED_ROWS
-        for rows in past.rows:
-            self._weight -= rows.weight
-            del self._order[rows]
-        gone = _Cleared(self._number, past.made_at, partition.partition_id, partition.incarnation)
-        self._cleared.append(gone)
-
-    def _trim(self) -> None:
-        """Forget the oldest changes until few enough are kept: those that no reader needs, or any if they are many."""
-        needed_from = min((reader.revision for reader in self.readers), default=self._number) + 1
-        while self._weight > KEPT_ROWS:
-            oldest = next(iter(self._order)).revision if self._order else self._number + 1
-            oldest = min(oldest, self._cleared[0].revision if self._cleared else oldest)
-            if oldest > self._number or (oldest >= needed_from and self._weight <= MOST_ROWS):
-                break
-            if self._cleared and self._cleared[0].revision == oldest:
-                self._cleared.popleft()
-                self._forgotten_at = oldest
-                self._weight -= _CLEARED_ROWS
-                continue
-            rows, past = self._order.popitem(last=False)
-            past.rows.popleft()
-            past.forgotten_at = rows.revision
-            self._weight -= rows.weight
-        self._trimmed_from = max(KEPT_ROWS, self._weight + KEPT_ROWS // 4)
+    def _add(self, gone: _Gone) -> None:
+        self._gone.append(gone)
+        self._gone_row_count += gone.row_count
+        while self._gone_row_count > MOST_GONE_ROWS:
+            oldest = self._gone.popleft()
+            self._gone_row_count -= oldest.row_count
+            if oldest.removed is None:
+                self.forgotten_at = oldest.revision
+            else:
+                oldest.past.forgotten_at = oldest.revision
 
     # Revisions
 
     def mark(self) -> int:
         """Return the number of the revision of now, to be given out."""
-        self._read_at = self.catch_up()
-        return self._read_at
+        self._given_out = self.number
+        return self.number
 
     def revision(self) -> Revision:
         """Return the revision of now."""
@@ -333,134 +228,98 @@ class ChangeHistory:
             CompactedError: it is of another instance of the service.
             InvalidArgumentError: it is none.
         """
-        if len(revision.instance_id) != 16 or revision.number < 1:
-            raise InvalidArgumentError(
-                f"revision has an instance_id of {len(revision.instance_id)} bytes and the number {revision.number}; "
-                f"send one as it was answered, or none to begin with the whole state",
-                field="revision",
-            )
-        last = self.catch_up()
-        if revision.instance_id != self.instance_id:
+        if revision.instance_id != self.instance_id and len(revision.instance_id) == len(self.instance_id):
             raise CompactedError(
                 "the revision is of another instance of the service, which has been started since; list again, or "
                 "watch without a revision, which begins with the whole state",
-                metadata={"got": str(revision.number), "oldest": str(last)},
+                metadata={"got": str(revision.number), "oldest": str(self.number)},
             )
-        if revision.number > last:
+        if revision.instance_id != self.instance_id or not 1 <= revision.number <= self._given_out:
             raise InvalidArgumentError(
-                f"revision is {revision.number}, the last one is {last}; send one as it was answered",
+                f"revision has an instance_id of {len(revision.instance_id)} bytes and the number {revision.number}, "
+                f"expected {len(self.instance_id)} bytes and 1 to {self._given_out}; send one as it was answered, or "
+                f"none to begin with the whole state",
                 field="revision",
             )
         return revision.number
 
-    def has_changed(self, since: int, selection: Selection) -> bool:
-        """Whether anything that is watched has changed since a revision."""
-        self.catch_up()
-        for partition, past in reversed(self._pasts.items()):
-            if past.changed_at <= since:
-                break
-            at = max(past.made_at, past.facts_at, past.tasks_at if selection.has_tasks else 0)
-            if at > since and selection.covers(partition.partition_id):
-                return True
-        for gone in reversed(self._cleared):
-            if gone.revision <= since:
-                break
-            if gone.made_at <= since and selection.covers(gone.partition_id):
-                return True
-        return self._forgotten_at > since
-
-    def since(self, since: int, selection: Selection) -> Changes:
-        """Return what has changed since a revision; of 0: all that is there.
+    def since(self, since: int, selection: Selection) -> list[PartitionChanges]:
+        """Return what has changed since a revision, partitions that are gone first; of 0: all that is there.
 
         Raises:
             CompactedError: some of it is not known any more.
         """
-        number = self.mark()
         if not since:
-            partitions = [
-                self._all_of(partition, selection)
-                for name, partition in self._state.partitions.items()
-                if selection.covers(name)
-            ]
-            return Changes(revision=number, cleared=(), partitions=partitions)
-        if self._forgotten_at > since:
-            raise _too_old(since, self._forgotten_at)
-        cleared = [
-            (gone.partition_id, gone.incarnation)
-            for gone in self._later(self._cleared, since)
-            if gone.made_at <= since and selection.covers(gone.partition_id)
-        ]
+            there = [(name, each) for name, each in self._state.partitions.items() if selection.covers(name)]
+            pasts = [self._pasts.get(each) or _Past(name, each.incarnation) for name, each in there]
+            return [_changes_of(each, past, 0, selection) for (_, each), past in zip(there, pasts, strict=True)]
+        if self.forgotten_at > since:
+            raise CompactedError(
+                f"the revision {since} is too old: what has changed up to {self.forgotten_at} is not known any more; "
+                f"list again, or watch without a revision, which begins with the whole state",
+                metadata={"got": str(since), "oldest": str(self.forgotten_at)},
+            )
+        gone: list[_Past] = []
+        removed = defaultdict[_Past, list[Removed]](list)
+        for each in reversed(self._gone):
+            if each.revision <= since:
+                break
+            if each.removed is not None:
+                removed[each.past].append(each.removed)
+            elif each.past.made_at <= since and selection.covers(each.past.partition_id):
+                gone.append(each.past)
         changed: list[PartitionChanges] = []
         for partition, past in reversed(self._pasts.items()):
-            if past.changed_at <= since:
+            if max(past.rows_at, past.tasks_at) <= since:
                 break
-            if not selection.covers(partition.partition_id):
+            if not selection.covers(partition.partition_id) or not (past.rows_at > since or selection.has_tasks):
                 continue
-            if past.made_at > since:
-                changed.append(self._all_of(partition, selection))
-            elif past.facts_at > since or (selection.has_tasks and past.tasks_at > since):
-                changed.append(self._changes_of(partition, past, since, selection))
-        return Changes(revision=number, cleared=cleared, partitions=changed[::-1])
+            if selection.has_samples and past.forgotten_at > since >= past.made_at:
+                gone.append(past)
+            changed.append(_changes_of(partition, past, since, selection, removed[past][::-1]))
+        cleared = [PartitionChanges(partition_id=past.partition_id, incarnation=past.incarnation) for past in gone]
+        return [*cleared, *reversed(changed)]
 
     def is_there(self, partition: Partition) -> bool:
         """Whether a partition is there still; else that it is gone is another change."""
         return self._state.partitions.get(partition.partition_id) is partition
 
-    def _all_of(self, partition: Partition, selection: Selection) -> PartitionChanges:
-        return PartitionChanges(
-            partition=partition,
-            written=None if selection.has_samples else (),
-            end_index=partition.inserted_count,
-            task_names=list(partition.tasks) if selection.has_tasks else (),
-        )
 
-    def _changes_of(self, partition: Partition, past: _Past, since: int, selection: Selection) -> PartitionChanges:
-        removed, written, names = [], [], list[str]()
-        if selection.has_samples and past.rows_at > since:
-            if past.forgotten_at > since:
-                raise _too_old(since, past.forgotten_at)
-            for rows in self._later(past.rows, since):
-                if rows.is_removed:
-                    removed.append((rows.indexes, rows.keys))
-                else:
-                    written.append(rows.indexes)
-        if selection.has_tasks and past.all_tasks_at > since:
-            names = list(partition.tasks)
-        elif selection.has_tasks and past.tasks_at > since:
-            names = [name for name, at in past.task_at.items() if at > since]
-        return PartitionChanges(
-            partition=partition,
-            removed=removed,
-            written=written,
-            end_index=partition.inserted_count,
-            task_names=names,
-        )
-
-    @staticmethod
-    def _later(records: deque[Any], since: int) -> list[Any]:
-        """Return the last records, those after a revision, in order."""
-        found = []
-        for record in reversed(records):
-            if record.revision <= since:
-                break
-            found.append(record)
-        return found[::-1]
-
-
-def _continue(last: _Rows, rows: _Rows) -> bool:
-    """Have new rows be in the same record as those before them; return whether they are."""
-    if last.is_removed or rows.is_removed:
-        return False
-    before, after = last.indexes, rows.indexes
-    if not (isinstance(before, range) and isinstance(after, range) and before.stop == after.start):
-        return False
-    last.indexes, last.revision = range(before.start, after.stop), rows.revision
-    return True
-
-
-def _too_old(since: int, forgotten_at: int) -> CompactedError:
-    return CompactedError(
-        f"the revision {since} is too old: what has changed up to {forgotten_at} is not known any more; list again, or "
-        f"watch without a revision, which begins with the whole state",
-        metadata={"got": str(since), "oldest": str(forgotten_at)},
+def _changes_of(
+    partition: Partition, past: _Past, since: int, selection: Selection, removed: Sequence[Removed] = ()
+) -> PartitionChanges:
+    """Return what has changed in a partition; all that is there where the watcher does not know it."""
+    blocks: list[int] | None = []
+    if selection.has_samples and past.rows_at > since:
+        blocks = sorted(block for block, at in past.block_at.items() if at > since)
+    if past.made_at > since or (selection.has_samples and past.forgotten_at > since):
+        since, removed, blocks = 0, (), None
+    all_tasks_at = past.task_at.get(None, _FIRST)
+    names = [name for name in partition.tasks if max(all_tasks_at, past.task_at.get(name, 0)) > since]
+    return PartitionChanges(
+        partition_id=past.partition_id,
+        incarnation=past.incarnation,
+        partition=partition,
+        removed=removed if selection.has_samples else (),
+        since=since,
+        blocks=blocks if selection.has_samples else (),
+        task_names=names if selection.has_tasks else (),
     )
+
+
+def _write_revision(table: RowTable, rows: Indexes | range, number: int) -> Iterable[int]:
+    """Have rows be of a revision, those that are still there; return their blocks."""
+    revisions = table.columns.get(_COLUMN) or table.unsaved_column(_COLUMN, np.int64, 0)
+    if isinstance(rows, range):
+        revisions.write(slice(table.position_from(rows.start), table.position_from(rows.stop)), number)
+        return range(rows.start >> _BLOCK_SHIFT, (rows.stop - 1 >> _BLOCK_SHIFT) + 1)
+    positions = table.find(rows)
+    revisions.write(positions[positions >= 0], number)
+    blocks: list[int] = distinct(rows >> _BLOCK_SHIFT, (table.next_index >> _BLOCK_SHIFT) + 1).tolist()
+    return blocks
+
+
+def _slices_of(table: RowTable, blocks: Iterable[int]) -> Iterator[slice]:
+    """Yield the positions of the rows of blocks, each of the moment at which it is asked for."""
+    for block in blocks:
+        yield slice(table.position_from(block << _BLOCK_SHIFT), table.position_from((block + 1) << _BLOCK_SHIFT))

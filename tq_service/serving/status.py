@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Final
 
@@ -26,7 +26,8 @@ from tq_service.schema import SampleConsumption
 from tq_service.serving.backlogs import NO_BACKLOG, Backlog, Backlogs, tasks_with_versions
 from tq_service.serving.catalog import Catalog
 from tq_service.serving.lookup import check_fields
-from tq_service.state.ledger import QueueClaim, TaskLedger
+from tq_service.serving.sweep import Slices, sweep
+from tq_service.state.ledger import TaskLedger
 from tq_service.state.partition import Partition
 from tq_service.state.plan import Indexes
 from tq_service.state.table import CLEARED, DEAD_LETTERED, DROPPED, FAILED, HELD, LIVE, UNCLAIMED
@@ -34,35 +35,41 @@ from tq_service.state.table import CLEARED, DEAD_LETTERED, DROPPED, FAILED, HELD
 _MOST_DEAD_LETTERED: Final = 100  # named in a status
 _MOST_LEASES: Final = 20  # as above
 _CLAIM_ID_BYTES: Final = 4  # of a request_id: enough to find a claim in the log of calls, not to acknowledge it
-_SLICE_ROWS: Final = 1 << 16
 
 
-NOTHING_CONSUMED: Final = ConsumptionStatus(
+_NOTHING_CONSUMED: Final = ConsumptionStatus(
     consumed_count=0, total_count=0, skipped_count=0, sealed=False, complete=False, epoch=0
 )
-NOTHING_PRODUCED: Final = ProductionStatus(produced_count=0, total_count=0, complete=False)
 
 
-def consumption_of(partition: Partition, task_name: str, *, missing_ok: bool = False) -> ConsumptionStatus:
-    """Return what a task has consumed.
+def consumption_of(partition: Partition | None, task_name: str, *, missing_ok: bool = False) -> ConsumptionStatus:
+    """Return what a task has consumed, of no partition nothing.
 
     Raises:
         TaskNotFoundError: it is not one of the tasks that were declared; or has not asked yet, unless `missing_ok`.
     """
+    if partition is None:
+        return _NOTHING_CONSUMED
+    consumed = replace(
+        _NOTHING_CONSUMED,
+        total_count=partition.inserted_count,
+        skipped_count=partition.inserted_count - partition.open_count,
+        sealed=partition.sealed,
+        complete=partition.is_whole and partition.open_count == 0,
+        expected_count=partition.expected_count,
+    )
     if missing_ok and task_name not in partition.tasks:
         partition.check_task(task_name)
-        return _consumption_of_none(partition)
+        return consumed
     task = partition.known_task(task_name)
-    return ConsumptionStatus(
+    return replace(
+        consumed,
         consumed_count=task.consumed_count,
-        total_count=partition.inserted_count,
         skipped_count=_skipped_count(partition, task),
-        sealed=partition.sealed,
         complete=_is_complete(partition, task),
         epoch=task.epoch,
         leased_count=task.leased_count,
         dead_lettered_count=task.dead_lettered_count,
-        expected_count=partition.expected_count,
     )
 
 
@@ -86,19 +93,6 @@ def consumption_states(
     return states
 
 
-def _consumption_of_none(partition: Partition) -> ConsumptionStatus:
-    """Return what a task has consumed that has not asked yet."""
-    return ConsumptionStatus(
-        consumed_count=0,
-        total_count=partition.inserted_count,
-        skipped_count=partition.inserted_count - partition.open_count,
-        sealed=partition.sealed,
-        complete=partition.is_whole and partition.open_count == 0,
-        epoch=0,
-        expected_count=partition.expected_count,
-    )
-
-
 def _skipped_count(partition: Partition, task: TaskLedger) -> int:
     """Return how many samples a task will never get, as far as is known."""
     if task.end is not None:
@@ -114,14 +108,17 @@ def _is_complete(partition: Partition, task: TaskLedger) -> bool:
     return partition.settings.samples_per_round is None or known_count == partition.inserted_count
 
 
-def production_of(partition: Partition, names: Sequence[str], *, missing_ok: bool = False) -> ProductionStatus:
-    """Return how many samples have all of some fields.
+def production_of(partition: Partition | None, names: Sequence[str], *, missing_ok: bool = False) -> ProductionStatus:
+    """Return how many samples have all of some fields, of no partition none.
 
     Raises:
         InvalidArgumentError: no field is named.
         FieldNotFoundError: the partition has not all of them, unless `missing_ok`.
     """
-    check_fields_named(names)
+    if not names:
+        raise InvalidArgumentError("data_fields is empty; name at least one field", field="data_fields")
+    if partition is None:
+        return ProductionStatus(produced_count=0, total_count=0, complete=False)
     if not missing_ok:
         check_fields(partition, names)
     fields = [partition.cells.fields[name] for name in names if name in partition.cells.fields]
@@ -136,12 +133,6 @@ def production_of(partition: Partition, names: Sequence[str], *, missing_ok: boo
     return ProductionStatus(produced_count=produced, total_count=total, complete=is_complete)
 
 
-def check_fields_named(names: Sequence[str]) -> None:
-    """Refuse to count the samples that have no field in particular."""
-    if not names:
-        raise InvalidArgumentError("data_fields is empty; name at least one field", field="data_fields")
-
-
 def summary_of(partition: Partition) -> PartitionSummary:
     """Return a partition in short."""
     return PartitionSummary(
@@ -153,17 +144,34 @@ def summary_of(partition: Partition) -> PartitionSummary:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Redelivery:
-    """What became of samples of a task whose leases ran out.
+    """What became of samples of a task whose leases ran out, as far as it was asked of a sweep.
 
     Attributes:
         redelivered_count: samples that were delivered more than once.
         dead_lettered_indexes: the first of those that were delivered too often.
     """
 
-    redelivered_count: int = 0
-    dead_lettered_indexes: tuple[int, ...] = ()
+    cost = 1
+
+    def __init__(self, partition: Partition, task: TaskLedger) -> None:
+        self.redelivered_count = 0
+        self.dead_lettered_indexes: list[int] = []
+        self._table = partition.table
+        self._task = task
+
+    def look(self, rows: slice) -> None:
+        """Look at the rows of a slice."""
+        is_there = self._table.state.data[rows] != CLEARED
+        self.redelivered_count += int(np.count_nonzero(is_there & (self._task.deliveries.data[rows] > 1)))
+        self.look_for_dead_letters(rows)
+
+    def look_for_dead_letters(self, rows: slice) -> None:
+        """Look for dead-lettered samples alone."""
+        left = _MOST_DEAD_LETTERED - len(self.dead_lettered_indexes)
+        if self._task.dead_lettered_count and left:
+            found = np.flatnonzero(self._task.claim.data[rows] == DEAD_LETTERED)[:left]
+            self.dead_lettered_indexes += self._table.index.data[rows][found].tolist()
 
 
 async def description_of(catalog: Catalog, backlogs: Backlogs, partition: Partition) -> PartitionDescription:
@@ -172,28 +180,10 @@ async def description_of(catalog: Catalog, backlogs: Backlogs, partition: Partit
     It is of one moment, but for the samples that were redelivered and dead-lettered, which are looked for before, with
     turns for others; and for the versions, which are those that were last seen (`Backlogs.refresh`).
     """
-    redelivery = {task.name: await _redelivery_of(partition, task) for task in list(partition.tasks.values())}
-    versions = {task.name: backlogs.of(task) or NO_BACKLOG for _, task in tasks_with_versions(partition)}
-    return _description_of(catalog, partition, redelivery, versions)
-
-
-async def _redelivery_of(partition: Partition, task: TaskLedger) -> Redelivery:
-    if task.deliveries.is_blank:
-        return Redelivery()
-    table, count, dead_lettered = partition.table, 0, list[int]()
-    for rows in table.slices(_SLICE_ROWS):
-        is_there = table.state.data[rows] != CLEARED
-        count += int(np.count_nonzero(is_there & (task.deliveries.data[rows] > 1)))
-        if task.dead_lettered_count and len(dead_lettered) < _MOST_DEAD_LETTERED:
-            found = np.flatnonzero(is_there & (task.claim.data[rows] == DEAD_LETTERED))
-            dead_lettered += table.index.data[rows][found].tolist()
-        await asyncio.sleep(0)
-    return Redelivery(redelivered_count=count, dead_lettered_indexes=tuple(dead_lettered[:_MOST_DEAD_LETTERED]))
-
-
-def _description_of(
-    catalog: Catalog, partition: Partition, redelivery: Mapping[str, Redelivery], versions: Mapping[str, Backlog]
-) -> PartitionDescription:
+    tasks = [task for task in partition.tasks.values() if not task.deliveries.is_blank]
+    redeliveries = {task: Redelivery(partition, task) for task in tasks}
+    await sweep(partition.table, list(redeliveries.values()), Slices())
+    with_versions = {task for _, task in tasks_with_versions(partition)}
     return PartitionDescription(
         summary=summary_of(partition),
         expected_samples=partition.settings.expected_samples,
@@ -210,8 +200,8 @@ def _description_of(
                 catalog,
                 partition,
                 task,
-                redelivery=redelivery.get(task.name, Redelivery()),
-                backlog=versions.get(task.name, NO_BACKLOG),
+                redelivery=redeliveries.get(task) or Redelivery(partition, task),
+                backlog=(backlogs.of(task) if task in with_versions else None) or NO_BACKLOG,
                 leases=_leases_of(task),
             )
             for task in partition.tasks.values()
@@ -248,8 +238,8 @@ def status_of(
         leases: the first of its claims that lease samples.
     """
     if redelivery is None:
-        dead_lettered = partition.table.index.data[task.dead_lettered()[:_MOST_DEAD_LETTERED]]
-        redelivery = Redelivery(dead_lettered_indexes=tuple(dead_lettered.tolist()))
+        redelivery = Redelivery(partition, task)
+        redelivery.look_for_dead_letters(slice(0, partition.table.count))
     return TaskStatus(
         task_name=task.name,
         epoch=task.epoch,
@@ -261,7 +251,7 @@ def status_of(
         complete=_is_complete(partition, task),
         leased_count=task.leased_count,
         dead_lettered_count=task.dead_lettered_count,
-        dead_lettered_indexes=redelivery.dead_lettered_indexes,
+        dead_lettered_indexes=tuple(redelivery.dead_lettered_indexes),
         pending_count=task.backlog,
         redelivered_count=redelivery.redelivered_count,
         delivered_per_second=catalog.delivered_per_second(partition, task.name),
@@ -275,17 +265,18 @@ def status_of(
 
 def _leases_of(task: TaskLedger) -> tuple[ClaimLease, ...]:
     """Return the claims of a task that lease samples, those first that have for longest."""
-    now = asyncio.get_running_loop().time()
-    return tuple(_lease_of(claim, now) for claim in islice(task.leases.values(), _MOST_LEASES))
-
-
-def _lease_of(claim: QueueClaim, now: float) -> ClaimLease:
-    has_begun = math.isfinite(claim.deadline)  # else the service is ending, and leases begin again with the next one
-    full_seconds = 0.0 if claim.lease is None else claim.lease.seconds
-    return ClaimLease(
-        claim_id=claim.request_id[:_CLAIM_ID_BYTES].hex(),
-        claim_name=claim.name,
-        leased_count=claim.leased_count,
-        delivered_ago_seconds=max(0.0, now - claim.delivered_at) if has_begun else 0.0,
-        ends_in_seconds=max(0.0, claim.deadline - now) if has_begun else full_seconds,
-    )
+    now, leases = asyncio.get_running_loop().time(), list[ClaimLease]()
+    for claim in islice(task.leases.values(), _MOST_LEASES):
+        ago, left = now - claim.delivered_at, claim.deadline - now
+        if not math.isfinite(claim.deadline):  # the service is ending, and leases begin again with the next one
+            ago, left = 0.0, 0.0 if claim.lease is None else claim.lease.seconds
+        leases.append(
+            ClaimLease(
+                claim_id=claim.request_id[:_CLAIM_ID_BYTES].hex(),
+                claim_name=claim.name,
+                leased_count=claim.leased_count,
+                delivered_ago_seconds=max(0.0, ago),
+                ends_in_seconds=max(0.0, left),
+            )
+        )
+    return tuple(leases)

@@ -268,12 +268,13 @@ class Table:
         count: rows, or slots, that were ever in use and not compacted away: columns have values for so many.
     """
 
-    __slots__ = ("_capacity", "_spare", "columns", "count")
+    __slots__ = ("_capacity", "_spare", "_unsaved", "columns", "count")
 
     def __init__(self) -> None:
         self.count = 0
         self.columns: dict[str, Column] = {}
         self._spare: dict[str, Column] = {}  # made, and not declared yet
+        self._unsaved: set[str] = set()  # columns that no snapshot has
         self._capacity = _FIRST_CAPACITY
 
     def column(self, name: str, dtype: DTypeLike, fill: Any) -> Column:
@@ -289,13 +290,19 @@ class Table:
         self.columns[name] = column
         return column
 
+    def unsaved_column(self, name: str, dtype: DTypeLike, fill: Any) -> Column:
+        """Declare a column of something that ends with the process: no snapshot has it."""
+        self._unsaved.add(name)
+        return self.column(name, dtype, fill)
+
     def drop_column(self, name: str) -> None:
         """Have no column of this name any more; readers of it, or of a snapshot of it, go on."""
         del self.columns[name]
 
     def snapshot(self) -> TableSnapshot:
         """Return all columns as they are now; it costs the same however many rows there are."""
-        columns = {name: column.snapshot(self.count) for name, column in self.columns.items()}
+        saved = (item for item in self.columns.items() if item[0] not in self._unsaved)
+        columns = {name: column.snapshot(self.count) for name, column in saved}
         return TableSnapshot(size=self.count, columns=columns)
 
     def restore(self, snapshot: TableSnapshot) -> Sequence[str]:

@@ -2182,7 +2182,7 @@ class Revision(google.protobuf.message.Message):
     instance_id: builtins.bytes
     """16 random bytes that name the instance of the controller; others after each start."""
     number: builtins.int
-    """Counts changes, from 1 on; a later state has a higher one."""
+    """Counts the states that were answered, from 1 on; a later state has a higher one."""
     def __init__(
         self,
         *,
@@ -2252,7 +2252,9 @@ class WatchResponse(google.protobuf.message.Message):
 
     @property
     def partitions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PartitionChange]:
-        """What has changed, in the order in which it is to be applied: partitions that were cleared come before others."""
+        """What has changed, in the order in which it is to be applied: partitions that were cleared come before others. Where
+        it is not known any more which samples were cleared, their partition comes as cleared, and then again.
+        """
 
     def __init__(
         self,
@@ -2285,7 +2287,7 @@ class PartitionChange(google.protobuf.message.Message):
     incarnation: builtins.bytes
     """16 random bytes that name its incarnation. One that the client does not know is new."""
     cleared: builtins.bool
-    """Whether this incarnation is gone, with all its samples and tasks. Nothing else is set then."""
+    """Whether this incarnation is gone, with all its samples and tasks, or comes anew. Nothing else is set then."""
     @property
     def summary(self) -> global___PartitionSummary:
         """The partition in short, as ListPartitions has it."""
