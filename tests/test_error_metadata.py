@@ -24,7 +24,7 @@ PASSED_ON = {
     ("client/_async/fetches.py", "UnavailableError"),
     ("client/reads.py", "DataLossError"),
     ("client/retry.py", "UnavailableError"),
-    ("data/end.py", "NothingDeliveredError"),
+    ("data/source.py", "NothingDeliveredError"),
     ("serving/limits.py", "InvalidArgumentError"),
     ("serving/limits.py", "LimitExceededError"),
     ("server/rpc/auth.py", "PartitionNotFoundError"),
