@@ -24,7 +24,7 @@ PASSED_ON = {
     ("client/_async/fetches.py", "UnavailableError"),
     ("client/reads.py", "DataLossError"),
     ("client/transport.py", "UnavailableError"),
-    ("data/end.py", "NothingDeliveredError"),
+    ("data/source.py", "NothingDeliveredError"),
     ("serving/catalog.py", "InvalidArgumentError"),
     ("serving/catalog.py", "LimitExceededError"),
     ("server/rpc/auth.py", "PartitionNotFoundError"),

@@ -24,12 +24,10 @@ MODULES = {
 # A data loader and the worker processes that it started talk over pipes that they inherit and nobody else can reach, as
 # torch's do: batches may hold whatever the user's own functions return. Nothing of it is of the service.
 OF_ONE_PROGRAM = {
-    "pickle": {"data/shared_batch.py"},
+    "pickle": {"data/shared.py"},
     "multiprocessing": {
-        "data/batch.py",
         "data/loader.py",
         "data/source.py",
-        "data/worker_process.py",
         "data/workers.py",
     },
 }

@@ -13,7 +13,7 @@ from property_settings import examples
 from tensordict import TensorDict
 
 from tq_service.data import PackOptions, pack_sequences, unpack_sequences
-from tq_service.data.padding import padding_sequences
+from tq_service.data.packs import padding_sequences
 from tq_service.errors import InvalidArgumentError
 from tq_service.schema import DTYPE_SIZES
 from tq_service.wire.decoding import object_stack

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tq_service.client.batch_meta import BatchMeta
-from tq_service.data.batch import FetchedBatch
-from tq_service.data.micro_batch_prefetch import MicroBatchPrefetcher
+from tq_service.data.prefetch import MicroBatchPrefetcher
+from tq_service.data.source import FetchedBatch
 
 
 class Numbers:

@@ -1,6 +1,6 @@
 import pytest
 
-from tq_service.data.prefetch_queue import PrefetchLimit
+from tq_service.data.prefetch import PrefetchLimit
 
 
 def begin_all(limit: PrefetchLimit) -> int:

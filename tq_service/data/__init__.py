@@ -1,12 +1,17 @@
 """Feeds trainer ranks: `StreamingDataset` and `StreamingDataLoader`, for torch."""
 
 try:
+    from tq_service.data.columns import split_micro_batches, take_rows
     from tq_service.data.dataset import StreamingDataset
     from tq_service.data.loader import StreamingDataLoader
-    from tq_service.data.micro_batches import split_micro_batches, take_rows
-    from tq_service.data.pack_options import PackOptions
-    from tq_service.data.packed_batches import PackedMicroBatch, split_packs
-    from tq_service.data.packs import PackedSequences, pack_sequences, unpack_sequences
+    from tq_service.data.packs import (
+        PackedMicroBatch,
+        PackedSequences,
+        PackOptions,
+        pack_sequences,
+        split_packs,
+        unpack_sequences,
+    )
     from tq_service.data.source import fetch_batch
 except ModuleNotFoundError as error:
     package = (error.name or "").partition(".")[0]

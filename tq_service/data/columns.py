@@ -1,98 +1,72 @@
-"""A batch as flat columns: dense tensors, jagged values with offsets, and rows of objects.
+"""A batch as flat columns, the rows that are taken of it, and its micro-batches.
 
 Torch's operations on nested tensors are few, and some turn rows of equal length into a dense tensor. Everything here
 works on the values and offsets themselves, so that a jagged field stays jagged whatever is done with the batch.
+
+A micro-batch owns its memory: a trainer that changes it in place changes neither the batch kept for `reset()` nor
+another micro-batch, and the batch can be freed while micro-batches of it are in use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from tensordict import NonTensorData, NonTensorStack, TensorDict, is_tensor_collection
 
+from tq_service.client.batch_meta import BatchMeta, Pack, Step
 from tq_service.wire.decoding import RowPattern, object_stack
 from tq_service.wire.encoding import non_tensor_rows
 from tq_service.wire.objects import is_image_type
 
 FieldKey = str | tuple[str, ...]
+Positions = NDArray[np.int64]
+
+ProcessBatch = Callable[..., Iterable[Any]]
+"""`process_batch_fn(data, meta, micro_batch_size=...)`: returns what the loader yields for one batch."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DenseColumn:
-    """Rows of one shape: `values` is `(n, ...)`."""
-
-    values: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class JaggedColumn:
     """Rows that differ in one dimension.
 
     Attributes:
         values: the rows one after the other along dimension `ragged_dim - 1`.
-        pattern: which of the batch's `patterns` splits the values into rows.
+        pattern: splits the values into rows; columns with the same row lengths share one.
         ragged_dim: the ragged dimension of the nested tensor, 1 for rows that differ in their first dimension.
     """
 
     values: torch.Tensor
-    pattern: int
+    pattern: RowPattern
     ragged_dim: int = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ObjectColumn:
-    """Rows that are Python objects, or tensors that differ in several dimensions."""
-
-    rows: list[Any]
+FlatColumn = torch.Tensor | JaggedColumn | list[Any]
+"""Rows of one shape, `(n, ...)`; jagged rows; or objects, also tensors that differ in several dimensions."""
 
 
-FlatColumn = DenseColumn | JaggedColumn | ObjectColumn
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class FlatBatch:
-    """The columns of a batch.
-
-    Attributes:
-        row_count: number of rows.
-        columns: by the key they have in the TensorDict.
-        patterns: the row lengths that jagged columns refer to; fields with the same row lengths share one.
-    """
+    """The columns of a batch of `row_count` rows, by the key they have in the TensorDict."""
 
     row_count: int
     columns: Mapping[FieldKey, FlatColumn]
-    patterns: tuple[RowPattern, ...] = ()
+
+    def parts(self) -> list[torch.Tensor | list[Any]]:
+        """Return the tensors of the columns, offsets included, and the rows of those of objects."""
+        columns = self.columns.values()
+        patterns = dict.fromkeys(column.pattern for column in columns if isinstance(column, JaggedColumn))
+        values = (column.values if isinstance(column, JaggedColumn) else column for column in columns)
+        return [*(pattern.offsets for pattern in patterns), *values]
 
     @property
     def size_bytes(self) -> int:
         """Bytes of the tensors and of the objects, see `object_bytes`."""
-        total = sum(pattern.offsets.nbytes for pattern in self.patterns)
-        for column in self.columns.values():
-            if isinstance(column, ObjectColumn):
-                total += sum(object_bytes(row) for row in column.rows)
-            else:
-                total += column.values.nbytes
-        return total
-
-    def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> FlatBatch:
-        """Return the batch with `function` applied to every tensor of the columns and all offsets."""
-
-        def convert(column: FlatColumn) -> FlatColumn:
-            if isinstance(column, ObjectColumn):
-                return ObjectColumn(
-                    rows=[function(row) if isinstance(row, torch.Tensor) else row for row in column.rows]
-                )
-            return replace(column, values=function(column.values))
-
-        return FlatBatch(
-            row_count=self.row_count,
-            columns={key: convert(column) for key, column in self.columns.items()},
-            patterns=tuple(pattern.map_offsets(function) for pattern in self.patterns),
-        )
+        return object_bytes(self.parts())
 
 
 def flatten(batch: TensorDict) -> FlatBatch:
@@ -105,17 +79,15 @@ def flatten(batch: TensorDict) -> FlatBatch:
     """
     if len(batch.batch_size) != 1:
         raise ValueError(f"got a TensorDict of batch size {tuple(batch.batch_size)}; expected one dimension, (n,)")
-    patterns = _Patterns()
+    patterns: list[RowPattern] = []
     columns: dict[FieldKey, FlatColumn] = {}
     for key in batch.keys(include_nested=True, leaves_only=True, is_leaf=_is_leaf):
         value = batch.get(key)
         if not isinstance(value, torch.Tensor):
-            columns[key] = ObjectColumn(rows=non_tensor_rows(str(key), value))
-        elif value.is_nested:
-            columns[key] = _flatten_nested(value, patterns)
+            columns[key] = non_tensor_rows(str(key), value)
         else:
-            columns[key] = DenseColumn(values=value)
-    return FlatBatch(row_count=int(batch.batch_size[0]), columns=columns, patterns=tuple(patterns.known))
+            columns[key] = _flatten_nested(value, patterns) if value.is_nested else value
+    return FlatBatch(int(batch.batch_size[0]), columns)
 
 
 def _is_leaf(kind: type) -> bool:
@@ -127,44 +99,30 @@ def build(flat: FlatBatch) -> TensorDict:
     """Return the TensorDict of some columns; nested tensors of one pattern share their offsets tensor."""
     fields: dict[FieldKey, Any] = {}
     for key, column in flat.columns.items():
-        if isinstance(column, DenseColumn):
-            fields[key] = column.values
-        elif isinstance(column, JaggedColumn):
-            fields[key] = flat.patterns[column.pattern].nested(column.values, column.ragged_dim)
+        if isinstance(column, JaggedColumn):
+            fields[key] = column.pattern.nested(column.values, column.ragged_dim)
         else:
-            fields[key] = object_stack(column.rows)
+            fields[key] = object_stack(column) if isinstance(column, list) else column
     return TensorDict(fields, batch_size=[flat.row_count])
 
 
-class _Patterns:
-    """The different row lengths of a batch."""
-
-    def __init__(self) -> None:
-        self.known: list[RowPattern] = []
-
-    def index(self, offsets: torch.Tensor) -> int:
-        for position, known in enumerate(self.known):
-            if known.offsets is offsets or torch.equal(known.offsets, offsets):
-                return position
-        self.known.append(RowPattern.of_offsets(offsets))
-        return len(self.known) - 1
-
-
-def _flatten_nested(nested: torch.Tensor, patterns: _Patterns) -> FlatColumn:
+def _flatten_nested(nested: torch.Tensor, patterns: list[RowPattern]) -> FlatColumn:
+    """Return the column of a nested tensor; its pattern is one of those known, or added to them."""
     if nested.layout is not torch.jagged:
         rows = list(nested.unbind())
         ragged = {dim for row in rows for dim, size in enumerate(row.shape) if size != rows[0].shape[dim]} or {0}
         if len(ragged) > 1:
-            return ObjectColumn(rows=rows)
-        nested = _jagged(rows, nested, ragged.pop())
+            return rows
+        ragged_dim = ragged.pop()
+        lengths = np.array([row.shape[ragged_dim] for row in rows], np.int64)
+        values = torch.cat(rows, dim=ragged_dim) if rows else nested.new_empty(0)
+        nested = RowPattern.of_lengths(lengths, device=values.device).nested(values, ragged_dim + 1)
     values, offsets, ragged_dim = _without_gaps(nested)
-    return JaggedColumn(values=values, pattern=patterns.index(offsets), ragged_dim=ragged_dim)
-
-
-def _jagged(rows: list[torch.Tensor], nested: torch.Tensor, ragged_dim: int) -> torch.Tensor:
-    lengths = np.array([row.shape[ragged_dim] for row in rows], np.int64)
-    values = torch.cat(rows, dim=ragged_dim) if rows else nested.new_empty(0)
-    return RowPattern.of_lengths(lengths, device=values.device).nested(values, ragged_dim + 1)
+    pattern = next((each for each in patterns if each.offsets is offsets or torch.equal(each.offsets, offsets)), None)
+    if pattern is None:
+        pattern = RowPattern.of_offsets(offsets)
+        patterns.append(pattern)
+    return JaggedColumn(values, pattern, ragged_dim)
 
 
 def _without_gaps(nested: Any) -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -195,3 +153,127 @@ def object_bytes(value: Any) -> int:
     if isinstance(value, Mapping):
         return sum(map(object_bytes, value.values()))
     return sum(map(object_bytes, value)) if isinstance(value, list | tuple) else 0
+
+
+def take_rows(data: TensorDict, positions: Sequence[int] | Positions) -> TensorDict:
+    """Return a batch of the rows at `positions`, in this order, jagged fields jagged; for use in process_batch_fn."""
+    return build(select_rows(flatten(data), np.asarray(positions, dtype=np.int64)))
+
+
+def select_rows(flat: FlatBatch, positions: Positions) -> FlatBatch:
+    """Return a copy of some rows in the order of `positions` `(m,)`.
+
+    Raises:
+        IndexError: a position is outside the batch.
+    """
+    check_positions(flat.row_count, positions)
+    ranges = _ranges(positions, positions + 1)
+    jagged: dict[RowPattern, tuple[list[tuple[int, int]], RowPattern]] = {}
+
+    def pick(column: FlatColumn) -> FlatColumn:
+        if isinstance(column, list):
+            picked = (column[position] for position in positions)
+            return [row.clone() if isinstance(row, torch.Tensor) else row for row in picked]
+        if isinstance(column, torch.Tensor):
+            return _copied(column, 0, ranges)
+        if column.pattern not in jagged:
+            bounds, offsets = bounds_of(column.pattern), column.pattern.offsets
+            starts, stops = bounds[:-1][positions], bounds[1:][positions]
+            pattern = RowPattern.of_lengths(stops - starts, dtype=offsets.dtype, device=offsets.device)
+            jagged[column.pattern] = _ranges(starts, stops), pattern
+        ranges_of_rows, pattern = jagged[column.pattern]
+        return JaggedColumn(_copied(column.values, column.ragged_dim - 1, ranges_of_rows), pattern, column.ragged_dim)
+
+    return FlatBatch(int(positions.size), {key: pick(column) for key, column in flat.columns.items()})
+
+
+def check_positions(row_count: int, positions: Positions) -> None:
+    """Raise IndexError where one of the positions `(m,)` is outside a batch of so many rows."""
+    if positions.size and (positions.min() < 0 or positions.max() >= row_count):
+        raise IndexError(
+            f"got positions {positions.min()} to {positions.max()} of a batch of {row_count} rows; "
+            f"expected 0 to {row_count - 1}"
+        )
+
+
+def bounds_of(pattern: RowPattern) -> NDArray[np.int64]:
+    """Return where rows begin and end `(n + 1,)`."""
+    bounds: NDArray[np.int64] = pattern.offsets.detach().cpu().numpy().astype(np.int64, copy=False)
+    return bounds
+
+
+def _ranges(starts: Positions, stops: Positions) -> list[tuple[int, int]]:
+    """Return the ranges in which neighbours are joined, at least one."""
+    if not starts.size:
+        return [(0, 0)]
+    begins = np.append(True, starts[1:] != stops[:-1])
+    ends = np.append(begins[1:], True)
+    return list(zip(starts[begins].tolist(), stops[ends].tolist(), strict=True))
+
+
+# Of each size one that numpy has as well, which lacks bfloat16 and others.
+_STAND_INS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+def _copied(values: torch.Tensor, dim: int, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Return a copy of ranges of a tensor, one after the other.
+
+    In this thread and by numpy: torch shares a copy out over its pool of threads, which takes longer than the copy of a
+    micro-batch, and much longer where the CPUs are busy.
+    """
+    if values.device.type != "cpu" or values.requires_grad or values.is_conj() or values.is_neg():
+        return torch.cat([values.narrow(dim, start, stop - start) for start, stop in ranges], dim=dim)
+    array = values.view(_STAND_INS[values.dtype.itemsize]).numpy()
+    before = (slice(None),) * dim
+    parts = [array[(*before, slice(start, stop))] for start, stop in ranges]
+    picked = parts[0].copy() if len(parts) == 1 else np.concatenate(parts, axis=dim)
+    return torch.from_numpy(np.ascontiguousarray(picked)).view(values.dtype)
+
+
+def split_micro_batches(
+    data: TensorDict, meta: BatchMeta, micro_batch_size: int | None = None
+) -> Iterator[tuple[TensorDict, BatchMeta]]:
+    """Yield the micro-batches of a batch, each with its part of the meta.
+
+    They are those of the plan, `meta.steps`: one micro-batch for each pack of each step, in order, so that every
+    rank gets the same number of them, empty ones included. The meta of a micro-batch has its pack as its only step. A
+    meta without steps is split by `micro_batch_size`.
+
+    Args:
+        data: the batch, `meta.size` rows.
+        meta: the samples of `data`.
+        micro_batch_size: samples a micro-batch where the meta has no steps; None: the batch is one micro-batch.
+
+    Raises:
+        ValueError: the batch has another number of rows than the meta.
+    """
+    flat = flatten(data)
+    if flat.row_count != meta.size:
+        raise ValueError(
+            f"the batch has {flat.row_count} rows and its meta {meta.size} samples; fetch_batch_fn returns both alike, "
+            "or process_batch_fn splits them"
+        )
+    for step in steps_of(meta, micro_batch_size):
+        for pack in step.packs:
+            yield build(select_rows(flat, np.asarray(pack.positions, dtype=np.int64))), part_of(meta, pack)
+
+
+def steps_of(meta: BatchMeta, micro_batch_size: int | None) -> tuple[Step, ...]:
+    """Return the steps of a batch; where its plan has none, one of micro-batches of `micro_batch_size` samples."""
+    if meta.steps:
+        return meta.steps
+    size = micro_batch_size or max(meta.size, 1)
+    starts = range(0, max(meta.size, 1), size)
+    return (Step(packs=tuple(Pack(positions=tuple(range(at, min(at + size, meta.size)))) for at in starts)),)
+
+
+def micro_batch_count(meta: BatchMeta, micro_batch_size: int | None) -> int:
+    """Return how many micro-batches, or packs, a batch is split into."""
+    return sum(len(step.packs) for step in steps_of(meta, micro_batch_size))
+
+
+def part_of(meta: BatchMeta, pack: Pack) -> BatchMeta:
+    """Return the meta of the samples of one pack, with the pack as its only step."""
+    whole = replace(pack, positions=tuple(range(len(pack.positions))))
+    # The steps go first: selecting from all of them for each pack would cost the square of their number.
+    return replace(replace(meta, steps=()).select_samples(pack.positions), steps=(Step(packs=(whole,)),))

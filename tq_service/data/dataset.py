@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
@@ -11,20 +12,22 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from tq_service.client.transport import resolve_address, warn_of_wait
 from tq_service.client_probes import timed
-from tq_service.data.batch import BatchStream, End, FetchedBatch, StreamIdentity
-from tq_service.data.end import end_warning
-from tq_service.data.micro_batches import ProcessBatch, micro_batch_count, split_micro_batches
-from tq_service.data.pack_options import PackOptions
-from tq_service.data.packed_batches import PackBatches
+from tq_service.data.columns import ProcessBatch, micro_batch_count, split_micro_batches
+from tq_service.data.packs import PackOptions, split_packs
 from tq_service.data.replay_buffer import ReplayBuffer, ReplayStream
-from tq_service.data.replicas import ReplicaGroup, rank_and_size
+from tq_service.data.replicas import ReplicaGroup, ReplicaStream, rank_and_size
 from tq_service.data.source import (
     BatchRequest,
     BatchSource,
+    BatchStream,
     ClientFactory,
+    End,
     FetchBatch,
+    FetchedBatch,
     InlineStream,
     OnWait,
+    StreamIdentity,
+    end_warning,
     fetch_batch,
 )
 from tq_service.errors import InvalidArgumentError, StaleEpochError, StaleIncarnationError
@@ -157,23 +160,33 @@ class StreamingDataset(IterableDataset[Any]):
         on_wait: OnWait | None = None,
     ) -> None:
         super().__init__()
-        _require_fields(data_fields)
+        _require(
+            not isinstance(data_fields, str) and len(data_fields) > 0,
+            "data_fields",
+            repr(data_fields),
+            "a list of at least one field name",
+        )
+        _require(len(set(data_fields)) == len(data_fields), "data_fields", list(data_fields), "each field once")
         if address is not None and client_factory is None:
             address = resolve_address(address)
-        _require(batch_size >= 1, "batch_size", batch_size, "at least 1")
-        _require(micro_batch_size is None or micro_batch_size >= 1, "micro_batch_size", micro_batch_size, "at least 1")
         if dp_group is not None:
             _require((dp_rank, dp_size) == (0, 1), "dp_group", "dp_rank or dp_size as well", "one of the two")
             dp_rank, dp_size = rank_and_size(dp_group)
-        _require(dp_size >= 1, "dp_size", dp_size, "at least 1")
+        for name, count, least in (
+            ("batch_size", batch_size, 1),
+            ("micro_batch_size", micro_batch_size, 1),
+            ("dp_size", dp_size, 1),
+            ("start_batch_index", start_batch_index, 0),
+            ("replay_buffer_bytes", replay_buffer_bytes, 0),
+            ("max_uses", max_uses, 1),
+        ):
+            _require(count is None or count >= least, name, count, f"at least {least}")
         _require(0 <= dp_rank < dp_size, "dp_rank", dp_rank, f"0 to {dp_size - 1}, below dp_size")
-        _require(start_batch_index >= 0, "start_batch_index", start_batch_index, "at least 0")
-        _require(replay_buffer_bytes >= 0, "replay_buffer_bytes", replay_buffer_bytes, "at least 0")
-        _require(max_uses is None or max_uses >= 1, "max_uses", max_uses, "at least 1")
         _require(layout in (None, *get_args(ReadLayout)), "layout", repr(layout), "None, 'auto', 'dense' or 'jagged'")
         _require(max_wait > 0, "max_wait", max_wait, "more than 0 seconds")
         _require(timeout > 0, "timeout", timeout, "more than 0 seconds")
-        for name, value in {"token": token, "tls": tls, "insecure": insecure, "namespace": namespace}.items():
+        client_options = {"token": token, "tls": tls, "insecure": insecure, "namespace": namespace}
+        for name, value in client_options.items():
             got = "one" if name == "token" else repr(value)
             _require(value is None or client_factory is None, name, got, "that the client_factory gives it")
         self._source = BatchSource(
@@ -181,15 +194,15 @@ class StreamingDataset(IterableDataset[Any]):
             request=BatchRequest(
                 partition_id=partition_id,
                 task_name=task_name,
-                data_fields=tuple(data_fields),
+                data_fields=list(data_fields),
                 batch_size=batch_size,
                 micro_batch_size=micro_batch_size,
                 dp_rank=dp_rank,
                 dp_size=dp_size,
                 sampler=sampler,
                 sampler_config=sampler_config,
-                where=tuple(where),
-                order_by=tuple(order_by),
+                where=list(where),
+                order_by=list(order_by),
                 drop_last=drop_last,
                 batch_unit=batch_unit,
                 finite=should_check_consumption_status,
@@ -200,13 +213,15 @@ class StreamingDataset(IterableDataset[Any]):
             ),
             fetch_batch_fn=fetch_batch_fn or fetch_batch,
             client_factory=client_factory,
-            token=token,
-            tls=tls,
-            insecure=insecure,
-            namespace=namespace,
+            client_options=client_options,
             on_wait=on_wait or warn_of_wait,
         )
-        self._process_batch = _processing(process_batch_fn, pack, sampler_config)
+        self._process_batch = process_batch_fn or split_micro_batches
+        self._follows_plan = self._process_batch is split_micro_batches
+        if pack is not None:
+            _require(process_batch_fn is None, "pack", "a process_batch_fn as well", "one of the two")
+            _require_agreement(pack, sampler_config or {})
+            self._process_batch = partial(split_packs, options=pack)
         self._buffer = ReplayBuffer(replay_buffer_bytes)
         self._replicas = None if replica_group is None else ReplicaGroup(replica_group)
         self._batch_index = start_batch_index
@@ -252,7 +267,8 @@ class StreamingDataset(IterableDataset[Any]):
 
     def _iterate(self, open_stream: Callable[[StreamingDataset], BatchStream]) -> Iterator[Any]:
         stream: BatchStream | None = None
-        self._skip_rest()
+        if self._delivered[0] < self._batch_index:  # another iterator began a batch: the rest is left out
+            self._delivered = (self._batch_index, 0)
         try:
             while True:
                 moves = self._moves
@@ -271,10 +287,13 @@ class StreamingDataset(IterableDataset[Any]):
                 if isinstance(batch, End):
                     self._check_end(batch)
                     return
-                if batch.on_consumed is not None:
-                    batch.on_consumed()
                 self._accept(batch)
-                micro_batches = self._deliver(batch)
+                size = self._source.request.micro_batch_size
+                micro_batches = self._deliver(
+                    batch.index,
+                    self.split(batch) if batch.micro_batches is None else batch.micro_batches,
+                    micro_batch_count(batch.meta, size) if self._follows_plan else None,
+                )
                 del batch  # not kept alive while the next one is waited for
                 for micro_batch in micro_batches:
                     yield micro_batch
@@ -299,7 +318,7 @@ class StreamingDataset(IterableDataset[Any]):
         def open_fetched() -> BatchStream:
             return open_rest(self._source, first, self._identity)
 
-        rest = open_fetched() if self._replicas is None else self._replicas.open_stream(open_fetched, first)
+        rest = ReplicaStream(self._replicas, open_fetched, first) if self._replicas is not None else open_fetched()
         return ReplayStream(kept, rest) if kept else rest
 
     def split(self, batch: FetchedBatch) -> Iterator[Any]:
@@ -311,13 +330,12 @@ class StreamingDataset(IterableDataset[Any]):
         """Whether another thread may split batches: process_batch_fn and collectives run in the consumer's."""
         return self._replicas is None and self._follows_plan
 
-    @property
-    def _follows_plan(self) -> bool:
-        return self._process_batch is split_micro_batches or isinstance(self._process_batch, PackBatches)
-
     def _accept(self, batch: FetchedBatch) -> None:
-        """Check that a batch belongs to those before it, and keep it for a replay."""
-        got, expected = batch.identity, self._identity or batch.identity
+        """Count a batch as begun, check that it belongs to those before it, and keep it for a replay."""
+        if batch.on_consumed is not None:
+            batch.on_consumed()
+        got = StreamIdentity.of(batch.meta)
+        expected = self._identity or got
         if got.incarnation != expected.incarnation:
             raise StaleIncarnationError(
                 f"batch {batch.index} belongs to another incarnation of partition {self.partition_id!r} than those "
@@ -345,8 +363,8 @@ class StreamingDataset(IterableDataset[Any]):
     def _warn_of_dropped(self, batch: FetchedBatch) -> None:
         """Log the first batch that leaves out samples; the end has the number of all."""
         dropped: Any = getattr(batch.meta, "dropped_indexes", ())  # fetch_batch_fn may have made the meta
-        if len(dropped) and self._warned_of_dropped != batch.identity:
-            self._warned_of_dropped = batch.identity
+        if len(dropped) and self._warned_of_dropped != self._identity:
+            self._warned_of_dropped = self._identity
             _log.warning(
                 "batch %s of partition %r leaves out %s samples that are too long for sampler %r, the first is %s; the "
                 "task %r never gets them, and the warning at the end counts all that are left out",
@@ -357,25 +375,15 @@ class StreamingDataset(IterableDataset[Any]):
     def _check_end(self, end: End) -> None:
         """Log once, as a warning, what the task is never given: the cause is the data, not the program that asks."""
         warning = end_warning(end, self._source.request)
-        identity = StreamIdentity(incarnation=end.incarnation, epoch=end.epoch)
-        if warning is not None and self._warned_of != identity:
-            self._warned_of = identity
+        if warning is not None and self._warned_of != end.identity:
+            self._warned_of = end.identity
             _log.warning("%s", warning)
 
-    def _skip_rest(self) -> None:
-        """Leave out the rest of a batch that another iterator began."""
-        if self._delivered[0] < self._batch_index:
-            self._delivered = (self._batch_index, 0)
+    def _deliver(self, index: int, micro_batches: Iterator[Any], count: int | None) -> Iterator[Any]:
+        """Yield the micro-batches of a batch, without those that were delivered before the state was saved.
 
-    def _deliver(self, batch: FetchedBatch) -> Iterator[Any]:
-        """Return the micro-batches of a batch that were not delivered before the state of this dataset was saved."""
-        index = batch.index
-        count = micro_batch_count(batch.meta, self._source.request.micro_batch_size) if self._follows_plan else None
-        micro_batches = self.split(batch) if batch.micro_batches is None else batch.micro_batches
-        return self._deliver_each(index, micro_batches, count)
-
-    def _deliver_each(self, index: int, micro_batches: Iterator[Any], count: int | None) -> Iterator[Any]:
-        """Yield micro-batches; the batch is delivered with the first, so that one that fails to split is not."""
+        The batch is delivered with the first, so that one that fails to split is not; `count` tells the last one.
+        """
         delivered_before = self._delivered[1] if self._delivered[0] == index else 0
         number = 0
         for micro_batch in micro_batches:
@@ -398,12 +406,12 @@ class StreamingDataset(IterableDataset[Any]):
         is asked for again: do not clear its samples before the state behind it is saved.
         """
         batch_index, micro_batch_index = self._delivered
-        identity = self._identity
+        identity = self._identity or StreamIdentity()
         return {
             **self._state_must_fit(),
             "partition_id": self.partition_id,
-            "incarnation": "" if identity is None else identity.incarnation.hex(),
-            "epoch": 0 if identity is None else identity.epoch,
+            "incarnation": identity.incarnation.hex(),
+            "epoch": identity.epoch,
             "batch_index": batch_index,
             "micro_batch_index": micro_batch_index,
         }
@@ -431,26 +439,22 @@ class StreamingDataset(IterableDataset[Any]):
             ) from error
         _require(min(position) >= 0, "state_dict", f"position {position}", "no negative number")
         self.step(partition_id)
-        self._identity = StreamIdentity(incarnation=incarnation, epoch=epoch) if incarnation else None
+        self._identity = StreamIdentity(incarnation, epoch) if incarnation else None
         self._batch_index, _ = self._delivered = position
 
     def _state_must_fit(self) -> dict[str, Any]:
         """Return what must be the same where a state is loaded: otherwise its numbers mean other samples."""
-        request = self._source.request
-        return {
-            "task_name": request.task_name,
-            "dp_size": request.dp_size,
-            "batch_size": request.batch_size,
-            "batch_unit": request.batch_unit,
-            "micro_batch_size": request.micro_batch_size,
-        }
+        names = ("task_name", "dp_size", "batch_size", "batch_unit", "micro_batch_size")
+        return {name: getattr(self._source.request, name) for name in names}
 
     def reset(self) -> None:
         """Start from the first batch again: the same batches, out of the replay buffer or fetched again.
 
         A batch that is fetched again needs its samples: `SamplesClearedError` if they were cleared meanwhile.
         """
-        self._go_to_start()
+        self._batch_index = 0
+        self._delivered = (0, 0)
+        self._moves += 1
 
     def step(self, partition_id: str) -> None:
         """Go to the first batch of another partition; the buffer is dropped.
@@ -460,12 +464,7 @@ class StreamingDataset(IterableDataset[Any]):
         self._source = self._source.of_partition(partition_id)
         self._buffer.clear()
         self._identity = None
-        self._go_to_start()
-
-    def _go_to_start(self) -> None:
-        self._batch_index = 0
-        self._delivered = (0, 0)
-        self._moves += 1
+        self.reset()
 
     def get_buffer(self) -> list[tuple[Any, Any]]:
         """Return `(data, meta)` of the whole batches that `replay_buffer_bytes` keeps for `reset()`, in order."""
@@ -477,35 +476,19 @@ def _require(holds: bool, name: str, got: object, expected: str) -> None:
         raise InvalidArgumentError(f"{name}: got {got}; expected {expected}", field=name)
 
 
-def _processing(
-    process_batch_fn: ProcessBatch | None, pack: PackOptions | None, sampler_config: Mapping[str, Any] | None
-) -> ProcessBatch:
-    if pack is None:
-        return process_batch_fn or split_micro_batches
-    _require(process_batch_fn is None, "pack", "a process_batch_fn as well", "one of the two")
-    config = sampler_config or {}
-    planned = config.get("pack_max_length", pack.pack_max_length)
+def _require_agreement(pack: PackOptions, sampler_config: Mapping[str, Any]) -> None:
+    """Raise InvalidArgumentError where packs are not those that the sampler plans."""
+    planned = sampler_config.get("pack_max_length", pack.pack_max_length)
     _require(
         planned == pack.pack_max_length,
         "pack",
         f"pack_max_length {pack.pack_max_length}",
         f"{planned}, as the sampler has",
     )
-    truncates = config.get("overlong", pack.overlong) == "truncate"
+    truncates = sampler_config.get("overlong", pack.overlong) == "truncate"
     _require(
         truncates == (pack.overlong == "truncate"),
         "pack",
         f"overlong {pack.overlong!r}",
         f"{'truncate' if truncates else 'error'!r}, as the sampler has",
     )
-    return PackBatches(pack)
-
-
-def _require_fields(data_fields: Sequence[str]) -> None:
-    _require(
-        not isinstance(data_fields, str) and len(data_fields) > 0,
-        "data_fields",
-        repr(data_fields),
-        "a list of at least one field name",
-    )
-    _require(len(set(data_fields)) == len(data_fields), "data_fields", list(data_fields), "each field once")

@@ -8,12 +8,9 @@ from multiprocessing.context import BaseContext
 from types import TracebackType
 from typing import Any
 
-from tq_service.data.batch import BatchStream, FetchStream, StreamIdentity
 from tq_service.data.dataset import StreamingDataset
-from tq_service.data.micro_batch_prefetch import MicroBatchPrefetcher
-from tq_service.data.prefetch import PrefetchStream
-from tq_service.data.prefetch_queue import PrefetchLimit
-from tq_service.data.source import BatchSource, InlineStream
+from tq_service.data.prefetch import MicroBatchPrefetcher, PrefetchLimit, PrefetchStream
+from tq_service.data.source import BatchSource, BatchStream, InlineStream, StreamIdentity
 from tq_service.data.workers import WorkerPool, WorkerStream, worker_context
 from tq_service.errors import InvalidArgumentError
 
@@ -63,17 +60,14 @@ class StreamingDataLoader:
         prefetch_bytes: int = 1 << 30,
         persistent_workers: bool = True,
     ) -> None:
-        if num_workers < 0:
-            raise InvalidArgumentError(f"num_workers: got {num_workers}; expected at least 0", field="num_workers")
-        if prefetch_factor < (1 if num_workers else 0):
-            raise InvalidArgumentError(
-                f"prefetch_factor: got {prefetch_factor}; expected at least 1, or 0 without workers",
-                field="prefetch_factor",
-            )
-        if prefetch_bytes < 1:
-            raise InvalidArgumentError(
-                f"prefetch_bytes: got {prefetch_bytes}; expected at least 1", field="prefetch_bytes"
-            )
+        least_ahead = 1 if num_workers else 0
+        for name, count, least, when in (
+            ("num_workers", num_workers, 0, ""),
+            ("prefetch_factor", prefetch_factor, least_ahead, ", or 0 without workers" if num_workers else ""),
+            ("prefetch_bytes", prefetch_bytes, 1, ""),
+        ):
+            if count < least:
+                raise InvalidArgumentError(f"{name}: got {count}; expected at least {least}{when}", field=name)
         self.dataset = dataset
         self.num_workers = num_workers
         self.prefetch_factor = prefetch_factor
@@ -82,7 +76,7 @@ class StreamingDataLoader:
         self._persistent_workers = persistent_workers
         self._stream: BatchStream | None = None
         # The stream that fetches, and how often the dataset had been moved when it was opened.
-        self._fetching: tuple[FetchStream, int] | None = None
+        self._fetching: tuple[InlineStream | PrefetchStream | WorkerStream, int] | None = None
         self._pool: WorkerPool | None = None
 
     @property
@@ -116,21 +110,17 @@ class StreamingDataLoader:
         return self._stream
 
     def _open_rest(self, source: BatchSource, batch_index: int, identity: StreamIdentity | None) -> BatchStream:
-        stream = self._open_fetching(source, batch_index, identity)
+        limit = PrefetchLimit(self.prefetch_factor * max(self.num_workers, 1), self._prefetch_bytes)
+        stream: InlineStream | PrefetchStream | WorkerStream
+        if self._context is not None:
+            self._pool = self._pool or WorkerPool(source, self.num_workers, self._context)
+            stream = WorkerStream(self._pool, source, batch_index, identity, limit)
+        elif self.prefetch_factor:
+            stream = PrefetchStream(source, batch_index, identity, limit)
+        else:
+            stream = InlineStream(source, batch_index, identity)
         self._fetching = stream, self.dataset.move_count
         return stream
-
-    def _open_fetching(self, source: BatchSource, batch_index: int, identity: StreamIdentity | None) -> FetchStream:
-        if self._context is not None:
-            if self._pool is None:
-                self._pool = WorkerPool(source, self.num_workers, self._context)
-            return WorkerStream(self._pool, source.request.partition_id, batch_index, identity, self._limit())
-        if self.prefetch_factor == 0:
-            return InlineStream(source, batch_index, identity)
-        return PrefetchStream(source, batch_index, identity, self._limit())
-
-    def _limit(self) -> PrefetchLimit:
-        return PrefetchLimit(self.prefetch_factor * max(self.num_workers, 1), self._prefetch_bytes)
 
     def _end_workers(self) -> None:
         pool, self._pool = self._pool, None
@@ -164,17 +154,15 @@ class StreamingDataLoader:
 
         Batches that were fetched ahead and not handed out are logged as a warning: the service counts them as consumed.
         """
-        self._warn_of_fetched_ahead()
+        fetching, self._fetching = self._fetching, None
+        if fetching is not None and fetching[1] == self.dataset.move_count:
+            self._warn_of_fetched_ahead(fetching[0].fetched_until - self.batch_index)
         if self._stream is not None:
             self._stream.close()
             self._stream = None
         self._end_workers()
 
-    def _warn_of_fetched_ahead(self) -> None:
-        fetching, self._fetching = self._fetching, None
-        if fetching is None or fetching[1] != self.dataset.move_count:
-            return
-        count = fetching[0].fetched_until - self.batch_index
+    def _warn_of_fetched_ahead(self, count: int) -> None:
         if count > 0:
             _log.warning(
                 "the loader of task %r of partition %r was closed with %s batches fetched ahead that it has not handed "

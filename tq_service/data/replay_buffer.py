@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from tq_service.data.batch import BatchStream, End, FetchedBatch
+from tq_service.data.source import BatchStream, End, FetchedBatch
 
 
 class ReplayBuffer:

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
-from tq_service.data.batch import BatchStream, End, ExceptionWrapper, FetchedBatch
-from tq_service.data.shared_batch import BatchLayout, lay_out, open_batch
+from tq_service.data.shared import BatchLayout, lay_out, open_batch
+from tq_service.data.source import BatchStream, End, ExceptionWrapper, FetchedBatch
 from tq_service.errors import InvalidArgumentError
 from tq_service.wire.columns import Bytes
 
@@ -38,8 +37,6 @@ def rank_and_size(group: Ranks) -> tuple[int, int]:
     Raises:
         InvalidArgumentError: this process is no part of the mesh or group.
     """
-    import torch.distributed as dist  # noqa: PLC0415  (not every build of torch has it)
-
     if isinstance(group, dist.ProcessGroup):
         rank, size = dist.get_rank(group), dist.get_world_size(group)
     else:
@@ -54,17 +51,8 @@ def rank_and_size(group: Ranks) -> tuple[int, int]:
     return rank, size
 
 
-@dataclass(frozen=True, slots=True)
-class _Waiting:
-    """The first replica has no batch yet."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Closed:
-    """The stream of the first replica was closed."""
-
-
-_Message = BatchLayout | End | ExceptionWrapper | _Waiting | _Closed
+_Message = BatchLayout | End | ExceptionWrapper | Literal["waiting", "closed"]
+"""A batch, of which the bytes follow; the end; an error; that there is no batch yet; that the stream was closed."""
 
 
 class ReplicaGroup:
@@ -74,8 +62,6 @@ class ReplicaGroup:
     """
 
     def __init__(self, group: Ranks) -> None:
-        import torch.distributed as dist  # noqa: PLC0415  (not every build of torch has it)
-
         if not isinstance(group, dist.ProcessGroup):
             if group.ndim != 1:
                 raise InvalidArgumentError(
@@ -94,18 +80,14 @@ class ReplicaGroup:
         self.asks = dist.get_rank(group) == 0
         self._device = _device_of(group)
 
-    def open_stream(self, open_fetched: Callable[[], BatchStream], batch_index: int) -> ReplicaStream:
-        """Return the stream of this replica from a batch on; only that of the first one fetches."""
-        return ReplicaStream(self, open_fetched() if self.asks else None, batch_index)
-
-    def send(self, message: _Message, parts: Sequence[tuple[int, Bytes]] = ()) -> None:
-        """Give all other replicas a message, and the bytes of the batch if it is the layout of one."""
+    def send(self, message: _Message, parts: Sequence[Bytes] = ()) -> None:
+        """Give all other replicas a message, and the parts of the batch if it is the layout of one."""
         self._exchange(message)
         if isinstance(message, BatchLayout):
             data = torch.empty(message.size_bytes, dtype=torch.uint8)
             array = data.numpy()
-            for offset, part in parts:
-                array[offset : offset + part.size] = part
+            for (begin, end), part in zip(message.places, parts, strict=True):
+                array[begin:end] = part
             self._broadcast(data.to(self._device))
 
     def receive(self) -> tuple[_Message, Bytes]:
@@ -118,23 +100,17 @@ class ReplicaGroup:
         return message, data.cpu().numpy()
 
     def _exchange(self, message: _Message | None) -> _Message:
-        import torch.distributed as dist  # noqa: PLC0415
-
         messages: list[Any] = [message]
         dist.broadcast_object_list(messages, src=self._first, group=self._group, device=self._device)
         received: _Message = messages[0]
         return received
 
     def _broadcast(self, data: torch.Tensor) -> None:
-        import torch.distributed as dist  # noqa: PLC0415
-
         dist.broadcast(data, src=self._first, group=self._group)
 
 
 def _device_of(group: ProcessGroup) -> torch.device:
     """Return the device of the tensors that the group can send: the CPU where it has a backend for it."""
-    import torch.distributed as dist  # noqa: PLC0415
-
     # Such as "cpu:gloo,cuda:nccl".
     devices = [pair.partition(":")[0] for pair in str(dist.get_backend_config(group)).split(",")]
     return torch.device("cpu" if "cpu" in devices else devices[0])
@@ -152,66 +128,53 @@ class ReplicaStream:
     An error of the first replica is raised by all of them.
     """
 
-    def __init__(self, group: ReplicaGroup, inner: BatchStream | None, batch_index: int) -> None:
+    def __init__(self, group: ReplicaGroup, open_fetched: Callable[[], BatchStream], batch_index: int) -> None:
         self.next_index = batch_index
         self._group = group
-        self._inner = inner
-        self._closed = False
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="tq-replicas") if inner is not None else None
-
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called, by this replica or, once a read has found out, by the first one."""
-        return self._closed
+        self.closed = False  # by `close` of this replica or, once a read has found out, of the first one
+        self._inner = open_fetched() if group.asks else None
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="tq-replicas")
 
     def read(self) -> FetchedBatch | End | None:
         """Wait for the next batch, or the end; None once it is closed."""
-        got = self._receive() if self._inner is None or self._reader is None else self._send(self._inner, self._reader)
+        got = self._receive() if self._inner is None else self._send(self._inner)
         if isinstance(got, FetchedBatch):
             self.next_index = got.index + 1
         return got
 
-    def _send(self, inner: BatchStream, reader: ThreadPoolExecutor) -> FetchedBatch | End | None:
-        reading = reader.submit(inner.read)
+    def _send(self, inner: BatchStream) -> FetchedBatch | End | None:
+        reading = self._reader.submit(inner.read)
+        message: _Message
+        parts: list[Bytes] = []
         try:
-            while not _is_done(reading, _SIGN_OF_WAITING_SECONDS):
-                self._group.send(_Waiting())
+            while not wait([reading], _SIGN_OF_WAITING_SECONDS).done:
+                self._group.send("waiting")
             got = reading.result()
-            layout, parts = lay_out(got) if isinstance(got, FetchedBatch) else (None, [])
+            message = got if isinstance(got, End) else "closed"
+            if isinstance(got, FetchedBatch):
+                message, parts = lay_out(got)
         except Exception as error:
             self._group.send(ExceptionWrapper.of(error))
             raise
-        if layout is not None:
-            self._group.send(layout, parts)
-        else:
-            self._group.send(got if isinstance(got, End) else _Closed())
+        self._group.send(message, parts)
         return got
 
     def _receive(self) -> FetchedBatch | End | None:
-        while True:
+        message, data = self._group.receive()
+        while message == "waiting":
             message, data = self._group.receive()
-            if isinstance(message, BatchLayout):
-                return open_batch(message, data)
-            if isinstance(message, ExceptionWrapper):
-                raise message.with_note("the first replica of this rank")
-            if isinstance(message, End):
-                return message
-            if isinstance(message, _Closed):
-                self._closed = True
-                return None
+        if isinstance(message, BatchLayout):
+            return open_batch(message, data)
+        if isinstance(message, ExceptionWrapper):
+            raise message.with_note("the first replica of this rank")
+        if isinstance(message, End):
+            return message
+        self.closed = True
+        return None
 
     def close(self) -> None:
         """Stop fetching. Idempotent. The other replicas are not notified: they end their loops alike."""
-        self._closed = True
+        self.closed = True
         if self._inner is not None:
             self._inner.close()
-        if self._reader is not None:
-            self._reader.shutdown(wait=False)
-
-
-def _is_done(reading: Future[Any], seconds: float) -> bool:
-    try:
-        reading.exception(seconds)
-    except FutureTimeoutError:
-        return False
-    return True
+        self._reader.shutdown(wait=False)

@@ -1,24 +1,25 @@
-"""Fetching of batches: the request of a rank, the service it goes to, and the wait for the answer."""
+"""Batches of a rank and where they come from: the request, the fetching of batches and of the end, and streams."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from multiprocessing.reduction import ForkingPickler
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tensordict import TensorDict
 
-from tq_service.client.transport import WaitReports, warn_of_wait
-from tq_service.data.batch import End, FetchedBatch, StreamIdentity
+from tq_service.client.transport import WaitReports
+from tq_service.data.columns import flatten, object_bytes
+from tq_service.errors import NothingDeliveredError
 from tq_service.results import WaitReason
-from tq_service.schema import BatchUnit, ReadLayout
+from tq_service.schema import BatchUnit, EndCounts, ReadLayout
 
 if TYPE_CHECKING:
     from tq_service.client import Client
     from tq_service.client.batch_meta import BatchMeta
-    from tq_service.wire.connection import Tls
 
 FetchBatch = Callable[..., tuple[Any, Any]]
 """`fetch_batch_fn(**keywords) -> (data, meta)`; see `fetch_batch` for the keywords and the answer."""
@@ -40,13 +41,108 @@ class StreamClosedError(Exception):
     """The wait for a batch ended since its stream was closed."""
 
 
+@dataclass(frozen=True, slots=True)
+class StreamIdentity:
+    """The incarnation of the partition and the epoch of the task: batches of different ones must not be mixed."""
+
+    incarnation: bytes = b""
+    epoch: int = 0
+
+    @classmethod
+    def of(cls, meta: Any) -> StreamIdentity:
+        """Return that of a meta, whatever its type: fetch_batch_fn may have made it."""
+        return cls(getattr(meta, "incarnation", b""), getattr(meta, "epoch", 0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchedBatch:
+    """The part of one rank of one batch.
+
+    Attributes:
+        index: its batch_index.
+        data: the TensorDict, or whatever fetch_batch_fn returned.
+        meta: the samples of `data`.
+        micro_batches: its micro-batches, where they are split ahead of the consumer.
+        on_consumed: called when the consumer begins with it, so that another batch may be fetched in its place.
+    """
+
+    index: int
+    data: Any
+    meta: BatchMeta
+    micro_batches: Iterator[Any] | None = None
+    on_consumed: Callable[[], None] | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of its tensors, arrays, texts and images, also in plain containers; other objects are not counted."""
+        return flatten(self.data).size_bytes if isinstance(self.data, TensorDict) else object_bytes(self.data)
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """What a stream gives after its last batch.
+
+    Attributes:
+        identity: of the partition and the task's consumption.
+        counts: what became of the samples, the same for all ranks; None where fetch_batch_fn made the end itself.
+    """
+
+    identity: StreamIdentity
+    counts: EndCounts | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExceptionWrapper:
+    """An error of another process, or a stand-in of the same text where it cannot be pickled, and its traceback."""
+
+    error: Exception
+    traceback: str
+
+    @classmethod
+    def of(cls, error: Exception) -> ExceptionWrapper:
+        """Return the wrapper of an exception that is being handled."""
+        text = "".join(traceback.format_exception(error))
+        try:
+            ForkingPickler.loads(ForkingPickler.dumps(error))
+        except Exception:  # an exception class may fail in any way to be copied
+            error = RuntimeError(f"{type(error).__name__}: {error}")
+        return cls(error=error, traceback=text)
+
+    def with_note(self, origin: str) -> Exception:
+        """Return the error with the traceback as a note, to be raised."""
+        self.error.add_note(f"raised in {origin}:\n{self.traceback}")
+        return self.error
+
+
+class BatchStream(Protocol):
+    """Gives batches one after the other; used by one thread."""
+
+    @property
+    def next_index(self) -> int:
+        """The batch_index that `read` gives next."""
+        ...
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        ...
+
+    def read(self) -> FetchedBatch | End | None:
+        """Wait for the next batch, or the end; None once it is closed. Errors of fetching are raised here."""
+        ...
+
+    def close(self) -> None:
+        """Stop fetching and drop what was fetched ahead; it will be fetched again when asked for. Idempotent."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRequest:
     """What a rank asks for, the same for each of its batches; the names are those of `Client.get_meta`."""
 
     partition_id: str
     task_name: str
-    data_fields: tuple[str, ...]
+    data_fields: Sequence[str]
     batch_size: int
     micro_batch_size: int | None
     dp_rank: int
@@ -65,26 +161,72 @@ class BatchRequest:
 
     def keywords(self) -> dict[str, Any]:
         """Return the keyword arguments of fetch_batch_fn that the request gives."""
-        return {
-            "partition_id": self.partition_id,
-            "task_name": self.task_name,
-            "data_fields": list(self.data_fields),
-            "batch_size": self.batch_size,
-            "micro_batch_size": self.micro_batch_size,
-            "dp_rank": self.dp_rank,
-            "dp_size": self.dp_size,
-            "sampler": self.sampler,
-            "sampler_config": None if self.sampler_config is None else dict(self.sampler_config),
-            "where": list(self.where),
-            "order_by": list(self.order_by),
-            "drop_last": self.drop_last,
-            "batch_unit": self.batch_unit,
-            "finite": self.finite,
-            "max_wait": self.max_wait,
-            "timeout": self.timeout,
-            **({} if self.layout is None else {"layout": self.layout}),
-            **({} if self.max_uses is None else {"max_uses": self.max_uses}),
-        }
+        named = {each.name: getattr(self, each.name) for each in fields(self)}
+        optional = {name: named.pop(name) for name in ("layout", "max_uses")}
+        return named | {name: value for name, value in optional.items() if value is not None}
+
+
+def end_warning(end: End, request: BatchRequest) -> str | None:
+    """Return what to warn of: samples that were skipped, unless they were cleared, or kept from earlier epochs.
+
+    Cleared ones are nothing to warn of: in a partition that lives for weeks, a task that comes late never gets most of
+    them. Only what is the same for all ranks decides, so that all of them raise or none: the counts of the recorded
+    end, never what this rank got. What the task consumed before this loader began is in them too, so that a restart
+    behind the last batch is not an error.
+
+    Raises:
+        NothingDeliveredError: samples were inserted, and the task was given none.
+    """
+    counts = end.counts
+    if counts is None or not (counts.skipped_count or counts.kept_count):
+        return None
+    why = "; ".join(_reasons(counts, request))
+    if not counts.consumed_count and not counts.dead_lettered_count:
+        raise NothingDeliveredError(
+            f"task {request.task_name!r} is at the end of partition {request.partition_id!r} without one sample, "
+            f"on all ranks; its {counts.skipped_count} samples were skipped: {why}",
+            metadata={
+                "partition_id": request.partition_id,
+                "task_name": request.task_name,
+                **{name: str(count) for name, count in counts.skipped_counts.items()},
+            },
+        )
+    texts = [] if counts.skipped_count == counts.cleared_count else [f"{counts.skipped_count} were skipped: {why}"]
+    if counts.kept_count:
+        texts.append(
+            f"{counts.kept_count} of them in earlier epochs, which reset_consumption(keep_consumed=True) does not "
+            "deliver again: batches that a loader had fetched ahead and not handed out may be among them. To train on "
+            "these, clear what was trained and reset without keep_consumed"
+        )
+    if not texts:
+        return None
+    return (
+        f"task {request.task_name!r} is at the end of partition {request.partition_id!r}: {counts.consumed_count} "
+        f"samples were consumed, {'; '.join(reversed(texts))}"
+    )
+
+
+def _reasons(counts: EndCounts, request: BatchRequest) -> list[str]:
+    whole = request.batch_size * request.dp_size
+    left_over = (
+        f"left over by drop_last, or by the sampler {request.sampler!r}; a batch of all ranks has {whole} "
+        f"{request.batch_unit}s"
+        if request.drop_last
+        else f"ready, but in no plan of the sampler {request.sampler!r}"
+    )
+    where = f"where={list(request.where)}" if request.where else "the where that fetch_batch_fn gave"
+    texts = {
+        "in_incomplete_groups_count": "in groups that are not whole (a member is missing, failed, cleared or ruled "
+        "out; put as many as group_size says, or let the sampler's incomplete_groups='take' take the rest)",
+        "excluded_count": f"ruled out by {where}",
+        "overlong_count": "longer than the sampler's limit of tokens, which overlong='drop' leaves out",
+        "left_over_count": left_over,
+        "failed_count": "failed",
+        "cleared_count": "cleared before the task took them",
+        "dead_lettered_count": "delivered too often without being acknowledged",
+    }
+    skipped = counts.skipped_counts
+    return [f"{skipped[name]} {text}" for name, text in texts.items() if name in skipped]
 
 
 def fetch_batch(
@@ -111,17 +253,23 @@ def fetch_batch(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSource:
-    """A service and a request to it; picklable where its functions are, so that it can be sent to worker processes."""
+    """A service and a request to it; picklable where its functions are, so that it can be sent to worker processes.
+
+    Attributes:
+        address: where the service is.
+        request: what is asked for.
+        fetch_batch_fn: fetches a batch.
+        on_wait: called with the reason of a wait that lasts.
+        client_factory: opens the client; None: `Client` does, with `client_options`.
+        client_options: token, tls, insecure and namespace.
+    """
 
     address: str | Sequence[str] | None
     request: BatchRequest
     fetch_batch_fn: FetchBatch
+    on_wait: OnWait
     client_factory: ClientFactory | None = None
-    token: str | Path | Literal[False] | None = field(default=None, repr=False)
-    tls: Tls | Literal[False] | None = None
-    insecure: bool | None = None
-    namespace: str | Literal[False] | None = None
-    on_wait: OnWait = warn_of_wait
+    client_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     def of_partition(self, partition_id: str) -> BatchSource:
         """Return the same source for another partition."""
@@ -133,7 +281,7 @@ class BatchSource:
             return self.client_factory(self.address)
         from tq_service.client import Client  # noqa: PLC0415  (a client_factory makes it unnecessary)
 
-        return Client(self.address, token=self.token, tls=self.tls, insecure=self.insecure, namespace=self.namespace)
+        return Client(self.address, **self.client_options)
 
 
 class BatchFetcher:
@@ -142,13 +290,18 @@ class BatchFetcher:
     Once a batch has come, later ones must be of the same incarnation and epoch: a partition that is cleared and created
     again, or a task that is reset, ends the stream with the error of a stale claim instead of continuing in the middle
     of another one.
+
+    Attributes:
+        fetched_until: the batch_index behind the last batch that was fetched.
+        closed: whether `close` was called.
     """
 
     def __init__(self, source: BatchSource, identity: StreamIdentity | None = None) -> None:
         self._source = source
         self._client: Any = None
         self._identity = identity
-        self.fetched_until = 0  # the batch_index behind the last batch that was fetched
+        self.fetched_until = 0
+        self.closed = False
 
     def fetch(self, batch_index: int, is_wanted: Callable[[], bool]) -> FetchedBatch | End:
         """Wait for a batch, or the end, and return it.
@@ -178,9 +331,15 @@ class BatchFetcher:
             )
             status = "not_yet" if meta is None else meta.status
             if status == "end":
-                return End.of(meta)
+                return End(StreamIdentity.of(meta), getattr(meta, "end", None))
+            if status == "batch" and data is None:
+                raise TypeError(
+                    f"fetch_batch_fn returned no data for batch {batch_index}, whose meta has status 'batch'; return "
+                    "client.get_data(meta) for empty batches too, since every rank needs them"
+                )
             if status == "batch":
-                return self._accept(batch_index, data, meta)
+                self._identity, self.fetched_until = StreamIdentity.of(meta), batch_index + 1
+                return FetchedBatch(index=batch_index, data=data, meta=meta)
             reason: WaitReason | None = getattr(meta, "waiting_for", None)
             if reason is not None:
                 reports.made()
@@ -189,49 +348,22 @@ class BatchFetcher:
                 time.sleep(_RETRY_SECONDS)
         raise StreamClosedError
 
-    def _accept(self, batch_index: int, data: Any, meta: Any) -> FetchedBatch:
-        if data is None:
-            raise TypeError(
-                f"fetch_batch_fn returned no data for batch {batch_index}, whose meta has status 'batch'; return "
-                "client.get_data(meta) for empty batches too, since every rank needs them"
-            )
-        batch = FetchedBatch(index=batch_index, data=data, meta=meta)
-        self._identity = batch.identity
-        self.fetched_until = batch_index + 1
-        return batch
-
     def close(self) -> None:
         """Close the client; a call in progress in another thread ends. Idempotent."""
+        self.closed = True
         if self._client is not None:
             self._client.close()
 
 
-class InlineStream:
+class InlineStream(BatchFetcher):
     """A stream that fetches in the thread that reads it."""
 
     def __init__(self, source: BatchSource, batch_index: int, identity: StreamIdentity | None) -> None:
-        self._fetcher = BatchFetcher(source, identity)
+        super().__init__(source, identity)
         self.next_index = batch_index
-        self._closed = False
-
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._closed
-
-    @property
-    def fetched_until(self) -> int:
-        """The batch_index behind the last batch that was fetched."""
-        return self._fetcher.fetched_until
 
     def read(self) -> FetchedBatch | End:
         """Fetch the next batch, or the end."""
-        fetched = self._fetcher.fetch(self.next_index, lambda: True)
-        if isinstance(fetched, FetchedBatch):
-            self.next_index += 1
+        fetched = self.fetch(self.next_index, lambda: True)
+        self.next_index = max(self.next_index, self.fetched_until)
         return fetched
-
-    def close(self) -> None:
-        """Close the client."""
-        self._closed = True
-        self._fetcher.close()

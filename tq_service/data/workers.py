@@ -17,6 +17,9 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.spawn
+import os
+import queue
+import signal
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -26,16 +29,23 @@ from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
-from multiprocessing.reduction import ForkingPickler, recv_handle
+from multiprocessing.reduction import ForkingPickler, recv_handle, send_handle
 from typing import Any, Final
 
-from tq_service.client_probes import notify_probes
-from tq_service.data.batch import End, ExceptionWrapper, FetchedBatch, StreamIdentity
-from tq_service.data.prefetch_queue import PrefetchLimit
-from tq_service.data.shared_batch import SharedBatch, open_batch
-from tq_service.data.shared_buffers import SharedBufferReader
-from tq_service.data.source import BatchSource
-from tq_service.data.worker_process import FetchReply, FetchRequest, Stop, run_worker
+import torch
+
+from tq_service.client_probes import Note, ProbeNotes, notify_probes
+from tq_service.data.prefetch import PrefetchLimit
+from tq_service.data.shared import SharedBatch, SharedBufferReader, SharedBufferWriter, open_batch
+from tq_service.data.source import (
+    BatchFetcher,
+    BatchSource,
+    End,
+    ExceptionWrapper,
+    FetchedBatch,
+    StreamClosedError,
+    StreamIdentity,
+)
 from tq_service.wire.columns import Bytes
 
 _OF_MAIN: Final = (
@@ -51,11 +61,48 @@ class WorkerDiedError(RuntimeError):
     """A worker process ended by itself."""
 
 
-@dataclass(frozen=True, slots=True)
-class FetchResult:
-    """The reply of a worker, with the buffer that the batch lies in."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchRequest:
+    """To a worker: fetch a batch.
 
+    Attributes:
+        stream: number of the stream that wants it; requests of earlier streams are void.
+        partition_id: the partition.
+        batch_index: which batch.
+        identity: what the batch must belong to, where known.
+        released: buffers of the worker that may be written again.
+    """
+
+    stream: int
+    partition_id: str
+    batch_index: int
+    identity: StreamIdentity | None
+    released: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """To a worker: nothing that `stream` or an earlier one requested is wanted any more."""
+
+    stream: int
+
+
+@dataclass(frozen=True, slots=True)
+class FetchReply:
+    """From a worker: the outcome of a request.
+
+    Attributes:
+        stream: of the request.
+        batch_index: of the request.
+        content: the batch, whose descriptor follows if its buffer is new; an error; the end of the partition.
+        notes: what the worker's client did since its last reply, for the probes of the parent.
+        buffer: the bytes of the batch, once the parent has them.
+    """
+
+    stream: int
+    batch_index: int
     content: SharedBatch | ExceptionWrapper | End
+    notes: tuple[Note, ...] = ()
     buffer: Bytes | None = None
 
 
@@ -63,9 +110,9 @@ class FetchResult:
 class _Worker:
     process: BaseProcess
     connection: Connection
+    needs_main: bool
     buffers: SharedBufferReader = field(default_factory=SharedBufferReader)
     request_count: int = 0
-    needs_main: bool = False
     has_replied: bool = False
 
 
@@ -77,7 +124,8 @@ class WorkerPool:
     """
 
     def __init__(self, source: BatchSource, num_workers: int, context: BaseContext) -> None:
-        needs_main = context.get_start_method() != "fork" and _needs_main(source)
+        # Whether the pickle names the main module, as that of a function or class of it does.
+        needs_main = context.get_start_method() != "fork" and b"__main__" in (_pickled(source) or b"__main__")
         self._workers = [_start_worker(source, number, context, needs_main=needs_main) for number in range(num_workers)]
         self._stream = 0
         self._stopped = False
@@ -108,7 +156,7 @@ class WorkerPool:
             self._stopped = True
             self._waker.send_bytes(b"stop")
             for worker in self._workers:
-                _send(worker, Stop(stream=stream))
+                _send(worker, Stop(stream))
 
     def request(self, request: FetchRequest) -> None:
         """Have a batch fetched by the worker that has the fewest requests."""
@@ -117,8 +165,8 @@ class WorkerPool:
             worker.request_count += 1
             _send(worker, replace(request, released=worker.buffers.take_released()))
 
-    def receive(self, stream: int, *, wait: bool) -> dict[int, FetchResult]:
-        """Return what has arrived for a stream, by batch_index; nothing once it was stopped.
+    def receive(self, stream: int, *, wait: bool) -> list[FetchReply]:
+        """Return what has arrived for a stream; nothing once it was stopped.
 
         Args:
             stream: its number.
@@ -130,15 +178,15 @@ class WorkerPool:
         sources: list[Any] = [self._wakeup]
         for worker in self._workers:
             sources += [worker.connection, worker.process.sentinel]
-        arrived: dict[int, FetchResult] = {}
+        arrived: list[FetchReply] = []
         while not arrived and not self._stopped and stream == self._stream:
             ready = multiprocessing.connection.wait(sources, None if wait else 0)
             for worker in self._workers:
                 if worker.connection in ready or worker.process.sentinel in ready:
-                    reply, buffer = _receive(worker)
+                    reply = _receive(worker)
                     notify_probes(reply.notes)
                     if reply.stream == stream:  # else of one that was stopped, whose requests count no more
-                        arrived[reply.batch_index] = FetchResult(reply.content, buffer)
+                        arrived.append(reply)
                         with self._lock:
                             worker.request_count -= 1
             if not wait:
@@ -152,36 +200,35 @@ class WorkerPool:
 
 
 class WorkerStream:
-    """The stream that a pool fetches."""
+    """The stream that a pool fetches.
+
+    Attributes:
+        next_index: the batch_index that `read` gives next.
+        fetched_until: the batch_index behind the last batch that was fetched.
+        closed: whether `close` was called.
+    """
 
     def __init__(
-        self,
-        pool: WorkerPool,
-        partition_id: str,
-        batch_index: int,
-        identity: StreamIdentity | None,
+        self, pool: WorkerPool, source: BatchSource, batch_index: int, identity: StreamIdentity | None,
         limit: PrefetchLimit,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._pool = pool
-        self._number = pool.start()
-        self._partition_id = partition_id
-        self._identity = identity
+        # The next request, until the end was seen, or an error.
+        self._next_request: FetchRequest | None = FetchRequest(
+            stream=pool.start(),
+            partition_id=source.request.partition_id,
+            batch_index=batch_index,
+            identity=identity,
+        )
+        self._number = self._next_request.stream
         self._limit = limit
         self.next_index = batch_index
-        self.fetched_until = 0  # the batch_index behind the last batch that was fetched
-        self._next_request = batch_index
-        self._arrived: dict[int, FetchResult] = {}
-        # Nothing is requested any more: the end was seen, or an error.
-        self._requested_all = False
-        self._closed = False
+        self.fetched_until = 0
+        self._arrived: dict[int, FetchReply] = {}
+        self.closed = False
         # Guards the limit and the requests: a batch may be consumed by another thread than the one that reads.
         self._lock = threading.RLock()
         self._request_more()
-
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._closed
 
     def read(self) -> FetchedBatch | End | None:
         """Wait for the next batch, or the end; None once it is closed.
@@ -192,31 +239,32 @@ class WorkerStream:
         """
         self._receive(wait=False)
         while (arrived := self._arrived.get(self.next_index)) is None:
-            if self._closed:
+            if self.closed:
                 return None
             self._receive(wait=True)
-        if isinstance(arrived.content, End):
-            return arrived.content
-        if isinstance(arrived.content, ExceptionWrapper):
-            raise arrived.content.with_note("a worker process")
+        content = arrived.content
+        if isinstance(content, End):
+            return content
+        if isinstance(content, ExceptionWrapper):
+            raise content.with_note("a worker process")
         if arrived.buffer is None:
             raise RuntimeError(f"batch {self.next_index} came without its buffer")
-        batch = open_batch(arrived.content.layout, arrived.buffer)
+        batch = open_batch(content.layout, arrived.buffer)
         self._arrived.pop(self.next_index, None)  # unless `close` dropped it meanwhile
         self.next_index += 1
-        return replace(batch, on_consumed=partial(self._on_consumed, arrived.content.layout.size_bytes))
+        return replace(batch, on_consumed=partial(self._on_consumed, content.layout.size_bytes))
 
     def _receive(self, *, wait: bool) -> None:
         arrived = self._pool.receive(self._number, wait=wait)
-        self._arrived.update(arrived)
+        self._arrived.update({reply.batch_index: reply for reply in arrived})
         with self._lock:
-            for index, result in arrived.items():
-                if isinstance(result.content, SharedBatch):
-                    self.fetched_until = max(self.fetched_until, index + 1)
-                    self._limit.arrive(result.content.layout.size_bytes)
+            for reply in arrived:
+                if isinstance(reply.content, SharedBatch):
+                    self.fetched_until = max(self.fetched_until, reply.batch_index + 1)
+                    self._limit.arrive(reply.content.layout.size_bytes)
                 else:
                     self._limit.arrive(0)
-                    self._requested_all = True
+                    self._next_request = None
             self._request_more()
 
     def _on_consumed(self, size_bytes: int) -> None:
@@ -225,22 +273,15 @@ class WorkerStream:
             self._request_more()
 
     def _request_more(self) -> None:
-        while not self._requested_all and not self._closed and self._limit.admits():
+        while self._next_request is not None and not self.closed and self._limit.admits():
             self._limit.begin()
-            self._pool.request(
-                FetchRequest(
-                    stream=self._number,
-                    partition_id=self._partition_id,
-                    batch_index=self._next_request,
-                    identity=self._identity,
-                )
-            )
-            self._next_request += 1
+            self._pool.request(self._next_request)
+            self._next_request = replace(self._next_request, batch_index=self._next_request.batch_index + 1)
 
     def close(self) -> None:
         """Make the workers idle. Idempotent."""
-        if not self._closed:
-            self._closed = True
+        if not self.closed:
+            self.closed = True
             self._pool.stop(self._number)
             self._arrived.clear()
 
@@ -289,16 +330,16 @@ def _send(worker: _Worker, message: FetchRequest | Stop | None) -> None:
         worker.connection.send(message)
 
 
-def _receive(worker: _Worker) -> tuple[FetchReply, Bytes | None]:
+def _receive(worker: _Worker) -> FetchReply:
     try:
         if not worker.connection.poll():  # it was the process that ended
             raise EOFError
         reply: FetchReply = worker.connection.recv()
         worker.has_replied = True
         if not isinstance(reply.content, SharedBatch):
-            return reply, None
-        ref = reply.content.buffer
-        return reply, worker.buffers.open(ref, recv_handle(worker.connection) if ref.is_new else None)
+            return reply
+        descriptor = recv_handle(worker.connection) if reply.content.is_new else None
+        return replace(reply, buffer=worker.buffers.open(reply.content, descriptor))
     except (EOFError, OSError) as error:
         worker.process.join(_JOIN_SECONDS)
         code = worker.process.exitcode
@@ -331,15 +372,11 @@ def worker_context(name: str | BaseContext | None, source: BatchSource) -> BaseC
     if isinstance(name, BaseContext):
         return name
     if name is None:
-        name = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() and _pickles(source) else "fork"
+        name = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() and _pickled(source) else "fork"
     context: BaseContext = multiprocessing.get_context(name)
     if name == "forkserver":
         context.set_forkserver_preload(["tq_service.data.workers"])
     return context
-
-
-def _pickles(source: BatchSource) -> bool:
-    return _pickled(source) is not None
 
 
 def _pickled(source: BatchSource) -> bytes | None:
@@ -350,7 +387,95 @@ def _pickled(source: BatchSource) -> bytes | None:
         return None
 
 
-def _needs_main(source: BatchSource) -> bool:
-    """Whether the pickle of a source names the main module, as that of a function or class of it does."""
-    pickled = _pickled(source)
-    return pickled is None or b"__main__" in pickled
+# In the worker process
+
+
+def run_worker(source: BatchSource, connection: Connection) -> None:
+    """Serve requests until the parent sends None or is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a handler of the trainer, which a fork inherits, is not for them
+    torch.set_num_threads(1)
+    _Fetching(source, connection).run()
+
+
+class _Fetching:
+    """Two threads of a worker: the main one fetches the requested batches, one after the other, and replies.
+
+    The other one receives, so that a call which waits for a batch ends at once when the batch is not wanted any more,
+    or when the parent is gone.
+    """
+
+    def __init__(self, source: BatchSource, connection: Connection) -> None:
+        self._source = source
+        self._connection = connection
+        self._requests: queue.SimpleQueue[FetchRequest | None] = queue.SimpleQueue()
+        self._buffers = SharedBufferWriter()
+        self._notes = ProbeNotes()
+        # Written by the receiving thread and read by the main one.
+        self._stopped_stream = -1
+        # The stream and its fetcher: of the main thread; the receiving one closes the fetcher to end its call.
+        self._fetching: tuple[int, BatchFetcher] | None = None
+
+    def run(self) -> None:
+        self._notes.replace_probes()
+        threading.Thread(target=self._receive, name="tq-worker-receive", daemon=True).start()
+        while (request := self._requests.get()) is not None:
+            self._buffers.release(request.released)
+            if self._is_wanted(request):
+                self._serve(request)
+        self._end_fetcher()
+
+    def _receive(self) -> None:
+        parent = multiprocessing.parent_process()
+        sources: list[Connection | int] = [self._connection, *([parent.sentinel] if parent is not None else [])]
+        while True:
+            if self._connection not in multiprocessing.connection.wait(sources):
+                os._exit(1)
+            try:
+                message: FetchRequest | Stop | None = self._connection.recv()
+            except (EOFError, OSError):
+                os._exit(1)
+            if isinstance(message, Stop):
+                self._stop(message.stream)
+                continue
+            self._requests.put(message)
+            if message is None:
+                return
+
+    def _stop(self, stream: int) -> None:
+        # First the number: a fetcher that the main thread makes from now on finds it before its first call.
+        self._stopped_stream = stream
+        fetching = self._fetching
+        if fetching is not None and fetching[0] <= stream:
+            fetching[1].close()
+
+    def _is_wanted(self, request: FetchRequest) -> bool:
+        return request.stream > self._stopped_stream
+
+    def _serve(self, request: FetchRequest) -> None:
+        content: SharedBatch | ExceptionWrapper | End
+        try:
+            fetched = self._fetcher_for(request).fetch(request.batch_index, lambda: self._is_wanted(request))
+            content = fetched if isinstance(fetched, End) else self._buffers.share(fetched)
+        except StreamClosedError:
+            return
+        except Exception as error:  # whatever it is, it belongs to the reader in the parent
+            if not self._is_wanted(request):  # a call that `_stop` ended
+                return
+            content = ExceptionWrapper.of(error)
+        self._connection.send(FetchReply(request.stream, request.batch_index, content, self._notes.take()))
+        if isinstance(content, SharedBatch) and content.is_new:
+            send_handle(self._connection, content.buffer_id, os.getppid())
+
+    def _fetcher_for(self, request: FetchRequest) -> BatchFetcher:
+        """Return the fetcher of the request's stream, each with a client of its own."""
+        if self._fetching is None or self._fetching[0] != request.stream:
+            self._end_fetcher()
+            fetcher = BatchFetcher(self._source.of_partition(request.partition_id), request.identity)
+            self._fetching = request.stream, fetcher
+        return self._fetching[1]
+
+    def _end_fetcher(self) -> None:
+        if self._fetching is not None:
+            self._fetching[1].close()
+            self._fetching = None

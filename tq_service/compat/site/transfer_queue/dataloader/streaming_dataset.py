@@ -14,8 +14,7 @@ import numpy as np
 from tensordict import TensorDict
 
 from tq_service import data
-from tq_service.data.columns import build, flatten
-from tq_service.data.micro_batches import select_rows
+from tq_service.data.columns import build, flatten, select_rows
 from transfer_queue.client import TransferQueueClient
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.session import current
