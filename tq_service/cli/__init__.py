@@ -63,7 +63,7 @@ class _CommandsOnDemand(TyperGroup):
             holder = typer.Typer(add_completion=False, rich_markup_mode=None)
             holder.command(cmd_name, cls=GroupedOptions, epilog=f"\b\nExamples:\n{module.EXAMPLES}")(module.command)
         command = typer.main.get_command(holder)
-        command.name = cmd_name
+        command.name, command.help = cmd_name, command.help or COMMANDS[cmd_name]
         return command
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:

@@ -15,7 +15,6 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from tq_service.addresses import DEFAULT_PORT, parse_address
-from tq_service.cli import COMMANDS
 from tq_service.cli.output import Answer, AsJson, show
 from tq_service.errors import DeadlineError, InvalidArgumentError, TqError, UnavailableError
 
@@ -153,14 +152,13 @@ class _VerbGroup(TyperGroup):
             formatter.write_dl([(name, each.get_short_help_str(limit=_WHOLE)) for name, each in self.commands.items()])
 
 
-def make_group(name: str, examples: str) -> typer.Typer:
-    """Return a noun of `COMMANDS`, whose verbs are added with `verb`."""
+def make_group(examples: str) -> typer.Typer:
+    """Return a noun, whose verbs are added with `verb`."""
     group = typer.Typer(
         cls=_VerbGroup,
         add_completion=False,
         rich_markup_mode=None,
         no_args_is_help=True,
-        help=COMMANDS[name],
         epilog=f"\b\nExamples:\n{examples}",
     )
     group.callback()(lambda: None)  # so that a noun with one verb has it by name, too

@@ -23,31 +23,22 @@ from tq_service.errors import (
 if TYPE_CHECKING:
     from tq_service.client import BatchMeta, Client, PartitionDescription, TaskStatus
 
-PARTITION = make_group(
-    "partition",
-    """\
+PARTITION = make_group("""\
   tq-service partition ls train@
   tq-service partition show train@3
   tq-service partition peek train@3 --limit 3
   tq-service partition seal train@3
-  tq-service partition clear train@3 --yes""",
-)
-TASK = make_group(
-    "task",
-    """\
+  tq-service partition clear train@3 --yes""")
+TASK = make_group("""\
   tq-service task show train@3
   tq-service task show train@3 update_actor --json
   tq-service task explain train@3 update_actor
-  tq-service task reset train@3 update_actor --keep-consumed --yes""",
-)
-DEADLETTER = make_group(
-    "deadletter",
-    """\
+  tq-service task reset train@3 update_actor --keep-consumed --yes""")
+DEADLETTER = make_group("""\
   tq-service deadletter ls
   tq-service deadletter ls train@3 --json
   tq-service deadletter requeue train@3 reward
-  tq-service deadletter requeue train@3 reward 17 18""",
-)
+  tq-service deadletter requeue train@3 reward 17 18""")
 
 _MOST_SHOWN = 6  # values of a tensor
 _MOST_LOOK_UPS = 5  # of samples that are cleared before they are read

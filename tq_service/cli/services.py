@@ -16,26 +16,17 @@ if TYPE_CHECKING:
     from tq_service.client import CheckpointSummary, Client
     from tq_service.results import ServiceStatus, StorageStatus
 
-STORAGE = make_group(
-    "storage",
-    """\
+STORAGE = make_group("""\
   tq-service storage ls
-  tq-service storage ls --json""",
-)
-SAMPLER = make_group(
-    "sampler",
-    """\
+  tq-service storage ls --json""")
+SAMPLER = make_group("""\
   tq-service sampler ls
-  tq-service sampler ls --address controller:50051 --json""",
-)
-CHECKPOINT = make_group(
-    "checkpoint",
-    """\
+  tq-service sampler ls --address controller:50051 --json""")
+CHECKPOINT = make_group("""\
   tq-service checkpoint write nightly
   tq-service checkpoint write nightly/2026-11-21 --metadata '{"step": 12}' --address controller:50051
   tq-service checkpoint ls nightly/
-  tq-service checkpoint restore nightly --replace""",
-)
+  tq-service checkpoint restore nightly --replace""")
 
 _COPY_SECONDS = 3600.0
 

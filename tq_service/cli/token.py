@@ -15,14 +15,11 @@ from tq_service.cli.options import make_group, verb
 from tq_service.cli.output import Answer, table
 from tq_service.errors import AlreadyExistsError, InvalidArgumentError
 
-TOKEN = make_group(
-    "token",
-    """\
+TOKEN = make_group("""\
   tq-service token new --name rollouts --role produce --prefix train@ --file tokens.toml > rollouts.token
   tq-service token new --name trainer --role consume --expires 90d --file tokens.toml --output trainer.token
   tq-service token ls --file tokens.toml
-  tq-service token revoke trainer --file tokens.toml""",
-)
+  tq-service token revoke trainer --file tokens.toml""")
 _SPAN = re.compile(r"(\d+)([hd])")
 
 File = Annotated[
