@@ -7,10 +7,10 @@ import secrets
 import signal
 import statistics
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 import typer
@@ -36,6 +36,8 @@ _CLAIM_SAMPLES = 65_536
 _CLAIM_BATCH = 8
 _ROW_BYTES = 65_536
 _MOST_REPEATS = 2_000
+
+_Result = TypeVar("_Result")
 
 
 def _command(
@@ -130,16 +132,27 @@ async def _partition(client: AsyncClient) -> AsyncIterator[str]:
         await client.clear_partition(partition_id)
 
 
+async def _timed(call: Awaitable[_Result]) -> tuple[float, _Result]:
+    """Return how long a call took, and its result."""
+    started = time.perf_counter()
+    result = await call
+    return time.perf_counter() - started, result
+
+
+async def _repeated(call: Callable[[], Awaitable[tuple[float, object]]], seconds: float) -> list[float]:
+    """Return how long a call took each time, one after the other."""
+    latencies: list[float] = []
+    until = time.perf_counter() + seconds
+    while not latencies or (time.perf_counter() < until and len(latencies) < _MOST_REPEATS):
+        latencies.append((await call())[0])
+    return latencies
+
+
 async def _measure_round_trip(client: AsyncClient, seconds: float) -> list[_Figure]:
     """Measure one call after the other that answers from counters."""
     async with _partition(client) as partition_id:
         await client.describe_partition(partition_id)  # opens the connection
-        latencies: list[float] = []
-        until = time.perf_counter() + seconds
-        while not latencies or (time.perf_counter() < until and len(latencies) < _MOST_REPEATS):
-            started = time.perf_counter()
-            await client.describe_partition(partition_id)
-            latencies.append(time.perf_counter() - started)
+        latencies = await _repeated(lambda: _timed(client.describe_partition(partition_id)), seconds)
     return [_figure("round trip", latencies, rate=len(latencies) / sum(latencies), unit="calls/s")]
 
 
@@ -153,20 +166,21 @@ async def _measure_claims(client: AsyncClient, seconds: float, ranks: int) -> li
         async def consume(rank: int) -> None:
             batch_index = 0
             while time.perf_counter() - started < seconds:
-                asked = time.perf_counter()
-                meta = await client.get_meta(
-                    partition_id=partition_id,
-                    task_name="bench",
-                    data_fields=["value"],
-                    batch_size=_CLAIM_BATCH,
-                    dp_rank=rank,
-                    dp_size=ranks,
-                    batch_index=batch_index,
-                    max_wait=0.0,
+                took, meta = await _timed(
+                    client.get_meta(
+                        partition_id=partition_id,
+                        task_name="bench",
+                        data_fields=["value"],
+                        batch_size=_CLAIM_BATCH,
+                        dp_rank=rank,
+                        dp_size=ranks,
+                        batch_index=batch_index,
+                        max_wait=0.0,
+                    )
                 )
                 if meta.status != "batch":
                     return
-                latencies.append(time.perf_counter() - asked)
+                latencies.append(took)
                 batch_index += 1
 
         await asyncio.gather(*(consume(rank) for rank in range(ranks)))
@@ -176,21 +190,17 @@ async def _measure_claims(client: AsyncClient, seconds: float, ranks: int) -> li
 
 async def _measure_wake_up(client: AsyncClient, seconds: float) -> list[_Figure]:
     """Measure from the put of a sample until a worker that waits for it has it."""
-    latencies: list[float] = []
+    asked: dict[str, Any] = {"task_name": "bench", "data_fields": ["value"], "batch_size": 1, "max_wait": 10.0}
     async with _partition(client) as partition_id:
-        row = {"value": np.zeros(1, np.int8)}
-        until = time.perf_counter() + seconds
-        while not latencies or (time.perf_counter() < until and len(latencies) < _MOST_REPEATS):
-            claim = asyncio.create_task(
-                client.get_meta(
-                    partition_id=partition_id, task_name="bench", data_fields=["value"], batch_size=1, max_wait=10.0
-                )
-            )
+
+        async def wake() -> tuple[float, object]:
+            claim = asyncio.create_task(client.get_meta(partition_id=partition_id, **asked))
             await asyncio.sleep(0)  # lets the claim leave first
-            started = time.perf_counter()
-            await client.put(row, partition_id=partition_id)
-            await claim
-            latencies.append(time.perf_counter() - started)
+            return await _timed(
+                asyncio.gather(client.put({"value": np.zeros(1, np.int8)}, partition_id=partition_id), claim)
+            )
+
+        latencies = await _repeated(wake, seconds)
     return [_figure("put to waiting worker", latencies, rate=len(latencies) / sum(latencies), unit="samples/s")]
 
 
@@ -205,12 +215,9 @@ async def _measure_bulk(client: AsyncClient, seconds: float, size_bytes: int) ->
     until = time.perf_counter() + seconds
     while not gets or time.perf_counter() < until:
         async with _partition(client) as partition_id:
-            started = time.perf_counter()
-            meta = await client.put({"column": column}, partition_id=partition_id)
-            puts.append(time.perf_counter() - started)
-            started = time.perf_counter()
-            await client.get_data(meta)
-            gets.append(time.perf_counter() - started)
+            took, meta = await _timed(client.put({"column": column}, partition_id=partition_id))
+            puts.append(took)
+            gets.append((await _timed(client.get_data(meta)))[0])
     size = f"{column.nbytes / 2**20:g} MiB"
     return [
         _figure(f"{verb} {size}", times, rate=column.nbytes / 1e6 / statistics.median(times), unit="MB/s")
