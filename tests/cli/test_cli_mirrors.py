@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tq_service.cli import app, output
-from tq_service.cli import storage as storage_commands
+from tq_service.cli import app, options, output
 from tq_service.cli.status_view import header_of
 from tq_service.results import MirrorStatus, Revision, ServiceInfo, ServiceStatus, StorageStatus
 
@@ -61,7 +60,7 @@ def listed(monkeypatch: pytest.MonkeyPatch, *storages: StorageStatus, arguments:
     def open_client(**_: Any) -> Iterator[Any]:
         yield SimpleNamespace(status=lambda explain: status(*storages), address="controller:50051")
 
-    monkeypatch.setattr(storage_commands, "open_client", open_client)
+    monkeypatch.setattr(options, "open_client", open_client)
     result = CliRunner().invoke(app, ["storage", "ls", *arguments])
     assert result.exit_code == 0, (result.output, result.exception)
     return result.stdout

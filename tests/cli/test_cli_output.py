@@ -4,12 +4,13 @@ import json
 
 import pytest
 
-from tq_service.cli.output import print_json, print_table
+from tq_service.cli.output import print_json, show, table
 from tq_service.results import ProductionStatus
 
 
 def test_cells_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
-    print_table("name, >count, state", [("[red]a[/red]", 1_234_567, None), ("b", None, "open")])
+    rows = [("[red]a[/red]", 1_234_567, None), ("b", None, "open")]
+    show(iter([rows, table("name, >count, state", rows)]), as_json=False)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split() for line in lines] == [
         ["name", "count", "state"],

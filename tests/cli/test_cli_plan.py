@@ -5,7 +5,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tq_service.cli import app
-from tq_service.cli.plan_preview import Shape, preview_samplers
+from tq_service.cli.plan import Shape, preview_samplers
 
 LENGTHS = [900, 800, 300, 250, 150, 100]
 

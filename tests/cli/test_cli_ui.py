@@ -45,10 +45,8 @@ def test_it_shows_what_its_token_may_see_and_neither_token_nor_paths(tmp_path: P
         with ListeningProcess([*command, "--address", service.address], env=ENV, log=tmp_path / "log") as page:
             text = next(frames(page, "/tq/events"))
             frame = json.loads(text)
-            assert (frame["state"], [each["name"] for each in frame["status"]["partitions"]]) == (
-                "serving",
-                ["train@0"],
-            )
+            names = [each["summary"]["partition_id"] for each in frame["status"]["partitions"]]
+            assert (frame["state"], names) == ("serving", ["train@0"])
             assert frame["status"]["service"]["tls"] and frame["status"]["service"]["auth"]
             assert (tmp_path / "reader.token").read_text() not in text
             assert str(tmp_path) not in text

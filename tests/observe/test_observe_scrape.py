@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 import tq_service as tq
 from tq_service.config import load_settings
 from tq_service.errors import InvalidArgumentError
-from tq_service.observe.service import MOST_LINES, _of_mirror
+from tq_service.observe.service import MOST_LINES, _of_storage
 from tq_service.results import MirrorStatus
 from tq_service.storage.engine import EngineStat
 
@@ -230,9 +230,10 @@ def test_a_storage_service_has_one_series_for_all_that_it_mirrors() -> None:
 
     def values(own: EngineStat, *adopted: EngineStat) -> dict[str, float]:
         return {
-            sample.name.removeprefix("tq_service_storage_mirror_"): sample.value
-            for metric in _of_mirror("s", own, adopted)
+            sample.name.removeprefix(prefix): sample.value
+            for metric in _of_storage("s", own, adopted)
             for sample in metric.samples
+            if sample.name.startswith(prefix := "tq_service_storage_mirror_")
         }
 
     shown = values(stat(True, 10, 1, 0, 7), stat(False, 5, 2, 3, 4), stat(None, 0, 0, 1, 2))

@@ -65,7 +65,7 @@ async def test_the_stream_has_frames_from_the_first_on_whatever_names_say() -> N
     client = FakeClient(UnavailableError("connection refused"), status(partition(HOSTILE)))
     async with running_page(client) as page, httpx.AsyncClient() as web:
         *_, last = await frames_at(web, f"{page}/events", 3)
-        assert last["status"]["partitions"][0]["name"] == HOSTILE
+        assert last["status"]["partitions"][0]["summary"]["partition_id"] == HOSTILE
         assert [event["kind"] for event in last["events"]][:1] == ["away"]
 
 

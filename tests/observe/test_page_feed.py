@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from page_statuses import mirrored, partition, status, update, wait
+from page_statuses import mirrored, partition, service, status, update, wait
 
 from tq_service.client import WatchUpdate
 from tq_service.errors import DeadlineError, UnauthenticatedError, UnavailableError
@@ -73,17 +73,24 @@ async def test_a_frame_has_all_that_the_page_shows() -> None:
     (frame,) = await frames_of(status(one, waits=(wait(), wait("trian@0"))))
     assert (frame["state"], frame["address"], frame["away_seconds"]) == ("serving", "tq.example:50051", None)
     (shown,) = frame["status"]["partitions"]
-    assert (shown["name"], shown["inserted_count"], shown["expected_count"]) == ("train@0", 8, 16)
-    assert [each["partition"] for each in frame["status"]["waits"]] == ["train@0", "trian@0"]
+    assert (shown["summary"]["inserted_count"], shown["expected_samples"]) == (8, 16)
+    assert (shown["summary"]["partition_id"], shown["fields"][0]["spec"]["name"]) == ("train@0", "x")
+    assert [each["partition_id"] for each in frame["status"]["waits"]] == ["train@0", "trian@0"]
     assert frame["status"]["totals"]["max_bytes"] == 1000
-    assert frame["status"]["storages"][0]["id"] == "s0"
+    assert frame["status"]["storages"][0]["storage_id"] == "s0"
+
+
+async def test_a_frame_does_not_say_where_the_service_has_its_data() -> None:
+    (frame,) = await frames_of(status(service=service(data_dir="/var/lib/tq")))
+    assert "/var/lib" not in json.dumps(frame)
+    assert frame["status"]["service"]["instance_id"] == "61" * 16
 
 
 async def test_a_frame_has_mirrors_and_counts_what_was_taken_over_once() -> None:
     plain, frame = await frames_of(status(), status(storages=mirrored()))
     assert (plain["status"]["storages"][0]["mirror"], plain["status"]["storages"][0]["is_adopted"]) == (None, False)
     shown = frame["status"]["storages"]
-    assert [(each["id"], each["is_adopted"], each["heir"]) for each in shown] == [
+    assert [(each["storage_id"], each["is_adopted"], each["heir"]) for each in shown] == [
         ("s0", False, None), ("s0", True, "s1"), ("s1", False, None), ("s2", False, None),
     ]  # fmt: skip
     assert [each["mirror"] and each["mirror"]["is_reachable"] for each in shown] == [False, None, True, None]
@@ -100,7 +107,7 @@ async def test_a_service_that_is_away_leaves_its_last_state_and_is_noted_once() 
     before, away, still, back = await frames_of(status(partition()), gone, gone, status(partition()))
     assert before["events"] == []
     assert (away["state"], away["problem"]) == ("away", gone.message)
-    assert away["status"]["partitions"][0]["name"] == "train@0"
+    assert away["status"]["partitions"][0]["summary"]["partition_id"] == "train@0"
     assert still["away_seconds"] >= away["away_seconds"] >= 0
     assert [event["kind"] for event in still["events"]] == ["away"]
     assert [event["kind"] for event in back["events"]] == ["away", "back"]
@@ -125,7 +132,7 @@ async def test_partitions_that_moved_last_are_shown_where_there_are_too_many() -
     moved = [partition("p3", 2) if number == 3 else one for number, one in enumerate(many)]
     _, frame = await frames_of(status(*many), status(*moved))
     assert len(frame["status"]["partitions"]) == MOST_PARTITIONS
-    assert frame["status"]["partitions"][0]["name"] == "p3"
+    assert frame["status"]["partitions"][0]["summary"]["partition_id"] == "p3"
     assert frame["status"]["hidden_partition_count"] == 5
     assert frame["status"]["totals"]["partition_count"] == MOST_PARTITIONS + 5
 

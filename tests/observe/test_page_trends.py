@@ -9,19 +9,19 @@ from tq_service.observe.page.trends import POINT_COUNT, ROW_POINT_COUNT, Trends,
 def test_samples_are_counted_from_the_second_status_on() -> None:
     trends = Trends()
     trends.see(status(partition(inserted=100)), 10.0)
-    assert list(trends.inserted_per_second) == [None]
+    assert list(trends.curves["inserted"]) == [None]
     trends.see(status(partition(inserted=130), partition("train@1", 10, incarnation=b"n" * 16)), 12.0)
-    assert list(trends.inserted_per_second) == [None, 20.0]
+    assert list(trends.curves["inserted"]) == [None, 20.0]
     assert list(trends.partitions["train@0"].inserted_per_second) == [None, 15.0]
     assert list(trends.partitions["train@1"].inserted_per_second) == [5.0]
-    assert list(trends.present) == [100, 140]
+    assert list(trends.curves["present"]) == [100, 140]
 
 
 def test_a_partition_that_is_made_again_begins_again() -> None:
     trends = Trends()
     trends.see(status(partition(inserted=100, incarnation=b"a" * 16)), 0.0)
     trends.see(status(partition(inserted=6, incarnation=b"b" * 16)), 2.0)
-    assert list(trends.inserted_per_second) == [None, 3.0]
+    assert list(trends.curves["inserted"]) == [None, 3.0]
     assert list(trends.partitions["train@0"].present) == [6]
     trends.see(status(), 4.0)
     assert trends.partitions == {}
@@ -32,12 +32,12 @@ def test_a_status_that_is_missing_is_a_gap_and_counts_in_the_time_of_the_next() 
     trends.see(status(partition(inserted=0, tasks=(task(delivered_per_second=2.5, consumed_count=2),))), 0.0)
     trends.miss()
     trends.see(status(partition(inserted=40, tasks=(task(delivered_per_second=3.5, consumed_count=8),))), 4.0)
-    assert list(trends.inserted_per_second) == [None, None, 10.0]
-    assert list(trends.used_bytes) == [100, None, 100]
-    assert list(trends.delivered_per_second) == [None, None, 1.5]
+    assert list(trends.curves["inserted"]) == [None, None, 10.0]
+    assert list(trends.curves["used"]) == [100, None, 100]
+    assert list(trends.curves["delivered"]) == [None, None, 1.5]
     assert list(trends.partitions["train@0"].delivered_per_second["update"]) == [2.5, None, 3.5]
     trends.see(status(storages=(storage(used_bytes=1), storage("s1", used_bytes=2))), 6.0)
-    assert trends.used_bytes[-1] == 3
+    assert trends.curves["used"][-1] == 3
 
 
 def test_what_was_delivered_counts_also_where_its_partition_is_cleared_next() -> None:
@@ -48,14 +48,14 @@ def test_what_was_delivered_counts_also_where_its_partition_is_cleared_next() ->
     trends.see(status(partition("train@1", incarnation=b"n" * 16, tasks=(task(consumed_count=1),))), 4.0)  # released
     reset = task(epoch=1, consumed_count=2)
     trends.see(status(partition("train@1", incarnation=b"n" * 16, tasks=(reset,))), 6.0)
-    assert list(trends.delivered_per_second) == [None, 4.0, 0.0, 1.0]
+    assert list(trends.curves["delivered"]) == [None, 4.0, 0.0, 1.0]
 
 
 def test_curves_are_bounded() -> None:
     trends = Trends()
     for moment in range(POINT_COUNT + 20):
         trends.see(status(partition(inserted=moment)), float(moment))
-    assert len(trends.present) == POINT_COUNT
+    assert len(trends.curves["present"]) == POINT_COUNT
     assert len(trends.partitions["train@0"].present) == ROW_POINT_COUNT
 
 
@@ -96,7 +96,7 @@ def test_batches_of_all_steps_of_a_task_are_in_one_row_also_once_their_partition
     trends.see(status(partition("train@1", tasks=(task(recent_batches=(batch(0, 1, 9),)), task("other")))), 4.0)
     (balance,) = trends.balances.values()
     assert list(trends.balances) == [("train", "update")]
-    assert [(name, one.batch_index) for name, one in balance.batches] == [
+    assert [(name, one.batch_index) for name, one in balance] == [
         ("train@0", 0), ("train@0", 1), ("train@0", 2), ("train@1", 0),
     ]  # fmt: skip
 
@@ -106,7 +106,7 @@ def test_batches_of_another_epoch_or_incarnation_are_new() -> None:
     for moment, (epoch, incarnation) in enumerate([(0, b"a" * 16), (1, b"a" * 16), (0, b"b" * 16), (0, b"b" * 16)]):
         one = task(epoch=epoch, recent_batches=(batch(0, 1, 1),))
         trends.see(status(partition(incarnation=incarnation, tasks=(one,))), float(moment))
-    assert len(trends.balances["train", "update"].batches) == 3
+    assert len(trends.balances["train", "update"]) == 3
 
 
 def test_balances_are_bounded() -> None:

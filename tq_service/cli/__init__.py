@@ -11,9 +11,8 @@ from typer.core import TyperGroup
 
 from tq_service.errors import TqError
 
-# The commands in a word; the module of that name here has a function `command`, and `EXAMPLES` which end its --help, or
-# a `group` of commands.
-_COMMANDS = {
+# The commands in a word. The module of that name here has a function `command`, and `EXAMPLES` which end its --help.
+COMMANDS = {
     "serve": "Run the service until SIGTERM or SIGINT.",
     "status": "Show a service, its partitions and tasks, and what they wait for.",
     "explain": "Say why claims of a partition wait.",
@@ -30,7 +29,12 @@ _COMMANDS = {
     "plan": "Show what each sampler would do with the samples of a file of lengths.",
     "bench": "Measure claims, puts and gets against a service for a few seconds.",
 }
-
+# Commands that have verbs: the module, which has the group under the command's name in capitals.
+_GROUPS = {
+    "partition": "partitions", "task": "partitions", "deadletter": "partitions",
+    "storage": "services", "sampler": "services", "checkpoint": "services",
+    "token": "token",
+}  # fmt: skip
 
 _EXTRAS = {
     "matplotlib": "plots", "torch": "data", "tensordict": "data", "starlette": "ui", "uvicorn": "ui",
@@ -45,25 +49,26 @@ class _CommandsOnDemand(TyperGroup):
     """
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return list(_COMMANDS)
+        return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name not in _COMMANDS:
+        if cmd_name not in COMMANDS:
             return super().get_command(ctx, cmd_name)
         from tq_service.cli.options import GroupedOptions  # noqa: PLC0415  (the overview does without)
 
-        module = importlib.import_module(f"tq_service.cli.{cmd_name}")
-        holder = getattr(module, "group", None)  # of a command with commands of its own
-        if holder is None:
+        module = importlib.import_module(f"tq_service.cli.{_GROUPS.get(cmd_name, cmd_name)}")
+        if cmd_name in _GROUPS:
+            holder = getattr(module, cmd_name.upper())
+        else:
             holder = typer.Typer(add_completion=False, rich_markup_mode=None)
             holder.command(cmd_name, cls=GroupedOptions, epilog=f"\b\nExamples:\n{module.EXAMPLES}")(module.command)
         command = typer.main.get_command(holder)
-        command.name = cmd_name
+        command.name, command.help = cmd_name, command.help or COMMANDS[cmd_name]
         return command
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl(list(_COMMANDS.items()))
+            formatter.write_dl(list(COMMANDS.items()))
 
 
 app = typer.Typer(

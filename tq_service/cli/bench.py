@@ -1,31 +1,43 @@
-"""`tq-service bench`: a quick load from this machine."""
+"""`tq-service bench`: a few seconds of load from one client process of this machine."""
 
 from __future__ import annotations
 
 import asyncio
+import secrets
 import signal
-from typing import Annotated, Any
+import statistics
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
 
+import numpy as np
 import typer
 
-from tq_service.cli.addresses import open_client
-from tq_service.cli.options import with_address
-from tq_service.cli.output import AsJson, print_json, print_table
+from tq_service.cli.options import open_client, with_address
+from tq_service.cli.output import Answer, AsJson, show, table
+from tq_service.client import AsyncClient
 from tq_service.config import parse_size
 from tq_service.errors import InvalidArgumentError
-
-_ANSWER_SECONDS = 5.0
+from tq_service.testing import ServiceProcess
 
 EXAMPLES = """\
   tq-service bench
   tq-service bench --address controller:50051 --seconds 5
   tq-service bench --size 256MiB --json"""
 
-
 _ADDRESS_HELP = (
     "The service, as host:port, or the host alone for port 50051. Default: a service of its own, started for this and "
     "stopped after it."
 )
+_ANSWER_SECONDS = 5.0
+_CLAIM_SAMPLES = 65_536
+_CLAIM_BATCH = 8
+_ROW_BYTES = 65_536
+_MOST_REPEATS = 2_000
+
+_Result = TypeVar("_Result")
 
 
 def _command(
@@ -40,16 +52,13 @@ def _command(
     What it stores is removed again. The figures tell how client and service do on the machines they run on now.
     """
     size_bytes = _positive_bytes(size)
-    from tq_service.cli.load import Figure, measure  # noqa: PLC0415  (--help does without grpc and numpy)
-    from tq_service.client import AsyncClient  # noqa: PLC0415  (as above)
-    from tq_service.testing import ServiceProcess  # noqa: PLC0415  (as above)
 
-    async def run(target: str, **credentials: Any) -> list[Figure]:
+    async def run(target: str, **credentials: Any) -> list[_Figure]:
         measuring = asyncio.current_task()
         if measuring is not None:  # SIGTERM too removes what the benchmark stored; SIGINT does by itself
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, measuring.cancel)
         async with AsyncClient(target, **credentials) as client:
-            return await measure(client, seconds=seconds, ranks=ranks, size_bytes=size_bytes)
+            return await _measure(client, seconds=seconds, ranks=ranks, size_bytes=size_bytes)
 
     try:
         if given["address"]:
@@ -61,14 +70,16 @@ def _command(
                 figures = asyncio.run(run(service.address, token=False, tls=False))
     except asyncio.CancelledError:
         raise typer.Exit(128 + signal.SIGTERM) from None
-    if as_json:
-        print_json(figures)
-        return
+    show(_answer(figures), as_json)
+
+
+def _answer(figures: list[_Figure]) -> Answer:
+    yield figures
     rows = [
         (figure.name, round(figure.rate), figure.unit, f"{figure.p50_ms:.2f}", f"{figure.p99_ms:.2f}", figure.count)
         for figure in figures
     ]
-    print_table("measured, >rate, unit, >p50 ms, >p99 ms, >calls", rows)
+    yield table("measured, >rate, unit, >p50 ms, >p99 ms, >calls", rows)
 
 
 command = with_address(_command, _ADDRESS_HELP)
@@ -82,3 +93,143 @@ def _positive_bytes(size: str) -> int:
     if not isinstance(size_bytes, int) or size_bytes <= 0:
         raise InvalidArgumentError(f"--size: got {size!r}; expected more than 0 bytes, such as 64MiB", field="size")
     return size_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Figure:
+    """One line of the result.
+
+    Attributes:
+        name: what was measured.
+        rate: how many a second, in `unit`.
+        unit: of the rate.
+        p50_ms: median latency in milliseconds.
+        p99_ms: latency in milliseconds that 99 of 100 do not exceed.
+        count: number of calls measured.
+    """
+
+    name: str
+    rate: float
+    unit: str
+    p50_ms: float
+    p99_ms: float
+    count: int
+
+
+def _figure(name: str, latencies: list[float], *, rate: float, unit: str) -> _Figure:
+    p50, p99 = np.percentile(np.asarray(latencies) * 1e3, [50, 99])
+    return _Figure(name=name, rate=rate, unit=unit, p50_ms=float(p50), p99_ms=float(p99), count=len(latencies))
+
+
+@asynccontextmanager
+async def _partition(client: AsyncClient) -> AsyncIterator[str]:
+    """Yield the name of a partition that is cleared at the end, whatever happens."""
+    partition_id = f"bench-{secrets.token_hex(6)}"
+    await client.create_partition(partition_id)
+    try:
+        yield partition_id
+    finally:
+        await client.clear_partition(partition_id)
+
+
+async def _timed(call: Awaitable[_Result]) -> tuple[float, _Result]:
+    """Return how long a call took, and its result."""
+    started = time.perf_counter()
+    result = await call
+    return time.perf_counter() - started, result
+
+
+async def _repeated(call: Callable[[], Awaitable[tuple[float, object]]], seconds: float) -> list[float]:
+    """Return how long a call took each time, one after the other."""
+    latencies: list[float] = []
+    until = time.perf_counter() + seconds
+    while not latencies or (time.perf_counter() < until and len(latencies) < _MOST_REPEATS):
+        latencies.append((await call())[0])
+    return latencies
+
+
+async def _measure_round_trip(client: AsyncClient, seconds: float) -> list[_Figure]:
+    """Measure one call after the other that answers from counters."""
+    async with _partition(client) as partition_id:
+        await client.describe_partition(partition_id)  # opens the connection
+        latencies = await _repeated(lambda: _timed(client.describe_partition(partition_id)), seconds)
+    return [_figure("round trip", latencies, rate=len(latencies) / sum(latencies), unit="calls/s")]
+
+
+async def _measure_claims(client: AsyncClient, seconds: float, ranks: int) -> list[_Figure]:
+    """Measure `ranks` trainer ranks that claim batches of 8 of a full partition at once."""
+    async with _partition(client) as partition_id:
+        await client.put({"value": np.zeros(_CLAIM_SAMPLES, np.int8)}, partition_id=partition_id)
+        latencies: list[float] = []
+        started = time.perf_counter()
+
+        async def consume(rank: int) -> None:
+            batch_index = 0
+            while time.perf_counter() - started < seconds:
+                took, meta = await _timed(
+                    client.get_meta(
+                        partition_id=partition_id,
+                        task_name="bench",
+                        data_fields=["value"],
+                        batch_size=_CLAIM_BATCH,
+                        dp_rank=rank,
+                        dp_size=ranks,
+                        batch_index=batch_index,
+                        max_wait=0.0,
+                    )
+                )
+                if meta.status != "batch":
+                    return
+                latencies.append(took)
+                batch_index += 1
+
+        await asyncio.gather(*(consume(rank) for rank in range(ranks)))
+        elapsed = time.perf_counter() - started
+    return [_figure(f"claim, {ranks} ranks at once", latencies, rate=len(latencies) / elapsed, unit="claims/s")]
+
+
+async def _measure_wake_up(client: AsyncClient, seconds: float) -> list[_Figure]:
+    """Measure from the put of a sample until a worker that waits for it has it."""
+    asked: dict[str, Any] = {"task_name": "bench", "data_fields": ["value"], "batch_size": 1, "max_wait": 10.0}
+    async with _partition(client) as partition_id:
+
+        async def wake() -> tuple[float, object]:
+            claim = asyncio.create_task(client.get_meta(partition_id=partition_id, **asked))
+            await asyncio.sleep(0)  # lets the claim leave first
+            return await _timed(
+                asyncio.gather(client.put({"value": np.zeros(1, np.int8)}, partition_id=partition_id), claim)
+            )
+
+        latencies = await _repeated(wake, seconds)
+    return [_figure("put to waiting worker", latencies, rate=len(latencies) / sum(latencies), unit="samples/s")]
+
+
+async def _measure_bulk(client: AsyncClient, seconds: float, size_bytes: int) -> list[_Figure]:
+    """Measure puts and gets of one dense float32 column of `size_bytes`, one at a time."""
+    rows = max(size_bytes // _ROW_BYTES, 1)
+    column = np.random.default_rng(0).random((rows, _ROW_BYTES // 4), dtype=np.float32)
+    puts: list[float] = []
+    gets: list[float] = []
+    async with _partition(client) as partition_id:  # the first get imports torch, where it is installed
+        await client.get_data(await client.put({"column": column[:1]}, partition_id=partition_id))
+    until = time.perf_counter() + seconds
+    while not gets or time.perf_counter() < until:
+        async with _partition(client) as partition_id:
+            took, meta = await _timed(client.put({"column": column}, partition_id=partition_id))
+            puts.append(took)
+            gets.append((await _timed(client.get_data(meta)))[0])
+    size = f"{column.nbytes / 2**20:g} MiB"
+    return [
+        _figure(f"{verb} {size}", times, rate=column.nbytes / 1e6 / statistics.median(times), unit="MB/s")
+        for verb, times in (("put", puts), ("get", gets))
+    ]
+
+
+async def _measure(client: AsyncClient, *, seconds: float, ranks: int, size_bytes: int) -> list[_Figure]:
+    """Run all measurements, in about `seconds` seconds together."""
+    return [
+        *await _measure_round_trip(client, seconds * 0.15),
+        *await _measure_wake_up(client, seconds * 0.15),
+        *await _measure_claims(client, seconds * 0.3, ranks),
+        *await _measure_bulk(client, seconds * 0.4, size_bytes),
+    ]

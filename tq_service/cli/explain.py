@@ -6,8 +6,7 @@ from typing import Any
 
 import typer
 
-from tq_service.cli.addresses import Partition, TaskOrAll, open_client
-from tq_service.cli.options import with_service
+from tq_service.cli.options import Partition, TaskOrAll, open_client, with_service
 from tq_service.cli.output import AsJson, print_json
 
 EXAMPLES = """\

@@ -1,14 +1,25 @@
-"""Options that commands have in common, added to the signatures that typer reads; and groups of commands."""
+"""Options that commands have in common, how they reach the service with them, and groups of commands."""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Sequence
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 from typer.core import TyperCommand, TyperGroup
+
+from tq_service.addresses import DEFAULT_PORT, parse_address
+from tq_service.cli.output import Answer, AsJson, show
+from tq_service.errors import DeadlineError, InvalidArgumentError, TqError, UnavailableError
+
+if TYPE_CHECKING:
+    from tq_service.client import Client
 
 ADDRESS_HELP: Final = (
     "The service, as host:port, or the host alone for port 50051; of several controllers their addresses with commas "
@@ -24,8 +35,97 @@ _TLS_FILES: Final = {
 }
 
 _WHOLE: Final = 10_000  # characters: more than any sentence has
+_START_SECONDS: Final = 1.0
+_ASK_AGAIN_SECONDS: Final = 0.1
+_ANSWER_SECONDS: Final = 5.0
+_COMPLETION_SECONDS: Final = 1.0
+_MOST_COMPLETIONS: Final = 100
 
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask first.")]
+
+
+# Commands with options that their functions do not name
+
+
+def option(name: str, kind: Any, info: Any, default: Any = None) -> inspect.Parameter:
+    """Return an option as a parameter of a command; without a default it is None where it is not given."""
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=default,
+        annotation=Annotated[kind if default is not None else kind | None, info],
+    )
+
+
+def with_options(
+    function: Callable[..., Any], options: Iterable[inspect.Parameter], call: Callable[..., None] | None = None
+) -> Callable[..., None]:
+    """Return a command with the parameters of a function and more options, without `client` and its `**` parameter.
+
+    Args:
+        function: does the work.
+        options: those that are added.
+        call: gets the values of all of them, and calls the function; None: the function gets them itself.
+    """
+    signature = inspect.signature(function, eval_str=True, locals={"Client": object})  # --help does without clients
+    parameters = [
+        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for parameter in signature.parameters.values()
+        if parameter.kind is not parameter.VAR_KEYWORD and parameter.name != "client"
+    ]
+    parameters += options
+
+    def command(**values: Any) -> None:
+        (call or function)(**values)
+
+    command.__doc__ = function.__doc__
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    vars(command)["__signature__"] = inspect.Signature(parameters)
+    return command
+
+
+def _service_options(address_help: str = ADDRESS_HELP, timeout: float | None = None) -> Iterator[inspect.Parameter]:
+    info = typer.Option("--address", "-a", envvar="TQ_ADDRESS", help=address_help, show_default=False)
+    yield option("address", str, info)
+    if timeout is not None:
+        text = "Seconds to wait for an answer; a service that cannot be reached is tried for one second."
+        yield option("timeout", float, typer.Option(min=0.1, help=text), timeout)
+    for name, text in _TLS_FILES.items():
+        info = typer.Option(metavar="FILE", envvar=f"TQ_TLS_{name.upper()}", help=text)
+        yield option(f"tls_{name}", str, info)
+    # The client reads its variable, and TQ_TOKEN first.
+    text = "File with the token; or TQ_TOKEN is the token. [env var: TQ_TOKEN_FILE]"
+    yield option("token_file", Path, typer.Option(metavar="FILE", help=text))
+
+
+def _take_credentials(values: dict[str, Any]) -> dict[str, Any]:
+    """Take the options of TLS and token out of the values, and return the client's arguments `token` and `tls`."""
+    files = {name: values.pop(f"tls_{name}", None) for name in _TLS_FILES}
+    given = {"token": values.pop("token_file", None), "tls": None}
+    if any(files.values()):
+        from tq_service import Tls  # noqa: PLC0415  (--help does without grpc)
+
+        given["tls"] = Tls(**files)
+    return given
+
+
+def with_address(
+    function: Callable[..., None], address_help: str = ADDRESS_HELP, timeout: float | None = None
+) -> Callable[..., None]:
+    """Give a command options for address, TLS and token; its `**` parameter gets `address`, `token` and `tls`."""
+
+    def call(**values: Any) -> None:
+        function(**_take_credentials(values), **values)
+
+    return with_options(function, _service_options(address_help, timeout), call)
+
+
+def with_service(function: Callable[..., None]) -> Callable[..., None]:
+    """Give a command options for the service; its `**` parameter gets what `open_client` takes."""
+    return with_address(function, timeout=_ANSWER_SECONDS)
+
+
+# Nouns and their verbs
 
 
 class GroupedOptions(TyperCommand):
@@ -43,117 +143,140 @@ class GroupedOptions(TyperCommand):
                 formatter.write_dl(records)
 
 
-class VerbGroup(TyperGroup):
+class _VerbGroup(TyperGroup):
     """Lists its verbs with the first sentence of each, whole; typer would cut it to one line."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write them."""
-        verbs = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
         with formatter.section("Commands"):
-            formatter.write_dl(
-                [(name, each.get_short_help_str(limit=_WHOLE)) for name, each in verbs.items() if each is not None]
-            )
+            formatter.write_dl([(name, each.get_short_help_str(limit=_WHOLE)) for name, each in self.commands.items()])
 
 
-def option(name: str, kind: Any, info: Any, default: Any = None) -> inspect.Parameter:
-    """Return an option as a parameter of a command; without a default it is None where it is not given."""
-    return inspect.Parameter(
-        name,
-        inspect.Parameter.KEYWORD_ONLY,
-        default=default,
-        annotation=Annotated[kind if default is not None else kind | None, info],
-    )
-
-
-def with_options(
-    function: Callable[..., None],
-    options: Sequence[inspect.Parameter],
-    convert: Callable[[dict[str, Any]], dict[str, Any]] = dict,
-) -> Callable[..., None]:
-    """Return a command with the parameters of a function, and more options in place of its `**` parameter.
-
-    Args:
-        function: does the work.
-        options: those that are added.
-        convert: makes of their values what the function gets.
-    """
-    own = [
-        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-        for parameter in inspect.signature(function, eval_str=True).parameters.values()
-        if parameter.kind is not parameter.VAR_KEYWORD
-    ]
-    names = [parameter.name for parameter in own]
-
-    def command(**values: Any) -> None:
-        given = {name: values.pop(name) for name in names}
-        function(**given, **convert(values))
-
-    parameters = [*own, *options]
-    command.__doc__ = function.__doc__
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    vars(command)["__signature__"] = inspect.Signature(parameters)
-    return command
-
-
-def _credentials() -> list[inspect.Parameter]:
-    files = [
-        option(f"tls_{name}", str, typer.Option(metavar="FILE", envvar=f"TQ_TLS_{name.upper()}", help=text))
-        for name, text in _TLS_FILES.items()
-    ]
-    # The client reads its variable, and TQ_TOKEN first.
-    text = "File with the token; or TQ_TOKEN is the token. [env var: TQ_TOKEN_FILE]"
-    return [*files, option("token_file", Path, typer.Option(metavar="FILE", help=text))]
-
-
-def with_address(function: Callable[..., None], address_help: str = ADDRESS_HELP) -> Callable[..., None]:
-    """Give a command options for address, TLS and token; its `**` parameter gets `address`, `token` and `tls`."""
-    return with_options(function, [_address(address_help), *_credentials()], _given)
-
-
-def with_service(function: Callable[..., None], timeout: float = 5.0) -> Callable[..., None]:
-    """Give a command options for the service; its `**` parameter gets what `open_client` takes."""
-    text = "Seconds to wait for an answer; a service that cannot be reached is tried for one second."
-    limit = option("timeout", float, typer.Option(min=0.1, help=text), timeout)
-    return with_options(function, [_address(ADDRESS_HELP), limit, *_credentials()], _given)
-
-
-def _address(help_text: str) -> inspect.Parameter:
-    info = typer.Option("--address", "-a", envvar="TQ_ADDRESS", help=help_text, show_default=False)
-    return option("address", str, info)
-
-
-def make_group(summary: str, examples: str) -> typer.Typer:
+def make_group(examples: str) -> typer.Typer:
     """Return a noun, whose verbs are added with `verb`."""
-    return typer.Typer(
-        cls=VerbGroup,
+    group = typer.Typer(
+        cls=_VerbGroup,
         add_completion=False,
         rich_markup_mode=None,
         no_args_is_help=True,
-        help=summary,
         epilog=f"\b\nExamples:\n{examples}",
     )
+    group.callback()(lambda: None)  # so that a noun with one verb has it by name, too
+    return group
 
 
-def verb(group: typer.Typer, name: str, timeout: float = 5.0) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add a function to a group as a command that calls the service, see `with_service`."""
+def verb(
+    group: typer.Typer, name: str, timeout: float | None = _ANSWER_SECONDS
+) -> Callable[[Callable[..., Answer]], Callable[..., Answer]]:
+    """Add a function to a group as a command, with --json and the options of the service.
 
-    def add(function: Callable[..., None]) -> Callable[..., None]:
-        group.command(name, cls=GroupedOptions)(with_service(function, timeout))
+    The function gets a client of the service as `client`, and gives what `show` takes. With a timeout of None it calls
+    no service, and gets no client.
+    """
+
+    def add(function: Callable[..., Answer]) -> Callable[..., Answer]:
+        def call(as_json: bool, **values: Any) -> None:
+            if timeout is None:
+                show(function(**values), as_json)
+                return
+            service = _take_credentials(values) | {each: values.pop(each) for each in ("address", "timeout")}
+            with open_client(**service) as client:
+                show(function(client, **values), as_json)
+
+        options = [inspect.Parameter("as_json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=AsJson)]
+        options += () if timeout is None else _service_options(timeout=timeout)
+        group.command(name, cls=GroupedOptions)(with_options(function, options, call))
         return function
 
     return add
 
 
-def given_credentials(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the client's arguments `token` and `tls`, from the values of these options."""
-    files = {name: values.get(f"tls_{name}") for name in _TLS_FILES}
-    if not any(files.values()):
-        return {"token": values.get("token_file"), "tls": None}
-    from tq_service import Tls  # noqa: PLC0415  (--help does without grpc)
-
-    return {"token": values.get("token_file"), "tls": Tls(**files)}
+# The service
 
 
-def _given(values: dict[str, Any]) -> dict[str, Any]:
-    kept = {name: value for name, value in values.items() if name in {"address", "timeout"}}
-    return kept | given_credentials(values)
+@contextmanager
+def open_client(address: str | None, timeout: float, **credentials: Any) -> Iterator[Client]:
+    """Give a client of a service that answers; one that refuses connections is waited for a second at most.
+
+    Args:
+        address: the one given, None for the default.
+        timeout: seconds that a call may take.
+        **credentials: of the client.
+
+    Raises:
+        InvalidArgumentError: nothing can be reached at such an address.
+        UnavailableError: the service cannot be reached.
+        DeadlineError: it does not answer.
+    """
+    from tq_service.client import Client  # noqa: PLC0415  (--help does without grpc)
+
+    with Client(address, timeout, **credentials) as client:
+        given_up_at = time.monotonic() + min(timeout, _START_SECONDS)
+        while True:
+            try:
+                client.health(timeout=min(timeout, _ANSWER_SECONDS))
+                break
+            except DeadlineError:
+                raise
+            except UnavailableError:
+                if time.monotonic() >= given_up_at:
+                    raise
+            except TqError:  # something answers, and what is wrong is better said by the call that is to be made
+                break
+            time.sleep(_ASK_AGAIN_SECONDS)
+        yield client
+
+
+def probed_address(address: str | None) -> str:
+    """Return the address given, else that of a server with this environment's TQ_PORT on this machine.
+
+    Raises:
+        InvalidArgumentError: nothing can be reached at such an address.
+    """
+    if address:
+        return parse_address(address)
+    port = os.environ.get("TQ_PORT") or str(DEFAULT_PORT)
+    if not port.isdecimal():
+        raise InvalidArgumentError(
+            f"TQ_PORT: got {port!r}, expected the port to listen on (Kubernetes sets this for a service named tq: use "
+            "another name, or enableServiceLinks: false)"
+        )
+    return f"localhost:{port}"
+
+
+# Names that shells complete from the service
+
+
+def _completions(ctx: typer.Context, names: Callable[[Client], Sequence[str]]) -> Sequence[str]:
+    """Return the names that a shell shows; none if the service does not answer at once."""
+    with contextlib.suppress(Exception):  # a shell that completes shows no errors
+        from tq_service.client import Client  # noqa: PLC0415  (as in open_client)
+
+        credentials = _take_credentials(dict(ctx.params))
+        with Client(ctx.params.get("address"), _COMPLETION_SECONDS, **credentials) as client:
+            client.health()
+            return names(client)[:_MOST_COMPLETIONS]
+    return []
+
+
+def _complete_partition(ctx: typer.Context, incomplete: str) -> Sequence[str]:
+    return _completions(ctx, lambda client: [each.partition_id for each in client.list_partitions(incomplete)])
+
+
+def _complete_task(ctx: typer.Context, incomplete: str) -> Sequence[str]:
+    def names(client: Client) -> list[str]:
+        tasks = client.describe_partition(ctx.params["partition"]).tasks
+        return [each.task_name for each in tasks if each.task_name.startswith(incomplete)]
+
+    return _completions(ctx, names)
+
+
+Partition = Annotated[str, typer.Argument(help="Name of the partition.", autocompletion=_complete_partition)]
+Partitions = Annotated[
+    list[str] | None,
+    typer.Argument(help="Names of partitions.", show_default=False, autocompletion=_complete_partition),
+]
+Task = Annotated[str, typer.Argument(help="Name of the task.", autocompletion=_complete_task)]
+TaskOrAll = Annotated[
+    str | None, typer.Argument(help="Only this task.", show_default=False, autocompletion=_complete_task)
+]

@@ -1,9 +1,9 @@
-"""Printing: JSON for programs, and for people tables that keep their width when they are piped."""
+"""Printing: JSON for programs, and for people texts, and tables that keep their width when they are piped."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, is_dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +16,22 @@ if TYPE_CHECKING:
 _PIPED_WIDTH = 160
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+Answer = Iterator[Any]
+"""What a command says: a document first, which alone is made under --json, then texts and tables for people."""
+
+
+def show(answer: Answer, as_json: bool) -> None:
+    """Print an answer."""
+    document = next(answer)
+    if as_json:
+        print_json(document)
+        return
+    for each in answer:
+        if isinstance(each, str):
+            typer.echo(each)
+        else:
+            console().print(each)
 
 
 def print_json(document: Any, indent: int | None = 2) -> None:
@@ -61,8 +77,3 @@ def _cell(value: object) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     return "-" if value is None else str(value)
-
-
-def print_table(headings: str, rows: Iterable[Sequence[object]]) -> None:
-    """Print a table to stdout."""
-    console().print(table(headings, rows))

@@ -3,21 +3,38 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
+import numpy as np
 import typer
+from numpy.typing import NDArray
 
-from tq_service.balancing import Overlong
-from tq_service.cli.output import print_table
-
-if TYPE_CHECKING:
-    from tq_service.cli.plan_preview import Preview
+from tq_service.balancing import AttentionCost, Overlong
+from tq_service.cli.output import console, table
+from tq_service.samplers import (
+    ListView,
+    PackedSampler,
+    Plan,
+    PlanRequest,
+    RankAwareSampler,
+    Sampler,
+    SeqlenBalancedSampler,
+    SequentialSampler,
+    TokenBudgetSampler,
+)
 
 EXAMPLES = """\
   tq-service plan --lengths lengths.txt
   tq-service plan --lengths trace.csv --column prompt --column response
   tq-service plan --lengths lengths.txt --dp-size 64 --png plan.png"""
+
+Int64s = NDArray[np.int64]
+
+_SHOWN_AS_BARS = ("sequential", "rank_aware", "seqlen_balanced")
 
 
 def command(
@@ -41,10 +58,6 @@ def command(
     png: Annotated[Path | None, typer.Option(help="Draw tokens of ranks and fill of packs to this file.")] = None,
 ) -> None:
     """Show what each sampler would do with the samples of a file of lengths."""
-    import numpy as np  # noqa: PLC0415  (--help does without)
-
-    from tq_service.cli.plan_preview import Shape, draw, preview_samplers  # noqa: PLC0415  (--help does without)
-
     counts = np.array(_read(lengths, column or [])[:limit], np.int64)
     if not counts.size:
         raise typer.BadParameter(f"{lengths} has no lengths", param_hint="--lengths")
@@ -65,7 +78,12 @@ def command(
         f"{counts.size:,} samples of {counts.min():,} to {counts.max():,} tokens, {counts.sum():,} together; "
         f"{dp_size} ranks, packs of {shape.pack_max_length:,} tokens, budget of {shape.tokens_per_rank:,} a rank\n"
     )
-    _print(previews)
+    headings = (
+        "sampler, >batches, >samples a rank, >heaviest rank, >above mean, >cost above mean, >all packs, >padding, "
+        "packs of a rank by step"
+    )
+    console().print(table(headings, map(_cells, previews)))
+    typer.echo("\nheaviest rank: its tokens in the first batch; cost: with attention, 24,576 L + L² for L tokens")
     if png is not None:
         draw(previews, png)
         typer.echo(f"\nwritten: {png}")
@@ -100,15 +118,6 @@ def _count(text: str | None, where: str) -> int:
     return value
 
 
-def _print(previews: list[Preview]) -> None:
-    print_table(
-        "sampler, >batches, >samples a rank, >heaviest rank, >above mean, >cost above mean, >all packs, >padding, "
-        "packs of a rank by step",
-        map(_cells, previews),
-    )
-    typer.echo("\nheaviest rank: its tokens in the first batch; cost: with attention, 24,576 L + L² for L tokens")
-
-
 def _cells(preview: Preview) -> list[object]:
     samples, tokens, costs = preview.rank_samples, preview.rank_tokens, preview.rank_costs
     fills, by_step = preview.pack_fills, preview.packs_by_step
@@ -127,3 +136,135 @@ def _cells(preview: Preview) -> list[object]:
 
 def _above_mean(heaviest: float, mean: float) -> str | None:
     return f"{heaviest / mean - 1:.2%}" if mean else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """How the batch is to be spread.
+
+    Attributes:
+        dp_size: number of ranks.
+        optimizer_steps: steps of a packed batch.
+        pack_max_length: tokens of a pack.
+        n_samples_per_prompt: samples of a group; groups are consecutive and stay on one rank.
+        tokens_per_rank: budget of a rank for `token_budget`.
+        overlong: what packing does with samples longer than a pack.
+    """
+
+    dp_size: int
+    optimizer_steps: int
+    pack_max_length: int
+    n_samples_per_prompt: int
+    tokens_per_rank: int
+    overlong: Overlong
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preview:
+    """What one sampler would do.
+
+    Attributes:
+        sampler: its name, with what else tells it from the others.
+        batches: how many batches it makes of the samples.
+        rank_tokens: tokens of each rank in the first batch, `(dp_size,)`.
+        rank_costs: their cost with attention, `(dp_size,)`.
+        rank_samples: samples of each rank in the first batch, `(dp_size,)`.
+        pack_fills: for packed batches the share of each pack that samples fill, over all ranks and steps.
+        packs_by_step: for packed batches the packs of each step of a rank.
+    """
+
+    sampler: str
+    batches: int
+    rank_tokens: Int64s
+    rank_costs: NDArray[np.float64]
+    rank_samples: Int64s
+    pack_fills: NDArray[np.float64] | None = None
+    packs_by_step: list[int] | None = None
+
+
+def preview_samplers(lengths: Int64s, shape: Shape) -> list[Preview]:
+    """Return what the samplers do with all samples as one batch, `token_budget` with as many as it needs.
+
+    Raises:
+        ValueError: a sample or a group is longer than a sampler takes.
+    """
+    packed = partial(
+        PackedSampler,
+        optimizer_steps=shape.optimizer_steps,
+        pack_max_length=shape.pack_max_length,
+        overlong=shape.overlong,
+    )
+    samplers: dict[str, Sampler] = {
+        "sequential": SequentialSampler(),
+        "rank_aware": RankAwareSampler(),
+        "seqlen_balanced": SeqlenBalancedSampler(),
+        "token_budget": TokenBudgetSampler(tokens_per_rank=shape.tokens_per_rank),
+        "packed": packed(),
+        "packed, uneven steps": packed(even_steps=False),
+    }
+    return [_preview(name, sampler, lengths, shape) for name, sampler in samplers.items()]
+
+
+def _preview(name: str, sampler: Sampler, lengths: Int64s, shape: Shape) -> Preview:
+    first, *rest = _plans(sampler, lengths, shape)
+    packs = [[pack for step in part.steps for pack in step] for part in first.ranks]
+    is_packed = isinstance(sampler, PackedSampler)
+    of_ranks = [lengths[part.rows] for part in first.ranks]
+    if is_packed:  # what is dropped is in no pack, what is truncated is shorter there
+        of_ranks = [np.concatenate([pack.lengths for pack in of_rank]) for of_rank in packs]
+    cost = AttentionCost()
+    return Preview(
+        sampler=name,
+        batches=1 + len(rest),
+        rank_tokens=np.array([of_rank.sum() for of_rank in of_ranks], np.int64),
+        rank_costs=np.array([cost(of_rank).sum() for of_rank in of_ranks]),
+        rank_samples=np.array([of_rank.size for of_rank in of_ranks], np.int64),
+        pack_fills=np.array([1 - pack.padding_tokens / shape.pack_max_length for of_rank in packs for pack in of_rank])
+        if is_packed
+        else None,
+        packs_by_step=[len(step) for step in first.ranks[0].steps] if is_packed else None,
+    )
+
+
+def _plans(sampler: Sampler, lengths: Int64s, shape: Shape) -> Iterator[Plan]:
+    """Yield one batch after the other, until all samples are consumed."""
+    group_count = -(-lengths.size // shape.n_samples_per_prompt)
+    request = PlanRequest(batch_size=group_count, min_size=1, batch_unit="group", rank_count=shape.dp_size)
+    view = ListView(lengths, group_size=shape.n_samples_per_prompt)
+    while view.ready().size:
+        plan = sampler.plan(view, request)
+        if not isinstance(plan, Plan):
+            raise TypeError(f"sampler {sampler.name!r} planned {plan!r} of samples that are all ready")
+        for part in plan.ranks:
+            view.consume(part.rows)
+        yield plan
+
+
+def draw(previews: Sequence[Preview], path: Path) -> None:
+    """Write the picture as PNG."""
+    import matplotlib as mpl  # noqa: PLC0415  (slow to import, and needed for pictures only)
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt  # noqa: PLC0415  (after the backend is chosen)
+
+    figure, (ranks, packs) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    bars = [preview for preview in previews if preview.sampler in _SHOWN_AS_BARS]
+    width = 0.8 / len(bars)
+    for place, preview in enumerate(bars):
+        at = np.arange(preview.rank_tokens.size) + (place - (len(bars) - 1) / 2) * width
+        ranks.bar(at, preview.rank_tokens, width, label=preview.sampler)
+    ranks.axhline(float(bars[0].rank_tokens.mean()), color="black", linewidth=0.8, linestyle="--", label="mean")
+    ranks.set(title="Tokens of each rank", xlabel="dp_rank", ylabel="tokens")
+    ranks.yaxis.set_major_formatter("{x:,.0f}")
+    ranks.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=4, frameon=False)
+    for preview in previews:
+        if preview.pack_fills is not None:
+            fills = np.sort(preview.pack_fills)[::-1]
+            label = f"{preview.sampler}: {fills.size} packs, {fills.mean():.1%} full"
+            packs.step(np.arange(fills.size), 100 * fills, where="post", label=label)
+    packs.set(title="Fill of the packs of all ranks, fullest first", xlabel="pack", ylabel="% of pack_max_length")
+    packs.set_ylim(0, 105)
+    packs.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2, frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

@@ -1,22 +1,32 @@
-"""`tq-service serve`: runs the service until SIGTERM or SIGINT."""
+"""`tq-service serve`: runs the service until SIGTERM or SIGINT, with a flag for each setting."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import logging
 import os
 import signal
 import sys
 import threading
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_args
 
 import typer
 
 from tq_service.cli.log_lines import configure_logging
-from tq_service.cli.settings_options import show_settings, with_setting_flags
-from tq_service.config import CONFIG_VARIABLE, ServeSettings, load_settings, unknown_variables
+from tq_service.cli.options import option, with_options
+from tq_service.cli.output import Answer, show, table
+from tq_service.config import (
+    CONFIG_VARIABLE,
+    ENV_PREFIX,
+    LoadedSettings,
+    ServeSettings,
+    format_setting,
+    load_settings,
+    unknown_variables,
+)
 from tq_service.log_message import LogMessage
 
 EXAMPLES = """\
@@ -29,8 +39,7 @@ EXAMPLES = """\
 _log = logging.getLogger(__name__)
 
 
-@with_setting_flags
-def command(
+def _command(
     config: Annotated[
         Path | None, typer.Option(envvar=CONFIG_VARIABLE, help="TOML file with settings by name.", show_default=False)
     ] = None,
@@ -53,7 +62,7 @@ def command(
     """
     loaded = load_settings(flags, config)
     if show_config:
-        show_settings(loaded, as_json=as_json)
+        show(_settings(loaded), as_json)
         return
     if stop_with_stdin:
         threading.Thread(target=_stop_with_stdin, daemon=True).start()
@@ -87,3 +96,45 @@ def _stop_with_stdin() -> None:
 def _announce(line: str) -> None:
     with contextlib.suppress(OSError):  # the reader of our output may have ended before we drain
         print(line, flush=True)
+
+
+def _settings(loaded: LoadedSettings) -> Answer:
+    """Say each setting with its value and its source."""
+    values = loaded.settings.model_dump(mode="json")
+    yield {
+        name: {"value": loaded.shown(name) if isinstance(value, str) else value, "source": loaded.sources[name]}
+        for name, value in values.items()
+    }
+    rows = []
+    for name in values:
+        source = loaded.sources[name]
+        places = {"file": f"file {loaded.config}", "env": f"env {ENV_PREFIX}{name.upper()}"}
+        rows.append((name, loaded.shown(name), places.get(source, source)))
+    yield table("setting, value, source", rows)
+
+
+def _flag(name: str) -> inspect.Parameter:
+    field = ServeSettings.model_fields[name]
+    kind: Any = field.annotation
+    metavar: str | None = None
+    if get_args(kind) and all(isinstance(choice, str) for choice in get_args(kind)):
+        metavar = "|".join(get_args(kind))
+    if name.endswith("_bytes"):
+        metavar = "SIZE"
+    # The settings validate, so that a value is judged alike wherever it comes from; only numbers and switches keep
+    # their type, since it shows in the help.
+    kind = kind if kind in (int, float, bool) and metavar is None else str
+    has_default_text = (
+        field.default_factory is not None or field.default is None or "Default:" in (field.description or "")
+    )
+    default = "" if has_default_text else f" [default: {format_setting(name, field.default)}]"
+    info = typer.Option(
+        help=f"{field.description}{default}",
+        metavar=metavar,
+        show_default=False,
+        rich_help_panel=ServeSettings.section_of(name),
+    )
+    return option(name, kind, info)
+
+
+command = with_options(_command, map(_flag, ServeSettings.model_fields))

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tq_service.cli.addresses import Partitions, open_client
-from tq_service.cli.options import with_service
+from tq_service.cli.options import Partitions, open_client, with_service
 from tq_service.cli.output import print_json
 from tq_service.errors import DeadlineError, PartitionNotFoundError, UnavailableError, nearest
 

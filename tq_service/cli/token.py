@@ -11,26 +11,24 @@ from typing import Annotated, Any
 
 import typer
 
-from tq_service.cli.options import GroupedOptions, make_group
-from tq_service.cli.output import AsJson, print_json, print_table
+from tq_service.cli.options import make_group, verb
+from tq_service.cli.output import Answer, table
 from tq_service.errors import AlreadyExistsError, InvalidArgumentError
 
-EXAMPLES = """\
+TOKEN = make_group("""\
   tq-service token new --name rollouts --role produce --prefix train@ --file tokens.toml > rollouts.token
   tq-service token new --name trainer --role consume --expires 90d --file tokens.toml --output trainer.token
   tq-service token ls --file tokens.toml
-  tq-service token revoke trainer --file tokens.toml"""
-
+  tq-service token revoke trainer --file tokens.toml""")
 _SPAN = re.compile(r"(\d+)([hd])")
 
-group = make_group("Make, list and revoke bearer tokens.", EXAMPLES)
 File = Annotated[
     Path | None,
     typer.Option(envvar="TQ_AUTH_TOKENS_FILE", help="The service's file of tokens (TOML).", show_default=False),
 ]
 
 
-@group.command(cls=GroupedOptions)
+@verb(TOKEN, "new", timeout=None)
 def new(
     *,
     name: Annotated[str, typer.Option(help="Whose it is, for logs and for taking it back.")],
@@ -48,8 +46,7 @@ def new(
         Path | None,
         typer.Option(help="New file for the token, for this user alone. Default: stdout.", show_default=False),
     ] = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Answer:
     """Make a token. It is shown this once; its entry, which holds a digest of it, is added to --file, or printed.
 
     A running service sees the new entry within a second.
@@ -75,37 +72,26 @@ def new(
         if output is not None:
             output.unlink()
         raise
-    if as_json:
-        print_json(
-            {"name": name, "token": secret if output is None else None, "file": None if file is None else str(file)}
-        )
-        return
+    yield {"name": name, "token": secret if output is None else None, "file": None if file is None else str(file)}
     if output is None:
-        typer.echo(secret)
+        yield secret
     typer.echo(f"added to {file}: {name}" if file is not None else f"\n{format_entry(token)}".rstrip(), err=True)
 
 
-@group.command(cls=GroupedOptions)
-def revoke(
-    name: Annotated[str, typer.Argument(help="Name of the token.")], file: File = None, as_json: AsJson = False
-) -> None:
+@verb(TOKEN, "revoke", timeout=None)
+def revoke(name: Annotated[str, typer.Argument(help="Name of the token.")], file: File = None) -> Answer:
     """Remove a token from a file: a running service rejects it within a second."""
     from tq_service.server.tokens import remove_token  # noqa: PLC0415  (--help does without)
 
     path = _given_file(file)
     with _writes("file", path):
         remove_token(path, name)
-    if as_json:
-        print_json({"name": name, "file": str(path)})
-        return
-    typer.echo(f"removed from {path}: {name}")
+    yield {"name": name, "file": str(path)}
+    yield f"removed from {path}: {name}"
 
 
-@group.command("ls", cls=GroupedOptions)
-def list_tokens(
-    file: File = None,
-    as_json: AsJson = False,
-) -> None:
+@verb(TOKEN, "ls", timeout=None)
+def list_tokens(file: File = None) -> Answer:
     """List the tokens of a file: names, roles, prefixes and ends."""
     from tq_service.server.tokens import read_tokens  # noqa: PLC0415  (--help does without)
 
@@ -113,15 +99,13 @@ def list_tokens(
         {
             "name": token.name,
             "roles": token.sorted_roles,
-            "prefixes": list(token.prefixes),
+            "prefixes": token.prefixes,
             "expires": None if token.expires is None else token.expires.isoformat(),
             "is_expired": token.is_expired(),
         }
         for token in read_tokens(_given_file(file)).values()
     ]
-    if as_json:
-        print_json(shown)
-        return
+    yield shown
     rows = [
         (
             token["name"],
@@ -131,7 +115,7 @@ def list_tokens(
         )
         for token in shown
     ]
-    print_table("token, roles, prefixes, expires", rows)
+    yield table("token, roles, prefixes, expires", rows)
 
 
 def _given_file(file: Path | None) -> Path:

@@ -15,11 +15,12 @@ import socket
 import ssl
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from socketserver import TCPServer
 from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -35,7 +36,7 @@ _SCRAPE_SECONDS: Final = 30.0
 _MOST_CONNECTIONS: Final = 16
 _ESTABLISHED: Final = "01"
 
-Collect = Callable[[], Awaitable[Iterable[Metric]]]
+Collect = Callable[[], Coroutine[Any, Any, Iterable[Metric]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +66,7 @@ class Endpoint:
 
     Attributes:
         port: where it listens.
+        places: as many as connections may be served at a time.
 
     Raises:
         OSError: the address is taken or cannot be listened on.
@@ -85,7 +87,7 @@ class Endpoint:
         self.access = access
         self._service_port = service_port
         self._process = ProcessCollector(registry=None)
-        self._places = threading.BoundedSemaphore(_MOST_CONNECTIONS)
+        self.places = threading.BoundedSemaphore(_MOST_CONNECTIONS)
         try:
             self._server = _Server(host.strip("[]"), port, self)
         except OSError as error:
@@ -103,23 +105,13 @@ class Endpoint:
         await asyncio.to_thread(self._server.shutdown)
         self._server.server_close()
 
-    @contextlib.contextmanager
-    def place(self) -> Iterator[bool]:
-        """Say whether one more connection may be served, and count it for the time of a `with`."""
-        is_free = self._places.acquire(blocking=False)
-        try:
-            yield is_free
-        finally:
-            if is_free:
-                self._places.release()
-
     def scrape(self, accept: str) -> tuple[bytes, str]:
         """Return all metrics as text and what kind of text that is; runs on any thread but the loop's.
 
         Raises:
             TimeoutError: the event loop did not get to it.
         """
-        collecting = asyncio.run_coroutine_threadsafe(_awaited(self._collect), self._loop)
+        collecting = asyncio.run_coroutine_threadsafe(self._collect(), self._loop)
         try:
             metrics = [*collecting.result(_SCRAPE_SECONDS)]
         except BaseException:
@@ -133,14 +125,10 @@ class Endpoint:
         return encode(_Collected(metrics)), content_type
 
 
-async def _awaited(collect: Collect) -> Iterable[Metric]:
-    return await collect()
-
-
 class _Collected(CollectorRegistry):
     """A registry of what was collected already."""
 
-    def __init__(self, metrics: Sequence[Metric]) -> None:
+    def __init__(self, metrics: Iterable[Metric]) -> None:
         super().__init__()
         self._metrics = metrics
 
@@ -163,26 +151,19 @@ class _Server(ThreadingHTTPServer):
 
     def server_bind(self) -> None:
         """Bind, without the look-up of a name that http.server would make."""
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self.socket.bind(self.server_address)
-        self.server_address = self.socket.getsockname()
+        TCPServer.server_bind(self)
         self.server_name, self.server_port = "", self.server_address[1]
 
     def finish_request(self, request: Any, client_address: Any) -> None:
         """Answer the requests of a connection; runs on its thread."""
-        with self.endpoint.place() as is_free:
-            if not is_free:
-                return
+        if not self.endpoint.places.acquire(blocking=False):
+            return
+        with contextlib.ExitStack() as ending:
+            ending.callback(self.endpoint.places.release)
             request.settimeout(_IDLE_SECONDS)
-            access = self.endpoint.access
-            if access.context is not None:
-                request = access.context().wrap_socket(request, server_side=True)
-            try:
-                super().finish_request(request, client_address)
-            finally:
-                if isinstance(request, ssl.SSLSocket):
-                    with contextlib.suppress(OSError):
-                        request.close()
+            if (context := self.endpoint.access.context) is not None:
+                request = ending.enter_context(context().wrap_socket(request, server_side=True))
+            super().finish_request(request, client_address)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log what went wrong: not by a traceback where the peer did it."""
@@ -203,14 +184,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = _IDLE_SECONDS
 
     def do_GET(self) -> None:
-        """Answer a scrape."""
-        self._answer(has_body=True)
-
-    def do_HEAD(self) -> None:
-        """Answer without the body."""
-        self._answer(has_body=False)
-
-    def _answer(self, *, has_body: bool) -> None:
+        """Answer a scrape, without the body where only the head is asked for."""
         status, kind, body = self._scrape()
         self.send_response(status)
         if status is HTTPStatus.UNAUTHORIZED:
@@ -218,8 +192,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        if has_body:
+        if self.command != "HEAD":
             self.wfile.write(body)
+
+    do_HEAD = do_GET  # noqa: N815  (a method's name in the base class)
 
     def _scrape(self) -> tuple[HTTPStatus, str, bytes]:
         endpoint, plain = self.server.endpoint, "text/plain; charset=utf-8"

@@ -7,11 +7,13 @@ restored from a checkpoint, was counted by the process that did it.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Final
+from typing import Any, Final
 from weakref import WeakKeyDictionary
+
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
 
 from tq_service.serving.backlogs import Backlog, Backlogs
 from tq_service.serving.catalog import Catalog
@@ -29,27 +31,41 @@ def group_of(partition_id: str) -> str:
     return partition_id.partition("@")[0]
 
 
+def _gauge(name: str, text: str, default: float | None = 0) -> Any:
+    """Return a field that is shown as a gauge, None as nothing."""
+    return field(default=default, metadata={"kind": GaugeMetricFamily, "name": f"tq_service_{name}", "text": text})
+
+
+def _counter(name: str, text: str) -> Any:
+    """Return a field that is shown as a counter; it counts since the start."""
+    return field(default=0, metadata={"kind": CounterMetricFamily, "name": f"tq_service_{name}", "text": text})
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class TaskNumbers:
-    """One task in all partitions of a group.
+    """One task in all partitions of a group, with the metric that shows each number.
 
-    Attributes:
-        totals: what has become of its samples since the start.
-        pending: samples that are left for it: live or held, neither consumed nor dead-lettered.
-        leased: samples that are leased.
-        waiting: calls that wait for a claim.
-        ready: samples that claims like its last one could get, as far as was looked.
-        oldest_version: the lowest version of a sample that is left for it.
-        staleness: how far the highest version of a sample is above it, at most, in one partition.
+    The counters are those of `TaskTotals`.
     """
 
-    totals: TaskTotals = field(default_factory=TaskTotals)
-    pending: int = 0
-    leased: int = 0
-    waiting: int = 0
-    ready: int | None = None
-    oldest_version: float | None = None
-    staleness: float | None = None
+    pending: int = _gauge("task_pending_samples", "Samples that are left for a task, ready or not.")
+    ready: int | None = _gauge(
+        "task_ready_samples", "Samples that claims like the task's last one could get.", default=None
+    )
+    leased: int = _gauge("task_leased_samples", "Samples that are leased and not acknowledged.")
+    waiting: int = _gauge("task_waiting_claims", "Calls that wait for a claim.")
+    oldest_version: float | None = _gauge(
+        "task_oldest_version", "The lowest version of a sample that is left for a task.", default=None
+    )
+    staleness: float | None = _gauge(
+        "task_staleness_versions",
+        "How far the newest version of a partition is above the oldest that is left for a task.",
+        default=None,
+    )
+    delivered: int = _counter("samples_delivered", "Samples delivered to a task, each as often as it was.")
+    redelivered: int = _counter("samples_redelivered", "Samples delivered again since a lease on them ran out.")
+    expired: int = _counter("leased_samples_expired", "Samples whose leases ran out.")
+    dead_lettered: int = _counter("samples_dead_lettered", "Samples delivered too often without being acknowledged.")
 
     def add_backlog(self, backlog: Backlog | None) -> None:
         """Add the backlog of one partition; None: it is not known."""
@@ -65,43 +81,29 @@ class TaskNumbers:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class GroupNumbers:
-    """All partitions of a group.
+    """All partitions of a group, with the metric that shows each number.
 
     Attributes:
-        inserted: samples inserted since the start.
-        cleared: samples cleared since the start.
+        states: samples that are there, by the name of their state.
         tasks: by name.
-        partitions: how many there are.
-        live: samples that are live; held, failed: in these states.
-        value_bytes: bytes of the values of their samples.
-        waiting_puts: puts of new samples that wait for capacity.
     """
 
-    inserted: int = 0
-    cleared: int = 0
-    tasks: dict[str, TaskNumbers] = field(default_factory=dict)
-    partitions: int = 0
-    live: int = 0
-    held: int = 0
-    failed: int = 0
-    value_bytes: int = 0
-    waiting_puts: int = 0
+    partitions: int = _gauge("partitions", "Partitions.")
+    value_bytes: int = _gauge("partition_bytes", "Bytes of the values of samples.")
+    waiting_puts: int = _gauge("waiting_puts", "Puts that wait for capacity in their partition.")
+    inserted: int = _counter("samples_inserted", "Samples inserted.")
+    cleared: int = _counter("samples_cleared", "Samples cleared, alone or with their partition.")
+    states: dict[str, int] = field(default_factory=lambda: {"live": 0, "held": 0, "failed": 0})
+    tasks: defaultdict[str, TaskNumbers] = field(default_factory=lambda: defaultdict(TaskNumbers))
 
-    def task(self, name: str) -> TaskNumbers:
-        """Return a task, made on first use."""
-        numbers = self.tasks.get(name)
-        if numbers is None:
-            numbers = self.tasks[name] = TaskNumbers()
-        return numbers
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Baseline:
-    """What a partition had when counting began."""
-
-    inserted: int = 0
-    cleared: int = 0
-    tasks: dict[str, TaskTotals] = field(default_factory=dict)
+    def add(self, inserted: int, cleared: int, totals: Mapping[str, TaskTotals | TaskNumbers], sign: int = 1) -> None:
+        """Add counts, those of tasks by their names; with a sign of -1 take them away."""
+        self.inserted += sign * inserted
+        self.cleared += sign * cleared
+        for task, others in totals.items():
+            own = self.tasks[task]
+            for name in _TOTALS:
+                setattr(own, name, getattr(own, name) + sign * getattr(others, name))
 
 
 class PartitionGroups:
@@ -115,38 +117,32 @@ class PartitionGroups:
         self._catalog = catalog
         self._former: OrderedDict[str, GroupNumbers] = OrderedDict()  # totals of partitions that are gone
         self._collecting: tuple[dict[str, GroupNumbers], set[Partition]] | None = None  # so far, and of which
-        self._baselines: WeakKeyDictionary[Partition, _Baseline] = WeakKeyDictionary()
+        self._baselines: WeakKeyDictionary[Partition, GroupNumbers] = WeakKeyDictionary()  # when counting began
         for partition in catalog.partitions():
             self._follow(partition, "restored")
         catalog.on_partition.append(self._follow)
 
     def _follow(self, partition: Partition, event: str) -> None:
         if event == "restored":
-            tasks = {name: _copy(task.totals) for name, task in partition.tasks.items()}
-            table = partition.table
-            self._baselines[partition] = _Baseline(inserted=table.next_index, cleared=table.removed_count, tasks=tasks)
+            self._baselines[partition] = self._since_start(partition)
         elif event == "removed":
-            group = group_of(partition.partition_id)
-            self._add_removed(self._former.setdefault(group, GroupNumbers()), partition)
+            group, gone = group_of(partition.partition_id), self._since_start(partition)
+            gone.cleared += partition.table.present_count
+            self._former.setdefault(group, GroupNumbers()).add(gone.inserted, gone.cleared, gone.tasks)
             self._former.move_to_end(group)
             while len(self._former) > 1 and sum(1 + len(each.tasks) for each in self._former.values()) > _MOST_FORMER:
                 self._former.popitem(last=False)
             if self._collecting is not None and partition not in self._collecting[1]:
-                self._add_removed(self._collecting[0].setdefault(group, GroupNumbers()), partition)
+                self._collecting[0][group].add(gone.inserted, gone.cleared, gone.tasks)
 
-    def _add_removed(self, numbers: GroupNumbers, partition: Partition) -> None:
-        self._add_totals(numbers, partition)
-        numbers.cleared += partition.table.present_count
-
-    def _add_totals(self, numbers: GroupNumbers, partition: Partition) -> None:
-        before = self._baselines.get(partition)
-        table = partition.table
-        numbers.inserted += table.next_index - (0 if before is None else before.inserted)
-        numbers.cleared += table.removed_count - (0 if before is None else before.cleared)
-        for name, task in partition.tasks.items():
-            _add(numbers.task(name).totals, task.totals, 1)
-            if before is not None and name in before.tasks:
-                _add(numbers.task(name).totals, before.tasks[name], -1)
+    def _since_start(self, partition: Partition) -> GroupNumbers:
+        """Return what a partition counts, without what it had when counting began."""
+        numbers = GroupNumbers()
+        totals = {name: task.totals for name, task in partition.tasks.items()}
+        numbers.add(partition.table.next_index, partition.table.removed_count, totals)
+        if (before := self._baselines.get(partition)) is not None:
+            numbers.add(before.inserted, before.cleared, before.tasks, sign=-1)
+        return numbers
 
     async def collect(self, slices: Slices) -> dict[str, GroupNumbers]:
         """Return the numbers of all groups, but for what is ready and how old it is.
@@ -154,37 +150,36 @@ class PartitionGroups:
         Other work has its turns meanwhile; a partition that is removed is counted once all the same, lest a count that
         falls for one scrape is taken for that of a new process.
         """
-        groups = {group: _copy_of_gone(former) for group, former in self._former.items()}
+        groups: dict[str, GroupNumbers] = defaultdict(GroupNumbers)
+        for group, former in self._former.items():
+            groups[group].add(former.inserted, former.cleared, former.tasks)
         done: set[Partition] = set()
         self._collecting = groups, done
         try:
-            await self._collect(groups, done, slices)
+            for partition in self._catalog.partitions():
+                if self._catalog.find(partition.partition_id, missing_ok=True) is partition:
+                    done.add(partition)
+                    await self._add(groups[group_of(partition.partition_id)], partition, slices)
         finally:
             self._collecting = None
         return groups
 
-    async def _collect(self, groups: dict[str, GroupNumbers], done: set[Partition], slices: Slices) -> None:
-        for partition in self._catalog.partitions():
-            if self._catalog.find(partition.partition_id, missing_ok=True) is not partition:
-                continue
-            done.add(partition)
-            numbers = groups.setdefault(group_of(partition.partition_id), GroupNumbers())
-            self._add_totals(numbers, partition)
-            states = partition.state_counts
-            numbers.partitions += 1
-            numbers.live += states[LIVE]
-            numbers.held += states[HELD]
-            numbers.failed += states[FAILED]
-            numbers.value_bytes += partition.cells.used_bytes
-            if partition.settings.is_bounded:
-                numbers.waiting_puts += self._catalog.waiting_put_count(partition.partition_id)
+    async def _add(self, numbers: GroupNumbers, partition: Partition, slices: Slices) -> None:
+        since_start = self._since_start(partition)
+        numbers.add(since_start.inserted, since_start.cleared, since_start.tasks)
+        numbers.partitions += 1
+        for name, state in (("live", LIVE), ("held", HELD), ("failed", FAILED)):
+            numbers.states[name] += partition.state_counts[state]
+        numbers.value_bytes += partition.cells.used_bytes
+        if partition.settings.is_bounded:
+            numbers.waiting_puts += self._catalog.waiting_put_count(partition.partition_id)
+        await slices.turn()
+        for task in list(partition.tasks.values()):
+            of_task = numbers.tasks[task.name]
+            of_task.pending += task.backlog
+            of_task.leased += task.leased_count
+            of_task.waiting += self._catalog.waiting_count(partition, task.name)
             await slices.turn()
-            for task in list(partition.tasks.values()):
-                of_task = numbers.task(task.name)
-                of_task.pending += task.backlog
-                of_task.leased += task.leased_count
-                of_task.waiting += self._catalog.waiting_count(partition, task.name)
-                await slices.turn()
 
     async def add_backlogs(
         self,
@@ -211,21 +206,3 @@ class PartitionGroups:
             if numbers is not None:  # else it is new
                 numbers.add_backlog(backlogs.of(task))
             await slices.turn()
-
-
-def _copy_of_gone(former: GroupNumbers) -> GroupNumbers:
-    copied = GroupNumbers(inserted=former.inserted, cleared=former.cleared)
-    for name, gone in former.tasks.items():
-        _add(copied.task(name).totals, gone.totals, 1)
-    return copied
-
-
-def _copy(totals: TaskTotals) -> TaskTotals:
-    copied = TaskTotals()
-    _add(copied, totals, 1)
-    return copied
-
-
-def _add(totals: TaskTotals, others: TaskTotals, sign: int) -> None:
-    for name in _TOTALS:
-        setattr(totals, name, getattr(totals, name) + sign * getattr(others, name))

@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import platform
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import Field, fields
 from typing import Any, Final
 
 from prometheus_client.metrics_core import (
@@ -24,7 +25,7 @@ from prometheus_client.metrics_core import (
 
 from tq_service.durable.state_store import LogLag
 from tq_service.observe.groups import GroupNumbers, PartitionGroups, TaskNumbers
-from tq_service.observe.instruments import Histogram, HistogramByName, Instruments, MethodCounts
+from tq_service.observe.instruments import Histogram, Instruments
 from tq_service.serving.backlogs import Backlogs
 from tq_service.serving.catalog import Catalog
 from tq_service.serving.sweep import Slices
@@ -37,56 +38,10 @@ _LAG_PERIOD_SECONDS: Final = 0.1
 _GROUP: Final = ("partition_group",)
 _TASK: Final = ("partition_group", "task")
 _METHOD: Final = ("grpc_type", "grpc_service", "grpc_method")
-
-_GROUP_GAUGES: Final[Sequence[tuple[str, str, Callable[[GroupNumbers], float]]]] = (
-    ("tq_service_partitions", "Partitions.", lambda group: group.partitions),
-    ("tq_service_partition_bytes", "Bytes of the values of samples.", lambda group: group.value_bytes),
-    ("tq_service_waiting_puts", "Puts that wait for capacity in their partition.", lambda group: group.waiting_puts),
-)
-_GROUP_COUNTERS: Final[Sequence[tuple[str, str, Callable[[GroupNumbers], float]]]] = (
-    ("tq_service_samples_inserted", "Samples inserted.", lambda group: group.inserted),
-    ("tq_service_samples_cleared", "Samples cleared, alone or with their partition.", lambda group: group.cleared),
-)
-_TASK_GAUGES: Final[Sequence[tuple[str, str, Callable[[TaskNumbers], float | None]]]] = (
-    ("tq_service_task_pending_samples", "Samples that are left for a task, ready or not.", lambda task: task.pending),
-    (
-        "tq_service_task_ready_samples",
-        "Samples that claims like the task's last one could get.",
-        lambda task: task.ready,
-    ),
-    ("tq_service_task_leased_samples", "Samples that are leased and not acknowledged.", lambda task: task.leased),
-    ("tq_service_task_waiting_claims", "Calls that wait for a claim.", lambda task: task.waiting),
-    (
-        "tq_service_task_oldest_version",
-        "The lowest version of a sample that is left for a task.",
-        lambda task: task.oldest_version,
-    ),
-    (
-        "tq_service_task_staleness_versions",
-        "How far the newest version of a partition is above the oldest that is left for a task.",
-        lambda task: task.staleness,
-    ),
-)
-_TASK_COUNTERS: Final[Sequence[tuple[str, str, Callable[[TaskNumbers], float]]]] = (
-    (
-        "tq_service_samples_delivered",
-        "Samples delivered to a task, each as often as it was.",
-        lambda task: task.totals.delivered,
-    ),
-    (
-        "tq_service_samples_redelivered",
-        "Samples delivered again since a lease on them ran out.",
-        lambda task: task.totals.redelivered,
-    ),
-    ("tq_service_leased_samples_expired", "Samples whose leases ran out.", lambda task: task.totals.expired),
-    (
-        "tq_service_samples_dead_lettered",
-        "Samples delivered too often without being acknowledged.",
-        lambda task: task.totals.dead_lettered,
-    ),
-)
-_LINES_OF_GROUP: Final = len(_GROUP_GAUGES) + len(_GROUP_COUNTERS) + 3
-_LINES_OF_TASK: Final = len(_TASK_GAUGES) + len(_TASK_COUNTERS)
+_OF_GROUP: Final = [each for each in fields(GroupNumbers) if each.metadata]
+_OF_TASK: Final = fields(TaskNumbers)
+_LINES_OF_GROUP: Final = len(_OF_GROUP) + 3
+_LINES_OF_TASK: Final = len(_OF_TASK)
 
 
 class ServiceMetrics:
@@ -111,13 +66,9 @@ class ServiceMetrics:
         self._info = {**facts, "python": platform.python_version()}
         self._running_count = running_count
         self._waiting_count = waiting_count
-        self._groups: PartitionGroups | None = None
-        self._backlogs: Backlogs | None = None
-        self._storage_counts: Callable[[], Mapping[str, int]] = dict
-        self._cluster: tuple[str, Callable[[], bool], Callable[[], Mapping[str, int]]] | None = None
-        self._adoption_counts: Callable[[], tuple[int, int]] = lambda: (0, 0)
-        self._storage: tuple[str, Callable[[], EngineStat], Callable[[], Sequence[EngineStat]]] | None = None
-        self._lag: Callable[[], LogLag] | None = None
+        self._partitions: tuple[PartitionGroups, Backlogs] | None = None
+        self._parts: list[Callable[[], Iterable[Metric]]] = [self._of_process]
+        self._leads: Callable[[], bool] = lambda: True
         self._seen: dict[str, float] = {}  # groups, and since when
         self._scraping = asyncio.Lock()
 
@@ -138,8 +89,8 @@ class ServiceMetrics:
             storage_counts: returns how many storage services there are, by state.
             adoption_counts: returns how often storage services with a mirror were lost, and how often taken over.
         """
-        self._groups, self._backlogs = PartitionGroups(catalog), backlogs
-        self._storage_counts, self._adoption_counts = storage_counts, adoption_counts
+        self._partitions = PartitionGroups(catalog), backlogs
+        self._parts.append(lambda: _of_storages(storage_counts(), *adoption_counts()) if self._leads() else ())
         imbalance, padding = self._instruments.imbalance, self._instruments.padding
 
         def count(sampler: str, batch: Any) -> None:
@@ -160,7 +111,8 @@ class ServiceMetrics:
             leads: returns whether this controller leads, and may answer.
             lags: returns how many records the others are behind, by their names; asked while this one leads.
         """
-        self._cluster = name, leads, lags
+        self._leads = leads
+        self._parts.append(lambda: _of_cluster(name, lags() if leads() else None))
 
     def add_storage(
         self, storage_id: str, stat: Callable[[], EngineStat], adopted: Callable[[], Sequence[EngineStat]]
@@ -172,11 +124,11 @@ class ServiceMetrics:
             stat: returns sizes and counts of its own puts.
             adopted: returns those of what it has taken over from others.
         """
-        self._storage = storage_id, stat, adopted
+        self._parts.append(lambda: _of_storage(storage_id, stat(), adopted()))
 
     def add_log(self, lag: Callable[[], LogLag]) -> None:
         """Show the log."""
-        self._lag = lag
+        self._parts.append(lambda: _of_log(lag()))
 
     async def measure_loop(self) -> None:
         """Measure how late the event loop gets to what is due, until cancelled."""
@@ -192,109 +144,51 @@ class ServiceMetrics:
         """Return all metrics of this moment."""
         async with self._scraping:
             slices = Slices()
-            metrics = [*self._of_process()]
-            for family in (self._of_calls(), self._of_batches()):
-                for metric in family:
+            metrics = []
+            for part in (*self._parts, self._of_calls, self._of_batches):
+                for metric in part():
                     metrics.append(metric)
                     await slices.turn()
-            if self._groups is not None and self._backlogs is not None and self._leads:
+            if self._partitions is not None and self._leads():
                 left = MOST_LINES - _LINES_LEFT - sum(len(metric.samples) + 2 for metric in metrics)
-                metrics += await self._of_partitions(self._groups, self._backlogs, left, slices)
+                metrics += await self._of_partitions(*self._partitions, left, slices)
             return metrics
-
-    @property
-    def _leads(self) -> bool:
-        return self._cluster is None or self._cluster[1]()
 
     def _of_process(self) -> Iterator[Metric]:
         yield InfoMetricFamily("tq_service_build", "Versions, and what the process is.", value=self._info)
-        yield GaugeMetricFamily(
-            "tq_service_running_calls", "Calls that are handled, waits included.", self._running_count()
-        )
-        yield GaugeMetricFamily(
-            "tq_service_waiting_calls", "Calls that wait for samples or capacity.", self._waiting_count()
-        )
-        lag = HistogramMetricFamily(
-            "tq_service_loop_lag_seconds", "How much later than it was due the event loop got to something.", labels=()
-        )
-        _add(lag, (), self._instruments.loop_lag)
-        yield lag
-        if self._cluster is not None:
-            yield from self._of_cluster(*self._cluster)
-        if self._groups is not None and self._leads:
-            storages = GaugeMetricFamily(
-                "tq_service_storages", "Storage services that the controller knows.", labels=["state"]
-            )
-            for state, count in self._storage_counts().items():
-                storages.add_metric([state], count)
-            yield storages
-            lost, taken_over = self._adoption_counts()
-            yield CounterMetricFamily(
-                "tq_service_storages_lost", "Storage services with a mirror that were lost.", lost
-            )
-            yield CounterMetricFamily(
-                "tq_service_storages_taken_over", "Of them, those whose puts another one has taken over.", taken_over
-            )
-        if self._storage is not None:
-            storage_id, stat, adopted = self._storage
-            own = stat()
-            yield from _of_storage(storage_id, own)
-            yield from _of_mirror(storage_id, own, adopted())
-        if self._lag is not None:
-            yield from _of_log(self._lag())
-
-    def _of_cluster(
-        self, name: str, leads: Callable[[], bool], lags: Callable[[], Mapping[str, int]]
-    ) -> Iterator[Metric]:
-        leading = GaugeMetricFamily(
-            "tq_service_controller_leads", "1: this controller leads its cluster.", labels=["cluster"]
-        )
-        leading.add_metric([name], float(leads()))
-        yield leading
-        if leads():
-            behind = GaugeMetricFamily(
-                "tq_service_standby_lag_records",
-                "How many records of the journal a standby has not applied yet, as the leader sees it.",
-                labels=["cluster", "controller"],
-            )
-            for controller, count in lags().items():
-                behind.add_metric([name, controller], count)
-            yield behind
+        yield _gauge("running_calls", "Calls that are handled, waits included.", self._running_count())
+        yield _gauge("waiting_calls", "Calls that wait for samples or capacity.", self._waiting_count())
+        text = "How much later than it was due the event loop got to something."
+        yield _histogram("tq_service_loop_lag_seconds", text, (), {(): self._instruments.loop_lag})
 
     def _of_calls(self) -> Iterator[Metric]:
-        calls = list(self._instruments.calls.values())
+        calls = {(each.shape, each.service, each.method): each for each in self._instruments.calls.values()}
         started = CounterMetricFamily("grpc_server_started", "Calls that came.", labels=_METHOD)
         handled = CounterMetricFamily("grpc_server_handled", "Calls that are over.", labels=(*_METHOD, "grpc_code"))
-        handling = HistogramMetricFamily(
-            "grpc_server_handling_seconds", "How long calls took, without their waits.", labels=_METHOD
-        )
-        waits = HistogramMetricFamily(
-            "tq_service_wait_seconds",
-            "For how long each call of a method that may wait has waited, for samples or for capacity.",
-            labels=_METHOD,
-        )
-        for each in calls:
-            labels = _labels_of(each)
-            started.add_metric(labels, each.started)
-            for code, count in sorted(each.handled.items()):
-                handled.add_metric((*labels, code), count)
-            _add(handling, labels, each.handling)
-            if each.waits is not None:
-                _add(waits, labels, each.waits)
-        yield from (started, handled, handling, waits)
+        for method, counts in calls.items():
+            started.add_metric(method, counts.started)
+            for code, count in sorted(counts.handled.items()):
+                handled.add_metric((*method, code), count)
+        yield from (started, handled)
+        text = "How long calls took, without their waits."
+        handling = {method: counts.handling for method, counts in calls.items()}
+        yield _histogram("grpc_server_handling_seconds", text, _METHOD, handling)
+        text = "For how long each call of a method that may wait has waited, for samples or for capacity."
+        waits = {method: counts.waits for method, counts in calls.items() if counts.waits is not None}
+        yield _histogram("tq_service_wait_seconds", text, _METHOD, waits)
 
     def _of_batches(self) -> Iterator[Metric]:
-        yield _by_sampler(
-            "tq_service_plan_seconds", "How long plans took that came to a batch.", self._instruments.plan_seconds
-        )
-        yield _by_sampler(
-            "tq_service_batch_imbalance_ratio",
-            "By how much the heaviest rank of a batch has more tokens than the mean.",
-            self._instruments.imbalance,
-        )
-        yield _by_sampler(
-            "tq_service_batch_padding_ratio", "The share of padding of a batch.", self._instruments.padding
-        )
+        for name, text, histograms in (
+            ("plan_seconds", "How long plans took that came to a batch.", self._instruments.plan_seconds),
+            (
+                "batch_imbalance_ratio",
+                "By how much the heaviest rank of a batch has more tokens than the mean.",
+                self._instruments.imbalance,
+            ),
+            ("batch_padding_ratio", "The share of padding of a batch.", self._instruments.padding),
+        ):
+            by_sampler = {(sampler,): histogram for sampler, histogram in histograms.by_name.items()}
+            yield _histogram(f"tq_service_{name}", text, ("sampler",), by_sampler)
 
     async def _of_partitions(
         self, parts: PartitionGroups, backlogs: Backlogs, most_lines: int, slices: Slices
@@ -302,12 +196,26 @@ class ServiceMetrics:
         groups = await parts.collect(slices)
         shown, dropped_count = await self._choose(groups, most_lines, slices)
         await parts.add_backlogs(groups, shown, backlogs, slices)
-        dropped = GaugeMetricFamily(
-            "tq_service_metrics_dropped_series",
-            f"Series of partition groups and tasks that are left out, since there are at most {MOST_LINES} lines.",
-            dropped_count,
-        )
-        return [dropped, *[metric async for metric in _families(groups, shown, slices)]]
+        text = f"Series of partition groups and tasks that are left out, since there are at most {MOST_LINES} lines."
+        states = {(group, state): count for group in shown for state, count in groups[group].states.items()}
+        metrics = [
+            _gauge("metrics_dropped_series", text, dropped_count),
+            _gauge("samples", "Samples that are there.", states, (*_GROUP, "state")),
+        ]
+        of_groups = {(group,): groups[group] for group in shown}
+        of_tasks = {(group, task): groups[group].tasks[task] for group, tasks in shown.items() for task in tasks}
+        wanted: list[tuple[Sequence[str], Mapping[Any, object], Field[Any]]] = [
+            *((_GROUP, of_groups, each) for each in _OF_GROUP),
+            *((_TASK, of_tasks, each) for each in _OF_TASK),
+        ]
+        for labels, numbers, each in wanted:
+            metric = each.metadata["kind"](each.metadata["name"], each.metadata["text"], labels=labels)
+            for values, counted in numbers.items():
+                if (value := getattr(counted, each.name)) is not None:
+                    metric.add_metric(values, value)
+                await slices.turn()
+            metrics.append(metric)
+        return metrics
 
     async def _choose(
         self, groups: Mapping[str, GroupNumbers], most_lines: int, slices: Slices
@@ -332,100 +240,55 @@ class ServiceMetrics:
         return shown, total_count - shown_count
 
 
-async def _families(
-    groups: Mapping[str, GroupNumbers], shown: Mapping[str, Sequence[str]], slices: Slices
-) -> AsyncIterator[Metric]:
-    """Yield the metrics of groups and tasks."""
-    samples = GaugeMetricFamily("tq_service_samples", "Samples that are there.", labels=(*_GROUP, "state"))
-    for group in shown:
-        numbers = groups[group]
-        for state, count in (("live", numbers.live), ("held", numbers.held), ("failed", numbers.failed)):
-            samples.add_metric((group, state), count)
-        await slices.turn()
-    yield samples
-    kinds: tuple[type[GaugeMetricFamily] | type[CounterMetricFamily], ...] = (GaugeMetricFamily, CounterMetricFamily)
-    for kind, of_group, of_task in zip(
-        kinds, (_GROUP_GAUGES, _GROUP_COUNTERS), (_TASK_GAUGES, _TASK_COUNTERS), strict=True
-    ):
-        for name, text, read_group in of_group:
-            metric = kind(name, text, labels=_GROUP)
-            for group in shown:
-                metric.add_metric((group,), read_group(groups[group]))
-                await slices.turn()
-            yield metric
-        for name, text, read_task in of_task:
-            metric = kind(name, text, labels=_TASK)
-            for group, tasks in shown.items():
-                for task in tasks:
-                    value = read_task(groups[group].tasks[task])
-                    if value is not None:
-                        metric.add_metric((group, task), value)
-                    await slices.turn()
-            yield metric
+def _of_storages(counts: Mapping[str, int], lost: int, taken_over: int) -> Iterator[Metric]:
+    by_state = {(state,): count for state, count in counts.items()}
+    yield _gauge("storages", "Storage services that the controller knows.", by_state, ("state",))
+    yield _counter("storages_lost", "Storage services with a mirror that were lost.", lost)
+    yield _counter("storages_taken_over", "Of them, those whose puts another one has taken over.", taken_over)
 
 
-def _storage_gauge(storage_id: str, name: str, text: str, value: float) -> Metric:
-    metric = GaugeMetricFamily(f"tq_service_storage_{name}", text, labels=("storage",))
-    metric.add_metric((storage_id,), value)
-    return metric
+def _of_cluster(name: str, lags: Mapping[str, int] | None) -> Iterator[Metric]:
+    """Yield what is shown of a cluster; of the others only where this controller leads, and knows their lags."""
+    text = "1: this controller leads its cluster."
+    yield _gauge("controller_leads", text, {(name,): lags is not None}, ("cluster",))
+    if lags is not None:
+        text = "How many records of the journal a standby has not applied yet, as the leader sees it."
+        behind = {(name, controller): count for controller, count in lags.items()}
+        yield _gauge("standby_lag_records", text, behind, ("cluster", "controller"))
 
 
-def _of_mirror(storage_id: str, own: EngineStat, adopted: Sequence[EngineStat]) -> Iterator[Metric]:
-    """Yield what is shown of a mirror, nothing where there is none.
+def _of_storage(storage_id: str, own: EngineStat, adopted: Sequence[EngineStat]) -> Iterator[Metric]:
+    """Yield what is shown of a storage service and its mirror.
 
     What was taken over counts with the rest, since the service may have the old name itself, and a name has one series.
     """
+    rows: list[tuple[Callable[..., Metric], str, str, float | None]] = [
+        (_gauge, "used_bytes", "Bytes stored and reserved.", own.used_bytes),
+        (_gauge, "quota_bytes", "The most bytes that may be stored; absent where there is no quota.", own.max_bytes),
+        (_gauge, "pooled_bytes", "Bytes of memory held for reuse, besides those used.", own.pooled_bytes),
+        (_gauge, "puts", "Puts stored.", own.put_count),
+        (_gauge, "uncommitted_puts", "Puts that wait for their commit.", own.uncommitted_put_count),
+        (_gauge, "damaged_puts", "Puts whose bytes are lost, as far as is known.", own.damaged_put_count),
+        (_counter, "written_bytes", "Bytes of puts that were completed.", own.written_bytes),
+        (_counter, "read_bytes", "Bytes of reads that were begun.", own.read_bytes),
+    ]
     mirrors = [stat.mirror for stat in (own, *adopted) if stat.mirror is not None]
-    if not mirrors:
-        return
-    answers = [mirror.is_reachable for mirror in mirrors if mirror.is_reachable is not None]
-    if answers:
+    if mirrors:
+        answers = [mirror.is_reachable for mirror in mirrors if mirror.is_reachable is not None]
         text = "1: the mirror answered the last call; absent before the first one."
-        yield _storage_gauge(storage_id, "mirror_answers", text, float(all(answers)))
-    for name, text, value in (
-        (
-            "unmirrored_bytes",
-            "Bytes of puts that do not have the copies required yet.",
-            sum(mirror.unmirrored_bytes for mirror in mirrors),
-        ),
-        (
-            "short_puts",
-            "Puts with the copies required, and fewer than asked for.",
-            sum(mirror.short_put_count for mirror in mirrors),
-        ),
-        ("adopted_puts", "Puts taken over from other storage services.", sum(stat.put_count for stat in adopted)),
-        (
-            "unfetched_puts",
-            "Of them, those whose bytes were not fetched yet.",
-            sum(mirror.unfetched_put_count for mirror in mirrors),
-        ),
-        (
-            "spilled_bytes",
-            "Bytes that count as used and are in the mirror alone.",
-            sum(mirror.spilled_bytes for mirror in mirrors),
-        ),
-    ):
-        yield _storage_gauge(storage_id, f"mirror_{name}", text, value)
-
-
-def _of_storage(storage_id: str, stat: EngineStat) -> Iterator[Metric]:
-    def gauge(name: str, text: str, value: float) -> Metric:
-        return _storage_gauge(storage_id, name, text, value)
-
-    def counter(name: str, text: str, value: float) -> Metric:
-        metric = CounterMetricFamily(f"tq_service_storage_{name}", text, labels=("storage",))
-        metric.add_metric((storage_id,), value)
-        return metric
-
-    yield gauge("used_bytes", "Bytes stored and reserved.", stat.used_bytes)
-    if stat.max_bytes is not None:
-        yield gauge("quota_bytes", "The most bytes that may be stored; absent where there is no quota.", stat.max_bytes)
-    yield gauge("pooled_bytes", "Bytes of memory held for reuse, besides those used.", stat.pooled_bytes)
-    yield gauge("puts", "Puts stored.", stat.put_count)
-    yield gauge("uncommitted_puts", "Puts that wait for their commit.", stat.uncommitted_put_count)
-    yield gauge("damaged_puts", "Puts whose bytes are lost, as far as is known.", stat.damaged_put_count)
-    yield counter("written_bytes", "Bytes of puts that were completed.", stat.written_bytes)
-    yield counter("read_bytes", "Bytes of reads that were begun.", stat.read_bytes)
+        rows.append((_gauge, "mirror_answers", text, all(answers) if answers else None))
+        text = "Puts taken over from other storage services."
+        rows.append((_gauge, "mirror_adopted_puts", text, sum(stat.put_count for stat in adopted)))
+        for name, attribute, text in (
+            ("unmirrored_bytes", "unmirrored_bytes", "Bytes of puts that do not have the copies required yet."),
+            ("short_puts", "short_put_count", "Puts with the copies required, and fewer than asked for."),
+            ("unfetched_puts", "unfetched_put_count", "Of them, those whose bytes were not fetched yet."),
+            ("spilled_bytes", "spilled_bytes", "Bytes that count as used and are in the mirror alone."),
+        ):
+            rows.append((_gauge, f"mirror_{name}", text, sum(getattr(mirror, attribute) for mirror in mirrors)))
+    for family, name, text, value in rows:
+        if value is not None:
+            yield family(f"storage_{name}", text, {(storage_id,): value}, ("storage",))
 
 
 def _of_log(lag: LogLag) -> Iterator[Metric]:
@@ -436,19 +299,28 @@ def _of_log(lag: LogLag) -> Iterator[Metric]:
         ("failing", "1: nothing could be written when it was last tried.", lag.is_failing),
         ("disk_low", "1: the disk has hardly any space left, and puts are refused.", lag.is_disk_low),
     ):
-        yield GaugeMetricFamily(f"tq_service_log_{name}", text, float(value))
+        yield _gauge(f"log_{name}", text, value)
 
 
-def _labels_of(counts: MethodCounts) -> tuple[str, str, str]:
-    return counts.shape, counts.service, counts.method
+_Values = Mapping[Any, float]  # by the values of the labels
 
 
-def _by_sampler(name: str, text: str, histograms: HistogramByName) -> Metric:
-    metric = HistogramMetricFamily(name, text, labels=("sampler",))
-    for sampler, histogram in histograms.by_name.items():
-        _add(metric, (sampler,), histogram)
+def _gauge(name: str, text: str, value: float | _Values, labels: Sequence[str] = ()) -> Metric:
+    return _filled(GaugeMetricFamily(f"tq_service_{name}", text, labels=labels), value)
+
+
+def _counter(name: str, text: str, value: float | _Values, labels: Sequence[str] = ()) -> Metric:
+    return _filled(CounterMetricFamily(f"tq_service_{name}", text, labels=labels), value)
+
+
+def _filled(metric: GaugeMetricFamily | CounterMetricFamily, value: float | _Values) -> Metric:
+    for labels, each in value.items() if isinstance(value, Mapping) else (((), value),):
+        metric.add_metric(labels, float(each))
     return metric
 
 
-def _add(metric: HistogramMetricFamily, labels: Sequence[str], histogram: Histogram) -> None:
-    metric.add_metric(labels, buckets=histogram.buckets(), sum_value=histogram.sum)
+def _histogram(name: str, text: str, labels: Sequence[str], histograms: Mapping[Any, Histogram]) -> Metric:
+    metric = HistogramMetricFamily(name, text, labels=labels)
+    for values, histogram in histograms.items():
+        metric.add_metric(values, buckets=histogram.buckets(), sum_value=histogram.sum)
+    return metric

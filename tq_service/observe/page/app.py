@@ -3,37 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import ipaddress
 import socket
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import nullcontext
-from importlib import resources
 from typing import Any, Final
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Mount, Route
+from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tq_service.errors import InvalidArgumentError
 from tq_service.observe.page.feed import Feed
 
-_ASSETS: Final = {
-    "index.html": "text/html; charset=utf-8",
-    "page.css": "text/css; charset=utf-8",
-    "page.js": "text/javascript; charset=utf-8",
-    "theme.js": "text/javascript; charset=utf-8",
-    "icon.svg": "image/svg+xml",
-}
 _MOST_STREAMS: Final = 100
 _GRACE_SECONDS: Final = 2
 
 # Scripts and styles come from the page's own files alone, which write names as text and never as markup: what a
 # partition is called cannot run.
 _HEADERS: Final = {
+    "Cache-Control": "no-cache",
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'; trusted-types 'none'",
@@ -81,11 +75,8 @@ def make_app(feed: Feed, *, root_path: str = "", allowed_hosts: Iterable[str] = 
 
         return StreamingResponse(events(), media_type="text/event-stream", headers=headers)
 
-    routes: list[BaseRoute] = [
-        Route("/", _asset("index.html")),
-        Route("/events", stream),
-        *(Route(f"/assets/{name}", _asset(name)) for name in _ASSETS if name != "index.html"),
-    ]
+    files = StaticFiles(packages=[(__package__, "assets")], html=True)
+    routes: list[BaseRoute] = [Route("/events", stream), Mount("/assets", files), Mount("/", files)]
     if root_path:
 
         async def with_slash(request: Request) -> Response:
@@ -95,18 +86,6 @@ def make_app(feed: Feed, *, root_path: str = "", allowed_hosts: Iterable[str] = 
     app = Starlette(routes=routes)
     app.router.redirect_slashes = False  # that would name the host that the request did
     return _Guarded(app, allowed_hosts)
-
-
-def _asset(name: str) -> Callable[[Request], Any]:
-    content = resources.files(__package__).joinpath("assets", name).read_bytes()
-    headers = {"ETag": f'"{hashlib.sha256(content).hexdigest()[:16]}"', "Cache-Control": "no-cache"}
-
-    async def answer(request: Request) -> Response:
-        if request.headers.get("if-none-match") == headers["ETag"]:
-            return Response(status_code=304, headers=headers)
-        return Response(content, media_type=_ASSETS[name], headers=headers)
-
-    return answer
 
 
 def _checked_path(path: str) -> str:
@@ -130,8 +109,9 @@ class _Guarded:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                own = [(name.lower().encode(), value.encode()) for name, value in _HEADERS.items()]
-                message = {**message, "headers": [*message.get("headers", ()), *own]}
+                headers = MutableHeaders(scope=message)
+                for name, value in _HEADERS.items():
+                    headers.setdefault(name, value)
             await send(message)
 
         if scope["type"] != "http":

@@ -3,69 +3,46 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from typing import Any, Final
 
-from tq_service.client import PartitionUpdate, WatchUpdate
+from tq_service.client import WatchUpdate
 from tq_service.results import PartitionSummary, ServiceStatus
 
 _EVENT_COUNT: Final = 100  # of partitions, and as many of services
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
-    """Something that happened.
-
-    Attributes:
-        number: counts events, from 1 on.
-        at: when, in seconds of the clock that the log is given.
-        kind: "made", "sealed" or "cleared" of a partition; "away", "refused", "back", "restarted" of the service;
-            "silent", "heard" of a storage service.
-        name: of the partition or storage service; empty: the service.
-        text: what happened, after the name.
-    """
-
-    number: int
-    at: float
-    kind: str
-    name: str
-    text: str
-
-
 class EventLog:
-    """The last events, in the order in which they were noted."""
+    """The last events, in the order in which they were noted.
+
+    Each has a number that counts from 1 on; a kind: "made", "sealed" or "cleared" of a partition, "away", "refused",
+    "back", "restarted" of the service, "silent", "heard" of a storage service; the name of the partition or storage
+    service, empty for the service; and a text, what happened, after the name.
+    """
 
     def __init__(self) -> None:
         # Apart, so that partitions that come and go do not push out what happened to the service.
-        self._of_services: deque[Event] = deque(maxlen=_EVENT_COUNT)
-        self._of_partitions: deque[Event] = deque(maxlen=_EVENT_COUNT)
+        self._of_services: deque[tuple[float, dict[str, Any]]] = deque(maxlen=_EVENT_COUNT)
+        self._of_partitions: deque[tuple[float, dict[str, Any]]] = deque(maxlen=_EVENT_COUNT)
         self._count = 0
         self._partitions: dict[str, PartitionSummary] = {}
-        self._before_reset: dict[str, PartitionSummary] | None = None  # None but while the whole state comes in
+        self._new_state: dict[str, PartitionSummary] | None = None  # None but while the whole state comes in
         self._is_first_state = True
 
     def shown(self, now: float) -> list[dict[str, Any]]:
         """Return the events for the page, with how long ago each was."""
-        return [
-            {
-                "number": event.number,
-                "seconds": round(now - event.at, 1),
-                "kind": event.kind,
-                "name": event.name,
-                "text": event.text,
-            }
-            for event in sorted([*self._of_services, *self._of_partitions], key=lambda event: event.number)
-        ]
+        events = sorted([*self._of_services, *self._of_partitions], key=lambda noted: noted[1]["number"])
+        return [{**event, "seconds": round(now - at, 1)} for at, event in events]
 
     def note(self, at: float, kind: str, text: str, *, name: str = "") -> None:
-        """Note an event of the service, or of the storage service that is named."""
-        self._of_services.append(self._numbered(at, kind, name, text))
+        """Note an event."""
+        log = self._of_partitions if kind in {"made", "sealed", "cleared"} else self._of_services
+        self._count += 1
+        log.append((at, {"number": self._count, "kind": kind, "name": name, "text": text}))
 
     def compare(self, before: ServiceStatus, status: ServiceStatus, now: float) -> None:
         """Note what happened to services between two states of the service."""
         if before.service.instance_id != status.service.instance_id:
-            count = len(status.partitions)
-            what = "1 partition" if count == 1 else f"{count:,} partitions"
+            what = _counted(len(status.partitions), "partition")
             self.note(now, "restarted", f"the service was restarted; it has {what}")
         # What was taken over is silent with its heir, and may have the name of a storage service that is there.
         silent = {storage.storage_id: storage.is_silent for storage in before.own_storages}
@@ -78,61 +55,44 @@ class EventLog:
     def follow(self, update: WatchUpdate, now: float) -> None:
         """Note what an update of a watch says of partitions.
 
-        The whole state, which a watch begins with, is compared with what is known: after a restart it says what is
-        gone, and in the beginning nothing has happened.
+        The whole state, which a watch begins with, is compared with what is known once it is there: after a restart it
+        says what is gone, and in the beginning nothing has happened.
         """
         if update.is_reset:
-            if self._before_reset is None:  # else a watch broke before it had said all
-                self._before_reset = self._partitions
-            self._partitions = {}
+            self._new_state = {}
+        state = self._partitions if self._new_state is None else self._new_state
         for each in update.partitions:
-            self._apply(each, now)
-        if self._before_reset is None or update.revision is None:
+            name = each.partition_id
+            known = state.get(name)
+            if each.cleared and known is not None and known.incarnation == each.incarnation:
+                del state[name]
+            elif each.summary is not None and not each.cleared:
+                state[name] = each.summary
+            else:
+                continue
+            if state is self._partitions:
+                self._note_change(name, known, state.get(name), now)
+        if self._new_state is None or update.revision is None:
             return
-        before, self._before_reset = self._before_reset, None
-        if self._is_first_state:
-            self._is_first_state = False
-            return
-        for name, summary in before.items():
-            self._note_change(name, summary, self._partitions.get(name), now)
-        for name in self._partitions.keys() - before.keys():
-            self._note_change(name, None, self._partitions[name], now)
-
-    def _apply(self, update: PartitionUpdate, now: float) -> None:
-        name, summary = update.partition_id, update.summary
-        known = self._partitions.get(name)
-        if update.cleared:
-            if known is None or known.incarnation != update.incarnation:
-                return
-            del self._partitions[name]
-        elif summary is not None:
-            self._partitions[name] = summary
-        else:
-            return
-        if self._before_reset is None:
-            self._note_change(name, known, summary, now)
+        before, self._partitions, self._new_state = self._partitions, state, None
+        if not self._is_first_state:
+            for name in before | state:
+                self._note_change(name, before.get(name), state.get(name), now)
+        self._is_first_state = False
 
     def _note_change(
         self, name: str, before: PartitionSummary | None, after: PartitionSummary | None, now: float
     ) -> None:
         if before is not None and (after is None or after.incarnation != before.incarnation):
-            self._note_partition(now, "cleared", name, f"cleared ({_samples(before)})")
+            self.note(now, "cleared", f"cleared ({_counted(before.inserted_count, 'sample')})", name=name)
             before = None
         if after is None:
             return
         if before is None:
-            self._note_partition(now, "made", name, "made")
+            self.note(now, "made", "made", name=name)
         if after.sealed and not (before is not None and before.sealed):
-            self._note_partition(now, "sealed", name, f"sealed ({_samples(after)})")
-
-    def _note_partition(self, at: float, kind: str, name: str, text: str) -> None:
-        self._of_partitions.append(self._numbered(at, kind, name, text))
-
-    def _numbered(self, at: float, kind: str, name: str, text: str) -> Event:
-        self._count += 1
-        return Event(number=self._count, at=at, kind=kind, name=name, text=text)
+            self.note(now, "sealed", f"sealed ({_counted(after.inserted_count, 'sample')})", name=name)
 
 
-def _samples(summary: PartitionSummary) -> str:
-    count = summary.inserted_count
-    return "1 sample" if count == 1 else f"{count:,} samples"
+def _counted(count: int, what: str) -> str:
+    return f"1 {what}" if count == 1 else f"{count:,} {what}s"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import secrets
 import time
 from collections.abc import AsyncIterator
@@ -13,7 +12,7 @@ from typing import Any, Final
 from tq_service.client import AsyncClient
 from tq_service.errors import DeadlineError, PermissionDeniedError, TqError, UnauthenticatedError
 from tq_service.observe.page.events import EventLog
-from tq_service.observe.page.frame import status_of
+from tq_service.observe.page.frame import as_json, status_of
 from tq_service.observe.page.trends import Trends
 from tq_service.results import ServiceStatus
 
@@ -132,7 +131,7 @@ class Feed:
             "status": None if self._status is None else status_of(self._status, self._trends, self._seen_at),
             "events": self._events.shown(now),
         }
-        self._frame = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
+        self._frame = as_json(document)
         self._frame_number += 1
         async with self._changed:
             self._changed.notify_all()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
-from tq_service.results import PartitionDescription, PartitionWait, RecentBatch, ServiceStatus, TaskStatus
+from tq_service.results import PartitionDescription, PartitionWait, RecentBatch, ServiceStatus
 
 POINT_COUNT: Final = 90
 """Points of a curve of the whole service: three minutes of one every 2 s."""
@@ -24,10 +24,6 @@ Curve = deque[float | None]
 TaskKey = tuple[str, str]
 
 
-def _curve() -> Curve:
-    return deque(maxlen=POINT_COUNT)
-
-
 def _row_curve() -> Curve:
     return deque(maxlen=ROW_POINT_COUNT)
 
@@ -37,37 +33,22 @@ class PartitionTrend:
     """How a partition moves.
 
     Attributes:
-        incarnation: of the partition that the others are about.
-        inserted_count: samples ever inserted, when it was last seen.
-        counts: what is compared to see whether anything has changed.
-        changed_at: when it last had, in seconds of the clock of `Trends.see`.
-        consumed: epoch of each task, and what it had consumed then.
+        changed_at: when a count of it was another for the last time, in seconds of the clock of `Trends.see`.
+        seen: as it was in the last status.
         present: samples not cleared, over time.
         inserted_per_second: over time.
         delivered_per_second: of each task, over time.
     """
 
-    incarnation: bytes
-    inserted_count: int
-    counts: tuple[object, ...]
     changed_at: float
-    consumed: dict[str, tuple[int, int]] = field(default_factory=dict)
+    seen: PartitionDescription | None = None
     present: Curve = field(default_factory=_row_curve)
     inserted_per_second: Curve = field(default_factory=_row_curve)
-    delivered_per_second: dict[str, Curve] = field(default_factory=dict)
+    delivered_per_second: defaultdict[str, Curve] = field(default_factory=lambda: defaultdict(_row_curve))
 
-
-@dataclass(slots=True)
-class Balance:
-    """The last batches of a task in all partitions of one group, the oldest first.
-
-    Attributes:
-        batches: each with the partition it is of.
-        seen_at: when the last of them was first seen.
-    """
-
-    batches: deque[tuple[str, RecentBatch]] = field(default_factory=lambda: deque(maxlen=_BATCH_COUNT))
-    seen_at: float = 0.0
+    def curves(self) -> Iterator[Curve]:
+        """Yield all of them."""
+        yield from (self.present, self.inserted_per_second, *self.delivered_per_second.values())
 
 
 class Trends:
@@ -75,23 +56,21 @@ class Trends:
 
     Attributes:
         partitions: by name, those of the last status.
-        inserted_per_second: of all partitions, over time.
-        delivered_per_second: to all tasks, over time.
-        present: samples not cleared, over time.
-        used_bytes: of all storage services, over time.
-        balances: by group of partitions and task.
+        curves: of the whole service, by name: samples inserted and delivered a second, samples that are not cleared
+            ("present"), bytes of all storage services ("used").
+        balances: the last batches of each task in all partitions of one group, the oldest first, each with the name of
+            its partition.
     """
 
     def __init__(self) -> None:
         self.partitions: dict[str, PartitionTrend] = {}
-        self.inserted_per_second: Curve = _curve()
-        self.delivered_per_second: Curve = _curve()
-        self.present: Curve = _curve()
-        self.used_bytes: Curve = _curve()
-        self.balances: dict[TaskKey, Balance] = {}
+        self.curves: dict[str, Curve] = {
+            name: deque(maxlen=POINT_COUNT) for name in ("inserted", "delivered", "present", "used")
+        }
+        self.balances: dict[TaskKey, deque[tuple[str, RecentBatch]]] = {}
         self._seen_at: float | None = None
-        self._waits_since: dict[object, tuple[float, object]] = {}
-        self._batches_seen: dict[tuple[str, str], tuple[bytes, int, int]] = {}
+        self._waits_since: dict[object, float] = {}
+        self._progress: dict[TaskKey, tuple[int, int]] = {}  # epoch and consumed samples of each task
 
     def see(self, status: ServiceStatus, now: float) -> None:
         """Take a status in.
@@ -105,103 +84,72 @@ class Trends:
         known, self.partitions = self.partitions, {}
         inserted_count = delivered_count = 0
         for partition in status.partitions:
-            name = partition.summary.partition_id
-            trend, new_count = self._followed(partition, known.get(name), span, now)
+            name, summary = partition.summary.partition_id, partition.summary
+            trend = known.get(name)
+            if trend is None or trend.seen is None or trend.seen.summary.incarnation != summary.incarnation:
+                trend = PartitionTrend(now)
+            before, trend.seen = trend.seen, partition
             self.partitions[name] = trend
+            if before is not None and _counts(before) != _counts(partition):
+                trend.changed_at = now
+            new_count = summary.inserted_count - (0 if before is None else before.summary.inserted_count)
             inserted_count += new_count
-            delivered_count += _newly_consumed(partition, trend)
+            delivered_count += self._follow_tasks(partition, before)
+            trend.present.append(summary.present_count)
+            trend.inserted_per_second.append(None if span is None else rounded(new_count / span))
             for task in partition.tasks:
-                self._take_batches(partition, task, now)
+                trend.delivered_per_second[task.task_name].append(rounded(task.delivered_per_second))
         # Not the sum of the tasks' own rates, which goes down with each partition that is cleared.
-        self.inserted_per_second.append(None if span is None else rounded(inserted_count / span))
-        self.delivered_per_second.append(None if span is None else rounded(delivered_count / span))
-        self.present.append(sum(partition.summary.present_count for partition in status.partitions))
-        self.used_bytes.append(sum(storage.used_bytes for storage in status.own_storages))
-        self._forget(status)
+        self.curves["inserted"].append(None if span is None else rounded(inserted_count / span))
+        self.curves["delivered"].append(None if span is None else rounded(delivered_count / span))
+        self.curves["present"].append(sum(partition.summary.present_count for partition in status.partitions))
+        self.curves["used"].append(sum(storage.used_bytes for storage in status.own_storages))
         self._follow_waits(status, now)
 
     def miss(self) -> None:
         """Note that there was no status to take in: the curves have a gap."""
-        for curve in (self.inserted_per_second, self.delivered_per_second, self.present, self.used_bytes):
+        for curve in self.curves.values():
             curve.append(None)
         for trend in self.partitions.values():
-            for curve in (trend.present, trend.inserted_per_second, *trend.delivered_per_second.values()):
+            for curve in trend.curves():
                 curve.append(None)
 
     def waits_since(self, wait: PartitionWait) -> float:
         """Return when a wait of the last status was first seen, from when on it was in each."""
-        return self._waits_since[_wait_key(wait)][0]
+        return self._waits_since[_wait_key(wait)]
 
     def _follow_waits(self, status: ServiceStatus, now: float) -> None:
         """Note since when each wait has been there; one whose task goes on begins again."""
-        consumed = {
-            (partition.summary.partition_id, task.task_name): (task.epoch, task.consumed_count)
-            for partition in status.partitions
-            for task in partition.tasks
-        }
-        before, self._waits_since = self._waits_since, {}
+        before, self._progress = (
+            self._progress,
+            {
+                (partition.summary.partition_id, task.task_name): (task.epoch, task.consumed_count)
+                for partition in status.partitions
+                for task in partition.tasks
+            },
+        )
+        known, self._waits_since = self._waits_since, {}
         for wait in status.waits:
-            key, progress = _wait_key(wait), consumed.get((wait.partition_id, wait.reason.task_name))
-            since, last_progress = before.get(key, (now, progress))
-            self._waits_since[key] = since if progress == last_progress else now, progress
+            key, task = _wait_key(wait), (wait.partition_id, wait.reason.task_name)
+            stays = key in known and before.get(task) == self._progress.get(task)
+            self._waits_since[key] = known[key] if stays else now
 
-    def _followed(
-        self, partition: PartitionDescription, before: PartitionTrend | None, span: float | None, now: float
-    ) -> tuple[PartitionTrend, int]:
-        """Return the trend of a partition, and how many samples are new in it."""
-        summary, counts = partition.summary, _counts(partition)
-        if before is None or before.incarnation != summary.incarnation:
-            trend, new_count = PartitionTrend(summary.incarnation, 0, counts, now), summary.inserted_count
-        else:
-            trend, new_count = before, summary.inserted_count - before.inserted_count
-        if counts != trend.counts:
-            trend.counts, trend.changed_at = counts, now
-        trend.inserted_count = summary.inserted_count
-        trend.present.append(summary.present_count)
-        trend.inserted_per_second.append(None if span is None else rounded(new_count / span))
-        curves = trend.delivered_per_second
-        trend.delivered_per_second = {
-            task.task_name: curves.get(task.task_name) or _row_curve() for task in partition.tasks
-        }
+    def _follow_tasks(self, partition: PartitionDescription, before: PartitionDescription | None) -> int:
+        """Note new batches of tasks, and return how many samples are newly delivered; released ones do not count."""
+        name, new_count = partition.summary.partition_id, 0
+        earlier = {} if before is None else {(task.task_name, task.epoch): task for task in before.tasks}
         for task in partition.tasks:
-            trend.delivered_per_second[task.task_name].append(rounded(task.delivered_per_second))
-        return trend, new_count
-
-    def _take_batches(self, partition: PartitionDescription, task: TaskStatus, now: float) -> None:
-        if not task.recent_batches:
-            return
-        summary = partition.summary
-        incarnation, epoch, last_index = self._batches_seen.get((summary.partition_id, task.task_name), (b"", 0, -1))
-        if (incarnation, epoch) != (summary.incarnation, task.epoch):
-            last_index = -1
-        new = [batch for batch in task.recent_batches if batch.batch_index > last_index]
-        if not new:
-            return
-        last = (summary.incarnation, task.epoch, new[-1].batch_index)
-        self._batches_seen[summary.partition_id, task.task_name] = last
-        balance = self.balances.setdefault((group_of(summary.partition_id), task.task_name), Balance())
-        balance.batches.extend((summary.partition_id, batch) for batch in new)
-        balance.seen_at = now
-
-    def _forget(self, status: ServiceStatus) -> None:
-        """Let go of what nothing of the status is about, but for the newest balances."""
-        tasks = {(each.summary.partition_id, task.task_name) for each in status.partitions for task in each.tasks}
-        for key in self._batches_seen.keys() - tasks:
-            del self._batches_seen[key]
-        newest = sorted(self.balances, key=lambda key: self.balances[key].seen_at, reverse=True)
-        for balance_key in newest[_MOST_BALANCES:]:
-            del self.balances[balance_key]
-
-
-def _newly_consumed(partition: PartitionDescription, trend: PartitionTrend) -> int:
-    """Return how many samples were delivered to all tasks since the last status; released ones do not count."""
-    before, trend.consumed = trend.consumed, {}
-    new_count = 0
-    for task in partition.tasks:
-        epoch, consumed_count = before.get(task.task_name, (task.epoch, 0))
-        trend.consumed[task.task_name] = task.epoch, task.consumed_count
-        new_count += max(0, task.consumed_count - (consumed_count if epoch == task.epoch else 0))
-    return new_count
+            last = earlier.get((task.task_name, task.epoch))
+            new_count += max(0, task.consumed_count - (0 if last is None else last.consumed_count))
+            last_index = last.recent_batches[-1].batch_index if last is not None and last.recent_batches else -1
+            if new := [(name, batch) for batch in task.recent_batches if batch.batch_index > last_index]:
+                key = group_of(name), task.task_name
+                batches = self.balances.pop(key, None) or deque(maxlen=_BATCH_COUNT)
+                self.balances[key] = batches  # the newest last
+                batches.extend(new)
+                if len(self.balances) > _MOST_BALANCES:
+                    del self.balances[next(iter(self.balances))]
+        return new_count
 
 
 def group_of(partition_id: str) -> str:

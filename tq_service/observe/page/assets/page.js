@@ -169,20 +169,20 @@ function makeTokens() {
 
 // One group of bars a batch, one bar a rank; as many of the last batches as there is space for.
 function updateTokens(svg, batches) {
-  const known = batches.filter((batch) => batch.tokens.length > 0);
-  const ranks = known.length ? known[known.length - 1].tokens.length : 1;
+  const known = batches.filter((batch) => batch.tokens_per_rank.length > 0);
+  const ranks = known.length ? known[known.length - 1].tokens_per_rank.length : 1;
   const last = known.slice(-Math.max(1, Math.min(16, Math.floor(MOST_BARS / ranks))));
-  const most = Math.max(1, ...last.flatMap((batch) => batch.tokens));
+  const most = Math.max(1, ...last.flatMap((batch) => batch.tokens_per_rank));
   const slots = Math.max(last.length, Math.min(16, Math.floor(MOST_BARS / ranks)));
   const step = 100 / slots;
   const bars = last.flatMap((batch, group) =>
-    batch.tokens.map((tokens, rank) => {
-      const width = (step * 0.82) / batch.tokens.length;
+    batch.tokens_per_rank.map((tokens, rank) => {
+      const width = (step * 0.82) / batch.tokens_per_rank.length;
       return {
         key: `${group}/${rank}`,
         x: (step * (group + slots - last.length) + step * 0.09 + width * rank).toFixed(3),
         y: (39 - (38 * tokens) / most).toFixed(2),
-        width: (width * (batch.tokens.length > 24 ? 1 : 0.86)).toFixed(3),
+        width: (width * (batch.tokens_per_rank.length > 24 ? 1 : 0.86)).toFixed(3),
         height: ((38 * tokens) / most).toFixed(2),
         isOld: group < last.length - 1,
       };
@@ -216,7 +216,7 @@ function renderFacts(frame) {
   if (service) {
     if (service.version) facts.push(["version", service.version]);
     facts.push(["up", span(service.uptime_seconds)]);
-    if (service.instance) facts.push(["instance", service.instance]);
+    if (service.instance_id) facts.push(["instance", service.instance_id.slice(0, 8)]);
     facts.push(["durability", service.durability]);
     facts.push(["TLS", service.tls ? (service.client_certificates ? "mutual" : "on") : "off"]);
     facts.push(["tokens", service.auth ? "required" : "off"]);
@@ -309,7 +309,7 @@ const WAIT_WORDS = {
   SAMPLER_WAITS: "sampler waits",
 };
 
-const waitKey = (wait) => JSON.stringify([wait.partition, wait.task, wait.code, wait.fields]);
+const waitKey = (wait) => JSON.stringify([wait.partition_id, wait.task_name, wait.code, wait.data_fields]);
 
 function renderWaits(status, interval) {
   // A wait that is soon over is how a queue works; here it would only move what stands below.
@@ -327,7 +327,7 @@ function renderWaits(status, interval) {
       node.className = isLong ? "long" : "";
       write(node.children[0], span(wait.seconds));
       const [, where, text] = node.children;
-      write(where.children[0], wait.task ? `${wait.task} of ${wait.partition}` : wait.partition);
+      write(where.children[0], wait.task_name ? `${wait.task_name} of ${wait.partition_id}` : wait.partition_id);
       write(where.children[1], WAIT_WORDS[wait.code] ?? wait.code);
       where.children[1].className = `chip ${isLong ? (wait.code === "FIELD_NEVER_PUT" ? "bad" : "warn") : ""}`;
       write(where.children[2], counted(wait.waiting_count, "call", "calls"));
@@ -342,12 +342,13 @@ function renderWaits(status, interval) {
 
 // ---- Partitions and their tasks ----
 
+const nameOf = (partition) => partition.summary.partition_id;
 const byName = new Intl.Collator("en", { numeric: true });
 
 // By name; of the partitions that have all but their step in common, the newest first.
 function inOrder(one, other) {
-  const [group, otherGroup] = [one.name.split("@", 1)[0], other.name.split("@", 1)[0]];
-  return byName.compare(group, otherGroup) || byName.compare(other.name, one.name) || (one.name < other.name ? 1 : -1);
+  const [group, otherGroup] = [nameOf(one).split("@", 1)[0], nameOf(other).split("@", 1)[0]];
+  return byName.compare(group, otherGroup) || byName.compare(nameOf(other), nameOf(one)) || (nameOf(one) < nameOf(other) ? 1 : -1);
 }
 
 function cell(className, label) {
@@ -381,7 +382,7 @@ function makePartition(partition) {
   const more = make("button", "more", make("span"));
   more.type = "button";
   more.addEventListener("click", () => {
-    if (!view.opened.delete(partition.name)) view.opened.add(partition.name);
+    if (!view.opened.delete(nameOf(partition))) view.opened.add(nameOf(partition));
     render();
   });
   row.firstChild.append(more, " ", make("span", "chip"));
@@ -392,15 +393,15 @@ function makePartition(partition) {
   return group;
 }
 
-const totalOf = (partition) => Math.max(partition.expected_count ?? 0, partition.inserted_count);
+const totalOf = (partition) => Math.max(partition.expected_samples ?? 0, partition.summary.inserted_count);
 
 function stateOf(partition) {
-  if (partition.sealed) return "sealed";
+  if (partition.summary.sealed) return "sealed";
   return partition.samples_per_round === null ? "open" : `rounds of ${count(partition.samples_per_round)}`;
 }
 
 function notesOf(partition) {
-  const complete = partition.fields.filter((field) => field.produced_count >= partition.live_count + partition.held_count && partition.present_count > 0).length;
+  const complete = partition.fields.filter((field) => field.produced_count >= partition.live_count + partition.held_count && partition.summary.present_count > 0).length;
   const notes = [bytes(partition.used_bytes)];
   if (partition.field_count) notes.push(`${complete} of ${counted(partition.field_count, "field", "fields")} complete`);
   if (partition.waiting_put_count) notes.push(counted(partition.waiting_put_count, "put waits", "puts wait"));
@@ -410,28 +411,28 @@ function notesOf(partition) {
 function updatePartition(node, partition, waits) {
   const [row, tasks] = node.children;
   const [name, progress, samples, rate, trend, left, leased, notes] = row.children;
-  const isOpen = view.opened.has(partition.name);
+  const isOpen = view.opened.has(nameOf(partition));
   const [more, chip] = name.children;
-  write(more.firstChild, partition.name);
+  write(more.firstChild, nameOf(partition));
   mark(more, "aria-expanded", String(isOpen));
   write(chip, stateOf(partition));
-  chip.className = partition.sealed ? "chip" : "chip open";
+  chip.className = partition.summary.sealed ? "chip" : "chip open";
   const total = totalOf(partition);
-  updateBar(progress.firstChild, [partition.inserted_count - partition.present_count, partition.live_count, partition.held_count, partition.failed_count], total);
-  write(samples, partition.expected_count === null ? compact(partition.inserted_count) : `${compact(partition.inserted_count)} / ${compact(partition.expected_count)}`);
+  updateBar(progress.firstChild, [partition.summary.inserted_count - partition.summary.present_count, partition.live_count, partition.held_count, partition.failed_count], total);
+  write(samples, partition.expected_samples === null ? compact(partition.summary.inserted_count) : `${compact(partition.summary.inserted_count)} / ${compact(partition.expected_samples)}`);
   const speed = partition.inserted_per_second;
   setNumber(rate, speed ? `${perSecond(speed)}/s` : null);
   updateSpark(trend.firstChild, partition.curve, ROW_POINTS);
-  setNumber(left, compact(partition.present_count));
+  setNumber(left, compact(partition.summary.present_count));
   setNumber(leased, null);
   write(notes, notesOf(partition));
   notes.classList.toggle("long", partition.waiting_put_count > 0);
   list(
     tasks,
     partition.tasks,
-    (task) => task.name,
+    (task) => task.task_name,
     () => makeTask(),
-    (taskNode, task) => updateTask(taskNode, task, total, waits.filter((wait) => wait.task === task.name)),
+    (taskNode, task) => updateTask(taskNode, task, total, waits.filter((wait) => wait.task_name === task.task_name)),
   );
   if (isOpen && node.children.length === 2) node.append(makeDetails());
   if (!isOpen && node.children.length === 3) node.lastChild.remove();
@@ -446,7 +447,7 @@ function makeTask() {
 
 function updateTask(row, task, total, waits) {
   const [name, progress, samples, rate, trend, left, leased, reason] = row.children;
-  write(name.firstChild, task.name);
+  write(name.firstChild, task.task_name);
   updateBar(progress.firstChild, [task.consumed_count - task.leased_count, task.leased_count, task.skipped_count], total);
   write(samples, `${compact(task.consumed_count)} / ${compact(total)}`);
   setNumber(rate, task.delivered_per_second >= 0.05 ? `${perSecond(task.delivered_per_second)}/s` : null);
@@ -462,11 +463,11 @@ function updateTask(row, task, total, waits) {
 
 // What a task waits for in the few words that a row has space for; the sentence is in "Waiting" and in the details.
 function inShort(wait) {
-  if (wait.code === "FIELD_NEVER_PUT") return wait.fields.length === 1 ? `field ${wait.fields[0]}, which was never put` : "a field that was never put";
+  if (wait.code === "FIELD_NEVER_PUT") return wait.data_fields.length === 1 ? `field ${wait.data_fields[0]}, which was never put` : "a field that was never put";
   if (wait.code === "NO_SAMPLES") return "the first samples";
   if (wait.code === "ALL_CONSUMED") return "new samples: all are consumed";
   const unit = wait.counts_groups ? " groups" : "";
-  const lacks = wait.not_ready.map(({ kind, name, count: samples }) => {
+  const lacks = wait.not_ready.map(({ kind, name, sample_count: samples }) => {
     if (kind === "field") return `${count(samples)} lack ${name}`;
     if (kind === "where") return `${count(samples)} not where ${name}`;
     if (kind === "length") return `${count(samples)} without length`;
@@ -479,7 +480,7 @@ function inShort(wait) {
 function doing(task) {
   const facts = [];
   if (task.complete) facts.push("complete");
-  if (task.rank_count) facts.push(`${counted(task.batch_count, "batch", "batches")} to ${counted(task.rank_count, "rank", "ranks")}`);
+  if (task.dp_size) facts.push(`${counted(task.planned_batch_count, "batch", "batches")} to ${counted(task.dp_size, "rank", "ranks")}`);
   if (task.oldest_version !== null) facts.push(`oldest version ${version(task.oldest_version)}, ${ahead(task.staleness_versions)}`);
   if (task.epoch) facts.push(`epoch ${count(task.epoch)}`);
   if (task.skipped_count) facts.push(`${count(task.skipped_count)} skipped`);
@@ -494,8 +495,8 @@ const version = (value) => (Number.isInteger(value) ? count(value) : String(valu
 const ahead = (versions) => (versions === null ? "" : versions ? `producers ${version(versions)} ahead` : "producers not ahead");
 
 function leasesOf(task) {
-  const hidden = task.lease_count - task.leases.length;
-  const shown = task.leases.map((lease) => `${lease.name}: ${count(lease.count)} for ${count(lease.seconds)} s, ${count(lease.left_seconds)} s left`);
+  const hidden = task.leasing_claim_count - task.leases.length;
+  const shown = task.leases.map((lease) => `${lease.claim_name || lease.claim_id}: ${count(lease.leased_count)} for ${count(lease.delivered_ago_seconds)} s, ${count(lease.ends_in_seconds)} s left`);
   return [...shown, ...(hidden ? [`${counted(hidden, "claim", "claims")} more`] : [])].join(" · ");
 }
 
@@ -518,13 +519,13 @@ function updateDetails(node, partition, waits) {
     ["live", count(partition.live_count)],
     ["held", count(partition.held_count)],
     ["failed", count(partition.failed_count)],
-    ["cleared", count(partition.inserted_count - partition.present_count)],
+    ["cleared", count(partition.summary.inserted_count - partition.summary.present_count)],
     ["groups", count(partition.group_count)],
     ["bytes", partition.max_bytes === null ? bytes(partition.used_bytes) : `${bytes(partition.used_bytes)} of at most ${bytes(partition.max_bytes)}`],
-    ["incarnation", partition.incarnation],
-    ["custom_meta", partition.columns.join(", ") || "none"],
-    ...partition.tasks.map((task) => [`task ${task.name}`, doing(task) || "active"]),
-    ...partition.tasks.filter((task) => task.leases.length).map((task) => [`leased by ${task.name}`, leasesOf(task)]),
+    ["incarnation", partition.summary.incarnation.slice(0, 8)],
+    ["custom_meta", partition.custom_meta_columns.map((column) => column.name).join(", ") || "none"],
+    ...partition.tasks.map((task) => [`task ${task.task_name}`, doing(task) || "active"]),
+    ...partition.tasks.filter((task) => task.leases.length).map((task) => [`leased by ${task.task_name}`, leasesOf(task)]),
   ];
   list(
     facts,
@@ -536,16 +537,17 @@ function updateDetails(node, partition, waits) {
   list(
     table.tBodies[0],
     partition.fields,
-    (field) => field.name,
+    ({ spec }) => spec.name,
     () => {
       const last = make("td", "", makeBar(["delivered"], "bar thin"));
       return make("tr", "", make("td"), make("td"), make("td"), make("td"), make("td", "right"), last);
     },
     (row, field) => {
-      const shape = field.row_shape === null ? "" : field.row_shape.length ? field.row_shape.map((size) => (size < 0 ? "any" : size)).join(" × ") : "scalar";
-      const texts = [field.name, field.dtype, field.layout, field.layout === "object" ? "" : shape, `${count(field.produced_count)} / ${count(partition.present_count)}`];
+      const { name, dtype, layout, row_shape } = field.spec;
+      const shape = row_shape === null ? "" : row_shape.length ? row_shape.map((size) => (size < 0 ? "any" : size)).join(" × ") : "scalar";
+      const texts = [name, dtype, layout, layout === "object" ? "" : shape, `${count(field.produced_count)} / ${count(partition.summary.present_count)}`];
       texts.forEach((text, index) => write(row.children[index], text));
-      updateBar(row.lastChild.firstChild, [field.produced_count], partition.present_count);
+      updateBar(row.lastChild.firstChild, [field.produced_count], partition.summary.present_count);
     },
   );
   show(table, partition.fields.length > 0);
@@ -556,7 +558,7 @@ function updateDetails(node, partition, waits) {
     () => make("li", "", make("span", "since"), make("span", "text")),
     (each, wait) => {
       write(each.firstChild, span(wait.seconds));
-      write(each.lastChild, `${wait.task || "a look-up"} waits: ${wait.text}`);
+      write(each.lastChild, `${wait.task_name || "a look-up"} waits: ${wait.text}`);
     },
   );
   show(reasons, waits.length > 0);
@@ -565,15 +567,15 @@ function updateDetails(node, partition, waits) {
 function renderPartitions(status) {
   const wanted = view.filter.trim().toLowerCase();
   const sorted = [...status.partitions].sort(inOrder);
-  const shown = sorted.filter((partition) => !wanted || partition.name.toLowerCase().includes(wanted));
+  const shown = sorted.filter((partition) => !wanted || nameOf(partition).toLowerCase().includes(wanted));
   const waitsOf = new Map();
-  for (const wait of status.waits) waitsOf.set(wait.partition, [...(waitsOf.get(wait.partition) ?? []), wait]);
+  for (const wait of status.waits) waitsOf.set(wait.partition_id, [...(waitsOf.get(wait.partition_id) ?? []), wait]);
   list(
     byId("partition-list"),
     shown,
-    (partition) => partition.name,
+    nameOf,
     makePartition,
-    (node, partition) => updatePartition(node, partition, waitsOf.get(partition.name) ?? []),
+    (node, partition) => updatePartition(node, partition, waitsOf.get(nameOf(partition)) ?? []),
   );
   const total = status.totals.partition_count;
   write(byId("partitions-count"), shown.length === total ? count(total) : `${count(shown.length)} of ${count(total)}`);
@@ -600,21 +602,21 @@ function renderBalances(status) {
       const padding = batches.reduce((sum, batch) => sum + batch.padding_share, 0) / batches.length;
       write(title, `${balance.task} of ${balance.group}`);
       updateTokens(chart, batches);
-      mark(chart, "hidden", batches.some((batch) => batch.tokens.length) ? null : "");
+      mark(chart, "hidden", batches.some((batch) => batch.tokens_per_rank.length) ? null : "");
       write(numbers, `imbalance ${percent(newest.imbalance)}, mean of ${batches.length}: ${percent(mean)}. Padding ${percent(padding)}, none in jagged fields`);
-      const tokens = newest.tokens;
+      const tokens = newest.tokens_per_rank;
       const range = tokens.length ? `, ${count(Math.min(...tokens))} to ${count(Math.max(...tokens))} tokens on ${counted(tokens.length, "rank", "ranks")}` : "";
-      write(last, `last: batch ${count(newest.index)} of ${newest.partition}${range}`);
+      write(last, `last: batch ${count(newest.batch_index)} of ${newest.partition_id}${range}`);
     },
   );
   show(byId("balances-none"), balances.length === 0);
 }
 
 function renderLimits(status) {
-  const open = [...status.partitions].filter((partition) => !partition.sealed).sort(inOrder); // the others get no samples
+  const open = [...status.partitions].filter((partition) => !partition.summary.sealed).sort(inOrder); // the others get no samples
   const limits = open.flatMap((partition) =>
-    partition.limits.map((limit) => {
-      const task = partition.tasks.find((each) => each.name === limit.task); // none yet: it has all of them left
+    partition.staleness_limits.map((limit) => {
+      const task = partition.tasks.find((each) => each.task_name === limit.task_name); // none yet: it has all of them left
       const left = task ? task.pending_count : partition.live_count + partition.held_count;
       return { partition, limit, left, versions: task ? task.staleness_versions : null };
     }),
@@ -622,11 +624,11 @@ function renderLimits(status) {
   list(
     byId("limits"),
     limits,
-    ({ partition, limit }) => JSON.stringify([partition.name, limit.task, limit.version_column]),
+    ({ partition, limit }) => JSON.stringify([nameOf(partition), limit.task_name, limit.version_column]),
     () => make("li", "", make("p", "pair", make("span"), make("span")), makeBar(["used"], "bar thin"), make("p", "soft")),
     (node, { partition, limit, left, versions }) => {
       const [pair, bar, note] = node.children;
-      write(pair.children[0], `${limit.task} of ${partition.name}`);
+      write(pair.children[0], `${limit.task_name} of ${nameOf(partition)}`);
       write(pair.children[1], limit.max_samples === null ? "" : `${count(left)} of ${count(limit.max_samples)} left`);
       updateBar(bar, [Math.min(left, limit.max_samples ?? 0)], limit.max_samples ?? 0);
       mark(bar.firstChild, "class", limit.max_samples !== null && left >= limit.max_samples ? "much" : "used");
@@ -658,13 +660,13 @@ function renderStorages(status) {
   list(
     byId("storages"),
     status.storages,
-    (storage) => JSON.stringify([storage.id, storage.is_adopted]), // what was taken over keeps its name
+    (storage) => JSON.stringify([storage.storage_id, storage.is_adopted]), // what was taken over keeps its name
     () => make("li", "", make("p", "pair", make("span"), make("span")), makeBar(["used"], "bar thin"), make("p", "soft"), make("p", "soft mirror")),
     (node, storage) => {
       const [pair, bar, note, mirror] = node.children;
       const share = storage.max_bytes ? storage.used_bytes / storage.max_bytes : 0;
       const used = storage.max_bytes ? `${bytes(storage.used_bytes)} of ${bytes(storage.max_bytes)}` : bytes(storage.used_bytes);
-      write(pair.children[0], storage.id);
+      write(pair.children[0], storage.storage_id);
       write(pair.children[1], storage.is_adopted ? `taken over by ${storage.heir ?? "another one"}` : used);
       updateBar(bar, [share], 1);
       mark(bar.firstChild, "class", fill(share));

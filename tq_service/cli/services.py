@@ -1,0 +1,180 @@
+"""`tq-service storage`, `sampler` and `checkpoint`: what a service consists of, and copies of all it holds."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.filesize import decimal
+
+from tq_service.cli.options import make_group, verb
+from tq_service.cli.output import Answer, table
+
+if TYPE_CHECKING:
+    from tq_service.client import CheckpointSummary, Client
+    from tq_service.results import ServiceStatus, StorageStatus
+
+STORAGE = make_group("""\
+  tq-service storage ls
+  tq-service storage ls --json""")
+SAMPLER = make_group("""\
+  tq-service sampler ls
+  tq-service sampler ls --address controller:50051 --json""")
+CHECKPOINT = make_group("""\
+  tq-service checkpoint write nightly
+  tq-service checkpoint write nightly/2026-11-21 --metadata '{"step": 12}' --address controller:50051
+  tq-service checkpoint ls nightly/
+  tq-service checkpoint restore nightly --replace""")
+
+_COPY_SECONDS = 3600.0
+
+
+# Storage services
+
+
+@verb(STORAGE, "ls")
+def list_storages(client: Client) -> Answer:
+    """List the storage services: what they hold, since when nothing was heard of them, and how their mirrors are."""
+    status = client.status(explain=False)
+    yield status.storages
+    yield table(
+        "storage, address, >used, >quota, >puts, >heard, state",
+        [
+            (
+                each.storage_id,
+                each.address or client.address,
+                None if each.is_adopted else decimal(each.used_bytes),
+                _quota(each),
+                each.put_count,
+                "here" if each.heard_ago_seconds is None else f"{each.heard_ago_seconds:.0f} s ago",
+                _state(status, each),
+            )
+            for each in status.storages
+        ],
+    )
+    mirrors = [(each.storage_id, each.mirror) for each in status.storages if each.mirror is not None]
+    if mirrors:
+        is_spilling = any(mirror.spilled_bytes for _, mirror in mirrors)
+        yield ""
+        yield table(
+            "storage, mirror, answers, >unmirrored, >few copies, >unfetched" + ", >spilled" * is_spilling,
+            [
+                (
+                    name,
+                    mirror.url,
+                    None if mirror.is_reachable is None else "yes" if mirror.is_reachable else "no",
+                    decimal(mirror.unmirrored_bytes),
+                    mirror.short_put_count,
+                    mirror.unfetched_put_count,
+                    *([decimal(mirror.spilled_bytes)] if is_spilling else ()),
+                )
+                for name, mirror in mirrors
+            ],
+        )
+
+
+def _quota(storage: StorageStatus) -> str | None:
+    if storage.is_adopted:  # what it says is the quota of its heir, which has a row of its own
+        return None
+    return "none" if storage.max_bytes is None else decimal(storage.max_bytes)
+
+
+def _state(status: ServiceStatus, storage: StorageStatus) -> str:
+    if storage.is_silent:
+        return "silent"
+    if storage.is_adopted:
+        return f"taken over by {status.heir_of(storage) or 'another one'}"
+    return "takes puts"
+
+
+# Samplers
+
+
+@verb(SAMPLER, "ls")
+def list_samplers(client: Client) -> Answer:
+    """List the samplers that get_meta may name, with their options."""
+    samplers = client.list_samplers()
+    yield samplers
+    rows = []
+    for sampler in samplers:
+        rows.append((sampler.name, "", "", "", sampler.summary))
+        for option in sampler.options:
+            default = "required" if option.default_json is None else option.default_json
+            rows.append(("", option.name, option.type, default, option.summary))
+    yield table("sampler, option, takes, default, meaning", rows)
+
+
+# Checkpoints
+
+_Name = Annotated[str, typer.Argument(help="Name of the checkpoint: a place below the controller's checkpoint_dir.")]
+
+
+@verb(CHECKPOINT, "write", timeout=_COPY_SECONDS)
+def write(
+    client: Client,
+    name: _Name,
+    metadata: Annotated[
+        str, typer.Option(help="A JSON object that restore and ls show again, such as '{\"step\": 12}'.")
+    ] = "{}",
+) -> Answer:
+    """Write a consistent copy of everything to the controller's disk, while the service goes on.
+
+    The name has the new checkpoint whole, or the one before it.
+    """
+    copy = client.checkpoint(name, metadata=_object(metadata), timeout=client.timeout)
+    yield copy
+    yield (
+        f"{copy.sample_count} samples of {copy.partition_count} partitions, {copy.value_bytes} bytes, are in "
+        f"checkpoint {copy.name}; the service paused for {copy.pause_seconds * 1e3:.1f} ms at most"
+    )
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"it is no JSON ({error})", param_hint="--metadata") from None
+    if not isinstance(value, dict):
+        raise typer.BadParameter("it is no JSON object such as '{\"step\": 12}'", param_hint="--metadata")
+    return value
+
+
+@verb(CHECKPOINT, "ls")
+def list_checkpoints(
+    client: Client,
+    prefix: Annotated[str, typer.Argument(help="How their names begin.", show_default=False)] = "",
+) -> Answer:
+    """List the checkpoints below the controller's checkpoint_dir, with what they were written with."""
+    found = client.list_checkpoints(prefix)
+    yield found
+    yield table("checkpoint, written at (UTC), >partitions, >samples, >size, metadata", map(_row, found))
+
+
+def _row(one: CheckpointSummary) -> tuple[object, ...]:
+    if one.problem:
+        return one.name, None, None, None, decimal(one.file_bytes), f"cannot be read: {one.problem}"
+    written_at = datetime.fromtimestamp(one.written_at, UTC).isoformat(" ", "seconds").removesuffix("+00:00")
+    metadata = json.dumps(one.metadata, ensure_ascii=False) if one.metadata else None
+    return one.name, written_at, one.partition_count, one.sample_count, decimal(one.file_bytes), metadata
+
+
+@verb(CHECKPOINT, "restore", timeout=_COPY_SECONDS)
+def restore(
+    client: Client,
+    name: _Name,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Have it take the place of all partitions there are, which are cleared.")
+    ] = False,
+) -> Answer:
+    """Bring back what a checkpoint holds, into a service that has no partitions, or in place of those it has.
+
+    The checkpoint is checked whole before anything is done, and appears in one step.
+    """
+    restored = client.restore(name, replace=replace, timeout=client.timeout)
+    yield restored
+    yield (
+        f"{restored.sample_count} samples of {restored.partition_count} partitions, {restored.value_bytes} bytes, are "
+        "back"
+    )
