@@ -553,7 +553,10 @@ class StateStore:
             except BaseException as error:
                 self.fatal("what a snapshot holds could not take its place", error)
                 raise
-            await asyncio.to_thread(self._remove_unneeded, number)
+            try:
+                await asyncio.to_thread(self.data_dir.remove_unneeded, self._log.backend, number)
+            except OSError as error:
+                _log.warning(LogMessage("files that the newest snapshot replaces cannot be removed", error=error))
             self._cost.restore_seconds, self._cost.snapshot_seconds = restore_seconds, snapshot_seconds
             self._snapshot_at = time.monotonic()
         finally:
@@ -572,12 +575,6 @@ class StateStore:
         self._log.backend.sync_rotated(number)  # a start that finds the snapshot refuses to go on without it
         write_snapshot(snapshot_path(self.data_dir.path, number), snapshot)
         return time.thread_time() - started_at
-
-    def _remove_unneeded(self, number: int) -> None:
-        try:
-            self.data_dir.remove_unneeded(self._log.backend, number)
-        except OSError as error:
-            _log.warning(LogMessage("files that the newest snapshot replaces cannot be removed", error=error))
 
     async def close(self) -> None:
         """Make everything durable and close the journal."""
