@@ -26,8 +26,8 @@ from tq_service.wire.columns import (
     decode_get_response,
     decode_headers,
     decode_put_request,
-    encode_frame,
     encode_header,
+    encode_part,
 )
 from tq_service.wire.decoding import decode_columns
 from tq_service.wire.encoding import encode_columns
@@ -74,7 +74,7 @@ def wire_parts(draw: st.DrawFn) -> bytes:
 FRAMES = st.one_of(
     st.binary(max_size=30),
     st.lists(wire_parts(), max_size=4).map(b"".join),
-    st.binary(max_size=30).flatmap(lambda data: garbled(encode_frame([data]))),
+    st.binary(max_size=30).flatmap(lambda data: garbled(encode_part([data]))),
     messages(PutRequest.DESCRIPTOR).map(lambda message: message.SerializeToString()),
 )
 CODECS = [(decode_put_request, PutRequest), (decode_get_response, GetResponse)]

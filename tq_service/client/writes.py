@@ -21,7 +21,7 @@ from tq_service.v1 import commit_pb2, metadata_pb2
 from tq_service.v1.controller_service_pb2 import PlacePutResponse
 from tq_service.wire.columns import Column
 from tq_service.wire.messages import read_seconds
-from tq_service.wire.metadata import fill_meta_columns, rows_to_meta_columns, values_to_meta_column
+from tq_service.wire.metadata import encode_meta_columns, rows_to_meta_columns, values_to_meta_column
 
 _KNOWN: Final = ("fields", "locations", "key_column", "group_column", "meta_columns", "produced_columns")
 
@@ -170,7 +170,7 @@ def fill_write(
             **others,
         )
     )
-    fill_meta_columns(write.custom_meta, meta_columns)
+    write.custom_meta.extend(encode_meta_columns(meta_columns))
     return NamesGiven(keys=tuple(given_keys or ()), groups=tuple(given_groups or ()), meta_columns=meta_columns)
 
 

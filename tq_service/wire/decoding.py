@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from tq_service.errors import InvalidArgumentError
 from tq_service.schema import Encoding, Layout
-from tq_service.wire.columns import Bytes, ColumnShape, has_torch, make_values, offsets_of, row_shapes, writable_bytes
+from tq_service.wire.columns import Bytes, ColumnShape, has_torch, make_values, offsets_of, row_shapes
 from tq_service.wire.metadata import ENCODINGS
 from tq_service.wire.objects import decode_object, no_collection
 
@@ -162,14 +162,13 @@ class _Decoder:
             )
         if column.extents is None:
             shape = (column.row_count, *(column.spec.row_shape or ()))
-            return make_values(writable_bytes(buffer), column.spec.dtype, shape, as_torch=self._as_torch)
+            return make_values(buffer, column.spec.dtype, shape, as_torch=self._as_torch)
         if column.spec.layout is Layout.OBJECT:
             return self._decode_objects(column, buffer.data)
-        values = writable_bytes(buffer)
         ragged_dims = column.spec.ragged_dims
         if not self._as_torch or len(ragged_dims) != 1:
-            return self._decode_rows(column, values)
-        return self._decode_nested(column, column.extents[:, 0], values, ragged_dims[0])
+            return self._decode_rows(column, buffer)
+        return self._decode_nested(column, column.extents[:, 0], buffer, ragged_dims[0])
 
     def _decode_objects(self, column: ColumnShape, buffer: memoryview) -> list[Any]:
         offsets, spec = column.row_offsets(), column.spec
