@@ -13,6 +13,7 @@ from fuzz_messages import EXAMPLES, changed, garbled, messages
 from google.protobuf.message import DecodeError, Message
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from one_object import encode_object
 from open_files import open_files
 
 from tq_service.dataplane.shared_memory import messages as fd_channel
@@ -32,7 +33,7 @@ from tq_service.wire.columns import (
 from tq_service.wire.decoding import decode_columns
 from tq_service.wire.encoding import encode_columns
 from tq_service.wire.metadata import decode_meta_columns, decode_spec
-from tq_service.wire.objects import decode_object, encode_object
+from tq_service.wire.objects import decode_object
 
 IN_ONE = 20
 """Inputs that hypothesis makes at once: it takes longer to begin an example than to make some bytes."""

@@ -209,7 +209,6 @@ class StateStore:
         self._catalog, self._engine = catalog, engine
         started_at = time.perf_counter()
         snapshot, puts = self._restore_newest()
-        self._cost.restore_seconds = self._restore_seconds()
         self._cost.log_seconds += _FILE_SECONDS * len(segment_numbers(self.data_dir.path))  # every start leaves one
         record_count = 0
         for record in self._log.read(snapshot):
@@ -253,7 +252,6 @@ class StateStore:
         number, puts = self._restore_newest()
         self._recover_puts(puts)
         self._quarantine_after(number)
-        self._cost.restore_seconds = self._restore_seconds()
         self._next = max(number, 1)
         return self._next
 
@@ -316,6 +314,7 @@ class StateStore:
                 self._catalog.machine.state.snapshot_number = number
             elif snapshot.partitions:
                 raise self._of_another_role(f"{len(snapshot.partitions)} partitions of a controller")
+            self._cost.restore_seconds = self._restore_seconds()
             return number, list(snapshot.puts)
         if damages:  # the journal from the first record on is gone
             raise damages[0]

@@ -79,8 +79,9 @@ class BucketObjects(ObjectStore):
         return Abilities(survives=self._survives, fixed_copies=self._copy_count, lists_names=True)
 
     async def list_names(self, prefix: str) -> AsyncIterator[str]:
-        for name in await self._run(lambda: self._list(prefix)):
-            yield name
+        for found in await self._run(lambda: list(self._found(prefix))):
+            if found["path"].startswith(prefix):
+                yield found["path"]
 
     def _connect(self, node: str, offered_bytes: int) -> None:
         self._store = self._open_store()
@@ -128,9 +129,6 @@ class BucketObjects(ObjectStore):
                 with suppress(FileNotFoundError):
                     obstore.delete(self._store, name)
         return []
-
-    def _list(self, prefix: str) -> list[str]:
-        return [found["path"] for found in self._found(prefix) if found["path"].startswith(prefix)]
 
     def _found(self, prefix: str) -> Iterator[Any]:
         directory = prefix.rpartition("/")[0]
@@ -251,7 +249,7 @@ def _cloud_store(url: EngineUrl) -> Store:
                 "account_key": url.secret("account_key", "AZURE_STORAGE_ACCOUNT_KEY"),
             }
     try:
-        return make(
+        store: Store = make(
             url.host,
             prefix=url.path or None,
             client_options=client,
@@ -260,6 +258,7 @@ def _cloud_store(url: EngineUrl) -> Store:
         )
     except (ValueError, exceptions.BaseError) as error:
         raise InvalidArgumentError(f"{url.redacted}: {_summary(error)}; see docs/engines.md") from error
+    return store
 
 
 def _sync(directory: Path) -> None:

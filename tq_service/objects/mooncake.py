@@ -80,9 +80,9 @@ class MooncakeObjects(ObjectStore):
     def __init__(self, url: EngineUrl) -> None:
         super().__init__(url, threads=4)
         is_etcd = url.host.startswith("etcd:")
-        hosts = [
-            _with_port(each, 2379 if is_etcd else _DEFAULT_PORT) for each in url.host.removeprefix("etcd:").split(",")
-        ]
+        port = 2379 if is_etcd else _DEFAULT_PORT
+        given = url.host.removeprefix("etcd:").split(",")
+        hosts = [each if ":" in each else f"{each}:{port}" for each in given]
         self._master = f"etcd://{';'.join(hosts)}" if is_etcd else hosts[0]
         admin = url.text("admin", f"{host_of(hosts[0])}:{_DEFAULT_ADMIN_PORT}")
         self._admin = MooncakeAdmin(admin.split(","), timeout_seconds=min(5.0, self.timeout_seconds / 2))
@@ -235,10 +235,6 @@ class _Staging:
         memory = mmap.mmap(-1, size)
         self.view = memoryview(memory)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-
-
-def _with_port(address: str, port: int) -> str:
-    return address if ":" in address else f"{address}:{port}"
 
 
 _KEPT_SECONDS: Final = 2.0

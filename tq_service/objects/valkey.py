@@ -62,7 +62,11 @@ class ValkeyObjects(ObjectStore):
         make = RedisCluster if self._is_cluster else redis.Redis
         self._client = make(**self._settings)
         try:
-            policies = {info.get("maxmemory_policy", "noeviction") for info in self._memory_infos()}
+            if self._is_cluster:
+                infos = list(self._client.info("memory", target_nodes=RedisCluster.PRIMARIES).values())
+            else:
+                infos = [self._client.info("memory")]
+            policies = {info.get("maxmemory_policy", "noeviction") for info in infos}
         except redis.AuthenticationError as error:
             raise InvalidArgumentError(
                 f"{self.place} refused user and password ({error}); expected those of the URL, of password_file or of "
@@ -128,11 +132,6 @@ class ValkeyObjects(ObjectStore):
         if isinstance(error, redis.exceptions.MovedError) and self._is_cluster:
             self._client.nodes_manager.initialize()  # the next attempt goes to the right server
         return super()._error(error)
-
-    def _memory_infos(self) -> list[dict[str, Any]]:
-        if not self._is_cluster:
-            return [self._client.info("memory")]
-        return list(self._client.info("memory", target_nodes=RedisCluster.PRIMARIES).values())
 
     def _server(self, name: str) -> Any:
         """Return the client of the server that has a name."""

@@ -214,10 +214,15 @@ class EnumWords(Generic[Word]):
 
     Args:
         name: of the field, for errors.
-        numbers: the number of each word.
+        enum: of the protos.
+        words: each with the name of its value but for the prefix of all of them, which is the word in capitals where
+            none is given.
     """
 
-    def __init__(self, name: str, numbers: Mapping[Word, int]) -> None:
+    def __init__(self, name: str, enum: Any, words: Iterable[Word] | Mapping[Word, str]) -> None:
+        prefix = enum.Name(0).removesuffix("UNSPECIFIED")
+        names = words if isinstance(words, Mapping) else {word: word.upper() for word in words}
+        numbers: dict[Word, int] = {word: enum.Value(prefix + value) for word, value in names.items()}
         self._name = name
         self._numbers = {str(word): number for word, number in numbers.items()}
         self._words: dict[int, Word | None] = {0: None, **{number: word for word, number in numbers.items()}}
@@ -250,30 +255,17 @@ class EnumWords(Generic[Word]):
         return self._words[number]
 
 
-def _numbers(enum: Any, words: Iterable[Word]) -> dict[Word, int]:
-    """Return the numbers of words that are the names of the enum's values, without their common prefix."""
-    prefix = enum.Name(0).removesuffix("UNSPECIFIED")
-    return {word: enum.Value(prefix + word.upper()) for word in words}
-
-
-LAYOUTS: Final = EnumWords("layout", _numbers(pb.Layout, Layout))
-ENCODINGS: Final = EnumWords("encoding", _numbers(pb.Encoding, Encoding))
-STATES: Final = EnumWords("state", _numbers(pb.SampleState, SampleState))
-KEY_MODES: Final[EnumWords[KeyMode]] = EnumWords("key_mode", _numbers(commit_pb2.KeyMode, get_args(KeyMode)))
+LAYOUTS: Final = EnumWords("layout", pb.Layout, Layout)
+ENCODINGS: Final = EnumWords("encoding", pb.Encoding, Encoding)
+STATES: Final = EnumWords("state", pb.SampleState, SampleState)
+KEY_MODES: Final[EnumWords[KeyMode]] = EnumWords("key_mode", commit_pb2.KeyMode, get_args(KeyMode))
 BATCH_UNITS: Final[EnumWords[BatchUnit]] = EnumWords(
-    "batch_unit", _numbers(controller_service_pb2.BatchUnit, get_args(BatchUnit))
+    "batch_unit", controller_service_pb2.BatchUnit, get_args(BatchUnit)
 )
 OPERATORS: Final[EnumWords[Operator]] = EnumWords(
     "where",
-    {
-        "==": controller_service_pb2.OPERATOR_EQ,
-        "!=": controller_service_pb2.OPERATOR_NE,
-        "<": controller_service_pb2.OPERATOR_LT,
-        "<=": controller_service_pb2.OPERATOR_LE,
-        ">": controller_service_pb2.OPERATOR_GT,
-        ">=": controller_service_pb2.OPERATOR_GE,
-        "in": controller_service_pb2.OPERATOR_IN,
-    },
+    controller_service_pb2.Operator,
+    {"==": "EQ", "!=": "NE", "<": "LT", "<=": "LE", ">": "GT", ">=": "GE", "in": "IN"},
 )
 
 
