@@ -29,7 +29,7 @@ from tq_service.server.tokens import append_token, digest_of, make_token, new_se
 from tq_service.testing import COMMAND, ListeningProcess
 from tq_service.v1.storage_service_pb2 import PutHeader, StatRequest
 from tq_service.v1.storage_service_pb2_grpc import StorageServiceStub
-from tq_service.wire.columns import Column, encode_frame, encode_header, encode_part
+from tq_service.wire.columns import Column, encode_header, encode_part
 
 _MIB = 2**20
 _QUOTA_MIB = 64
@@ -119,7 +119,7 @@ def _oversized_frames(count: int, size_mib: float) -> Load:
     )
 
     def load(service: _Service) -> None:
-        channels, frame = service.channels(8), encode_frame([memoryview(bytes(int(size_mib * _MIB)))])
+        channels, frame = service.channels(8), encode_part([memoryview(bytes(int(size_mib * _MIB)))])
         metadata = (("authorization", f"Bearer {service.token}"),)
 
         def call(number: int) -> None:

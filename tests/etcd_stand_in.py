@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 
 
 class EtcdStandIn:
-    """Answers as etcd does, from memory: transactions, ranges, watches, leases, compaction, and tokens of users.
+    """Answers as etcd does, from memory: transactions, ranges, leases, compaction, and tokens of users.
 
     Attributes:
         address: where it listens.
@@ -50,7 +50,6 @@ class EtcdStandIn:
         self.tokens: set[str] = set()
         self.token_refusal = grpc.StatusCode.UNAUTHENTICATED, "etcdserver: invalid auth token"
         self._changed = threading.Condition()
-        self._events: list[tuple[int, pb.EtcdEvent]] = []
         self._leases: dict[int, tuple[float, int]] = {}  # when each ends, and its seconds
         self._is_stopped = False
         self._server = grpc.server(
@@ -72,7 +71,6 @@ class EtcdStandIn:
         }
         streams = {
             "Lease": {"LeaseKeepAlive": (self._keep_alive, pb.EtcdLeaseKeepAliveRequest)},
-            "Watch": {"Watch": (self._watch, pb.EtcdWatchRequest)},
         }
         for service in {*unary, *streams}:
             handlers: dict[str, Any] = {}
@@ -221,7 +219,7 @@ class EtcdStandIn:
 
     def _put(self, request: pb.EtcdPutRequest) -> None:
         old = self.kvs.get(request.key)
-        self.kvs[request.key] = kv = pb.EtcdKeyValue(
+        self.kvs[request.key] = pb.EtcdKeyValue(
             key=request.key,
             value=request.value,
             lease=request.lease,
@@ -229,12 +227,9 @@ class EtcdStandIn:
             create_revision=self.revision if old is None else old.create_revision,
             version=1 if old is None else old.version + 1,
         )
-        self._events.append((self.revision, pb.EtcdEvent(type=0, kv=kv)))
 
     def _delete(self, key: bytes) -> None:
         del self.kvs[key]
-        gone = pb.EtcdKeyValue(key=key, mod_revision=self.revision)
-        self._events.append((self.revision, pb.EtcdEvent(type=1, kv=gone)))
 
     def _compact(self, request: pb.EtcdCompactionRequest, context: Any) -> pb.EtcdCompactionResponse:
         with self._changed:
@@ -282,29 +277,6 @@ class EtcdStandIn:
                     self._leases[request.id] = time.monotonic() + seconds, seconds
                 answer = pb.EtcdLeaseKeepAliveResponse(header=self._header(), id=request.id, ttl=seconds)
             yield answer
-
-    # Watches
-
-    def _watch(self, requests: Iterator[pb.EtcdWatchRequest], context: Any) -> Iterator[pb.EtcdWatchResponse]:
-        request = next(requests).create_request
-        context.add_callback(self._wake)
-        with self._changed:
-            at = len(self._events)
-        yield pb.EtcdWatchResponse(header=self._header(), created=True)
-        while context.is_active() and not self._is_stopped:
-            with self._changed:
-                if at == len(self._events):
-                    self._changed.wait(0.5)
-                events, at = self._events[at:], len(self._events)
-            if self.is_silent:
-                continue
-            found = [event for _, event in events if request.key <= event.kv.key < (request.range_end or b"\xff")]
-            if found:
-                yield pb.EtcdWatchResponse(header=self._header(), events=found)
-
-    def _wake(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
 
     # Users
 

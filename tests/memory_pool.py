@@ -11,8 +11,18 @@ from dataclasses import dataclass
 from typing import Final
 
 from tq_service.errors import AlreadyExistsError, QuotaExceededError, UnavailableError
-from tq_service.objects.base import Abilities, Buffer, EngineUrl, ObjectMissingError, ObjectStore
-from tq_service.objects.threaded import HEADER_BYTES, check, joined, seal, size_of
+from tq_service.objects.base import (
+    HEADER_BYTES,
+    Abilities,
+    Buffer,
+    EngineUrl,
+    ObjectMissingError,
+    ObjectStore,
+    check,
+    joined,
+    seal,
+    size_of,
+)
 
 _DEFAULT_NODE_BYTES: Final = 1 << 30
 

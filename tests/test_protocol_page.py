@@ -15,6 +15,7 @@ import torch
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2
+from one_object import encode_object
 
 from tq_service.client.transport import MAX_MESSAGE_BYTES
 from tq_service.config import load_settings
@@ -30,7 +31,7 @@ from tq_service.wire.connection import CONNECTION_OPTIONS, ROLES
 from tq_service.wire.encoding import encode_columns
 from tq_service.wire.error_table import ERROR_CLASSES
 from tq_service.wire.metadata import decode_meta_columns, meta_columns_to_rows
-from tq_service.wire.objects import decode_object, encode_object
+from tq_service.wire.objects import decode_object
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "protocol.md").read_text()

@@ -13,6 +13,7 @@ from fuzz_messages import EXAMPLES, changed, garbled, messages
 from google.protobuf.message import DecodeError, Message
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from one_object import encode_object
 from open_files import open_files
 
 from tq_service.dataplane.shared_memory import messages as fd_channel
@@ -26,13 +27,13 @@ from tq_service.wire.columns import (
     decode_get_response,
     decode_headers,
     decode_put_request,
-    encode_frame,
     encode_header,
+    encode_part,
 )
 from tq_service.wire.decoding import decode_columns
 from tq_service.wire.encoding import encode_columns
 from tq_service.wire.metadata import decode_meta_columns, decode_spec
-from tq_service.wire.objects import decode_object, encode_object
+from tq_service.wire.objects import decode_object
 
 IN_ONE = 20
 """Inputs that hypothesis makes at once: it takes longer to begin an example than to make some bytes."""
@@ -74,7 +75,7 @@ def wire_parts(draw: st.DrawFn) -> bytes:
 FRAMES = st.one_of(
     st.binary(max_size=30),
     st.lists(wire_parts(), max_size=4).map(b"".join),
-    st.binary(max_size=30).flatmap(lambda data: garbled(encode_frame([data]))),
+    st.binary(max_size=30).flatmap(lambda data: garbled(encode_part([data]))),
     messages(PutRequest.DESCRIPTOR).map(lambda message: message.SerializeToString()),
 )
 CODECS = [(decode_put_request, PutRequest), (decode_get_response, GetResponse)]

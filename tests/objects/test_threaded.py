@@ -9,18 +9,17 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from tq_service.errors import UnavailableError
-from tq_service.objects import threaded
-from tq_service.objects.base import Abilities
-from tq_service.objects.threaded import Landing, ThreadedObjects, seal
+from tq_service.objects import base
+from tq_service.objects.base import Abilities, EngineUrl, Landing, ObjectStore, seal
 
 
-class Scripted(ThreadedObjects):
+class Scripted(ObjectStore):
     """An engine whose client does in `copies` what a test says, and must not be closed before."""
 
     engine = "scripted"
 
     def __init__(self, *, threads: int = 1, timeout_seconds: float = 20.0) -> None:
-        super().__init__("here", threads=threads, timeout_seconds=timeout_seconds)
+        super().__init__(EngineUrl("scripted://here"), threads=threads, timeout_seconds=timeout_seconds)
         self.call: Callable[[], int] = lambda: 1
         self.reads: Callable[[Landing], None] = lambda landing: None
         self.is_closed = False
@@ -116,13 +115,13 @@ async def test_a_cancelled_caller_waits_for_its_call() -> None:
 async def test_an_exception_of_the_client_says_where_it_was() -> None:
     store = await opened()
     store.call = lambda: 1 // 0
-    with pytest.raises(UnavailableError, match="scripted at here: ZeroDivisionError"):
+    with pytest.raises(UnavailableError, match="scripted at scripted://here: ZeroDivisionError"):
         await store.copies(["a"])
 
 
 @pytest.mark.parametrize("ends", [True, False])
 async def test_a_client_is_closed_after_its_last_call_only(ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threaded, "_CLOSE_SECONDS", 30.0 if ends else 0.0)
+    monkeypatch.setattr(base, "_CLOSE_SECONDS", 30.0 if ends else 0.0)
     store = await opened(threads=2, timeout_seconds=0.05)
     may_end, in_use = threading.Event(), [0]
 

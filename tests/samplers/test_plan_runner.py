@@ -12,7 +12,7 @@ import pytest
 from fake_view import parts, view_of_samples
 
 from tq_service.errors import InvalidArgumentError, SamplerError, SamplerTimeoutError
-from tq_service.journal.codec import decode, encode
+from tq_service.journal.codec import decoder, encode, unpack
 from tq_service.samplers import Pack, Plan, PlanRequest, PlanRunner, RankPlan, Sampler, SequentialSampler
 from tq_service.state.ledger import RecordedPlan
 from tq_service.state.plan import MustBeAwaited
@@ -375,7 +375,7 @@ async def test_a_plan_that_passes_is_of_plain_values(padding, quick):
     assert (type(ran), type(ran.ranks[0]), type(kept), type(kept.padding_tokens)) == (Plan, RankPlan, Pack, int)
     assert kept.padding_tokens == 7
     recorded = RecordedPlan.of(ran)
-    read = decode(RecordedPlan, encode(recorded))
+    read = decoder(RecordedPlan)(unpack(encode(recorded)))
     assert read.steps[0][0][0].padding_tokens == 7
     assert (read.rows.tolist(), read.consumed.tolist()) == (recorded.rows.tolist(), [0])
 

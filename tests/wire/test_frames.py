@@ -12,7 +12,6 @@ from tq_service.wire.columns import (
     Garbled,
     decode_get_response,
     decode_put_request,
-    encode_frame,
     encode_part,
     iter_frames,
 )
@@ -41,19 +40,19 @@ def test_headers_are_what_protobuf_writes_and_reads(message, header, encode, dec
 
 
 def test_received_frames_are_views():
-    data = encode_frame([b"abc"])
+    data = encode_part([b"abc"])
     assert decode_put_request(data).obj is data
 
 
 @pytest.mark.parametrize(("message", "header", "encode", "decode"), CODECS)
 def test_unusual_encodings_of_a_frame_are_read_as_protobuf_reads_them(message, header, encode, decode):
-    unknown_after = encode_frame([b"abc"]) + b"\x98\x06\x05"  # field 99, varint 5
-    unknown_before = b"\x98\x06\x05" + encode_frame([b"abc"])
+    unknown_after = encode_part([b"abc"]) + b"\x98\x06\x05"  # field 99, varint 5
+    unknown_before = b"\x98\x06\x05" + encode_part([b"abc"])
     long_varint = b"\x12\x83\x80\x00abc"
-    twice = encode_frame([b"xyz"]) + encode_frame([b"abc"])
+    twice = encode_part([b"xyz"]) + encode_part([b"abc"])
     for data in (unknown_after, unknown_before, long_varint, twice):
         assert bytes(decode(data)) == message.FromString(data).frame == b"abc"
-    header_last = encode_frame([b"xyz"]) + message(header=header(row_count=1)).SerializeToString()
+    header_last = encode_part([b"xyz"]) + message(header=header(row_count=1)).SerializeToString()
     assert decode(header_last) == header(row_count=1)
 
 

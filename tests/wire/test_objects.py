@@ -11,10 +11,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from one_object import encode_object
 from tensordict import TensorDict
 
 from tq_service.errors import InvalidArgumentError, UnsupportedObjectError
-from tq_service.wire.objects import decode_object, encode_object, encode_objects
+from tq_service.wire.objects import decode_object, encode_objects
 
 SCALARS = (
     st.none()
@@ -177,7 +178,7 @@ def test_arrays_of_objects_inside_objects():
 )  # fmt: skip
 def test_what_only_pickle_could_carry_is_refused_with_its_path(culprit):
     with pytest.raises(UnsupportedObjectError) as caught:
-        encode_object({"meta": [1, (culprit,)]}, "text[3]")
+        encode_object({"meta": [1, (culprit,)]}, "text", 3)
     assert "text[3]['meta'][1][0]" in str(caught.value)
     assert type(culprit).__qualname__ in str(caught.value)
     assert isinstance(caught.value, TypeError)
@@ -187,10 +188,10 @@ def test_what_only_pickle_could_carry_is_refused_with_its_path(culprit):
 @pytest.mark.parametrize(
     ("value", "place"),
     [
-        (collections.OrderedDict(a=[object()]), "x['a'][0]"),
-        (np.array([[None, object()]]), "x[0][1]"),
-        (Turn(Role.USER, object()), "x[1]"),
-        ({object(): 1}, "x key <object object at"),
+        (collections.OrderedDict(a=[object()]), "x[0]['a'][0]"),
+        (np.array([[None, object()]]), "x[0][0][1]"),
+        (Turn(Role.USER, object()), "x[0][1]"),
+        ({object(): 1}, "x[0] key <object object at"),
     ],
 )
 def test_the_place_of_what_is_refused_is_found_in_all_containers(value, place):

@@ -32,8 +32,8 @@ from tq_service.wire.metadata import (
     OPERATORS,
     STATES,
     Indexes,
+    encode_meta_columns,
     encode_spec,
-    fill_meta_columns,
     rows_to_meta_columns,
     values_to_meta_column,
 )
@@ -441,7 +441,7 @@ def fill_write(
             **others,
         )
     )
-    fill_meta_columns(write.custom_meta, meta_columns)
+    write.custom_meta.extend(encode_meta_columns(meta_columns))
     return BatchMeta(
         key_column=tuple(given_keys or ()), group_column=tuple(given_groups or ()), meta_columns=tuple(meta_columns)
     )

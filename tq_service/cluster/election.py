@@ -15,14 +15,19 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Final
+from typing import Final
 
 from tq_service.cluster.etcd import ClusterKeys, Etcd, is_created_at, put
 from tq_service.errors import InvalidArgumentError, JournalUnreachableError, NewerVersionError, SupersededError
 from tq_service.internal.v1 import etcd_pb2 as pb
 from tq_service.log_message import LogMessage
 
-_FORMAT_VERSION = 1
+_log = logging.getLogger(__name__)
+_ALIVE_TIMES: Final = 4  # a lease is kept alive so often in its time
+_MARGIN_SHARE: Final = 0.1  # of a lease, for clocks that do not go alike
+_LOOK_SECONDS: Final = 0.1
+_RETRY_SECONDS: Final = 0.1  # another member is asked, while etcd may be choosing its own leader
+_FORMAT_VERSION: Final = 1
 
 
 def controller_id_of(etcd: Etcd, keys: ClusterKeys, proposed: bytes) -> bytes:
@@ -86,19 +91,9 @@ def published(etcd: Etcd, keys: ClusterKeys) -> list[MemberRecord]:
     Raises:
         JournalUnreachableError: etcd does not answer.
     """
-    return [_member_of(json.loads(each.value)) for each in etcd.get_all(keys.members, seconds=0.0)]
-
-
-def _member_of(values: dict[str, Any]) -> MemberRecord:
-    """Return a controller from what it wrote, which may have more of a newer version."""
-    return MemberRecord(**{each.name: values[each.name] for each in fields(MemberRecord)})
-
-
-_log = logging.getLogger(__name__)
-_ALIVE_TIMES: Final = 4  # a lease is kept alive so often in its time
-_MARGIN_SHARE: Final = 0.1  # of a lease, for clocks that do not go alike
-_LOOK_SECONDS: Final = 1.0
-_RETRY_SECONDS: Final = 0.1  # another member is asked, while etcd may be choosing its own leader
+    names = [each.name for each in fields(MemberRecord)]  # a newer version may write more
+    found = [json.loads(each.value) for each in etcd.get_all(keys.members, seconds=0.0)]
+    return [MemberRecord(**{name: values[name] for name in names}) for values in found]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,11 +166,12 @@ class Lease:
         return time.monotonic() < self.held_until
 
     def _keep_alive(self) -> None:
+        request = pb.EtcdLeaseKeepAliveRequest(id=self.id)
         pause = interval = self._seconds / _ALIVE_TIMES
         while not self._closed.wait(pause):
             asked_at, pause = time.monotonic(), _RETRY_SECONDS
             try:
-                seconds = self._etcd.keep_alive(self.id, timeout=interval)
+                answer: pb.EtcdLeaseKeepAliveResponse = self._etcd.once(request, timeout=interval)
             except JournalUnreachableError as error:
                 if not self._closed.is_set():
                     _log.debug(LogMessage("the lease was not kept alive", error=error))
@@ -184,12 +180,12 @@ class Lease:
                 _log.error(LogMessage("the lease cannot be kept alive", error=error))
                 pause = interval
                 continue
-            if seconds <= 0:
+            if answer.ttl <= 0:
                 self.held_until, self.is_over = 0.0, True
                 if not self._closed.is_set():
                     self._on_lost()
                 return
-            self.held_until = asked_at + min(self._seconds, seconds) * (1 - _MARGIN_SHARE)
+            self.held_until = asked_at + min(self._seconds, answer.ttl) * (1 - _MARGIN_SHARE)
             pause = interval
 
     def close(self) -> None:
@@ -214,12 +210,9 @@ class Election:
 
     def __init__(self, etcd: Etcd, keys: ClusterKeys, member_id: str, address: str) -> None:
         self._etcd = etcd
-        self._keys = keys
-        self._member_id = member_id
-        self._address = address
-        self._nonce = secrets.token_hex(8)
+        self._key = keys.leader
+        self._value = {"address": address, "member_id": f"{member_id}.{secrets.token_hex(8)}"}
         self._closed = threading.Event()
-        self._changed = threading.Event()
 
     def leader(self, seconds: float = 10.0) -> Leader | None:
         """Return the controller that leads, None where there is none; blocks.
@@ -227,8 +220,8 @@ class Election:
         Raises:
             JournalUnreachableError: etcd does not answer.
         """
-        found = self._etcd.get(self._keys.leader, seconds)
-        return None if found is None else _leader_of(found)
+        found = self._etcd.get(self._key, seconds)
+        return None if found is None else Leader(epoch=found.create_revision, **json.loads(found.value))
 
     def campaign(self, lease: Lease, on_leader: Callable[[Leader], None]) -> Leadership:
         """Return once this controller leads; blocks until then.
@@ -240,48 +233,21 @@ class Election:
         Raises:
             SupersededError: `close` was called, or the lease has ended.
         """
-        watch = self._etcd.watch(self._keys.leader, self._changed.set)
-        try:
-            while not self._closed.is_set() and not lease.is_over:
-                self._changed.clear()
-                # Refused is the key of a lease that has just ended, too.
-                with contextlib.suppress(JournalUnreachableError, InvalidArgumentError):
-                    leader = self._try(lease)
-                    if leader.epoch and self._is_own(leader):
-                        return Leadership(epoch=leader.epoch, lease=lease)
-                    on_leader(leader)
-                self._changed.wait(_LOOK_SECONDS)
-        finally:
-            watch.close()
+        write = put(self._key, json.dumps(self._value).encode(), lease.id)
+        request = pb.EtcdTxnRequest(compare=[is_created_at(self._key, 0)], success=[write])
+        while not self._closed.is_set() and not lease.is_over:
+            # Refused is the key of a lease that has just ended, too.
+            with contextlib.suppress(JournalUnreachableError, InvalidArgumentError):
+                leader = self.leader(0.0)
+                if leader is None:
+                    self._etcd.once(request)  # whoever was first is seen next
+                    continue
+                if leader.member_id == self._value["member_id"]:
+                    return Leadership(epoch=leader.epoch, lease=lease)
+                on_leader(leader)
+            self._closed.wait(_LOOK_SECONDS)
         raise SupersededError("the election was left")
-
-    def _is_own(self, leader: Leader) -> bool:
-        return leader.member_id == f"{self._member_id}.{self._nonce}"
-
-    def _try(self, lease: Lease) -> Leader:
-        """Make the key of the leader where there is none; return the one that is there then."""
-        key = self._keys.leader
-        value = json.dumps({"address": self._address, "member_id": f"{self._member_id}.{self._nonce}"}).encode()
-        request = pb.EtcdTxnRequest(
-            compare=[is_created_at(key, 0)],
-            success=[put(key, value, lease.id)],
-            failure=[pb.EtcdRequestOp(request_range=pb.EtcdRangeRequest(key=key))],
-        )
-        answer: pb.EtcdTxnResponse = self._etcd.once(request)
-        if answer.succeeded:
-            return Leader(
-                address=self._address,
-                member_id=f"{self._member_id}.{self._nonce}",
-                epoch=answer.header.revision,
-            )
-        return _leader_of(answer.responses[0].response_range.kvs[0])
 
     def close(self) -> None:
         """Leave the election."""
         self._closed.set()
-        self._changed.set()
-
-
-def _leader_of(found: pb.EtcdKeyValue) -> Leader:
-    values = json.loads(found.value)
-    return Leader(address=values["address"], member_id=values["member_id"], epoch=found.create_revision)

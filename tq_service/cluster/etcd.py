@@ -1,6 +1,6 @@
-"""Calls to etcd, its watches, and where in it a cluster of controllers keeps what.
+"""Calls to etcd, and where in it a cluster of controllers keeps what.
 
-A call goes to one of the members, and to the next one where that does not answer. A watch has a thread of its own.
+A call goes to one of the members, and to the next one where that does not answer.
 
     /tq/<cluster>/0/about            the id of the controller that the cluster is, written once
     /tq/<cluster>/0/leader           the controller that leads, as JSON, under its lease; its epoch is the revision in
@@ -15,16 +15,14 @@ The 0 is the shard; there is one.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import queue
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple
 
 import grpc
 
@@ -101,7 +99,6 @@ class ClusterKeys:
 
 
 _log = logging.getLogger(__name__)
-Answer = TypeVar("Answer")
 TRY_SECONDS: Final = 1.0
 """How long a member may take to answer before the next one is asked."""
 _PAUSE_SECONDS: Final = 0.05
@@ -123,6 +120,8 @@ _METHODS: Final[dict[type[Any], tuple[str, type[Any]]]] = {
     pb.EtcdTxnRequest: ("KV/Txn", pb.EtcdTxnResponse),
     pb.EtcdCompactionRequest: ("KV/Compact", pb.EtcdCompactionResponse),
     pb.EtcdLeaseGrantRequest: ("Lease/LeaseGrant", pb.EtcdLeaseGrantResponse),
+    # A stream for etcd, which answers each request on it, and ends it with its caller's.
+    pb.EtcdLeaseKeepAliveRequest: ("Lease/LeaseKeepAlive", pb.EtcdLeaseKeepAliveResponse),
     pb.EtcdLeaseRevokeRequest: ("Lease/LeaseRevoke", pb.EtcdLeaseRevokeResponse),
     pb.EtcdAuthenticateRequest: ("Auth/Authenticate", pb.EtcdAuthenticateResponse),
     pb.EtcdStatusRequest: ("Maintenance/Status", pb.EtcdStatusResponse),
@@ -221,36 +220,30 @@ class Etcd:
                 to the next member.
             InvalidArgumentError: etcd refuses the call for good.
         """
-        return self._guarded(lambda address: self._ask(address, request, timeout, self._metadata()))
-
-    def _guarded(self, make: Callable[[str], Answer]) -> Answer:
         if self._closed.is_set():
             raise JournalUnreachableError("the connection to etcd is closed")
-        for is_last in (False, True):
-            address = self._member()
-            try:
-                return make(address)
-            except ValueError as error:  # of a channel that was closed meanwhile
-                raise JournalUnreachableError(f"the connection to etcd at {address} is closed ({error})") from None
-            except grpc.RpcError as error:
-                code, details = error.code(), error.details() or ""
-                is_refused = code is grpc.StatusCode.UNAUTHENTICATED or any(each in details for each in _OF_TOKENS)
-                if is_refused and self._token is not None and not is_last:
-                    self._token = None  # it has expired, etcd has begun again, or users or their rights have changed
-                    continue
-                if code in _TRIED_AGAIN:
-                    self._next_member(address)
-                    raise JournalUnreachableError(
-                        f"etcd at {address} does not answer ({code.name}: {details}); nothing that was acknowledged is "
-                        "lost, the service goes on by itself once a majority of its members answers",
-                        metadata={"address": address},
-                    ) from None
-                raise InvalidArgumentError(
-                    f"etcd at {address} refuses what the journal asks ({code.name}: {details}); check etcd_user and "
-                    "its rights, the certificates, and etcd's --max-request-bytes",
-                    field="journal",
-                ) from None
-        raise AssertionError("unreachable")
+        address, had_token = self._member(), self._token is not None
+        try:
+            return self._ask(address, request, timeout, self._metadata())
+        except ValueError as error:  # of a channel that was closed meanwhile
+            raise JournalUnreachableError(f"the connection to etcd at {address} is closed ({error})") from None
+        except grpc.RpcError as error:
+            code, details = error.code(), error.details() or ""
+        if had_token and (code is grpc.StatusCode.UNAUTHENTICATED or any(each in details for each in _OF_TOKENS)):
+            self._token = None  # it has expired, etcd has begun again, or users or their rights have changed
+            return self.once(request, timeout)
+        if code in _TRIED_AGAIN:
+            self._next_member(address)
+            raise JournalUnreachableError(
+                f"etcd at {address} does not answer ({code.name}: {details}); nothing that was acknowledged is "
+                "lost, the service goes on by itself once a majority of its members answers",
+                metadata={"address": address},
+            )
+        raise InvalidArgumentError(
+            f"etcd at {address} refuses what the journal asks ({code.name}: {details}); check etcd_user and "
+            "its rights, the certificates, and etcd's --max-request-bytes",
+            field="journal",
+        )
 
     def ask(self, request: Any, seconds: float = 10.0, timeout: float = TRY_SECONDS) -> Any:
         """Return an answer, asked for again until the time is over: for what may be done twice.
@@ -268,29 +261,6 @@ class Etcd:
                     raise
             time.sleep(_PAUSE_SECONDS)
 
-    def keep_alive(self, lease_id: int, timeout: float = TRY_SECONDS) -> int:
-        """Have the time of a lease begin again; return its seconds, 0 where it has ended.
-
-        Raises:
-            JournalUnreachableError: there was no answer.
-        """
-
-        def make(address: str) -> int:
-            method: Any = self._channel(address).stream_stream(
-                "/etcdserverpb.Lease/LeaseKeepAlive",
-                request_serializer=pb.EtcdLeaseKeepAliveRequest.SerializeToString,
-                response_deserializer=pb.EtcdLeaseKeepAliveResponse.FromString,
-            )
-            requests = iter([pb.EtcdLeaseKeepAliveRequest(id=lease_id)])
-            call = method(requests, timeout=timeout, metadata=self._metadata())
-            for answer in call:
-                call.cancel()
-                seconds: int = answer.ttl
-                return seconds
-            raise JournalUnreachableError(f"etcd at {address} ended the call without an answer")
-
-        return self._guarded(make)
-
     def get(self, key: bytes, seconds: float = 10.0) -> pb.EtcdKeyValue | None:
         """Return a key with its value, None where it is not there."""
         answer: pb.EtcdRangeResponse = self.ask(pb.EtcdRangeRequest(key=key), seconds)
@@ -301,77 +271,12 @@ class Etcd:
         answer: pb.EtcdRangeResponse = self.ask(pb.EtcdRangeRequest(key=prefix, range_end=after(prefix)), seconds)
         return list(answer.kvs)
 
-    def watch(self, prefix: bytes, on_change: Callable[[], None]) -> Watch:
-        """Call something, from a thread, after each change of keys with a prefix, and where some may have been missed.
-
-        It looks again by itself when a connection is lost, so a call may mean nothing.
-        """
-        return Watch(self, prefix, on_change)
-
     def close(self) -> None:
         """End all calls, and close the connections."""
         self._closed.set()
         with self._lock:
             for channel in (*self._channels.values(), *self._old):
                 channel.close()
-
-
-class Watch:
-    """A watch of keys with a prefix; see `Etcd.watch`."""
-
-    def __init__(self, etcd: Etcd, prefix: bytes, on_change: Callable[[], None]) -> None:
-        self._etcd = etcd
-        self._prefix = prefix
-        self._on_change = on_change
-        self._closed = threading.Event()
-        self._call: Any = None
-        self._requests: queue.SimpleQueue[pb.EtcdWatchRequest | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="tq-etcd-watch", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while not self._closed.is_set():
-            with contextlib.suppress(JournalUnreachableError, InvalidArgumentError):
-                self._etcd._guarded(self._follow)
-            if not self._closed.is_set():
-                self._on_change()
-                self._closed.wait(_PAUSE_SECONDS)
-
-    def _follow(self, address: str) -> None:
-        requests: queue.SimpleQueue[pb.EtcdWatchRequest | None] = queue.SimpleQueue()
-        create = pb.EtcdWatchCreateRequest(key=self._prefix, range_end=after(self._prefix))
-        requests.put(pb.EtcdWatchRequest(create_request=create))
-        self._requests = requests
-        method: Any = self._etcd._channel(address).stream_stream(
-            "/etcdserverpb.Watch/Watch",
-            request_serializer=pb.EtcdWatchRequest.SerializeToString,
-            response_deserializer=pb.EtcdWatchResponse.FromString,
-        )
-        self._call = method(_until_none(requests), metadata=self._etcd._metadata())
-        try:
-            if self._closed.is_set():
-                return
-            for answer in self._call:
-                if answer.canceled:
-                    return
-                self._on_change()  # also when it has begun: what came before may have been missed
-        finally:
-            requests.put(None)
-            self._call.cancel()
-
-    def close(self) -> None:
-        """End the watch; nothing is called any more once this returns."""
-        self._closed.set()
-        self._requests.put(None)
-        if self._call is not None:
-            self._call.cancel()
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
-
-
-def _until_none(requests: queue.SimpleQueue[pb.EtcdWatchRequest | None]) -> Iterator[pb.EtcdWatchRequest]:
-    while (request := requests.get()) is not None:
-        yield request
 
 
 def after(prefix: bytes) -> bytes:

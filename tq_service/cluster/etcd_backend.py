@@ -26,7 +26,7 @@ from typing import Final, NamedTuple
 import xxhash
 
 from tq_service.cluster.election import Leadership
-from tq_service.cluster.etcd import BEGINNING, ClusterKeys, Etcd, Position, delete, is_created_at, is_value, put
+from tq_service.cluster.etcd import BEGINNING, ClusterKeys, Etcd, Position, after, delete, is_created_at, is_value, put
 from tq_service.errors import (
     InvalidArgumentError,
     JournalDamagedError,
@@ -219,8 +219,7 @@ def _damaged(first: int, problem: str) -> JournalDamagedError:
 
 
 _log = logging.getLogger(__name__)
-_PAUSE_SECONDS: Final = 0.05
-_LOOK_SECONDS: Final = 1.0
+_LOOK_SECONDS: Final = 0.1
 _KEYS_A_DELETION: Final = 1000
 _BATCHES_A_READ: Final = 64
 _POSITION_FILE: Final = "etcd-position"
@@ -285,7 +284,7 @@ class EtcdBackend:
             JournalUnreachableError: etcd does not answer.
         """
         end = self._reader.end()
-        has_lost = self._check_seen(end, number)
+        has_lost = self.has_lost(number, end)
         if not has_lost:
             for batch in self._reader.batches(number, end):
                 for record in batch.records():
@@ -295,28 +294,33 @@ class EtcdBackend:
             return
         self._end_value = end.encode() if end.number else b""
         if has_lost:
-            self._delete_all(self.leadership)
+            condition = is_created_at(self._keys.leader, self.leadership.epoch)
+            removal = delete(self._keys.log, after(self._keys.log))
+            if not self._etcd.ask(pb.EtcdTxnRequest(compare=[condition], success=[removal])).succeeded:
+                raise self._superseded()
             end = Position(number - 1, end.epoch, end.chain)
         self._end = end
 
-    def has_lost(self, number: int) -> bool:
+    def has_lost(self, number: int, end: Position | None = None) -> bool:
         """Whether etcd lacks records, and the log is to continue from the snapshot of this controller; blocks.
+
+        Args:
+            number: of the snapshot.
+            end: of the log, where it is known.
 
         Raises:
             JournalDamagedError: records are missing, and that was not accepted.
         """
-        return self._check_seen(self._reader.end(), number)
-
-    def _check_seen(self, end: Position, number: int) -> bool:
-        seen, is_another = self._read_seen(), False
+        end = end or self._reader.end()
+        seen, is_another = BEGINNING, False
+        with contextlib.suppress(FileNotFoundError):
+            seen = Position.decode(self._position_path.read_bytes())
         if seen.number and end.number >= seen.number:
-            try:
+            with contextlib.suppress(PreconditionError):  # the following batch was truncated: nothing can be compared
                 following = next(self._reader.batches(seen.number + 1, end), None)
                 found = end if following is None else following.before
                 # This controller saw the end of a batch; in another log a batch may end elsewhere.
                 is_another = (found.number, found.chain) != (seen.number, seen.chain)
-            except PreconditionError:  # the following batch was truncated, so nothing can be compared
-                pass
         if not is_another and end.number >= max(seen.number, number - 1):
             return False
         problem = (
@@ -334,14 +338,6 @@ class EtcdBackend:
         self._is_loss_accepted = True
         return number > 0 and (is_another or end.number < number - 1)
 
-    def _delete_all(self, leadership: Leadership) -> None:
-        request = pb.EtcdTxnRequest(
-            compare=[is_created_at(self._keys.leader, leadership.epoch)],
-            success=[delete(self._keys.log, self._keys.log[:-1] + b"0")],
-        )
-        if not self._etcd.ask(request).succeeded:
-            raise self._superseded()
-
     async def follow(self, number: int) -> AsyncIterator[Record]:
         """Yield the durable records from a number on, then each new one, without an end.
 
@@ -349,46 +345,35 @@ class EtcdBackend:
             PreconditionError: some of them were truncated; begin with a snapshot.
             JournalDamagedError: etcd has fewer records than before.
         """
-        changed, loop = asyncio.Event(), asyncio.get_running_loop()
-
-        def notify() -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(changed.set)
-
-        watch = self._etcd.watch(self._keys.last, notify)
         self._followed_from = number
         seen = 0
-        try:
-            while True:
-                changed.clear()
-                try:
-                    end = await asyncio.to_thread(self._reader.end)
-                    some = await asyncio.to_thread(_next_batches, self._reader.batches(number, end))
-                except JournalUnreachableError as error:
-                    _log.warning(LogMessage("the journal cannot be followed for now", error=error))
-                    await asyncio.sleep(_PAUSE_SECONDS)
-                    continue
-                if end.number < seen:
-                    raise JournalDamagedError(
-                        f"the journal in etcd ended with record {seen}, and ends with record {end.number} now: etcd "
-                        "was restored from an older state",
-                        metadata={"after_record": str(end.number)},
-                    )
-                seen = end.number
-                for batch in some:
-                    self._seen = batch.after
-                    for record in batch.records():
-                        if record.number >= number:
-                            yield record
-                    number = max(number, batch.after.number + 1)
-                if number <= end.number:
-                    continue
-                # A watch may end without notice. (`wait_for` of Python 3.11 may miss its cancellation.)
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_LOOK_SECONDS):
-                        await changed.wait()
-        finally:
-            await asyncio.to_thread(watch.close)
+        while True:
+            try:
+                end, some = await asyncio.to_thread(self._next_batches, number)
+            except JournalUnreachableError as error:
+                _log.warning(LogMessage("the journal cannot be followed for now", error=error))
+                await asyncio.sleep(_LOOK_SECONDS)
+                continue
+            if end.number < seen:
+                raise JournalDamagedError(
+                    f"the journal in etcd ended with record {seen}, and ends with record {end.number} now: etcd "
+                    "was restored from an older state",
+                    metadata={"after_record": str(end.number)},
+                )
+            seen = end.number
+            for batch in some:
+                self._seen = batch.after
+                for record in batch.records():
+                    if record.number >= number:
+                        yield record
+                number = max(number, batch.after.number + 1)
+            if number > end.number:
+                await asyncio.sleep(_LOOK_SECONDS)
+
+    def _next_batches(self, number: int) -> tuple[Position, list[Batch]]:
+        """Return the end of the log, and the next batches: few enough to apply them before others have their turns."""
+        end = self._reader.end()
+        return end, list(islice(self._reader.batches(number, end), _BATCHES_A_READ))
 
     # Writing
 
@@ -456,23 +441,15 @@ class EtcdBackend:
         with FileWriter(self._position_path) as writer:
             writer.file.write((self._seen if self.leadership is None else self._end).encode())
 
-    def _read_seen(self) -> Position:
-        try:
-            return Position.decode(self._position_path.read_bytes())
-        except FileNotFoundError:
-            return BEGINNING
-
     def truncate_before(self, number: int) -> None:
         """Publish that this controller needs no earlier records; a leader deletes those that two do not need."""
         key = self._keys.snapshots + self._member_id.encode()
         self._etcd.ask(pb.EtcdTxnRequest(success=[put(key, b"%d" % number)]))
         leadership = self.leadership
-        if leadership is not None:
-            self._truncate(leadership)
-
-    def _truncate(self, leadership: Leadership) -> None:
-        number = self._needed_number()
-        kept = self._reader.first_key(number) if number else 0
+        if leadership is None:
+            return
+        needed = self._needed_number()
+        kept = self._reader.first_key(needed) if needed else 0
         while kept:
             request = pb.EtcdRangeRequest(
                 key=self._keys.log,
@@ -506,8 +483,3 @@ class EtcdBackend:
         found = {each.key.rpartition(b"/")[2]: int(each.value) for each in self._etcd.get_all(self._keys.snapshots)}
         numbers = sorted((found.get(member_id, 0) for member_id in alive), reverse=True)
         return numbers[min(1, len(numbers) - 1)]
-
-
-def _next_batches(batches: Iterator[Batch]) -> list[Batch]:
-    """Return the next batches, few enough to apply them before others have their turns."""
-    return list(islice(batches, _BATCHES_A_READ))

@@ -292,16 +292,10 @@ class PartitionPlan:
 
     def _runs(self, names: tuple[str, ...], cells: Indexes) -> tuple[list[Put], CellRuns]:
         """Return the puts of cells, and the cells as runs of neighbouring rows."""
-        heads = np.flatnonzero(np.diff(cells, prepend=cells[0]) != 1)
-        slots, first_rows = slots_and_rows(cells[heads])
+        slots, rows = slots_and_rows(cells)
         used, put_indexes = np.unique(slots, return_inverse=True)
-        puts = [self._puts[slot] for slot in used.tolist()]
-        return [put for put in puts if put is not None], CellRuns(
-            field_names=names,
-            put_indexes=put_indexes.astype(np.int64, copy=False),
-            first_rows=first_rows,
-            row_counts=np.diff(heads, append=cells.size),
-        )
+        puts = [put for slot in used.tolist() if (put := self._puts[slot]) is not None]
+        return puts, CellRuns.of_rows(names, put_indexes.astype(np.int64, copy=False), rows)
 
 
 def _snapshots(columns: Mapping[str, NDArray[Any]]) -> dict[str, ColumnSnapshot]:
@@ -310,16 +304,11 @@ def _snapshots(columns: Mapping[str, NDArray[Any]]) -> dict[str, ColumnSnapshot]
 
 def _put_together(cells_of_fields: Mapping[str, ColumnSnapshot]) -> list[tuple[list[str], Indexes]]:
     """Return the fields whose cells all lie alike, together, with these cells."""
-    found: list[tuple[list[str], Indexes]] = []
+    found: dict[bytes, tuple[list[str], Indexes]] = {}
     for name, column in cells_of_fields.items():
         cells: Indexes = column.values()
-        for names, known in found:
-            if np.array_equal(known, cells):
-                names.append(name)
-                break
-        else:
-            found.append(([name], cells))
-    return found
+        found.setdefault(cells.tobytes(), ([], cells))[0].append(name)
+    return list(found.values())
 
 
 class CheckpointWriter:
@@ -332,11 +321,10 @@ class CheckpointWriter:
         InvalidArgumentError: the directory cannot be used.
     """
 
-    _writer: RecordWriter
-
     def __init__(self, path: Path) -> None:
         self._path = path
         self._aborting = contextlib.ExitStack()
+        self._writer: RecordWriter
 
     def open(self) -> None:
         """Begin the file; its directory is made where it is not there."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -21,6 +22,7 @@ from tq_service.journal.log import LogBackend
 FORMAT_VERSION: Final = 3
 _BOOT_ID_BYTES: Final = 16
 _IDENTITY: Final = "identity.json"
+_SEGMENTS: Final = "segments"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,44 +105,33 @@ def _checksum(values: dict[str, Any]) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps(values, sort_keys=True, default=bytes.hex).encode())
 
 
-class DirectoryLock:
-    """Held from when it is made until `release`, or until the process ends in whatever way."""
+def _locked(path: Path) -> int:
+    """Take the lock of a directory; return its descriptor, which has it until it is closed, or the process ends.
 
-    def __init__(self, path: Path) -> None:
-        """Take the lock.
+    Args:
+        path: of a file that is there for the lock alone, and stays.
 
-        Args:
-            path: of a file that is there for the lock alone, and stays.
-
-        Raises:
-            DataDirError: another process has it.
-            OSError: the file cannot be written.
-        """
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            self._take(path)
-        except BaseException:
-            os.close(self._descriptor)
-            raise
-
-    def _take(self, path: Path) -> None:
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(self._descriptor, 256, 0).decode(errors="replace").strip() or "a process that is starting"
-            raise DataDirError(
-                f"the data dir {path.parent} is in use by {holder}; stop it first, or give this service a directory of "
-                "its own",
-                metadata={"path": str(path.parent)},
-            ) from None
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-
-    def release(self) -> None:
-        """Let others have it."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+    Raises:
+        DataDirError: another process has it.
+        OSError: the file cannot be written.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    except BlockingIOError:
+        holder = os.pread(descriptor, 256, 0).decode(errors="replace").strip() or "a process that is starting"
+        os.close(descriptor)
+        raise DataDirError(
+            f"the data dir {path.parent} is in use by {holder}; stop it first, or give this service a directory of "
+            "its own",
+            metadata={"path": str(path.parent)},
+        ) from None
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 class DataDir:
@@ -161,11 +152,11 @@ class DataDir:
         segments_path: directory of the segments.
     """
 
-    def __init__(self, path: Path, identity: Identity, lock: DirectoryLock) -> None:
+    def __init__(self, path: Path, identity: Identity, lock: contextlib.ExitStack) -> None:
         """Take over what `open` made."""
         self.path = path
         self.identity = identity
-        self.segments_path = path / "segments"
+        self.segments_path = path / _SEGMENTS
         self._lock = lock
 
     @classmethod
@@ -179,18 +170,15 @@ class DataDir:
         try:
             # No other user may read what it holds; the rights of a directory that is there are its owner's business.
             make_directory(path, mode=0o700)
-            lock = DirectoryLock(path / "lock")
-            try:
-                opened = cls(path, _identity(path), lock)
-                opened.segments_path.mkdir(exist_ok=True, mode=0o700)
+            with contextlib.ExitStack() as lock:
+                lock.callback(os.close, _locked(path / "lock"))
+                identity = _identity(path)
+                (path / _SEGMENTS).mkdir(exist_ok=True, mode=0o700)
                 for unfinished in path.glob(f"*{PARTIAL_SUFFIX}"):
                     unfinished.unlink()
-            except BaseException:
-                lock.release()
-                raise
+                return cls(path, identity, lock.pop_all())
         except OSError as error:
             raise _unusable(path, error) from error
-        return opened
 
     def join(self, controller_id: bytes, cluster: str) -> None:
         """Be the directory of a controller of a cluster, whose id is that of all of them.
@@ -206,7 +194,9 @@ class DataDir:
                 "directory, where this controller gets what the cluster has",
                 metadata={"path": str(self.path)},
             )
-        identity = replace(self.identity, controller_boot_id=controller_id)
+        self._set_identity(replace(self.identity, controller_boot_id=controller_id))
+
+    def _set_identity(self, identity: Identity) -> None:
         try:
             write_identity(self.path / _IDENTITY, identity)
         except OSError as error:
@@ -231,12 +221,7 @@ class DataDir:
                 metadata={"path": str(self.path)},
             )
         if not known:
-            identity = replace(self.identity, storage_id=given or default)
-            try:
-                write_identity(self.path / _IDENTITY, identity)
-            except OSError as error:
-                raise _unusable(self.path, error) from error
-            self.identity = identity
+            self._set_identity(replace(self.identity, storage_id=given or default))
         return self.identity.storage_id
 
     def remove_unneeded(self, backend: LogBackend, number: int) -> None:
@@ -251,7 +236,7 @@ class DataDir:
 
     def close(self) -> None:
         """Let others open it; close the log first."""
-        self._lock.release()
+        self._lock.close()
 
 
 def _identity(path: Path) -> Identity:

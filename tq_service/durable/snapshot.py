@@ -13,16 +13,18 @@ lose all later changes.
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import groupby, repeat
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
-from tq_service.errors import NewerVersionError, SnapshotDamagedError, TqError
+from tq_service.errors import NewerVersionError, TqError
 from tq_service.journal import codec
 from tq_service.journal.record_file import (
     Found,
@@ -202,6 +204,7 @@ class ServiceRecords:
     puts: list[bytes] = field(default_factory=list)
 
 
+_Parts: TypeAlias = defaultdict[tuple[str, str], list[NDArray[Any]]]  # by table and column
 _KINDS: Final = (Header, PartitionHeader, ColumnPart, TaskFacts, Batches, TaskRecords, ServiceRecords)
 
 
@@ -213,7 +216,6 @@ class SnapshotReader:
     """
 
     def __init__(self, path: Path, kinds: Iterable[type[Any]]) -> None:
-        self._path = path
         self._kinds = {kind.__name__: kind for kind in (*_KINDS, *kinds)}
         self._records = read_records(path)
         self.last = Found(0, 0, b"")
@@ -235,10 +237,6 @@ class SnapshotReader:
         self.last = found
         return found.data
 
-    def damaged(self, problem: str) -> SnapshotDamagedError:
-        """Return the error for the current position."""
-        return damaged(self._path, self.last.at, problem)
-
 
 def write_record(writer: RecordWriter, value: object) -> None:
     """Append a record."""
@@ -257,22 +255,21 @@ def reading(path: Path, *, is_checkpoint: bool = False, kinds: Iterable[type[Any
     reader = SnapshotReader(path, kinds)
     try:
         with no_collection():  # a million new objects, none of them garbage
-            _check_header(next(reader.values()), is_checkpoint=is_checkpoint)
+            header = next(reader.values())
+            if header.format_version != FORMAT_VERSION:
+                raise NewerVersionError(
+                    f"its format has version {header.format_version}, this service reads {FORMAT_VERSION}"
+                )
+            if header.is_checkpoint != is_checkpoint:
+                names = ("the snapshot of a data directory", "a checkpoint")
+                raise ValueError(f"it is {names[header.is_checkpoint]}, expected {names[is_checkpoint]}")
             yield reader
     except NewerVersionError as error:
         raise NewerVersionError(f"{path} at byte {reader.last.at}: {error}", metadata={"path": str(path)}) from error
     except (ValueError, LookupError, AttributeError, TypeError, OverflowError, MemoryError, StopIteration) as error:
         if isinstance(error, TqError):
             raise
-        raise reader.damaged(f"{type(error).__name__}: {error}") from error
-
-
-def _check_header(header: Any, *, is_checkpoint: bool) -> None:
-    if header.format_version != FORMAT_VERSION:
-        raise NewerVersionError(f"its format has version {header.format_version}, this service reads {FORMAT_VERSION}")
-    if header.is_checkpoint != is_checkpoint:
-        kinds = ("the snapshot of a data directory", "a checkpoint")
-        raise ValueError(f"it is {kinds[header.is_checkpoint]}, expected {kinds[is_checkpoint]}")
+        raise damaged(path, reader.last.at, f"{type(error).__name__}: {error}") from error
 
 
 # State
@@ -291,19 +288,51 @@ def write_state(writer: RecordWriter, snapshot: ServiceSnapshot) -> None:
 
 def read_state(records: Iterable[Any]) -> ServiceSnapshot:
     """Return the state from its records."""
-    partitions: list[_PartitionReader] = []
+    partitions: list[tuple[PartitionHeader, _Parts, list[TaskSnapshot]]] = []
     answers: list[Entry] = []
     puts: list[bytes] = []
     for record in records:
         match record:
             case PartitionHeader():
-                partitions.append(_PartitionReader(record))
+                partitions.append((record, defaultdict(list), []))
+            case ColumnPart(table=table, column=column, part=part):
+                header, parts, _ = partitions[-1]
+                dtype = np.dtype(header.tables[table].dtypes[column])
+                try:
+                    parts[table, column].append(decode_part(part, dtype, Put._make))
+                except (ValueError, NewerVersionError) as error:
+                    raise type(error)(f"column {column!r}: {error}") from error
+            case TaskFacts():
+                partitions[-1][2].append(TaskSnapshot(facts=record))
+            case Batches():
+                partitions[-1][2][-1].batches.extend(record.all())
+            case TaskRecords():
+                for each in fields(record):
+                    getattr(partitions[-1][2][-1], each.name).extend(getattr(record, each.name))
             case ServiceRecords():
                 answers += record.answers
                 puts += record.puts
             case _:
-                partitions[-1].add(record)
-    return ServiceSnapshot(partitions=[each.snapshot() for each in partitions], answers=answers, puts=puts)
+                raise ValueError(f"it has a {type(record).__name__} within the state")
+    restored = [
+        PartitionSnapshot(facts=header.facts, tables=_tables(header, parts), tasks=tasks)
+        for header, parts, tasks in partitions
+    ]
+    return ServiceSnapshot(partitions=restored, answers=answers, puts=puts)
+
+
+def _tables(header: PartitionHeader, parts: _Parts) -> dict[str, TableSnapshot]:
+    """Return the tables of a partition, whose columns are made of their parts."""
+    tables = {}
+    for table_name, table in header.tables.items():
+        columns = {}
+        for name, dtype in table.dtypes.items():
+            values = np.concatenate([np.empty(0, dtype), *parts.pop((table_name, name), ())])
+            if values.size != table.size:
+                raise ValueError(f"column {name!r} has {values.size} values, its table has {table.size} rows")
+            columns[name] = ColumnSnapshot(values, table.size)
+        tables[table_name] = TableSnapshot(size=table.size, columns=columns)
+    return tables
 
 
 def _partition_records(partition: PartitionSnapshot) -> Iterator[object]:
@@ -325,57 +354,3 @@ def _partition_records(partition: PartitionSnapshot) -> Iterator[object]:
             count = _CLAIMS_A_RECORD if each.name == "claims" else _IDS_A_RECORD
             for entries in gathered(getattr(task, each.name), count):
                 yield TaskRecords(**{each.name: entries})
-
-
-class _PartitionReader:
-    """Assembles a partition from its records."""
-
-    def __init__(self, header: PartitionHeader) -> None:
-        self._facts = header.facts
-        self._tables = {name: _TableReader(table) for name, table in header.tables.items()}
-        self._tasks: list[TaskSnapshot] = []
-
-    def add(self, record: object) -> None:
-        match record:
-            case ColumnPart():
-                self._tables[record.table].add(record)
-            case TaskFacts():
-                self._tasks.append(TaskSnapshot(facts=record))
-            case Batches():
-                self._tasks[-1].batches.extend(record.all())
-            case TaskRecords():
-                for each in fields(record):
-                    getattr(self._tasks[-1], each.name).extend(getattr(record, each.name))
-            case _:
-                raise ValueError(f"it has a {type(record).__name__} within a partition")
-
-    def snapshot(self) -> PartitionSnapshot:
-        tables = {name: table.snapshot() for name, table in self._tables.items()}
-        return PartitionSnapshot(facts=self._facts, tables=tables, tasks=self._tasks)
-
-
-class _TableReader:
-    """Assembles the columns of a table from their parts."""
-
-    def __init__(self, header: TableHeader) -> None:
-        self._size = header.size
-        self._columns = {name: np.empty(header.size, np.dtype(dtype)) for name, dtype in header.dtypes.items()}
-        self._ends = dict.fromkeys(header.dtypes, 0)
-
-    def add(self, record: ColumnPart) -> None:
-        name = record.column
-        column = self._columns[name]
-        try:
-            values = decode_part(record.part, column.dtype, Put._make)
-        except (ValueError, NewerVersionError) as error:
-            raise type(error)(f"column {name!r}: {error}") from error
-        start = self._ends[name]
-        column[start : start + values.size] = values  # raises if they are too many
-        self._ends[name] += values.size
-
-    def snapshot(self) -> TableSnapshot:
-        for name, end in self._ends.items():
-            if end != self._size:
-                raise ValueError(f"column {name!r} has {end} values, its table has {self._size} rows")
-        columns = {name: ColumnSnapshot(values, self._size) for name, values in self._columns.items()}
-        return TableSnapshot(size=self._size, columns=columns)

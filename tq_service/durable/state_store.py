@@ -208,7 +208,6 @@ class StateStore:
         self._catalog, self._engine = catalog, engine
         started_at = time.perf_counter()
         snapshot, puts = self._restore_newest()
-        self._cost.restore_seconds = self._restore_seconds()
         self._cost.log_seconds += _FILE_SECONDS * len(segment_numbers(self.data_dir.path))  # every start leaves one
         record_count = 0
         for record in self._log.read(snapshot):
@@ -252,7 +251,6 @@ class StateStore:
         number, puts = self._restore_newest()
         self._recover_puts(puts)
         self._quarantine_after(number)
-        self._cost.restore_seconds = self._restore_seconds()
         self._next = max(number, 1)
         return self._next
 
@@ -315,6 +313,7 @@ class StateStore:
                 self._catalog.machine.state.snapshot_number = number
             elif snapshot.partitions:
                 raise self._of_another_role(f"{len(snapshot.partitions)} partitions of a controller")
+            self._cost.restore_seconds = self._restore_seconds()
             return number, list(snapshot.puts)
         if damages:  # the journal from the first record on is gone
             raise damages[0]
@@ -552,7 +551,10 @@ class StateStore:
             except BaseException as error:
                 self.fatal("what a snapshot holds could not take its place", error)
                 raise
-            await asyncio.to_thread(self._remove_unneeded, number)
+            try:
+                await asyncio.to_thread(self.data_dir.remove_unneeded, self._log.backend, number)
+            except OSError as error:
+                _log.warning(LogMessage("files that the newest snapshot replaces cannot be removed", error=error))
             self._cost.restore_seconds, self._cost.snapshot_seconds = restore_seconds, snapshot_seconds
             self._snapshot_at = time.monotonic()
         finally:
@@ -571,12 +573,6 @@ class StateStore:
         self._log.backend.sync_rotated(number)  # a start that finds the snapshot refuses to go on without it
         write_snapshot(snapshot_path(self.data_dir.path, number), snapshot)
         return time.thread_time() - started_at
-
-    def _remove_unneeded(self, number: int) -> None:
-        try:
-            self.data_dir.remove_unneeded(self._log.backend, number)
-        except OSError as error:
-            _log.warning(LogMessage("files that the newest snapshot replaces cannot be removed", error=error))
 
     async def close(self) -> None:
         """Make everything durable and close the journal."""

@@ -41,7 +41,7 @@ from typing import BinaryIO, Final, TypeVar
 import numpy as np
 import xxhash
 
-from tq_service.errors import DiskFailedError, DiskFullError, JournalDamagedError, TqError
+from tq_service.errors import DiskFailedError, DiskFullError, JournalDamagedError
 from tq_service.journal.files import beside, free_bytes, numbers_in, quarantine, sync_path
 from tq_service.journal.log import NewRecord, Record, packed, unpacked
 from tq_service.log_message import LogMessage
@@ -54,6 +54,12 @@ HEADER_BYTES: Final = _HEADER.size
 _NUMBER_OFFSET: Final = 4
 _LEAST_RECORD_BYTES: Final = 5
 _NAME: Final = re.compile(r"journal-(\d{12,})\.tqj")
+_LOST_SUFFIX: Final = ".lost"
+_LOOK_SECONDS: Final = 1.0
+_RETRY_SECONDS: Final = 1.0
+RESERVE_BYTES: Final = 4 * 2**20
+
+T = TypeVar("T")
 
 
 def segment_path(directory: Path, number: int) -> Path:
@@ -115,59 +121,24 @@ def read_frame(file: BinaryIO, number: int) -> bytes:
 class SegmentWriter:
     """An open segment, for one thread at a time. Methods raise OSError.
 
-    Attributes:
+    Args:
         path: of the file.
+        flags: beside those that every segment is opened with.
+        end: how many bytes of the file stay; the following ones are cut off.
     """
 
-    def __init__(self, path: Path, descriptor: int, end: int) -> None:
+    def __init__(self, path: Path, flags: int = 0, end: int = 0) -> None:
         self.path = path
-        self._descriptor = descriptor
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC | flags, 0o600)
         self._end = end
-
-    @classmethod
-    def create(cls, directory: Path, number: int, *, is_synced: bool) -> SegmentWriter:
-        """Make a segment, which survives a loss of power only after `sync` and a sync of the directory.
-
-        Args:
-            directory: of the log.
-            number: of its opening; no such segment exists.
-            is_synced: whether callers wait for `sync` before they rely on a frame.
-        """
-        path = segment_path(directory, number)
-        segment = cls(path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), 0)
-        try:
-            head, body = frame(number, (bytes([is_synced]), machine_boot_id().encode()))
-            segment._write(_MAGIC + head, body)
-        except BaseException:
-            path.unlink(missing_ok=True)
-            segment.close(sync=False)
-            raise
-        return segment
-
-    @classmethod
-    def reopen(cls, path: Path, end: int) -> SegmentWriter:
-        """Open a segment to continue after its first `end` bytes; later bytes are cut off."""
-        descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-        os.ftruncate(descriptor, end)
-        return cls(path, descriptor, end)
+        os.ftruncate(self._descriptor, end)
 
     def append(self, number: int, records: Sequence[NewRecord]) -> None:
         """Pass a frame to the kernel in one call, or cut it off again; without records it is the closing."""
-        self._write(*frame(number, packed(records)))
+        self.write(*frame(number, packed(records)))
 
-    def sync(self) -> None:
-        """Return once all bytes are on the disk."""
-        os.fsync(self._descriptor)
-
-    def close(self, *, sync: bool) -> None:
-        """Close the file, after a sync if asked for."""
-        try:
-            if sync:
-                self.sync()
-        finally:
-            os.close(self._descriptor)
-
-    def _write(self, head: bytes, body: bytes) -> None:
+    def write(self, head: bytes, body: bytes) -> None:
+        """Pass bytes to the kernel in one call, or cut them off again."""
         size = len(head) + len(body)
         try:
             written = os.pwritev(self._descriptor, [head, body], self._end)
@@ -179,6 +150,20 @@ class SegmentWriter:
             os.ftruncate(self._descriptor, self._end)
             raise
         self._end += size
+
+    def sync(self) -> None:
+        """Return once all bytes are on the disk."""
+        os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        """Sync and close the file; never raises."""
+        try:
+            try:
+                self.sync()
+            finally:
+                os.close(self._descriptor)
+        except OSError as error:
+            _log.warning(LogMessage("a closed segment may not be whole on the disk", file=self.path.name, error=error))
 
 
 class FoundSegment:
@@ -225,6 +210,19 @@ class FoundSegment:
         """Whether a loss of power may have taken the last bytes, in any order."""
         return self.is_begun and not self.is_synced and self.machine_boot_id != machine_boot_id()
 
+    @property
+    def was_being_made(self) -> bool:
+        """Whether a process was killed before it had written the opening."""
+        return not self.is_begun and self.flaw is not None and self.flaw.is_torn
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether neither the end of a process nor a loss of power explains its flaw."""
+        if self.flaw is None or self.flaw.is_torn or self.may_lose_tail:
+            return False
+        # A loss of power may leave a part of the bytes that were not synced yet: those of the last commit.
+        return self.machine_boot_id == machine_boot_id() or self.has_frame_after_flaw()
+
     def records(self) -> Iterator[Record]:
         """Yield the records up to the closing, a flaw or the end; raises OSError if the file cannot be read."""
         try:
@@ -270,32 +268,43 @@ class FoundSegment:
 
 
 _log = logging.getLogger(__name__)
-_LOST_SUFFIX: Final = ".lost"
-_REMEDY: Final = (
-    "restore a checkpoint, or start with --accept-journal-loss to go on with what was written before it and forget all "
-    "that came later"
-)
 
 
-class LogReader:
-    """Reads a log from one of its segments on, and leaves it so that a writer can continue.
+class FileBackend:
+    """Writes each group as one frame of a segment.
+
+    Without `sync`, durable means handed to the operating system, which survives any end of the process. A loss of power
+    may take the last records, never one before a record that it leaves. The event loop writes such frames, since a
+    thread takes longer. With `sync`, durable means on the disk.
+
+    Args:
+        directory: where its files are; it exists, and no other process writes there.
+        sync: whether each write is synced.
+        accept_loss: whether `read` continues without the records that follow a damaged one, instead of raising.
 
     Attributes:
-        last_number: of the last record or opening that was read; the writer continues with the next one.
-        last_segment: the one to close; None in an empty log.
+        last_number: of the last record or opening that was read; writing continues with the next one.
     """
 
-    def __init__(self, directory: Path, *, accept_loss: bool) -> None:
+    group_bytes = 8 * 2**20
+    segment_bytes: float = 32 * 2**20
+    patience_seconds = 0.0
+
+    def __init__(self, directory: Path, *, sync: bool, accept_loss: bool = False) -> None:
+        self.is_blocking = sync
         self._directory = directory
         self._accept_loss = accept_loss
         self.last_number = 0
-        self.last_segment: FoundSegment | None = None
+        self._last_found: FoundSegment | None = None  # to be closed; None in an empty log
+        self._reserve = EmergencyDiskReserve(directory / "reserve")
+        self._reserve.fill()
+        self._look_at = 0.0
+        self._segment: SegmentWriter | None = None
+        self._failure: DiskFailedError | None = None
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="tq-log")
 
-    def records(self, number: int) -> Iterator[Record]:
-        """Yield all records from a segment on.
-
-        Args:
-            number: of the segment's opening; 0 for the first one.
+    def read(self, number: int) -> Iterator[Record]:
+        """Yield all records since a rotation, 0 for all of them.
 
         Raises:
             JournalDamagedError: a written record is damaged or missing.
@@ -308,7 +317,7 @@ class LogReader:
                 self.last_number = max(number, 1) - 1  # the log continues after the snapshot
                 return
             for index, segment in enumerate(found):
-                self.last_number, self.last_segment = segment.number, segment
+                self.last_number, self._last_found = segment.number, segment
                 for record in segment.records():
                     self.last_number = record.number
                     yield record
@@ -334,7 +343,7 @@ class LogReader:
             elif first is not None:
                 self._report(first.path, 0, f"begins with number {first.number}, and no snapshot holds what was before")
             return first is None and not number
-        if not first.is_begun and (number or len(found) > 1 or not _was_being_made(first)):
+        if not first.is_begun and (number or len(found) > 1 or not first.was_being_made):
             self._report(first.path, 0, f"{first.flaw}")
         return first.is_begun
 
@@ -343,9 +352,13 @@ class LogReader:
         number = segment.last_number + 1
         continues = bool(following) and following[0].is_begun and following[0].number == number
         if segment.flaw is not None:
-            if not continues and _is_damage(segment, segment.flaw):
+            if not continues and segment.is_damaged:
                 self._report(segment.path, segment.end, f"{segment.flaw}")
-                self._keep_copy(segment)
+                try:  # bytes that are about to be cut off, for an operator to inspect
+                    shutil.copyfile(segment.path, beside(segment.path, _LOST_SUFFIX))
+                except OSError as error:
+                    name = segment.path.name
+                    _log.warning(LogMessage("no copy of the segment could be written", file=name, error=error))
                 return False
             _log.warning(
                 LogMessage(
@@ -369,20 +382,13 @@ class LogReader:
                 segment.end,
                 f"ends with record {number - 1}, but the next file begins with number {following[0].number}",
             )
-        elif segment.is_closed or len(following) > 1 or not _was_being_made(following[0]):
+        elif segment.is_closed or len(following) > 1 or not following[0].was_being_made:
             self._report(following[0].path, 0, f"{following[0].flaw}")
         return False
 
-    def _keep_copy(self, segment: FoundSegment) -> None:
-        """Copy bytes that are about to be cut off, for an operator to inspect."""
-        try:
-            shutil.copyfile(segment.path, beside(segment.path, _LOST_SUFFIX))
-        except OSError as error:
-            _log.warning(LogMessage("no copy of the segment could be written", file=segment.path.name, error=error))
-
     def _lose(self, segments: Sequence[FoundSegment]) -> None:
         for segment in reversed(segments):  # a kill in between leaves a gap at the same position
-            if _was_being_made(segment):
+            if segment.was_being_made:
                 _log.warning(LogMessage("removed a segment without records", file=segment.path.name))
                 segment.path.unlink()
             else:
@@ -394,76 +400,15 @@ class LogReader:
         place = f"{path}, byte {at}," if at else f"{path}"
         if not self._accept_loss:
             raise JournalDamagedError(
-                f"the journal is damaged: {place} {problem}; {_REMEDY}",
+                f"the journal is damaged: {place} {problem}; restore a checkpoint, or start with "
+                "--accept-journal-loss to go on with what was written before it and forget all that came later",
                 metadata={"file": path.name, "byte": str(at), "after_record": str(self.last_number)},
             )
         _log.error(
             LogMessage("the journal is damaged, and the loss was accepted", file=path, byte=at or None, problem=problem)
         )
 
-
-def _is_damage(segment: FoundSegment, flaw: Break) -> bool:
-    """Whether neither the end of a process nor a loss of power explains a flaw."""
-    if flaw.is_torn or segment.may_lose_tail:
-        return False
-    # A loss of power may leave a part of the bytes that were not synced yet: those of the last commit.
-    return segment.machine_boot_id == machine_boot_id() or segment.has_frame_after_flaw()
-
-
-def _was_being_made(segment: FoundSegment) -> bool:
-    """Whether a process was killed before it had written the opening."""
-    return not segment.is_begun and segment.flaw is not None and segment.flaw.is_torn
-
-
-_log = logging.getLogger(__name__)
-_LOOK_SECONDS: Final = 1.0
-_RETRY_SECONDS: Final = 1.0
-RESERVE_BYTES: Final = 4 * 2**20
-
-T = TypeVar("T")
-
-
-class FileBackend:
-    """Writes each group as one frame of a segment.
-
-    Without `sync`, durable means handed to the operating system, which survives any end of the process. A loss of power
-    may take the last records, never one before a record that it leaves. The event loop writes such frames, since a
-    thread takes longer. With `sync`, durable means on the disk.
-
-    Args:
-        directory: where its files are; it exists, and no other process writes there.
-        sync: whether each write is synced.
-        accept_loss: whether `read` continues without the records that follow a damaged one, instead of raising.
-    """
-
-    group_bytes = 8 * 2**20
-    segment_bytes: float = 32 * 2**20
-    patience_seconds = 0.0
-
-    def __init__(self, directory: Path, *, sync: bool, accept_loss: bool = False) -> None:
-        self.is_blocking = sync
-        self._directory = directory
-        self._reader = LogReader(directory, accept_loss=accept_loss)
-        self._reserve = EmergencyDiskReserve(directory / "reserve")
-        self._reserve.fill()
-        self._look_at = 0.0
-        self._segment: SegmentWriter | None = None
-        self._failure: DiskFailedError | None = None
-        self._background = ThreadPoolExecutor(1, thread_name_prefix="tq-log")
-
-    @property
-    def last_number(self) -> int:
-        """Last number in use, once `read` is exhausted."""
-        return self._reader.last_number
-
-    def read(self, number: int) -> Iterator[Record]:
-        """Yield all records since a rotation, 0 for all of them.
-
-        Raises:
-            JournalDamagedError: a written record is damaged or missing.
-            DiskFullError: a file cannot be read now.
-        """
-        return self._reader.records(number)
+    # Writing
 
     def write(self, number: int, records: Sequence[NewRecord]) -> None:
         """Write a frame, or without records begin a segment.
@@ -481,43 +426,17 @@ class FileBackend:
                 return
             self._with_reserve(lambda: segment.append(number, records))
         except OSError as error:
+            reason = "is full" if error.errno == errno.ENOSPC else f"does not take what is written ({error})"
             path = segment_path(self._directory, number) if segment is None else segment.path
-            raise _write_error(error, path) from error
-        if self.is_blocking:
-            self._sync_or_fail(segment)
-
-    def _begin_segment(self, number: int) -> None:
-        before, is_first = self._segment, self._segment is None
-        if is_first:
-            for each in segment_numbers(self._directory) if self.is_blocking else ():  # a run without sync wrote them
-                sync_path(segment_path(self._directory, each))
-            if (found := self._reader.last_segment) is not None:
-                before = SegmentWriter.reopen(found.path, found.end)
-        try:
-            self._segment = self._with_reserve(lambda: self._create(number, before, sync=is_first or self.is_blocking))
-        finally:
-            if before is not None and is_first:
-                _close_segment(before)
-        if before is not None and not is_first:
-            self._background.submit(_close_segment, before)
-
-    def _create(self, number: int, before: SegmentWriter | None, *, sync: bool) -> SegmentWriter:
-        """Begin a segment and end its predecessor, or neither."""
-        segment = SegmentWriter.create(self._directory, number, is_synced=self.is_blocking)
-        try:
-            if sync:
-                self.sync_rotated(number)
-            if before is not None:
-                before.append(number, ())
-        except BaseException:
-            segment.close(sync=False)
-            segment.path.unlink()
-            raise
-        return segment
-
-    def _sync_or_fail(self, segment: SegmentWriter) -> None:
-        """Sync once: after a failed sync, the system considers written what never reached the disk."""
-        try:
+            raise DiskFullError(
+                f"the disk of the data dir {reason}: {path.name} cannot grow; nothing that was acknowledged is lost; "
+                "free space, the service goes on by itself",
+                retry_after_seconds=_RETRY_SECONDS,
+                metadata={"path": str(path)},
+            ) from error
+        if not self.is_blocking:
+            return
+        try:  # once: after a failed sync, the system considers written what never reached the disk
             segment.sync()
         except OSError as error:
             self._failure = DiskFailedError(
@@ -526,6 +445,37 @@ class FileBackend:
                 metadata={"path": str(segment.path)},
             )
             raise self._failure from error
+
+    def _begin_segment(self, number: int) -> None:
+        before, is_first = self._segment, self._segment is None
+        if is_first:
+            for each in segment_numbers(self._directory) if self.is_blocking else ():  # a run without sync wrote them
+                sync_path(segment_path(self._directory, each))
+            if (found := self._last_found) is not None:
+                before = SegmentWriter(found.path, end=found.end)
+        try:
+            self._segment = self._with_reserve(lambda: self._create(number, before, sync=is_first or self.is_blocking))
+        finally:
+            if before is not None and is_first:
+                before.close()
+        if before is not None and not is_first:
+            self._background.submit(before.close)
+
+    def _create(self, number: int, before: SegmentWriter | None, *, sync: bool) -> SegmentWriter:
+        """Begin a segment and end its predecessor, or neither."""
+        segment = SegmentWriter(segment_path(self._directory, number), os.O_CREAT | os.O_EXCL)
+        try:
+            head, body = frame(number, (bytes([self.is_blocking]), machine_boot_id().encode()))
+            segment.write(_MAGIC + head, body)
+            if sync:
+                self.sync_rotated(number)
+            if before is not None:
+                before.append(number, ())
+        except BaseException:
+            segment.path.unlink()
+            segment.close()
+            raise
+        return segment
 
     def _with_reserve(self, write: Callable[[], T]) -> T:
         """Write, and retry once if that fails and reserved space could be released."""
@@ -562,24 +512,7 @@ class FileBackend:
         segment, self._segment = self._segment, None
         self._background.shutdown()
         if segment is not None:
-            _close_segment(segment)
-
-
-def _close_segment(segment: SegmentWriter) -> None:
-    try:
-        segment.close(sync=True)
-    except OSError as error:
-        _log.warning(LogMessage("a closed segment may not be whole on the disk", file=segment.path.name, error=error))
-
-
-def _write_error(error: OSError, path: Path) -> TqError:
-    reason = "is full" if error.errno == errno.ENOSPC else f"does not take what is written ({error})"
-    return DiskFullError(
-        f"the disk of the data dir {reason}: {path.name} cannot grow; nothing that was acknowledged is lost; free "
-        "space, the service goes on by itself",
-        retry_after_seconds=_RETRY_SECONDS,
-        metadata={"path": str(path)},
-    )
+            segment.close()
 
 
 class EmergencyDiskReserve:

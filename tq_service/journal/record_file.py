@@ -74,17 +74,13 @@ class RecordWriter(FileWriter):
         self.file.write(head)
         self.file.write(body)
         self.count += 1
-        self._check_space(len(body))
+        self._unchecked_bytes += len(body)
+        if self._unchecked_bytes >= _BUFFER_BYTES:
+            self._unchecked_bytes = 0
+            free = free_bytes(self._partial.parent)
+            if free < _SPARE_BYTES:
+                raise OSError(errno.ENOSPC, f"the disk has {free} bytes free, of which {_SPARE_BYTES} stay so")
         self._pace.step()
-
-    def _check_space(self, size: int) -> None:
-        self._unchecked_bytes += size
-        if self._unchecked_bytes < _BUFFER_BYTES:
-            return
-        self._unchecked_bytes = 0
-        free = free_bytes(self._partial.parent)
-        if free < _SPARE_BYTES:
-            raise OSError(errno.ENOSPC, f"the disk has {free} bytes free, of which {_SPARE_BYTES} stay so")
 
     def commit(self) -> None:
         """End the file, and give it its name."""

@@ -22,8 +22,17 @@ from obstore import exceptions
 from obstore.store import AzureStore, GCSStore, LocalStore, MemoryStore, S3Store
 
 from tq_service.errors import AlreadyExistsError, InvalidArgumentError, TqError, UnavailableError
-from tq_service.objects.base import Abilities, EngineUrl, ObjectMissingError, Survives
-from tq_service.objects.threaded import HEADER_BYTES, Landing, ThreadedObjects, joined, size_of
+from tq_service.objects.base import (
+    HEADER_BYTES,
+    Abilities,
+    EngineUrl,
+    Landing,
+    ObjectMissingError,
+    ObjectStore,
+    Survives,
+    joined,
+    size_of,
+)
 
 Store: TypeAlias = AzureStore | GCSStore | LocalStore | MemoryStore | S3Store
 
@@ -37,51 +46,42 @@ _SEGMENT: Final = r"[A-Za-z0-9][A-Za-z0-9._:-]*"
 _NAME: Final = re.compile(f"{_SEGMENT}(/{_SEGMENT})*")
 
 
-class BucketObjects(ThreadedObjects):
+class BucketObjects(ObjectStore):
     """Objects in a store of `obstore`."""
 
     engine = "obstore"
 
-    def __init__(
-        self, url: EngineUrl, open_store: Callable[[], Store], *, survives: Survives = "power", threads: int = 16
-    ) -> None:
-        """Make the engine that a URL describes; `open_store` makes its store when it is opened."""
-        timeout_seconds = url.seconds("timeout_seconds", _TIMEOUT_SECONDS)
-        super().__init__(url.redacted, threads=url.count("threads", threads), timeout_seconds=timeout_seconds)
+    def __init__(self, url: EngineUrl, *, threads: int = 16) -> None:
+        """Make the engine that a URL describes; `open` opens its store."""
+        super().__init__(url, threads=threads, timeout_seconds=_TIMEOUT_SECONDS)
+        self._open_store = self._opener(url)
+        self._store: Store
         self._copy_count = url.count("copies", 1)
-        choices = ("process", "node", "power")
-        self._survives = cast("Survives", url.choice("survives", survives, choices))
+        default = "process" if url.scheme in ("memory", "file") else "power"
+        self._survives = cast("Survives", url.choice("survives", default, ("process", "node", "power")))
         self._capacity_bytes = url.count("capacity_bytes", 0, least=0)
         is_conditional = url.flag("conditional_put", default=True)
         self._mode: Literal["create", "overwrite"] = "create" if is_conditional else "overwrite"
-        self._open_store = open_store
-        self._store: Store
 
-    @classmethod
-    def from_url(cls, url: str) -> BucketObjects:
-        """Make the engine that a URL describes."""
-        parsed = EngineUrl(url)
-        if parsed.scheme == "file":
-            made: BucketObjects = DirectoryObjects(parsed)
-        elif not parsed.host:
+    def _opener(self, url: EngineUrl) -> Callable[[], Store]:
+        """Return what opens the store of a URL."""
+        if not url.host:
             raise InvalidArgumentError(
-                f"got {parsed.redacted}, expected {parsed.scheme}://NAME or {parsed.scheme}://NAME/PREFIX"
+                f"got {url.redacted}, expected {url.scheme}://NAME or {url.scheme}://NAME/PREFIX"
             )
-        elif parsed.scheme == "memory":
-            made = cls(parsed, lambda: _MEMORY.setdefault(parsed.location, MemoryStore()), survives="process")
-        else:
-            store = _cloud_store(parsed)
-            made = cls(parsed, lambda: store)
-        parsed.check_all_used()
-        return made
+        if url.scheme == "memory":
+            return lambda: _MEMORY.setdefault(url.location, MemoryStore())
+        store = _cloud_store(url)
+        return lambda: store
 
     @property
     def abilities(self) -> Abilities:
         return Abilities(survives=self._survives, fixed_copies=self._copy_count, lists_names=True)
 
     async def list_names(self, prefix: str) -> AsyncIterator[str]:
-        for name in await self._run(lambda: self._list(prefix)):
-            yield name
+        for found in await self._run(lambda: list(self._found(prefix))):
+            if found["path"].startswith(prefix):
+                yield found["path"]
 
     def _connect(self, node: str, offered_bytes: int) -> None:
         self._store = self._open_store()
@@ -130,16 +130,10 @@ class BucketObjects(ThreadedObjects):
                     obstore.delete(self._store, name)
         return []
 
-    def _list(self, prefix: str) -> list[str]:
-        return [found["path"] for found in self._found(prefix) if found["path"].startswith(prefix)]
-
     def _found(self, prefix: str) -> Iterator[Any]:
         directory = prefix.rpartition("/")[0]
         for page in obstore.list(self._store, prefix=directory or None, chunk_size=1000):
             yield from page
-
-    def _close(self) -> None:
-        """Do nothing: a store has no connection to be closed."""
 
     def _error(self, error: Exception) -> TqError:
         text = _summary(error)
@@ -164,11 +158,13 @@ class DirectoryObjects(BucketObjects):
 
     def __init__(self, url: EngineUrl) -> None:
         """Make the engine that a URL describes; `open` makes the directory."""
+        super().__init__(url, threads=4)
+
+    def _opener(self, url: EngineUrl) -> Callable[[], Store]:
         if url.host or not url.path:
             raise InvalidArgumentError(f"got {url.redacted}, expected file:///DIRECTORY, with three slashes")
         self._directory = Path("/") / url.path
-        open_store = partial(LocalStore, self._directory, automatic_cleanup=True, mkdir=True)
-        super().__init__(url, open_store, survives="process", threads=4)
+        return partial(LocalStore, self._directory, automatic_cleanup=True, mkdir=True)
 
     def _create(self, name: str, sealed: Sequence[memoryview]) -> None:
         path, part = self._directory / name, self._part(name)
@@ -215,43 +211,12 @@ _MEMORY: Final[dict[str, MemoryStore]] = {}
 """All services of a process that name the same store share it."""
 
 
-def _s3_settings(url: EngineUrl, endpoint: str) -> dict[str, Any]:
-    """Return the settings of S3; those that are missing come from the environment, or as the AWS SDKs find them."""
-    return {
-        "endpoint": endpoint,
-        "region": url.text("region", ""),
-        "access_key_id": url.username or url.secret("access_key", "AWS_ACCESS_KEY_ID"),
-        "secret_access_key": url.password or url.secret("secret_key", "AWS_SECRET_ACCESS_KEY"),
-        "virtual_hosted_style_request": not url.flag("path_style", default=bool(endpoint)),
-    }
-
-
-def _gcs_settings(url: EngineUrl, endpoint: str) -> dict[str, Any]:
-    return {"base_url": endpoint, "service_account": url.text("service_account_file", "")}
-
-
-def _azure_settings(url: EngineUrl, endpoint: str) -> dict[str, Any]:
-    return {
-        "endpoint": endpoint,
-        "account_name": url.text("account", ""),
-        "account_key": url.secret("account_key", "AZURE_STORAGE_ACCOUNT_KEY"),
-    }
-
-
-_CLOUDS: Final[dict[str, tuple[Callable[..., Store], Callable[[EngineUrl, str], dict[str, Any]]]]] = {
-    "s3": (S3Store, _s3_settings),
-    "gs": (GCSStore, _gcs_settings),
-    "az": (AzureStore, _azure_settings),
-}
-
-
 def _cloud_store(url: EngineUrl) -> Store:
     """Make the store of a bucket; nothing is asked of it yet.
 
     Raises:
         InvalidArgumentError: a setting is missing or wrong.
     """
-    make, settings_of = _CLOUDS[url.scheme]
     endpoint, timeout = url.text("endpoint", ""), url.seconds("timeout_seconds", _TIMEOUT_SECONDS)
     client: dict[str, Any] = {
         "connect_timeout": timedelta(seconds=min(5.0, timeout)),
@@ -261,17 +226,39 @@ def _cloud_store(url: EngineUrl) -> Store:
     ca = url.file("ca_file")
     if ca:
         client["root_certificate"] = ca
-    settings = {name: value for name, value in settings_of(url, endpoint).items() if value not in (None, "")}
+    make: Any
+    settings: dict[str, Any]
+    match url.scheme:
+        case "s3":  # what is missing comes from the environment, or as the AWS SDKs find it
+            make = S3Store
+            settings = {
+                "endpoint": endpoint,
+                "region": url.text("region", ""),
+                "access_key_id": url.username or url.secret("access_key", "AWS_ACCESS_KEY_ID"),
+                "secret_access_key": url.password or url.secret("secret_key", "AWS_SECRET_ACCESS_KEY"),
+                "virtual_hosted_style_request": not url.flag("path_style", default=bool(endpoint)),
+            }
+        case "gs":
+            make = GCSStore
+            settings = {"base_url": endpoint, "service_account": url.text("service_account_file", "")}
+        case _:
+            make = AzureStore
+            settings = {
+                "endpoint": endpoint,
+                "account_name": url.text("account", ""),
+                "account_key": url.secret("account_key", "AZURE_STORAGE_ACCOUNT_KEY"),
+            }
     try:
-        return make(
+        store: Store = make(
             url.host,
             prefix=url.path or None,
             client_options=client,
             retry_config={"max_retries": 3, "retry_timeout": timedelta(seconds=timeout)},
-            **settings,
+            **{name: value for name, value in settings.items() if value not in (None, "")},
         )
     except (ValueError, exceptions.BaseError) as error:
         raise InvalidArgumentError(f"{url.redacted}: {_summary(error)}; see docs/engines.md") from error
+    return store
 
 
 def _sync(directory: Path) -> None:

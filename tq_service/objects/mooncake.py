@@ -14,7 +14,6 @@
 from __future__ import annotations
 
 import ctypes
-import http.client
 import json
 import mmap
 import os
@@ -22,11 +21,21 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from http.client import HTTPException
 from typing import Any, Final
+from urllib.request import ProxyHandler, build_opener
 
 from tq_service.errors import AlreadyExistsError, TqError, UnavailableError
-from tq_service.objects.base import LARGEST_OBJECT_BYTES, Abilities, EngineUrl, ObjectMissingError
-from tq_service.objects.threaded import HEADER_BYTES, Landing, ThreadedObjects, fill
+from tq_service.objects.base import (
+    HEADER_BYTES,
+    LARGEST_OBJECT_BYTES,
+    Abilities,
+    EngineUrl,
+    Landing,
+    ObjectMissingError,
+    ObjectStore,
+    fill,
+)
 
 # Read when the library is loaded. A connection a transfer, its default, costs more than a small transfer.
 for _variable, _value in {"MC_TCP_ENABLE_CONNECTION_POOL": "1", "GLOG_minloglevel": "2"}.items():
@@ -60,7 +69,7 @@ _MEANINGS: Final = {
 }
 
 
-class MooncakeObjects(ThreadedObjects):
+class MooncakeObjects(ObjectStore):
     """Objects in Mooncake Store.
 
     Of the URL: the master, or `mooncake://etcd:HOST:2379,HOST:2379` for masters with high availability.
@@ -69,28 +78,19 @@ class MooncakeObjects(ThreadedObjects):
     engine = "Mooncake"
 
     def __init__(self, url: EngineUrl) -> None:
-        timeout_seconds = url.seconds("timeout_seconds", 30.0)
-        super().__init__(url.redacted, threads=url.count("threads", 4), timeout_seconds=timeout_seconds)
+        super().__init__(url, threads=4)
         is_etcd = url.host.startswith("etcd:")
-        hosts = [
-            _with_port(each, 2379 if is_etcd else _DEFAULT_PORT) for each in url.host.removeprefix("etcd:").split(",")
-        ]
+        port = 2379 if is_etcd else _DEFAULT_PORT
+        given = url.host.removeprefix("etcd:").split(",")
+        hosts = [each if ":" in each else f"{each}:{port}" for each in given]
         self._master = f"etcd://{';'.join(hosts)}" if is_etcd else hosts[0]
         admin = url.text("admin", f"{host_of(hosts[0])}:{_DEFAULT_ADMIN_PORT}")
-        self._admin = MooncakeAdmin(admin.split(","), timeout_seconds=min(5.0, timeout_seconds / 2))
+        self._admin = MooncakeAdmin(admin.split(","), timeout_seconds=min(5.0, self.timeout_seconds / 2))
         self._host = url.text("host", "")
         self._protocol = url.choice("protocol", "tcp", ("tcp", "rdma"))
         self._devices = url.text("devices", "")
         self._staged: list[_Staging] = []  # registered, and used by no call
         self._store: Any = MooncakeDistributedStore()
-
-    @classmethod
-    def from_url(cls, url: str) -> MooncakeObjects:
-        """Make the engine that a URL describes."""
-        parsed = EngineUrl(url)
-        made = cls(parsed)
-        parsed.check_all_used()
-        return made
 
     @property
     def abilities(self) -> Abilities:
@@ -237,11 +237,8 @@ class _Staging:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
-def _with_port(address: str, port: int) -> str:
-    return address if ":" in address else f"{address}:{port}"
-
-
 _KEPT_SECONDS: Final = 2.0
+_WITHOUT_PROXY: Final = build_opener(ProxyHandler({}))
 
 
 class MooncakeAdmin:
@@ -272,22 +269,15 @@ class MooncakeAdmin:
                 if len(self._addresses) == 1 or self._ask(address, "/role").strip() == "leader":
                     return self._ask(address, path)
                 failures.append(f"{address} does not lead")
-            except (OSError, http.client.HTTPException) as error:
+            except (OSError, HTTPException) as error:
                 failures.append(f"{address}: {error}")
         raise UnavailableError(
             f"no Mooncake master answers on its metrics_port ({'; '.join(failures)}); name it with admin=HOST:PORT"
         )
 
     def _ask(self, address: str, path: str) -> str:
-        connection = http.client.HTTPConnection(address, timeout=self._timeout_seconds)
-        try:
-            connection.request("GET", path)
-            answer = connection.getresponse()
-            text = answer.read().decode()
-        finally:
-            connection.close()
-        if answer.status != http.client.OK:
-            raise http.client.HTTPException(f"{path} answered {answer.status}")
+        with _WITHOUT_PROXY.open(f"http://{address}{path}", timeout=self._timeout_seconds) as answer:
+            text: str = answer.read().decode()
         return text
 
 

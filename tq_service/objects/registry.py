@@ -13,12 +13,11 @@ from tq_service.objects.base import EngineUrl, ObjectStore
 ENTRY_POINT_GROUP: Final = "tq_service.object_stores"
 """Entry points of packages: the name is the scheme, the value a callable that makes an `ObjectStore` of a URL."""
 
-_BUCKETS: Final = ("tq_service.objects.buckets", "BucketObjects", "obstore")
-_VALKEY: Final = ("tq_service.objects.valkey", "ValkeyObjects", "valkey")
 _BUILT_IN: Final[dict[str, tuple[str, str, str]]] = {
     # scheme: module, class, extra that brings the packages which it imports
-    **dict.fromkeys(("s3", "gs", "az", "file", "memory"), _BUCKETS),
-    **dict.fromkeys(("valkey", "valkeys", "redis", "rediss"), _VALKEY),
+    **dict.fromkeys(("s3", "gs", "az", "memory"), ("tq_service.objects.buckets", "BucketObjects", "obstore")),
+    "file": ("tq_service.objects.buckets", "DirectoryObjects", "obstore"),
+    **dict.fromkeys(("valkey", "valkeys", "redis", "rediss"), ("tq_service.objects.valkey", "ValkeyObjects", "valkey")),
     "mooncake": ("tq_service.objects.mooncake", "MooncakeObjects", "mooncake"),
 }
 

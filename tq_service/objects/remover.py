@@ -60,22 +60,16 @@ class Remover:
         """
         names, failure_count, is_done = list(self._names), 0, True
         for first in range(0, len(names), _NAMES_PER_CALL):
+            again: Sequence[str] = names[first : first + _NAMES_PER_CALL]
+            asked = dict.fromkeys(again)
             try:
-                is_done &= await self._remove(names[first : first + _NAMES_PER_CALL])
+                again = await self._objects.remove(again)
             except TqError:
-                is_done, failure_count = False, failure_count + 1
-                if failure_count >= _MOST_FAILURES:
-                    break
-        return is_done
-
-    async def _remove(self, names: Sequence[str]) -> bool:
-        try:
-            again = set(await self._objects.remove(names))
-        except BaseException:
-            for name in names:  # the others have their turn first
-                self._names[name] = self._names.pop(name, None)
-            raise
-        for name in names:
-            if name not in again:
+                failure_count += 1
+            for name in asked:
                 self._names.pop(name, None)
-        return not again
+            self._names.update(dict.fromkeys(again))  # the others have their turn first
+            is_done &= not again
+            if failure_count >= _MOST_FAILURES:
+                break
+        return is_done

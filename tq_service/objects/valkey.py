@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import redis
 from redis.backoff import NoBackoff
@@ -17,15 +17,14 @@ from redis.cluster import RedisCluster
 from redis.retry import Retry
 
 from tq_service.errors import AlreadyExistsError, InvalidArgumentError, TqError
-from tq_service.objects.base import Abilities, EngineUrl
-from tq_service.objects.threaded import HEADER_BYTES, Landing, ThreadedObjects, joined, size_of
+from tq_service.objects.base import HEADER_BYTES, Abilities, EngineUrl, Landing, ObjectStore, Survives, joined, size_of
 
 _DEFAULT_PORT: Final = 6379
 _NAMES_PER_CALL: Final = 500
 _PROBE: Final = "!probe-"  # in no name of an object
 
 
-class ValkeyObjects(ThreadedObjects):
+class ValkeyObjects(ObjectStore):
     """Objects in Valkey or Redis.
 
     User and password are those of the URL, else of the file of `password_file`, else of VALKEY_PASSWORD.
@@ -34,13 +33,11 @@ class ValkeyObjects(ThreadedObjects):
     engine = "Valkey"
 
     def __init__(self, url: EngineUrl) -> None:
-        super().__init__(
-            url.redacted, threads=url.count("threads", 8), timeout_seconds=url.seconds("timeout_seconds", 10.0)
-        )
+        super().__init__(url, timeout_seconds=10.0)
         self._url = url
         self._is_cluster = url.flag("cluster", default=False)
         self._checks_policy = url.flag("check_policy", default=True)
-        self._survives = url.choice("survives", "node", ("node", "power"))
+        self._survives = cast("Survives", url.choice("survives", "node", ("node", "power")))
         self._wait_ms = url.count("wait_ms", 500)
         self._prefix = f"{url.text('prefix', 'tq')}/"
         self._settings: dict[str, Any] = {
@@ -54,28 +51,22 @@ class ValkeyObjects(ThreadedObjects):
         }
         ca_file = url.text("ca_file", "")
         if url.scheme in ("valkeys", "rediss"):
-            self._settings |= {"ssl": True, "ssl_cert_reqs": "required"}
-            if ca_file:
-                self._settings["ssl_ca_certs"] = ca_file
+            self._settings |= {"ssl": True, "ssl_cert_reqs": "required", "ssl_ca_certs": ca_file or None}
         self._client: Any = None
-
-    @classmethod
-    def from_url(cls, url: str) -> ValkeyObjects:
-        """Make the engine that a URL describes."""
-        parsed = EngineUrl(url)
-        made = cls(parsed)
-        parsed.check_all_used()
-        return made
 
     @property
     def abilities(self) -> Abilities:
-        return Abilities(survives="power" if self._survives == "power" else "node")
+        return Abilities(survives=self._survives)
 
     def _connect(self, node: str, offered_bytes: int) -> None:
         make = RedisCluster if self._is_cluster else redis.Redis
         self._client = make(**self._settings)
         try:
-            policies = {info.get("maxmemory_policy", "noeviction") for info in self._memory_infos()}
+            if self._is_cluster:
+                infos = list(self._client.info("memory", target_nodes=RedisCluster.PRIMARIES).values())
+            else:
+                infos = [self._client.info("memory")]
+            policies = {info.get("maxmemory_policy", "noeviction") for info in infos}
         except redis.AuthenticationError as error:
             raise InvalidArgumentError(
                 f"{self.place} refused user and password ({error}); expected those of the URL, of password_file or of "
@@ -141,11 +132,6 @@ class ValkeyObjects(ThreadedObjects):
         if isinstance(error, redis.exceptions.MovedError) and self._is_cluster:
             self._client.nodes_manager.initialize()  # the next attempt goes to the right server
         return super()._error(error)
-
-    def _memory_infos(self) -> list[dict[str, Any]]:
-        if not self._is_cluster:
-            return [self._client.info("memory")]
-        return list(self._client.info("memory", target_nodes=RedisCluster.PRIMARIES).values())
 
     def _server(self, name: str) -> Any:
         """Return the client of the server that has a name."""

@@ -119,17 +119,14 @@ def array_bytes(array: NDArray[Any]) -> memoryview:
     return plain.reshape(-1).view(np.uint8).data
 
 
-def writable_bytes(buffer: Bytes) -> Bytes:
-    """Return bytes that are writable and 16-byte aligned: the same where they are so already, else a copy."""
-    return buffer if buffer.flags.writeable and not buffer.ctypes.data % 16 else buffer.copy()
-
-
 def make_values(values: Bytes, dtype: str, shape: tuple[int, ...], *, as_torch: bool) -> Any:
-    """Return a tensor, or a numpy array, that shares writable bytes.
+    """Return a tensor, or a numpy array, that shares bytes; a copy of them that are not writable and aligned.
 
     Raises:
         InvalidArgumentError: only torch has the dtype, or this torch is too old to have it.
     """
+    if not values.flags.writeable or values.ctypes.data % 16:
+        values = values.copy()
     if not as_torch:
         if dtype not in _NUMPY_NAMES:
             raise InvalidArgumentError(
@@ -193,45 +190,45 @@ class ColumnShape:
             InvalidArgumentError: a size is negative or too large, a part is missing, or the extents do not give
                 `value_bytes`.
         """
-        _validate_spec(self.spec)
+        spec = self.spec
+        _validate_spec(spec)
         check_range("row_count", self.row_count, 1, MAX_ROWS, "; split larger puts")
         if not 0 <= self.value_bytes <= _MAX_BYTES:
-            raise self._wrong("value_bytes", f"value_bytes {self.value_bytes}, expected 0 to {_MAX_BYTES}")
-        expected = self._dense_bytes() if self.spec.layout is Layout.DENSE else self._ragged_bytes()
+            raise _wrong_column(spec, "value_bytes", f"has value_bytes {self.value_bytes}, expected 0 to {_MAX_BYTES}")
+        if self.extents is not None:
+            self._validate_extents(self.extents)
+        elif extent_count(spec):
+            raise _wrong_column(spec, "extents", "has no extents; send those of each row")
+        expected = self.row_count * _fixed_part(spec) if self.extents is None else int(self.row_bytes().sum())
         if expected != self.value_bytes:
-            raise self._wrong(
-                "value_bytes", f"value_bytes {self.value_bytes}, but its rows take {expected}; declare what is sent"
+            raise _wrong_column(
+                spec,
+                "value_bytes",
+                f"has value_bytes {self.value_bytes}, but its rows take {expected}; declare what is sent",
             )
 
-    def _dense_bytes(self) -> int:
-        if self.extents is not None:
-            raise self._wrong("extents", "extents in a dense column; leave them out or send it jagged")
-        return self.row_count * (fixed_row_bytes(self.spec) or 0)
-
-    def _ragged_bytes(self) -> int:
+    def _validate_extents(self, sizes: Extents) -> None:
         shape = (self.row_count, extent_count(self.spec))
-        if self.extents is None or self.extents.shape != shape:
-            got = "none" if self.extents is None else list(self.extents.shape)
-            raise self._wrong("extents", f"extents of shape {got}, expected {list(shape)}")
-        if self.extents.size and int(self.extents.min()) < 0:
-            raise self._wrong("extents", "a negative extent; sizes are 0 or more")
-        sizes = self.extents
+        if sizes.shape != shape or not shape[1]:
+            raise _wrong_column(
+                self.spec,
+                "extents",
+                f"has extents of shape {list(sizes.shape)}, expected {list(shape)}, or none",
+            )
+        if int(sizes.min()) < 0:
+            raise _wrong_column(self.spec, "extents", "has a negative extent; sizes are 0 or more")
         if self.spec.layout is Layout.OBJECT:
-            sizes, encodings = self.extents[:, :1], self.extents[:, 1:]
-            if not np.isin(encodings, _ENCODINGS).all():
+            if not np.isin(sizes[:, 1:], _ENCODINGS).all():
                 known = ", ".join(map(str, _ENCODINGS))
-                raise self._wrong("extents", f"an unknown encoding of a row; expected one of {known}")
+                raise _wrong_column(self.spec, "extents", f"has an unknown encoding of a row; expected one of {known}")
+            sizes = sizes[:, :1]
         with np.errstate(over="ignore", invalid="ignore"):
-            products = sizes[:, 0].astype(np.float64) if sizes.shape[1] else np.ones(self.row_count)
+            products = sizes[:, 0].astype(np.float64)
             for extent in sizes.T[1:]:  # far quicker than a product along rows
                 products *= extent
             estimate = float(products.sum()) * _fixed_part(self.spec)
         if not estimate <= _MAX_BYTES:
-            raise self._wrong("extents", f"extents of more than {_MAX_BYTES} bytes")
-        return int(self.row_bytes().sum())
-
-    def _wrong(self, field: str, what: str) -> InvalidArgumentError:
-        return _wrong_column(self.spec, field, f"field {self.spec.name!r} ({self.spec.describe()}) has {what}")
+            raise _wrong_column(self.spec, "extents", f"has extents of more than {_MAX_BYTES} bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -257,55 +254,42 @@ def columns_digest(columns: Sequence[ColumnShape]) -> bytes:
     return digest.digest()
 
 
-def _wrong_column(spec: FieldSpec, field: str, message: str) -> InvalidArgumentError:
-    return InvalidArgumentError(message, field=field, metadata={"field_name": spec.name})
+def _wrong_column(spec: FieldSpec, field: str, problem: str) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"field {spec.name!r} ({spec.describe()}) {problem}", field=field, metadata={"field_name": spec.name}
+    )
 
 
 @lru_cache(maxsize=1024)
 def _validate_spec(spec: FieldSpec) -> None:
     shape = spec.row_shape
     if spec.layout in (None, Layout.AUTO):
-        raise _wrong_column(
-            spec,
-            "layout",
-            f"field {spec.name!r} has the layout {spec.layout or 'none'}; a column of a put or get says dense, jagged "
-            "or object",
-        )
+        raise _wrong_column(spec, "layout", "has no layout; a column of a put or get says dense, jagged or object")
     if shape is None:
         raise _wrong_column(
-            spec,
-            "row_shape_known",
-            f"field {spec.name!r} has row_shape_known unset; a column of a put or get has a row shape, set it",
+            spec, "row_shape_known", "has row_shape_known unset; a column of a put or get has a row shape, set it"
         )
     if spec.layout is Layout.OBJECT:
         if spec.dtype or shape:
+            field = "dtype" if spec.dtype else "row_shape"
             raise _wrong_column(
-                spec,
-                "dtype" if spec.dtype else "row_shape",
-                f"field {spec.name!r} has objects, with dtype {spec.dtype!r} and row shape {list(shape)}; objects have "
-                "neither",
+                spec, field, f"has dtype {spec.dtype!r} and row shape {list(shape)}; objects have neither"
             )
         return
     if not spec.dtype:
-        raise _wrong_column(
-            spec, "dtype", f"field {spec.name!r} has no dtype; give one of {', '.join(sorted(DTYPE_SIZES))}"
-        )
+        raise _wrong_column(spec, "dtype", f"has no dtype; give one of {', '.join(sorted(DTYPE_SIZES))}")
     least = -1 if spec.layout is Layout.JAGGED else 0
     if len(shape) > _MAX_DIMS or any(size < least for size in shape):
         raise _wrong_column(
             spec,
             "row_shape",
-            f"field {spec.name!r} is {spec.describe()}; expected at most {_MAX_DIMS} sizes of 0 or more, -1 in ragged "
-            "dimensions of jagged fields only",
+            f"has another row shape than expected: at most {_MAX_DIMS} sizes of 0 or more, -1 in ragged dimensions of "
+            "jagged fields only",
         )
     if spec.layout is Layout.JAGGED and not spec.ragged_dims:
-        raise _wrong_column(
-            spec,
-            "row_shape",
-            f"field {spec.name!r} is jagged without a ragged dimension, its row shape is {list(shape)}; set -1 in one",
-        )
+        raise _wrong_column(spec, "row_shape", "is jagged without a ragged dimension; set -1 in one")
     if _fixed_part(spec) > _MAX_BYTES:
-        raise _wrong_column(spec, "row_shape", f"field {spec.name!r} has rows of over {_MAX_BYTES} bytes")
+        raise _wrong_column(spec, "row_shape", f"has rows of over {_MAX_BYTES} bytes")
 
 
 @lru_cache(maxsize=1024)
@@ -356,7 +340,6 @@ def decode_header(message: metadata_pb2.ColumnHeader, row_count: int) -> ColumnS
     Raises:
         InvalidArgumentError: its parts do not agree.
     """
-    check_range("row_count", row_count, 1, MAX_ROWS, "; split larger puts")
     spec = decode_spec(message.spec)
     _validate_spec(spec)
     width = extent_count(spec)
@@ -365,11 +348,10 @@ def decode_header(message: metadata_pb2.ColumnHeader, row_count: int) -> ColumnS
         raise _wrong_column(
             spec,
             "extents",
-            f"field {spec.name!r} ({spec.describe()}) has {len(data)} bytes of extents, expected "
-            f"{row_count * width * 8} for {row_count} rows",
+            f"has {len(data)} bytes of extents, expected {row_count * width * 8} for {row_count} rows",
         )
     extents = None
-    if width:
+    if width and row_count:
         extents = np.frombuffer(data, "<i8").astype(np.int64, copy=False).reshape(row_count, width)
     column = ColumnShape(spec=spec, row_count=row_count, extents=extents, value_bytes=message.value_bytes)
     column.validate()
@@ -515,23 +497,14 @@ class Garbled:
     reason: str
 
 
-def encode_frame(parts: FrameParts) -> bytes:
-    """Return the message whose frame is `parts` joined: one copy."""
-    return _message_of(_FRAME_TAG, parts)
-
-
 def encode_part(part: PutHeader | GetHeader | FrameParts | bytes) -> bytes:
     """Serialize a message of a put or get stream: its header, or the parts of a frame; bytes are a message already."""
     if isinstance(part, bytes):
         return part
+    tag = _FRAME_TAG
     if isinstance(part, PutHeader | GetHeader):
-        return _message_of(_HEADER_TAG, (part.SerializeToString(),))
-    return encode_frame(part)
-
-
-def _message_of(tag: int, parts: FrameParts) -> bytes:
-    """Return the message whose only field is `parts` joined."""
-    return b"".join((bytes((tag,)), encode_varint(sum(map(len, parts))), *parts))
+        tag, part = _HEADER_TAG, [part.SerializeToString()]
+    return b"".join((bytes((tag,)), encode_varint(sum(map(len, part))), *part))
 
 
 def decode_put_request(data: bytes) -> PutHeader | memoryview | Garbled:
@@ -575,7 +548,7 @@ def iter_frames(
         most_parts: chunks of which a frame is made up at most, which makes it shorter; None: any number.
 
     Yields:
-        The parts of one frame, for `encode_frame`; never an empty frame.
+        The parts of one frame, for `encode_part`; never an empty frame.
     """
     if frame_bytes <= 0:
         raise InvalidArgumentError(f"frame_bytes is {frame_bytes}; expected at least 1", field="frame_bytes")

@@ -160,11 +160,7 @@ class Credentials:
         tls: Tls | Literal[False] | None = None,
         insecure: bool | None = None,
     ) -> None:
-        self._arguments = {
-            "token": None if isinstance(token, str) else token,
-            "tls": tls,
-            "insecure": insecure,
-        }
+        self._arguments = {"token": None if isinstance(token, str) else token, "tls": tls, "insecure": insecure}
         if token is None:
             token = os.environ.get(TOKEN_VARIABLE) or None
         if token is None and (path := os.environ.get(TOKEN_FILE_VARIABLE)):

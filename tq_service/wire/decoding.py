@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from tq_service.errors import InvalidArgumentError
 from tq_service.schema import Encoding, Layout
-from tq_service.wire.columns import Bytes, ColumnShape, has_torch, make_values, offsets_of, row_shapes, writable_bytes
+from tq_service.wire.columns import Bytes, ColumnShape, has_torch, make_values, offsets_of, row_shapes
 from tq_service.wire.metadata import ENCODINGS
 from tq_service.wire.objects import decode_object, no_collection
 
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
-
-_built = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -57,9 +55,8 @@ class RowPattern:
 
     @classmethod
     def _of(cls, offsets: torch.Tensor, lengths: NDArray[np.int64]) -> RowPattern:
-        if not lengths.size:
-            return cls(offsets=offsets, min_length=0, max_length=0)
-        return cls(offsets=offsets, min_length=int(lengths.min()), max_length=int(lengths.max()))
+        longest = int(lengths.max(initial=0))
+        return cls(offsets=offsets, min_length=int(lengths.min(initial=longest)), max_length=longest)
 
     def map_offsets(self, function: Callable[[torch.Tensor], torch.Tensor]) -> RowPattern:
         """Return the same pattern with `function` applied to its offsets."""
@@ -74,34 +71,20 @@ class RowPattern:
         """
         import torch  # noqa: PLC0415  (torch is optional and slow to import)
 
-        with _without_torch_notice():
-            return torch.nested.nested_tensor_from_jagged(
-                values, self.offsets, jagged_dim=ragged_dim, min_seqlen=self.min_length, max_seqlen=self.max_length
-            )
+        _hide_torch_notice()
+        return torch.nested.nested_tensor_from_jagged(
+            values, self.offsets, jagged_dim=ragged_dim, min_seqlen=self.min_length, max_seqlen=self.max_length
+        )
 
 
-@contextmanager
-def _without_torch_notice() -> Iterator[None]:
-    """Drop what torch logs when it makes the first nested tensor of a process: advice to its own developers.
-
-    Torch logs it once, so that nothing is done for later nested tensors. Other messages pass. Threads that build their
-    first ones at the same time have a filter each, and no lock, which a fork could leave locked.
-    """
-    global _built  # noqa: PLW0603  (torch logs once in a process)
-    if _built:
-        yield
-        return
+@cache
+def _hide_torch_notice() -> None:
+    """Drop what torch logs when it makes the first nested tensor of a process: advice to its own developers."""
 
     def is_worth_showing(record: logging.LogRecord) -> bool:
         return not str(record.msg).startswith("is_fx_tracing will return true")
 
-    logger = logging.getLogger("torch.fx._symbolic_trace")
-    logger.addFilter(is_worth_showing)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_worth_showing)
-    _built = True
+    logging.getLogger("torch.fx._symbolic_trace").addFilter(is_worth_showing)
 
 
 def decode_columns(
@@ -144,15 +127,16 @@ def object_stack(rows: Sequence[Any]) -> Any:
         return NonTensorStack(*(NonTensorData(row) for row in rows))
 
 
-def _decode_text(data: memoryview) -> str:
-    return str(data, "utf-8")
-
-
 class _Decoder:
     """Makes values of columns; keeps the patterns it made, so that fields cut alike share one offsets tensor."""
 
     def __init__(self, *, as_torch: bool) -> None:
         self._as_torch = as_torch
+        self._object_decoders: dict[Encoding | None, Callable[[memoryview], Any]] = {
+            Encoding.TEXT: partial(str, encoding="utf-8"),
+            Encoding.BYTES: bytes,
+            Encoding.MSGPACK: partial(decode_object, as_torch=as_torch),
+        }
         self._patterns: dict[bytes, RowPattern] = {}
 
     def decode(self, column: ColumnShape, buffer: Bytes) -> Any:
@@ -162,21 +146,20 @@ class _Decoder:
             )
         if column.extents is None:
             shape = (column.row_count, *(column.spec.row_shape or ()))
-            return make_values(writable_bytes(buffer), column.spec.dtype, shape, as_torch=self._as_torch)
+            return make_values(buffer, column.spec.dtype, shape, as_torch=self._as_torch)
         if column.spec.layout is Layout.OBJECT:
             return self._decode_objects(column, buffer.data)
-        values = writable_bytes(buffer)
         ragged_dims = column.spec.ragged_dims
         if not self._as_torch or len(ragged_dims) != 1:
-            return self._decode_rows(column, values)
-        return self._decode_nested(column, column.extents[:, 0], values, ragged_dims[0])
+            return self._decode_rows(column, buffer)
+        return self._decode_nested(column, column.extents[:, 0], buffer, ragged_dims[0])
 
     def _decode_objects(self, column: ColumnShape, buffer: memoryview) -> list[Any]:
         offsets, spec = column.row_offsets(), column.spec
         if spec.encoding is None and column.extents is not None:
-            decoders = [self._object_decoder(ENCODINGS.decode(number)) for number in column.extents[:, 1].tolist()]
+            decoders = [self._object_decoders[ENCODINGS.decode(number)] for number in column.extents[:, 1].tolist()]
         else:
-            decoders = [self._object_decoder(spec.encoding)] * column.row_count
+            decoders = [self._object_decoders[spec.encoding]] * column.row_count
         rows: list[Any] = []
         try:
             with no_collection():
@@ -189,14 +172,6 @@ class _Decoder:
                 metadata={"row": str(len(rows)), "field_name": spec.name},
             ) from None
         return rows
-
-    def _object_decoder(self, encoding: Encoding | None) -> Callable[[memoryview], Any]:
-        if encoding is Encoding.TEXT:
-            return _decode_text
-        return bytes if encoding is Encoding.BYTES else self._decode_msgpack
-
-    def _decode_msgpack(self, data: memoryview) -> Any:
-        return decode_object(data, as_torch=self._as_torch)
 
     def _decode_rows(self, column: ColumnShape, values: Bytes) -> list[Any]:
         """Return each row of a jagged column, all on the shared bytes."""

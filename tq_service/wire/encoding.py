@@ -289,7 +289,9 @@ def _is_non_tensor(value: Any) -> bool:
 
 def _encode_tensors(name: str, values: Sequence[Any], kinds: set[type], known: FieldSpec | None) -> Column | None:
     """Return rows of tensors, arrays, numbers or lists of numbers as a column of tensors; None if they are others."""
-    if _are_arrays(values, kinds):
+    # Of their few types first, since there are many of them.
+    are_arrays = all(issubclass(kind, np.ndarray) or is_tensor_type(kind) for kind in kinds)
+    if are_arrays and all(row.dtype.kind not in _OBJECT_KINDS for row in values if isinstance(row, np.ndarray)):
         try:
             return _encode_arrays(name, values)
         except (AttributeError, RuntimeError):  # torch does not say of which field
@@ -341,13 +343,6 @@ def _unnested(row: list[Any]) -> tuple[tuple[int, ...], list[Any]]:
     while items and set(map(type, items)) == {list} and len(set(map(len, items))) == 1:
         shape, items = (*shape, len(items[0])), list(chain.from_iterable(items))
     return shape, items
-
-
-def _are_arrays(values: Sequence[Any], kinds: set[type]) -> bool:
-    """Whether all are tensors or arrays of numbers; asked of their few types first, since there are many of them."""
-    if not all(issubclass(kind, np.ndarray) or is_tensor_type(kind) for kind in kinds):
-        return False
-    return all(value.dtype.kind not in _OBJECT_KINDS for value in values if isinstance(value, np.ndarray))
 
 
 def _encode_arrays(name: str, values: Sequence[Any]) -> Column:

@@ -55,9 +55,10 @@ def read_message(kind: type[Result], message: Message, **given: Any) -> Result:
         message: the message.
         **given: fields of the dataclass that are not as in the message.
     """
+    any_kind: Any = kind
     values = {
         name: read(message)
-        for name, read, has_default in _fields(kind)
+        for name, read, has_default in _fields(any_kind)
         if name not in given and not (has_default and not getattr(message, name))
     }
     return kind(**values, **given)
@@ -73,23 +74,23 @@ def to_message(kind: type[Sent], source: object, **given: Any) -> Sent:
         **given: fields of the message that are no attributes, or others.
     """
     values = {
-        field.name: _sent(getattr(source, _attribute(field.name, field.message_type)), field.message_type)
+        field.name: _sent(
+            getattr(source, field.name + _SECONDS * (field.message_type is Duration.DESCRIPTOR)), field.message_type
+        )
         for field in kind.DESCRIPTOR.fields
         if field.name not in given
     }
     return kind(**values, **given)
 
 
-def _fields_of(kind: Any) -> list[tuple[str, Callable[[Message], Any], bool]]:
+@cache
+def _fields(kind: Any) -> list[tuple[str, Callable[[Message], Any], bool]]:
     """Return of each field its name, what reads it from a message, and whether it has a default but None."""
     hints = get_type_hints(kind)
     return [
         (field.name, _reader(field.name, hints[field.name]), field.default not in {MISSING, None})
         for field in fields(kind)
     ]
-
-
-_fields: Callable[[Any], list[tuple[str, Callable[[Message], Any], bool]]] = cache(_fields_of)
 
 
 def _reader(name: str, hint: Any) -> Callable[[Message], Any]:
@@ -125,10 +126,6 @@ def _value(name: str, read: Callable[[Any], Any] | None, is_optional: bool, is_t
     if is_tuple:
         return tuple(value if read is None else map(read, value))
     return value if read is None else read(value)
-
-
-def _attribute(name: str, described: Any) -> str:
-    return name + _SECONDS if described is Duration.DESCRIPTOR else name
 
 
 def _sent(value: Any, described: Any) -> Any:

@@ -214,10 +214,15 @@ class EnumWords(Generic[Word]):
 
     Args:
         name: of the field, for errors.
-        numbers: the number of each word.
+        enum: of the protos.
+        words: each with the name of its value but for the prefix of all of them, which is the word in capitals where
+            none is given.
     """
 
-    def __init__(self, name: str, numbers: Mapping[Word, int]) -> None:
+    def __init__(self, name: str, enum: Any, words: Iterable[Word] | Mapping[Word, str]) -> None:
+        prefix = enum.Name(0).removesuffix("UNSPECIFIED")
+        names = words if isinstance(words, Mapping) else {word: word.upper() for word in words}
+        numbers: dict[Word, int] = {word: enum.Value(prefix + value) for word, value in names.items()}
         self._name = name
         self._numbers = {str(word): number for word, number in numbers.items()}
         self._words: dict[int, Word | None] = {0: None, **{number: word for word, number in numbers.items()}}
@@ -250,30 +255,17 @@ class EnumWords(Generic[Word]):
         return self._words[number]
 
 
-def _numbers(enum: Any, words: Iterable[Word]) -> dict[Word, int]:
-    """Return the numbers of words that are the names of the enum's values, without their common prefix."""
-    prefix = enum.Name(0).removesuffix("UNSPECIFIED")
-    return {word: enum.Value(prefix + word.upper()) for word in words}
-
-
-LAYOUTS: Final = EnumWords("layout", _numbers(pb.Layout, Layout))
-ENCODINGS: Final = EnumWords("encoding", _numbers(pb.Encoding, Encoding))
-STATES: Final = EnumWords("state", _numbers(pb.SampleState, SampleState))
-KEY_MODES: Final[EnumWords[KeyMode]] = EnumWords("key_mode", _numbers(commit_pb2.KeyMode, get_args(KeyMode)))
+LAYOUTS: Final = EnumWords("layout", pb.Layout, Layout)
+ENCODINGS: Final = EnumWords("encoding", pb.Encoding, Encoding)
+STATES: Final = EnumWords("state", pb.SampleState, SampleState)
+KEY_MODES: Final[EnumWords[KeyMode]] = EnumWords("key_mode", commit_pb2.KeyMode, get_args(KeyMode))
 BATCH_UNITS: Final[EnumWords[BatchUnit]] = EnumWords(
-    "batch_unit", _numbers(controller_service_pb2.BatchUnit, get_args(BatchUnit))
+    "batch_unit", controller_service_pb2.BatchUnit, get_args(BatchUnit)
 )
 OPERATORS: Final[EnumWords[Operator]] = EnumWords(
     "where",
-    {
-        "==": controller_service_pb2.OPERATOR_EQ,
-        "!=": controller_service_pb2.OPERATOR_NE,
-        "<": controller_service_pb2.OPERATOR_LT,
-        "<=": controller_service_pb2.OPERATOR_LE,
-        ">": controller_service_pb2.OPERATOR_GT,
-        ">=": controller_service_pb2.OPERATOR_GE,
-        "in": controller_service_pb2.OPERATOR_IN,
-    },
+    controller_service_pb2.Operator,
+    {"==": "EQ", "!=": "NE", "<": "LT", "<=": "LE", ">": "GT", ">=": "GE", "in": "IN"},
 )
 
 
@@ -343,25 +335,20 @@ def decode_value(message: controller_service_pb2.MetaValue) -> Scalar | None:
 
 def encode_meta_columns(columns: Iterable[MetaColumn]) -> list[pb.MetaColumn]:
     """Return custom_meta columns as protobuf; only values that are there travel."""
-    messages = []
-    for column in columns:
-        messages.append(pb.MetaColumn())
-        _fill_meta_column(messages[-1], column)
-    return messages
+    return list(map(_encode_meta_column, columns))
 
 
-def fill_meta_columns(messages: Any, columns: Iterable[MetaColumn]) -> None:
-    """Add custom_meta columns to a repeated field, which has none yet."""
-    for column in columns:
-        _fill_meta_column(messages.add(), column)
-
-
-def _fill_meta_column(message: pb.MetaColumn, column: MetaColumn) -> None:
+def _encode_meta_column(column: MetaColumn) -> pb.MetaColumn:
+    message = pb.MetaColumn()
     is_complete = bool(column.present.all())
     values = column.values if is_complete else column.values[column.present]
     texts: list[Any] = [] if column.json is None else column.json[column.has_json].tolist()
     if not is_complete and (values.size or len(texts) < column.present.size):
-        message.kinds = _kinds_of(column)
+        kinds = column.present.astype(np.uint8)
+        kinds[column.has_json] = _JSON
+        if column.removed is not None:
+            kinds[column.removed] = _REMOVED
+        message.kinds = kinds.tobytes()
     try:
         message.name = column.name
         if values.size or (column.json is None and column.removed is None):
@@ -371,8 +358,7 @@ def _fill_meta_column(message: pb.MetaColumn, column: MetaColumn) -> None:
                 kind.values.extend(values.tolist())
             else:
                 fill_packed(kind, "values", values)
-        if texts:
-            message.json_values.extend(texts)
+        message.json_values.extend(texts)
     except UnicodeEncodeError as error:
         given = values.tolist()
         place = f"[{given.index(error.object)}]" if error.object in given else ""
@@ -381,15 +367,7 @@ def _fill_meta_column(message: pb.MetaColumn, column: MetaColumn) -> None:
             f"({error})",
             field="custom_meta",
         ) from None
-
-
-def _kinds_of(column: MetaColumn) -> bytes:
-    kinds = column.present.astype(np.uint8)
-    if column.json is not None:
-        kinds[column.has_json] = _JSON
-    if column.removed is not None:
-        kinds[column.removed] = _REMOVED
-    return kinds.tobytes()
+    return message
 
 
 def decode_meta_columns(messages: Iterable[pb.MetaColumn], row_count: int) -> list[MetaColumn]:
@@ -403,36 +381,46 @@ def decode_meta_columns(messages: Iterable[pb.MetaColumn], row_count: int) -> li
         if not message.name:
             raise InvalidArgumentError("a custom_meta column has no name; name every column", field="custom_meta")
         if message.name in columns:
-            raise InvalidArgumentError(
-                f"custom_meta column {message.name!r} comes twice; send each column once",
-                field="custom_meta",
-                metadata={"column": message.name},
-            )
+            raise _wrong_column(message, "comes twice; send each column once")
         columns[message.name] = _decode_meta_column(message, row_count)
     return list(columns.values())
+
+
+def _wrong_column(message: pb.MetaColumn, problem: str) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"custom_meta column {message.name!r} {problem}", field="custom_meta", metadata={"column": message.name}
+    )
 
 
 def _decode_meta_column(message: pb.MetaColumn, row_count: int) -> MetaColumn:
     values = _decode_values(message)
     if values.size == row_count and not message.kinds and not message.json_values:
         return MetaColumn(name=message.name, values=values, present=np.ones(row_count, np.bool_))
-    kinds = _decode_kinds(message, row_count)
+    if message.kinds:
+        kinds = np.frombuffer(message.kinds, np.uint8)
+        if kinds.size != row_count or kinds.max() > _REMOVED:
+            raise _wrong_column(
+                message,
+                f"has {kinds.size} kinds up to {kinds.max()}, expected {row_count} from 0 to {_REMOVED}, one for each "
+                "sample, or none where all have values of one kind",
+            )
+    else:
+        kind = _JSON if message.WhichOneof("values") is None and message.json_values else _TYPED
+        kinds = np.full(row_count, kind, np.uint8)
     present, has_json, removed = kinds == _TYPED, kinds == _JSON, kinds == _REMOVED
     for got, mask, what in ((values.size, present, "values"), (len(message.json_values), has_json, "json_values")):
         expected = int(np.count_nonzero(mask))
         if got != expected:
-            raise InvalidArgumentError(
-                f"custom_meta column {message.name!r} has {got} {what}, expected {expected}: one for each sample that "
-                f"has one, of {row_count} samples",
-                field="custom_meta",
-                metadata={"column": message.name},
+            raise _wrong_column(
+                message,
+                f"has {got} {what}, expected {expected}: one for each sample that has one, of {row_count} samples",
             )
+    texts = None
+    if message.json_values:
+        texts = np.full(row_count, None, np.object_)
+        texts[has_json] = list(message.json_values)
     column = _spread(message.name, values, present)
-    if not message.json_values and not removed.any():
-        return column
-    texts = np.full(row_count, None, np.object_)
-    texts[has_json] = list(message.json_values)
-    return replace(column, json=texts if message.json_values else None, removed=removed if removed.any() else None)
+    return replace(column, json=texts, removed=removed if removed.any() else None)
 
 
 def check_json(columns: Sequence[MetaColumn]) -> list[MetaColumn]:
@@ -441,13 +429,14 @@ def check_json(columns: Sequence[MetaColumn]) -> list[MetaColumn]:
     Raises:
         InvalidArgumentError: a text is no JSON, or nested too deeply.
     """
-    return [column if column.json is None else _with_checked_json(column) for column in columns]
-
-
-def _with_checked_json(column: MetaColumn) -> MetaColumn:
-    texts = np.full(column.present.size, None, np.object_)
-    texts[column.has_json] = checked_texts(column.name, cast("Any", column.json)[column.has_json].tolist())
-    return replace(column, json=texts)
+    checked = []
+    for column in columns:
+        if column.json is not None:
+            texts = np.full(column.present.size, None, np.object_)
+            texts[column.has_json] = checked_texts(column.name, column.json[column.has_json].tolist())
+            column = replace(column, json=texts)  # noqa: PLW2901
+        checked.append(column)
+    return checked
 
 
 def _spread(name: str, values: NDArray[Any], present: NDArray[np.bool_]) -> MetaColumn:
@@ -459,31 +448,12 @@ def _spread(name: str, values: NDArray[Any], present: NDArray[np.bool_]) -> Meta
     return MetaColumn(name=name, values=values, present=present)
 
 
-def _decode_kinds(message: pb.MetaColumn, row_count: int) -> NDArray[np.uint8]:
-    if not message.kinds:
-        kind = _JSON if message.WhichOneof("values") is None and message.json_values else _TYPED
-        return np.full(row_count, kind, np.uint8)
-    kinds = np.frombuffer(message.kinds, np.uint8)
-    if kinds.size != row_count or kinds.max() > _REMOVED:
-        raise InvalidArgumentError(
-            f"custom_meta column {message.name!r} has {kinds.size} kinds up to {kinds.max()}, expected {row_count} "
-            f"from 0 to {_REMOVED}, one for each sample, or none where all have values of one kind",
-            field="custom_meta",
-            metadata={"column": message.name},
-        )
-    return kinds
-
-
 def _decode_values(message: pb.MetaColumn) -> NDArray[Any]:
     field = message.WhichOneof("values")
     if field is None:
         if message.json_values or _REMOVED in message.kinds:
             return np.zeros(0, np.bool_)
-        raise InvalidArgumentError(
-            f"custom_meta column {message.name!r} has no values; set {', '.join(_DTYPES)} or json_values",
-            field="custom_meta",
-            metadata={"column": message.name},
-        )
+        raise _wrong_column(message, f"has no values; set {', '.join(_DTYPES)} or json_values")
     values = getattr(message, field).values
     if field == "string_values":
         known: dict[str, str] = {}  # many samples share a text, such as a tag, and then its memory

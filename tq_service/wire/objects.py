@@ -32,7 +32,6 @@ import numpy as np
 from tq_service.errors import InvalidArgumentError, UnsupportedObjectError
 from tq_service.schema import DTYPE_SIZES, check_name
 from tq_service.wire.columns import (
-    dtype_name,
     has_torch,
     is_tensor,
     loaded_torch,
@@ -47,53 +46,34 @@ _MAX_DIMS: Final = 64
 _PACKED_AT_ONCE: Final = 1024  # values, for which no other thread runs
 _ARRAY_DTYPE: Final = re.compile(r"[<>|=]?[biufcSU]\d{1,9}")
 _COMPLEX_FORMAT: Final = struct.Struct("<dd")
+_CARRIED: Final = frozenset({
+    type(None), bool, int, float, complex, str, bytes, bytearray, memoryview, list, tuple, set, frozenset, dict,
+})  # fmt: skip
+_IMAGE: Final = "PIL.Image"
 _PLAIN: Final = (str, bytes, bytearray, memoryview, float, bool, type(None), int)
 
 
 class _Refused(Exception):  # noqa: N818  (never leaves this module)
-    """The packer met a value it cannot carry; where it is, is looked up afterwards.
-
-    Args:
-        reason: why, where it is not the type.
-    """
-
-    def __init__(self, reason: str = "") -> None:
-        super().__init__(reason)
-        self.reason = reason
+    """The packer met a value it cannot carry, for the reason given, or for its type; where, is looked up afterwards."""
 
 
+_GARBLED: Final = (
+    ValueError, LookupError, TypeError, OverflowError, RuntimeError, struct.error, msgpack.UnpackException,
+)  # fmt: skip
 _OPTIONS: Final[dict[str, Any]] = {"strict_types": True, "unicode_errors": "surrogatepass"}
 _FAILURES: Final = (_Refused, ValueError, OverflowError, RecursionError)
 
 
-def encode_object(value: Any, path: str = "object") -> bytes:
-    """Return an object as bytes.
-
-    Args:
-        value: what is carried.
-        path: how messages name it, such as `text[3]`.
-
-    Raises:
-        UnsupportedObjectError: it holds something only pickle could carry; the message has its type and path.
-    """
-    try:
-        return _pack(value, 0)
-    except _FAILURES as error:
-        raise _explain(value, path, error) from None
-
-
 def encode_objects(values: Sequence[Any], name: str, *, first: int = 0) -> list[bytes]:
-    """Return objects as bytes, each by itself, as `encode_object` does for the path `name[position]`.
-
-    One packer for all of them takes a tenth of the time that one for each does.
+    """Return objects as bytes, each by itself. One packer for all of them takes a tenth of the time.
 
     Args:
         values: the objects.
-        name: what they are of.
+        name: what they are of, by which and their position messages name them, such as `text[3]`.
         first: position of the first.
 
     Raises:
-        UnsupportedObjectError: one holds something only pickle could carry.
+        UnsupportedObjectError: one holds something only pickle could carry; the message has its type and path.
     """
     packer = msgpack.Packer(default=lambda other: _extension(other, 0), **_OPTIONS)
     packed: list[bytes] = []
@@ -107,7 +87,7 @@ def encode_objects(values: Sequence[Any], name: str, *, first: int = 0) -> list[
 
 
 def decode_object(data: memoryview | bytes, *, as_torch: bool | None = None) -> Any:
-    """Return the object that `encode_object` wrote.
+    """Return an object that `encode_objects` wrote.
 
     Args:
         data: its bytes.
@@ -136,12 +116,20 @@ def _extension(value: Any, depth: int) -> Any:
         return _nested(_SEQUENCES[kind], list(value), depth)
     codec = codec_of(kind)
     if codec is not None:
-        return _nested(_NAMED, [codec.name, _encoded(codec, value)], depth)
-    if is_tensor(value) and _is_plain_tensor(value):
+        try:
+            encoded = codec.encode(value)
+        except Exception as error:
+            raise _Refused(f"was refused by its codec {codec.name!r}: {error!r}") from error
+        return _nested(_NAMED, [codec.name, encoded], depth)
+    torch = loaded_torch()
+    if torch is not None and isinstance(value, torch.Tensor):
+        dtype = str(value.dtype).removeprefix("torch.")
+        if value.layout is not torch.strided or value.is_nested or value.is_meta or dtype not in DTYPE_SIZES:
+            raise _Refused
         problem = subclass_problem(value)
         if problem:
             raise _Refused(f"is {problem}")
-        header = [dtype_name(value.dtype, "a tensor"), list(value.shape), tensor_bytes(value)]
+        header = [dtype, list(value.shape), tensor_bytes(value)]
         return msgpack.ExtType(_TENSOR, msgpack.packb(header))
     if isinstance(value, np.generic) and _is_number(value.dtype):
         array = np.asarray(value)  # an empty np.str_ has no bytes of its own
@@ -151,7 +139,7 @@ def _extension(value: Any, depth: int) -> Any:
     if kind is np.ndarray and _is_number(value.dtype):
         header = [value.dtype.str, list(value.shape), np.ascontiguousarray(value).tobytes()]
         return msgpack.ExtType(_ARRAY, msgpack.packb(header))
-    base = _base_of(kind)
+    base = next((make for each, make in _BASES.items() if issubclass(kind, each)), None)
     if base is None:
         raise _Refused
     plain = base(value)
@@ -166,13 +154,6 @@ def _nested(code: int, items: list[Any], depth: int) -> Any:
     return msgpack.ExtType(code, _pack(items, depth + 1))
 
 
-def _encoded(codec: ObjectCodec, value: Any) -> Any:
-    try:
-        return codec.encode(value)
-    except Exception as error:
-        raise _Refused(f"was refused by its codec {codec.name!r}: {error!r}") from error
-
-
 _SEQUENCES: Final[dict[type, int]] = {tuple: _TUPLE, set: _SET, frozenset: _FROZENSET}
 
 
@@ -182,17 +163,6 @@ _BASES: Final[dict[type, Callable[[Any], Any]]] = {
     dict: dict, UserDict: dict, list: list, tuple: tuple, set: set, frozenset: frozenset, str: str.__str__, int: int,
     float: float, bytes: bytes,
 }  # fmt: skip
-
-
-def _base_of(kind: type) -> Callable[[Any], Any] | None:
-    """Return what makes of instances of a type those of Python's type that it derives from; None: it does not."""
-    return next((make for base, make in _BASES.items() if issubclass(kind, base)), None)
-
-
-def _is_plain_tensor(tensor: Any) -> bool:
-    torch = loaded_torch()
-    strided = torch is not None and tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_meta)
-    return strided and str(tensor.dtype).removeprefix("torch.") in DTYPE_SIZES
 
 
 def _is_number(dtype: np.dtype[Any]) -> bool:
@@ -222,7 +192,7 @@ def _find_refused(value: Any, path: str) -> tuple[str, str] | None:
     try:
         _pack(value, 0)
     except _Refused as refused:
-        return path, refused.reason or _describe_kind(value)
+        return path, str(refused) or _describe_kind(value)
     except (ValueError, OverflowError):
         return None
     return None
@@ -266,32 +236,29 @@ def _unpack(data: memoryview | bytes, depth: int, as_torch: bool) -> Any:
         )
     except InvalidArgumentError:
         raise
-    except (ValueError, TypeError, KeyError, OverflowError, RuntimeError, msgpack.UnpackException) as error:
+    except _GARBLED as error:
         raise InvalidArgumentError(f"an object of {len(data)} bytes is garbled: {error}") from None
 
 
 def _extended(code: int, payload: bytes, depth: int, as_torch: bool) -> Any:
-    if code in _SEQUENCE_MAKERS:
-        items = _unpack(payload, depth + 1, as_torch)
-        if type(items) is not list:
-            raise InvalidArgumentError("a tuple or set inside an object is garbled")
-        return _SEQUENCE_MAKERS[code](items)
+    """Return what an extension stands for; exceptions of any kind say that it is garbled."""
     if code == _BIG_INT:
         return int.from_bytes(payload, "little", signed=True)
     if code == _COMPLEX:
-        return _decode_complex(payload)
+        return complex(*_COMPLEX_FORMAT.unpack(payload))
     if code == _TENSOR:
-        return _decode_tensor(payload, as_torch)
+        return _decode_tensor(*msgpack.unpackb(payload), as_torch=as_torch)
     if code == _ARRAY:
-        return _decode_array(*_header(payload, 3))
+        return _decode_array(*msgpack.unpackb(payload))
     if code == _NUMPY_SCALAR:
-        dtype, values = _header(payload, 2)
+        dtype, values = msgpack.unpackb(payload)
         return _decode_array(dtype, [], values)[()]
-    if code == _OBJECT_ARRAY:
-        return _decode_object_array(*_parts(_unpack(payload, depth + 1, as_torch), 2))
-    if code == _NAMED:
-        return _decode_named(*_parts(_unpack(payload, depth + 1, as_torch), 2))
-    raise InvalidArgumentError(f"an object has extension type {code}, which is unknown; update tq-service")
+    if not 0 < code <= _NAMED:
+        raise InvalidArgumentError(f"an object has extension type {code}, which is unknown; update tq-service")
+    items = _checked_list(_unpack(payload, depth + 1, as_torch))
+    if code in _SEQUENCE_MAKERS:
+        return _SEQUENCE_MAKERS[code](items)
+    return _decode_named(*items) if code == _NAMED else _decode_object_array(*items)
 
 
 _SEQUENCE_MAKERS: Final[dict[int, Callable[[list[Hashable]], Any]]] = {
@@ -301,19 +268,13 @@ _SEQUENCE_MAKERS: Final[dict[int, Callable[[list[Hashable]], Any]]] = {
 }
 
 
-def _header(payload: bytes, size: int) -> list[Any]:
-    return _parts(msgpack.unpackb(payload), size)
-
-
-def _parts(parts: Any, size: int) -> list[Any]:
-    if type(parts) is not list or len(parts) != size:
-        raise InvalidArgumentError(f"an extension inside an object is garbled: expected {size} parts")
-    return list(parts)
+def _checked_list(value: Any) -> list[Any]:
+    if type(value) is not list:
+        raise ValueError(f"got {type(value).__name__}, expected a list")
+    return value
 
 
 def _decode_named(name: Any, encoded: Any) -> Any:
-    if type(name) is not str:
-        raise InvalidArgumentError(f"an object inside an object has the codec {name!r:.200}, expected a name")
     codec = codec_named(name)
     try:
         return codec.decode(encoded)
@@ -321,22 +282,16 @@ def _decode_named(name: Any, encoded: Any) -> Any:
         raise InvalidArgumentError(f"codec {name!r} cannot read an object: {error!r}") from error
 
 
-def _decode_complex(payload: bytes) -> complex:
-    if len(payload) != _COMPLEX_FORMAT.size:
-        raise InvalidArgumentError(f"a complex number inside an object has {len(payload)} bytes, expected 16")
-    return complex(*_COMPLEX_FORMAT.unpack(payload))
-
-
-def _decode_tensor(payload: bytes, as_torch: bool) -> Any:
-    dtype, shape, values = _header(payload, 3)
+def _decode_tensor(dtype: Any, shape: Any, values: Any, *, as_torch: bool) -> Any:
     if dtype not in DTYPE_SIZES:
         raise InvalidArgumentError(f"a tensor inside an object has dtype {dtype!r}, which is unknown")
     _check_size(shape, DTYPE_SIZES[dtype], values)
-    return make_values(np.frombuffer(bytearray(values), np.uint8), dtype, tuple(shape), as_torch=as_torch)
+    buffer = np.frombuffer(bytearray(memoryview(values)), np.uint8)
+    return make_values(buffer, dtype, tuple(shape), as_torch=as_torch)
 
 
 def _decode_array(dtype: Any, shape: Any, values: Any) -> Any:
-    if type(dtype) is not str or not _ARRAY_DTYPE.fullmatch(dtype):
+    if not _ARRAY_DTYPE.fullmatch(dtype):
         raise InvalidArgumentError(f"an array inside an object has dtype {dtype!r}, expected one of numbers or text")
     parsed = np.dtype(dtype)
     _check_size(shape, parsed.itemsize, values)
@@ -344,42 +299,28 @@ def _decode_array(dtype: Any, shape: Any, values: Any) -> Any:
         raise InvalidArgumentError(f"an array inside an object has {shape} elements of no bytes")
     if not values:
         return np.zeros(tuple(shape), parsed)
-    return np.frombuffer(bytearray(values), parsed).reshape(shape)
+    return np.frombuffer(bytearray(memoryview(values)), parsed).reshape(shape)
 
 
 def _decode_object_array(shape: Any, items: Any) -> Any:
-    if type(items) is not list:
-        raise InvalidArgumentError("an array of objects inside an object is garbled: expected a list of them")
-    _check_shape(shape)
-    if math.prod(shape) != len(items):
-        raise InvalidArgumentError(f"an array of objects inside an object has {len(items)} of them for shape {shape}")
+    _check_size(shape, 1, _checked_list(items))
     array = np.empty(len(items), np.object_)
     for position, item in enumerate(items):  # at once, numpy would take lists for further dimensions
         array[position] = item
     return array.reshape(shape)
 
 
-def _check_shape(shape: Any) -> None:
-    plausible = type(shape) is list and len(shape) <= _MAX_DIMS
-    if not plausible or any(type(size) is not int or not 0 <= size < 1 << 48 for size in shape):
-        raise InvalidArgumentError(f"a tensor or array inside an object has shape {shape!r}, expected sizes")
-
-
 def _check_size(shape: Any, itemsize: int, values: Any) -> None:
     """Check what was sent before anything is allocated for it."""
-    _check_shape(shape)
+    plausible = len(_checked_list(shape)) <= _MAX_DIMS
+    if not plausible or any(type(size) is not int or not 0 <= size < 1 << 48 for size in shape):
+        raise InvalidArgumentError(f"a tensor or array inside an object has shape {shape!r}, expected sizes")
     expected = math.prod(shape) * itemsize
-    if type(values) is not bytes or expected != len(values):
-        got = f"{len(values)} bytes" if type(values) is bytes else f"values of type {type(values).__name__}"
+    if expected != len(values):
         raise InvalidArgumentError(
-            f"a tensor or array inside an object has {got}, expected {expected} bytes for shape {shape}"
+            f"a tensor or array inside an object has {len(values)} bytes, or objects, expected {expected} for shape "
+            f"{shape}"
         )
-
-
-_CARRIED: Final = frozenset({
-    type(None), bool, int, float, complex, str, bytes, bytearray, memoryview, list, tuple, set, frozenset, dict,
-})  # fmt: skip
-_IMAGE: Final = "PIL.Image"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

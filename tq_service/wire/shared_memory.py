@@ -17,7 +17,7 @@ import mmap
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import accumulate
@@ -31,66 +31,47 @@ from tq_service.wire.columns import Bytes, Column, iter_frames
 _MAP_FAILED: Final = ctypes.c_void_p(-1).value
 _MAP_FIXED: Final = 0x10
 _MAP_NORESERVE: Final = 0x4000
-READ_WRITE: Final = mmap.PROT_READ | mmap.PROT_WRITE
+_READ_WRITE: Final = mmap.PROT_READ | mmap.PROT_WRITE
 
 
-def map_memory(
-    fd: int,
-    start: int,
-    size: int,
-    *,
-    protection: int,
-    address: int | None = None,
-    shared: bool = False,
-    anonymous: bool = False,
-) -> int:
+def _map(fd: int | None, start: int, size: int, *, protection: int, address: int | None = None) -> int:
     """Map a part of a file and return its address.
 
     Args:
-        fd: the file; -1 with `anonymous`.
+        fd: the file; None: memory instead of one.
         start: where the part starts in it, a multiple of a page.
         size: bytes.
         protection: of `mmap.PROT_*`.
         address: what it takes the place of; None: where the system likes.
-        shared: whether what is written goes to the file, instead of being this process's own.
-        anonymous: whether it is memory instead of a file.
 
     Raises:
         OSError: the system refuses it.
     """
-    flags = (mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE) | _MAP_NORESERVE
-    flags |= (mmap.MAP_ANONYMOUS if anonymous else 0) | (0 if address is None else _MAP_FIXED)
-    found: int | None = _libc().mmap(address, size, protection, flags, fd, start)
+    flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
+    flags |= (mmap.MAP_ANONYMOUS if fd is None else 0) | (0 if address is None else _MAP_FIXED)
+    found: int | None = _libc().mmap(address, size, protection, flags, -1 if fd is None else fd, start)
     if found is None or found == _MAP_FAILED:
         error = ctypes.get_errno()
         raise OSError(error, f"{size} bytes cannot be mapped: {os.strerror(error)}")
     return found
 
 
-def map_over(memory: mmap.mmap, start: int, fd: int, size: int, *, writable: bool = False) -> None:
+def map_over(memory: mmap.mmap, start: int, fd: int, size: int) -> None:
     """Put a file in the place of the part of an anonymous mapping that begins at `start`, a multiple of a page.
 
-    It is unmapped with the rest.
+    It can only be read from then on, and is unmapped with the rest.
 
     Args:
         memory: the anonymous mapping.
         start: where in it the file goes.
         fd: the file, which may be closed afterwards.
         size: bytes of the file, from its beginning.
-        writable: whether what is written there goes to the file; else that part can only be read from then on.
 
     Raises:
         OSError: the system refuses the mapping.
     """
     whole = (ctypes.c_char * len(memory)).from_buffer(memory)
-    protection = READ_WRITE if writable else mmap.PROT_READ
-    map_memory(fd, 0, size, protection=protection, address=ctypes.addressof(whole) + start, shared=writable)
-
-
-def unmapper() -> Callable[[int, int], int]:
-    """Return what unmaps memory at an address, of a size; what calls it at the end of the process keeps it."""
-    unmap: Callable[[int, int], int] = _libc().munmap
-    return unmap
+    _map(fd, 0, size, protection=mmap.PROT_READ, address=ctypes.addressof(whole) + start)
 
 
 @cache
@@ -288,13 +269,13 @@ class _PrivateMapping:
         before = start % PAGE_BYTES
         size = sum(size for _, _, size in pieces)
         self._size = before + size
-        self._unmap = unmapper()
+        self._unmap = _libc().munmap  # kept for the end of the process
         # The whole range first, for the pieces to take the place of its parts.
-        self._address: int | None = map_memory(-1, 0, self._size, protection=0, anonymous=True)
+        self._address: int | None = _map(None, 0, self._size, protection=0)
         at = self._address
         for fd, first, length in pieces:
             inside = first % PAGE_BYTES
-            map_memory(fd, first - inside, inside + length, protection=READ_WRITE, address=at)
+            _map(fd, first - inside, inside + length, protection=_READ_WRITE, address=at)
             at += inside + length
         self.__array_interface__ = {
             "data": (self._address + before, False),
