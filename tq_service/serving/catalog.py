@@ -488,18 +488,16 @@ class Catalog:
     @contextlib.asynccontextmanager
     async def capacity_for(
         self, partition_id: str, incarnation: bytes, write: SampleWrite
-    ) -> AsyncIterator[Partition | None]:
+    ) -> AsyncIterator[CheckedWrite | None]:
         """Reserve capacity for the new rows of a write in steps, which let others run; the `with` block writes it.
 
-        The write is checked first, so that one which is refused takes no memory. Nothing else changes: whatever is done
-        to the partition meanwhile, the write is checked again as it is made, and unused capacity is returned.
-        Yields the partition to be, where there is none.
+        The write is checked first, so that one which is refused takes no memory. Nothing else changes: unused capacity
+        is returned. Yields the checked write, which `write` takes.
         """
-        made: Partition | None = None
+        checked: CheckedWrite | None = None
         while True:
-            checked: CheckedWrite = self._check_write(partition_id, incarnation, write, made)[-1][1]
+            checked = self._check_write(partition_id, incarnation, write, checked)[-1][1]
             partition, there = checked.partition, self._partitions.get(partition_id)
-            made = None if there is partition else partition
             try:
                 columns = partition.cells.new_columns(checked.specs)
                 for _ in partition.table.reserve_capacity(checked.new_count, columns):
@@ -507,13 +505,14 @@ class Catalog:
                     if self._partitions.get(partition_id) is not there:  # cleared, or made by another
                         break
                 else:
-                    yield made
+                    yield checked
                     return
             finally:
                 partition.table.return_capacity()
+            checked = None if there is partition else checked
 
     def write(
-        self, partition_id: str, incarnation: bytes, write: SampleWrite, made: Partition | None = None
+        self, partition_id: str, incarnation: bytes, write: SampleWrite, checked: CheckedWrite | None = None
     ) -> Written:
         """Write samples; the first ones make their partition, and a refused write leaves none behind.
 
@@ -521,23 +520,25 @@ class Catalog:
             partition_id: where they are.
             incarnation: that is meant; empty: whichever.
             write: what is written.
-            made: the partition to be, if there is none yet; see `capacity_for`.
+            checked: what was found out of it before; see `capacity_for`.
         """
-        written: Written = self.machine.commit_all(self._check_write(partition_id, incarnation, write, made))
+        written: Written = self.machine.commit_all(self._check_write(partition_id, incarnation, write, checked))
         return written
 
     def _check_write(
-        self, partition_id: str, incarnation: bytes, write: SampleWrite, made: Partition | None
+        self, partition_id: str, incarnation: bytes, write: SampleWrite, checked: CheckedWrite | None
     ) -> list[tuple[Change, Any]]:
-        """Check a write; return its change, behind the one that makes its partition where there is none."""
+        """Check a write, once as long as nothing changes; return its change, behind one that makes its partition."""
         changes: list[tuple[Change, Any]] = []
         if partition_id in self._partitions or incarnation or not write.may_add_samples:
             partition = self.get(partition_id, incarnation)
         else:
+            made = None if checked is None else checked.partition
             creation, partition = self._creation(partition_id, PartitionSettings(), made)
             changes.append((creation, partition))
-        self.limits.check_write(partition, write)
-        checked = check_write(partition, write)
+        if checked is None or checked.partition is not partition or not checked.is_current:
+            self.limits.check_write(partition, write)
+            checked = check_write(partition, write)
         self._check_samples(checked.new_count)
         return [*changes, (SamplesWritten(partition_id=partition_id, write=write), checked)]
 

@@ -47,14 +47,12 @@ from tq_service.machine.claims import (
     SamplesClaimed,
 )
 from tq_service.machine.state_machine import Change
-from tq_service.planning.readiness import Readiness, ScanStarts
-from tq_service.planning.view import NOT_LOOKED, EndFound, Found, Miss, Planned, Search
+from tq_service.planning.view import NOT_LOOKED, EndFound, Found, Miss, Planned, Readiness, ScanStarts, Search
 from tq_service.results import RecentBatch
 from tq_service.schema import EndCounts
 from tq_service.state.ledger import QueueClaim, RecordedPlan, TaskLedger
 from tq_service.state.partition import Partition
 from tq_service.state.plan import (
-    BatchSpec,
     ClaimRequest,
     ClaimSpec,
     Indexes,
@@ -366,27 +364,6 @@ class WaitQueue:
             self._give_number(first)
 
 
-class RecentBatches:
-    """Keeps the last batches of one epoch of a task, for as long as the process lives."""
-
-    __slots__ = ("_batches", "_epoch")
-
-    def __init__(self) -> None:
-        self._batches: deque[RecentBatch] = deque(maxlen=MOST_BATCHES)
-        self._epoch = 0
-
-    def add(self, epoch: int, batch: RecentBatch) -> None:
-        """Add a batch, the first one of its epoch in place of those of the epoch before."""
-        if epoch != self._epoch:
-            self._batches.clear()
-            self._epoch = epoch
-        self._batches.append(batch)
-
-    def of_epoch(self, epoch: int) -> tuple[RecentBatch, ...]:
-        """Return the batches of an epoch in the order in which they were planned."""
-        return tuple(self._batches) if epoch == self._epoch else ()
-
-
 def describe_batch(batch_index: int, plan: RecordedPlan, lengths: Indexes | None) -> RecentBatch:
     """Return a batch in numbers.
 
@@ -402,18 +379,17 @@ def describe_batch(batch_index: int, plan: RecordedPlan, lengths: Indexes | None
     sums = iter(np.add.reduceat(lengths, starts).tolist())
     tokens = [next(sums) if size else 0 for size in plan.sizes]
     total = sum(tokens)
-    padding = _padding_of_steps(plan) if plan.steps else _padding_of_micro_batches(plan, lengths, ends, total)
+    if plan.steps:
+        packs = chain.from_iterable(chain.from_iterable(plan.steps))
+        padding = sum(pack.padding_tokens for pack in packs)
+    else:
+        padding = _padding_of_micro_batches(plan, lengths, ends, total)
     return RecentBatch(
         batch_index=batch_index,
         tokens_per_rank=tuple(tokens[:_MOST_RANKS]),
         imbalance=max(tokens) * len(tokens) / total - 1 if total else 0.0,
         padding_share=padding / (padding + total) if padding else 0.0,
     )
-
-
-def _padding_of_steps(plan: RecordedPlan) -> int:
-    packs = chain.from_iterable(chain.from_iterable(plan.steps))
-    return sum(pack.padding_tokens for pack in packs)
 
 
 def _padding_of_micro_batches(plan: RecordedPlan, lengths: Indexes, ends: Sequence[int], total: int) -> int:
@@ -481,7 +457,7 @@ class Planner:
         self._runner = runner
         self._commit = commit
         self._on_batch = on_batch
-        self._recent = RecentBatches()
+        self._recent: deque[RecentBatch] = deque(maxlen=MOST_BATCHES)  # of this epoch
         self.last_request: ClaimRequest | None = None
         self._names: dict[str, Any] = {"partition_id": partition.partition_id, "task_name": task.name}
         self._starts = ScanStarts(partition, task.name)
@@ -511,7 +487,7 @@ class Planner:
     @property
     def recent_batches(self) -> tuple[RecentBatch, ...]:
         """The last batches that were recorded for ranks in this epoch, by this process."""
-        return self._recent.of_epoch(self.task.epoch)
+        return tuple(self._recent)
 
     def waiting_claims(self) -> list[tuple[ClaimRequest, int]]:
         """Return the first of the claims of each line, and how many wait in it, in order of arrival of the first."""
@@ -522,6 +498,7 @@ class Planner:
         """Look at all waiting claims again."""
         if self._epoch != self.task.epoch:  # calls may mean the epoch before
             self._epoch = self.task.epoch
+            self._recent.clear()
             self._review(self._queue)
         self._queue.is_stale = True
         self._advance()
@@ -700,8 +677,11 @@ class Planner:
         if self._answer(first):
             self._queue.put(line)
             return
-        is_ahead = first.batch_index > self.task.next_batch_index
-        if is_ahead and (earlier := self._earliest(line)) is not line:
+        earlier = line
+        if first.batch_index > self.task.next_batch_index:  # the batches before it are for others to bind, or planned
+            others = [each for each in self._queue.ranked_lines if each.state is not LineState.PARKED and each.first()]
+            earlier = min([line, *others], key=lambda each: each.batch_index)
+        if earlier is not line:
             line.last_miss = NOT_LOOKED
             if earlier.state is LineState.QUEUED and (waiter := earlier.first()) is not None:
                 earlier.state = LineState.PARKED
@@ -720,13 +700,11 @@ class Planner:
             self._queue.put_heavy(line)
             self._advance()
 
-    def _earliest(self, line: Line) -> Line:
-        """Return the line of ranks that go first: their batch is theirs to bind, or they await its plan."""
-        others = [each for each in self._queue.ranked_lines if each.state is not LineState.PARKED and each.first()]
-        return min([line, *others], key=lambda each: each.batch_index)
-
     def _conclude(self, line: Line, first: Waiter, found: Found, polls: Iterable[Waiter]) -> None:
         """Serve a line with what was found for it, in the step in which it was found, or pass it over.
+
+        A rank may wait for a batch far ahead. So after many batches its line lets others have their turns, and those
+        end that wait no longer than for theirs.
 
         Args:
             line: the line.
@@ -734,31 +712,22 @@ class Planner:
             found: for it.
             polls: those of its calls that had come when it was begun to look.
         """
-        if isinstance(found, Miss):
-            line.last_miss = found
         if isinstance(found, Planned | EndFound):
-            self._serve(line, first, found)
+            answer = self._record(first.request, found)
+            next_index = self.task.next_batch_index
+            if not line.is_ranked:
+                first.end(answer)
+            elif isinstance(found, Planned) and next_index % _MOST_BATCHES_A_TURN == 0:
+                line.expire([poll for poll in line.polls if poll.batch_index >= next_index])
+                self._queue.defer(line)
+            self._queue.put(line)
             return
+        line.last_miss = found
         line.expire(polls)
         if line.polls:  # which came while the plan was made
             self._queue.put(line)
         # What has changed while the plan was made is for the next round: the others have their turns before.
         self._queue.is_stale |= self._may_be_served(line)
-
-    def _serve(self, line: Line, first: Waiter, found: Planned | EndFound) -> None:
-        """Record what was found for a line, and answer the queue worker whose turn it is.
-
-        A rank may wait for a batch far ahead. So after many batches its line lets others have their turns, and those
-        end that wait no longer than for theirs.
-        """
-        answer = self._record(first.request, found)
-        next_index = self.task.next_batch_index
-        if not line.is_ranked:
-            first.end(answer)
-        elif isinstance(found, Planned) and next_index % _MOST_BATCHES_A_TURN == 0:
-            line.expire([poll for poll in line.polls if poll.batch_index >= next_index])
-            self._queue.defer(line)
-        self._queue.put(line)
 
     def _fail(self, line: Line, error: TqError) -> None:
         """End the first queue worker of a line; of ranks all that wait for the same batch, which would fail alike."""
@@ -777,41 +746,36 @@ class Planner:
     # What is recorded
 
     def _record(self, request: ClaimRequest, found: Planned | EndFound) -> Answer:
-        """Record what was found, and return what it is for the call that caused it."""
+        """Record what was found, and return what it is for the call that caused it.
+
+        A batch, or the end, is of all ranks: the claims that wait for it are answered, and those that disagree refused.
+        """
+        self._queue.is_stale = True  # the end of others may have come
         if request.rank is None:
             return self._record_for_worker(request, found)
-        self._record_for_ranks(request.spec, found)
-        return found.plan.part(request.rank.dp_rank) if isinstance(found, Planned) else found.end
-
-    def _record_for_ranks(self, spec: ClaimSpec, found: Planned | EndFound) -> None:
-        """Record a batch, or the end, for all ranks; answer the claims that wait for it, reject those that disagree."""
-        batch_index, is_end = self.task.next_batch_index, isinstance(found, EndFound)
+        task, spec, batch_index, is_end = self.task, request.spec, self.task.next_batch_index, False
+        answer: Answer
         if isinstance(found, EndFound):
-            end = EndReached(**self._names, dp_size=spec.plan_request.rank_count, end=found.end)
-            self._commit(end, (self._partition, self.task, True))
+            end = EndReached(**self._names, dp_size=request.rank.dp_size, end=found.end)
+            self._commit(end, (self._partition, task, True))
+            answer, is_end = found.end, True
         else:
             batch = SamplesClaimed(**self._names, batch_spec=spec.batch_spec, plan=found.plan)
-            self._commit(batch, (self._partition, self.task, found.positions))
-            self._note_batch(batch_index, spec.batch_spec, found)
-        self._queue.is_stale = True  # the end of others may have come
+            self._commit(batch, (self._partition, task, found.positions))
+            answer = found.plan.part(request.rank.dp_rank)
+            if task.next_batch_index != batch_index:  # else the partition was cleared before
+                is_plain = not (found.plan.is_reusing or found.plan.dropped)
+                positions = found.positions if is_plain else self._partition.table.find(found.plan.rows)
+                readiness = Readiness(self._partition, task, spec.batch_spec, found.length)
+                self._recent.append(describe_batch(batch_index, found.plan, readiness.known_lengths(positions)))
+                self._on_batch(spec.batch_spec.sampler, self._recent[-1])
         for line in self._queue.ranked_lines:
             disagrees = line.spec.dp_size != spec.dp_size
             self._review(each for each in line if each.batch_index == batch_index or is_end or disagrees)
-
-    def _note_batch(self, batch_index: int, batch_spec: BatchSpec, found: Planned) -> None:
-        """Keep in numbers a batch that was just recorded, unless its partition was cleared before."""
-        if self.task.next_batch_index == batch_index:
-            return
-        is_plain = not (found.plan.is_reusing or found.plan.dropped)
-        positions = found.positions if is_plain else self._partition.table.find(found.plan.rows)
-        readiness = Readiness(self._partition, self.task, batch_spec, found.length)
-        batch = describe_batch(batch_index, found.plan, readiness.known_lengths(positions))
-        self._recent.add(self.task.epoch, batch)
-        self._on_batch(batch_spec.sampler, batch)
+        return answer
 
     def _record_for_worker(self, request: ClaimRequest, found: Planned | EndFound) -> QueueClaim | EndCounts:
         """Record what a queue worker gets; an end is of this one only, or of all that ask under its name."""
-        self._queue.is_stale = True  # the end of others may have come
         name = request.claim_name
         if name:
             self._review(waiter for waiter in self._queue if waiter.request.claim_name == name)

@@ -138,7 +138,7 @@ class Field:
         self.length: Column | None = None
         self.produced_count = 0
         self.spec = spec
-        self.take(spec)
+        self.widen(spec)
 
     @property
     def has_lengths(self) -> bool:
@@ -150,13 +150,13 @@ class Field:
 
         -1 where there is no cell, or cells are scalars or objects. Another thread may ask.
         """
-        spec, length = self.spec, self.length  # in this order: `take` writes them in the other one
+        spec, length = self.spec, self.length  # in this order: `widen` writes them in the other one
         is_there = self.cell.data[rows] >= 0
         if spec.ragged_dims:
             return np.where(is_there, -1 if length is None else length.data[rows], -1)
         return np.where(is_there, (spec.row_shape or (-1,))[0], -1)
 
-    def take(self, spec: FieldSpec) -> None:
+    def widen(self, spec: FieldSpec) -> None:
         """Have another spec of the same name, which holds of the cells that there are, too."""
         known, first = self.spec, spec.ragged_dims[:1]
         if first and self.length is None:
@@ -236,8 +236,8 @@ class CellTable:
         field = self.fields.get(spec.name)
         if field is None:
             field = self.fields[spec.name] = Field(spec, self._table)
-        elif field.spec is not spec:
-            field.take(spec)
+        elif field.spec != spec:
+            field.widen(spec)
         return field
 
     def spec_of_none(self, name: str) -> FieldSpec | None:
@@ -280,11 +280,14 @@ class CellTable:
             if field is not None and field.spec == new:  # as most puts have it
                 merged.append(field.spec)
                 continue
-            declared = self._declared.get(new.name) or FieldSpec(new.name)
-            known = declared
-            if field is not None and (positions is None or not _is_replaced(field, positions)):
+            known = declared = self._declared.get(new.name) or FieldSpec(new.name)
+            if field is not None and (positions is None or not _replaces_all(field, positions)):
                 known = field.spec
-            merged.append(merge_specs(known, column, declared.layout or self._default_for(new)))
+            layout = declared.layout
+            if layout is None:  # scalars have no dimension that could be ragged
+                is_scalar = new.layout is Layout.DENSE and not new.row_shape
+                layout = Layout.AUTO if new.layout is Layout.OBJECT or is_scalar else self._default_layout
+            merged.append(merge_specs(known, column, layout))
         return merged
 
     def new_columns(self, specs: Iterable[FieldSpec]) -> list[NewColumn]:
@@ -297,11 +300,6 @@ class CellTable:
             if spec.ragged_dims and (field is None or field.length is None):
                 columns.append(_length_column(spec.name))
         return columns
-
-    def _default_for(self, spec: FieldSpec) -> Layout:
-        """Return the layout of a field that none is declared of; scalars have no dimension that could be ragged."""
-        is_scalar = spec.layout is Layout.DENSE and not spec.row_shape
-        return Layout.AUTO if spec.layout is Layout.OBJECT or is_scalar else self._default_layout
 
     def write(self, put: Put, columns: Sequence[ColumnWrite], specs: Sequence[FieldSpec], positions: slice | Indexes,
               row_count: int) -> list[Freed]:  # fmt: skip
@@ -329,40 +327,29 @@ class CellTable:
         """Mark the cells of rows as not produced and return those that were; fields without cells are forgotten."""
         looked_at = list(fields)
         freed = self._free(positions, looked_at)
-        for field in looked_at:
-            if not field.produced_count:
-                self._forget_field(field)
+        for field in looked_at:  # one that lost its last cell is as declared, or not there
+            name = field.spec.name
+            declared = self._declared.get(name)
+            if field.produced_count or field.spec == declared:
+                continue
+            self.former_specs[name] = field.spec
+            if len(self.former_specs) > _MOST_FORMER_SPECS:
+                del self.former_specs[next(iter(self.former_specs))]
+            if declared is None:
+                del self.fields[name]
+                field.drop()
+            else:
+                field.widen(declared)
         return freed
-
-    def _forget_field(self, field: Field) -> None:
-        """Have a field that lost its last cell be as declared, or not there."""
-        name = field.spec.name
-        declared = self._declared.get(name)
-        if declared is not None and field.spec == declared:
-            return
-        self.former_specs[name] = field.spec
-        if len(self.former_specs) > _MOST_FORMER_SPECS:
-            del self.former_specs[next(iter(self.former_specs))]
-        if declared is None:
-            del self.fields[name]
-            field.drop()
-        else:
-            field.take(declared)
 
     def _free(self, positions: Indexes, fields: Iterable[Field]) -> list[Freed]:
         forgotten: list[tuple[str, Indexes]] = []
         for field in fields:
-            cells = field.cell.data[positions]
-            produced = cells >= 0
-            if not produced.any():
-                continue
-            if produced.all():
-                field.cell.write(as_slice(positions), NOT_PRODUCED)
-            else:
-                field.cell.write(positions[produced], NOT_PRODUCED)
-                cells = cells[produced]
-            field.produced_count -= cells.size
-            forgotten.append((field.spec.name, cells))
+            produced = positions[field.cell.data[positions] >= 0]
+            if produced.size:
+                forgotten.append((field.spec.name, field.cell.data[produced]))
+                field.cell.write(as_slice(produced), NOT_PRODUCED)
+                field.produced_count -= produced.size
         freed: list[Freed] = []
         for slot, alike in _by_put(forgotten).items():
             put, count = self.puts.get(slot), sum(len(rows) // _ROW_BYTES * len(names) for rows, names in alike.items())
@@ -396,15 +383,6 @@ class CellTable:
 
     def _runs(self, names: tuple[str, ...], cells: Indexes) -> CellRuns:
         breaks = (cells[1:] - cells[:-1] != 1).nonzero()[0]
-        if not breaks.size:  # most claims: samples that were put together
-            first = int(cells[0])
-            return CellRuns(
-                field_names=names,
-                puts=(self.puts.get(first >> _SLOT_SHIFT),),
-                put_indexes=(0,),
-                first_rows=(first & _ROW_MASK,),
-                row_counts=(cells.size,),
-            )
         starts = np.concatenate(([0], breaks + 1))
         used: dict[int, int] = {}
         put_indexes = tuple(used.setdefault(slot, len(used)) for slot in (cells[starts] >> _SLOT_SHIFT).tolist())
@@ -517,7 +495,7 @@ class PutTable(SlotTable):
         self.used_bytes = int(self._bytes.data.sum())
 
 
-def _is_replaced(field: Field, positions: Indexes) -> bool:
+def _replaces_all(field: Field, positions: Indexes) -> bool:
     """Whether a write to some rows leaves no cell of a field that there is now."""
     count = field.produced_count
     return count <= positions.size and count == np.count_nonzero(field.cell.data[positions[positions >= 0]] >= 0)
@@ -546,7 +524,7 @@ def merge_specs(known: FieldSpec, column: ColumnWrite, layout: Layout) -> FieldS
         if known.encoding in {Encoding.TEXT, Encoding.BYTES} and new.encoding is not known.encoding:
             hint = f"put {known.encoding} in every row, or declare the field without an encoding"
             raise _mismatch(known, new, hint)
-        return _unless_equal(known, replace(new, encoding=known.encoding))
+        return replace(new, encoding=known.encoding)
     if known.dtype and known.dtype != new.dtype:
         raise _mismatch(known, new, "convert the rows to the dtype of the field, or put them into another one")
     given = column.fitting_shape
@@ -564,11 +542,7 @@ def merge_specs(known: FieldSpec, column: ColumnWrite, layout: Layout) -> FieldS
         # torch takes the first dimension of equal rows for the ragged one, so that it says nothing if there are others.
         first = 0 if len(widened) == 1 else 1
         widened = (*widened[:first], *new.row_shape[first:])
-    return _unless_equal(known, replace(new, layout=Layout.JAGGED if is_jagged else Layout.DENSE, row_shape=widened))
-
-
-def _unless_equal(known: FieldSpec, merged: FieldSpec) -> FieldSpec:
-    return known if merged == known else merged
+    return replace(new, layout=Layout.JAGGED if is_jagged else Layout.DENSE, row_shape=widened)
 
 
 def _mismatch(known: FieldSpec, new: FieldSpec, hint: str) -> FieldMismatchError:

@@ -109,28 +109,17 @@ class ClaimNames:
         self.claims: dict[str, bytes] = {}
         self.past: OrderedDict[str, PastName] = OrderedDict()
 
-    def reach_end(self, name: str, end: EndCounts) -> None:
-        """Have a name stand for the end."""
-        self._remember(name, PastName(end=end))
-
     def lose(self, name: str, request_id: bytes, loss: Loss) -> None:
-        """Have a name stand for a claim no more, if it does."""
+        """Detach a name from its claim, if it stands for it."""
         if self.claims.get(name) == request_id:
             del self.claims[name]
-            self._remember(name, PastName(loss=loss))
+            self.remember(name, PastName(loss=loss))
 
-    def _remember(self, name: str, past: PastName) -> None:
+    def remember(self, name: str, past: PastName) -> None:
+        """Have a name stand for no claim any more."""
         self.past[name] = past
         if len(self.past) > MOST_PAST_NAMES:
             self.past.popitem(last=False)
-
-    def clear(self) -> None:
-        """Forget all names."""
-        self.claims.clear()
-        self.past.clear()
-
-
-_NO_ROWS.flags.writeable = False
 
 
 Steps: TypeAlias = tuple[tuple[Pack, ...], ...]
@@ -520,39 +509,33 @@ class TaskLedger(TaskFacts):
 
     def _recorded_claim(self, request: ClaimRequest) -> QueueClaim | EndCounts | None:
         name, request_id = request.claim_name, request.request_id
-        if name and (named := self._recorded_under(name, request)) is not None:
-            return named
-        if request_id in self.ended:
-            raise self._expired() if self.ended.has_expired(request_id) else self._released()
-        claim = self.claims.get(request_id)
-        if claim is not None and name:
-            raise InvalidArgumentError(
-                f"request_id {request_id.hex()} is that of another claim of task {self.name!r} than {name!r}; make one "
-                f"for each claim_name",
-                field="request_id",
-            )
-        return None if claim is None else self._with_rows(claim)
-
-    def _recorded_under(self, name: str, request: ClaimRequest) -> QueueClaim | EndCounts | None:
-        """Return what a name stands for, None where it stands for nothing yet."""
         if name in self.names.claims:
             claim = self.claims[self.names.claims[name]]
             differs = None if claim.batch_spec is None else request.batch_spec.disagreement(claim.batch_spec)
             if differs is not None:
                 raise _disagreement(*differs, f"claim_name {name!r} of task {self.name!r}")
             return self._with_rows(claim)
-        past = self.names.past.get(name)
-        if past is None or past.loss is None:
-            return None if past is None else past.end
-        match past.loss:
-            case "cleared":
-                raise self._cleared()
-            case "released":
-                raise self._released()
-            case "expired":
-                raise self._expired()
-            case "forgotten":
-                raise self._forgotten()
+        if (past := self.names.past.get(name)) is not None:
+            match past.loss:
+                case "cleared":
+                    raise self._cleared()
+                case "released":
+                    raise self._released()
+                case "expired":
+                    raise self._expired()
+                case "forgotten":
+                    raise self._forgotten()
+            return past.end
+        if request_id in self.ended:
+            raise self._expired() if self.ended.has_expired(request_id) else self._released()
+        found = self.claims.get(request_id)
+        if found is not None and name:
+            raise InvalidArgumentError(
+                f"request_id {request_id.hex()} is that of another claim of task {self.name!r} than {name!r}; make one "
+                f"for each claim_name",
+                field="request_id",
+            )
+        return None if found is None else self._with_rows(found)
 
     def _released(self) -> ClaimReleasedError:
         return ClaimReleasedError(
@@ -611,11 +594,10 @@ class TaskLedger(TaskFacts):
         self.next_batch_index += 1
         self.totals.delivered += plan.rows.size
         self.dp_size = len(plan.sizes)
-        positions, dropped = _parted(plan, positions)
-        self._drop_rows(dropped)
+        positions, dropped = np.split(positions, [positions.size - plan.dropped_count])
+        self._consume(dropped, DROPPED)
         if plan.is_reusing:
-            self._use(plan, positions, batch.serial)
-            self._keep_reusing(batch)
+            self._use(batch, positions)
             return
         batch.remaining = positions.size
         self._by_serial[batch.serial] = batch
@@ -652,9 +634,9 @@ class TaskLedger(TaskFacts):
             lease=lease,
             remaining=positions.size,
         )
-        positions, dropped = _parted(plan, positions)
+        positions, dropped = np.split(positions, [positions.size - plan.dropped_count])
         if lease is None:
-            self._drop_rows(dropped)
+            self._consume(dropped, DROPPED)
             claim.remaining = positions.size
         self.totals.delivered += plan.rows.size
         if name:
@@ -664,8 +646,7 @@ class TaskLedger(TaskFacts):
         if lease is not None:
             self._lease(claim, positions, dropped)
         elif plan.is_reusing:
-            claim.remaining = self._use(plan, positions, claim.serial)
-            self._keep_reusing(claim)
+            self._use(claim, positions)
         else:
             self._consume(positions, claim.serial)
             if not positions.size:
@@ -690,12 +671,14 @@ class TaskLedger(TaskFacts):
         self._count_leased(claim, delivered.size)
         self._consume(delivered, claim.mark)
 
-    def _use(self, plan: RecordedPlan, positions: Indexes, serial: int) -> int:
-        """Consume what a plan consumes, and count what it delivers; return how many are consumed."""
-        consumed = positions[plan.consumes(plan.used)]
-        self._consume(consumed, serial)
-        self._count_uses(plan.rows, 1)
-        return consumed.size
+    def _use(self, record: Batch | QueueClaim, positions: Indexes) -> None:
+        """Consume what a plan consumes, count what it delivers, and keep its record."""
+        consumed = positions[record.plan.consumes(record.plan.used)]
+        self._consume(consumed, record.serial)
+        self._count_uses(record.plan.rows, 1)
+        if isinstance(record, QueueClaim):
+            record.remaining = consumed.size
+        self._keep_reusing(record)
 
     def _count_uses(self, rows: Indexes, by: int) -> None:
         """Count deliveries of rows, as often as they are given and as far as they are there."""
@@ -704,20 +687,18 @@ class TaskLedger(TaskFacts):
 
     def reach_named_end(self, name: str, end: EndCounts) -> None:
         """Record that the call under a name was answered with the end."""
-        self.names.reach_end(name, end)
+        self.names.remember(name, PastName(end=end))
 
     def _consume(self, positions: Indexes, mark: int) -> None:
-        self.claim.write(positions, mark)
-        self.consumed_count += positions.size
-        self.backlog -= positions.size - self._unmark(positions)
-
-    def _drop_rows(self, positions: Indexes) -> None:
-        """Have rows that a plan leaves out pending no more, without consuming them."""
+        """Have rows consumed, or pending no more without being consumed where the mark says that they are dropped."""
         if not positions.size:
             return
-        self.claim.write(positions, DROPPED)
-        self.dropped_count += positions.size
+        self.claim.write(positions, mark)
         self.backlog -= positions.size - self._unmark(positions)
+        if mark == DROPPED:
+            self.dropped_count += positions.size
+        else:
+            self.consumed_count += positions.size
 
     def _keep_reusing(self, record: Batch | QueueClaim) -> None:
         """Keep a record whose rows others may get too, and drop the oldest of those where they are many."""
@@ -773,7 +754,7 @@ class TaskLedger(TaskFacts):
     def nack(self, claim: QueueClaim, positions: Indexes) -> None:
         """Release rows of a claim as if they had not been delivered; all that are left where it has no lease."""
         count = positions.size
-        self._lose_name(claim, "released")
+        self.names.lose(claim.name, claim.request_id, "released")
         if claim.lease is None:  # those cleared meanwhile are counted as cleared before the task took them
             count = claim.remaining = claim.rows.size if claim.plan.consumed is None else claim.plan.consumed.size
             self.dropped_count -= claim.plan.dropped_count
@@ -789,7 +770,7 @@ class TaskLedger(TaskFacts):
         most = None if claim.lease is None else claim.lease.max_deliveries
         is_spent = self.deliveries.data[positions] >= (np.iinfo(np.int32).max if most is None else most)
         reopened, spent = positions[~is_spent], positions[is_spent]
-        self._lose_name(claim, "expired")
+        self.names.lose(claim.name, claim.request_id, "expired")
         self._reopen(reopened)
         self.claim.write(spent, DEAD_LETTERED)
         self.dead_lettered_count += spent.size
@@ -829,7 +810,7 @@ class TaskLedger(TaskFacts):
             self._keep_reusing(claim)
 
     def _drop_claim(self, claim: QueueClaim, loss: Loss) -> None:
-        self._lose_name(claim, loss)
+        self.names.lose(claim.name, claim.request_id, loss)
         self._drop(claim)
         del self.claims[claim.request_id]
 
@@ -837,11 +818,6 @@ class TaskLedger(TaskFacts):
         self._by_serial.pop(record.serial, None)
         if self._reusing.pop(record.serial, None) is not None:
             self._reusing_row_count -= record.plan.rows.size
-
-    def _lose_name(self, claim: QueueClaim, loss: Loss) -> None:
-        """Have the name of a claim, if it has one, stand for it no more."""
-        if claim.name:
-            self.names.lose(claim.name, claim.request_id, loss)
 
     def dead_lettered(self) -> Indexes:
         """Return the positions of the rows that are dead-lettered and not cleared."""
@@ -927,7 +903,7 @@ class TaskLedger(TaskFacts):
         self._without_rows.clear()
         self.claims.clear()
         self.leases.clear()
-        self.names.clear()
+        self.names = ClaimNames()
         self._by_serial.clear()
         if keep_consumed:
             claims = self.claim.data[: self._table.count]
@@ -998,12 +974,6 @@ def check_epoch(name: str, epoch: int, got: int | None) -> None:
             f"CheckConsumption",
             metadata={"task_name": name, "got": str(got), "expected": str(epoch)},
         )
-
-
-def _parted(plan: RecordedPlan, positions: Indexes) -> tuple[Indexes, Indexes]:
-    """Return the positions of what a plan uses and of what it drops, given those of `plan.named`."""
-    used_count = positions.size - plan.dropped_count
-    return positions[:used_count], positions[used_count:]
 
 
 def _disagreement(name: str, got: object, expected: object, what: str, remedy: str = "") -> PreconditionError:

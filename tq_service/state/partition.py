@@ -26,11 +26,10 @@ from tq_service.errors import (
 from tq_service.log_message import LogMessage
 from tq_service.schema import FieldSpec, Layout, StalenessLimit, check_name, check_passed_on, check_range, check_unique
 from tq_service.state.cells import CellTable
-from tq_service.state.groups import GroupTable
+from tq_service.state.groups import GroupTable, KeyIndex
 from tq_service.state.ledger import TaskLedger, TaskSnapshot, task_columns
 from tq_service.state.meta import CustomMeta
-from tq_service.state.name_index import KeyIndex
-from tq_service.state.plan import Indexes
+from tq_service.state.plan import Indexes, shown
 from tq_service.state.table import FAILED, HELD, LIVE, RowTable, Table, TableSnapshot, distinct
 
 _log = logging.getLogger(__name__)
@@ -103,25 +102,12 @@ class PartitionSettings:
     def unlike(self, other: PartitionSettings) -> str:
         """Return what differs, as messages have it."""
         pairs = ((each.name, getattr(self, each.name), getattr(other, each.name)) for each in dataclasses.fields(self))
-        return ", ".join(f"{name} is {_shown(own)}, got {_shown(got)}" for name, own, got in pairs if own != got)
+        return ", ".join(f"{name} is {shown(own)}, got {shown(got)}" for name, own, got in pairs if own != got)
 
     @property
     def is_bounded(self) -> bool:
         """Whether new samples may have to wait."""
         return self.max_bytes is not None or bool(self.staleness_limits)
-
-
-def _shown(value: object) -> str:
-    """Return a setting as messages have it."""
-    match value:
-        case FieldSpec():
-            return f"{value.name}: {value.describe()}"
-        case StalenessLimit():
-            bounds = f"max_samples {_shown(value.max_samples)}, max_versions {_shown(value.max_versions)}"
-            return f"{value.task_name}: {bounds} by {value.version_column}"
-        case tuple():
-            return f"({', '.join(map(_shown, value))})"
-    return "unset" if value is None else str(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,6 +261,11 @@ class Partition:
     def version(self) -> tuple[int, int]:
         """Counts that differ whenever something has changed that may matter to waiting claims."""
         return self.state_version, self.row_version
+
+    @property
+    def mark(self) -> tuple[object, ...]:
+        """The version, and where rows are: as long as it stays, so does what was found out of a write."""
+        return *self.version, self.table.layout
 
     @property
     def expected_count(self) -> int | None:

@@ -21,8 +21,10 @@ from tq_service.schema import (
     MOST_SAMPLES,
     BatchUnit,
     Blocks,
+    FieldSpec,
     Operator,
     Scalar,
+    StalenessLimit,
     check_id,
     check_name,
     check_range,
@@ -432,7 +434,7 @@ class BatchSpec:
 
 
 def shown(value: object) -> str:
-    """Return an argument of a claim as errors have it, for clients in every language."""
+    """Return an argument of a claim, or a setting, as errors have it, for clients in every language."""
     match value:
         case None:
             return "unset"
@@ -442,6 +444,11 @@ def shown(value: object) -> str:
             return f"{value.column} {value.operator} {shown(value.values)}"
         case Order():
             return f"{value.column} descending" if value.descending else value.column
+        case FieldSpec():
+            return f"{value.name}: {value.describe()}"
+        case StalenessLimit():
+            bounds = f"max_samples {shown(value.max_samples)}, max_versions {shown(value.max_versions)}"
+            return f"{value.task_name}: {bounds} by {value.version_column}"
         case tuple():
             return ", ".join(map(shown, value)) or "none"
     return str(value)
