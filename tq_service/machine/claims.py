@@ -190,7 +190,7 @@ class ClaimReleased(TaskChange):
             return 0
         task.nack(claim, positions)
         _reopen(partition, task, positions, positions, step)
-        return int(np.count_nonzero(partition.state.data[positions] == LIVE))
+        return int(np.count_nonzero(partition.state[positions] == LIVE))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -325,7 +325,7 @@ class DeadLettersRequeued(TaskChange):
         """
         positions = task.dead_lettered()
         if self.global_indexes is not None:
-            positions = positions[np.isin(partition.table.index.data[positions], self.global_indexes)]
+            positions = positions[np.isin(partition.table.index[positions], self.global_indexes)]
         if positions.size and task.end is not None:
             raise PreconditionError(
                 f"task {task.name!r} of partition {self.partition_id!r} is at its end, so its ranks ask for nothing "
@@ -405,16 +405,16 @@ def _rest_of_named(partition: Partition, task: TaskLedger, positions: Indexes) -
     members = groups.members_of(slots, partition.table)
     is_lost = np.zeros(groups.slots.count, np.bool_)
     is_lost[slots[has_lost]] = True
-    is_lost[groups.of_rows[members[task.claim.data[members] == DEAD_LETTERED]]] = True
+    is_lost[groups.of_rows[members[task.claim[members] == DEAD_LETTERED]]] = True
     return members[is_lost[groups.of_rows[members]]]
 
 
 def _rest_of_blocks(partition: Partition, task: TaskLedger, positions: Indexes, size: int) -> Indexes:
     table = partition.table
-    indexes = np.unique(table.index.data[positions] // size)[:, None] * size + np.arange(size)
+    indexes = np.unique(table.index[positions] // size)[:, None] * size + np.arange(size)
     members = table.find(indexes.ravel()).reshape(indexes.shape)
-    is_there = (members >= 0) & is_open(partition.state.data[members])
-    is_there &= task.claim.data[members] != DEAD_LETTERED
+    is_there = (members >= 0) & is_open(partition.state[members])
+    is_there &= task.claim[members] != DEAD_LETTERED
     has_lost = ((indexes < table.next_index) & ~is_there).any(axis=1)
     rest = members[has_lost]
     return rest[rest >= 0]
@@ -426,7 +426,7 @@ def _reopen(partition: Partition, task: TaskLedger, positions: Indexes, changed:
     For `changed` see `skip_lost_groups`.
     """
     if positions.size:
-        partition.touched(partition.table.index.data[positions])
+        partition.touched(partition.table.index[positions])
         step.note_change(partition)
     skip_lost_groups(partition, task, changed, step)
 
@@ -470,7 +470,7 @@ def _check_leased(partition: Partition, task: TaskLedger, request_id: bytes, row
                 field="global_indexes",
             )
         positions = partition.table.find(rows)
-        marks = task.claim.data[positions]
+        marks = task.claim[positions]
         is_lost = (positions >= 0) & (np.abs(marks) != claim.serial) & ~((marks == DROPPED) & is_dropped)
         if claim.returned is not None:
             is_lost &= ~np.isin(rows, claim.returned)
@@ -489,7 +489,7 @@ def _left(partition: Partition, task: TaskLedger, claim: QueueClaim, rows: Index
     if rows is None:
         return positions
     if claim.lease is not None:
-        is_named = np.isin(partition.table.index.data[positions], rows)
+        is_named = np.isin(partition.table.index[positions], rows)
         if claim.plan.dropped:
             is_named = _with_dropped(partition, task, claim, positions, is_named)
         _check_whole_groups(partition, task, claim, positions, is_named)
@@ -511,7 +511,7 @@ def _with_dropped(
 
     All parts of a batch name everything that it drops, whichever samples they are of.
     """
-    is_dropped = claim.plan.drops(partition.table.index.data[positions])
+    is_dropped = claim.plan.drops(partition.table.index[positions])
     ids = _group_ids(partition, task, claim, positions)
     delivered = ids[~is_dropped]
     is_alone = is_dropped & ~np.isin(ids, delivered)
@@ -527,7 +527,7 @@ def _group_ids(partition: Partition, task: TaskLedger, claim: QueueClaim, positi
     if claim.lease.blocks == "anywhere":  # found among what was claimed, of which some may be acknowledged or gone
         claimed = np.unique(np.concatenate([claim.rows, *claim.plan.dropped]))
         ids = groups_in_runs(claimed, block_size)
-        return ids[np.searchsorted(claimed, partition.table.index.data[positions])]
+        return ids[np.searchsorted(claimed, partition.table.index[positions])]
     return Grouping(partition, task, block_size or None).ids(positions)
 
 
@@ -551,7 +551,7 @@ def _check_whole_groups(
     parted = np.intersect1d(ids[is_named], ids[~is_named])
     if parted.size:
         is_member = ids == parted[0]
-        members = partition.table.index.data[positions[is_member]]
+        members = partition.table.index[positions[is_member]]
         raise InvalidArgumentError(
             f"samples {_named(members)} are a group, of which {int(is_named[is_member].sum())} of {members.size} "
             f"are named; the claim is of whole groups, so name all of them or none",

@@ -244,14 +244,14 @@ class SamplesWritten(Change):
             if write.state is not None:
                 _set_state(partition, STATE_CODES[write.state], positions[positions >= 0], step)
             positions[positions < 0] = np.arange(added.start, added.stop)
-            rows, indexes = positions, table.index.data[positions]
+            rows, indexes = positions, table.index[positions]
         if write.state is SampleState.FAILED and write.put is not None:
             step.freed.append(write.put)  # bytes of failed rows are not kept
         elif write.put is not None:
             cells = partition.cells
             step.freed += cells.write(write.put, write.columns, prepared.specs, rows, write.row_count)
             if partition.state_counts[FAILED] and positions is not None:
-                failed = positions[partition.state.data[positions] == FAILED]
+                failed = positions[partition.state[positions] == FAILED]
                 step.freed += cells.forget(failed, [cells.fields[spec.name] for spec in prepared.specs])
         partition.meta.write(write.meta, rows)
         expected = partition.settings.expected_samples
@@ -337,9 +337,9 @@ class SamplesCleared(Change):
         """Remove them from all that knows of them; return how many they were."""
         partition, positions = prepared
         step.freed += partition.cells.forget(positions, partition.cells.fields.values())
-        keys = None if partition.key.is_blank else partition.key.data[positions]
-        step.removed.append((partition, partition.table.index.data[positions], keys))
-        states = partition.state.data[positions]
+        keys = None if partition.key.is_blank else partition.key[positions]
+        step.removed.append((partition, partition.table.index[positions], keys))
+        states = partition.state[positions]
         still_open = positions[is_open(states)]
         for task in partition.tasks.values():
             task.on_rows_closed(still_open)
@@ -371,7 +371,7 @@ def _add_rows(write: SampleWrite, checked: CheckedWrite, step: Step) -> slice:
         if checked.positions is not None:
             keys = list(itertools.compress(keys, checked.positions < 0))
         partition.key.write(added, keys)
-        partition.key_index.add(keys, partition.table.index.data[added])
+        partition.key_index.add(keys, partition.table.index[added])
     if checked.groups is not None:
         partition.groups.add(checked.groups, write.group_size, added)
     partition.count_state(code, added, 1)
@@ -381,7 +381,7 @@ def _add_rows(write: SampleWrite, checked: CheckedWrite, step: Step) -> slice:
     if partition.groups.in_use and not had_groups:  # blocks of unnamed rows are no groups any more
         for task in partition.tasks.values():
             if (taken := task.take_back()).size:
-                partition.touched(partition.table.index.data[taken])
+                partition.touched(partition.table.index[taken])
     if any(task.kept_groups is not None for task in partition.tasks.values()):
         _skip_rest(partition, np.arange(added.start, added.stop), step)
     return added
@@ -389,7 +389,7 @@ def _add_rows(write: SampleWrite, checked: CheckedWrite, step: Step) -> slice:
 
 def _set_state(partition: Partition, code: int, positions: Indexes, step: Step) -> None:
     """Give rows that have not failed a state."""
-    changed = positions[partition.state.data[positions] != code]
+    changed = positions[partition.state[positions] != code]
     if changed.size == 0:
         return
     if code == FAILED:
@@ -443,7 +443,7 @@ def check_write(partition: Partition, write: SampleWrite) -> CheckedWrite:
     partition.meta.check(write.meta, write.row_count)
     if positions is not None and write.state is not None and write.state is not SampleState.FAILED:
         known = positions[positions >= 0]
-        if (failed := partition.table.index.data[known[partition.state.data[known] == FAILED]]).size:
+        if (failed := partition.table.index[known[partition.state[known] == FAILED]]).size:
             raise SampleFailedError(
                 f"sample {int(failed[0])} of partition {partition.partition_id!r} has failed, which is final; insert a "
                 f"new sample in its place",
@@ -472,7 +472,7 @@ def _check_groups(
         ):
             if group and group != known:
                 raise InvalidArgumentError(
-                    f"sample {int(partition.table.index.data[position])} is in group {known!r}, got {group!r}; groups "
+                    f"sample {int(partition.table.index[position])} is in group {known!r}, got {group!r}; groups "
                     f"are given when a sample is inserted and stay",
                     field="groups",
                 )

@@ -15,7 +15,7 @@ from tq_service.state.groups import NO_GROUP
 from tq_service.state.ledger import TaskLedger
 from tq_service.state.partition import Partition
 from tq_service.state.plan import Indexes, Order
-from tq_service.state.table import DEAD_LETTERED, UNCLAIMED, is_open
+from tq_service.state.table import DEAD_LETTERED, is_open
 
 _SLICE: Final = 1 << 14  # rows
 _FEW: Final = 1 << 9
@@ -87,7 +87,7 @@ class Grouping:
         if self._groups.in_use:
             slots = self._groups.of_rows[positions]
             return np.where(slots == NO_GROUP, -2 - positions, slots)
-        return positions if self.block_size is None else self._partition.table.index.data[positions] // self.block_size
+        return positions if self.block_size is None else self._partition.table.index[positions] // self.block_size
 
     def members(self, positions: Indexes) -> Indexes:
         """Return the positions of rows and of all others of their groups."""
@@ -123,8 +123,7 @@ class Grouping:
         """Return for each row whether its group can never be delivered, given that no new rows come."""
         ids, group_of = np.unique(self.ids(positions), return_inverse=True)
         needed = self.needed(ids, no_more=True)
-        dead: NDArray[np.bool_] = ((needed < 0) | (self._left(ids) < needed))[group_of]
-        return dead
+        return ((needed < 0) | (self._left(ids) < needed))[group_of]
 
     def needed(self, ids: Indexes, *, no_more: bool) -> Indexes:
         """Return how many members of each group must be ready for it to be delivered, -1 where it is not complete.
@@ -154,7 +153,7 @@ class Grouping:
         if self.block_size is None:
             return np.ones(ids.size, np.int64)
         positions = self._find_blocks(ids, self.block_size)
-        is_left = is_open(self._partition.state.data[positions]) & (self._task.claim.data[positions] != DEAD_LETTERED)
+        is_left = is_open(self._partition.state[positions]) & (self._task.claim[positions] != DEAD_LETTERED)
         left: Indexes = (is_left & (positions >= 0)).sum(axis=1)
         return left
 
@@ -166,10 +165,9 @@ class Grouping:
     def _dead_lettered_counts(self, slots: Indexes) -> Indexes:
         """Return how many members of named groups are dead-lettered; those that failed since are counted as failed."""
         positions = self._task.dead_lettered()
-        positions = positions[is_open(self._partition.state.data[positions])]
+        positions = positions[is_open(self._partition.state[positions])]
         lost = np.sort(self._groups.of_rows[positions])
-        counts: Indexes = np.searchsorted(lost, slots, "right") - np.searchsorted(lost, slots)
-        return counts
+        return np.searchsorted(lost, slots, "right") - np.searchsorted(lost, slots)
 
 
 class Runs(Grouping):
@@ -192,7 +190,7 @@ class Runs(Grouping):
         """Return the id of the group that each row has among these rows."""
         by_index = np.argsort(positions)
         ids = np.empty_like(positions)
-        ids[by_index] = groups_in_runs(self._partition.table.index.data[positions[by_index]], self._size)
+        ids[by_index] = groups_in_runs(self._partition.table.index[positions[by_index]], self._size)
         return np.where(ids < 0, -2 - positions, ids)
 
     def members(self, positions: Indexes) -> Indexes:
@@ -206,11 +204,10 @@ class Runs(Grouping):
     def is_dead(self, positions: Indexes) -> NDArray[np.bool_]:
         """Return for each row whether too few rows are left beside it, given that no new rows come."""
         count = self._partition.table.count
-        left = is_open(self._partition.state.data[:count]) & (self._task.claim.data[:count] == UNCLAIMED)
+        left = self._task.is_left(slice(0, count))
         lengths = np.zeros(count, np.int64)
-        lengths[left] = run_lengths(self._partition.table.index.data[:count][left])[1]
-        dead: NDArray[np.bool_] = lengths[positions] < self._size
-        return dead
+        lengths[left] = run_lengths(self._partition.table.index[:count][left])[1]
+        return lengths[positions] < self._size
 
 
 def grouping_of(

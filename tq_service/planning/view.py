@@ -27,7 +27,7 @@ from tq_service.state.plan import (
     Order,
     Plan,
 )
-from tq_service.state.table import CLEARED, FAILED, LAST_RESERVED, LIVE, STATE_NAMES, UNCLAIMED, is_open
+from tq_service.state.table import CLEARED, FAILED, LAST_RESERVED, LIVE, STATE_NAMES, UNCLAIMED
 
 _MOST_IN_GROUPS_ON_LOOP = 1 << 15  # ready rows among which the event loop looks for whole groups
 _MOST_NAMED = 3  # samples, in an error
@@ -67,7 +67,7 @@ class Readiness:
         self.values_of = partition.meta.typed
         self.key: ScanKey = (batch_spec.data_fields, batch_spec.where, length)
         self._partition = partition
-        self._task = task
+        self.task = task
 
     @property
     def at_once(self) -> int:
@@ -86,21 +86,21 @@ class Readiness:
 
     def has_data(self, rows: Rows) -> NDArray[np.bool_]:
         """Return which rows are live, not consumed by the task, and have all data fields."""
-        mask: NDArray[np.bool_] = self._partition.state.data[rows] == LIVE
-        mask &= self._task.claim.data[rows] == UNCLAIMED
+        mask: NDArray[np.bool_] = self._partition.state[rows] == LIVE
+        mask &= self.task.claim[rows] == UNCLAIMED
         mask &= self._produced(rows)
         return mask
 
     def allowed(self, rows: Rows) -> NDArray[np.bool_]:
         """Return where `where` holds; a row without a value does not pass."""
-        mask = np.ones(self.table.index.data[rows].size, np.bool_)
+        mask = np.ones(self.table.index[rows].size, np.bool_)
         for condition in self.key[1]:
             mask &= self._partition.meta.holds(condition, rows)[0]
         return mask
 
     def excluded(self, rows: Rows) -> NDArray[np.bool_]:
         """Return the rows that `where` rules out for good: by a value, or for lack of one when their data is there."""
-        mask = np.zeros(self.table.index.data[rows].size, np.bool_)
+        mask = np.zeros(self.table.index[rows].size, np.bool_)
         for condition in self.key[1]:
             holds, present = self._partition.meta.holds(condition, rows)
             mask |= ~holds & (present | self._produced(rows))
@@ -141,7 +141,7 @@ class Readiness:
         """Refuse the value that one of some rows has for its length."""
         column = (self.key[2] or LengthSource()).key
         raise InvalidArgumentError(
-            f"custom_meta column {column!r} of sample {self.table.index.data[rows][position]} is {value!r:.80}; "
+            f"custom_meta column {column!r} of sample {self.table.index[rows][position]} is {value!r:.80}; "
             f"expected a token count, a whole number from 0 to 2**63 - 1. Put or set another value, or clear the "
             f"sample.",
             field="sampler_config",
@@ -166,13 +166,7 @@ class Readiness:
     def field_lengths(self, name: str | None, rows: Rows) -> Indexes:
         """Return the row lengths of a field, see `Field.lengths`; -1 where there is none."""
         field = None if name is None else self._partition.cells.fields.get(name)
-        return np.full(self.table.index.data[rows].size, -1) if field is None else field.lengths(rows)
-
-    def is_left(self, rows: Rows) -> NDArray[np.bool_]:
-        """Return which rows are left for the task, ready or not, `where` apart."""
-        mask: NDArray[np.bool_] = is_open(self._partition.state.data[rows])
-        mask &= self._task.claim.data[rows] == UNCLAIMED
-        return mask
+        return np.full(self.table.index[rows].size, -1) if field is None else field.lengths(rows)
 
     def _produced(self, rows: Rows) -> NDArray[np.bool_]:
         return self._partition.cells.produced(self.key[0], rows)
@@ -308,7 +302,7 @@ class Scan:
             look_past: so many of the first ready rows are left to others.
             of_left: whether it is for all rows that are left for the task, ready or not.
         """
-        self._key, self._mask = (_LEFT, rows.is_left) if of_left else (rows.key, rows.ready)
+        self._key, self._mask = (_LEFT, rows.task.is_left) if of_left else (rows.key, rows.ready)
         self.rows = rows
         self.orders = orders
         self.count = rows.table.count
@@ -395,9 +389,9 @@ class Scan:
             following = np.append(found[1 : _MOST_APART + 1], end)[:_MOST_APART]
             wide = np.flatnonzero(following - found[: following.size] > _WIDE_GAP)
             if wide.size:
-                apart = table.index.data[found[: wide[-1] + 1]]
+                apart = table.index[found[: wide[-1] + 1]]
                 start = int(following[wide[-1]])
-        index = int(table.index.data[start]) if start < table.count else table.next_index
+        index = int(table.index[start]) if start < table.count else table.next_index
         if self._watch is None:
             self._starts.set(self._key, (index, apart))
         else:
@@ -451,8 +445,7 @@ class PartitionView:
                 break
         found = found[:limit]
         self._check_lengths(found)
-        first: Indexes = self._rows.table.index.data[found]
-        return first
+        return self._rows.table.index[found]
 
     def _check_lengths(self, positions: Indexes) -> None:
         """Refuse to deliver rows whose length is not a token count."""
@@ -485,7 +478,7 @@ class PartitionView:
             sizes = sizes[:taken]
             positions = positions[: int(sizes.sum())]
         self._check_lengths(positions)
-        return Groups(rows=self._rows.table.index.data[positions], sizes=sizes)
+        return Groups(rows=self._rows.table.index[positions], sizes=sizes)
 
     def left(self, limit: int | None = None) -> Indexes:
         """Return rows that are left for the task, see `View.left`."""
@@ -493,8 +486,7 @@ class PartitionView:
             left = found[~self._rows.excluded(found)]
             if limit is not None and left.size >= limit:
                 break
-        rows: Indexes = self._rows.table.index.data[left[:limit]]
-        return rows
+        return self._rows.table.index[left[:limit]]
 
     def lengths(self, rows: Indexes) -> Indexes:
         """Return token counts, see `View.lengths`."""
@@ -526,9 +518,8 @@ class PartitionView:
 
     def rows(self) -> Indexes:
         """Return all rows that are not cleared, see `View.rows`."""
-        present = np.flatnonzero(self._partition.state.data[: self.scan.count] != CLEARED)
-        rows: Indexes = self._rows.table.index.data[present]
-        return rows
+        present = np.flatnonzero(self._partition.state[: self.scan.count] != CLEARED)
+        return self._rows.table.index[present]
 
     def _at(self, rows: Indexes, read: Callable[[Indexes], NDArray[Any]], missing: int) -> Indexes:
         positions = self._rows.table.find(np.asarray(rows, np.int64))
@@ -696,13 +687,13 @@ class Search:
         ready = [np.zeros(0, np.int64)]
         at_once = self.view.scan.at_once if self._is_plain else rows.at_once
         for some in self.view.scan.stretches(_LEAST_CHUNK, at_once):  # mostly the first unready row tells
-            left = some.start + np.flatnonzero(rows.is_left(some))
+            left = some.start + np.flatnonzero(rows.task.is_left(some))
             kept = left[~rows.excluded(left)]
             is_ready = rows.ready(kept)
             unready = kept[~is_ready]
             if unready.size and (grouping is None or not bool(grouping.is_dead(unready).all())):
                 return None
-            is_failed = (partition.state.data[some] == FAILED) & (task.claim.data[some] == UNCLAIMED)
+            is_failed = (partition.state[some] == FAILED) & (task.claim[some] == UNCLAIMED)
             failed += int(np.count_nonzero(is_failed))
             excluded += left.size - kept.size
             left_count += kept.size
@@ -786,7 +777,7 @@ class Search:
         if not lacking.size:
             return
         kind = "objects" if field.spec.layout is Layout.OBJECT else "scalars"
-        named = ", ".join(map(str, rows.table.index.data[lacking[:_MOST_NAMED]].tolist()))
+        named = ", ".join(map(str, rows.table.index[lacking[:_MOST_NAMED]].tolist()))
         raise MissingLengthError(
             f"length_field is {source.field!r}, which has {kind}; expected a field of tensors with a length, for "
             f"samples {named}{' and others' if lacking.size > _MOST_NAMED else ''}. Name another field, or put the "
@@ -801,5 +792,4 @@ class Search:
         if max_uses == 1:
             return rows[:0]
         rows, counts = np.unique(rows, return_counts=True)
-        spent: Indexes = rows[self._task.uses.data[self._partition.table.find(rows)] + counts >= max_uses]
-        return spent
+        return rows[self._task.uses[self._partition.table.find(rows)] + counts >= max_uses]

@@ -266,7 +266,7 @@ class LowestVersion:
         table = partition.table
         rows = slice(table.position_from(block * _BLOCK_ROWS), table.position_from((block + 1) * _BLOCK_ROWS))
         task = partition.tasks.get(self._task_name)
-        left = is_open(partition.state.data[rows]) if task is None else task.is_pending(rows)
+        left = is_open(partition.state[rows]) if task is None else task.is_pending(rows)
         left &= arrays[1][rows]
         return version_range(arrays[0][rows][left])[0]
 

@@ -97,18 +97,14 @@ class Limits:
 
     def check_create(self, partition_id: str, settings: PartitionSettings, partition_count: int) -> None:
         """Refuse a new partition that is one too many, or declares too much."""
-        self._check_count("max_partitions", "partitions", partition_count + 1, "clear some that are done")
+        self.check_count("max_partitions", "partitions", partition_count + 1, "clear some that are done")
         self._check_new("fields", partition_id, (), [spec.name for spec in settings.fields])
         self._check_new("tasks", partition_id, (), settings.tasks)
 
-    def check_samples(self, count: int) -> None:
-        """Refuse samples of which there would be so many in all partitions."""
-        self._check_count("max_samples", "samples in all partitions", count, "clear those that are done")
-
     def check_write(self, partition: Partition, write: SampleWrite) -> None:
         """Refuse a write that names too much; its partition may be one that it makes."""
-        self._check_longest("keys", _longest(write.keys or ()))
-        self._check_longest("groups", _longest(write.groups or ()))
+        self._check_longest("keys", write.keys or ())
+        self._check_longest("groups", write.groups or ())
         fields = [column.spec.name for column in write.columns]
         self._check_new("fields", partition.partition_id, partition.cells.fields, fields)
         if write.meta:
@@ -138,11 +134,12 @@ class Limits:
     def _check_new(self, what: str, partition_id: str, known: Collection[str], names: Iterable[str]) -> None:
         """Refuse names that are new to a partition where they are too long, or too many beside those it knows."""
         if new := [name for name in names if name not in known]:
-            self._check_longest("name" if what == "fields" else what, _longest(new))
+            self._check_longest("name" if what == "fields" else what, new)
             limit_name, plural, remedy = _NAMED[what]
-            self._check_count(limit_name, f"{plural} in partition {partition_id!r}", len(known) + len(new), remedy)
+            self.check_count(limit_name, f"{plural} in partition {partition_id!r}", len(known) + len(new), remedy)
 
-    def _check_longest(self, what: str, longest: int) -> None:
+    def _check_longest(self, what: str, names: Iterable[str]) -> None:
+        longest = max(map(len, names), default=0)
         if longest > self.max_name_length:
             raise InvalidArgumentError(
                 f"{'a field' if what == 'name' else what} has a name of {longest} characters, at most "
@@ -151,7 +148,8 @@ class Limits:
                 metadata=self._metadata("max_name_length", longest),
             )
 
-    def _check_count(self, limit_name: str, what: str, got: int, remedy: str) -> None:
+    def check_count(self, limit_name: str, what: str, got: int, remedy: str) -> None:
+        """Refuse so many of something that has a limit."""
         limit = getattr(self, limit_name)
         if got > limit:
             raise LimitExceededError(
@@ -162,10 +160,6 @@ class Limits:
 
     def _metadata(self, limit_name: str, got: int) -> dict[str, str]:
         return {"limit_name": limit_name, "got": str(got), "limit": str(getattr(self, limit_name))}
-
-
-def _longest(names: Iterable[str]) -> int:
-    return max(map(len, names), default=0)
 
 
 def _value_bytes(column: MetaColumn) -> NDArray[np.int64]:
@@ -417,7 +411,7 @@ class Catalog:
     def _disappear(self, partition: Partition) -> None:
         self.on_partition(partition, "removed")
         if (serving := self._serving.pop(partition, None)) is not None:
-            serving.end(_was_cleared(partition.partition_id))
+            serving.end(partial(_cleared_error, partition.partition_id))
         partition.forget_listeners()
         if partition.table.count > _FREED_AT_ONCE:
             self._start(_free(partition))
@@ -427,7 +421,7 @@ class Catalog:
         if serving is None:
             serving = self._serving[partition] = _Serving(partition, partial(self._expire, partition))
             if self._is_draining:
-                serving.end(_is_draining)
+                serving.end(_draining_error)
         return serving
 
     # Partitions
@@ -549,7 +543,8 @@ class Catalog:
         """
         if new_count and self._most_samples + new_count > self.limits.max_samples:
             self._most_samples = self.sample_count()
-            self.limits.check_samples(self._most_samples + new_count)
+            count, remedy = self._most_samples + new_count, "clear those that are done"
+            self.limits.check_count("max_samples", "samples in all partitions", count, remedy)
         self._most_samples += new_count
 
     def knows_keys(self, partition_id: str, incarnation: bytes, keys: Sequence[str]) -> bool:
@@ -617,7 +612,7 @@ class Catalog:
         One whose incarnation is there gets another: samples put since then had global indexes that will be those of
         others, and a partition of another name may be of the same checkpoint.
         """
-        self.machine.refusal = _is_replaced
+        self.machine.refusal = _replacement_error
         known = {partition.incarnation for partition in self._partitions.values()}
         for partition in restored:
             if partition.incarnation in known:
@@ -809,16 +804,16 @@ class Catalog:
         """End all waiting calls, and those to come, so that their clients turn to the next server."""
         self._is_draining = True
         for serving in self._serving.values():
-            serving.end(_is_draining)
+            serving.end(_draining_error)
         for arrivals in self._arrivals.values():
             for arrival in arrivals:
                 if not arrival.done():
-                    arrival.set_exception(_is_draining())
+                    arrival.set_exception(_draining_error())
 
     def check_not_draining(self) -> None:
         """Refuse a call that would wait, while the server ends."""
         if self._is_draining:
-            raise _is_draining()
+            raise _draining_error()
 
 
 async def _free(partition: Partition) -> None:
@@ -835,16 +830,16 @@ async def _wake_all(arrivals: Iterable[asyncio.Future[bool]]) -> None:
             await pace.step()
 
 
-def _was_cleared(partition_id: str) -> Callable[[], PartitionClearedError]:
-    return lambda: PartitionClearedError(
+def _cleared_error(partition_id: str) -> PartitionClearedError:
+    return PartitionClearedError(
         f"partition {partition_id!r} was cleared while the call waited; ask again to wait for its next incarnation",
         metadata={"partition_id": partition_id},
     )
 
 
-def _is_replaced() -> UnavailableError:
+def _replacement_error() -> UnavailableError:
     return UnavailableError("a restored checkpoint is taking the place of all partitions; try again")
 
 
-def _is_draining() -> UnavailableError:
+def _draining_error() -> UnavailableError:
     return UnavailableError("the server is shutting down; the call may be sent again to its successor")

@@ -151,9 +151,9 @@ class Field:
         -1 where there is no cell, or cells are scalars or objects. Another thread may ask.
         """
         spec, length = self.spec, self.length  # in this order: `widen` writes them in the other one
-        is_there = self.cell.data[rows] >= 0
+        is_there = self.cell[rows] >= 0
         if spec.ragged_dims:
-            return np.where(is_there, -1 if length is None else length.data[rows], -1)
+            return np.where(is_there, -1 if length is None else length[rows], -1)
         return np.where(is_there, (spec.row_shape or (-1,))[0], -1)
 
     def widen(self, spec: FieldSpec) -> None:
@@ -248,9 +248,9 @@ class CellTable:
     def produced(self, names: Sequence[str], rows: slice | Indexes) -> NDArray[np.bool_]:
         """Return which rows of a stretch, or at some positions, have cells of all these fields, known or not `(n,)`."""
         fields = [self.fields.get(name) for name in names]
-        masks = [field.cell.data[rows] >= 0 for field in fields if field is not None]
+        masks = [field.cell[rows] >= 0 for field in fields if field is not None]
         if len(masks) < len(fields) or not masks:
-            return np.full(self._table.index.data[rows].size, not fields)
+            return np.full(self._table.index[rows].size, not fields)
         for mask in masks[1:]:
             masks[0] &= mask
         return masks[0]
@@ -261,7 +261,7 @@ class CellTable:
         found: dict[str, NDArray[np.bool_]] = {}
         for name, field in self.fields.items():
             is_complete = field.produced_count == self._table.present_count
-            mask = all_of_them if is_complete else field.cell.data[positions] >= 0
+            mask = all_of_them if is_complete else field.cell[positions] >= 0
             if mask.any():
                 found[name] = mask
         return found
@@ -345,9 +345,9 @@ class CellTable:
     def _free(self, positions: Indexes, fields: Iterable[Field]) -> list[Freed]:
         forgotten: list[tuple[str, Indexes]] = []
         for field in fields:
-            produced = positions[field.cell.data[positions] >= 0]
+            produced = positions[field.cell[positions] >= 0]
             if produced.size:
-                forgotten.append((field.spec.name, field.cell.data[produced]))
+                forgotten.append((field.spec.name, field.cell[produced]))
                 field.cell.write(as_slice(produced), NOT_PRODUCED)
                 field.produced_count -= produced.size
         freed: list[Freed] = []
@@ -360,7 +360,7 @@ class CellTable:
         """Return how many rows from the first on have cells in at most so many runs, each of one put; -1 is no row."""
         breaks = np.zeros(max(0, positions.size - 1), np.bool_)
         for field in self.fields.values():
-            slots = np.where(positions < 0, NOT_PRODUCED, field.cell.data[positions]) >> _SLOT_SHIFT
+            slots = np.where(positions < 0, NOT_PRODUCED, field.cell[positions]) >> _SLOT_SHIFT
             breaks |= slots[1:] != slots[:-1]
         heads = breaks.nonzero()[0]
         return positions.size if heads.size < most else int(heads[most - 1]) + 1
@@ -373,7 +373,7 @@ class CellTable:
         """Return where cells are, of those fields that all rows have; fields that lie alike share their runs."""
         alike: dict[bytes, tuple[Indexes, list[str]]] = {}
         for name in names:
-            cells = self.fields[name].cell.data[positions]
+            cells = self.fields[name].cell[positions]
             alike.setdefault(cells.tobytes(), (cells, []))[1].append(name)
         return [
             self._runs(tuple(fields), cells)
@@ -498,7 +498,7 @@ class PutTable(SlotTable):
 def _replaces_all(field: Field, positions: Indexes) -> bool:
     """Whether a write to some rows leaves no cell of a field that there is now."""
     count = field.produced_count
-    return count <= positions.size and count == np.count_nonzero(field.cell.data[positions[positions >= 0]] >= 0)
+    return count <= positions.size and count == np.count_nonzero(field.cell[positions[positions >= 0]] >= 0)
 
 
 def merge_specs(known: FieldSpec, column: ColumnWrite, layout: Layout) -> FieldSpec:

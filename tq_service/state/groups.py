@@ -123,12 +123,12 @@ class KeyIndex(NameIndex):
     def on_rows_cleared(self, positions: Indexes) -> None:
         """Forget the keys of rows that are still in the table."""
         if self:
-            keys = self.column.data[positions]
+            keys = self.column[positions]
             self.remove(keys[keys != None].tolist())  # noqa: E711  (of each)
 
     def rebuild(self) -> None:
         """Enter the keys of restored rows."""
-        keys, indexes = self.column.data[: self._table.count], self._table.index.data[: self._table.count]
+        keys, indexes = self.column[: self._table.count], self._table.index[: self._table.count]
         is_there = keys != None  # noqa: E711  (of each)
         if not is_there.all():
             keys, indexes = keys[is_there], indexes[is_there]
@@ -188,8 +188,7 @@ class GroupTable:
     @property
     def of_rows(self) -> NDArray[np.int64]:
         """The group slot of each row of the table, NO_GROUP for one without."""
-        data: NDArray[np.int64] = self._members.data
-        return data
+        return self._members.data
 
     def names_of(self, positions: Indexes) -> list[str | None]:
         """Return the names of the groups of rows."""
@@ -243,7 +242,7 @@ class GroupTable:
             self.in_use = True
         of_rows = np.append(slots, NO_GROUP)[checked.codes]  # NO_GROUP is the last position, too
         self._members.write(rows, of_rows)
-        slots_of_rows, indexes = of_rows[of_rows >= 0], self._index.data[rows][of_rows >= 0]
+        slots_of_rows, indexes = of_rows[of_rows >= 0], self._index[rows][of_rows >= 0]
         fresh = self.first[slots_of_rows] < 0
         self.first.write(slots_of_rows[fresh][::-1], indexes[fresh][::-1])  # of several rows the first is written last
         self.last.write(slots_of_rows, indexes)
@@ -278,8 +277,7 @@ class GroupTable:
         end = table.position_from(int(self.last[slots].max()) + 1)
         is_wanted = np.zeros(self.slots.count + 1, np.bool_)  # the last is of rows without a group
         is_wanted[slots] = True
-        members: Indexes = start + np.flatnonzero(is_wanted[self.of_rows[start:end]])
-        return members
+        return start + np.flatnonzero(is_wanted[self.of_rows[start:end]])
 
     def slots_of(self, names: Sequence[str]) -> Indexes:
         """Return the slots of groups that must be there."""

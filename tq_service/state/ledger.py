@@ -660,13 +660,13 @@ class TaskLedger(TaskFacts):
             is_delivered = np.isin(claim.plan.used, claim.rows)
             self._consume(positions[~is_delivered], claim.serial)
             delivered = positions[is_delivered]
-        claim.delivery_counts = self.deliveries.data[delivered] + np.int32(1)
+        claim.delivery_counts = self.deliveries[delivered] + np.int32(1)
         self.totals.redelivered += int(np.count_nonzero(claim.delivery_counts > 1))
         self.deliveries.write(delivered, claim.delivery_counts)
         if claim.plan.is_reusing:  # in which a sample may come twice
-            claim.delivery_counts = self.deliveries.data[self._table.find(claim.rows)]
+            claim.delivery_counts = self.deliveries[self._table.find(claim.rows)]
         if dropped.size:
-            self.deliveries.write(dropped, self.deliveries.data[dropped] + np.int32(1))
+            self.deliveries.write(dropped, self.deliveries[dropped] + np.int32(1))
             delivered = np.concatenate([delivered, dropped])
         self._count_leased(claim, delivered.size)
         self._consume(delivered, claim.mark)
@@ -721,7 +721,7 @@ class TaskLedger(TaskFacts):
         """Return the positions of the samples that a claim holds: leased ones, without a lease those not cleared."""
         rows = claim.plan.named
         positions = self._table.find(rows)
-        is_held = (positions >= 0) & (self.claim.data[positions] == claim.mark)
+        is_held = (positions >= 0) & (self.claim[positions] == claim.mark)
         if claim.lease is None and claim.plan.dropped:
             is_held |= (positions >= 0) & claim.plan.drops(rows)
         held: Indexes = positions[is_held]
@@ -731,13 +731,13 @@ class TaskLedger(TaskFacts):
         """Have leased rows consumed or dropped for good, or used once more; return those that can be claimed again."""
         plan, dropped = claim.plan, positions[:0]
         if plan.dropped:
-            is_dropped = plan.drops(self._table.index.data[positions])
+            is_dropped = plan.drops(self._table.index[positions])
             positions, dropped = positions[~is_dropped], positions[is_dropped]
             self.claim.write(dropped, DROPPED)
             self.dropped_count += dropped.size
         consumed, returned = positions, positions[:0]
         if plan.is_reusing:
-            rows = self._table.index.data[positions]
+            rows = self._table.index[positions]
             is_consumed = plan.consumes(rows)
             consumed, returned = positions[is_consumed], positions[~is_consumed]
             self._count_uses(plan.rows[np.isin(plan.rows, rows)], 1)
@@ -746,7 +746,7 @@ class TaskLedger(TaskFacts):
         if returned.size:
             self.deliveries.write(returned, 0)
             before = returned[:0] if claim.returned is None else claim.returned
-            claim.returned = np.concatenate([before, self._table.index.data[returned]])
+            claim.returned = np.concatenate([before, self._table.index[returned]])
             self._reopen(returned)
         self._lose(claim, returned.size + dropped.size)
         return returned
@@ -761,14 +761,14 @@ class TaskLedger(TaskFacts):
             if claim.plan.is_reusing:
                 self._count_uses(claim.rows, -1)
         else:
-            self.deliveries.write(positions, self.deliveries.data[positions] - np.int32(1))
+            self.deliveries.write(positions, self.deliveries[positions] - np.int32(1))
         self._reopen(positions)
         self._lose(claim, count)
 
     def expire(self, claim: QueueClaim, positions: Indexes, at_seconds: float) -> Indexes:
         """Take all that is leased; return the positions that can be claimed again, not the dead-lettered."""
         most = None if claim.lease is None else claim.lease.max_deliveries
-        is_spent = self.deliveries.data[positions] >= (np.iinfo(np.int32).max if most is None else most)
+        is_spent = self.deliveries[positions] >= (np.iinfo(np.int32).max if most is None else most)
         reopened, spent = positions[~is_spent], positions[is_spent]
         self.names.lose(claim.name, claim.request_id, "expired")
         self._reopen(reopened)
@@ -782,7 +782,7 @@ class TaskLedger(TaskFacts):
 
     def _reopen(self, positions: Indexes) -> None:
         self.claim.write(positions, UNCLAIMED)
-        states = self._state.data[positions]
+        states = self._state[positions]
         self.backlog += int(np.count_nonzero(is_open(states)))
 
     def _count_leased(self, claim: QueueClaim, count: int) -> None:
@@ -823,7 +823,7 @@ class TaskLedger(TaskFacts):
         """Return the positions of the rows that are dead-lettered and not cleared."""
         if self.dead_lettered_count == 0:
             return np.zeros(0, np.int64)
-        return np.flatnonzero(self.claim.data[: self._table.count] == DEAD_LETTERED)
+        return np.flatnonzero(self.claim[: self._table.count] == DEAD_LETTERED)
 
     def requeue(self, positions: Indexes) -> None:
         """Have dead-lettered rows claimable, as if they had never been delivered."""
@@ -835,8 +835,7 @@ class TaskLedger(TaskFacts):
 
     def skip(self, positions: Indexes) -> int:
         """Skip those of some rows that are pending; return how many they are."""
-        is_pending = is_open(self._state.data[positions]) & (self.claim.data[positions] == UNCLAIMED)
-        skipped = positions[is_pending & ~self.skipped.data[positions]]
+        skipped = positions[self.is_pending(positions)]
         self.skipped.write(skipped, True)
         self.backlog -= skipped.size
         self.skipped_count += skipped.size
@@ -846,7 +845,7 @@ class TaskLedger(TaskFacts):
         """Have no row skipped any more; return the positions of those that were."""
         if not self.skipped_count:
             return np.zeros(0, np.int64)
-        positions = np.flatnonzero(self.skipped.data[: self._table.count])
+        positions = np.flatnonzero(self.skipped[: self._table.count])
         self.backlog += self._unmark(positions)
         return positions
 
@@ -854,25 +853,30 @@ class TaskLedger(TaskFacts):
         """Count off those of some rows that are skipped, without counting them as pending; return how many."""
         if not self.skipped_count:
             return 0
-        marked = positions[self.skipped.data[positions]]
+        marked = positions[self.skipped[positions]]
         self.skipped.write(marked, False)
         self.skipped_count -= marked.size
         return int(marked.size)
 
-    def is_pending(self, rows: slice) -> NDArray[np.bool_]:
-        """Return which rows are left: live or held, and neither claimed, dead-lettered, dropped nor skipped."""
-        pending = is_open(self._state.data[rows])
-        pending &= self.claim.data[rows] == UNCLAIMED
+    def is_left(self, rows: slice | Indexes) -> NDArray[np.bool_]:
+        """Return which rows are left, skipped or not: live or held, and neither claimed, dead-lettered nor dropped."""
+        left = is_open(self._state[rows])
+        left &= self.claim[rows] == UNCLAIMED
+        return left
+
+    def is_pending(self, rows: slice | Indexes) -> NDArray[np.bool_]:
+        """Return which rows are left and not skipped."""
+        pending = self.is_left(rows)
         if self.skipped_count:
-            pending &= ~self.skipped.data[rows]
+            pending &= ~self.skipped[rows]
         return pending
 
     def is_lost(self, positions: Indexes) -> NDArray[np.bool_]:
         """Return which of some rows it never gets: failed before it took them, dead-lettered, dropped, or skipped."""
-        claims = self.claim.data[positions]
-        is_failed = (self._state.data[positions] == FAILED) & (claims == UNCLAIMED)
+        claims = self.claim[positions]
+        is_failed = (self._state[positions] == FAILED) & (claims == UNCLAIMED)
         is_given_up = (claims == DEAD_LETTERED) | (claims == DROPPED)
-        lost: NDArray[np.bool_] = is_failed | is_given_up | self.skipped.data[positions]
+        lost: NDArray[np.bool_] = is_failed | is_given_up | self.skipped[positions]
         return lost
 
     def reset(self, *, keep_consumed: bool, open_count: int) -> Indexes:
@@ -889,7 +893,7 @@ class TaskLedger(TaskFacts):
         self.kept_groups = None
         reopened = self.take_back()
         if self.dropped_count or not self.deliveries.is_blank:
-            lost = np.flatnonzero(self.claim.data[: self._table.count] < UNCLAIMED)
+            lost = np.flatnonzero(self.claim[: self._table.count] < UNCLAIMED)
             self._reopen(lost)
             reopened = np.concatenate([reopened, lost])
             self.deliveries.write(slice(0, self._table.count), 0)
@@ -906,7 +910,7 @@ class TaskLedger(TaskFacts):
         self.names = ClaimNames()
         self._by_serial.clear()
         if keep_consumed:
-            claims = self.claim.data[: self._table.count]
+            claims = self.claim[: self._table.count]
             self.claim.write(np.flatnonzero(claims != UNCLAIMED), CONSUMED_EARLIER)
         else:
             self.claim.write(slice(0, self._table.count), UNCLAIMED)
@@ -925,7 +929,7 @@ class TaskLedger(TaskFacts):
 
         Those that are leased are consumed for good: no other worker will process them.
         """
-        claims = self.claim.data[positions]
+        claims = self.claim[positions]
         self.backlog -= int(np.count_nonzero(claims == UNCLAIMED)) - self._unmark(positions)
         if not self.leased_count:
             return
@@ -939,7 +943,7 @@ class TaskLedger(TaskFacts):
 
     def on_rows_cleared(self, positions: Indexes) -> None:
         """Drop the records whose last rows are being cleared."""
-        serials, counts = count_values(self.claim.data[positions])
+        serials, counts = count_values(self.claim[positions])
         for serial, count in zip(serials.tolist(), counts.tolist(), strict=True):
             record = self._by_serial.get(serial)
             if record is None:

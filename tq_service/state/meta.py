@@ -135,8 +135,8 @@ class CustomMeta:
         if stored.values is None or stored.present is None:
             values = present = np.zeros(positions.size, np.bool_)
         else:
-            values, present = stored.values.data[positions], stored.present.data[positions]
-        texts = None if stored.json is None else stored.json.data[positions]
+            values, present = stored.values[positions], stored.present[positions]
+        texts = None if stored.json is None else stored.json[positions]
         if texts is not None and not (texts != None).any():  # noqa: E711  (of each)
             texts = None
         return MetaColumn(name=name, values=values, present=present, json=texts)
@@ -158,7 +158,7 @@ class CustomMeta:
         """Return the typed values of a column, or of a readable one of the table, and which rows have one."""
         arrays = self.arrays(name)
         if arrays is None:
-            count = self._table.index.data[rows].size
+            count = self._table.index[rows].size
             return np.zeros(count), np.zeros(count, np.bool_)
         return arrays[0][rows], arrays[1][rows]
 
@@ -167,7 +167,7 @@ class CustomMeta:
         stored = self._columns.get(name)
         if stored is None or stored.json is None:
             return None
-        texts: NDArray[np.object_] = stored.json.data[rows].copy()
+        texts: NDArray[np.object_] = stored.json[rows].copy()
         texts[texts == "null"] = None
         return texts
 

@@ -214,13 +214,13 @@ class Partition:
 
     def count_states(self, positions: Indexes, by: int) -> None:
         """Count rows in, or out, by the states they have now."""
-        states = self.state.data[positions]
+        states = self.state[positions]
         for code in (LIVE, HELD, FAILED):
             self.count_state(code, positions[states == code], by)
 
     def count_state(self, code: int, rows: slice | Indexes, by: int) -> None:
         """Count rows of a state in, or out, of the partition and of their groups."""
-        self.state_counts[code] += by * self.state.data[rows].size
+        self.state_counts[code] += by * self.state[rows].size
         if code == FAILED:
             self.groups.count(self.groups.failed, rows, by)
 

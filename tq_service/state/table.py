@@ -37,7 +37,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Final, TypeAlias, cast
+from typing import Any, Final, TypeAlias, cast, overload
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -319,6 +319,12 @@ class Column:
         self._snapshots: list[weakref.ref[ColumnSnapshot]] = []
         self._move(capacity, np.dtype(dtype))
 
+    @overload
+    def __getitem__(self, where: slice | NDArray[Any]) -> NDArray[Any]: ...
+
+    @overload
+    def __getitem__(self, where: int) -> Any: ...
+
     def __getitem__(self, where: Any) -> Any:
         return self.data[where]
 
@@ -542,8 +548,8 @@ class RowTable(Table):
     def rebuild(self, next_index: int) -> None:
         """Find out what follows from restored columns, and go on with this global index."""
         self.next_index = next_index
-        self.present_count = int(np.count_nonzero(self.state.data[: self.count]))
-        left = np.flatnonzero(self.index.data[: self.count] == _NO_INDEX)
+        self.present_count = int(np.count_nonzero(self.state[: self.count]))
+        left = np.flatnonzero(self.index[: self.count] == _NO_INDEX)
         if left.size:
             self._closing = (int(left[0]), int(left[-1]) + 1)
         self._number(self.count)
@@ -624,14 +630,14 @@ class RowTable(Table):
 
     def _move_rows(self, start: int, end: int, to: int) -> int:
         """Move the rows between two positions to positions from `to` on; return where they end."""
-        rows = start + np.flatnonzero(self.state.data[start:end] != CLEARED)
+        rows = start + np.flatnonzero(self.state[start:end] != CLEARED)
         end_of_moved = to + rows.size
         if end_of_moved == end:  # there was no gap so far
             return end
         source, moved, left = as_slice(rows), slice(to, end_of_moved), slice(max(end_of_moved, start), end)
         for column in self.columns.values():
             if not column.is_blank:
-                column.write(moved, column.data[source])
+                column.write(moved, column[source])
                 column.write(left, column.fill)
         return end_of_moved
 
@@ -670,7 +676,7 @@ class RowTable(Table):
         end_index, index = self.next_index, 0
         while (start := self.position_from(index)) < (end := self.position_from(end_index)):
             stop = min(start + count, end)
-            index = int(self.index.data[start:stop].max()) + 1
+            index = int(self.index[start:stop].max()) + 1
             yield slice(start, stop)
 
     def find(self, indexes: Indexes) -> Indexes:
@@ -678,20 +684,20 @@ class RowTable(Table):
         if self.count == 0 or indexes.size == 0:
             return np.full(indexes.size, -1, np.int64)
         if self._is_gapless:
-            positions: Indexes = indexes - self.index.data[0]
+            positions: Indexes = indexes - self.index[0]
             if positions.view(np.uint64).max() < self.count:  # negative ones are huge when taken as unsigned
                 if self.present_count == self.count:
                     return positions
-                found = self.state.data[positions] != CLEARED
+                found = self.state[positions] != CLEARED
                 return positions if found.all() else np.where(found, positions, -1)
         positions = np.minimum(self._search(indexes), self.count - 1)
-        found = (self.index.data[positions] == indexes) & (self.state.data[positions] != CLEARED)
+        found = (self.index[positions] == indexes) & (self.state[positions] != CLEARED)
         return positions if found.all() else np.where(found, positions, -1)
 
     @property
     def _is_gapless(self) -> bool:
         """Whether no gap was closed between the first row and the last: positions follow from indexes."""
-        return self._closing is None and self.next_index - int(self.index.data[0]) == self.count
+        return self._closing is None and self.next_index - int(self.index[0]) == self.count
 
     @property
     def layout(self) -> tuple[object, ...]:
@@ -710,7 +716,7 @@ class RowTable(Table):
         if index >= self.next_index:
             return self.count
         if self._is_gapless:
-            return max(0, index - int(self.index.data[0]))
+            return max(0, index - int(self.index[0]))
         return int(self._search(np.array([index]))[0])
 
     def _search(self, indexes: Indexes) -> Indexes:
@@ -724,7 +730,7 @@ class RowTable(Table):
 
     def present_positions(self) -> Indexes:
         """Return the positions of all rows."""
-        return np.flatnonzero(self.state.data[: self.count] != CLEARED)
+        return np.flatnonzero(self.state[: self.count] != CLEARED)
 
     def present_from(self, index: int, count: int) -> Indexes:
         """Return the positions of the first `count` rows from a global index on, or of all there are."""
@@ -732,7 +738,7 @@ class RowTable(Table):
         found: list[Indexes] = []
         while count > 0 and start < self.count:
             end = min(self.count, start + max(count, _LEAST_GAPS))
-            some = start + np.flatnonzero(self.state.data[start:end] != CLEARED)[:count]
+            some = start + np.flatnonzero(self.state[start:end] != CLEARED)[:count]
             found.append(some)
             count, start = count - some.size, end
         return np.concatenate(found) if found else np.zeros(0, np.int64)
