@@ -43,7 +43,7 @@ def scan_of(train, *, length=None, watch=None, of_left=False, **bound):
 
 
 def view_of(train, **bound):
-    return PartitionView(train, task_of(train, "t"), partial(scan_of, train, **bound))
+    return PartitionView(partial(scan_of, train, **bound))
 
 
 def search_of(train, *, length=None, **bound):

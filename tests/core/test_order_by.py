@@ -78,7 +78,7 @@ def scanned_partition():
 
 def view_of(target, task, orders, watch=None):
     rows = Readiness(target, task, batch_spec(order_by=orders), None)
-    return PartitionView(target, task, partial(Scan, rows, target.scan_starts, orders, watch=watch))
+    return PartitionView(partial(Scan, rows, target.scan_starts, orders, watch=watch))
 
 
 class Rows:

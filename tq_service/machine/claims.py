@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tq_service.errors import InvalidArgumentError, LeaseExpiredError, PreconditionError
 from tq_service.machine.state_machine import Change, State, Step
@@ -482,41 +481,41 @@ def _check_leased(partition: Partition, task: TaskLedger, request_id: bytes, row
 def _left(partition: Partition, task: TaskLedger, claim: QueueClaim, rows: Indexes | None) -> Indexes:
     """Return the positions of what a claim holds of some samples, of all where none are named.
 
+    A row that its plan drops goes with the other members of its group that are left: all parts of a batch name
+    everything that it drops, whichever samples they are of.
+
     Raises:
-        InvalidArgumentError: they are only a part of a claim without a lease, or of a group that stays whole.
+        InvalidArgumentError: they are only a part of a claim without a lease, or of a group that stays whole, of which
+            the rest could never be delivered again as a whole one.
     """
-    positions = task.left(claim)
+    table, positions = partition.table, task.left(claim)
     if rows is None:
         return positions
-    if claim.lease is not None:
-        is_named = np.isin(partition.table.index[positions], rows)
-        if claim.plan.dropped:
-            is_named = _with_dropped(partition, task, claim, positions, is_named)
-        _check_whole_groups(partition, task, claim, positions, is_named)
-        return positions[is_named]
-    delivered = claim.rows[partition.table.find(claim.rows) >= 0]
-    if not np.isin(delivered, rows).all():
+    if claim.lease is None:
+        delivered = claim.rows[table.find(claim.rows) >= 0]
+        if not np.isin(delivered, rows).all():
+            raise InvalidArgumentError(
+                f"got {rows.size} of the {delivered.size} samples of a claim without a lease, which is released whole; "
+                "ask with a lease to release some",
+                field="global_indexes",
+            )
+        return positions
+    is_named = np.isin(table.index[positions], rows)
+    ids = _group_ids(partition, task, claim, positions)
+    if claim.plan.dropped:
+        is_dropped = claim.plan.drops(table.index[positions])
+        is_alone = is_dropped & ~np.isin(ids, ids[~is_dropped])
+        is_named = np.where(is_dropped & ~is_alone, np.isin(ids, ids[is_named & ~is_dropped]), is_named)
+    parted = np.intersect1d(ids[is_named], ids[~is_named])
+    if parted.size:
+        is_member = ids == parted[0]
+        members = table.index[positions[is_member]]
         raise InvalidArgumentError(
-            f"got {rows.size} of the {delivered.size} samples of a claim without a lease, which is released whole; ask "
-            "with a lease to release some",
+            f"samples {_named(members)} are a group, of which {int(is_named[is_member].sum())} of {members.size} are "
+            f"named; the claim is of whole groups, so name all of them or none",
             field="global_indexes",
         )
-    return positions
-
-
-def _with_dropped(
-    partition: Partition, task: TaskLedger, claim: QueueClaim, positions: Indexes, is_named: NDArray[np.bool_]
-) -> NDArray[np.bool_]:
-    """Return which rows of a claim are meant: a dropped row goes with the other members of its group that are left.
-
-    All parts of a batch name everything that it drops, whichever samples they are of.
-    """
-    is_dropped = claim.plan.drops(partition.table.index[positions])
-    ids = _group_ids(partition, task, claim, positions)
-    delivered = ids[~is_dropped]
-    is_alone = is_dropped & ~np.isin(ids, delivered)
-    meant: NDArray[np.bool_] = np.isin(ids, delivered[is_named[~is_dropped]]) & is_dropped
-    return (is_named & (~is_dropped | is_alone)) | meant
+    return positions[is_named]
 
 
 def _group_ids(partition: Partition, task: TaskLedger, claim: QueueClaim, positions: Indexes) -> Indexes:
@@ -539,24 +538,6 @@ def _lease_of(task: TaskLedger, claim: QueueClaim) -> LeaseTerms:
             metadata={"task_name": task.name},
         )
     return claim.lease
-
-
-def _check_whole_groups(
-    partition: Partition, task: TaskLedger, claim: QueueClaim, positions: Indexes, is_named: NDArray[np.bool_]
-) -> None:
-    """Refuse a part of a group, of which the rest could never be delivered again as a whole one."""
-    if is_named.all() or not is_named.any():
-        return
-    ids = _group_ids(partition, task, claim, positions)
-    parted = np.intersect1d(ids[is_named], ids[~is_named])
-    if parted.size:
-        is_member = ids == parted[0]
-        members = partition.table.index[positions[is_member]]
-        raise InvalidArgumentError(
-            f"samples {_named(members)} are a group, of which {int(is_named[is_member].sum())} of {members.size} "
-            f"are named; the claim is of whole groups, so name all of them or none",
-            field="global_indexes",
-        )
 
 
 def _lease_over_error(task: TaskLedger, rows: Indexes | None = None) -> LeaseExpiredError:

@@ -66,7 +66,7 @@ class Readiness:
         self.table = partition.table
         self.values_of = partition.meta.typed
         self.key: ScanKey = (batch_spec.data_fields, batch_spec.where, length)
-        self._partition = partition
+        self.partition = partition
         self.task = task
 
     @property
@@ -86,7 +86,7 @@ class Readiness:
 
     def has_data(self, rows: Rows) -> NDArray[np.bool_]:
         """Return which rows are live, not consumed by the task, and have all data fields."""
-        mask: NDArray[np.bool_] = self._partition.state[rows] == LIVE
+        mask: NDArray[np.bool_] = self.partition.state[rows] == LIVE
         mask &= self.task.claim[rows] == UNCLAIMED
         mask &= self._produced(rows)
         return mask
@@ -95,14 +95,14 @@ class Readiness:
         """Return where `where` holds; a row without a value does not pass."""
         mask = np.ones(self.table.index[rows].size, np.bool_)
         for condition in self.key[1]:
-            mask &= self._partition.meta.holds(condition, rows)[0]
+            mask &= self.partition.meta.holds(condition, rows)[0]
         return mask
 
     def excluded(self, rows: Rows) -> NDArray[np.bool_]:
         """Return the rows that `where` rules out for good: by a value, or for lack of one when their data is there."""
         mask = np.zeros(self.table.index[rows].size, np.bool_)
         for condition in self.key[1]:
-            holds, present = self._partition.meta.holds(condition, rows)
+            holds, present = self.partition.meta.holds(condition, rows)
             mask |= ~holds & (present | self._produced(rows))
         return mask
 
@@ -115,7 +115,7 @@ class Readiness:
         has_length = self.values_of(source.key, rows)[1]
         if source.field is not None:
             has_length = has_length | (self.field_lengths(source.field, rows) >= 0)
-        texts = self._partition.meta.json_values(source.key, rows)
+        texts = self.partition.meta.json_values(source.key, rows)
         return has_length if texts is None else has_length | (texts != None)  # noqa: E711  (of each)
 
     def lengths(self, rows: Rows) -> Indexes:
@@ -131,7 +131,7 @@ class Readiness:
         is_count = _is_token_count(values)
         if not is_count.all():
             self._refuse_length(rows, int(np.flatnonzero(present)[~is_count][0]), values[~is_count].tolist()[0])
-        texts = self._partition.meta.json_values(source.key, rows)
+        texts = self.partition.meta.json_values(source.key, rows)
         if texts is not None and (found := np.flatnonzero(texts != None)).size:  # noqa: E711  (of each)
             self._refuse_length(rows, int(found[0]), texts[found[0]])
         lengths[present] = values
@@ -151,7 +151,7 @@ class Readiness:
     def known_lengths(self, rows: Indexes) -> Indexes | None:
         """Return token counts, None where one of them is not known or is no token count."""
         source = self.key[2] or LengthSource()
-        arrays = self._partition.meta.arrays(source.key)
+        arrays = self.partition.meta.arrays(source.key)
         if arrays is None and source.field is None:
             return None
         if arrays is not None and arrays[0].dtype.kind == "i" and arrays[1][rows].all():  # as mostly
@@ -165,11 +165,11 @@ class Readiness:
 
     def field_lengths(self, name: str | None, rows: Rows) -> Indexes:
         """Return the row lengths of a field, see `Field.lengths`; -1 where there is none."""
-        field = None if name is None else self._partition.cells.fields.get(name)
+        field = None if name is None else self.partition.cells.fields.get(name)
         return np.full(self.table.index[rows].size, -1) if field is None else field.lengths(rows)
 
     def _produced(self, rows: Rows) -> NDArray[np.bool_]:
-        return self._partition.cells.produced(self.key[0], rows)
+        return self.partition.cells.produced(self.key[0], rows)
 
 
 def _is_token_count(values: NDArray[Any]) -> NDArray[np.bool_]:
@@ -426,17 +426,13 @@ class PartitionView:
         grouping: the groups that were asked for last; None: none were.
     """
 
-    def __init__(
-        self, partition: Partition, task: TaskLedger, new_scan: Callable[..., Scan], *, no_more: bool = False
-    ) -> None:
-        self._partition = partition
-        self._task = task
+    def __init__(self, new_scan: Callable[..., Scan], *, no_more: bool = False) -> None:
         self._new_scan = new_scan
         self.scan = new_scan()
-        self._rows = self.scan.rows
-        self.no_more = partition.sealed or no_more
+        self._rows = rows = self.scan.rows
+        self.no_more = rows.partition.sealed or no_more
         self.grouping: Grouping | None = None
-        self.plan_count = task.serial - LAST_RESERVED
+        self.plan_count = rows.task.serial - LAST_RESERVED
 
     def ready(self, limit: int | None = None) -> Indexes:
         """Return up to `limit` ready rows, see `View.ready`."""
@@ -459,7 +455,9 @@ class PartitionView:
         Raises:
             MustBeAwaited: the members of groups lie so far apart that they are to be looked for off the event loop.
         """
-        self.grouping = grouping_of(self._partition, self._task, block_size, blocks, take_incomplete=take_incomplete)
+        self.grouping = grouping_of(
+            self._rows.partition, self._rows.task, block_size, blocks, take_incomplete=take_incomplete
+        )
         self.grouping.check()
         # Among which rows a run is found must not depend on the order.
         is_whole_scan = limit is None or (self.grouping.blocks == "anywhere" and bool(self.scan.orders))
@@ -505,20 +503,20 @@ class PartitionView:
     def group_names(self, rows: Indexes) -> list[str | None]:
         """Return the explicit group of each row, see `View.group_names`."""
         positions = self._rows.table.find(np.asarray(rows, np.int64))
-        names = self._partition.groups.names_of(positions)
+        names = self._rows.partition.groups.names_of(positions)
         return [name if position >= 0 else None for name, position in zip(names, positions.tolist(), strict=True)]
 
     def use_counts(self, rows: Indexes) -> Indexes:
         """Return how often rows were delivered and not consumed, see `View.use_counts`."""
-        return self._at(rows, self._task.uses.data.__getitem__, 0)
+        return self._at(rows, self._rows.task.uses.data.__getitem__, 0)
 
     def states(self, rows: Indexes) -> list[str]:
         """Return the state of each row, see `View.states`."""
-        return [STATE_NAMES[code] for code in self._at(rows, self._partition.state.data.__getitem__, CLEARED)]
+        return [STATE_NAMES[code] for code in self._at(rows, self._rows.partition.state.data.__getitem__, CLEARED)]
 
     def rows(self) -> Indexes:
         """Return all rows that are not cleared, see `View.rows`."""
-        present = np.flatnonzero(self._partition.state[: self.scan.count] != CLEARED)
+        present = np.flatnonzero(self._rows.partition.state[: self.scan.count] != CLEARED)
         return self._rows.table.index[present]
 
     def _at(self, rows: Indexes, read: Callable[[Indexes], NDArray[Any]], missing: int) -> Indexes:
@@ -624,7 +622,7 @@ class Search:
         self._consumed = task.consumed_count, task.leased_count
         self._end: EndFound | None = None
         self.wanted = request.plan_request
-        self.view = PartitionView(partition, task, self._new_scan)
+        self.view = PartitionView(self._new_scan)
 
     @property
     def _marks(self) -> tuple[int, int, int, int, int]:
@@ -659,7 +657,7 @@ class Search:
         state_version, row_version, *_ = self._begun_at
         self._end = EndFound(state_version, row_version + 1, self._consumed, end=end)
         self.wanted = replace(self.wanted, min_size=self.wanted.total_size if self._spec.drop_last else 1)
-        self.view = PartitionView(self._partition, self._task, self._new_scan, no_more=True)
+        self.view = PartitionView(self._new_scan, no_more=True)
         return True
 
     @property

@@ -259,8 +259,8 @@ class WaitQueue:
         self.planning: Line | None = None
         self.is_stale = False
         self._last_arrival = 0
-        self._turns: list[tuple[float, Line]] = []  # heaps; no two lines have the same order
-        self._heavy: list[tuple[float, Line]] = []
+        self._turns: list[tuple[float, Line]] = []  # a heap; no two lines have the same order
+        self._heavy: dict[Line, None] = {}
         self._turns_left = 0
 
     def __len__(self) -> int:
@@ -303,18 +303,14 @@ class WaitQueue:
 
     def put(self, line: Line) -> None:
         """Let a parked line have a turn, unless no claim waits in it."""
-        if line.state is LineState.PARKED:
-            self._push(self._turns, line, LineState.QUEUED)
+        if line.state is LineState.PARKED and line.first() is not None:
+            line.state = LineState.QUEUED
+            heapq.heappush(self._turns, (line.order, line))
 
     def put_heavy(self, line: Line) -> None:
         """Let a line have a plan made off the event loop."""
-        self._push(self._heavy, line, LineState.HEAVY)
-
-    def _push(self, heap: list[tuple[float, Line]], line: Line, state: LineState) -> None:
-        order = line.order
-        line.state = LineState.PARKED if order == math.inf else state
-        if line.state is state:
-            heapq.heappush(heap, (order, line))
+        line.state = LineState.HEAVY
+        self._heavy[line] = None
 
     @property
     def holder(self) -> Line | None:
@@ -346,15 +342,13 @@ class WaitQueue:
 
     def next_heavy(self) -> Line | None:
         """Begin to plan for a line off the event loop and return it, None if there is none or one is planned for."""
-        if self.planning is not None:
+        if self.planning is not None or not self._heavy:
             return None
-        while self._heavy:
-            line = heapq.heappop(self._heavy)[1]
-            if line.state is LineState.HEAVY:
-                line.state = LineState.PARKED if line.first() is None else LineState.PLANNING
-                if line.state is LineState.PLANNING:
-                    self.planning = line
-                    break
+        line = min(self._heavy, key=lambda each: each.order)
+        del self._heavy[line]
+        line.state = LineState.PARKED if line.first() is None else LineState.PLANNING
+        if line.state is LineState.PLANNING:
+            self.planning = line
         return self.planning
 
     def defer(self, line: Line) -> None:
@@ -521,7 +515,11 @@ class Planner:
             return recorded
         if self._gone is not None:
             raise self._gone()
-        if not self._is_next(request):
+        # Before it joins a line, a call may be served if others have no turn now, and none asks alike: all waiting
+        # claims wait for a change then, so that no turn is taken away.
+        is_ahead = request.rank is not None and request.rank.batch_index > self.task.next_batch_index
+        is_serving = self._dispatching is not None or self._queue.holder is not None
+        if is_ahead or is_serving or request.spec in self._queue.by_spec:
             return await self._wait(request, NOT_LOOKED, max_wait_seconds)
         found = self._find_at_once(request)
         if isinstance(found, Planned | EndFound):
@@ -531,15 +529,6 @@ class Planner:
         if found is not None and max_wait_seconds <= 0:
             return NotYet()
         return await self._wait(request, found, max_wait_seconds)
-
-    def _is_next(self, request: ClaimRequest) -> bool:
-        """Whether a call may be served before it joins a line: others have no turn now, and none asks alike.
-
-        All waiting claims wait for a change then, so that no turn is taken away.
-        """
-        is_ahead = request.rank is not None and request.rank.batch_index > self.task.next_batch_index
-        is_serving = self._dispatching is not None or self._queue.holder is not None
-        return not (is_ahead or is_serving or request.spec in self._queue.by_spec)
 
     async def _wait(self, request: ClaimRequest, miss: Miss | None, max_wait_seconds: float) -> Answer:
         """Wait for an answer, given why there is none yet; None: it must be planned off the loop."""
@@ -560,8 +549,16 @@ class Planner:
                 answer = await waiter.answer
             if isinstance(answer, RankPlan | QueueClaim) and self._partition.table.removed_count != removed_count:
                 self.task.check_present(answer.rows)
-            if isinstance(answer, QueueClaim) and answer.lease is not None:
-                self._check_leased(answer)
+            if (
+                isinstance(answer, QueueClaim)
+                and answer.lease
+                and self.task.claims.get(answer.request_id) is not answer
+            ):
+                raise LeaseExpiredError(  # since the record was made, in a turn of the loop before this one
+                    f"the lease of this claim of task {self.task.name!r} ended before its answer was sent; ask again "
+                    f"under a new request_id",
+                    metadata={"task_name": self.task.name},
+                )
             return answer
         except (asyncio.CancelledError, SamplesClearedError):
             if waiter.has_claim:
@@ -572,15 +569,6 @@ class Planner:
                 timer.cancel()
             self._queue.leave(line, waiter)
             del waiter  # through which an error would hold this frame, and with it the partition
-
-    def _check_leased(self, claim: QueueClaim) -> None:
-        """Refuse a claim that went between its record and the turn of the loop in which its call goes on."""
-        if self.task.claims.get(claim.request_id) is not claim:
-            raise LeaseExpiredError(
-                f"the lease of this claim of task {self.task.name!r} ended before its answer was sent; ask again "
-                f"under a new request_id",
-                metadata={"task_name": self.task.name},
-            )
 
     def retract(self, request_id: bytes) -> None:
         """Release a queue claim whose answer did not reach its client, unless a retry was given the same.
@@ -602,23 +590,19 @@ class Planner:
         """
         self.task.check_epoch(request.epoch)
         recorded = self.task.recorded(request)
-        if recorded is None and request.rank is not None:
-            self._check_not_far_ahead(request.rank.batch_index)
+        most = self.task.next_batch_index + _MOST_BATCHES_AHEAD
+        if recorded is None and request.rank is not None and request.rank.batch_index > most:
+            # No rank reaches it by counting, and all batches before it would be planned, and consumed.
+            raise InvalidArgumentError(
+                f"batch_index is {request.rank.batch_index}; expected at most {most}, which is {_MOST_BATCHES_AHEAD} "
+                f"more than the next batch of task {self.task.name!r} in partition {self._partition.partition_id!r}, "
+                f"{self.task.next_batch_index}. Count batches from 0 in each partition and epoch.",
+                field="batch_index",
+                metadata={"got": str(request.rank.batch_index), "expected": f"0 to {most}"},
+            )
         if isinstance(recorded, QueueClaim):
             recorded.answer_count += 1
         return recorded
-
-    def _check_not_far_ahead(self, batch_index: int) -> None:
-        """Refuse an index that no rank reaches by counting: all batches before it would be planned, and consumed."""
-        next_index = self.task.next_batch_index
-        if batch_index > next_index + _MOST_BATCHES_AHEAD:
-            raise InvalidArgumentError(
-                f"batch_index is {batch_index}; expected at most {next_index + _MOST_BATCHES_AHEAD}, which is "
-                f"{_MOST_BATCHES_AHEAD} more than the next batch of task {self.task.name!r} in partition "
-                f"{self._partition.partition_id!r}, {next_index}. Count batches from 0 in each partition and epoch.",
-                field="batch_index",
-                metadata={"got": str(batch_index), "expected": f"0 to {next_index + _MOST_BATCHES_AHEAD}"},
-            )
 
     # Turns of lines
 

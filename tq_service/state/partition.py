@@ -356,7 +356,12 @@ class Partition:
             if task.facts.name not in partition.tasks:
                 partition.open_task(task.facts.name)
         partition._restore_tables(snapshot.tables)
-        partition._rebuild(facts)
+        partition.table.rebuild(facts.next_index)
+        partition.groups.rebuild(in_use=facts.has_groups)
+        partition.cells.rebuild()
+        present = partition.table.present_positions()
+        partition.state_counts = np.bincount(partition.state[present], minlength=4).tolist()
+        partition.key_index.rebuild()
         for task in snapshot.tasks:
             partition.tasks[task.facts.name].restore(task)
         return partition
@@ -380,14 +385,6 @@ class Partition:
                         default=repr(table.columns[column].fill),
                     )
                 )
-
-    def _rebuild(self, facts: PartitionFacts) -> None:
-        """Find out what follows from restored tables."""
-        self.table.rebuild(facts.next_index)
-        self.groups.rebuild(in_use=facts.has_groups)
-        self.cells.rebuild()
-        self.state_counts = np.bincount(self.state[self.table.present_positions()], minlength=4).tolist()
-        self.key_index.rebuild()
 
     def free(self) -> Iterator[None]:
         """Have no names and no objects any more, in steps; for a partition that was removed, but for its snapshots."""
