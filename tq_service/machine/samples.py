@@ -1,7 +1,7 @@
-"""Changes of samples: added, written to, cleared; their custom_meta set, their groups closed.
+"""Changes of partitions and samples: partitions made, sealed, cleared; samples added, written to, cleared.
 
 A write names its samples by index, by key, or not at all where they are new. `check_write` finds them and sees whether
-they take what is written.
+they take what is written. What it found holds until the mark of the partition is another one.
 """
 
 from __future__ import annotations
@@ -374,7 +374,7 @@ def _add_rows(write: SampleWrite, checked: CheckedWrite, step: Step) -> slice:
         partition.key_index.add(keys, partition.table.index[added])
     if checked.groups is not None:
         partition.groups.add(checked.groups, write.group_size, added)
-    partition.count_state(code, added, 1)
+    partition.count_states(added, 1)
     if code != FAILED:
         for task in partition.tasks.values():
             task.on_rows_added(count)
@@ -398,7 +398,7 @@ def _set_state(partition: Partition, code: int, positions: Indexes, step: Step) 
             task.on_rows_closed(changed)
     partition.count_states(changed, -1)
     partition.state.write(changed, code)
-    partition.count_state(code, changed, 1)
+    partition.count_states(changed, 1)
     partition.state_version += 1
     if code == FAILED:
         _skip_rest(partition, changed, step)

@@ -12,6 +12,8 @@ the change: they are not repeated when the log is read.
 
 It has the shape of a replicated state machine: Ongaro and Ousterhout, "In Search of an Understandable Consensus
 Algorithm", 2014, section 2.
+
+It also keeps the answers of mutating requests, so that a retry gets the same answer and has no second effect.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Which rows make up a group for a sampler, and which groups can be delivered."""
+"""Groups and orders: which rows make up a group, which groups can be delivered, and the order of `order_by`.
+
+Nothing is kept between claims. The first rows in an order are found by selection, all of them by a sort. Texts are
+compared a few thousand at once, since numpy and Python hold the interpreter lock meanwhile, unlike for numbers.
+"""
 
 from __future__ import annotations
 

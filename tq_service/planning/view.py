@@ -1,4 +1,8 @@
-"""One look for the next plan of a claim: what its sampler sees, and what it comes to."""
+"""One look for the next plan of a claim: which rows are ready, what its sampler sees of them, and what it comes to.
+
+`Readiness` says which rows are ready, `Scan` finds the first of them, `PartitionView` shows them to the sampler, and
+`Search` checks the plan that the sampler returns, or counts the end.
+"""
 
 from __future__ import annotations
 
@@ -742,7 +746,10 @@ class Search:
                 metadata={"sampler": sampler},
             )
         if self._spec.max_uses > 1 or recorded.is_reusing:
-            recorded = recorded.consuming(self._spent(recorded.rows))
+            rows, counts = np.unique(recorded.rows, return_counts=True)
+            is_spent = self._task.uses[self._rows.table.find(rows)] + counts >= self._spec.max_uses
+            # Without a number of uses only what the sampler says is consumed.
+            recorded = recorded.consuming(rows[is_spent] if self._spec.max_uses > 1 else rows[:0])
             positions = self._rows.table.find(recorded.named)
         return Planned(recorded, positions, self.view.grouping, self._length)
 
@@ -783,11 +790,3 @@ class Search:
             field="sampler_config",
             metadata={"partition_id": self._partition.partition_id, "column": source.key},
         )
-
-    def _spent(self, rows: Indexes) -> Indexes:
-        """Return the rows of a plan that were used often enough once it is recorded; of no number none."""
-        max_uses = self._spec.max_uses
-        if max_uses == 1:
-            return rows[:0]
-        rows, counts = np.unique(rows, return_counts=True)
-        return rows[self._task.uses[self._partition.table.find(rows)] + counts >= max_uses]

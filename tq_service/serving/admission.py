@@ -1,4 +1,9 @@
-"""Puts of new samples that wait for capacity in a partition."""
+"""Writes of new samples that wait for capacity in a partition, and the bounds that make them wait.
+
+A partition bounds the bytes of its cells, and how far producers may be ahead of its tasks. All that is counted follows
+from its rows and puts, so that it is the same after a restart. `LowestVersion` finds the lowest version among the
+samples that a task has left without looking at all of them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""All partitions by name, the planners of their tasks, and the claims that wait for a partition to appear."""
+"""All partitions by name, with what serves each, their limits, and the calls that wait for a partition to appear.
+
+`Limits` are compared when a request comes, never when a change is made again: what was let in under higher limits
+stays. `LeaseTimer` has the deadlines of one partition's leases.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import contextlib
 import heapq
 import math
 import os
+from collections import defaultdict
 from collections.abc import (
     AsyncIterator,
     Callable,
@@ -286,7 +291,7 @@ class _Serving:
         self.admission_queue = AdmissionQueue(partition, self._deadlock) if partition.settings.is_bounded else None
         self.lease_timer = LeaseTimer(partition.tasks, expire)
         self.enders: set[Callable[[Callable[[], TqError]], None]] = set()  # of look-ups that wait
-        self.delivery_rates: dict[str, DeliveryRate] = {}  # by task
+        self.delivery_rates: defaultdict[str, DeliveryRate] = defaultdict(DeliveryRate)  # by task
 
     def _deadlock(self, task_name: str, asking: ClaimRequest | None) -> str:
         """Return why a task cannot consume before more samples come; of no task in particular, any such; "" if none."""
@@ -295,13 +300,6 @@ class _Serving:
             count = self._partition.table.present_count
             planners = [each for each in self.planners.values() if each.task.backlog == count]
         return next(filter(None, (starvation(self._partition, planner, asking) for planner in planners)), "")
-
-    def count_delivered(self, task_name: str, count: int, at_seconds: float) -> None:
-        """Count samples that a task was delivered."""
-        rate = self.delivery_rates.get(task_name)
-        if rate is None:
-            rate = self.delivery_rates[task_name] = DeliveryRate()
-        rate.add(count, at_seconds)
 
     def end(self, error: Callable[[], TqError]) -> None:
         """End all waiting calls, and those to come, with an error; no lease expires any more."""
@@ -385,7 +383,7 @@ class Catalog:
             self._start_lease(partition, task_name, claim)
         for partition, task_name, plan in step.delivered:
             if (serving := self._serving.get(partition)) is not None:  # else it was cleared since
-                serving.count_delivered(task_name, plan.rows.size, step.at_seconds)
+                serving.delivery_rates[task_name].add(plan.rows.size, step.at_seconds)
         for partition in step.changed:
             partition.on_change()
         for partition in step.consumed:

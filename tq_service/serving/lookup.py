@@ -1,8 +1,11 @@
-"""Pages of the samples that a request means, those of them with some cells; and pages of names.
+"""Selections of samples: read in pages, waited for, cleared in parts; and pages of names.
 
 Pages of samples are bounded by count and by what is known of the samples, so that each is made quickly. Their token
 says where the next one begins and in which incarnation of the partition. It is no secret: a caller that has it could
 ask for any page.
+
+`LookupWait` waits until enough samples are found. `Clearing` clears the samples of a selection in parts, between which
+other calls have their turn.
 """
 
 from __future__ import annotations

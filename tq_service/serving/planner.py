@@ -12,6 +12,8 @@ and claims that are planned at once never wait for such a plan.
 A plan is recorded on the loop in the step in which all its rows are seen to be ready still; one that has lost rows is
 made again. So that a slow sampler is not passed by for ever, the next plan of its line looks past as many ready rows
 as others are likely to take meanwhile, and lines that came later wait for it if its last plan did not take long.
+
+`WaitQueue` has the lines and says which has the next turn; `Planner` looks for their plans and records them.
 """
 
 from __future__ import annotations
@@ -178,7 +180,7 @@ class Line:
     Attributes:
         last_miss: why there was no plan when one was last looked for.
         polls: those of its calls that are polls.
-        is_quick: whether its last plan off the event loop took so little time that lines which came later wait for the
+        is_waited_for: whether its last plan off the event loop took so little time that lines which came later wait for the
             next one.
         look_past: ready rows that such a plan leaves to others, who were quicker before.
     """
@@ -186,7 +188,7 @@ class Line:
     spec: ClaimSpec
     last_miss: Miss
     state: LineState = LineState.PARKED
-    is_quick: bool = False
+    is_waited_for: bool = False
     look_past: int = 0
     polls: dict[Waiter, None] = field(default_factory=dict)
     _waiters: OrderedDict[Waiter, None] = field(default_factory=OrderedDict)
@@ -315,7 +317,7 @@ class WaitQueue:
     @property
     def holder(self) -> Line | None:
         """The line whose plan those that came later wait for."""
-        return self.planning if self.planning is not None and self.planning.is_quick else None
+        return self.planning if self.planning is not None and self.planning.is_waited_for else None
 
     @property
     def has_turn(self) -> bool:
@@ -814,8 +816,8 @@ class Planner:
             search = new_search(watch=watch, look_past=look_past)
             plan = await self._runner.run(sampler, search.view, search.wanted)
             if plan is None and not look_past:
-                is_quick = self._partition.table.count <= _FEW_ROWS
-                is_last = search.begins_last() if is_quick else await asyncio.to_thread(search.begins_last)
+                is_small = self._partition.table.count <= _FEW_ROWS
+                is_last = search.begins_last() if is_small else await asyncio.to_thread(search.begins_last)
                 if is_last and search.is_current:
                     plan = await self._runner.run(sampler, search.view, search.wanted)
         if plan is None and look_past:
@@ -846,7 +848,7 @@ class Planner:
                     found = await self._find_off_loop(first.request, line.look_past)
                 # Twice what others took, so that the next one is not late though it takes longer.
                 line.look_past = 2 * max(0, task.consumed_count - consumed_count)
-                line.is_quick = loop.time() - started_at < _MOST_PLAN_SECONDS
+                line.is_waited_for = loop.time() - started_at < _MOST_PLAN_SECONDS
             finally:
                 line.state = LineState.PARKED
             first, is_late = line.first(), line.is_ranked and task.next_batch_index != batch_index

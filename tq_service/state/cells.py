@@ -169,12 +169,6 @@ class Field:
             self.length = None
             self._table.drop_column(_length_column(spec.name)[0])
 
-    def drop(self) -> None:
-        """Have no columns any more; for a field that is not used again, but by readers on another thread."""
-        self._table.drop_column(_cell_column(self.spec.name)[0])
-        if self.length is not None:
-            self._table.drop_column(_length_column(self.spec.name)[0])
-
 
 def _cell_column(name: str) -> NewColumn:
     return CELL_COLUMN + name, np.int64, NOT_PRODUCED
@@ -337,7 +331,9 @@ class CellTable:
                 del self.former_specs[next(iter(self.former_specs))]
             if declared is None:
                 del self.fields[name]
-                field.drop()
+                self._table.drop_column(_cell_column(name)[0])
+                if field.length is not None:
+                    self._table.drop_column(_length_column(name)[0])
             else:
                 field.widen(declared)
         return freed

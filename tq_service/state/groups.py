@@ -1,4 +1,7 @@
-"""Groups of samples, such as the responses to one prompt."""
+"""Groups of samples, such as the responses to one prompt, and the index that finds rows and groups by name.
+
+`NameIndex` finds numbers by names as a dict does, however many names there are, in steps that are never long.
+"""
 
 from __future__ import annotations
 
@@ -250,11 +253,6 @@ class GroupTable:
         if group_size:
             self.declared.write(slots, group_size)
 
-    def count(self, counter: Column, rows: slice | Indexes, by: int) -> None:
-        """Add to one of the counters for the groups of rows."""
-        slots = self._members[rows]
-        counter.add(slots[slots >= 0], by)
-
     def is_complete(self, slots: NDArray[np.int64], default_size: int | None, *, no_more: bool) -> NDArray[np.bool_]:
         """Return for each group whether it has all its members.
 
@@ -297,8 +295,8 @@ class GroupTable:
         """Count rows as cleared, and free the slots of groups whose members all are."""
         if not self.in_use:
             return
-        self.count(self.cleared, positions, 1)
         slots = self._members[positions]
+        self.cleared.add(slots[slots >= 0], 1)
         slots = distinct(slots[slots >= 0], self.slots.count)
         empty = slots[(self.cleared[slots] >= self.members[slots]) & (self._names[slots] != None)]  # noqa: E711  (of each)
         self.slot_of.remove(self._names[empty].tolist())

@@ -5,7 +5,6 @@ What can be done to it stands in `changes`; here is what it has, and what is rea
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +28,7 @@ from tq_service.state.cells import CellTable
 from tq_service.state.groups import GroupTable, KeyIndex
 from tq_service.state.ledger import TaskLedger, TaskSnapshot, task_columns
 from tq_service.state.meta import CustomMeta
-from tq_service.state.plan import Indexes, shown
+from tq_service.state.plan import Indexes, differences, shown
 from tq_service.state.table import FAILED, HELD, LIVE, RowTable, Table, TableSnapshot, distinct
 
 _log = logging.getLogger(__name__)
@@ -101,8 +100,7 @@ class PartitionSettings:
 
     def unlike(self, other: PartitionSettings) -> str:
         """Return what differs, as messages have it."""
-        pairs = ((each.name, getattr(self, each.name), getattr(other, each.name)) for each in dataclasses.fields(self))
-        return ", ".join(f"{name} is {shown(own)}, got {shown(got)}" for name, own, got in pairs if own != got)
+        return ", ".join(f"{name} is {shown(own)}, got {shown(got)}" for name, own, got in differences(self, other))
 
     @property
     def is_bounded(self) -> bool:
@@ -212,17 +210,14 @@ class Partition:
                 },
             )
 
-    def count_states(self, positions: Indexes, by: int) -> None:
-        """Count rows in, or out, by the states they have now."""
-        states = self.state[positions]
-        for code in (LIVE, HELD, FAILED):
-            self.count_state(code, positions[states == code], by)
-
-    def count_state(self, code: int, rows: slice | Indexes, by: int) -> None:
-        """Count rows of a state in, or out, of the partition and of their groups."""
-        self.state_counts[code] += by * self.state[rows].size
-        if code == FAILED:
-            self.groups.count(self.groups.failed, rows, by)
+    def count_states(self, rows: slice | Indexes, by: int) -> None:
+        """Count rows in, or out, of the partition and of their groups by the states they have now."""
+        states = self.state[rows]
+        counts = np.bincount(states, minlength=len(self.state_counts)).tolist()
+        self.state_counts = [known + by * count for known, count in zip(self.state_counts, counts, strict=True)]
+        if counts[FAILED]:
+            slots = self.groups.of_rows[rows][states == FAILED]
+            self.groups.failed.add(slots[slots >= 0], by)
 
     # Tasks
 

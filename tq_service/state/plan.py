@@ -1,13 +1,14 @@
-"""Samplers as a planner sees them: their base class, and what passes between the two: request, view and plan.
+"""Claims and plans: what consumers ask for, what a sampler is shown of it, and the plan that it returns.
 
-This is public API, exported by `tq_service.samplers`: samplers of users are subclasses of `Sampler`.
+The part down to `Sampler` is public API, exported by `tq_service.samplers`: samplers of users are subclasses of
+`Sampler`. The rest is a claim: its conditions and order, its specification, which all ranks share, and the call.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, ClassVar, Final, Protocol, cast
@@ -427,10 +428,14 @@ class BatchSpec:
 
     def disagreement(self, other: BatchSpec) -> tuple[str, object, object] | None:
         """Return the first argument that differs, with both values."""
-        if self is other or self == other:
-            return None
-        names = (each.name for each in fields(self))
-        return next((n, getattr(self, n), getattr(other, n)) for n in names if getattr(self, n) != getattr(other, n))
+        return None if self is other else next(differences(self, other), None)
+
+
+def differences(one: Any, other: Any) -> Iterator[tuple[str, object, object]]:
+    """Yield the fields in which two dataclasses differ, with both values."""
+    for name in (each.name for each in fields(one)):
+        if getattr(one, name) != getattr(other, name):
+            yield name, getattr(one, name), getattr(other, name)
 
 
 def shown(value: object) -> str:

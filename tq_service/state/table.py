@@ -1,6 +1,6 @@
 """Tables: columns of one length, each declared once by name, dtype and fill.
 
-Growth, compaction, snapshots, restoring, what samplers may read and what tests compare go over the declared columns.
+Growth, compaction, snapshots, restoring and what tests compare go over the declared columns.
 So a new column is its declaration and nothing else.
 
 Names of columns. One that every table of its kind has is a plain word without a slash, such as `state`. One of
@@ -24,6 +24,11 @@ on, and the step that adds them writes only their values (`reserve_capacity`). C
 made beforehand, too.
 
 `SlotTable`: slots of things that come and go; a slot that is no longer used is used again.
+
+Long columns grow where they are, so that nothing is copied. Numbers are in reserved memory: Linux backs an anonymous
+mapping with pages as they are first written to, so reserving far more than is needed costs address space only, and
+views that readers have keep their memory. numpy cannot do the same with objects: a long column of them is in chunks
+(`ObjectChunks`), of which growing adds one.
 """
 
 from __future__ import annotations
@@ -510,12 +515,11 @@ class RowTable(Table):
     Attributes:
         index: the global index of each row, also of those that there is capacity for.
         state: the state of each row, `CLEARED` where there is a gap.
-        readable: columns that samplers, `where` and `order_by` find by name, as they find custom_meta.
     """
 
     __slots__ = (
         "_closing", "_when_unpinned",
-        "index", "next_index", "pin_count", "present_count", "readable", "state",
+        "index", "next_index", "pin_count", "present_count", "state",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -524,26 +528,10 @@ class RowTable(Table):
         self.next_index = 0
         self.pin_count = 0  # readers on other threads that need positions to stay
         self._when_unpinned: list[Callable[[], object]] = []
-        self.readable: dict[str, Column] = {}
         self._closing: tuple[int, int] | None = None  # where the next row goes, and where it is looked for
         self.index = self.column("index", np.int64, _NO_INDEX)
         self.state = self.column("state", np.uint8, CLEARED)
         self._number(0)
-
-    def column(self, name: str, dtype: DTypeLike, fill: Any, *, is_readable: bool = False) -> Column:
-        """Declare a column, see `Table.column`.
-
-        Args:
-            name: its name.
-            dtype: of its values; int, float, bool or object (text) where it is readable.
-            fill: what every row has until it is written.
-            is_readable: whether it is an attribute of samples that claims may name, beside custom_meta; each row has a
-                value then.
-        """
-        column = super().column(name, dtype, fill)
-        if is_readable:
-            self.readable[name] = column
-        return column
 
     def rebuild(self, next_index: int) -> None:
         """Find out what follows from restored columns, and go on with this global index."""
