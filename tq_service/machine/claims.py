@@ -336,7 +336,7 @@ class DeadLettersRequeued(TaskChange):
     def make(self, partition: Partition, task: TaskLedger, found: Indexes, step: Step) -> int:
         """Have them claimable; return how many they are."""
         task.requeue(found)
-        reopened = np.concatenate([found, task.take_back()])  # their groups may be whole again
+        reopened = np.concatenate([found, task.unskip()])  # their groups may be whole again
         _reopen(partition, task, reopened, None, step)
         return found.size
 
@@ -358,7 +358,7 @@ class GroupsKept(TaskChange):
     def make(self, partition: Partition, task: TaskLedger, found: Any, step: Step) -> None:
         """Skip the rest of groups that lost a member, or have it pending again."""
         task.kept_groups = self.kept_groups
-        _reopen(partition, task, task.take_back(), None, step)
+        _reopen(partition, task, task.unskip(), None, step)
 
 
 # Consequences
@@ -425,7 +425,7 @@ def _reopen(partition: Partition, task: TaskLedger, positions: Indexes, changed:
     For `changed` see `skip_lost_groups`.
     """
     if positions.size:
-        partition.touched(partition.table.index[positions])
+        partition.notify_rows(partition.table.index[positions])
         step.note_change(partition)
     skip_lost_groups(partition, task, changed, step)
 

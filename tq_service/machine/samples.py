@@ -93,7 +93,7 @@ class PartitionCleared(Change):
     def apply(self, state: State, prepared: Partition, step: Step) -> int:
         """Remove it; return how many samples it had."""
         del state.partitions[self.partition_id]
-        step.freed += prepared.cells.forget_all()
+        step.freed += prepared.cells.puts.all()
         step.cleared.append(prepared)
         return prepared.table.present_count
 
@@ -261,7 +261,7 @@ class SamplesWritten(Change):
             step.tasks.append((partition, None))
         elif write.state is SampleState.FAILED:
             step.tasks.append((partition, None))
-        partition.touched(indexes)
+        partition.notify_rows(indexes)
         step.written.append((partition, indexes))
         step.changed[partition] = None
         table.close_gaps(write.row_count)
@@ -292,7 +292,7 @@ class MetaSet(Change):
         """Write the values."""
         partition, positions = prepared
         partition.meta.write(self.columns, positions)
-        partition.touched(self.global_indexes)
+        partition.notify_rows(self.global_indexes)
         step.written.append((partition, self.global_indexes))
         step.note_change(partition)
 
@@ -380,8 +380,8 @@ def _add_rows(write: SampleWrite, checked: CheckedWrite, step: Step) -> slice:
             task.on_rows_added(count)
     if partition.groups.in_use and not had_groups:  # blocks of unnamed rows are no groups any more
         for task in partition.tasks.values():
-            if (taken := task.take_back()).size:
-                partition.touched(partition.table.index[taken])
+            if (taken := task.unskip()).size:
+                partition.notify_rows(partition.table.index[taken])
     if any(task.kept_groups is not None for task in partition.tasks.values()):
         _skip_rest(partition, np.arange(added.start, added.stop), step)
     return added

@@ -1,6 +1,6 @@
-"""One look for the next plan of a claim: which rows are ready, what its sampler sees of them, and what it comes to.
+"""One look for the next plan of a claim: the ready rows, the view of them for its sampler, and the checked result.
 
-`Readiness` says which rows are ready, `Scan` finds the first of them, `PartitionView` shows them to the sampler, and
+`Readiness` tests which rows are ready, `Scan` finds the first of them, `PartitionView` shows them to the sampler, and
 `Search` checks the plan that the sampler returns, or counts the end.
 """
 
@@ -153,7 +153,7 @@ class Readiness:
         )
 
     def known_lengths(self, rows: Indexes) -> Indexes | None:
-        """Return token counts, None where one of them is not known or is no token count."""
+        """Return token counts, or None if one is unknown or not a token count."""
         source = self.key[2] or LengthSource()
         arrays = self.partition.meta.arrays(source.key)
         if arrays is None and source.field is None:
@@ -168,7 +168,7 @@ class Readiness:
         return lengths if bool((lengths >= 0).all()) else None
 
     def field_lengths(self, name: str | None, rows: Rows) -> Indexes:
-        """Return the row lengths of a field, see `Field.lengths`; -1 where there is none."""
+        """Return the row lengths of a field, see `Field.lengths`; -1 if it has none."""
         field = None if name is None else self.partition.cells.fields.get(name)
         return np.full(self.table.index[rows].size, -1) if field is None else field.lengths(rows)
 
@@ -748,7 +748,7 @@ class Search:
         if self._spec.max_uses > 1 or recorded.is_reusing:
             rows, counts = np.unique(recorded.rows, return_counts=True)
             is_spent = self._task.uses[self._rows.table.find(rows)] + counts >= self._spec.max_uses
-            # Without a number of uses only what the sampler says is consumed.
+            # Without `max_uses`, only rows that the sampler names are consumed.
             recorded = recorded.consuming(rows[is_spent] if self._spec.max_uses > 1 else rows[:0])
             positions = self._rows.table.find(recorded.named)
         return Planned(recorded, positions, self.view.grouping, self._length)

@@ -459,8 +459,9 @@ class Catalog:
             created: Partition = self.machine.commit(*self._creation(partition_id, settings))
             return created
         if partition.settings != settings:
+            difference = partition.settings.describe_difference(settings)
             raise AlreadyExistsError(
-                f"partition {partition_id!r} is there with other settings: {partition.settings.unlike(settings)}; "
+                f"partition {partition_id!r} is there with other settings: {difference}; "
                 f"create a partition before its first samples, and with the same settings everywhere",
                 metadata={"resource_type": "partition", "resource_name": partition_id},
             )
@@ -632,7 +633,7 @@ class Catalog:
         replaced = [each for name, each in self._partitions.items() if name.startswith(prefix)]
         for partition in replaced:
             del self._partitions[partition.partition_id]
-            freed += partition.cells.forget_all()
+            freed += partition.cells.puts.all()
             self._disappear(partition)
         self.adopt(restored)
         self.history.note_replaced(replaced, restored)

@@ -394,8 +394,18 @@ def locate(
     _check_named("global_indexes", indexes.size)
     if keys and indexes.size:
         raise InvalidArgumentError("samples are named by index or by key, not by both", field="keys")
-    rows = _rows_of_keys(partition, keys, skip_missing=skip_missing) if keys else indexes
-    if not keys and not skip_missing:
+    rows = indexes
+    if keys:
+        known = partition.key_index.positions_of(list(keys))
+        if not skip_missing and bool((known < 0).any()):
+            key = keys[int(np.argmax(known < 0))]
+            raise KeyNotFoundError(
+                f"partition {partition.partition_id!r} has no key {key!r}; {nearest(key, partition.key_index)}; "
+                f"leave it out with skip_missing",
+                metadata={"partition_id": partition.partition_id, "key": key},
+            )
+        rows = partition.table.index[known[known >= 0]]
+    elif not skip_missing:
         partition.positions_of(rows, may_repeat=True)
     positions = partition.table.find(rows)
     found = positions >= 0
@@ -409,18 +419,6 @@ def locate(
     if not found.all() and not skip_missing:
         raise _missing_cell(partition, names, rows[~found])
     return positions[found], names
-
-
-def _rows_of_keys(partition: Partition, keys: Sequence[str], *, skip_missing: bool) -> Indexes:
-    positions = partition.key_index.positions_of(list(keys))
-    if not skip_missing and bool((positions < 0).any()):
-        key = keys[int(np.argmax(positions < 0))]
-        raise KeyNotFoundError(
-            f"partition {partition.partition_id!r} has no key {key!r}; {nearest(key, partition.key_index)}; "
-            f"leave it out with skip_missing",
-            metadata={"partition_id": partition.partition_id, "key": key},
-        )
-    return partition.table.index[positions[positions >= 0]]
 
 
 def _missing_cell(partition: Partition, names: Sequence[str], rows: Indexes) -> CellNotFoundError:

@@ -180,8 +180,8 @@ class Line:
     Attributes:
         last_miss: why there was no plan when one was last looked for.
         polls: those of its calls that are polls.
-        is_waited_for: whether its last plan off the event loop took so little time that lines which came later wait for the
-            next one.
+        is_waited_for: whether lines which came later wait for its next plan off the event loop, since its last one took
+            little time.
         look_past: ready rows that such a plan leaves to others, who were quicker before.
     """
 

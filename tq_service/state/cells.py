@@ -361,10 +361,6 @@ class CellTable:
         heads = breaks.nonzero()[0]
         return positions.size if heads.size < most else int(heads[most - 1]) + 1
 
-    def forget_all(self) -> Iterable[Freed]:
-        """Return all puts as freed, for a partition that is cleared."""
-        return self.puts.all()
-
     def locate(self, names: Sequence[str], positions: Indexes) -> list[CellRuns]:
         """Return where cells are, of those fields that all rows have; fields that lie alike share their runs."""
         alike: dict[bytes, tuple[Indexes, list[str]]] = {}
@@ -455,7 +451,7 @@ class PutTable(SlotTable):
     def add(self, put: Put, cells: int, value_bytes: int) -> int:
         """Enter a put with so many cells of so many bytes together, and return its slot."""
         self.used_bytes += value_bytes
-        (slot,) = self.take(1)
+        (slot,) = self.allocate(1)
         self.occupants.write(slot, put)
         self._cells.write(slot, cells)
         self._made.write(slot, cells)
@@ -478,7 +474,7 @@ class PutTable(SlotTable):
             self._cells.write(slot, cells_left - cells)
             self._bytes.write(slot, bytes_left - gone_bytes)
             return False
-        self.give_up(np.array([slot]))
+        self.free_slots(np.array([slot]))
         return True
 
     def all(self) -> Iterable[Put]:

@@ -215,31 +215,28 @@ class GroupTable:
             if too_many.size:
                 raise _too_many(names[too_many[0]], 0, group_size, int(counts[too_many[0]]))
         for code in np.flatnonzero(slots >= 0).tolist():
-            self._check_known(names[code], int(slots[code]), group_size, int(counts[code]))
+            name, size, have = names[code], int(self.declared[slots[code]]), int(self.members[slots[code]])
+            if size and group_size and size != group_size:
+                raise InvalidArgumentError(
+                    f"group {name!r} was declared with group_size {size}, got {group_size}; give the same size with "
+                    f"every put of the group",
+                    field="group_size",
+                )
+            if self.closed[slots[code]]:
+                raise PreconditionError(
+                    f"group {name!r} is closed; put further samples into another group", metadata={"group": name}
+                )
+            limit = size or group_size
+            if limit and have + counts[code] > limit:
+                raise _too_many(name, have, limit, int(counts[code]))
         return CheckedGroups(names=names, codes=codes, counts=counts, slots=slots)
-
-    def _check_known(self, name: str, slot: int, group_size: int, count: int) -> None:
-        size = int(self.declared[slot])
-        if size and group_size and size != group_size:
-            raise InvalidArgumentError(
-                f"group {name!r} was declared with group_size {size}, got {group_size}; give the same size with "
-                f"every put of the group",
-                field="group_size",
-            )
-        if self.closed[slot]:
-            raise PreconditionError(
-                f"group {name!r} is closed; put further samples into another group", metadata={"group": name}
-            )
-        limit, have = size or group_size, int(self.members[slot])
-        if limit and have + count > limit:
-            raise _too_many(name, have, limit, count)
 
     def add(self, checked: CheckedGroups, group_size: int, rows: slice) -> None:
         """Enter new rows as members of groups that were checked."""
         slots, is_new = checked.slots, checked.slots < 0
         if is_new.any():
             names = list(itertools.compress(checked.names, is_new))
-            taken = slots[is_new] = np.array(self.slots.take(len(names)))
+            taken = slots[is_new] = np.array(self.slots.allocate(len(names)))
             self._names.write(as_slice(taken), names)
             self.slot_of.add(names, taken)
             self.in_use = True
@@ -300,7 +297,7 @@ class GroupTable:
         slots = distinct(slots[slots >= 0], self.slots.count)
         empty = slots[(self.cleared[slots] >= self.members[slots]) & (self._names[slots] != None)]  # noqa: E711  (of each)
         self.slot_of.remove(self._names[empty].tolist())
-        self.slots.give_up(empty)
+        self.slots.free_slots(empty)
 
     def rebuild(self, *, in_use: bool) -> None:
         """Find out what follows from restored columns."""

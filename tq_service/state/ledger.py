@@ -400,17 +400,21 @@ class TaskLedger(TaskFacts):
         self.deliveries = table.column(deliveries, np.int32, 0)
         self.uses = table.column(uses, np.int32, 0)
         self.skipped = table.column(skipped, np.bool_, False)
+        self.ended = EndedClaims()
+        self.totals = TaskTotals()
+        self._table = table
+        self._state = state
+        self._forget_records()
+
+    def _forget_records(self) -> None:
+        """Have no records, as at the beginning of an epoch."""
         self.batches: dict[int, Batch] = {}
         self.claims: dict[bytes, QueueClaim] = {}
         self.leases: dict[bytes, QueueClaim] = {}
         self.names = ClaimNames()
-        self.ended = EndedClaims()
-        self.totals = TaskTotals()
         self._without_rows: list[int] = []  # batch indexes, the lowest first
-        self._reusing: OrderedDict[int, Batch | QueueClaim] = OrderedDict()  # those that lease nothing, by serial
+        self._reusing: dict[int, Batch | QueueClaim] = {}  # those that lease nothing, by serial
         self._reusing_row_count = 0
-        self._table = table
-        self._state = state
         self._by_serial: dict[int, Batch | QueueClaim] = {}
 
     @property
@@ -451,16 +455,13 @@ class TaskLedger(TaskFacts):
         specs: dict[BatchSpec | None, BatchSpec | None] = {}  # thousands of claims share a few
         serials, counts = count_values(self.claim[: self._table.count])
         rows_of = dict(zip(serials.tolist(), counts.tolist(), strict=True))
-        reusing: dict[int, Batch | QueueClaim] = {}
         for batch in snapshot.batches:
             self.batches[batch.batch_index] = batch
-            if batch.plan.is_reusing:
-                reusing[batch.serial] = batch
-                continue
-            batch.remaining = rows_of.get(batch.serial, 0)
-            self._by_serial[batch.serial] = batch
-            if not batch.remaining:
-                self._without_rows.append(batch.batch_index)
+            if not batch.plan.is_reusing:
+                batch.remaining = rows_of.get(batch.serial, 0)
+                self._by_serial[batch.serial] = batch
+                if not batch.remaining:
+                    self._without_rows.append(batch.batch_index)
         for claim in snapshot.claims:
             claim.batch_spec = specs.setdefault(claim.batch_spec, claim.batch_spec)
             claim.leased_count = rows_of.get(-claim.serial, 0)
@@ -471,13 +472,12 @@ class TaskLedger(TaskFacts):
                 self.leases[claim.request_id] = claim
             if claim.goes_with_rows:
                 self._by_serial[claim.serial] = claim
-            if claim.plan.consumed is not None and not claim.goes_with_rows:
+            elif claim.plan.consumed is not None:
                 claim.remaining = claim.plan.consumed.size
-            if claim.plan.is_reusing or not claim.rows.size:
-                reusing[claim.serial] = claim
-        for serial in snapshot.reusing:
-            self._reusing[serial] = reusing[serial]
-            self._reusing_row_count += reusing[serial].plan.rows.size
+        records: list[Batch | QueueClaim] = [*snapshot.batches, *snapshot.claims]
+        by_serial = {record.serial: record for record in records}
+        self._reusing = {serial: by_serial[serial] for serial in snapshot.reusing}
+        self._reusing_row_count = sum(record.plan.rows.size for record in self._reusing.values())
 
     # Recorded answers
 
@@ -841,7 +841,7 @@ class TaskLedger(TaskFacts):
         self.skipped_count += skipped.size
         return int(skipped.size)
 
-    def take_back(self) -> Indexes:
+    def unskip(self) -> Indexes:
         """Have no row skipped any more; return the positions of those that were."""
         if not self.skipped_count:
             return np.zeros(0, np.int64)
@@ -891,7 +891,7 @@ class TaskLedger(TaskFacts):
         self.end = None
         self.consumed_count -= self.leased_count
         self.kept_groups = None
-        reopened = self.take_back()
+        reopened = self.unskip()
         if self.dropped_count or not self.deliveries.is_blank:
             lost = np.flatnonzero(self.claim[: self._table.count] < UNCLAIMED)
             self._reopen(lost)
@@ -901,14 +901,7 @@ class TaskLedger(TaskFacts):
             self.uses.write(slice(0, self._table.count), 0)
         self.leased_count = self.dead_lettered_count = self.dropped_count = 0
         self.last_forgotten = -1
-        self._reusing.clear()
-        self._reusing_row_count = 0
-        self.batches.clear()
-        self._without_rows.clear()
-        self.claims.clear()
-        self.leases.clear()
-        self.names = ClaimNames()
-        self._by_serial.clear()
+        self._forget_records()
         if keep_consumed:
             claims = self.claim[: self._table.count]
             self.claim.write(np.flatnonzero(claims != UNCLAIMED), CONSUMED_EARLIER)

@@ -98,7 +98,7 @@ class PartitionSettings:
             )
         object.__setattr__(self, "tasks", tuple(sorted(self.tasks)))
 
-    def unlike(self, other: PartitionSettings) -> str:
+    def describe_difference(self, other: PartitionSettings) -> str:
         """Return what differs, as messages have it."""
         return ", ".join(f"{name} is {shown(own)}, got {shown(got)}" for name, own, got in differences(self, other))
 
@@ -390,8 +390,8 @@ class Partition:
 
     # Change notices
 
-    def touched(self, indexes: Indexes | range) -> None:
-        """Take note of rows that were written, or are claimable again."""
+    def notify_rows(self, indexes: Indexes | range) -> None:
+        """Count rows that were written, or are claimable again, and call the listeners."""
         self.row_version += len(indexes)
         self.on_rows(indexes)
 

@@ -746,7 +746,7 @@ class SlotTable(Table):
         self.occupants = self.column(occupants, np.object_, None)
         self._free: list[int] = []
 
-    def take(self, count: int) -> Sequence[int]:
+    def allocate(self, count: int) -> Sequence[int]:
         """Return so many slots that are not in use, at least one."""
         slots = self._free[-count:]
         del self._free[-count:]
@@ -756,8 +756,8 @@ class SlotTable(Table):
         new = range(first, self.count)
         return [*slots, *new] if slots else new
 
-    def give_up(self, slots: Indexes) -> None:
-        """Give slots up, each named once, and what the columns have of them."""
+    def free_slots(self, slots: Indexes) -> None:
+        """Free slots, each named once, and clear their columns."""
         for column in self.columns.values():
             column.clear(slots)
         self._free += slots.tolist()
