@@ -38,9 +38,10 @@ from tq_service.errors import (
 from tq_service.samplers import PlanRunner
 from tq_service.schema import EndCounts, FieldSpec, Layout, StalenessLimit
 from tq_service.serving import admission as queue
-from tq_service.serving.admission import AdmissionQueue, BacklogBound, demand_of
+from tq_service.serving.admission import AdmissionQueue, Bound, demand_of
 from tq_service.serving.catalog import Catalog
 from tq_service.state.cells import ColumnWrite
+from tq_service.state.ledger import PastName
 from tq_service.state.partition import Partition, PartitionSettings
 from tq_service.state.plan import Condition
 
@@ -99,7 +100,7 @@ def test_the_last_cell_of_a_put_gives_the_rest_back_whatever_the_shares_were():
 
 def test_samples_left_are_those_that_a_task_may_still_get():
     train = bounded(staleness_limits={"max_samples": 100})
-    bound = BacklogBound(train, 100, "t")
+    bound = Bound(train, "max_samples", 100, "t")
     rows = insert(train, 6)
     insert(train, 2, state="held")
     insert(train, 1, state="failed")
@@ -501,7 +502,7 @@ def test_names_of_claims_that_are_gone_are_bounded_in_number(monkeypatch):
     for number in range(5):
         names.claims[f"{number}"] = new_id()
         names.lose(f"{number}", names.claims[f"{number}"], "cleared")
-    names.reach_end("end", EndCounts())
+    names.remember("end", PastName(end=EndCounts()))
     assert list(names.past) == ["3", "4", "end"]
     assert not names.claims
 

@@ -155,7 +155,7 @@ def test_clearing_frees_cells_and_whole_puts():
     assert freed(clear(train, np.array([0, 2]))[1]) == [(1, [], None), (2, [], None)]
     assert clear(train, np.array([0, 2])) == (0, [])
     assert not train.cells.fields
-    assert train.cells.forget_all() == []
+    assert train.cells.puts.all() == []
 
 
 def test_failing_frees_cells_and_takes_no_new_ones():
@@ -166,7 +166,7 @@ def test_failing_frees_cells_and_takes_no_new_ones():
     assert freed(put(train, 3, 2, ("x",), indexes=[0, 2])) == [(3, [], None)]
     assert freed(put(train, 4, 1, ("x",), state="failed")) == [(4, [], None)]
     assert where(train, ["x", "y"], [1]) == [(("x", "y"), [(2, 0, 1)])]
-    assert [put.put_id[-1] for put in train.cells.forget_all()] == [2]
+    assert [put.put_id[-1] for put in train.cells.puts.all()] == [2]
 
 
 def test_slots_of_puts_that_are_gone_are_used_again():
@@ -272,7 +272,7 @@ def test_failed_rows_leave_no_field():
     insert(train, 2, ["x"], state="failed")
     update(train, [0], ["y"])
     assert not train.cells.fields
-    assert train.cells.forget_all() == []
+    assert train.cells.puts.all() == []
 
 
 def test_former_fields_are_bounded():

@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tq_service.state import column_memory
-from tq_service.state.column_memory import BLOCK_ROWS
-from tq_service.state.table import Column
+from tq_service.state import table as column_memory
+from tq_service.state.table import BLOCK_ROWS, Column
 
 SIZE = 10_000
 

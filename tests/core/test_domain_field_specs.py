@@ -70,7 +70,7 @@ def test_specs_that_merge(declared, known, new, layout, shape):
     column = new if isinstance(new, ColumnWrite) else ColumnWrite(spec=new)
     merged = merge_specs(known, column, declared)
     assert (merged.name, merged.dtype, merged.layout, merged.row_shape) == ("x", column.spec.dtype, layout, shape)
-    assert merge_specs(merged, column, declared) is merged  # what says nothing new makes no other
+    assert merge_specs(merged, column, declared) == merged  # what says nothing new makes no other
 
 
 @pytest.mark.parametrize(

@@ -255,4 +255,4 @@ def test_settings_are_the_same_in_any_order():
         for fields, tasks, bounds in [((one, two), ("s", "t"), limits), ((two, one), ("t", "s"), limits[::-1])]
     ]
     assert settings[0] == settings[1]
-    assert not settings[0].unlike(settings[1])
+    assert not settings[0].describe_difference(settings[1])

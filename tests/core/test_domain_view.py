@@ -25,8 +25,7 @@ from domain_support import (
 
 from tq_service.errors import InvalidArgumentError, MissingLengthError, SamplerError
 from tq_service.planning.grouping import Grouping
-from tq_service.planning.readiness import Readiness, Scan, ScanStarts, ScanWatch
-from tq_service.planning.view import NOT_LOOKED, PartitionView, Search
+from tq_service.planning.view import NOT_LOOKED, PartitionView, Readiness, Scan, ScanStarts, ScanWatch, Search
 from tq_service.state.plan import Condition, LengthSource, MustBeAwaited, Order, Plan
 
 
@@ -44,7 +43,7 @@ def scan_of(train, *, length=None, watch=None, of_left=False, **bound):
 
 
 def view_of(train, **bound):
-    return PartitionView(train, task_of(train, "t"), partial(scan_of, train, **bound))
+    return PartitionView(partial(scan_of, train, **bound))
 
 
 def search_of(train, *, length=None, **bound):

@@ -105,7 +105,7 @@ async def test_lines_that_came_later_have_no_turn_while_a_line_holds_them():
     queue, loop = WaitQueue(), asyncio.get_running_loop()
     waiters = [Waiter(asks(batch_size=size), loop.create_future()) for size in (1, 2, 3)]
     first, second, third = (queue.join(waiter, NOT_LOOKED) for waiter in waiters)
-    queue.planning, second.is_short = second, True
+    queue.planning, second.is_waited_for = second, True
     for line in (third, first):
         queue.put(line)
     assert (next_of(queue), next_of(queue)) == (first, None)

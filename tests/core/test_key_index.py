@@ -7,9 +7,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tq_service.state import name_index
+from tq_service.state import groups as name_index
 from tq_service.state import table as table_module
-from tq_service.state.name_index import KeyIndex, NameIndex
+from tq_service.state.groups import KeyIndex, NameIndex
 from tq_service.state.table import RowTable
 
 HASHES = {

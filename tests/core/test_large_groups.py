@@ -9,7 +9,7 @@ from domain_support import seal, turns, update
 from planner_bench import Bench, finished, rows
 
 from tq_service.planning.grouping import Grouping
-from tq_service.planning.readiness import Readiness
+from tq_service.planning.view import Readiness
 from tq_service.samplers import GRPOGroupNSampler
 
 MANY = 200_000

@@ -19,13 +19,12 @@ from tq_service.machine.samples import SampleWrite
 from tq_service.samplers import GRPOGroupNSampler
 from tq_service.schema import MOST_NAMED_PER_WRITE, EndCounts, FieldSpec, Layout
 from tq_service.serving.planner import NotYet
-from tq_service.state import column_memory
+from tq_service.state import table as column_memory
 from tq_service.state.cells import ColumnWrite, Put
-from tq_service.state.column_memory import RESERVED_FROM
 from tq_service.state.meta import CustomMeta
 from tq_service.state.partition import Partition, PartitionSettings
 from tq_service.state.plan import Condition
-from tq_service.state.table import Column
+from tq_service.state.table import RESERVED_FROM, Column
 
 LARGE = 2 * RESERVED_FROM
 needs_reserved_memory = pytest.mark.skipif(

@@ -9,19 +9,18 @@ from dataclasses import dataclass, field, fields, replace
 import numpy as np
 import pytest
 from digest import digest
-from domain_support import asks, clear, insert, new_write, partition, task_of
+from domain_support import clear, insert, new_write, partition, task_of
 
 from tq_service.durable import snapshot as snapshot_module
 from tq_service.durable import state_store
 from tq_service.durable.snapshot import ColumnPart, ServiceSnapshot, read_snapshot, write_snapshot
 from tq_service.durable.state_store import StateStore
-from tq_service.errors import InvalidArgumentError, NewerVersionError, SnapshotDamagedError
+from tq_service.errors import NewerVersionError, SnapshotDamagedError
 from tq_service.journal import codec
 from tq_service.machine import samples
 from tq_service.samplers import PlanRunner
 from tq_service.serving.catalog import Catalog
 from tq_service.state.partition import Partition, PartitionFacts, PartitionSettings
-from tq_service.state.plan import Condition, Order
 from tq_service.state.table import Column, RowTable
 
 
@@ -30,7 +29,7 @@ class Prioritized(Partition):
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
-        self.priority = self.table.column("priority", np.int32, 5, is_readable=True)
+        self.priority = self.table.column("priority", np.int32, 5)
         self.shelf = self.cells.puts.column("shelf", np.object_, None)
 
 
@@ -100,25 +99,6 @@ def test_a_declared_column_is_compacted_and_grows():
     assert made.priority[500:3500].tolist() == [5] * 3000
     clear(made, np.array([2999]))
     assert made.priority[499] == 5
-
-
-def test_claims_find_a_readable_column_like_custom_meta(monkeypatch):
-    async def ask():
-        of_version(monkeypatch, Prioritized)
-        catalog = Catalog(PlanRunner())
-        catalog.write("train", b"", new_write(6, ("x",)))
-        catalog.get("train").priority.write(slice(0, 6), [3, 9, 1, 9, 0, 7])
-        where = (Condition("priority", ">", (1,)),)
-        request = asks(batch_size=3, where=where, order_by=(Order("priority", descending=True),))
-        claimed = await catalog.claim("train", b"", request, 0)
-        return claimed.answer.rows.tolist()
-
-    assert asyncio.run(ask()) == [1, 3, 5]
-
-
-def test_custom_meta_cannot_have_the_name_of_a_readable_column():
-    with pytest.raises(InvalidArgumentError, match=r"custom_meta names 'priority', which samples have beside"):
-        insert(prioritized(1), 1, (), meta=[{"priority": 1}])
 
 
 def test_names_of_users_never_name_another_column(path):

@@ -31,9 +31,9 @@ from domain_support import (
 from planner_bench import Bench, Whenever, rows
 
 from tq_service.custom_meta import JSON_NULL, MetaColumn
-from tq_service.planning import ordering, readiness
-from tq_service.planning.readiness import Readiness, Scan
-from tq_service.planning.view import PartitionView
+from tq_service.planning import grouping as ordering
+from tq_service.planning import view as readiness
+from tq_service.planning.view import PartitionView, Readiness, Scan
 from tq_service.samplers import GRPOGroupNSampler, SequentialSampler
 from tq_service.state.plan import Condition, MustBeAwaited, Order, Plan
 
@@ -78,7 +78,7 @@ def scanned_partition():
 
 def view_of(target, task, orders, watch=None):
     rows = Readiness(target, task, batch_spec(order_by=orders), None)
-    return PartitionView(target, task, partial(Scan, rows, target.scan_starts, orders, watch=watch))
+    return PartitionView(partial(Scan, rows, target.scan_starts, orders, watch=watch))
 
 
 class Rows:

@@ -14,7 +14,6 @@ from tq_service.errors import PartitionSealedError
 from tq_service.machine.samples import PartitionSealed, SamplesCleared
 from tq_service.serving import catalog as catalog_module
 from tq_service.serving.catalog import Catalog
-from tq_service.state import column_memory
 from tq_service.state import table as table_module
 from tq_service.state.cells import Put
 from tq_service.state.partition import PartitionSettings
@@ -103,7 +102,7 @@ def test_whatever_is_done_between_the_steps_rows_come_out_as_without_them(change
 
 
 def test_a_step_reserves_capacity_for_few_rows_and_the_last_one_leaves_little_to_do(monkeypatch):
-    monkeypatch.setattr(column_memory, "RESERVED_FROM", 1)  # so that columns grow where they are
+    monkeypatch.setattr(table_module, "RESERVED_FROM", 1)  # so that columns grow where they are
     target, written = partition(), []
     insert(target, 10, ())
     monkeypatch.setattr(
@@ -123,7 +122,7 @@ def test_a_step_reserves_capacity_for_few_rows_and_the_last_one_leaves_little_to
 
 def test_columns_of_new_fields_are_made_in_steps_too(monkeypatch):
     """The step that writes to them finds memory that was written to, and adds nothing but their cells."""
-    monkeypatch.setattr(column_memory, "RESERVED_FROM", 1)
+    monkeypatch.setattr(table_module, "RESERVED_FROM", 1)
     target, filled = partition(), []
     use = table_module.Column._use
     monkeypatch.setattr(

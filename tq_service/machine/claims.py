@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tq_service.errors import InvalidArgumentError, LeaseExpiredError, PreconditionError
 from tq_service.machine.state_machine import Change, State, Step
@@ -190,7 +189,7 @@ class ClaimReleased(TaskChange):
             return 0
         task.nack(claim, positions)
         _reopen(partition, task, positions, positions, step)
-        return int(np.count_nonzero(partition.state.data[positions] == LIVE))
+        return int(np.count_nonzero(partition.state[positions] == LIVE))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -325,7 +324,7 @@ class DeadLettersRequeued(TaskChange):
         """
         positions = task.dead_lettered()
         if self.global_indexes is not None:
-            positions = positions[np.isin(partition.table.index.data[positions], self.global_indexes)]
+            positions = positions[np.isin(partition.table.index[positions], self.global_indexes)]
         if positions.size and task.end is not None:
             raise PreconditionError(
                 f"task {task.name!r} of partition {self.partition_id!r} is at its end, so its ranks ask for nothing "
@@ -337,7 +336,7 @@ class DeadLettersRequeued(TaskChange):
     def make(self, partition: Partition, task: TaskLedger, found: Indexes, step: Step) -> int:
         """Have them claimable; return how many they are."""
         task.requeue(found)
-        reopened = np.concatenate([found, task.take_back()])  # their groups may be whole again
+        reopened = np.concatenate([found, task.unskip()])  # their groups may be whole again
         _reopen(partition, task, reopened, None, step)
         return found.size
 
@@ -359,7 +358,7 @@ class GroupsKept(TaskChange):
     def make(self, partition: Partition, task: TaskLedger, found: Any, step: Step) -> None:
         """Skip the rest of groups that lost a member, or have it pending again."""
         task.kept_groups = self.kept_groups
-        _reopen(partition, task, task.take_back(), None, step)
+        _reopen(partition, task, task.unskip(), None, step)
 
 
 # Consequences
@@ -405,16 +404,16 @@ def _rest_of_named(partition: Partition, task: TaskLedger, positions: Indexes) -
     members = groups.members_of(slots, partition.table)
     is_lost = np.zeros(groups.slots.count, np.bool_)
     is_lost[slots[has_lost]] = True
-    is_lost[groups.of_rows[members[task.claim.data[members] == DEAD_LETTERED]]] = True
+    is_lost[groups.of_rows[members[task.claim[members] == DEAD_LETTERED]]] = True
     return members[is_lost[groups.of_rows[members]]]
 
 
 def _rest_of_blocks(partition: Partition, task: TaskLedger, positions: Indexes, size: int) -> Indexes:
     table = partition.table
-    indexes = np.unique(table.index.data[positions] // size)[:, None] * size + np.arange(size)
+    indexes = np.unique(table.index[positions] // size)[:, None] * size + np.arange(size)
     members = table.find(indexes.ravel()).reshape(indexes.shape)
-    is_there = (members >= 0) & is_open(partition.state.data[members])
-    is_there &= task.claim.data[members] != DEAD_LETTERED
+    is_there = (members >= 0) & is_open(partition.state[members])
+    is_there &= task.claim[members] != DEAD_LETTERED
     has_lost = ((indexes < table.next_index) & ~is_there).any(axis=1)
     rest = members[has_lost]
     return rest[rest >= 0]
@@ -426,7 +425,7 @@ def _reopen(partition: Partition, task: TaskLedger, positions: Indexes, changed:
     For `changed` see `skip_lost_groups`.
     """
     if positions.size:
-        partition.touched(partition.table.index.data[positions])
+        partition.notify_rows(partition.table.index[positions])
         step.note_change(partition)
     skip_lost_groups(partition, task, changed, step)
 
@@ -470,7 +469,7 @@ def _check_leased(partition: Partition, task: TaskLedger, request_id: bytes, row
                 field="global_indexes",
             )
         positions = partition.table.find(rows)
-        marks = task.claim.data[positions]
+        marks = task.claim[positions]
         is_lost = (positions >= 0) & (np.abs(marks) != claim.serial) & ~((marks == DROPPED) & is_dropped)
         if claim.returned is not None:
             is_lost &= ~np.isin(rows, claim.returned)
@@ -482,41 +481,41 @@ def _check_leased(partition: Partition, task: TaskLedger, request_id: bytes, row
 def _left(partition: Partition, task: TaskLedger, claim: QueueClaim, rows: Indexes | None) -> Indexes:
     """Return the positions of what a claim holds of some samples, of all where none are named.
 
+    A row that its plan drops goes with the other members of its group that are left: all parts of a batch name
+    everything that it drops, whichever samples they are of.
+
     Raises:
-        InvalidArgumentError: they are only a part of a claim without a lease, or of a group that stays whole.
+        InvalidArgumentError: they are only a part of a claim without a lease, or of a group that stays whole, of which
+            the rest could never be delivered again as a whole one.
     """
-    positions = task.left(claim)
+    table, positions = partition.table, task.left(claim)
     if rows is None:
         return positions
-    if claim.lease is not None:
-        is_named = np.isin(partition.table.index.data[positions], rows)
-        if claim.plan.dropped:
-            is_named = _with_dropped(partition, task, claim, positions, is_named)
-        _check_whole_groups(partition, task, claim, positions, is_named)
-        return positions[is_named]
-    delivered = claim.rows[partition.table.find(claim.rows) >= 0]
-    if not np.isin(delivered, rows).all():
+    if claim.lease is None:
+        delivered = claim.rows[table.find(claim.rows) >= 0]
+        if not np.isin(delivered, rows).all():
+            raise InvalidArgumentError(
+                f"got {rows.size} of the {delivered.size} samples of a claim without a lease, which is released whole; "
+                "ask with a lease to release some",
+                field="global_indexes",
+            )
+        return positions
+    is_named = np.isin(table.index[positions], rows)
+    ids = _group_ids(partition, task, claim, positions)
+    if claim.plan.dropped:
+        is_dropped = claim.plan.drops(table.index[positions])
+        is_alone = is_dropped & ~np.isin(ids, ids[~is_dropped])
+        is_named = np.where(is_dropped & ~is_alone, np.isin(ids, ids[is_named & ~is_dropped]), is_named)
+    parted = np.intersect1d(ids[is_named], ids[~is_named])
+    if parted.size:
+        is_member = ids == parted[0]
+        members = table.index[positions[is_member]]
         raise InvalidArgumentError(
-            f"got {rows.size} of the {delivered.size} samples of a claim without a lease, which is released whole; ask "
-            "with a lease to release some",
+            f"samples {_named(members)} are a group, of which {int(is_named[is_member].sum())} of {members.size} are "
+            f"named; the claim is of whole groups, so name all of them or none",
             field="global_indexes",
         )
-    return positions
-
-
-def _with_dropped(
-    partition: Partition, task: TaskLedger, claim: QueueClaim, positions: Indexes, is_named: NDArray[np.bool_]
-) -> NDArray[np.bool_]:
-    """Return which rows of a claim are meant: a dropped row goes with the other members of its group that are left.
-
-    All parts of a batch name everything that it drops, whichever samples they are of.
-    """
-    is_dropped = claim.plan.drops(partition.table.index.data[positions])
-    ids = _group_ids(partition, task, claim, positions)
-    delivered = ids[~is_dropped]
-    is_alone = is_dropped & ~np.isin(ids, delivered)
-    meant: NDArray[np.bool_] = np.isin(ids, delivered[is_named[~is_dropped]]) & is_dropped
-    return (is_named & (~is_dropped | is_alone)) | meant
+    return positions[is_named]
 
 
 def _group_ids(partition: Partition, task: TaskLedger, claim: QueueClaim, positions: Indexes) -> Indexes:
@@ -527,7 +526,7 @@ def _group_ids(partition: Partition, task: TaskLedger, claim: QueueClaim, positi
     if claim.lease.blocks == "anywhere":  # found among what was claimed, of which some may be acknowledged or gone
         claimed = np.unique(np.concatenate([claim.rows, *claim.plan.dropped]))
         ids = groups_in_runs(claimed, block_size)
-        return ids[np.searchsorted(claimed, partition.table.index.data[positions])]
+        return ids[np.searchsorted(claimed, partition.table.index[positions])]
     return Grouping(partition, task, block_size or None).ids(positions)
 
 
@@ -539,24 +538,6 @@ def _lease_of(task: TaskLedger, claim: QueueClaim) -> LeaseTerms:
             metadata={"task_name": task.name},
         )
     return claim.lease
-
-
-def _check_whole_groups(
-    partition: Partition, task: TaskLedger, claim: QueueClaim, positions: Indexes, is_named: NDArray[np.bool_]
-) -> None:
-    """Refuse a part of a group, of which the rest could never be delivered again as a whole one."""
-    if is_named.all() or not is_named.any():
-        return
-    ids = _group_ids(partition, task, claim, positions)
-    parted = np.intersect1d(ids[is_named], ids[~is_named])
-    if parted.size:
-        is_member = ids == parted[0]
-        members = partition.table.index.data[positions[is_member]]
-        raise InvalidArgumentError(
-            f"samples {_named(members)} are a group, of which {int(is_named[is_member].sum())} of {members.size} "
-            f"are named; the claim is of whole groups, so name all of them or none",
-            field="global_indexes",
-        )
 
 
 def _lease_over_error(task: TaskLedger, rows: Indexes | None = None) -> LeaseExpiredError:

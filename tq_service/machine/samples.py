@@ -1,7 +1,7 @@
-"""Changes of samples: added, written to, cleared; their custom_meta set, their groups closed.
+"""Changes of partitions and samples: partitions made, sealed, cleared; samples added, written to, cleared.
 
 A write names its samples by index, by key, or not at all where they are new. `check_write` finds them and sees whether
-they take what is written.
+they take what is written. What it found holds until the mark of the partition is another one.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class PartitionCleared(Change):
     def apply(self, state: State, prepared: Partition, step: Step) -> int:
         """Remove it; return how many samples it had."""
         del state.partitions[self.partition_id]
-        step.freed += prepared.cells.forget_all()
+        step.freed += prepared.cells.puts.all()
         step.cleared.append(prepared)
         return prepared.table.present_count
 
@@ -164,7 +164,10 @@ class SampleWrite:
     claim: LeasedClaim | None = field(default=None, metadata=_CHECKED_ONCE)
 
     def __post_init__(self) -> None:
-        _check_claim_has_rows(self.claim, self.global_indexes)
+        if self.claim is not None and self.global_indexes is None:
+            raise InvalidArgumentError(
+                "claim is given without global_indexes; name the samples of the claim by their indexes", field="claim"
+            )
         if self.key_mode == "existing" and self.keys is None and self.global_indexes is None:
             raise InvalidArgumentError(
                 "key_mode is existing, but neither keys nor global_indexes name the samples; give one of them",
@@ -186,6 +189,7 @@ class CheckedWrite:
         new_count: how many are.
         groups: the groups of the new ones, None where the write names none.
         specs: those that the written fields have afterwards.
+        mark: of the partition; it holds until that is another one.
     """
 
     partition: Partition
@@ -193,6 +197,12 @@ class CheckedWrite:
     new_count: int
     groups: CheckedGroups | None
     specs: Sequence[FieldSpec]
+    mark: tuple[object, ...]
+
+    @property
+    def is_current(self) -> bool:
+        """Whether it still holds."""
+        return self.mark == self.partition.mark
 
     @property
     def is_new(self) -> slice | NDArray[np.bool_]:
@@ -234,8 +244,15 @@ class SamplesWritten(Change):
             if write.state is not None:
                 _set_state(partition, STATE_CODES[write.state], positions[positions >= 0], step)
             positions[positions < 0] = np.arange(added.start, added.stop)
-            rows, indexes = positions, table.index.data[positions]
-        _write_cells(partition, write, prepared.specs, rows, step)
+            rows, indexes = positions, table.index[positions]
+        if write.state is SampleState.FAILED and write.put is not None:
+            step.freed.append(write.put)  # bytes of failed rows are not kept
+        elif write.put is not None:
+            cells = partition.cells
+            step.freed += cells.write(write.put, write.columns, prepared.specs, rows, write.row_count)
+            if partition.state_counts[FAILED] and positions is not None:
+                failed = positions[partition.state[positions] == FAILED]
+                step.freed += cells.forget(failed, [cells.fields[spec.name] for spec in prepared.specs])
         partition.meta.write(write.meta, rows)
         expected = partition.settings.expected_samples
         if expected is not None and partition.inserted_count >= expected and not partition.sealed:
@@ -244,7 +261,7 @@ class SamplesWritten(Change):
             step.tasks.append((partition, None))
         elif write.state is SampleState.FAILED:
             step.tasks.append((partition, None))
-        partition.touched(indexes)
+        partition.notify_rows(indexes)
         step.written.append((partition, indexes))
         step.changed[partition] = None
         table.close_gaps(write.row_count)
@@ -275,7 +292,7 @@ class MetaSet(Change):
         """Write the values."""
         partition, positions = prepared
         partition.meta.write(self.columns, positions)
-        partition.touched(self.global_indexes)
+        partition.notify_rows(self.global_indexes)
         step.written.append((partition, self.global_indexes))
         step.note_change(partition)
 
@@ -320,9 +337,9 @@ class SamplesCleared(Change):
         """Remove them from all that knows of them; return how many they were."""
         partition, positions = prepared
         step.freed += partition.cells.forget(positions, partition.cells.fields.values())
-        keys = None if partition.key.is_blank else partition.key.data[positions]
-        step.removed.append((partition, partition.table.index.data[positions], keys))
-        states = partition.state.data[positions]
+        keys = None if partition.key.is_blank else partition.key[positions]
+        step.removed.append((partition, partition.table.index[positions], keys))
+        states = partition.state[positions]
         still_open = positions[is_open(states)]
         for task in partition.tasks.values():
             task.on_rows_closed(still_open)
@@ -354,41 +371,25 @@ def _add_rows(write: SampleWrite, checked: CheckedWrite, step: Step) -> slice:
         if checked.positions is not None:
             keys = list(itertools.compress(keys, checked.positions < 0))
         partition.key.write(added, keys)
-        partition.key_index.add(keys, partition.table.index.data[added])
+        partition.key_index.add(keys, partition.table.index[added])
     if checked.groups is not None:
         partition.groups.add(checked.groups, write.group_size, added)
-    partition.count_state(code, added, 1)
+    partition.count_states(added, 1)
     if code != FAILED:
         for task in partition.tasks.values():
             task.on_rows_added(count)
     if partition.groups.in_use and not had_groups:  # blocks of unnamed rows are no groups any more
         for task in partition.tasks.values():
-            if (taken := task.take_back()).size:
-                partition.touched(partition.table.index.data[taken])
+            if (taken := task.unskip()).size:
+                partition.notify_rows(partition.table.index[taken])
     if any(task.kept_groups is not None for task in partition.tasks.values()):
         _skip_rest(partition, np.arange(added.start, added.stop), step)
     return added
 
 
-def _write_cells(
-    partition: Partition, write: SampleWrite, specs: Sequence[FieldSpec], positions: slice | Indexes, step: Step
-) -> None:
-    """Point the rows to the cells of the put, but for failed ones, whose bytes are not kept."""
-    if write.put is None:
-        return
-    if write.state is SampleState.FAILED:
-        step.freed.append(write.put)
-        return
-    cells = partition.cells
-    step.freed += cells.write(write.put, write.columns, specs, positions, write.row_count)
-    if partition.state_counts[FAILED] and not isinstance(positions, slice):
-        failed = positions[partition.state.data[positions] == FAILED]
-        step.freed += cells.forget(failed, [cells.fields[spec.name] for spec in specs])
-
-
 def _set_state(partition: Partition, code: int, positions: Indexes, step: Step) -> None:
     """Give rows that have not failed a state."""
-    changed = positions[partition.state.data[positions] != code]
+    changed = positions[partition.state[positions] != code]
     if changed.size == 0:
         return
     if code == FAILED:
@@ -397,7 +398,7 @@ def _set_state(partition: Partition, code: int, positions: Indexes, step: Step) 
             task.on_rows_closed(changed)
     partition.count_states(changed, -1)
     partition.state.write(changed, code)
-    partition.count_state(code, changed, 1)
+    partition.count_states(changed, 1)
     partition.state_version += 1
     if code == FAILED:
         _skip_rest(partition, changed, step)
@@ -428,28 +429,35 @@ def check_write(partition: Partition, write: SampleWrite) -> CheckedWrite:
             metadata={"partition_id": partition.partition_id},
         )
     if partition.sealed and write.keys is not None and write.key_mode == "upsert" and positions is not None:
-        _check_not_overwritten(partition, write, write.keys, positions)
+        for column in write.columns:  # which looks like another run under the same name
+            is_there = partition.cells.produced([column.spec.name], positions)
+            if is_there.any():
+                raise PartitionSealedError(
+                    f"partition {partition.partition_id!r} is sealed, and key "
+                    f"{write.keys[int(np.argmax(is_there))]!r} has field {column.spec.name!r} already, perhaps from "
+                    f"another run; clear the partition to start over, or use another one, or a namespace for each run; "
+                    f"put with key_mode existing to overwrite it",
+                    metadata={"partition_id": partition.partition_id},
+                )
     specs = partition.cells.merged_specs(write.columns, positions)
     partition.meta.check(write.meta, write.row_count)
     if positions is not None and write.state is not None and write.state is not SampleState.FAILED:
-        _check_not_failed(partition, positions[positions >= 0])
-    groups = None if write.groups is None else _check_groups(partition, write, write.groups, positions)
-    return CheckedWrite(partition=partition, positions=positions, new_count=new_count, groups=groups, specs=specs)
-
-
-def _check_not_overwritten(partition: Partition, write: SampleWrite, keys: Sequence[str], positions: Indexes) -> None:
-    """Refuse to overwrite columns of a sealed partition by an upsert: it looks like another run under the same name."""
-    for column in write.columns:
-        if column.spec.name not in partition.cells.fields:
-            continue
-        is_there = partition.cells.produced([column.spec.name], positions)
-        if is_there.any():
-            raise PartitionSealedError(
-                f"partition {partition.partition_id!r} is sealed, and key {keys[int(np.argmax(is_there))]!r} has field "
-                f"{column.spec.name!r} already, perhaps from another run; clear the partition to start over, or use "
-                f"another one, or a namespace for each run; put with key_mode existing to overwrite it",
-                metadata={"partition_id": partition.partition_id},
+        known = positions[positions >= 0]
+        if (failed := partition.table.index[known[partition.state[known] == FAILED]]).size:
+            raise SampleFailedError(
+                f"sample {int(failed[0])} of partition {partition.partition_id!r} has failed, which is final; insert a "
+                f"new sample in its place",
+                metadata={"partition_id": partition.partition_id, "global_index": str(failed[0])},
             )
+    groups = None if write.groups is None else _check_groups(partition, write, write.groups, positions)
+    return CheckedWrite(
+        partition=partition,
+        positions=positions,
+        new_count=new_count,
+        groups=groups,
+        specs=specs,
+        mark=partition.mark,
+    )
 
 
 def _check_groups(
@@ -464,25 +472,12 @@ def _check_groups(
         ):
             if group and group != known:
                 raise InvalidArgumentError(
-                    f"sample {int(partition.table.index.data[position])} is in group {known!r}, got {group!r}; groups "
+                    f"sample {int(partition.table.index[position])} is in group {known!r}, got {group!r}; groups "
                     f"are given when a sample is inserted and stay",
                     field="groups",
                 )
         groups = list(itertools.compress(groups, is_new))
     return partition.groups.check(groups, write.group_size)
-
-
-def _check_not_failed(partition: Partition, positions: Indexes) -> None:
-    failed = positions[partition.state.data[positions] == FAILED]
-    if failed.size:
-        raise SampleFailedError(
-            f"sample {int(partition.table.index.data[failed[0]])} of partition {partition.partition_id!r} has failed, "
-            f"which is final; insert a new sample in its place",
-            metadata={
-                "partition_id": partition.partition_id,
-                "global_index": str(partition.table.index.data[failed[0]]),
-            },
-        )
 
 
 def _check_counts(write: SampleWrite) -> None:
@@ -517,14 +512,10 @@ def _find_rows(partition: Partition, write: SampleWrite) -> Indexes | None:
     positions = index.positions_of(keys)
     is_known = positions >= 0
     if write.key_mode == "new" and is_known.any():
+        key = keys[int(np.argmax(is_known))]
         raise AlreadyExistsError(
-            f"key {keys[int(np.argmax(is_known))]!r} is known in partition {partition.partition_id!r}; use "
-            f"key_mode upsert to write to it",
-            metadata={
-                "resource_type": "key",
-                "resource_name": keys[int(np.argmax(is_known))],
-                "partition_id": partition.partition_id,
-            },
+            f"key {key!r} is known in partition {partition.partition_id!r}; use key_mode upsert to write to it",
+            metadata={"resource_type": "key", "resource_name": key, "partition_id": partition.partition_id},
         )
     if write.key_mode == "existing" and not is_known.all():
         key = keys[int(np.argmin(is_known))]
@@ -534,10 +525,3 @@ def _find_rows(partition: Partition, write: SampleWrite) -> Indexes | None:
             metadata={"partition_id": partition.partition_id, "key": key},
         )
     return positions
-
-
-def _check_claim_has_rows(claim: LeasedClaim | None, global_indexes: Indexes | None) -> None:
-    if claim is not None and global_indexes is None:
-        raise InvalidArgumentError(
-            "claim is given without global_indexes; name the samples of the claim by their indexes", field="claim"
-        )

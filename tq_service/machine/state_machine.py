@@ -12,10 +12,13 @@ the change: they are not repeated when the log is read.
 
 It has the shape of a replicated state machine: Ongaro and Ousterhout, "In Search of an Understandable Consensus
 Algorithm", 2014, section 2.
+
+It also keeps the answers of mutating requests, so that a retry gets the same answer and has no second effect.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import struct
 import time
@@ -24,7 +27,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from operator import attrgetter
-from types import TracebackType
 from typing import Any, ClassVar, Final, NamedTuple, Protocol, TypeAlias
 
 from numpy.typing import NDArray
@@ -341,13 +343,37 @@ class StateMachine:
         self.fatal: Callable[[str, BaseException], None] = _log_critical
         self.listener: Callable[[Step], None] = lambda step: None
         self.refusal: Callable[[], TqError] | None = None
-        self._group: Group | None = None
+        self._group: tuple[Step, list[bytes]] | None = None  # that is open, and its encoded changes
         self._clock_offset = time.time() - time.monotonic()
         self._last_seconds = 0.0
 
-    def group(self) -> Group:
-        """Return what the changes of this step of the loop are made in; no group is made in another."""
-        return Group(self)
+    @contextlib.contextmanager
+    def group(self) -> Iterator[None]:
+        """Have the changes of the `with` in one group; there is no await in it."""
+        step, encoded = self._group = Step(self.now_seconds()), list[bytes]()
+        failure: BaseException | None = None
+        try:
+            yield
+        except BaseException as error:
+            failure = error
+            raise
+        finally:
+            self._group = None
+            # A refusal may follow a change that was made whole, such as a task that was seen for the first time.
+            if encoded and failure is not None and not isinstance(failure, TqError):
+                self.fatal("a request failed after a change of it was made", failure)
+            elif encoded:
+                self._finish(step, encoded)
+
+    def _finish(self, step: Step, encoded: Sequence[bytes]) -> None:
+        """Append a group to the log, and do what follows from it."""
+        try:
+            if self.log is not None:
+                self.log.append(encode_group(step.at_seconds, encoded))
+            self.listener(step)
+        except Exception as failure:
+            self.fatal("what follows from a change could not be done", failure)
+            raise
 
     def commit(self, change: Change, prepared: Any = None) -> Any:
         """Make a change, alone or in the open group, and return what came of it; None where nothing is to change.
@@ -366,11 +392,28 @@ class StateMachine:
         return self.commit_all(((change, prepared),))
 
     def commit_all(self, changes: Sequence[tuple[Change, Any]]) -> Any:
-        """Make several changes that were prepared, or none of them; return what came of the last one."""
-        if self._group is not None:
-            return self._group.make(changes)
-        with self.group() as group:
-            return group.make(changes)
+        """Make several changes that were prepared, or none of them; return what came of the last one.
+
+        They are encoded first, then applied, in the open group or in one of their own.
+        """
+        if self._group is None:
+            with self.group():
+                return self.commit_all(changes)
+        if self.refusal is not None:
+            raise self.refusal()
+        step, result, encoded = self._group[0], None, [b""] * len(changes)
+        if self.log is not None:
+            self.log.check_open()
+            encoded = [encode_change(change) for change, _ in changes]
+        try:
+            for change, prepared in changes:
+                result = change.apply(self.state, prepared, step)
+        except BaseException as error:
+            self._group[1].clear()  # the changes before it in the group are dropped with it
+            self.fatal("a change was made in part", error)
+            raise
+        self._group[1].extend(encoded)
+        return result
 
     def log_alone(self, change: Change) -> None:
         """Write down a change that was made in another way, also while changes are refused."""
@@ -401,59 +444,6 @@ class StateMachine:
             now = self._last_seconds
         self._last_seconds = now
         return now
-
-
-class Group:
-    """Changes of one step of the loop, in a `with`; there is no await in it."""
-
-    __slots__ = ("_encoded", "_machine", "_step")
-
-    def __init__(self, machine: StateMachine) -> None:
-        self._machine = machine
-        self._step = Step(machine.now_seconds())
-        self._encoded: list[bytes] = []
-
-    def make(self, changes: Sequence[tuple[Change, Any]]) -> Any:
-        """Encode changes, then apply them; return what came of the last one."""
-        if self._machine.refusal is not None:
-            raise self._machine.refusal()
-        log, result = self._machine.log, None
-        encoded = [b""] * len(changes)
-        if log is not None:
-            log.check_open()
-            encoded = [encode_change(change) for change, _ in changes]
-        try:
-            for change, prepared in changes:
-                result = change.apply(self._machine.state, prepared, self._step)
-        except BaseException as error:
-            self._encoded.clear()  # the changes before it in the group are dropped with it
-            self._machine.fatal("a change was made in part", error)
-            raise
-        self._encoded += encoded
-        return result
-
-    def __enter__(self) -> Group:
-        self._machine._group = self
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        machine = self._machine
-        machine._group = None
-        if not self._encoded:
-            return
-        # A refusal may follow a change that was made whole, such as a task that was seen for the first time.
-        if error is not None and not isinstance(error, TqError):
-            machine.fatal("a request failed after a change of it was made", error)
-            return
-        try:
-            if machine.log is not None:
-                machine.log.append(encode_group(self._step.at_seconds, self._encoded))
-            machine.listener(self._step)
-        except Exception as failure:
-            machine.fatal("what follows from a change could not be done", failure)
-            raise
 
 
 def _log_critical(reason: str, error: BaseException) -> None:

@@ -1,8 +1,14 @@
-"""Which rows make up a group for a sampler, and which groups can be delivered."""
+"""Groups and orders: which rows make up a group, which groups can be delivered, and the order of `order_by`.
+
+Nothing is kept between claims. The first rows in an order are found by selection, all of them by a sort. Texts are
+compared a few thousand at once, since numpy and Python hold the interpreter lock meanwhile, unlike for numbers.
+"""
 
 from __future__ import annotations
 
-from typing import ClassVar
+import operator
+from collections.abc import Callable
+from typing import Any, ClassVar, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,8 +18,12 @@ from tq_service.schema import Blocks
 from tq_service.state.groups import NO_GROUP
 from tq_service.state.ledger import TaskLedger
 from tq_service.state.partition import Partition
-from tq_service.state.plan import Indexes
-from tq_service.state.table import DEAD_LETTERED, UNCLAIMED, is_open
+from tq_service.state.plan import Indexes, Order
+from tq_service.state.table import DEAD_LETTERED, is_open
+
+_SLICE: Final = 1 << 14  # rows
+_FEW: Final = 1 << 9
+_TEXTS_AT_ONCE: Final = 1 << 12  # sorted in some milliseconds
 
 
 def run_lengths(indexes: Indexes) -> tuple[Indexes, Indexes]:
@@ -81,7 +91,7 @@ class Grouping:
         if self._groups.in_use:
             slots = self._groups.of_rows[positions]
             return np.where(slots == NO_GROUP, -2 - positions, slots)
-        return positions if self.block_size is None else self._partition.table.index.data[positions] // self.block_size
+        return positions if self.block_size is None else self._partition.table.index[positions] // self.block_size
 
     def members(self, positions: Indexes) -> Indexes:
         """Return the positions of rows and of all others of their groups."""
@@ -117,8 +127,7 @@ class Grouping:
         """Return for each row whether its group can never be delivered, given that no new rows come."""
         ids, group_of = np.unique(self.ids(positions), return_inverse=True)
         needed = self.needed(ids, no_more=True)
-        dead: NDArray[np.bool_] = ((needed < 0) | (self._left(ids) < needed))[group_of]
-        return dead
+        return ((needed < 0) | (self._left(ids) < needed))[group_of]
 
     def needed(self, ids: Indexes, *, no_more: bool) -> Indexes:
         """Return how many members of each group must be ready for it to be delivered, -1 where it is not complete.
@@ -148,7 +157,7 @@ class Grouping:
         if self.block_size is None:
             return np.ones(ids.size, np.int64)
         positions = self._find_blocks(ids, self.block_size)
-        is_left = is_open(self._partition.state.data[positions]) & (self._task.claim.data[positions] != DEAD_LETTERED)
+        is_left = is_open(self._partition.state[positions]) & (self._task.claim[positions] != DEAD_LETTERED)
         left: Indexes = (is_left & (positions >= 0)).sum(axis=1)
         return left
 
@@ -160,10 +169,9 @@ class Grouping:
     def _dead_lettered_counts(self, slots: Indexes) -> Indexes:
         """Return how many members of named groups are dead-lettered; those that failed since are counted as failed."""
         positions = self._task.dead_lettered()
-        positions = positions[is_open(self._partition.state.data[positions])]
+        positions = positions[is_open(self._partition.state[positions])]
         lost = np.sort(self._groups.of_rows[positions])
-        counts: Indexes = np.searchsorted(lost, slots, "right") - np.searchsorted(lost, slots)
-        return counts
+        return np.searchsorted(lost, slots, "right") - np.searchsorted(lost, slots)
 
 
 class Runs(Grouping):
@@ -186,7 +194,7 @@ class Runs(Grouping):
         """Return the id of the group that each row has among these rows."""
         by_index = np.argsort(positions)
         ids = np.empty_like(positions)
-        ids[by_index] = groups_in_runs(self._partition.table.index.data[positions[by_index]], self._size)
+        ids[by_index] = groups_in_runs(self._partition.table.index[positions[by_index]], self._size)
         return np.where(ids < 0, -2 - positions, ids)
 
     def members(self, positions: Indexes) -> Indexes:
@@ -200,11 +208,10 @@ class Runs(Grouping):
     def is_dead(self, positions: Indexes) -> NDArray[np.bool_]:
         """Return for each row whether too few rows are left beside it, given that no new rows come."""
         count = self._partition.table.count
-        left = is_open(self._partition.state.data[:count]) & (self._task.claim.data[:count] == UNCLAIMED)
+        left = self._task.is_left(slice(0, count))
         lengths = np.zeros(count, np.int64)
-        lengths[left] = run_lengths(self._partition.table.index.data[:count][left])[1]
-        dead: NDArray[np.bool_] = lengths[positions] < self._size
-        return dead
+        lengths[left] = run_lengths(self._partition.table.index[:count][left])[1]
+        return lengths[positions] < self._size
 
 
 def grouping_of(
@@ -214,3 +221,78 @@ def grouping_of(
     if blocks == "anywhere" and block_size is not None and not partition.groups.in_use:
         return Runs(partition, task, block_size)
     return Grouping(partition, task, block_size, take_incomplete=take_incomplete)
+
+
+# Returns the values of a column at some positions, and which of these have one.
+ValuesOf: TypeAlias = Callable[[str, Indexes], tuple[NDArray[Any], NDArray[np.bool_]]]
+
+
+def first_in_order(values_of: ValuesOf, orders: tuple[Order, ...], positions: Indexes, count: int | None) -> Indexes:
+    """Return the first `count` of some rows in an order, all of them if `count` is None.
+
+    Rows without a value come last, and rows that are equal in all columns in the order of their indexes.
+
+    Args:
+        values_of: returns what is compared.
+        orders: the columns, the most significant first.
+        positions: the rows, in the order of their indexes.
+        count: how many are wanted.
+    """
+    if count is None:
+        return in_order(values_of, orders, positions)
+    best, last = positions[:0], None
+    start, end = 0, 2 * max(_FEW, count)
+    while start < positions.size:
+        some = positions[start:end]
+        best = np.concatenate([best, some if last is None else some[_may_precede(values_of, orders, some, last)]])
+        if best.size > count + max(_FEW, count):
+            best = in_order(values_of, orders, best)[:count]
+            last = best[-1:]
+        start, end = end, end + _SLICE
+    return in_order(values_of, orders, best)[:count]
+
+
+def in_order(values_of: ValuesOf, orders: tuple[Order, ...], positions: Indexes) -> Indexes:
+    """Return some rows in an order."""
+    positions = np.sort(positions)
+    for order in reversed(orders):  # each sort leaves rows that are equal in their order
+        values, present = values_of(order.column, positions)
+        found = positions[present]
+        positions = np.concatenate([found[_order_of(values[present], order.descending)], positions[~present]])
+    return positions
+
+
+def _may_precede(
+    values_of: ValuesOf, orders: tuple[Order, ...], positions: Indexes, last: Indexes
+) -> NDArray[np.bool_]:
+    """Return which rows may come before one with a lower index, by the first column alone; of NaN it cannot tell."""
+    column, is_descending = orders[0].column, orders[0].descending
+    bound, is_bounded = values_of(column, last)
+    values, present = values_of(column, positions)
+    if not is_bounded.all():
+        return np.ones(positions.size, np.bool_)
+    if len(orders) == 1:  # equal ones come after it
+        is_after = operator.le if is_descending else operator.ge
+    else:
+        is_after = operator.lt if is_descending else operator.gt
+    may_precede = present.copy()
+    may_precede[present] = ~is_after(values[present], bound)
+    return may_precede
+
+
+def _order_of(values: NDArray[Any], descending: bool) -> Indexes:
+    """Return the positions that values have in order, equal ones as they come; NaN is the largest."""
+    if descending:
+        backwards: Indexes = values.size - 1 - _order_of(values[::-1], descending=False)
+        return backwards[::-1]
+    if values.dtype.kind != "O":
+        return np.argsort(values, kind="stable")
+    buckets = [np.arange(values.size)]
+    if values.size > _TEXTS_AT_ONCE:  # spread over buckets, those of one before those of the next
+        splitters = np.array(sorted(values[:: _TEXTS_AT_ONCE // 8].tolist()), np.object_)
+        slices = (values[start : start + _TEXTS_AT_ONCE] for start in range(0, values.size, _TEXTS_AT_ONCE))
+        bucket_of = np.concatenate([np.searchsorted(splitters, some) for some in slices])
+        by_bucket = np.argsort(bucket_of, kind="stable")
+        buckets = np.split(by_bucket, np.flatnonzero(np.diff(bucket_of[by_bucket])) + 1)
+    texts = values.tolist()  # a list is sorted faster than an array, above all a sorted one
+    return np.concatenate([np.array(sorted(each.tolist(), key=texts.__getitem__), np.int64) for each in buckets])

@@ -22,7 +22,7 @@ from tq_service.errors import (
     QuotaExceededError,
     TqError,
 )
-from tq_service.machine.samples import SampleWrite
+from tq_service.machine.samples import CheckedWrite, SampleWrite
 from tq_service.schema import check_named_rows
 from tq_service.server import converters
 from tq_service.server.rpc.inbox import WaitingCalls, wait_until
@@ -30,7 +30,6 @@ from tq_service.server.storages import StorageRegistry
 from tq_service.serving.catalog import Catalog
 from tq_service.serving.lookup import MOST_NAMED, first_known
 from tq_service.state.cells import Put
-from tq_service.state.partition import Partition
 from tq_service.v1 import commit_pb2, metadata_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.wire.columns import ColumnShape, decode_headers
@@ -142,9 +141,9 @@ class Commits:
             if recorded is not None:
                 return recorded
             write = converters.sample_write(request.write)
-            async with self._capacity(request.write, write) as made:
+            async with self._capacity(request.write, write) as checked:
                 return self._catalog.run_once(
-                    request.request_id, lambda: answer(meta=self._write(request.write, write, made)), answer
+                    request.request_id, lambda: answer(meta=self._write(request.write, write, checked)), answer
                 )
 
     @contextlib.asynccontextmanager
@@ -204,9 +203,9 @@ class Commits:
                     metadata={"limit_name": "reserve", "put_id": put.put_id.hex()},
                 )
             with self._puts.commit(put):
-                return commit_pb2.CommitResponse(meta=self._write(request.write, write, made))
+                return commit_pb2.CommitResponse(meta=self._write(request.write, write, checked))
 
-        async with self._capacity(request.write, write) as made:
+        async with self._capacity(request.write, write) as checked:
             return self._catalog.run_once(request.request_id, change, commit_pb2.CommitResponse)
 
     def makes_samples(self, write: commit_pb2.SampleWrite) -> bool:
@@ -227,13 +226,13 @@ class Commits:
 
     def _capacity(
         self, message: commit_pb2.SampleWrite, write: SampleWrite
-    ) -> contextlib.AbstractAsyncContextManager[Partition | None]:
+    ) -> contextlib.AbstractAsyncContextManager[CheckedWrite | None]:
         """Reserve capacity for many new samples, see `Catalog.capacity_for`; few need no step of their own for it."""
         if write.row_count < MANY_ROWS:
             return contextlib.nullcontext()
         return self._catalog.capacity_for(message.partition_id, message.incarnation, write)
 
     def _write(
-        self, message: commit_pb2.SampleWrite, write: SampleWrite, made: Partition | None = None
+        self, message: commit_pb2.SampleWrite, write: SampleWrite, checked: CheckedWrite | None = None
     ) -> metadata_pb2.BatchMeta:
-        return converters.written_meta(self._catalog.write(message.partition_id, message.incarnation, write, made))
+        return converters.written_meta(self._catalog.write(message.partition_id, message.incarnation, write, checked))

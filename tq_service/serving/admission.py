@@ -1,4 +1,9 @@
-"""Puts of new samples that wait for capacity in a partition."""
+"""Writes of new samples that wait for capacity in a partition, and the bounds that make them wait.
+
+A partition bounds the bytes of its cells, and how far producers may be ahead of its tasks. All that is counted follows
+from its rows and puts, so that it is the same after a restart. `LowestVersion` finds the lowest version among the
+samples that a task has left without looking at all of them.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +12,10 @@ import contextlib
 import itertools
 import math
 import time
-from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +31,7 @@ from tq_service.errors import (
     TqError,
 )
 from tq_service.machine.samples import SampleWrite, check_write
-from tq_service.planning.readiness import Readiness
+from tq_service.planning.view import Readiness
 from tq_service.schema import SampleState
 from tq_service.serving.planner import Planner
 from tq_service.state.partition import Partition
@@ -73,39 +77,63 @@ def sum_of(demands: Iterable[Demand | None]) -> Demand:
     return Demand(sample_count=count, value_bytes=size, versions=versions)
 
 
-class Bound(ABC):
-    """The most there may be of something in a partition.
+_OLDEST: Final = "the task has to consume, or somebody has to clear, the oldest first"
+# Of each bound, by its setting: what is counted, with a place for the name of the task, and what makes capacity.
+_BOUNDS: Final = {
+    "max_bytes": ("bytes", "clear consumed samples, or raise max_bytes"),
+    "max_samples": ("samples for task {!r} to consume", "the task has to consume some first"),
+    "max_versions": ("versions between new samples and the oldest that task {!r} has to consume", _OLDEST),
+}
+
+
+class Bound:
+    """The most there may be in a partition of bytes of cells, or of what a task has left: samples, or versions.
+
+    Of versions it is how far those of new samples are above the lowest that the task has left to consume.
 
     Attributes:
         name: of the setting.
-        what: what is counted, with a place for the name of the task.
-        remedy: what makes capacity.
-        error_kind: of the error of a write that is refused for it.
         limit: the most there may be.
         task_name: of the task that has to consume first; empty: none has.
     """
 
-    name: ClassVar[str]
-    what: ClassVar[str]
-    remedy: ClassVar[str]
-    error_kind: ClassVar[type[ResourceExhaustedError]] = StalenessLimitError
-
-    def __init__(self, partition: Partition, limit: int, task_name: str = "") -> None:
+    def __init__(self, partition: Partition, name: str, limit: int, task_name: str = "", column: str = "") -> None:
+        """Bound a partition; versions by their column."""
         self._partition = partition
+        self.name = name
         self.limit = limit
         self.task_name = task_name
+        self._column = column
+        self._lowest = LowestVersion(partition, task_name, column) if column else None
+        self._what, self._remedy = _BOUNDS[name]
 
-    @abstractmethod
-    def share(self, demand: Demand) -> float:
-        """Return how much there would be of a write in an empty partition."""
+    def share(self, demand: Demand) -> int:
+        """Return how much there would be of a write in an empty partition, into which any version may come."""
+        if self._lowest is not None:
+            return 0
+        return demand.sample_count if self.task_name else demand.value_bytes
 
-    @abstractmethod
+    def used(self) -> int:
+        """Return the bytes of the cells there are, or how many samples the task has left: all before it asks."""
+        if not self.task_name:
+            return self._partition.cells.used_bytes
+        task = self._partition.tasks.get(self.task_name)
+        return self._partition.open_count if task is None else task.backlog
+
     def total(self, demand: Demand, others: Demand) -> float:
-        """Return how much there would be with a write, and others that were let in and are not made yet."""
+        """Return how much there would be with a write, and others that were let in and are not made yet.
+
+        A write that adds nothing never waits.
+        """
+        if self._lowest is not None:
+            highest = demand.versions.get(self._column, NO_VERSIONS)[1]
+            return highest - min(self._lowest.find(), others.versions.get(self._column, NO_VERSIONS)[0])
+        share = self.share(demand)
+        return self.used() + share + self.share(others) if share else 0
 
     def waits_for(self, got: float) -> str:
         """Return why a write waits with which there would be so much."""
-        counted, limited = _shown(got), self.what.format(self.task_name)
+        counted, limited = _shown(got), self._what.format(self.task_name)
         name = self._partition.partition_id
         return f"partition {name!r} would have {counted} {limited}, its {self.name} is {self.limit}"
 
@@ -113,8 +141,9 @@ class Bound(ABC):
         """Return the error of a write with which there would be so much, at once or after it has waited."""
         names = {"limit_name": self.name, "got": _shown(got), "limit": str(self.limit), "task_name": self.task_name}
         metadata = {name: value for name, value in names.items() if value}
-        outcome = f" and it stayed so until the deadline; {self.remedy}{note}" if may_fit_later else "; split the put"
-        return self.error_kind(
+        outcome = f" and it stayed so until the deadline; {self._remedy}{note}" if may_fit_later else "; split the put"
+        error_kind = StalenessLimitError if self.task_name else QuotaExceededError
+        return error_kind(
             f"{self.waits_for(got)}{outcome}",
             retry_after_seconds=RETRY_AFTER_SECONDS if may_fit_later else None,
             metadata=metadata,
@@ -125,84 +154,16 @@ def _shown(number: float) -> str:
     return f"{number:g}" if isinstance(number, float) else str(number)
 
 
-class SumBound(Bound):
-    """Bounds what writes add to; a write that adds nothing to it never waits for it."""
-
-    @abstractmethod
-    def used(self) -> int:
-        """Return how much there is."""
-
-    def total(self, demand: Demand, others: Demand) -> float:
-        """Return the sum of what there is and of what is added."""
-        share = self.share(demand)
-        return self.used() + share + self.share(others) if share else 0
-
-
-class ByteBound(SumBound):
-    """Bounds the bytes of all cells."""
-
-    name = "max_bytes"
-    what = "bytes"
-    remedy = "clear consumed samples, or raise max_bytes"
-    error_kind = QuotaExceededError
-
-    def used(self) -> int:
-        """Return the bytes of the cells there are."""
-        return self._partition.cells.used_bytes
-
-    def share(self, demand: Demand) -> int:
-        """Return the bytes of its cells."""
-        return demand.value_bytes
-
-
-class BacklogBound(SumBound):
-    """Bounds the samples that a task has left to consume."""
-
-    name = "max_samples"
-    what = "samples for task {!r} to consume"
-    remedy = "the task has to consume some first"
-
-    def used(self) -> int:
-        """Return how many samples the task has left, all of them where it has not asked yet."""
-        task = self._partition.tasks.get(self.task_name)
-        return self._partition.open_count if task is None else task.backlog
-
-    def share(self, demand: Demand) -> int:
-        """Return the number of its samples."""
-        return demand.sample_count
-
-
-class VersionBound(Bound):
-    """Bounds how far versions of new samples are above the lowest that a task has left to consume."""
-
-    name = "max_versions"
-    what = "versions between new samples and the oldest that task {!r} has to consume"
-    remedy = "the task has to consume, or somebody has to clear, the oldest first"
-
-    def __init__(self, partition: Partition, limit: int, task_name: str, column: str) -> None:
-        super().__init__(partition, limit, task_name)
-        self._column = column
-        self._lowest = LowestVersion(partition, task_name, column)
-
-    def share(self, demand: Demand) -> float:
-        """Return 0: in an empty partition any version may come."""
-        return 0
-
-    def total(self, demand: Demand, others: Demand) -> float:
-        """Return how far the highest version of a write is above the lowest of all others."""
-        highest, lowest = (each.versions.get(self._column, NO_VERSIONS)[at] for each, at in ((demand, 1), (others, 0)))
-        return highest - min(self._lowest.find(), lowest)
-
-
 def bounds_of(partition: Partition) -> list[Bound]:
     """Return the bounds that the settings of a partition have."""
     settings = partition.settings
-    bounds: list[Bound] = [] if settings.max_bytes is None else [ByteBound(partition, settings.max_bytes)]
+    bounds = [] if settings.max_bytes is None else [Bound(partition, "max_bytes", settings.max_bytes)]
     for limit in settings.staleness_limits:
         if limit.max_samples is not None:
-            bounds.append(BacklogBound(partition, limit.max_samples, limit.task_name))
+            bounds.append(Bound(partition, "max_samples", limit.max_samples, limit.task_name))
         if limit.max_versions is not None:
-            bounds.append(VersionBound(partition, limit.max_versions, limit.task_name, limit.version_column))
+            column = limit.version_column
+            bounds.append(Bound(partition, "max_versions", limit.max_versions, limit.task_name, column))
     return bounds
 
 
@@ -310,7 +271,7 @@ class LowestVersion:
         table = partition.table
         rows = slice(table.position_from(block * _BLOCK_ROWS), table.position_from((block + 1) * _BLOCK_ROWS))
         task = partition.tasks.get(self._task_name)
-        left = is_open(partition.state.data[rows]) if task is None else task.is_pending(rows)
+        left = is_open(partition.state[rows]) if task is None else task.is_pending(rows)
         left &= arrays[1][rows]
         return version_range(arrays[0][rows][left])[0]
 

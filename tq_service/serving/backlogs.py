@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tq_service.errors import TqError
-from tq_service.planning.readiness import Readiness
+from tq_service.planning.view import Readiness
 from tq_service.serving.admission import version_range
 from tq_service.serving.catalog import Catalog
 from tq_service.serving.planner import RunsPlans

@@ -1,4 +1,8 @@
-"""All partitions by name, the planners of their tasks, and the claims that wait for a partition to appear."""
+"""All partitions by name, with what serves each, their limits, and the calls that wait for a partition to appear.
+
+`Limits` are compared when a request comes, never when a change is made again: what was let in under higher limits
+stays. `LeaseTimer` has the deadlines of one partition's leases.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import contextlib
 import heapq
 import math
 import os
+from collections import defaultdict
 from collections.abc import (
     AsyncIterator,
     Callable,
@@ -97,18 +102,14 @@ class Limits:
 
     def check_create(self, partition_id: str, settings: PartitionSettings, partition_count: int) -> None:
         """Refuse a new partition that is one too many, or declares too much."""
-        self._check_count("max_partitions", "partitions", partition_count + 1, "clear some that are done")
+        self.check_count("max_partitions", "partitions", partition_count + 1, "clear some that are done")
         self._check_new("fields", partition_id, (), [spec.name for spec in settings.fields])
         self._check_new("tasks", partition_id, (), settings.tasks)
 
-    def check_samples(self, count: int) -> None:
-        """Refuse samples of which there would be so many in all partitions."""
-        self._check_count("max_samples", "samples in all partitions", count, "clear those that are done")
-
     def check_write(self, partition: Partition, write: SampleWrite) -> None:
         """Refuse a write that names too much; its partition may be one that it makes."""
-        self._check_longest("keys", _longest(write.keys or ()))
-        self._check_longest("groups", _longest(write.groups or ()))
+        self._check_longest("keys", write.keys or ())
+        self._check_longest("groups", write.groups or ())
         fields = [column.spec.name for column in write.columns]
         self._check_new("fields", partition.partition_id, partition.cells.fields, fields)
         if write.meta:
@@ -138,11 +139,12 @@ class Limits:
     def _check_new(self, what: str, partition_id: str, known: Collection[str], names: Iterable[str]) -> None:
         """Refuse names that are new to a partition where they are too long, or too many beside those it knows."""
         if new := [name for name in names if name not in known]:
-            self._check_longest("name" if what == "fields" else what, _longest(new))
+            self._check_longest("name" if what == "fields" else what, new)
             limit_name, plural, remedy = _NAMED[what]
-            self._check_count(limit_name, f"{plural} in partition {partition_id!r}", len(known) + len(new), remedy)
+            self.check_count(limit_name, f"{plural} in partition {partition_id!r}", len(known) + len(new), remedy)
 
-    def _check_longest(self, what: str, longest: int) -> None:
+    def _check_longest(self, what: str, names: Iterable[str]) -> None:
+        longest = max(map(len, names), default=0)
         if longest > self.max_name_length:
             raise InvalidArgumentError(
                 f"{'a field' if what == 'name' else what} has a name of {longest} characters, at most "
@@ -151,7 +153,8 @@ class Limits:
                 metadata=self._metadata("max_name_length", longest),
             )
 
-    def _check_count(self, limit_name: str, what: str, got: int, remedy: str) -> None:
+    def check_count(self, limit_name: str, what: str, got: int, remedy: str) -> None:
+        """Refuse so many of something that has a limit."""
         limit = getattr(self, limit_name)
         if got > limit:
             raise LimitExceededError(
@@ -162,10 +165,6 @@ class Limits:
 
     def _metadata(self, limit_name: str, got: int) -> dict[str, str]:
         return {"limit_name": limit_name, "got": str(got), "limit": str(getattr(self, limit_name))}
-
-
-def _longest(names: Iterable[str]) -> int:
-    return max(map(len, names), default=0)
 
 
 def _value_bytes(column: MetaColumn) -> NDArray[np.int64]:
@@ -292,7 +291,7 @@ class _Serving:
         self.admission_queue = AdmissionQueue(partition, self._deadlock) if partition.settings.is_bounded else None
         self.lease_timer = LeaseTimer(partition.tasks, expire)
         self.enders: set[Callable[[Callable[[], TqError]], None]] = set()  # of look-ups that wait
-        self.delivery_rates: dict[str, DeliveryRate] = {}  # by task
+        self.delivery_rates: defaultdict[str, DeliveryRate] = defaultdict(DeliveryRate)  # by task
 
     def _deadlock(self, task_name: str, asking: ClaimRequest | None) -> str:
         """Return why a task cannot consume before more samples come; of no task in particular, any such; "" if none."""
@@ -301,13 +300,6 @@ class _Serving:
             count = self._partition.table.present_count
             planners = [each for each in self.planners.values() if each.task.backlog == count]
         return next(filter(None, (starvation(self._partition, planner, asking) for planner in planners)), "")
-
-    def count_delivered(self, task_name: str, count: int, at_seconds: float) -> None:
-        """Count samples that a task was delivered."""
-        rate = self.delivery_rates.get(task_name)
-        if rate is None:
-            rate = self.delivery_rates[task_name] = DeliveryRate()
-        rate.add(count, at_seconds)
 
     def end(self, error: Callable[[], TqError]) -> None:
         """End all waiting calls, and those to come, with an error; no lease expires any more."""
@@ -391,7 +383,7 @@ class Catalog:
             self._start_lease(partition, task_name, claim)
         for partition, task_name, plan in step.delivered:
             if (serving := self._serving.get(partition)) is not None:  # else it was cleared since
-                serving.count_delivered(task_name, plan.rows.size, step.at_seconds)
+                serving.delivery_rates[task_name].add(plan.rows.size, step.at_seconds)
         for partition in step.changed:
             partition.on_change()
         for partition in step.consumed:
@@ -412,7 +404,7 @@ class Catalog:
     def _disappear(self, partition: Partition) -> None:
         self.on_partition(partition, "removed")
         if (serving := self._serving.pop(partition, None)) is not None:
-            serving.end(_was_cleared(partition.partition_id))
+            serving.end(partial(_cleared_error, partition.partition_id))
         partition.forget_listeners()
         if partition.table.count > _FREED_AT_ONCE:
             self._start(_free(partition))
@@ -422,7 +414,7 @@ class Catalog:
         if serving is None:
             serving = self._serving[partition] = _Serving(partition, partial(self._expire, partition))
             if self._is_draining:
-                serving.end(_is_draining)
+                serving.end(_draining_error)
         return serving
 
     # Partitions
@@ -462,8 +454,9 @@ class Catalog:
             created: Partition = self.machine.commit(*self._creation(partition_id, settings))
             return created
         if partition.settings != settings:
+            difference = partition.settings.describe_difference(settings)
             raise AlreadyExistsError(
-                f"partition {partition_id!r} is there with other settings: {partition.settings.unlike(settings)}; "
+                f"partition {partition_id!r} is there with other settings: {difference}; "
                 f"create a partition before its first samples, and with the same settings everywhere",
                 metadata={"resource_type": "partition", "resource_name": partition_id},
             )
@@ -483,18 +476,16 @@ class Catalog:
     @contextlib.asynccontextmanager
     async def capacity_for(
         self, partition_id: str, incarnation: bytes, write: SampleWrite
-    ) -> AsyncIterator[Partition | None]:
+    ) -> AsyncIterator[CheckedWrite | None]:
         """Reserve capacity for the new rows of a write in steps, which let others run; the `with` block writes it.
 
-        The write is checked first, so that one which is refused takes no memory. Nothing else changes: whatever is done
-        to the partition meanwhile, the write is checked again as it is made, and unused capacity is returned.
-        Yields the partition to be, where there is none.
+        The write is checked first, so that one which is refused takes no memory. Nothing else changes: unused capacity
+        is returned. Yields the checked write, which `write` takes.
         """
-        made: Partition | None = None
+        checked: CheckedWrite | None = None
         while True:
-            checked: CheckedWrite = self._check_write(partition_id, incarnation, write, made)[-1][1]
+            checked = self._check_write(partition_id, incarnation, write, checked)[-1][1]
             partition, there = checked.partition, self._partitions.get(partition_id)
-            made = None if there is partition else partition
             try:
                 columns = partition.cells.new_columns(checked.specs)
                 for _ in partition.table.reserve_capacity(checked.new_count, columns):
@@ -502,13 +493,14 @@ class Catalog:
                     if self._partitions.get(partition_id) is not there:  # cleared, or made by another
                         break
                 else:
-                    yield made
+                    yield checked
                     return
             finally:
                 partition.table.return_capacity()
+            checked = None if there is partition else checked
 
     def write(
-        self, partition_id: str, incarnation: bytes, write: SampleWrite, made: Partition | None = None
+        self, partition_id: str, incarnation: bytes, write: SampleWrite, checked: CheckedWrite | None = None
     ) -> Written:
         """Write samples; the first ones make their partition, and a refused write leaves none behind.
 
@@ -516,23 +508,25 @@ class Catalog:
             partition_id: where they are.
             incarnation: that is meant; empty: whichever.
             write: what is written.
-            made: the partition to be, if there is none yet; see `capacity_for`.
+            checked: what was found out of it before; see `capacity_for`.
         """
-        written: Written = self.machine.commit_all(self._check_write(partition_id, incarnation, write, made))
+        written: Written = self.machine.commit_all(self._check_write(partition_id, incarnation, write, checked))
         return written
 
     def _check_write(
-        self, partition_id: str, incarnation: bytes, write: SampleWrite, made: Partition | None
+        self, partition_id: str, incarnation: bytes, write: SampleWrite, checked: CheckedWrite | None
     ) -> list[tuple[Change, Any]]:
-        """Check a write; return its change, behind the one that makes its partition where there is none."""
+        """Check a write, once as long as nothing changes; return its change, behind one that makes its partition."""
         changes: list[tuple[Change, Any]] = []
         if partition_id in self._partitions or incarnation or not write.may_add_samples:
             partition = self.get(partition_id, incarnation)
         else:
+            made = None if checked is None else checked.partition
             creation, partition = self._creation(partition_id, PartitionSettings(), made)
             changes.append((creation, partition))
-        self.limits.check_write(partition, write)
-        checked = check_write(partition, write)
+        if checked is None or checked.partition is not partition or not checked.is_current:
+            self.limits.check_write(partition, write)
+            checked = check_write(partition, write)
         self._check_samples(checked.new_count)
         return [*changes, (SamplesWritten(partition_id=partition_id, write=write), checked)]
 
@@ -543,7 +537,8 @@ class Catalog:
         """
         if new_count and self._most_samples + new_count > self.limits.max_samples:
             self._most_samples = self.sample_count()
-            self.limits.check_samples(self._most_samples + new_count)
+            count, remedy = self._most_samples + new_count, "clear those that are done"
+            self.limits.check_count("max_samples", "samples in all partitions", count, remedy)
         self._most_samples += new_count
 
     def knows_keys(self, partition_id: str, incarnation: bytes, keys: Sequence[str]) -> bool:
@@ -611,7 +606,7 @@ class Catalog:
         One whose incarnation is there gets another: samples put since then had global indexes that will be those of
         others, and a partition of another name may be of the same checkpoint.
         """
-        self.machine.refusal = _is_replaced
+        self.machine.refusal = _replacement_error
         known = {partition.incarnation for partition in self._partitions.values()}
         for partition in restored:
             if partition.incarnation in known:
@@ -633,7 +628,7 @@ class Catalog:
         replaced = [each for name, each in self._partitions.items() if name.startswith(prefix)]
         for partition in replaced:
             del self._partitions[partition.partition_id]
-            freed += partition.cells.forget_all()
+            freed += partition.cells.puts.all()
             self._disappear(partition)
         self.adopt(restored)
         self.history.note(Step(self.machine.now_seconds(), created=[*restored], cleared=replaced))
@@ -803,16 +798,16 @@ class Catalog:
         """End all waiting calls, and those to come, so that their clients turn to the next server."""
         self._is_draining = True
         for serving in self._serving.values():
-            serving.end(_is_draining)
+            serving.end(_draining_error)
         for arrivals in self._arrivals.values():
             for arrival in arrivals:
                 if not arrival.done():
-                    arrival.set_exception(_is_draining())
+                    arrival.set_exception(_draining_error())
 
     def check_not_draining(self) -> None:
         """Refuse a call that would wait, while the server ends."""
         if self._is_draining:
-            raise _is_draining()
+            raise _draining_error()
 
 
 async def _free(partition: Partition) -> None:
@@ -829,16 +824,16 @@ async def _wake_all(arrivals: Iterable[asyncio.Future[bool]]) -> None:
             await pace.step()
 
 
-def _was_cleared(partition_id: str) -> Callable[[], PartitionClearedError]:
-    return lambda: PartitionClearedError(
+def _cleared_error(partition_id: str) -> PartitionClearedError:
+    return PartitionClearedError(
         f"partition {partition_id!r} was cleared while the call waited; ask again to wait for its next incarnation",
         metadata={"partition_id": partition_id},
     )
 
 
-def _is_replaced() -> UnavailableError:
+def _replacement_error() -> UnavailableError:
     return UnavailableError("a restored checkpoint is taking the place of all partitions; try again")
 
 
-def _is_draining() -> UnavailableError:
+def _draining_error() -> UnavailableError:
     return UnavailableError("the server is shutting down; the call may be sent again to its successor")

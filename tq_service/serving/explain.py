@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from tq_service.errors import nearest
 from tq_service.planning.grouping import Grouping, grouping_of
-from tq_service.planning.readiness import Readiness
+from tq_service.planning.view import Readiness
 from tq_service.results import NotReady, WaitCode, WaitReason
 from tq_service.schema import Blocks
 from tq_service.serving.catalog import Catalog

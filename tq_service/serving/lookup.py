@@ -1,8 +1,11 @@
-"""Pages of the samples that a request means, those of them with some cells; and pages of names.
+"""Selections of samples: read in pages, waited for, cleared in parts; and pages of names.
 
 Pages of samples are bounded by count and by what is known of the samples, so that each is made quickly. Their token
 says where the next one begins and in which incarnation of the partition. It is no secret: a caller that has it could
 ask for any page.
+
+`LookupWait` waits until enough samples are found. `Clearing` clears the samples of a selection in parts, between which
+other calls have their turn.
 """
 
 from __future__ import annotations
@@ -140,9 +143,9 @@ class Selection:
     def _scanned(self, partition: Partition, first_index: int, count: int) -> Part:
         table = partition.table
         positions = table.present_from(first_index, count + 1)
-        next_place = int(table.index.data[positions[count]]) if positions.size > count else None
+        next_place = int(table.index[positions[count]]) if positions.size > count else None
         positions = self.among(partition, positions[:count])
-        return Part(positions=positions, places=table.index.data[positions], next_place=next_place)
+        return Part(positions=positions, places=table.index[positions], next_place=next_place)
 
     def among(self, partition: Partition, positions: Indexes) -> Indexes:
         """Return those of some samples that are meant, where none is named."""
@@ -333,7 +336,7 @@ def fitting_count(partition: Partition, positions: Indexes) -> int:
         if column.json is not None:
             characters += _lengths(column.json.tolist())
     if not partition.key.is_blank:
-        characters += _lengths(partition.key.data[positions].tolist())
+        characters += _lengths(partition.key[positions].tolist())
     if partition.groups.in_use:
         characters += _lengths(partition.groups.names_of(positions))
     within = int(np.searchsorted(np.cumsum(characters), _MOST_CHARACTERS, side="right"))
@@ -391,15 +394,25 @@ def locate(
     _check_named("global_indexes", indexes.size)
     if keys and indexes.size:
         raise InvalidArgumentError("samples are named by index or by key, not by both", field="keys")
-    rows = _rows_of_keys(partition, keys, skip_missing=skip_missing) if keys else indexes
-    if not keys and not skip_missing:
+    rows = indexes
+    if keys:
+        known = partition.key_index.positions_of(list(keys))
+        if not skip_missing and bool((known < 0).any()):
+            key = keys[int(np.argmax(known < 0))]
+            raise KeyNotFoundError(
+                f"partition {partition.partition_id!r} has no key {key!r}; {nearest(key, partition.key_index)}; "
+                f"leave it out with skip_missing",
+                metadata={"partition_id": partition.partition_id, "key": key},
+            )
+        rows = partition.table.index[known[known >= 0]]
+    elif not skip_missing:
         partition.positions_of(rows, may_repeat=True)
     positions = partition.table.find(rows)
     found = positions >= 0
     if skip_missing_fields:
         names = [name for name in names if partition.cells.produced([name], positions[found]).all()]
     else:
-        states = partition.state.data[positions[found]]
+        states = partition.state[positions[found]]
         if states.size and not (states == FAILED).any():
             check_fields(partition, names)
         found[found] = partition.cells.produced(names, positions[found])
@@ -408,26 +421,13 @@ def locate(
     return positions[found], names
 
 
-def _rows_of_keys(partition: Partition, keys: Sequence[str], *, skip_missing: bool) -> Indexes:
-    positions = partition.key_index.positions_of(list(keys))
-    if not skip_missing and bool((positions < 0).any()):
-        key = keys[int(np.argmax(positions < 0))]
-        raise KeyNotFoundError(
-            f"partition {partition.partition_id!r} has no key {key!r}; {nearest(key, partition.key_index)}; "
-            f"leave it out with skip_missing",
-            metadata={"partition_id": partition.partition_id, "key": key},
-        )
-    rows: Indexes = partition.table.index.data[positions[positions >= 0]]
-    return rows
-
-
 def _missing_cell(partition: Partition, names: Sequence[str], rows: Indexes) -> CellNotFoundError:
     """Return the error of samples that lack a field; one that has failed, and so never gets it, is named first."""
-    failed = rows[partition.state.data[partition.table.find(rows)] == FAILED]
+    failed = rows[partition.state[partition.table.find(rows)] == FAILED]
     row = (failed if failed.size else rows)[:1]
     position = partition.table.find(row)
     lacking = [name for name in names if not partition.cells.produced([name], position)[0]]
-    key = partition.key.data[position[0]]
+    key = partition.key[position[0]]
     if failed.size:
         why = ", and gets none: it has failed, so that what is put for it is dropped"
     else:
@@ -462,7 +462,7 @@ class LookupWait:
         self._selection = selection
         self._min_count = min_count
         self._found: set[int] = set()  # global indexes; some may have been cleared since
-        stored: Indexes = partition.table.index.data[partition.table.present_positions()]
+        stored: Indexes = partition.table.index[partition.table.present_positions()]
         self._unseen: deque[Indexes | range] = deque([stored])
         self._unseen_count = self._partition.table.present_count
         self._is_due = asyncio.Event()
@@ -536,7 +536,7 @@ class LookupWait:
             count, self._unseen_count = self._unseen_count, 0
             self._unseen.clear()
             part = self._selection.part(self._partition, 0, self._selection.named_count)
-            self._found = set(self._partition.table.index.data[part.positions].tolist())
+            self._found = set(self._partition.table.index[part.positions].tolist())
             return count
         taken: list[Indexes | range] = []
         left = _LOOKED_AT_ONCE
@@ -552,7 +552,7 @@ class LookupWait:
         positions = self._partition.table.find(indexes)
         found = self._selection.among(self._partition, positions[positions >= 0])
         self._found.difference_update(indexes.tolist())
-        self._found.update(self._partition.table.index.data[found].tolist())
+        self._found.update(self._partition.table.index[found].tolist())
         if len(self._found) > self._partition.table.present_count + _MOST_UNSEEN:
             self._forget_cleared()
         return indexes.size
@@ -657,11 +657,10 @@ class Clearing:
         if not self._part.size and self._place is not None:
             part = self.selection.part(partition, self._place, _CLEARED_AT_ONCE).first(_CLEARED_AT_ONCE)
             self._place = part.next_place
-            self._part = np.sort(table.index.data[part.positions])  # so that those of one put are neighbours
+            self._part = np.sort(table.index[part.positions])  # so that those of one put are neighbours
         positions = table.find(self._part)
         count = partition.cells.count_of_runs(positions, _PUTS_CLEARED_AT_ONCE)
         taken, positions, self._part = self._part[:count], positions[:count], self._part[count:]
         if not (self.selection.where or self.selection.skipped_by):
             return taken
-        satisfying: Indexes = table.index.data[self.selection.satisfying(partition, positions[positions >= 0])]
-        return satisfying
+        return table.index[self.selection.satisfying(partition, positions[positions >= 0])]

@@ -12,6 +12,8 @@ and claims that are planned at once never wait for such a plan.
 A plan is recorded on the loop in the step in which all its rows are seen to be ready still; one that has lost rows is
 made again. So that a slow sampler is not passed by for ever, the next plan of its line looks past as many ready rows
 as others are likely to take meanwhile, and lines that came later wait for it if its last plan did not take long.
+
+`WaitQueue` has the lines and says which has the next turn; `Planner` looks for their plans and records them.
 """
 
 from __future__ import annotations
@@ -47,14 +49,12 @@ from tq_service.machine.claims import (
     SamplesClaimed,
 )
 from tq_service.machine.state_machine import Change
-from tq_service.planning.readiness import Readiness, ScanStarts
-from tq_service.planning.view import NOT_LOOKED, EndFound, Found, Miss, Planned, Search
+from tq_service.planning.view import NOT_LOOKED, EndFound, Found, Miss, Planned, Readiness, ScanStarts, Search
 from tq_service.results import RecentBatch
 from tq_service.schema import EndCounts
 from tq_service.state.ledger import QueueClaim, RecordedPlan, TaskLedger
 from tq_service.state.partition import Partition
 from tq_service.state.plan import (
-    BatchSpec,
     ClaimRequest,
     ClaimSpec,
     Indexes,
@@ -180,15 +180,15 @@ class Line:
     Attributes:
         last_miss: why there was no plan when one was last looked for.
         polls: those of its calls that are polls.
-        is_short: whether its last plan off the event loop took so little time that lines which came later wait for the
-            next one.
+        is_waited_for: whether lines which came later wait for its next plan off the event loop, since its last one took
+            little time.
         look_past: ready rows that such a plan leaves to others, who were quicker before.
     """
 
     spec: ClaimSpec
     last_miss: Miss
     state: LineState = LineState.PARKED
-    is_short: bool = False
+    is_waited_for: bool = False
     look_past: int = 0
     polls: dict[Waiter, None] = field(default_factory=dict)
     _waiters: OrderedDict[Waiter, None] = field(default_factory=OrderedDict)
@@ -261,8 +261,8 @@ class WaitQueue:
         self.planning: Line | None = None
         self.is_stale = False
         self._last_arrival = 0
-        self._turns: list[tuple[float, Line]] = []  # heaps; no two lines have the same order
-        self._heavy: list[tuple[float, Line]] = []
+        self._turns: list[tuple[float, Line]] = []  # a heap; no two lines have the same order
+        self._heavy: dict[Line, None] = {}
         self._turns_left = 0
 
     def __len__(self) -> int:
@@ -305,23 +305,19 @@ class WaitQueue:
 
     def put(self, line: Line) -> None:
         """Let a parked line have a turn, unless no claim waits in it."""
-        if line.state is LineState.PARKED:
-            self._push(self._turns, line, LineState.QUEUED)
+        if line.state is LineState.PARKED and line.first() is not None:
+            line.state = LineState.QUEUED
+            heapq.heappush(self._turns, (line.order, line))
 
     def put_heavy(self, line: Line) -> None:
         """Let a line have a plan made off the event loop."""
-        self._push(self._heavy, line, LineState.HEAVY)
-
-    def _push(self, heap: list[tuple[float, Line]], line: Line, state: LineState) -> None:
-        order = line.order
-        line.state = LineState.PARKED if order == math.inf else state
-        if line.state is state:
-            heapq.heappush(heap, (order, line))
+        line.state = LineState.HEAVY
+        self._heavy[line] = None
 
     @property
     def holder(self) -> Line | None:
         """The line whose plan those that came later wait for."""
-        return self.planning if self.planning is not None and self.planning.is_short else None
+        return self.planning if self.planning is not None and self.planning.is_waited_for else None
 
     @property
     def has_turn(self) -> bool:
@@ -348,15 +344,13 @@ class WaitQueue:
 
     def next_heavy(self) -> Line | None:
         """Begin to plan for a line off the event loop and return it, None if there is none or one is planned for."""
-        if self.planning is not None:
+        if self.planning is not None or not self._heavy:
             return None
-        while self._heavy:
-            line = heapq.heappop(self._heavy)[1]
-            if line.state is LineState.HEAVY:
-                line.state = LineState.PARKED if line.first() is None else LineState.PLANNING
-                if line.state is LineState.PLANNING:
-                    self.planning = line
-                    break
+        line = min(self._heavy, key=lambda each: each.order)
+        del self._heavy[line]
+        line.state = LineState.PARKED if line.first() is None else LineState.PLANNING
+        if line.state is LineState.PLANNING:
+            self.planning = line
         return self.planning
 
     def defer(self, line: Line) -> None:
@@ -364,27 +358,6 @@ class WaitQueue:
         first = line.first()
         if first is not None:
             self._give_number(first)
-
-
-class RecentBatches:
-    """Keeps the last batches of one epoch of a task, for as long as the process lives."""
-
-    __slots__ = ("_batches", "_epoch")
-
-    def __init__(self) -> None:
-        self._batches: deque[RecentBatch] = deque(maxlen=MOST_BATCHES)
-        self._epoch = 0
-
-    def add(self, epoch: int, batch: RecentBatch) -> None:
-        """Add a batch, the first one of its epoch in place of those of the epoch before."""
-        if epoch != self._epoch:
-            self._batches.clear()
-            self._epoch = epoch
-        self._batches.append(batch)
-
-    def of_epoch(self, epoch: int) -> tuple[RecentBatch, ...]:
-        """Return the batches of an epoch in the order in which they were planned."""
-        return tuple(self._batches) if epoch == self._epoch else ()
 
 
 def describe_batch(batch_index: int, plan: RecordedPlan, lengths: Indexes | None) -> RecentBatch:
@@ -402,18 +375,17 @@ def describe_batch(batch_index: int, plan: RecordedPlan, lengths: Indexes | None
     sums = iter(np.add.reduceat(lengths, starts).tolist())
     tokens = [next(sums) if size else 0 for size in plan.sizes]
     total = sum(tokens)
-    padding = _padding_of_steps(plan) if plan.steps else _padding_of_micro_batches(plan, lengths, ends, total)
+    if plan.steps:
+        packs = chain.from_iterable(chain.from_iterable(plan.steps))
+        padding = sum(pack.padding_tokens for pack in packs)
+    else:
+        padding = _padding_of_micro_batches(plan, lengths, ends, total)
     return RecentBatch(
         batch_index=batch_index,
         tokens_per_rank=tuple(tokens[:_MOST_RANKS]),
         imbalance=max(tokens) * len(tokens) / total - 1 if total else 0.0,
         padding_share=padding / (padding + total) if padding else 0.0,
     )
-
-
-def _padding_of_steps(plan: RecordedPlan) -> int:
-    packs = chain.from_iterable(chain.from_iterable(plan.steps))
-    return sum(pack.padding_tokens for pack in packs)
 
 
 def _padding_of_micro_batches(plan: RecordedPlan, lengths: Indexes, ends: Sequence[int], total: int) -> int:
@@ -481,7 +453,7 @@ class Planner:
         self._runner = runner
         self._commit = commit
         self._on_batch = on_batch
-        self._recent = RecentBatches()
+        self._recent: deque[RecentBatch] = deque(maxlen=MOST_BATCHES)  # of this epoch
         self.last_request: ClaimRequest | None = None
         self._names: dict[str, Any] = {"partition_id": partition.partition_id, "task_name": task.name}
         self._starts = ScanStarts(partition, task.name)
@@ -511,7 +483,7 @@ class Planner:
     @property
     def recent_batches(self) -> tuple[RecentBatch, ...]:
         """The last batches that were recorded for ranks in this epoch, by this process."""
-        return self._recent.of_epoch(self.task.epoch)
+        return tuple(self._recent)
 
     def waiting_claims(self) -> list[tuple[ClaimRequest, int]]:
         """Return the first of the claims of each line, and how many wait in it, in order of arrival of the first."""
@@ -522,6 +494,7 @@ class Planner:
         """Look at all waiting claims again."""
         if self._epoch != self.task.epoch:  # calls may mean the epoch before
             self._epoch = self.task.epoch
+            self._recent.clear()
             self._review(self._queue)
         self._queue.is_stale = True
         self._advance()
@@ -544,7 +517,11 @@ class Planner:
             return recorded
         if self._gone is not None:
             raise self._gone()
-        if not self._is_next(request):
+        # Before it joins a line, a call may be served if others have no turn now, and none asks alike: all waiting
+        # claims wait for a change then, so that no turn is taken away.
+        is_ahead = request.rank is not None and request.rank.batch_index > self.task.next_batch_index
+        is_serving = self._dispatching is not None or self._queue.holder is not None
+        if is_ahead or is_serving or request.spec in self._queue.by_spec:
             return await self._wait(request, NOT_LOOKED, max_wait_seconds)
         found = self._find_at_once(request)
         if isinstance(found, Planned | EndFound):
@@ -554,15 +531,6 @@ class Planner:
         if found is not None and max_wait_seconds <= 0:
             return NotYet()
         return await self._wait(request, found, max_wait_seconds)
-
-    def _is_next(self, request: ClaimRequest) -> bool:
-        """Whether a call may be served before it joins a line: others have no turn now, and none asks alike.
-
-        All waiting claims wait for a change then, so that no turn is taken away.
-        """
-        is_ahead = request.rank is not None and request.rank.batch_index > self.task.next_batch_index
-        is_serving = self._dispatching is not None or self._queue.holder is not None
-        return not (is_ahead or is_serving or request.spec in self._queue.by_spec)
 
     async def _wait(self, request: ClaimRequest, miss: Miss | None, max_wait_seconds: float) -> Answer:
         """Wait for an answer, given why there is none yet; None: it must be planned off the loop."""
@@ -583,8 +551,17 @@ class Planner:
                 answer = await waiter.answer
             if isinstance(answer, RankPlan | QueueClaim) and self._partition.table.removed_count != removed_count:
                 self.task.check_present(answer.rows)
-            if isinstance(answer, QueueClaim) and answer.lease is not None:
-                self._check_leased(request, answer)
+            if (
+                isinstance(answer, QueueClaim)
+                and answer.lease
+                and self.task.claims.get(answer.request_id) is not answer
+            ):  # it ended after its record was made, in a turn of the loop before this one
+                self.task.recorded(request)  # raises if it was released or has expired
+                raise LeaseExpiredError(
+                    f"the lease of this claim of task {self.task.name!r} ended before its answer was sent; ask again "
+                    f"under a new request_id",
+                    metadata={"task_name": self.task.name},
+                )
             return answer
         except (asyncio.CancelledError, SamplesClearedError):
             if waiter.has_claim:
@@ -595,16 +572,6 @@ class Planner:
                 timer.cancel()
             self._queue.leave(line, waiter)
             del waiter  # through which an error would hold this frame, and with it the partition
-
-    def _check_leased(self, request: ClaimRequest, claim: QueueClaim) -> None:
-        """Refuse a claim that ended between its record and the turn of the loop in which its call continues."""
-        if self.task.claims.get(claim.request_id) is not claim:
-            self.task.recorded(request)  # raises if it was released or has expired
-            raise LeaseExpiredError(
-                f"the lease of this claim of task {self.task.name!r} ended before its answer was sent; ask again "
-                f"under a new request_id",
-                metadata={"task_name": self.task.name},
-            )
 
     def retract(self, request_id: bytes) -> None:
         """Release a queue claim whose answer did not reach its client, unless a retry was given the same.
@@ -626,23 +593,19 @@ class Planner:
         """
         self.task.check_epoch(request.epoch)
         recorded = self.task.recorded(request)
-        if recorded is None and request.rank is not None:
-            self._check_not_far_ahead(request.rank.batch_index)
+        most = self.task.next_batch_index + _MOST_BATCHES_AHEAD
+        if recorded is None and request.rank is not None and request.rank.batch_index > most:
+            # No rank reaches it by counting, and all batches before it would be planned, and consumed.
+            raise InvalidArgumentError(
+                f"batch_index is {request.rank.batch_index}; expected at most {most}, which is {_MOST_BATCHES_AHEAD} "
+                f"more than the next batch of task {self.task.name!r} in partition {self._partition.partition_id!r}, "
+                f"{self.task.next_batch_index}. Count batches from 0 in each partition and epoch.",
+                field="batch_index",
+                metadata={"got": str(request.rank.batch_index), "expected": f"0 to {most}"},
+            )
         if isinstance(recorded, QueueClaim):
             recorded.answer_count += 1
         return recorded
-
-    def _check_not_far_ahead(self, batch_index: int) -> None:
-        """Refuse an index that no rank reaches by counting: all batches before it would be planned, and consumed."""
-        next_index = self.task.next_batch_index
-        if batch_index > next_index + _MOST_BATCHES_AHEAD:
-            raise InvalidArgumentError(
-                f"batch_index is {batch_index}; expected at most {next_index + _MOST_BATCHES_AHEAD}, which is "
-                f"{_MOST_BATCHES_AHEAD} more than the next batch of task {self.task.name!r} in partition "
-                f"{self._partition.partition_id!r}, {next_index}. Count batches from 0 in each partition and epoch.",
-                field="batch_index",
-                metadata={"got": str(batch_index), "expected": f"0 to {next_index + _MOST_BATCHES_AHEAD}"},
-            )
 
     # Turns of lines
 
@@ -701,8 +664,11 @@ class Planner:
         if self._answer(first):
             self._queue.put(line)
             return
-        is_ahead = first.batch_index > self.task.next_batch_index
-        if is_ahead and (earlier := self._earliest(line)) is not line:
+        earlier = line
+        if first.batch_index > self.task.next_batch_index:  # the batches before it are for others to bind, or planned
+            others = [each for each in self._queue.ranked_lines if each.state is not LineState.PARKED and each.first()]
+            earlier = min([line, *others], key=lambda each: each.batch_index)
+        if earlier is not line:
             line.last_miss = NOT_LOOKED
             if earlier.state is LineState.QUEUED and (waiter := earlier.first()) is not None:
                 earlier.state = LineState.PARKED
@@ -721,13 +687,11 @@ class Planner:
             self._queue.put_heavy(line)
             self._advance()
 
-    def _earliest(self, line: Line) -> Line:
-        """Return the line of ranks that go first: their batch is theirs to bind, or they await its plan."""
-        others = [each for each in self._queue.ranked_lines if each.state is not LineState.PARKED and each.first()]
-        return min([line, *others], key=lambda each: each.batch_index)
-
     def _conclude(self, line: Line, first: Waiter, found: Found, polls: Iterable[Waiter]) -> None:
         """Serve a line with what was found for it, in the step in which it was found, or pass it over.
+
+        A rank may wait for a batch far ahead. So after many batches its line lets others have their turns, and those
+        end that wait no longer than for theirs.
 
         Args:
             line: the line.
@@ -735,31 +699,22 @@ class Planner:
             found: for it.
             polls: those of its calls that had come when it was begun to look.
         """
-        if isinstance(found, Miss):
-            line.last_miss = found
         if isinstance(found, Planned | EndFound):
-            self._serve(line, first, found)
+            answer = self._record(first.request, found)
+            next_index = self.task.next_batch_index
+            if not line.is_ranked:
+                first.end(answer)
+            elif isinstance(found, Planned) and next_index % _MOST_BATCHES_A_TURN == 0:
+                line.expire([poll for poll in line.polls if poll.batch_index >= next_index])
+                self._queue.defer(line)
+            self._queue.put(line)
             return
+        line.last_miss = found
         line.expire(polls)
         if line.polls:  # which came while the plan was made
             self._queue.put(line)
         # What has changed while the plan was made is for the next round: the others have their turns before.
         self._queue.is_stale |= self._may_be_served(line)
-
-    def _serve(self, line: Line, first: Waiter, found: Planned | EndFound) -> None:
-        """Record what was found for a line, and answer the queue worker whose turn it is.
-
-        A rank may wait for a batch far ahead. So after many batches its line lets others have their turns, and those
-        end that wait no longer than for theirs.
-        """
-        answer = self._record(first.request, found)
-        next_index = self.task.next_batch_index
-        if not line.is_ranked:
-            first.end(answer)
-        elif isinstance(found, Planned) and next_index % _MOST_BATCHES_A_TURN == 0:
-            line.expire([poll for poll in line.polls if poll.batch_index >= next_index])
-            self._queue.defer(line)
-        self._queue.put(line)
 
     def _fail(self, line: Line, error: TqError) -> None:
         """End the first queue worker of a line; of ranks all that wait for the same batch, which would fail alike."""
@@ -778,41 +733,36 @@ class Planner:
     # What is recorded
 
     def _record(self, request: ClaimRequest, found: Planned | EndFound) -> Answer:
-        """Record what was found, and return what it is for the call that caused it."""
+        """Record what was found, and return what it is for the call that caused it.
+
+        A batch, or the end, is of all ranks: the claims that wait for it are answered, and those that disagree refused.
+        """
+        self._queue.is_stale = True  # the end of others may have come
         if request.rank is None:
             return self._record_for_worker(request, found)
-        self._record_for_ranks(request.spec, found)
-        return found.plan.part(request.rank.dp_rank) if isinstance(found, Planned) else found.end
-
-    def _record_for_ranks(self, spec: ClaimSpec, found: Planned | EndFound) -> None:
-        """Record a batch, or the end, for all ranks; answer the claims that wait for it, reject those that disagree."""
-        batch_index, is_end = self.task.next_batch_index, isinstance(found, EndFound)
+        task, spec, batch_index, is_end = self.task, request.spec, self.task.next_batch_index, False
+        answer: Answer
         if isinstance(found, EndFound):
-            end = EndReached(**self._names, dp_size=spec.plan_request.rank_count, end=found.end)
-            self._commit(end, (self._partition, self.task, True))
+            end = EndReached(**self._names, dp_size=request.rank.dp_size, end=found.end)
+            self._commit(end, (self._partition, task, True))
+            answer, is_end = found.end, True
         else:
             batch = SamplesClaimed(**self._names, batch_spec=spec.batch_spec, plan=found.plan)
-            self._commit(batch, (self._partition, self.task, found.positions))
-            self._note_batch(batch_index, spec.batch_spec, found)
-        self._queue.is_stale = True  # the end of others may have come
+            self._commit(batch, (self._partition, task, found.positions))
+            answer = found.plan.part(request.rank.dp_rank)
+            if task.next_batch_index != batch_index:  # else the partition was cleared before
+                is_plain = not (found.plan.is_reusing or found.plan.dropped)
+                positions = found.positions if is_plain else self._partition.table.find(found.plan.rows)
+                readiness = Readiness(self._partition, task, spec.batch_spec, found.length)
+                self._recent.append(describe_batch(batch_index, found.plan, readiness.known_lengths(positions)))
+                self._on_batch(spec.batch_spec.sampler, self._recent[-1])
         for line in self._queue.ranked_lines:
             disagrees = line.spec.dp_size != spec.dp_size
             self._review(each for each in line if each.batch_index == batch_index or is_end or disagrees)
-
-    def _note_batch(self, batch_index: int, batch_spec: BatchSpec, found: Planned) -> None:
-        """Keep in numbers a batch that was just recorded, unless its partition was cleared before."""
-        if self.task.next_batch_index == batch_index:
-            return
-        is_plain = not (found.plan.is_reusing or found.plan.dropped)
-        positions = found.positions if is_plain else self._partition.table.find(found.plan.rows)
-        readiness = Readiness(self._partition, self.task, batch_spec, found.length)
-        batch = describe_batch(batch_index, found.plan, readiness.known_lengths(positions))
-        self._recent.add(self.task.epoch, batch)
-        self._on_batch(batch_spec.sampler, batch)
+        return answer
 
     def _record_for_worker(self, request: ClaimRequest, found: Planned | EndFound) -> QueueClaim | EndCounts:
         """Record what a queue worker gets; an end is of this one only, or of all that ask under its name."""
-        self._queue.is_stale = True  # the end of others may have come
         name = request.claim_name
         if name:
             self._review(waiter for waiter in self._queue if waiter.request.claim_name == name)
@@ -867,8 +817,8 @@ class Planner:
             search = new_search(watch=watch, look_past=look_past)
             plan = await self._runner.run(sampler, search.view, search.wanted)
             if plan is None and not look_past:
-                is_short = self._partition.table.count <= _FEW_ROWS
-                is_last = search.begins_last() if is_short else await asyncio.to_thread(search.begins_last)
+                is_small = self._partition.table.count <= _FEW_ROWS
+                is_last = search.begins_last() if is_small else await asyncio.to_thread(search.begins_last)
                 if is_last and search.is_current:
                     plan = await self._runner.run(sampler, search.view, search.wanted)
         if plan is None and look_past:
@@ -899,7 +849,7 @@ class Planner:
                     found = await self._find_off_loop(first.request, line.look_past)
                 # Twice what others took, so that the next one is not late though it takes longer.
                 line.look_past = 2 * max(0, task.consumed_count - consumed_count)
-                line.is_short = loop.time() - started_at < _MOST_PLAN_SECONDS
+                line.is_waited_for = loop.time() - started_at < _MOST_PLAN_SECONDS
             finally:
                 line.state = LineState.PARKED
             first, is_late = line.first(), line.is_ranked and task.next_batch_index != batch_index

@@ -138,7 +138,7 @@ class Field:
         self.length: Column | None = None
         self.produced_count = 0
         self.spec = spec
-        self.take(spec)
+        self.widen(spec)
 
     @property
     def has_lengths(self) -> bool:
@@ -150,13 +150,13 @@ class Field:
 
         -1 where there is no cell, or cells are scalars or objects. Another thread may ask.
         """
-        spec, length = self.spec, self.length  # in this order: `take` writes them in the other one
-        is_there = self.cell.data[rows] >= 0
+        spec, length = self.spec, self.length  # in this order: `widen` writes them in the other one
+        is_there = self.cell[rows] >= 0
         if spec.ragged_dims:
-            return np.where(is_there, -1 if length is None else length.data[rows], -1)
+            return np.where(is_there, -1 if length is None else length[rows], -1)
         return np.where(is_there, (spec.row_shape or (-1,))[0], -1)
 
-    def take(self, spec: FieldSpec) -> None:
+    def widen(self, spec: FieldSpec) -> None:
         """Have another spec of the same name, which holds of the cells that there are, too."""
         known, first = self.spec, spec.ragged_dims[:1]
         if first and self.length is None:
@@ -168,12 +168,6 @@ class Field:
         if not first and self.length is not None:
             self.length = None
             self._table.drop_column(_length_column(spec.name)[0])
-
-    def drop(self) -> None:
-        """Have no columns any more; for a field that is not used again, but by readers on another thread."""
-        self._table.drop_column(_cell_column(self.spec.name)[0])
-        if self.length is not None:
-            self._table.drop_column(_length_column(self.spec.name)[0])
 
 
 def _cell_column(name: str) -> NewColumn:
@@ -236,8 +230,8 @@ class CellTable:
         field = self.fields.get(spec.name)
         if field is None:
             field = self.fields[spec.name] = Field(spec, self._table)
-        elif field.spec is not spec:
-            field.take(spec)
+        elif field.spec != spec:
+            field.widen(spec)
         return field
 
     def spec_of_none(self, name: str) -> FieldSpec | None:
@@ -248,9 +242,9 @@ class CellTable:
     def produced(self, names: Sequence[str], rows: slice | Indexes) -> NDArray[np.bool_]:
         """Return which rows of a stretch, or at some positions, have cells of all these fields, known or not `(n,)`."""
         fields = [self.fields.get(name) for name in names]
-        masks = [field.cell.data[rows] >= 0 for field in fields if field is not None]
+        masks = [field.cell[rows] >= 0 for field in fields if field is not None]
         if len(masks) < len(fields) or not masks:
-            return np.full(self._table.index.data[rows].size, not fields)
+            return np.full(self._table.index[rows].size, not fields)
         for mask in masks[1:]:
             masks[0] &= mask
         return masks[0]
@@ -261,7 +255,7 @@ class CellTable:
         found: dict[str, NDArray[np.bool_]] = {}
         for name, field in self.fields.items():
             is_complete = field.produced_count == self._table.present_count
-            mask = all_of_them if is_complete else field.cell.data[positions] >= 0
+            mask = all_of_them if is_complete else field.cell[positions] >= 0
             if mask.any():
                 found[name] = mask
         return found
@@ -280,11 +274,14 @@ class CellTable:
             if field is not None and field.spec == new:  # as most puts have it
                 merged.append(field.spec)
                 continue
-            declared = self._declared.get(new.name) or FieldSpec(new.name)
-            known = declared
-            if field is not None and (positions is None or not _is_replaced(field, positions)):
+            known = declared = self._declared.get(new.name) or FieldSpec(new.name)
+            if field is not None and (positions is None or not _replaces_all(field, positions)):
                 known = field.spec
-            merged.append(merge_specs(known, column, declared.layout or self._default_for(new)))
+            layout = declared.layout
+            if layout is None:  # scalars have no dimension that could be ragged
+                is_scalar = new.layout is Layout.DENSE and not new.row_shape
+                layout = Layout.AUTO if new.layout is Layout.OBJECT or is_scalar else self._default_layout
+            merged.append(merge_specs(known, column, layout))
         return merged
 
     def new_columns(self, specs: Iterable[FieldSpec]) -> list[NewColumn]:
@@ -297,11 +294,6 @@ class CellTable:
             if spec.ragged_dims and (field is None or field.length is None):
                 columns.append(_length_column(spec.name))
         return columns
-
-    def _default_for(self, spec: FieldSpec) -> Layout:
-        """Return the layout of a field that none is declared of; scalars have no dimension that could be ragged."""
-        is_scalar = spec.layout is Layout.DENSE and not spec.row_shape
-        return Layout.AUTO if spec.layout is Layout.OBJECT or is_scalar else self._default_layout
 
     def write(self, put: Put, columns: Sequence[ColumnWrite], specs: Sequence[FieldSpec], positions: slice | Indexes,
               row_count: int) -> list[Freed]:  # fmt: skip
@@ -329,40 +321,31 @@ class CellTable:
         """Mark the cells of rows as not produced and return those that were; fields without cells are forgotten."""
         looked_at = list(fields)
         freed = self._free(positions, looked_at)
-        for field in looked_at:
-            if not field.produced_count:
-                self._forget_field(field)
+        for field in looked_at:  # one that lost its last cell is as declared, or not there
+            name = field.spec.name
+            declared = self._declared.get(name)
+            if field.produced_count or field.spec == declared:
+                continue
+            self.former_specs[name] = field.spec
+            if len(self.former_specs) > _MOST_FORMER_SPECS:
+                del self.former_specs[next(iter(self.former_specs))]
+            if declared is None:
+                del self.fields[name]
+                self._table.drop_column(_cell_column(name)[0])
+                if field.length is not None:
+                    self._table.drop_column(_length_column(name)[0])
+            else:
+                field.widen(declared)
         return freed
-
-    def _forget_field(self, field: Field) -> None:
-        """Have a field that lost its last cell be as declared, or not there."""
-        name = field.spec.name
-        declared = self._declared.get(name)
-        if declared is not None and field.spec == declared:
-            return
-        self.former_specs[name] = field.spec
-        if len(self.former_specs) > _MOST_FORMER_SPECS:
-            del self.former_specs[next(iter(self.former_specs))]
-        if declared is None:
-            del self.fields[name]
-            field.drop()
-        else:
-            field.take(declared)
 
     def _free(self, positions: Indexes, fields: Iterable[Field]) -> list[Freed]:
         forgotten: list[tuple[str, Indexes]] = []
         for field in fields:
-            cells = field.cell.data[positions]
-            produced = cells >= 0
-            if not produced.any():
-                continue
-            if produced.all():
-                field.cell.write(as_slice(positions), NOT_PRODUCED)
-            else:
-                field.cell.write(positions[produced], NOT_PRODUCED)
-                cells = cells[produced]
-            field.produced_count -= cells.size
-            forgotten.append((field.spec.name, cells))
+            produced = positions[field.cell[positions] >= 0]
+            if produced.size:
+                forgotten.append((field.spec.name, field.cell[produced]))
+                field.cell.write(as_slice(produced), NOT_PRODUCED)
+                field.produced_count -= produced.size
         freed: list[Freed] = []
         for slot, alike in _by_put(forgotten).items():
             put, count = self.puts.get(slot), sum(len(rows) // _ROW_BYTES * len(names) for rows, names in alike.items())
@@ -373,20 +356,16 @@ class CellTable:
         """Return how many rows from the first on have cells in at most so many runs, each of one put; -1 is no row."""
         breaks = np.zeros(max(0, positions.size - 1), np.bool_)
         for field in self.fields.values():
-            slots = np.where(positions < 0, NOT_PRODUCED, field.cell.data[positions]) >> _SLOT_SHIFT
+            slots = np.where(positions < 0, NOT_PRODUCED, field.cell[positions]) >> _SLOT_SHIFT
             breaks |= slots[1:] != slots[:-1]
         heads = breaks.nonzero()[0]
         return positions.size if heads.size < most else int(heads[most - 1]) + 1
-
-    def forget_all(self) -> Iterable[Freed]:
-        """Return all puts as freed, for a partition that is cleared."""
-        return self.puts.all()
 
     def locate(self, names: Sequence[str], positions: Indexes) -> list[CellRuns]:
         """Return where cells are, of those fields that all rows have; fields that lie alike share their runs."""
         alike: dict[bytes, tuple[Indexes, list[str]]] = {}
         for name in names:
-            cells = self.fields[name].cell.data[positions]
+            cells = self.fields[name].cell[positions]
             alike.setdefault(cells.tobytes(), (cells, []))[1].append(name)
         return [
             self._runs(tuple(fields), cells)
@@ -396,15 +375,6 @@ class CellTable:
 
     def _runs(self, names: tuple[str, ...], cells: Indexes) -> CellRuns:
         breaks = (cells[1:] - cells[:-1] != 1).nonzero()[0]
-        if not breaks.size:  # most claims: samples that were put together
-            first = int(cells[0])
-            return CellRuns(
-                field_names=names,
-                puts=(self.puts.get(first >> _SLOT_SHIFT),),
-                put_indexes=(0,),
-                first_rows=(first & _ROW_MASK,),
-                row_counts=(cells.size,),
-            )
         starts = np.concatenate(([0], breaks + 1))
         used: dict[int, int] = {}
         put_indexes = tuple(used.setdefault(slot, len(used)) for slot in (cells[starts] >> _SLOT_SHIFT).tolist())
@@ -481,7 +451,7 @@ class PutTable(SlotTable):
     def add(self, put: Put, cells: int, value_bytes: int) -> int:
         """Enter a put with so many cells of so many bytes together, and return its slot."""
         self.used_bytes += value_bytes
-        (slot,) = self.take(1)
+        (slot,) = self.allocate(1)
         self.occupants.write(slot, put)
         self._cells.write(slot, cells)
         self._made.write(slot, cells)
@@ -504,7 +474,7 @@ class PutTable(SlotTable):
             self._cells.write(slot, cells_left - cells)
             self._bytes.write(slot, bytes_left - gone_bytes)
             return False
-        self.give_up(np.array([slot]))
+        self.free_slots(np.array([slot]))
         return True
 
     def all(self) -> Iterable[Put]:
@@ -517,10 +487,10 @@ class PutTable(SlotTable):
         self.used_bytes = int(self._bytes.data.sum())
 
 
-def _is_replaced(field: Field, positions: Indexes) -> bool:
+def _replaces_all(field: Field, positions: Indexes) -> bool:
     """Whether a write to some rows leaves no cell of a field that there is now."""
     count = field.produced_count
-    return count <= positions.size and count == np.count_nonzero(field.cell.data[positions[positions >= 0]] >= 0)
+    return count <= positions.size and count == np.count_nonzero(field.cell[positions[positions >= 0]] >= 0)
 
 
 def merge_specs(known: FieldSpec, column: ColumnWrite, layout: Layout) -> FieldSpec:
@@ -546,7 +516,7 @@ def merge_specs(known: FieldSpec, column: ColumnWrite, layout: Layout) -> FieldS
         if known.encoding in {Encoding.TEXT, Encoding.BYTES} and new.encoding is not known.encoding:
             hint = f"put {known.encoding} in every row, or declare the field without an encoding"
             raise _mismatch(known, new, hint)
-        return _unless_equal(known, replace(new, encoding=known.encoding))
+        return replace(new, encoding=known.encoding)
     if known.dtype and known.dtype != new.dtype:
         raise _mismatch(known, new, "convert the rows to the dtype of the field, or put them into another one")
     given = column.fitting_shape
@@ -564,11 +534,7 @@ def merge_specs(known: FieldSpec, column: ColumnWrite, layout: Layout) -> FieldS
         # torch takes the first dimension of equal rows for the ragged one, so that it says nothing if there are others.
         first = 0 if len(widened) == 1 else 1
         widened = (*widened[:first], *new.row_shape[first:])
-    return _unless_equal(known, replace(new, layout=Layout.JAGGED if is_jagged else Layout.DENSE, row_shape=widened))
-
-
-def _unless_equal(known: FieldSpec, merged: FieldSpec) -> FieldSpec:
-    return known if merged == known else merged
+    return replace(new, layout=Layout.JAGGED if is_jagged else Layout.DENSE, row_shape=widened)
 
 
 def _mismatch(known: FieldSpec, new: FieldSpec, hint: str) -> FieldMismatchError:

@@ -109,28 +109,17 @@ class ClaimNames:
         self.claims: dict[str, bytes] = {}
         self.past: OrderedDict[str, PastName] = OrderedDict()
 
-    def reach_end(self, name: str, end: EndCounts) -> None:
-        """Have a name stand for the end."""
-        self._remember(name, PastName(end=end))
-
     def lose(self, name: str, request_id: bytes, loss: Loss) -> None:
-        """Have a name stand for a claim no more, if it does."""
+        """Detach a name from its claim, if it stands for it."""
         if self.claims.get(name) == request_id:
             del self.claims[name]
-            self._remember(name, PastName(loss=loss))
+            self.remember(name, PastName(loss=loss))
 
-    def _remember(self, name: str, past: PastName) -> None:
+    def remember(self, name: str, past: PastName) -> None:
+        """Have a name stand for no claim any more."""
         self.past[name] = past
         if len(self.past) > MOST_PAST_NAMES:
             self.past.popitem(last=False)
-
-    def clear(self) -> None:
-        """Forget all names."""
-        self.claims.clear()
-        self.past.clear()
-
-
-_NO_ROWS.flags.writeable = False
 
 
 Steps: TypeAlias = tuple[tuple[Pack, ...], ...]
@@ -411,17 +400,21 @@ class TaskLedger(TaskFacts):
         self.deliveries = table.column(deliveries, np.int32, 0)
         self.uses = table.column(uses, np.int32, 0)
         self.skipped = table.column(skipped, np.bool_, False)
+        self.ended = EndedClaims()
+        self.totals = TaskTotals()
+        self._table = table
+        self._state = state
+        self._forget_records()
+
+    def _forget_records(self) -> None:
+        """Have no records, as at the beginning of an epoch."""
         self.batches: dict[int, Batch] = {}
         self.claims: dict[bytes, QueueClaim] = {}
         self.leases: dict[bytes, QueueClaim] = {}
         self.names = ClaimNames()
-        self.ended = EndedClaims()
-        self.totals = TaskTotals()
         self._without_rows: list[int] = []  # batch indexes, the lowest first
-        self._reusing: OrderedDict[int, Batch | QueueClaim] = OrderedDict()  # those that lease nothing, by serial
+        self._reusing: dict[int, Batch | QueueClaim] = {}  # those that lease nothing, by serial
         self._reusing_row_count = 0
-        self._table = table
-        self._state = state
         self._by_serial: dict[int, Batch | QueueClaim] = {}
 
     @property
@@ -462,16 +455,13 @@ class TaskLedger(TaskFacts):
         specs: dict[BatchSpec | None, BatchSpec | None] = {}  # thousands of claims share a few
         serials, counts = count_values(self.claim[: self._table.count])
         rows_of = dict(zip(serials.tolist(), counts.tolist(), strict=True))
-        reusing: dict[int, Batch | QueueClaim] = {}
         for batch in snapshot.batches:
             self.batches[batch.batch_index] = batch
-            if batch.plan.is_reusing:
-                reusing[batch.serial] = batch
-                continue
-            batch.remaining = rows_of.get(batch.serial, 0)
-            self._by_serial[batch.serial] = batch
-            if not batch.remaining:
-                self._without_rows.append(batch.batch_index)
+            if not batch.plan.is_reusing:
+                batch.remaining = rows_of.get(batch.serial, 0)
+                self._by_serial[batch.serial] = batch
+                if not batch.remaining:
+                    self._without_rows.append(batch.batch_index)
         for claim in snapshot.claims:
             claim.batch_spec = specs.setdefault(claim.batch_spec, claim.batch_spec)
             claim.leased_count = rows_of.get(-claim.serial, 0)
@@ -482,13 +472,12 @@ class TaskLedger(TaskFacts):
                 self.leases[claim.request_id] = claim
             if claim.goes_with_rows:
                 self._by_serial[claim.serial] = claim
-            if claim.plan.consumed is not None and not claim.goes_with_rows:
+            elif claim.plan.consumed is not None:
                 claim.remaining = claim.plan.consumed.size
-            if claim.plan.is_reusing or not claim.rows.size:
-                reusing[claim.serial] = claim
-        for serial in snapshot.reusing:
-            self._reusing[serial] = reusing[serial]
-            self._reusing_row_count += reusing[serial].plan.rows.size
+        records: list[Batch | QueueClaim] = [*snapshot.batches, *snapshot.claims]
+        by_serial = {record.serial: record for record in records}
+        self._reusing = {serial: by_serial[serial] for serial in snapshot.reusing}
+        self._reusing_row_count = sum(record.plan.rows.size for record in self._reusing.values())
 
     # Recorded answers
 
@@ -520,39 +509,33 @@ class TaskLedger(TaskFacts):
 
     def _recorded_claim(self, request: ClaimRequest) -> QueueClaim | EndCounts | None:
         name, request_id = request.claim_name, request.request_id
-        if name and (named := self._recorded_under(name, request)) is not None:
-            return named
-        if request_id in self.ended:
-            raise self._expired() if self.ended.has_expired(request_id) else self._released()
-        claim = self.claims.get(request_id)
-        if claim is not None and name:
-            raise InvalidArgumentError(
-                f"request_id {request_id.hex()} is that of another claim of task {self.name!r} than {name!r}; make one "
-                f"for each claim_name",
-                field="request_id",
-            )
-        return None if claim is None else self._with_rows(claim)
-
-    def _recorded_under(self, name: str, request: ClaimRequest) -> QueueClaim | EndCounts | None:
-        """Return what a name stands for, None where it stands for nothing yet."""
         if name in self.names.claims:
             claim = self.claims[self.names.claims[name]]
             differs = None if claim.batch_spec is None else request.batch_spec.disagreement(claim.batch_spec)
             if differs is not None:
                 raise _disagreement(*differs, f"claim_name {name!r} of task {self.name!r}")
             return self._with_rows(claim)
-        past = self.names.past.get(name)
-        if past is None or past.loss is None:
-            return None if past is None else past.end
-        match past.loss:
-            case "cleared":
-                raise self._cleared()
-            case "released":
-                raise self._released()
-            case "expired":
-                raise self._expired()
-            case "forgotten":
-                raise self._forgotten()
+        if (past := self.names.past.get(name)) is not None:
+            match past.loss:
+                case "cleared":
+                    raise self._cleared()
+                case "released":
+                    raise self._released()
+                case "expired":
+                    raise self._expired()
+                case "forgotten":
+                    raise self._forgotten()
+            return past.end
+        if request_id in self.ended:
+            raise self._expired() if self.ended.has_expired(request_id) else self._released()
+        found = self.claims.get(request_id)
+        if found is not None and name:
+            raise InvalidArgumentError(
+                f"request_id {request_id.hex()} is that of another claim of task {self.name!r} than {name!r}; make one "
+                f"for each claim_name",
+                field="request_id",
+            )
+        return None if found is None else self._with_rows(found)
 
     def _released(self) -> ClaimReleasedError:
         return ClaimReleasedError(
@@ -611,11 +594,10 @@ class TaskLedger(TaskFacts):
         self.next_batch_index += 1
         self.totals.delivered += plan.rows.size
         self.dp_size = len(plan.sizes)
-        positions, dropped = _parted(plan, positions)
-        self._drop_rows(dropped)
+        positions, dropped = np.split(positions, [positions.size - plan.dropped_count])
+        self._consume(dropped, DROPPED)
         if plan.is_reusing:
-            self._use(plan, positions, batch.serial)
-            self._keep_reusing(batch)
+            self._use(batch, positions)
             return
         batch.remaining = positions.size
         self._by_serial[batch.serial] = batch
@@ -652,9 +634,9 @@ class TaskLedger(TaskFacts):
             lease=lease,
             remaining=positions.size,
         )
-        positions, dropped = _parted(plan, positions)
+        positions, dropped = np.split(positions, [positions.size - plan.dropped_count])
         if lease is None:
-            self._drop_rows(dropped)
+            self._consume(dropped, DROPPED)
             claim.remaining = positions.size
         self.totals.delivered += plan.rows.size
         if name:
@@ -664,8 +646,7 @@ class TaskLedger(TaskFacts):
         if lease is not None:
             self._lease(claim, positions, dropped)
         elif plan.is_reusing:
-            claim.remaining = self._use(plan, positions, claim.serial)
-            self._keep_reusing(claim)
+            self._use(claim, positions)
         else:
             self._consume(positions, claim.serial)
             if not positions.size:
@@ -679,23 +660,25 @@ class TaskLedger(TaskFacts):
             is_delivered = np.isin(claim.plan.used, claim.rows)
             self._consume(positions[~is_delivered], claim.serial)
             delivered = positions[is_delivered]
-        claim.delivery_counts = self.deliveries.data[delivered] + np.int32(1)
+        claim.delivery_counts = self.deliveries[delivered] + np.int32(1)
         self.totals.redelivered += int(np.count_nonzero(claim.delivery_counts > 1))
         self.deliveries.write(delivered, claim.delivery_counts)
         if claim.plan.is_reusing:  # in which a sample may come twice
-            claim.delivery_counts = self.deliveries.data[self._table.find(claim.rows)]
+            claim.delivery_counts = self.deliveries[self._table.find(claim.rows)]
         if dropped.size:
-            self.deliveries.write(dropped, self.deliveries.data[dropped] + np.int32(1))
+            self.deliveries.write(dropped, self.deliveries[dropped] + np.int32(1))
             delivered = np.concatenate([delivered, dropped])
         self._count_leased(claim, delivered.size)
         self._consume(delivered, claim.mark)
 
-    def _use(self, plan: RecordedPlan, positions: Indexes, serial: int) -> int:
-        """Consume what a plan consumes, and count what it delivers; return how many are consumed."""
-        consumed = positions[plan.consumes(plan.used)]
-        self._consume(consumed, serial)
-        self._count_uses(plan.rows, 1)
-        return consumed.size
+    def _use(self, record: Batch | QueueClaim, positions: Indexes) -> None:
+        """Consume what a plan consumes, count what it delivers, and keep its record."""
+        consumed = positions[record.plan.consumes(record.plan.used)]
+        self._consume(consumed, record.serial)
+        self._count_uses(record.plan.rows, 1)
+        if isinstance(record, QueueClaim):
+            record.remaining = consumed.size
+        self._keep_reusing(record)
 
     def _count_uses(self, rows: Indexes, by: int) -> None:
         """Count deliveries of rows, as often as they are given and as far as they are there."""
@@ -704,20 +687,18 @@ class TaskLedger(TaskFacts):
 
     def reach_named_end(self, name: str, end: EndCounts) -> None:
         """Record that the call under a name was answered with the end."""
-        self.names.reach_end(name, end)
+        self.names.remember(name, PastName(end=end))
 
     def _consume(self, positions: Indexes, mark: int) -> None:
-        self.claim.write(positions, mark)
-        self.consumed_count += positions.size
-        self.backlog -= positions.size - self._unmark(positions)
-
-    def _drop_rows(self, positions: Indexes) -> None:
-        """Have rows that a plan leaves out pending no more, without consuming them."""
+        """Have rows consumed, or pending no more without being consumed where the mark says that they are dropped."""
         if not positions.size:
             return
-        self.claim.write(positions, DROPPED)
-        self.dropped_count += positions.size
+        self.claim.write(positions, mark)
         self.backlog -= positions.size - self._unmark(positions)
+        if mark == DROPPED:
+            self.dropped_count += positions.size
+        else:
+            self.consumed_count += positions.size
 
     def _keep_reusing(self, record: Batch | QueueClaim) -> None:
         """Keep a record whose rows others may get too, and drop the oldest of those where they are many."""
@@ -740,7 +721,7 @@ class TaskLedger(TaskFacts):
         """Return the positions of the samples that a claim holds: leased ones, without a lease those not cleared."""
         rows = claim.plan.named
         positions = self._table.find(rows)
-        is_held = (positions >= 0) & (self.claim.data[positions] == claim.mark)
+        is_held = (positions >= 0) & (self.claim[positions] == claim.mark)
         if claim.lease is None and claim.plan.dropped:
             is_held |= (positions >= 0) & claim.plan.drops(rows)
         held: Indexes = positions[is_held]
@@ -750,13 +731,13 @@ class TaskLedger(TaskFacts):
         """Have leased rows consumed or dropped for good, or used once more; return those that can be claimed again."""
         plan, dropped = claim.plan, positions[:0]
         if plan.dropped:
-            is_dropped = plan.drops(self._table.index.data[positions])
+            is_dropped = plan.drops(self._table.index[positions])
             positions, dropped = positions[~is_dropped], positions[is_dropped]
             self.claim.write(dropped, DROPPED)
             self.dropped_count += dropped.size
         consumed, returned = positions, positions[:0]
         if plan.is_reusing:
-            rows = self._table.index.data[positions]
+            rows = self._table.index[positions]
             is_consumed = plan.consumes(rows)
             consumed, returned = positions[is_consumed], positions[~is_consumed]
             self._count_uses(plan.rows[np.isin(plan.rows, rows)], 1)
@@ -765,7 +746,7 @@ class TaskLedger(TaskFacts):
         if returned.size:
             self.deliveries.write(returned, 0)
             before = returned[:0] if claim.returned is None else claim.returned
-            claim.returned = np.concatenate([before, self._table.index.data[returned]])
+            claim.returned = np.concatenate([before, self._table.index[returned]])
             self._reopen(returned)
         self._lose(claim, returned.size + dropped.size)
         return returned
@@ -773,23 +754,23 @@ class TaskLedger(TaskFacts):
     def nack(self, claim: QueueClaim, positions: Indexes) -> None:
         """Release rows of a claim as if they had not been delivered; all that are left where it has no lease."""
         count = positions.size
-        self._lose_name(claim, "released")
+        self.names.lose(claim.name, claim.request_id, "released")
         if claim.lease is None:  # those cleared meanwhile are counted as cleared before the task took them
             count = claim.remaining = claim.rows.size if claim.plan.consumed is None else claim.plan.consumed.size
             self.dropped_count -= claim.plan.dropped_count
             if claim.plan.is_reusing:
                 self._count_uses(claim.rows, -1)
         else:
-            self.deliveries.write(positions, self.deliveries.data[positions] - np.int32(1))
+            self.deliveries.write(positions, self.deliveries[positions] - np.int32(1))
         self._reopen(positions)
         self._lose(claim, count)
 
     def expire(self, claim: QueueClaim, positions: Indexes, at_seconds: float) -> Indexes:
         """Take all that is leased; return the positions that can be claimed again, not the dead-lettered."""
         most = None if claim.lease is None else claim.lease.max_deliveries
-        is_spent = self.deliveries.data[positions] >= (np.iinfo(np.int32).max if most is None else most)
+        is_spent = self.deliveries[positions] >= (np.iinfo(np.int32).max if most is None else most)
         reopened, spent = positions[~is_spent], positions[is_spent]
-        self._lose_name(claim, "expired")
+        self.names.lose(claim.name, claim.request_id, "expired")
         self._reopen(reopened)
         self.claim.write(spent, DEAD_LETTERED)
         self.dead_lettered_count += spent.size
@@ -801,7 +782,7 @@ class TaskLedger(TaskFacts):
 
     def _reopen(self, positions: Indexes) -> None:
         self.claim.write(positions, UNCLAIMED)
-        states = self._state.data[positions]
+        states = self._state[positions]
         self.backlog += int(np.count_nonzero(is_open(states)))
 
     def _count_leased(self, claim: QueueClaim, count: int) -> None:
@@ -829,7 +810,7 @@ class TaskLedger(TaskFacts):
             self._keep_reusing(claim)
 
     def _drop_claim(self, claim: QueueClaim, loss: Loss) -> None:
-        self._lose_name(claim, loss)
+        self.names.lose(claim.name, claim.request_id, loss)
         self._drop(claim)
         del self.claims[claim.request_id]
 
@@ -838,16 +819,11 @@ class TaskLedger(TaskFacts):
         if self._reusing.pop(record.serial, None) is not None:
             self._reusing_row_count -= record.plan.rows.size
 
-    def _lose_name(self, claim: QueueClaim, loss: Loss) -> None:
-        """Have the name of a claim, if it has one, stand for it no more."""
-        if claim.name:
-            self.names.lose(claim.name, claim.request_id, loss)
-
     def dead_lettered(self) -> Indexes:
         """Return the positions of the rows that are dead-lettered and not cleared."""
         if self.dead_lettered_count == 0:
             return np.zeros(0, np.int64)
-        return np.flatnonzero(self.claim.data[: self._table.count] == DEAD_LETTERED)
+        return np.flatnonzero(self.claim[: self._table.count] == DEAD_LETTERED)
 
     def requeue(self, positions: Indexes) -> None:
         """Have dead-lettered rows claimable, as if they had never been delivered."""
@@ -859,18 +835,17 @@ class TaskLedger(TaskFacts):
 
     def skip(self, positions: Indexes) -> int:
         """Skip those of some rows that are pending; return how many they are."""
-        is_pending = is_open(self._state.data[positions]) & (self.claim.data[positions] == UNCLAIMED)
-        skipped = positions[is_pending & ~self.skipped.data[positions]]
+        skipped = positions[self.is_pending(positions)]
         self.skipped.write(skipped, True)
         self.backlog -= skipped.size
         self.skipped_count += skipped.size
         return int(skipped.size)
 
-    def take_back(self) -> Indexes:
+    def unskip(self) -> Indexes:
         """Have no row skipped any more; return the positions of those that were."""
         if not self.skipped_count:
             return np.zeros(0, np.int64)
-        positions = np.flatnonzero(self.skipped.data[: self._table.count])
+        positions = np.flatnonzero(self.skipped[: self._table.count])
         self.backlog += self._unmark(positions)
         return positions
 
@@ -878,25 +853,30 @@ class TaskLedger(TaskFacts):
         """Count off those of some rows that are skipped, without counting them as pending; return how many."""
         if not self.skipped_count:
             return 0
-        marked = positions[self.skipped.data[positions]]
+        marked = positions[self.skipped[positions]]
         self.skipped.write(marked, False)
         self.skipped_count -= marked.size
         return int(marked.size)
 
-    def is_pending(self, rows: slice) -> NDArray[np.bool_]:
-        """Return which rows are left: live or held, and neither claimed, dead-lettered, dropped nor skipped."""
-        pending = is_open(self._state.data[rows])
-        pending &= self.claim.data[rows] == UNCLAIMED
+    def is_left(self, rows: slice | Indexes) -> NDArray[np.bool_]:
+        """Return which rows are left, skipped or not: live or held, and neither claimed, dead-lettered nor dropped."""
+        left = is_open(self._state[rows])
+        left &= self.claim[rows] == UNCLAIMED
+        return left
+
+    def is_pending(self, rows: slice | Indexes) -> NDArray[np.bool_]:
+        """Return which rows are left and not skipped."""
+        pending = self.is_left(rows)
         if self.skipped_count:
-            pending &= ~self.skipped.data[rows]
+            pending &= ~self.skipped[rows]
         return pending
 
     def is_lost(self, positions: Indexes) -> NDArray[np.bool_]:
         """Return which of some rows it never gets: failed before it took them, dead-lettered, dropped, or skipped."""
-        claims = self.claim.data[positions]
-        is_failed = (self._state.data[positions] == FAILED) & (claims == UNCLAIMED)
+        claims = self.claim[positions]
+        is_failed = (self._state[positions] == FAILED) & (claims == UNCLAIMED)
         is_given_up = (claims == DEAD_LETTERED) | (claims == DROPPED)
-        lost: NDArray[np.bool_] = is_failed | is_given_up | self.skipped.data[positions]
+        lost: NDArray[np.bool_] = is_failed | is_given_up | self.skipped[positions]
         return lost
 
     def reset(self, *, keep_consumed: bool, open_count: int) -> Indexes:
@@ -911,9 +891,9 @@ class TaskLedger(TaskFacts):
         self.end = None
         self.consumed_count -= self.leased_count
         self.kept_groups = None
-        reopened = self.take_back()
+        reopened = self.unskip()
         if self.dropped_count or not self.deliveries.is_blank:
-            lost = np.flatnonzero(self.claim.data[: self._table.count] < UNCLAIMED)
+            lost = np.flatnonzero(self.claim[: self._table.count] < UNCLAIMED)
             self._reopen(lost)
             reopened = np.concatenate([reopened, lost])
             self.deliveries.write(slice(0, self._table.count), 0)
@@ -921,16 +901,9 @@ class TaskLedger(TaskFacts):
             self.uses.write(slice(0, self._table.count), 0)
         self.leased_count = self.dead_lettered_count = self.dropped_count = 0
         self.last_forgotten = -1
-        self._reusing.clear()
-        self._reusing_row_count = 0
-        self.batches.clear()
-        self._without_rows.clear()
-        self.claims.clear()
-        self.leases.clear()
-        self.names.clear()
-        self._by_serial.clear()
+        self._forget_records()
         if keep_consumed:
-            claims = self.claim.data[: self._table.count]
+            claims = self.claim[: self._table.count]
             self.claim.write(np.flatnonzero(claims != UNCLAIMED), CONSUMED_EARLIER)
         else:
             self.claim.write(slice(0, self._table.count), UNCLAIMED)
@@ -949,7 +922,7 @@ class TaskLedger(TaskFacts):
 
         Those that are leased are consumed for good: no other worker will process them.
         """
-        claims = self.claim.data[positions]
+        claims = self.claim[positions]
         self.backlog -= int(np.count_nonzero(claims == UNCLAIMED)) - self._unmark(positions)
         if not self.leased_count:
             return
@@ -963,7 +936,7 @@ class TaskLedger(TaskFacts):
 
     def on_rows_cleared(self, positions: Indexes) -> None:
         """Drop the records whose last rows are being cleared."""
-        serials, counts = count_values(self.claim.data[positions])
+        serials, counts = count_values(self.claim[positions])
         for serial, count in zip(serials.tolist(), counts.tolist(), strict=True):
             record = self._by_serial.get(serial)
             if record is None:
@@ -998,12 +971,6 @@ def check_epoch(name: str, epoch: int, got: int | None) -> None:
             f"CheckConsumption",
             metadata={"task_name": name, "got": str(got), "expected": str(epoch)},
         )
-
-
-def _parted(plan: RecordedPlan, positions: Indexes) -> tuple[Indexes, Indexes]:
-    """Return the positions of what a plan uses and of what it drops, given those of `plan.named`."""
-    used_count = positions.size - plan.dropped_count
-    return positions[:used_count], positions[used_count:]
 
 
 def _disagreement(name: str, got: object, expected: object, what: str, remedy: str = "") -> PreconditionError:

@@ -89,11 +89,6 @@ class CustomMeta:
         if len(set(names)) != len(names):
             raise InvalidArgumentError(f"custom_meta names a column twice: {names}", field="custom_meta")
         for column in columns:
-            if column.name in self._table.readable:
-                raise InvalidArgumentError(
-                    f"custom_meta names {column.name!r}, which samples have beside their custom_meta; use another name",
-                    field="custom_meta",
-                )
             if column.values.size != count:
                 raise InvalidArgumentError(
                     f"custom_meta column {column.name!r} has {column.values.size} values for {count} samples; give one "
@@ -135,8 +130,8 @@ class CustomMeta:
         if stored.values is None or stored.present is None:
             values = present = np.zeros(positions.size, np.bool_)
         else:
-            values, present = stored.values.data[positions], stored.present.data[positions]
-        texts = None if stored.json is None else stored.json.data[positions]
+            values, present = stored.values[positions], stored.present[positions]
+        texts = None if stored.json is None else stored.json[positions]
         if texts is not None and not (texts != None).any():  # noqa: E711  (of each)
             texts = None
         return MetaColumn(name=name, values=values, present=present, json=texts)
@@ -155,10 +150,10 @@ class CustomMeta:
         return holds, present
 
     def typed(self, name: str, rows: slice | Indexes) -> tuple[NDArray[Any], NDArray[np.bool_]]:
-        """Return the typed values of a column, or of a readable one of the table, and which rows have one."""
+        """Return the typed values of a column, and which rows have one."""
         arrays = self.arrays(name)
         if arrays is None:
-            count = self._table.index.data[rows].size
+            count = self._table.index[rows].size
             return np.zeros(count), np.zeros(count, np.bool_)
         return arrays[0][rows], arrays[1][rows]
 
@@ -167,20 +162,16 @@ class CustomMeta:
         stored = self._columns.get(name)
         if stored is None or stored.json is None:
             return None
-        texts: NDArray[np.object_] = stored.json.data[rows].copy()
+        texts: NDArray[np.object_] = stored.json[rows].copy()
         texts[texts == "null"] = None
         return texts
 
     def arrays(self, name: str) -> tuple[NDArray[Any], NDArray[np.bool_]] | None:
-        """Return typed values and presence as they lie in the table, None for a column without any.
-
-        A readable column of the table is found in the same way.
-        """
+        """Return typed values and presence as they lie in the table, None for a column without any."""
         stored = self._columns.get(name)
-        if stored is not None and stored.values is not None and stored.present is not None:
-            return stored.values.data, stored.present.data
-        column = self._table.readable.get(name)
-        return None if column is None else (column.data, np.broadcast_to(True, column.data.shape))
+        if stored is None or stored.values is None or stored.present is None:
+            return None
+        return stored.values.data, stored.present.data
 
 
 def _chosen(rows: slice | Indexes, mask: NDArray[np.bool_]) -> slice | Indexes:

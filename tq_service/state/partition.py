@@ -5,7 +5,6 @@ What can be done to it stands in `changes`; here is what it has, and what is rea
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,11 +25,10 @@ from tq_service.errors import (
 from tq_service.log_message import LogMessage
 from tq_service.schema import FieldSpec, Layout, StalenessLimit, check_name, check_passed_on, check_range, check_unique
 from tq_service.state.cells import CellTable
-from tq_service.state.groups import GroupTable
+from tq_service.state.groups import GroupTable, KeyIndex
 from tq_service.state.ledger import TaskLedger, TaskSnapshot, task_columns
 from tq_service.state.meta import CustomMeta
-from tq_service.state.name_index import KeyIndex
-from tq_service.state.plan import Indexes
+from tq_service.state.plan import Indexes, differences, shown
 from tq_service.state.table import FAILED, HELD, LIVE, RowTable, Table, TableSnapshot, distinct
 
 _log = logging.getLogger(__name__)
@@ -100,28 +98,14 @@ class PartitionSettings:
             )
         object.__setattr__(self, "tasks", tuple(sorted(self.tasks)))
 
-    def unlike(self, other: PartitionSettings) -> str:
+    def describe_difference(self, other: PartitionSettings) -> str:
         """Return what differs, as messages have it."""
-        pairs = ((each.name, getattr(self, each.name), getattr(other, each.name)) for each in dataclasses.fields(self))
-        return ", ".join(f"{name} is {_shown(own)}, got {_shown(got)}" for name, own, got in pairs if own != got)
+        return ", ".join(f"{name} is {shown(own)}, got {shown(got)}" for name, own, got in differences(self, other))
 
     @property
     def is_bounded(self) -> bool:
         """Whether new samples may have to wait."""
         return self.max_bytes is not None or bool(self.staleness_limits)
-
-
-def _shown(value: object) -> str:
-    """Return a setting as messages have it."""
-    match value:
-        case FieldSpec():
-            return f"{value.name}: {value.describe()}"
-        case StalenessLimit():
-            bounds = f"max_samples {_shown(value.max_samples)}, max_versions {_shown(value.max_versions)}"
-            return f"{value.task_name}: {bounds} by {value.version_column}"
-        case tuple():
-            return f"({', '.join(map(_shown, value))})"
-    return "unset" if value is None else str(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,17 +210,14 @@ class Partition:
                 },
             )
 
-    def count_states(self, positions: Indexes, by: int) -> None:
-        """Count rows in, or out, by the states they have now."""
-        states = self.state.data[positions]
-        for code in (LIVE, HELD, FAILED):
-            self.count_state(code, positions[states == code], by)
-
-    def count_state(self, code: int, rows: slice | Indexes, by: int) -> None:
-        """Count rows of a state in, or out, of the partition and of their groups."""
-        self.state_counts[code] += by * self.state.data[rows].size
-        if code == FAILED:
-            self.groups.count(self.groups.failed, rows, by)
+    def count_states(self, rows: slice | Indexes, by: int) -> None:
+        """Count rows in, or out, of the partition and of their groups by the states they have now."""
+        states = self.state[rows]
+        counts = np.bincount(states, minlength=len(self.state_counts)).tolist()
+        self.state_counts = [known + by * count for known, count in zip(self.state_counts, counts, strict=True)]
+        if counts[FAILED]:
+            slots = self.groups.of_rows[rows][states == FAILED]
+            self.groups.failed.add(slots[slots >= 0], by)
 
     # Tasks
 
@@ -275,6 +256,11 @@ class Partition:
     def version(self) -> tuple[int, int]:
         """Counts that differ whenever something has changed that may matter to waiting claims."""
         return self.state_version, self.row_version
+
+    @property
+    def mark(self) -> tuple[object, ...]:
+        """The version, and where rows are: as long as it stays, so does what was found out of a write."""
+        return *self.version, self.table.layout
 
     @property
     def expected_count(self) -> int | None:
@@ -365,7 +351,12 @@ class Partition:
             if task.facts.name not in partition.tasks:
                 partition.open_task(task.facts.name)
         partition._restore_tables(snapshot.tables)
-        partition._rebuild(facts)
+        partition.table.rebuild(facts.next_index)
+        partition.groups.rebuild(in_use=facts.has_groups)
+        partition.cells.rebuild()
+        present = partition.table.present_positions()
+        partition.state_counts = np.bincount(partition.state[present], minlength=4).tolist()
+        partition.key_index.rebuild()
         for task in snapshot.tasks:
             partition.tasks[task.facts.name].restore(task)
         return partition
@@ -390,14 +381,6 @@ class Partition:
                     )
                 )
 
-    def _rebuild(self, facts: PartitionFacts) -> None:
-        """Find out what follows from restored tables."""
-        self.table.rebuild(facts.next_index)
-        self.groups.rebuild(in_use=facts.has_groups)
-        self.cells.rebuild()
-        self.state_counts = np.bincount(self.state[self.table.present_positions()], minlength=4).tolist()
-        self.key_index.rebuild()
-
     def free(self) -> Iterator[None]:
         """Have no names and no objects any more, in steps; for a partition that was removed, but for its snapshots."""
         for names in (self.key_index, self.groups.slot_of):
@@ -407,8 +390,8 @@ class Partition:
 
     # Change notices
 
-    def touched(self, indexes: Indexes | range) -> None:
-        """Take note of rows that were written, or are claimable again."""
+    def notify_rows(self, indexes: Indexes | range) -> None:
+        """Count rows that were written, or are claimable again, and call the listeners."""
         self.row_version += len(indexes)
         self.on_rows(indexes)
 

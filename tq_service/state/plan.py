@@ -1,13 +1,14 @@
-"""Samplers as a planner sees them: their base class, and what passes between the two: request, view and plan.
+"""Claims and plans: what consumers ask for, what a sampler is shown of it, and the plan that it returns.
 
-This is public API, exported by `tq_service.samplers`: samplers of users are subclasses of `Sampler`.
+The part down to `Sampler` is public API, exported by `tq_service.samplers`: samplers of users are subclasses of
+`Sampler`. The rest is a claim: its conditions and order, its specification, which all ranks share, and the call.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, ClassVar, Final, Protocol, cast
@@ -21,8 +22,10 @@ from tq_service.schema import (
     MOST_SAMPLES,
     BatchUnit,
     Blocks,
+    FieldSpec,
     Operator,
     Scalar,
+    StalenessLimit,
     check_id,
     check_name,
     check_range,
@@ -425,14 +428,18 @@ class BatchSpec:
 
     def disagreement(self, other: BatchSpec) -> tuple[str, object, object] | None:
         """Return the first argument that differs, with both values."""
-        if self is other or self == other:
-            return None
-        names = (each.name for each in fields(self))
-        return next((n, getattr(self, n), getattr(other, n)) for n in names if getattr(self, n) != getattr(other, n))
+        return None if self is other else next(differences(self, other), None)
+
+
+def differences(one: Any, other: Any) -> Iterator[tuple[str, object, object]]:
+    """Yield the fields in which two dataclasses differ, with both values."""
+    for name in (each.name for each in fields(one)):
+        if getattr(one, name) != getattr(other, name):
+            yield name, getattr(one, name), getattr(other, name)
 
 
 def shown(value: object) -> str:
-    """Return an argument of a claim as errors have it, for clients in every language."""
+    """Return an argument of a claim, or a setting, as errors have it, for clients in every language."""
     match value:
         case None:
             return "unset"
@@ -442,6 +449,11 @@ def shown(value: object) -> str:
             return f"{value.column} {value.operator} {shown(value.values)}"
         case Order():
             return f"{value.column} descending" if value.descending else value.column
+        case FieldSpec():
+            return f"{value.name}: {value.describe()}"
+        case StalenessLimit():
+            bounds = f"max_samples {shown(value.max_samples)}, max_versions {shown(value.max_versions)}"
+            return f"{value.task_name}: {bounds} by {value.version_column}"
         case tuple():
             return ", ".join(map(shown, value)) or "none"
     return str(value)

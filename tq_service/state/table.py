@@ -1,6 +1,6 @@
 """Tables: columns of one length, each declared once by name, dtype and fill.
 
-Growth, compaction, snapshots, restoring, what samplers may read and what tests compare go over the declared columns.
+Growth, compaction, snapshots, restoring and what tests compare go over the declared columns.
 So a new column is its declaration and nothing else.
 
 Names of columns. One that every table of its kind has is a plain word without a slash, such as `state`. One of
@@ -24,53 +24,41 @@ on, and the step that adds them writes only their values (`reserve_capacity`). C
 made beforehand, too.
 
 `SlotTable`: slots of things that come and go; a slot that is no longer used is used again.
+
+Long columns grow where they are, so that nothing is copied. Numbers are in reserved memory: Linux backs an anonymous
+mapping with pages as they are first written to, so reserving far more than is needed costs address space only, and
+views that readers have keep their memory. numpy cannot do the same with objects: a long column of them is in chunks
+(`ObjectChunks`), of which growing adds one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import mmap
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias, cast
+from functools import cache
+from pathlib import Path
+from typing import Any, Final, TypeAlias, cast, overload
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from tq_service.errors import NewerVersionError
 from tq_service.schema import SampleState
-from tq_service.state.column_memory import (
-    BLOCK_ROWS,
-    BLOCK_SHIFT,
-    RESERVED_FROM,
-    ObjectChunks,
-    Where,
-    blocks_of,
-    give_back,
-    reserved_memory,
-    zeros,
-)
 from tq_service.state.plan import Indexes
 
 CLEARED, LIVE, HELD, FAILED = 0, 1, 2, 3
-STATE_CODES = {SampleState.LIVE: LIVE, SampleState.HELD: HELD, SampleState.FAILED: FAILED}
 STATE_NAMES = ("cleared", "live", "held", "failed")
-
 # In the `claim` column of a task, beside the serials of its claims; see `claims.ledger`.
 UNCLAIMED = 0  # so that a new task costs the same however many rows there are
 CONSUMED_EARLIER = 1
 DEAD_LETTERED = -1
 DROPPED = -2
 LAST_RESERVED = 2  # serials are above it, so that the marks of leased rows are below all others
-
-
-def is_open(states: NDArray[np.uint8]) -> NDArray[np.bool_]:
-    """Return which rows are live or held, by their states: they can be claimed now, or later."""
-    mask: NDArray[np.bool_] = states == LIVE
-    mask |= states == HELD
-    return mask
-
-
 _GROWTH: Final = 1 << 14  # values by which a long column grows at least
 _CAPACITY_STEP: Final = 1 << 16  # rows for which capacity is reserved in a step
 _FIRST_CAPACITY = 64
@@ -81,6 +69,189 @@ _MARKED_SHARE = 16
 _NO_INDEX = -1  # of what rows have left behind as gaps are closed
 _LEAST_CLOSED = 1 << 14  # rows that are looked at in a step, at least
 _CLOSED_SHARE = 2  # and as many for each row that the step adds or removes
+
+BLOCK_SHIFT: Final = 12
+BLOCK_ROWS: Final = 1 << BLOCK_SHIFT
+"""Values of a column that are kept for snapshots together."""
+RESERVED_FROM: Final = 1 << 16  # values from which on a column grows where it is
+_RESERVED: Final = 1 << 26  # values that memory is reserved for then; as many again, four times over, beyond that
+_OVERCOMMIT: Final = Path("/proc/sys/vm/overcommit_memory")
+_NEVER: Final = "2"
+_MAP_NORESERVE: Final = 0x4000  # Linux; the mmap module of Python 3.11 does not have it
+_HUGE_PAGE_BYTES: Final = 2 << 20
+_HUGE_PAGES_FROM: Final = 4 << 20  # where a huge page of which little is used is a small share
+_offsets = itertools.count(0, 83)  # so that columns that grow together do not all take their next huge page at once
+_CHUNK_SHIFT: Final = 16
+_CHUNK_MASK: Final = (1 << _CHUNK_SHIFT) - 1
+Where = slice | Indexes | int
+
+
+class ObjectChunks:
+    """Objects in chunks that are made as they are written to, so that growing moves none; read like an array of them.
+
+    Attributes:
+        size: number of objects; those that were never written are `fill`.
+    """
+
+    __slots__ = ("_chunks", "_fill", "size")
+    dtype: Final = np.dtype(np.object_)
+
+    def __init__(self, size: int, fill: Any) -> None:
+        self.size = size
+        self._fill = fill
+        self._chunks: dict[int, NDArray[Any]] = {}
+
+    def __getitem__(self, where: Any) -> Any:
+        if isinstance(where, int | np.integer):
+            chunk = self._chunks.get(int(where) >> _CHUNK_SHIFT)
+            return self._fill if chunk is None else chunk[int(where) & _CHUNK_MASK]
+        count, parts = self._parts(where)
+        found = np.full(count, self._fill, np.object_)
+        for number, here, there in parts:
+            chunk = self._chunks.get(number)
+            if chunk is not None:
+                found[here] = chunk[there]
+        return found
+
+    def assign(self, where: Where, values: Any) -> None:
+        """Write objects: one for each position, or one for all."""
+        if isinstance(where, int | np.integer):
+            self._chunk(int(where) >> _CHUNK_SHIFT)[int(where) & _CHUNK_MASK] = values
+            return
+        is_one = not isinstance(values, list | np.ndarray)
+        count, parts = self._parts(where)
+        if not is_one:
+            given = np.empty(count, np.object_)
+            given[:] = values
+        for number, here, there in parts:
+            if is_one and values is self._fill:
+                self._forget(number, there)
+            else:
+                self._chunk(number)[there] = values if is_one else given[here]
+
+    def _forget(self, number: int, there: Any) -> None:
+        """Have the fill again; a chunk that has nothing else takes no memory."""
+        if isinstance(there, slice) and there.stop - there.start > _CHUNK_MASK:
+            self._chunks.pop(number, None)
+        elif number in self._chunks:
+            self._chunks[number][there] = self._fill
+
+    def _chunk(self, number: int) -> NDArray[Any]:
+        chunk = self._chunks.get(number)
+        if chunk is None:
+            chunk = self._chunks[number] = np.full(1 << _CHUNK_SHIFT, self._fill, np.object_)
+        return chunk
+
+    def _parts(self, where: Any) -> tuple[int, Iterable[tuple[int, Any, Any]]]:
+        """Return the number of positions, and by chunk which of them are there, and where in the chunk."""
+        if isinstance(where, slice):
+            start, stop, step = where.indices(self.size)
+            if step == 1:
+                return max(0, stop - start), _parts_of_slice(start, stop)
+        positions = np.arange(self.size)[where] if isinstance(where, slice) or where.dtype == np.bool_ else where
+        return positions.size, _parts_of_positions(positions)
+
+
+def blocks_of(where: Where, size: int) -> Iterable[int]:
+    """Return the blocks of the first `size` rows that some positions, or a mask over the rows, are in."""
+    if isinstance(where, int | np.integer):
+        return (int(where) >> BLOCK_SHIFT,) if where < size else ()
+    if not isinstance(where, slice):
+        positions = np.flatnonzero(where) if where.dtype == np.bool_ else where
+        return set((positions[positions < size] >> BLOCK_SHIFT).tolist())
+    start, stop, _ = where.indices(size)
+    return range(start >> BLOCK_SHIFT, -(-stop // BLOCK_ROWS)) if start < stop else ()
+
+
+def _parts_of_slice(start: int, stop: int) -> Iterator[tuple[int, slice, slice]]:
+    at = start
+    while at < stop:
+        end = min(stop, (at | _CHUNK_MASK) + 1)
+        first = at & _CHUNK_MASK
+        yield at >> _CHUNK_SHIFT, slice(at - start, end - start), slice(first, first + end - at)
+        at = end
+
+
+def _parts_of_positions(positions: Indexes) -> Iterator[tuple[int, Any, Indexes]]:
+    if positions.size == 0:
+        return
+    numbers = positions >> _CHUNK_SHIFT
+    first = int(numbers[0])
+    if bool((numbers == first).all()):  # most reads: samples that were put together
+        yield first, slice(None), positions & _CHUNK_MASK
+        return
+    order = np.argsort(numbers, kind="stable")
+    for here in np.split(order, np.flatnonzero(np.diff(numbers[order])) + 1):
+        yield int(numbers[here[0]]), here, positions[here] & _CHUNK_MASK
+
+
+def zeros(count: int, dtype: np.dtype[Any], fill: Any) -> NDArray[Any] | ObjectChunks:
+    """Return zeros, or for objects None or the fill, of memory that is not touched yet; more than `count` if many."""
+    if count < RESERVED_FROM:
+        return np.zeros(count, dtype) if dtype.kind != "O" else np.empty(count, dtype)
+    if dtype.kind == "O":
+        return ObjectChunks(count, fill)
+    reserved = reserved_zeros(_RESERVED if count <= _RESERVED else 4 * count, dtype)
+    return np.zeros(2 * count, dtype) if reserved is None else reserved
+
+
+def reserved_zeros(count: int, dtype: DTypeLike) -> NDArray[Any] | None:
+    """Return `count` zeros that take memory only as they are written; None where that cannot be had.
+
+    The memory is given back with the last array over it.
+    """
+    if not _can_reserve():
+        return None
+    offset = next(_offsets) * mmap.PAGESIZE % _HUGE_PAGE_BYTES
+    try:
+        memory = mmap.mmap(
+            -1,
+            offset + count * np.dtype(dtype).itemsize,
+            flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE,
+        )
+    except (OSError, ValueError, OverflowError):  # a limit of the process or of the machine
+        return None
+    if len(memory) > _HUGE_PAGES_FROM and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE, _HUGE_PAGES_FROM)
+    return np.frombuffer(memory, dtype, count, offset)
+
+
+def reserved_memory(values: NDArray[Any] | ObjectChunks) -> mmap.mmap | None:
+    """Return the memory that values were reserved in, None for others."""
+    base: Any = getattr(values, "base", None)
+    base = base.obj if isinstance(base, memoryview) else base
+    return base if isinstance(base, mmap.mmap) else None
+
+
+def give_back(values: NDArray[Any], memory: mmap.mmap, start: int, stop: int) -> None:
+    """Have the kernel take back the whole pages of values in memory; they are zeros then."""
+    offset = values.ctypes.data - np.frombuffer(memory, np.uint8).ctypes.data
+    first = -(-(offset + start * values.itemsize) // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = offset + stop * values.itemsize
+    if first < end:
+        memory.madvise(mmap.MADV_DONTNEED, first, end - first)
+
+
+@cache
+def _can_reserve() -> bool:
+    """Whether what is only reserved counts for nothing; a machine that never overcommits counts it as used."""
+    if sys.platform != "linux":
+        return False
+    try:
+        return _OVERCOMMIT.read_text().strip() != _NEVER
+    except OSError:
+        return True
+
+
+STATE_CODES = {SampleState.LIVE: LIVE, SampleState.HELD: HELD, SampleState.FAILED: FAILED}
+
+
+def is_open(states: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    """Return which rows are live or held, by their states: they can be claimed now, or later."""
+    mask: NDArray[np.bool_] = states == LIVE
+    mask |= states == HELD
+    return mask
 
 
 NewColumn: TypeAlias = tuple[str, DTypeLike, Any]
@@ -152,6 +323,12 @@ class Column:
         self.fill = fill
         self._snapshots: list[weakref.ref[ColumnSnapshot]] = []
         self._move(capacity, np.dtype(dtype))
+
+    @overload
+    def __getitem__(self, where: slice | NDArray[Any]) -> NDArray[Any]: ...
+
+    @overload
+    def __getitem__(self, where: int) -> Any: ...
 
     def __getitem__(self, where: Any) -> Any:
         return self.data[where]
@@ -345,12 +522,11 @@ class RowTable(Table):
     Attributes:
         index: the global index of each row, also of those that there is capacity for.
         state: the state of each row, `CLEARED` where there is a gap.
-        readable: columns that samplers, `where` and `order_by` find by name, as they find custom_meta.
     """
 
     __slots__ = (
         "_closing", "_when_unpinned",
-        "index", "next_index", "pin_count", "present_count", "readable", "state",
+        "index", "next_index", "pin_count", "present_count", "state",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -359,32 +535,16 @@ class RowTable(Table):
         self.next_index = 0
         self.pin_count = 0  # readers on other threads that need positions to stay
         self._when_unpinned: list[Callable[[], object]] = []
-        self.readable: dict[str, Column] = {}
         self._closing: tuple[int, int] | None = None  # where the next row goes, and where it is looked for
         self.index = self.column("index", np.int64, _NO_INDEX)
         self.state = self.column("state", np.uint8, CLEARED)
         self._number(0)
 
-    def column(self, name: str, dtype: DTypeLike, fill: Any, *, is_readable: bool = False) -> Column:
-        """Declare a column, see `Table.column`.
-
-        Args:
-            name: its name.
-            dtype: of its values; int, float, bool or object (text) where it is readable.
-            fill: what every row has until it is written.
-            is_readable: whether it is an attribute of samples that claims may name, beside custom_meta; each row has a
-                value then.
-        """
-        column = super().column(name, dtype, fill)
-        if is_readable:
-            self.readable[name] = column
-        return column
-
     def rebuild(self, next_index: int) -> None:
         """Find out what follows from restored columns, and go on with this global index."""
         self.next_index = next_index
-        self.present_count = int(np.count_nonzero(self.state.data[: self.count]))
-        left = np.flatnonzero(self.index.data[: self.count] == _NO_INDEX)
+        self.present_count = int(np.count_nonzero(self.state[: self.count]))
+        left = np.flatnonzero(self.index[: self.count] == _NO_INDEX)
         if left.size:
             self._closing = (int(left[0]), int(left[-1]) + 1)
         self._number(self.count)
@@ -465,14 +625,14 @@ class RowTable(Table):
 
     def _move_rows(self, start: int, end: int, to: int) -> int:
         """Move the rows between two positions to positions from `to` on; return where they end."""
-        rows = start + np.flatnonzero(self.state.data[start:end] != CLEARED)
+        rows = start + np.flatnonzero(self.state[start:end] != CLEARED)
         end_of_moved = to + rows.size
         if end_of_moved == end:  # there was no gap so far
             return end
         source, moved, left = as_slice(rows), slice(to, end_of_moved), slice(max(end_of_moved, start), end)
         for column in self.columns.values():
             if not column.is_blank:
-                column.write(moved, column.data[source])
+                column.write(moved, column[source])
                 column.write(left, column.fill)
         return end_of_moved
 
@@ -511,7 +671,7 @@ class RowTable(Table):
         end_index, index = self.next_index, 0
         while (start := self.position_from(index)) < (end := self.position_from(end_index)):
             stop = min(start + count, end)
-            index = int(self.index.data[start:stop].max()) + 1
+            index = int(self.index[start:stop].max()) + 1
             yield slice(start, stop)
 
     def find(self, indexes: Indexes) -> Indexes:
@@ -519,20 +679,25 @@ class RowTable(Table):
         if self.count == 0 or indexes.size == 0:
             return np.full(indexes.size, -1, np.int64)
         if self._is_gapless:
-            positions: Indexes = indexes - self.index.data[0]
+            positions: Indexes = indexes - self.index[0]
             if positions.view(np.uint64).max() < self.count:  # negative ones are huge when taken as unsigned
                 if self.present_count == self.count:
                     return positions
-                found = self.state.data[positions] != CLEARED
+                found = self.state[positions] != CLEARED
                 return positions if found.all() else np.where(found, positions, -1)
         positions = np.minimum(self._search(indexes), self.count - 1)
-        found = (self.index.data[positions] == indexes) & (self.state.data[positions] != CLEARED)
+        found = (self.index[positions] == indexes) & (self.state[positions] != CLEARED)
         return positions if found.all() else np.where(found, positions, -1)
 
     @property
     def _is_gapless(self) -> bool:
         """Whether no gap was closed between the first row and the last: positions follow from indexes."""
-        return self._closing is None and self.next_index - int(self.index.data[0]) == self.count
+        return self._closing is None and self.next_index - int(self.index[0]) == self.count
+
+    @property
+    def layout(self) -> tuple[object, ...]:
+        """What differs whenever rows were moved."""
+        return self.count, self._closing
 
     @property
     def removed_count(self) -> int:
@@ -546,7 +711,7 @@ class RowTable(Table):
         if index >= self.next_index:
             return self.count
         if self._is_gapless:
-            return max(0, index - int(self.index.data[0]))
+            return max(0, index - int(self.index[0]))
         return int(self._search(np.array([index]))[0])
 
     def _search(self, indexes: Indexes) -> Indexes:
@@ -560,7 +725,7 @@ class RowTable(Table):
 
     def present_positions(self) -> Indexes:
         """Return the positions of all rows."""
-        return np.flatnonzero(self.state.data[: self.count] != CLEARED)
+        return np.flatnonzero(self.state[: self.count] != CLEARED)
 
     def present_from(self, index: int, count: int) -> Indexes:
         """Return the positions of the first `count` rows from a global index on, or of all there are."""
@@ -568,7 +733,7 @@ class RowTable(Table):
         found: list[Indexes] = []
         while count > 0 and start < self.count:
             end = min(self.count, start + max(count, _LEAST_GAPS))
-            some = start + np.flatnonzero(self.state.data[start:end] != CLEARED)[:count]
+            some = start + np.flatnonzero(self.state[start:end] != CLEARED)[:count]
             found.append(some)
             count, start = count - some.size, end
         return np.concatenate(found) if found else np.zeros(0, np.int64)
@@ -588,7 +753,7 @@ class SlotTable(Table):
         self.occupants = self.column(occupants, np.object_, None)
         self._free: list[int] = []
 
-    def take(self, count: int) -> Sequence[int]:
+    def allocate(self, count: int) -> Sequence[int]:
         """Return so many slots that are not in use, at least one."""
         slots = self._free[-count:]
         del self._free[-count:]
@@ -598,8 +763,8 @@ class SlotTable(Table):
         new = range(first, self.count)
         return [*slots, *new] if slots else new
 
-    def give_up(self, slots: Indexes) -> None:
-        """Give slots up, each named once, and what the columns have of them."""
+    def free_slots(self, slots: Indexes) -> None:
+        """Free slots, each named once, and clear their columns."""
         for column in self.columns.values():
             column.clear(slots)
         self._free += slots.tolist()
