@@ -331,6 +331,7 @@ class WaitReports:
 
 
 _MOST_VALUES: Final = 128  # looked at, and encoded, in about the time that a thread takes to begin
+_TEXTS: Final = (str, bytes, bytearray, memoryview)
 _BYTES_A_VALUE: Final = 4096  # copied in about the time that a value takes
 
 async_sleep = asyncio.sleep
@@ -401,20 +402,16 @@ def _left_after(values: Iterable[Any], left: int) -> int:
             left = _left_after(value.values(), left) if is_columns else left - math.prod(value.batch_size)
         elif left > 0 and isinstance(value, Mapping):
             left = _left_after(value.values(), left - len(value) // 2)
-        elif left > 0 and _is_list(value):
+        elif left > 0 and isinstance(value, Sequence | set | frozenset) and not isinstance(value, _TEXTS):
             left = _left_after(value, left) if len(value) < left else 0
         if left <= 0:
             break
     return left
 
 
-def _is_list(value: Any) -> bool:
-    return isinstance(value, Sequence | set | frozenset) and not isinstance(value, str | bytes | bytearray | memoryview)
-
-
 def _copied_bytes(value: Any) -> int:
     """Return the bytes of a value that are copied to encode it, at least; those on a device are waited for."""
-    if isinstance(value, str | bytes | bytearray | memoryview):
+    if isinstance(value, _TEXTS):
         return len(value)
     if isinstance(value, np.ndarray):
         is_view = value.flags.c_contiguous and value.dtype.kind not in "OUST"

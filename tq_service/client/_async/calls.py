@@ -38,9 +38,12 @@ from tq_service.client_probes import carriers
 from tq_service.dataplane._async.drivers import AsyncGrpcDriver
 from tq_service.dataplane.shared_memory.client import HostLink
 from tq_service.errors import CallCancelledError, PreconditionError, TqError, UnavailableError
+from tq_service.schema import FieldSpec
+from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.wire.controllers import Controllers
 from tq_service.wire.credentials import Credentials, Metadata, Signature, Tls, async_open_channel
 from tq_service.wire.error_table import status_from_trailers
+from tq_service.wire.metadata import decode_spec
 from tq_service.wire.parts import PART_BYTES, in_parts
 
 T = TypeVar("T")
@@ -327,6 +330,12 @@ class AsyncBase:
             arguments["partition_id"] = self._namespace.full_name(arguments["partition_id"])
         request = request_of(kind, **arguments)
         return await self._calls.unary(lambda to: pick(to.controller), request, self._deadline(timeout))
+
+    async def _fields_of(self, full_partition_id: str, deadline: Deadline) -> dict[str, FieldSpec]:
+        """Return the fields of a partition, by name."""
+        request = pb.DescribePartitionRequest(partition_id=full_partition_id)
+        answer = await self._calls.unary(lambda to: to.controller.DescribePartition, request, deadline)
+        return {field.spec.name: decode_spec(field.spec) for field in answer.fields}
 
     async def _pages(
         self, pick: Method[Any, Response], request: Any, deadline: Deadline, first: Response | None = None

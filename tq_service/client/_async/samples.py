@@ -16,6 +16,7 @@ from tq_service.client.requests import (
     NameColumn,
     check_meta_count,
     check_waits,
+    check_word,
     condition_messages,
     fill_write,
     meta_columns_of,
@@ -47,7 +48,7 @@ from tq_service.wire.columns import Column, put_header
 from tq_service.wire.durations import to_duration
 from tq_service.wire.encoding import encode_columns, has_lists
 from tq_service.wire.mapper import read_message
-from tq_service.wire.metadata import decode_spec, encode_meta_columns
+from tq_service.wire.metadata import encode_meta_columns
 
 _COMMIT_PATIENCE_SECONDS: Final = 5.0
 _MOST_LOSSES: Final = 3
@@ -121,10 +122,7 @@ class AsyncSampleCalls(AsyncBase):
             StaleIncarnationError: the partition of `metadata` has been cleared.
             QuotaExceededError: no capacity until the deadline, or more than the quota.
         """
-        if return_meta not in ("written", "all"):
-            raise InvalidArgumentError(
-                f"return_meta is {return_meta!r}, expected 'written' or 'all'", field="return_meta"
-            )
+        check_word("return_meta", return_meta, ("written", "all"))
         if metadata is not None:
             check_is_batch(metadata)
             if not metadata.size:  # of a rank: it makes no call, so that all ranks run one program
@@ -137,7 +135,7 @@ class AsyncSampleCalls(AsyncBase):
         full_name = partition_of(self._namespace, partition_id, metadata)
         known = {} if metadata is None else {spec.name: spec for spec in metadata.fields}
         if full_name in self._refused_lists and has_lists(data):
-            known |= await self._fields_of(full_name, deadline)
+            known |= await self._held_fields(full_name, deadline)
 
         def encode() -> tuple[Sequence[Column], PutHeader, BatchMeta]:
             columns = encode_columns(data, known) if data is not None else []
@@ -198,7 +196,7 @@ class AsyncSampleCalls(AsyncBase):
         except FieldMismatchError:
             if not has_lists(data):
                 raise
-            held = await self._fields_of(header.partition_id, deadline)
+            held = await self._held_fields(header.partition_id, deadline)
             again = await async_unless_light(lambda: encode_columns(data, held), data)
             if [column.spec for column in again] == [column.spec for column in columns]:
                 raise
@@ -210,14 +208,12 @@ class AsyncSampleCalls(AsyncBase):
         )
         return await self._put_columns(changed, request, again, deadline)
 
-    async def _fields_of(self, full_partition_id: str, deadline: Deadline) -> dict[str, FieldSpec]:
+    async def _held_fields(self, full_partition_id: str, deadline: Deadline) -> dict[str, FieldSpec]:
         """Return what the fields of a partition hold, none of one that is not there."""
-        request = pb.DescribePartitionRequest(partition_id=full_partition_id)
         try:
-            answer = await self._calls.unary(lambda to: to.controller.DescribePartition, request, deadline)
+            return await self._fields_of(full_partition_id, deadline)
         except PartitionNotFoundError:
             return {}
-        return {field.spec.name: decode_spec(field.spec) for field in answer.fields}
 
     async def _put_columns(
         self, header: PutHeader, request: commit_pb2.CommitRequest, columns: Sequence[Column], deadline: Deadline

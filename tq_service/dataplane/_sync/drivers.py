@@ -20,6 +20,7 @@ from tq_service.v1.storage_service_pb2 import (
     GetRequest,
     PutHeader,
     PutInlineRequest,
+    PutInlineResponse,
     PutResponse,
     StatRequest,
 )
@@ -28,6 +29,7 @@ from tq_service.wire.frames import INLINE_BYTES, SEND_AS_FDS, WAITING_BYTES, ite
 from tq_service.wire.parts import PART_BYTES, in_parts
 
 _ASK_SECONDS: Final = 5.0
+_INLINE_TAG_BYTES: Final = 8  # in which GetInlineRequest wraps a GetRequest
 
 SHARED_FROM_BYTES: Final = 1 << 20
 """A smaller put does not ask whether the service is on this host: sending it takes as long, and no file descriptor."""
@@ -44,7 +46,11 @@ class GrpcDriver(StorageCalls):
             request = PutInlineRequest(header=header, values=values)
             if request.ByteSize() < PART_BYTES:
                 try:
-                    return self._put_inline(request, deadline)
+                    with self._errors(deadline):
+                        answer: PutInlineResponse = self.storage.PutInline(
+                            request, timeout=deadline.remaining(), metadata=self._metadata()
+                        )
+                    return answer.put
                 except LimitExceededError as error:  # a stream keeps its values until there is capacity
                     if error.metadata.get("limit_name") != WAITING_BYTES:
                         raise
@@ -63,12 +69,6 @@ class GrpcDriver(StorageCalls):
             finally:
                 call.cancel()
 
-    def _put_inline(self, request: PutInlineRequest, deadline: Deadline) -> PutResponse:
-        with self._errors(deadline):
-            answer = self.storage.PutInline(request, timeout=deadline.remaining(), metadata=self._metadata())
-        put: PutResponse = answer.put
-        return put
-
     def get(
         self, request: GetRequest, row_count: int, deadline: Deadline, size_bytes: int | None = None
     ) -> list[Received]:
@@ -80,26 +80,19 @@ class GrpcDriver(StorageCalls):
             request.shared_memory_session = b"" if session is None else session.session_id
             if session is not None or size_bytes is None:
                 size_bytes = self._sizes.expected_bytes(request, row_count)
-            if size_bytes > INLINE_BYTES or not self._get_inline(request, reader, session, deadline):
+            answer = None
+            if size_bytes <= INLINE_BYTES and request.ByteSize() < PART_BYTES - _INLINE_TAG_BYTES:
+                inline = GetInlineRequest(get=request)
+                answer = self.storage.GetInline(inline, timeout=deadline.remaining(), metadata=self._metadata())
+            if answer is None or not answer.HasField("header"):  # it is too large for one message
                 self._get_stream(request, reader, session, deadline)
+            else:
+                reader.take(answer.header)
+                if reader.offer is not None:
+                    in_thread(reader.receive_shared, session)
+                reader.take(memoryview(answer.values))
         self._sizes.note(request, row_count, reader.sent_bytes)
         return reader.finish()
-
-    def _get_inline(
-        self, request: GetRequest, reader: AnswerReader, session: FdChannel | None, deadline: Deadline
-    ) -> bool:
-        """Get in one message; return False where the answer is too large for that."""
-        inline = GetInlineRequest(get=request)
-        if inline.ByteSize() >= PART_BYTES:
-            return False
-        answer = self.storage.GetInline(inline, timeout=deadline.remaining(), metadata=self._metadata())
-        if not answer.HasField("header"):
-            return False
-        reader.take(answer.header)
-        if reader.offer is not None:
-            in_thread(reader.receive_shared, session)
-        reader.take(memoryview(answer.values))
-        return True
 
     def _get_stream(
         self, request: GetRequest, reader: AnswerReader, session: FdChannel | None, deadline: Deadline
