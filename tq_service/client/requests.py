@@ -6,7 +6,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any, Final, TypeAlias, TypeVar, cast
 
@@ -17,11 +17,11 @@ from google.protobuf.message import Message
 from google.protobuf.struct_pb2 import Struct
 from numpy.typing import NDArray
 
-from tq_service.client.batch_meta import NAMED_AT_ONCE, BatchMeta, CellLocations, Namespace, check_is_batch, joined
+from tq_service.client.batch_meta import BatchMeta, CellLocations, Namespace, check_is_batch, joined
 from tq_service.client.columns import merge_columns
 from tq_service.custom_meta import MetaColumn, MetaValue
 from tq_service.errors import InvalidArgumentError
-from tq_service.schema import FieldSpec, StalenessLimit, check_named_rows
+from tq_service.schema import check_named_rows
 from tq_service.v1 import commit_pb2, metadata_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.wire.durations import read_seconds, to_duration
@@ -31,7 +31,6 @@ from tq_service.wire.metadata import (
     LAYOUTS,
     OPERATORS,
     STATES,
-    encode_spec,
     fill_meta_columns,
     rows_to_meta_columns,
     values_to_meta_column,
@@ -136,18 +135,12 @@ def seconds(name: str, value: float) -> float:
     return span
 
 
-def field_specs(fields: Iterable[FieldSpec]) -> list[Any]:
-    """Return field specs as messages."""
-    return [encode_spec(spec) for spec in _all_of(FieldSpec, "fields", fields)]
+def all_of(kind: type[Given], name: str, values: Iterable[Given]) -> list[Given]:
+    """Return a list of objects of one kind.
 
-
-def staleness_limit_messages(limits: Iterable[StalenessLimit]) -> list[pb.StalenessLimit]:
-    """Return staleness limits as messages."""
-    given = _all_of(StalenessLimit, "staleness_limits", limits)
-    return [request_of(pb.StalenessLimit, **asdict(limit)) for limit in given]
-
-
-def _all_of(kind: type[Given], name: str, values: Iterable[Given]) -> list[Given]:
+    Raises:
+        InvalidArgumentError: one is of another kind.
+    """
     given = list(values)
     for value in given:
         if not isinstance(value, kind):
@@ -183,16 +176,6 @@ def named_samples(**names: Iterable[Any] | BatchMeta | None) -> tuple[str | None
         check_is_batch(named)
         return "global_indexes", named.indexes
     return given[0], listed(given[0], named)
-
-
-def check_waits(wait_seconds: float, named: Sequence[Any] | Indexes) -> None:
-    """Refuse to wait for more samples than one call names."""
-    if wait_seconds and len(named) > NAMED_AT_ONCE:
-        raise InvalidArgumentError(
-            f"max_wait is given for {len(named)} names, at most {NAMED_AT_ONCE} expected; wait for a condition on "
-            f"custom_meta instead",
-            field="max_wait",
-        )
 
 
 def partition_of(namespace: Namespace, partition_id: str | None, metadata: BatchMeta | None) -> str:
@@ -413,11 +396,11 @@ def fill_write(
     """
     given_keys = None if keys is None else listed("keys", keys)
     given_groups = None if groups is None else ["" if group is None else group for group in listed("groups", groups)]
-    meta_columns, meta_count = ([], None) if custom_meta is None else meta_columns_of(custom_meta)
-    counts = (row_count, metadata, given_keys, meta_count, given_groups, ())
-    rows = next(count if isinstance(count, int) else len(count) for count in counts if count is not None)
-    if meta_count is not None:
-        check_meta_count(meta_count, rows)
+    if row_count is None and (metadata is not None or given_keys is not None):
+        row_count = len(given_keys or ()) if metadata is None else metadata.size
+    meta_columns, meta_count = ([], None) if custom_meta is None else meta_columns_of(custom_meta, row_count)
+    counts = (row_count, meta_count, len(given_groups or ()))
+    rows = next(count for count in counts if count is not None)
     _check_names("keys", given_keys, rows)
     _check_names("groups", given_groups, rows)
     write.MergeFrom(
@@ -455,30 +438,29 @@ def _check_names(name: str, names: Sequence[Any] | None, row_count: int) -> None
         )
 
 
-def meta_columns_of(custom_meta: MetaGiven) -> tuple[list[MetaColumn], int | None]:
+def meta_columns_of(custom_meta: MetaGiven, row_count: int | None) -> tuple[list[MetaColumn], int | None]:
     """Return custom_meta as columns, and of how many samples it is; None: it names no column.
 
     Raises:
-        InvalidArgumentError: a value that JSON does not have, or columns of different sizes.
+        InvalidArgumentError: a value that JSON does not have, columns of different sizes, or of another number of
+            samples than `row_count`, where that is known.
     """
-    if not isinstance(custom_meta, Mapping):
-        return rows_to_meta_columns(custom_meta), len(custom_meta)
-    columns = [values_to_meta_column(name, values) for name, values in custom_meta.items()]
+    if isinstance(custom_meta, Mapping):
+        columns = [values_to_meta_column(name, values) for name, values in custom_meta.items()]
+        count = columns[0].present.size if columns else None
+    else:
+        columns, count = rows_to_meta_columns(custom_meta), len(custom_meta)
     for column in columns:
-        if column.present.size != columns[0].present.size:
+        if column.present.size != count:
             raise InvalidArgumentError(
                 f"custom_meta[{column.name!r}] has {column.present.size} values, custom_meta[{columns[0].name!r}] has "
-                f"{columns[0].present.size}; give one for each sample",
+                f"{count}; give one for each sample",
                 field="custom_meta",
             )
-    return columns, columns[0].present.size if columns else None
-
-
-def check_meta_count(meta_count: int, row_count: int) -> None:
-    """Raise InvalidArgumentError where custom_meta is for another number of samples."""
-    if meta_count != row_count:
+    if count is not None and row_count is not None and count != row_count:
         raise InvalidArgumentError(
-            f"custom_meta is for {meta_count} samples, expected {row_count}: one mapping, or one value of each column, "
+            f"custom_meta is for {count} samples, expected {row_count}: one mapping, or one value of each column, "
             f"for each sample",
             field="custom_meta",
         )
+    return columns, count

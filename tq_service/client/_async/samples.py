@@ -14,8 +14,6 @@ from tq_service.client.requests import (
     GroupColumn,
     MetaGiven,
     NameColumn,
-    check_meta_count,
-    check_waits,
     check_word,
     condition_messages,
     fill_write,
@@ -335,9 +333,7 @@ class AsyncSampleCalls(AsyncBase):
         check_is_batch(metadata)
 
         def encode() -> Sequence[MetaColumn]:
-            columns, count = meta_columns_of(custom_meta)
-            if count is not None:
-                check_meta_count(count, metadata.size)
+            columns, _ = meta_columns_of(custom_meta, metadata.size)
             return encode_meta_columns(columns)
 
         encoded = await async_unless_light(encode, custom_meta)
@@ -413,7 +409,12 @@ class AsyncSampleCalls(AsyncBase):
         wait = seconds("max_wait", max_wait)
         deadline = self._deadline(timeout, wait)
         name, named = named_samples(keys=keys, global_indexes=global_indexes, groups=groups)
-        check_waits(wait, named)
+        if wait and len(named) > NAMED_AT_ONCE:
+            raise InvalidArgumentError(
+                f"max_wait is given for {len(named)} names, at most {NAMED_AT_ONCE} expected; wait for a condition on "
+                f"custom_meta instead",
+                field="max_wait",
+            )
         conditions = condition_messages(where)
         parts: list[BatchMeta] = []
         missing: list[Any] = []
