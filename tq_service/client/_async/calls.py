@@ -37,7 +37,7 @@ from tq_service.client.transport import (
     resolve_address,
 )
 from tq_service.client_probes import carriers
-from tq_service.dataplane._async.drivers import AsyncGrpcDriver
+from tq_service.dataplane.driver import AsyncGrpcDriver
 from tq_service.dataplane.shared_memory.client import HostLink
 from tq_service.errors import CallCancelledError, PreconditionError, TqError, UnavailableError
 from tq_service.schema import FieldSpec

@@ -38,7 +38,7 @@ from tq_service.client.transport import (
     sleep,
 )
 from tq_service.client_probes import carriers
-from tq_service.dataplane._sync.drivers import GrpcDriver
+from tq_service.dataplane.driver import GrpcDriver
 from tq_service.dataplane.shared_memory.client import HostLink
 from tq_service.errors import CallCancelledError, PreconditionError, TqError, UnavailableError
 from tq_service.schema import FieldSpec
