@@ -286,8 +286,16 @@ def lost_samples(metadata: BatchMeta, read: StorageRead, error: DataLossError) -
 
     Where the service says which puts it lost, these are the samples in them; else all that it was asked for.
     """
-    positions, fields = _lost_cells(read, error.metadata.get("put_ids", ""))
-    part = metadata.select_samples(positions)
+    put_ids = [put_id.hex() for put_id in read.request.put_ids]
+    is_lost = np.isin(put_ids, (error.metadata.get("put_ids") or ",".join(put_ids)).split(","))
+    lost = np.zeros(read.positions.size, np.bool_)
+    fields: list[str] = []
+    for runs in map(CellRuns.from_proto, read.request.runs):
+        of_row = np.repeat(is_lost[runs.put_indexes], runs.row_counts)
+        if of_row.any():
+            lost |= of_row
+            fields += runs.field_names
+    part = metadata.select_samples(read.positions[lost])
     names = [
         f"{index} ({key})" if key else str(index)
         for index, key in zip(part.global_indexes[:_MOST_NAMED], part.keys, strict=False)
@@ -300,20 +308,6 @@ def lost_samples(metadata: BatchMeta, read: StorageRead, error: DataLossError) -
         f"are lost: {error.message}",
         metadata={**error.metadata, **facts, "partition_id": metadata.partition_id, "data_fields": ",".join(fields)},
     )
-
-
-def _lost_cells(read: StorageRead, put_ids: str) -> tuple[Indexes, list[str]]:
-    """Return the positions in the batch of samples that have cells in some puts, and the fields of those cells."""
-    named = set(put_ids.split(",")) if put_ids else {put_id.hex() for put_id in read.request.put_ids}
-    is_lost = np.array([put_id.hex() in named for put_id in read.request.put_ids], np.bool_)
-    lost = np.zeros(read.positions.size, np.bool_)
-    fields: list[str] = []
-    for runs in read.request.runs:
-        of_row = np.repeat(is_lost[np.array(runs.put_indexes, np.int64)], np.array(runs.row_counts, np.int64))
-        if of_row.any():
-            lost |= of_row
-            fields += runs.field_names
-    return read.positions[lost], fields
 
 
 def unread_samples(

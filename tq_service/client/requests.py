@@ -1,4 +1,4 @@
-"""Arguments of Python as requests, and what a write answers as a batch. What can be sent the server judges."""
+"""Arguments of Python as requests, and what a write answers as a batch. Refused here is only what cannot be sent."""
 
 from __future__ import annotations
 

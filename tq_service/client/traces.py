@@ -61,21 +61,21 @@ def _traced(method: Callable[..., Any], name: str, span: Callable[[str, dict[str
     """Return a method that does the same in a span."""
     signature = inspect.signature(method)
 
-    def given(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
-        return dict(signature.bind_partial(*arguments, **keywords).arguments)
+    def opened(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        return span(name, dict(signature.bind_partial(*arguments, **keywords).arguments))
 
     if inspect.iscoroutinefunction(method):
 
         @functools.wraps(method)
         async def awaited(*arguments: Any, **keywords: Any) -> Any:
-            with span(name, given(arguments, keywords)):
+            with opened(arguments, keywords):
                 return await method(*arguments, **keywords)
 
         return awaited
 
     @functools.wraps(method)
     def called(*arguments: Any, **keywords: Any) -> Any:
-        with span(name, given(arguments, keywords)):
+        with opened(arguments, keywords):
             return method(*arguments, **keywords)
 
     return called
