@@ -71,7 +71,7 @@ class _Cluster:
 
 
 def _owners(batch: tq.BatchMeta) -> set[str]:
-    return set() if batch.locations is None else {put.storage.storage_id for put in batch.locations.puts}
+    return {put.storage.storage_id for put in batch.locations.puts}
 
 
 @contextmanager

@@ -27,7 +27,7 @@ EXPECTED = {
     "put": ("state/partition.py", "state/table.py", "durable/", "storage/engine.py", "wire/columns.py", "client/"),
     "put-consumed": ("state/partition.py", "state/ledger.py", "durable/"),
     "claim": ("serving/catalog.py", "planning/", "samplers/sequential.py", "durable/"),
-    "get": ("dataplane/_async/drivers.py", "storage/engine.py", "wire/decoding.py", "client/reads.py"),
+    "get": ("dataplane/driver.py", "storage/engine.py", "wire/decoding.py", "client/reads.py"),
     "ack": ("serving/catalog.py", "state/ledger.py", "durable/", "server/controller_servicer.py"),
 }
 
@@ -64,7 +64,7 @@ def test_no_path_through_all_layers_is_longer_than_it_may_be() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     found = files_by_operation(done.stdout)
     assert not any(file.startswith("durable/") for file in found["put"])
-    assert "dataplane/_async/drivers.py" in found["put"] & found["get"]
+    assert "dataplane/driver.py" in found["put"] & found["get"]
 
 
 PATHS = {"put": ["state/a.py", "state/b.py", "client/c.py", "v1/d_pb2.py"], "ack": ["state/a.py"]}

@@ -84,13 +84,10 @@ def normal_addresses(addresses: str, default_port: int = DEFAULT_PORT) -> str:
     Raises:
         ValueError: nothing can be reached at one of them.
     """
-    if (
-        not isinstance(addresses, str)
-        or "," not in addresses
-        or addresses.startswith((*_LOCAL_SCHEMES, "ipv4:", "ipv6:"))
-    ):
+    several = split_addresses(addresses) if isinstance(addresses, str) else []
+    if len(several) < 2:
         return normal_address(addresses, default_port)
-    return ",".join(dict.fromkeys(normal_address(each.strip(), default_port) for each in split_addresses(addresses)))
+    return ",".join(dict.fromkeys(normal_address(each.strip(), default_port) for each in several))
 
 
 def split_addresses(addresses: str) -> list[str]:
@@ -121,11 +118,11 @@ def _host_and_port(text: str, default_port: int) -> str:
         raise ValueError(f"{_EXPECTED}; leave out '{scheme}://'{' and the path' if '/' in rest else ''}{tls}")
     if "/" in text:
         raise ValueError(f"{_EXPECTED}; leave out the path '/{text.partition('/')[2]}'")
-    if _is_ipv6(text):
+    if _is_ip(text, 6):
         return f"[{text}]:{default_port}"
     if text.startswith("["):
         host, bracket, port = text[1:].partition("]")
-        if not bracket or not _is_ipv6(host) or (port and not port.startswith(":")):
+        if not bracket or not _is_ip(host, 6) or (port and not port.startswith(":")):
             raise ValueError(f"{_EXPECTED}, or '[::1]:{DEFAULT_PORT}' for an IPv6 address")
         return f"[{host}]:{_port(port[1:]) if port else default_port}"
     host, colon, port = text.partition(":")
@@ -135,7 +132,7 @@ def _host_and_port(text: str, default_port: int) -> str:
         raise ValueError(f"{_EXPECTED}; the host is missing")
     if host.isdecimal():
         raise ValueError(f"{_EXPECTED}; a number is no host" + ("" if colon else f"; did you mean 'localhost:{host}'?"))
-    if not _HOST.fullmatch(host) or (host.replace(".", "").isdecimal() and not _is_ipv4(host)):
+    if not _HOST.fullmatch(host) or (host.replace(".", "").isdecimal() and not _is_ip(host, 4)):
         raise ValueError(f"{_EXPECTED}; {host!r} is neither the name nor the IP address of a host")
     return f"{host}:{_port(port) if colon else default_port}"
 
@@ -147,20 +144,11 @@ def _port(text: str) -> int:
     return port
 
 
-def _is_ipv4(text: str) -> bool:
+def _is_ip(text: str, version: int) -> bool:
     try:
-        ipaddress.IPv4Address(text)
+        return ipaddress.ip_address(text).version == version
     except ValueError:
         return False
-    return True
-
-
-def _is_ipv6(text: str) -> bool:
-    try:
-        ipaddress.IPv6Address(text)
-    except ValueError:
-        return False
-    return True
 
 
 def cause_of(details: str) -> str:

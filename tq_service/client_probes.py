@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar, cast
 
 T = TypeVar("T")
 
@@ -53,27 +53,11 @@ class ProbeNotes:
 
     def replace_probes(self) -> None:
         """Be the only probe of this process."""
-        probes[:] = [self]
+        probes[:] = [cast("Probe", self)]
 
-    def fetched(self, *values: Any) -> None:
-        """See `Probe`."""
-        self._notes.append(("fetched", values))
-
-    def received(self, *values: Any) -> None:
-        """See `Probe`."""
-        self._notes.append(("received", values))
-
-    def put(self, *values: Any) -> None:
-        """See `Probe`."""
-        self._notes.append(("put", values))
-
-    def claimed(self, *values: Any) -> None:
-        """See `Probe`."""
-        self._notes.append(("claimed", values))
-
-    def loaded(self, *values: Any) -> None:
-        """See `Probe`."""
-        self._notes.append(("loaded", values))
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        """Return a method of `Probe`, which keeps what it is called with."""
+        return lambda *values: self._notes.append((name, values))
 
     def take(self) -> tuple[Note, ...]:
         """Return what has been kept since the last call."""

@@ -84,4 +84,4 @@ def test_all_threads_of_a_forked_child_leave_the_channels_of_its_parent(monkeypa
     assert of_child is not of_parent
     assert channels.endpoint() is of_child
     assert list(channels._channels) == [-1]
-    assert [each for each in _ABANDONED if of_parent in each.endpoints.values()]
+    assert [each for each in _ABANDONED if of_parent in each.values()]

@@ -45,7 +45,8 @@ def test_every_method_takes_a_timeout_and_says_what_it_does(kind):
 def test_every_call_of_the_service_has_a_method():
     calls = {method.short_name for method in METHODS.values() if method.name.startswith("/tq_service.")}
     calls -= {method.short_name for method in METHODS.values() if method.is_internal}
-    paths = [path for folder in ("client/_sync", "dataplane") for path in (ROOT / "tq_service" / folder).rglob("*.py")]
+    directories = (ROOT / "tq_service" / name for name in ("client/_sync", "dataplane"))
+    paths = [path for directory in directories for path in directory.rglob("*.py")]
     source = "".join(path.read_text() for path in paths)
     unary = set(re.findall(r"(?:to|endpoint)\.(?:controller\.)?([A-Z]\w+)|\.storage\.([A-Z]\w+)", source))
     streamed = set(re.findall(r"_SERVICE \+ \"(\w+)\"", source))

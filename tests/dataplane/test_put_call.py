@@ -3,7 +3,7 @@
 import grpc
 import pytest
 
-from tq_service.dataplane.calls import AsyncPutCall
+from tq_service.dataplane.driver import AsyncPutCall
 from tq_service.errors import UnavailableError
 from tq_service.v1.storage_service_pb2 import PutHeader
 

@@ -16,7 +16,6 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 import tq_service as tq
-from tq_service.client.traces import untrace
 from tq_service.client_probes import carriers
 from tq_service.v1.controller_service_pb2 import ListSamplersRequest
 
@@ -39,6 +38,15 @@ def exporter() -> Iterator[InMemorySpanExporter]:
 def live(loop_thread: LoopThread, exporter: InMemorySpanExporter) -> Iterator[LiveServer]:
     with LiveServer(loop_thread, traces=True) as started:
         yield started
+
+
+def untrace() -> None:
+    """Trace no more: the clients' methods are inherited, those that are traced are the classes' own."""
+    for kind in (tq.AsyncClient, tq.Client):
+        for name, method in list(vars(kind).items()):
+            if hasattr(method, "__wrapped__"):
+                delattr(kind, name)
+    carriers.clear()
 
 
 @pytest.fixture

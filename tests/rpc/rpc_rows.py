@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tq_service.dataplane._async import drivers as async_driver
-from tq_service.dataplane._sync import drivers as sync_driver
+from tq_service.dataplane import driver
 from tq_service.dataplane.receiving import AnswerSizes
 from tq_service.server import storage_servicer
 from tq_service.storage.index import reading
@@ -31,11 +30,10 @@ def assert_same_rows(got: Any, expected: Any) -> None:
 @pytest.fixture(params=["one message", "stream", "shared memory", "shared memory, gets streamed"])
 def ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small puts and gets are one message, large ones streams or shared memory; here each is sent every way."""
-    for driver in (sync_driver, async_driver):
-        if request.param != "one message":
-            monkeypatch.setattr(driver, "INLINE_BYTES", -1)
-        if request.param.startswith("shared memory"):
-            monkeypatch.setattr(driver, "SHARED_FROM_BYTES", 1)
+    if request.param != "one message":
+        monkeypatch.setattr(driver, "INLINE_BYTES", -1)
+    if request.param.startswith("shared memory"):
+        monkeypatch.setattr(driver, "SHARED_FROM_BYTES", 1)
     if request.param == "shared memory":  # so that gets are tried in one message
         monkeypatch.setattr(AnswerSizes, "expected_bytes", lambda *_: -1)
     if request.param.startswith("shared memory"):

@@ -134,8 +134,8 @@ class PutRef(NamedTuple):
 class CellLocations:
     """Where the cells of a batch are: for every located field one cell for each sample, in the order of the batch."""
 
-    puts: tuple[PutRef, ...]
-    runs: tuple[CellRuns, ...]
+    puts: tuple[PutRef, ...] = ()
+    runs: tuple[CellRuns, ...] = ()
 
     @classmethod
     def from_proto(cls, message: pb.Locations) -> CellLocations:
@@ -182,9 +182,10 @@ class CellLocations:
                 own, rows = runs.expand()
                 cells.update(dict.fromkeys(runs.field_names, (numbers[own], rows)))
             per_part.append(cells)
-        common = [name for name in per_part[0] if all(name in cells for cells in per_part)]
         alike: dict[tuple[bytes, bytes], tuple[list[str], Indexes, Indexes]] = {}
-        for name in common:
+        for name in per_part[0] if per_part else ():
+            if not all(name in cells for cells in per_part):
+                continue
             at, rows = (np.concatenate([cells[name][side] for cells in per_part]) for side in (0, 1))
             alike.setdefault((at.tobytes(), rows.tobytes()), ([], at, rows))[0].append(name)
         joined = [CellRuns.of_rows(tuple(names), at, rows) for names, at, rows in alike.values()]
@@ -249,7 +250,7 @@ class BatchMeta:
             (`lookup_samples`, `put(return_meta="all")`) of those that at least one of them has.
         steps: how the samples are to be used; plain micro-batches are one step.
         end: with "end": what became of all samples; None otherwise.
-        locations: where the cells are; None where not known, then `get_data` asks.
+        locations: where the cells are, of the fields of which it is known; `get_data` asks for others.
         claim_id: the claim of a queue worker, for `ack`, `extend` and `release`; empty otherwise.
         task_name: the consumer that claimed it; empty where none did.
         lease_seconds: how long the samples were leased when the answer was sent; None where they are not.
@@ -270,7 +271,7 @@ class BatchMeta:
     fields: tuple[FieldSpec, ...] = ()
     steps: tuple[Step, ...] = ()
     end: EndCounts | None = None
-    locations: CellLocations | None = None
+    locations: CellLocations = CellLocations()
     claim_id: bytes = b""
     task_name: str = ""
     lease_seconds: float | None = None
@@ -314,7 +315,7 @@ class BatchMeta:
             fields=tuple(map(decode_spec, message.fields)),
             steps=tuple(Step.from_proto(step) for step in message.steps),
             end=read_message(EndCounts, message.end) if message.HasField("end") else None,
-            locations=CellLocations.from_proto(message.locations) if message.HasField("locations") else None,
+            locations=CellLocations.from_proto(message.locations),
             claim_id=claim_id,
             task_name=task_name,
             lease_seconds=read_seconds("lease", message.lease) if message.HasField("lease") else None,
@@ -417,7 +418,7 @@ class BatchMeta:
         """
         if self.produced_columns:
             return dict(zip(self.data_fields, self.produced_columns, strict=True))
-        located = set() if self.locations is None else self.locations.field_names
+        located = self.locations.field_names
         return {name: np.ones(self.size, np.bool_) for name in self.data_fields if name in located}
 
     @property
@@ -453,7 +454,7 @@ class BatchMeta:
             self,
             indexes=self.indexes[chosen],
             steps=_select_steps(self.steps, new_position),
-            locations=None if self.locations is None else self.locations.select(chosen),
+            locations=self.locations.select(chosen),
             delivery_counts=select(self.delivery_counts, chosen),
             consumption=None if self.consumption is None else self.consumption[chosen],
             key_column=select(self.key_column, chosen),
@@ -480,7 +481,7 @@ class BatchMeta:
         return replace(
             self,
             fields=tuple(by_name[name] for name in names),
-            locations=None if self.locations is None else self.locations.select_fields(names),
+            locations=self.locations.select_fields(names),
             produced_columns=tuple(produced[name] for name in names) if produced else (),
         )
 
@@ -579,21 +580,22 @@ def _select_steps(steps: Sequence[Step], new_position: NDArray[np.int64]) -> tup
     """
     selected = []
     for step in steps:
-        packs = [_select_pack(pack, new_position) for pack in step.packs]
-        kept = [new for old, new in zip(step.packs, packs, strict=True) if new.positions or not old.positions]
-        if kept or not step.packs:
-            selected.append(Step(packs=tuple(kept)))
+        packs = []
+        for pack in step.packs:
+            moved: list[int] = new_position[list(pack.positions)].tolist() if pack.positions else []
+            kept = np.flatnonzero(np.array(moved) >= 0)
+            if kept.size or not moved:
+                is_whole = kept.size == len(moved)
+                packs.append(
+                    Pack(
+                        positions=select(tuple(moved), kept),
+                        lengths=None if pack.lengths is None else select(pack.lengths, kept),
+                        padding_tokens=pack.padding_tokens if is_whole else 0,
+                    )
+                )
+        if packs or not step.packs:
+            selected.append(Step(packs=tuple(packs)))
     return tuple(selected)
-
-
-def _select_pack(pack: Pack, new_position: NDArray[np.int64]) -> Pack:
-    moved: list[int] = new_position[list(pack.positions)].tolist() if pack.positions else []
-    kept: Any = [place for place, position in enumerate(moved) if position >= 0]
-    return Pack(
-        positions=tuple(moved[place] for place in kept),
-        lengths=None if pack.lengths is None else tuple(pack.lengths[place] for place in kept),
-        padding_tokens=pack.padding_tokens if len(kept) == len(moved) else 0,
-    )
 
 
 def _names(column: tuple[str, ...], size: int) -> list[str | None]:
@@ -603,12 +605,11 @@ def _names(column: tuple[str, ...], size: int) -> list[str | None]:
 def _samples_of(parts: Sequence[BatchMeta]) -> dict[str, Any]:
     """Return the samples of several batches one after the other, and what is known of each: attributes of a batch."""
     sizes = [part.size for part in parts]
-    located = [part.locations for part in parts if part.locations is not None and part.size]
     consumption = [part.consumption for part in parts if part.consumption is not None]
     return {
         "indexes": np.concatenate([part.indexes for part in parts]),
         "dropped_indexes": np.unique(np.concatenate([part.dropped_indexes for part in parts])),
-        "locations": CellLocations.concat(located) if located and len(located) == sum(map(bool, sizes)) else None,
+        "locations": CellLocations.concat([part.locations for part in parts if part.size]),
         "consumption": np.concatenate(consumption) if len(consumption) == len(parts) else None,
         "key_column": concat_names([part.key_column for part in parts], sizes),
         "group_column": concat_names([part.group_column for part in parts], sizes),

@@ -67,24 +67,24 @@ class StorageRead:
 
 def plan_reads(locations: CellLocations, data_fields: Sequence[str]) -> list[StorageRead]:
     """Return the reads that fetch these fields: one for each storage service and set of samples it has fields of."""
-    storages, of_put = _number_storages(locations)
+    numbers: dict[StorageRef, int] = {}
+    of_put = np.array([numbers.setdefault(put.storage, len(numbers)) for put in locations.puts], np.int64)
+    storages = list(numbers)
     groups: dict[tuple[int, bytes], tuple[Indexes, list[CellRuns]]] = {}
     for runs in locations.select_fields(data_fields).runs:
-        for storage, positions, part in _split_by_storage(runs, of_put[runs.put_indexes]):
-            groups.setdefault((storage, positions.tobytes()), (positions, []))[1].append(part)
-    return [
-        StorageRead(
-            storage=storages[storage], positions=positions, request=_request(locations, storages[storage], parts)
+        for number, positions, part in _split_by_storage(runs, of_put[runs.put_indexes]):
+            groups.setdefault((number, positions.tobytes()), (positions, []))[1].append(part)
+    reads = []
+    for (number, _), (positions, parts) in groups.items():
+        used = np.unique(np.concatenate([part.put_indexes for part in parts]))
+        renumbered = [replace(part, put_indexes=np.searchsorted(used, part.put_indexes)) for part in parts]
+        request = GetRequest(
+            boot_id=storages[number].boot_id,
+            put_ids=[locations.puts[put].put_id for put in used.tolist()],
+            runs=[part.to_proto() for part in renumbered],
         )
-        for (storage, _), (positions, parts) in groups.items()
-    ]
-
-
-def _number_storages(locations: CellLocations) -> tuple[list[StorageRef], Indexes]:
-    """Return the storage services, each once, and for each put the position of its own among them."""
-    numbers: dict[StorageRef, int] = {}
-    of_put = [numbers.setdefault(put.storage, len(numbers)) for put in locations.puts]
-    return list(numbers), np.array(of_put, np.int64)
+        reads.append(StorageRead(storage=storages[number], positions=positions, request=request))
+    return reads
 
 
 def _split_by_storage(runs: CellRuns, owners: Indexes) -> list[tuple[int, Indexes, CellRuns]]:
@@ -94,21 +94,8 @@ def _split_by_storage(runs: CellRuns, owners: Indexes) -> list[tuple[int, Indexe
         return [(storages[0], np.arange(runs.row_count), runs)]
     puts, rows = runs.expand()
     of_row = np.repeat(owners, runs.row_counts)
-    parts = []
-    for storage in storages:
-        mine = np.flatnonzero(of_row == storage)
-        parts.append((storage, mine, CellRuns.of_rows(runs.field_names, puts[mine], rows[mine])))
-    return parts
-
-
-def _request(locations: CellLocations, storage: StorageRef, parts: Sequence[CellRuns]) -> GetRequest:
-    used = np.unique(np.concatenate([part.put_indexes for part in parts]))
-    renumbered = [replace(part, put_indexes=np.searchsorted(used, part.put_indexes)) for part in parts]
-    return GetRequest(
-        boot_id=storage.boot_id,
-        put_ids=[locations.puts[put].put_id for put in used.tolist()],
-        runs=[part.to_proto() for part in renumbered],
-    )
+    owned = [(storage, np.flatnonzero(of_row == storage)) for storage in storages]
+    return [(storage, at, CellRuns.of_rows(runs.field_names, puts[at], rows[at])) for storage, at in owned]
 
 
 def merge_answers(
@@ -116,8 +103,7 @@ def merge_answers(
     answers: Sequence[Sequence[Received]],
     data_fields: Sequence[str],
     specs: Mapping[str, FieldSpec],
-    layout: ReadLayout | None = None,
-) -> Sequence[Received]:
+) -> list[Received]:
     """Return one column for each field, its rows in the order of the batch.
 
     Args:
@@ -125,11 +111,10 @@ def merge_answers(
         answers: for each read its columns.
         data_fields: the fields, in the order wanted.
         specs: what is known of the fields: rows put dense into a field that is jagged come back jagged.
-        layout: that of the columns; None: as the fields are.
 
     Raises:
         InternalError: an answer lacks a field.
-        FieldMismatchError: storage services hold different kinds of one field, or rows differ that are to be dense.
+        FieldMismatchError: storage services hold different kinds of one field.
     """
     parts: dict[str, list[tuple[Indexes, ColumnShape, Bytes]]] = {name: [] for name in data_fields}
     for read, answer in zip(reads, answers, strict=True):
@@ -139,7 +124,7 @@ def merge_answers(
     missing = [name for name, pieces in parts.items() if not pieces]
     if missing:
         raise InternalError(f"no storage service sent field {missing[0]!r}")
-    return laid_out([_merge(pieces, specs.get(name)) for name, pieces in parts.items()], layout)
+    return [_merge(pieces, specs.get(name)) for name, pieces in parts.items()]
 
 
 def _merge(pieces: Sequence[tuple[Indexes, ColumnShape, Bytes]], declared: FieldSpec | None) -> Received:
@@ -159,10 +144,13 @@ def _narrow(column: ColumnShape, declared: FieldSpec) -> ColumnShape:
     for dim in column.spec.ragged_dims if len(fixed) == len(shape) else ():
         if fixed[dim] >= 0 and (row_shapes(column.spec, column.extents, column.row_count)[:, dim] == fixed[dim]).all():
             shape[dim] = fixed[dim]
-    if tuple(shape) == column.spec.row_shape:
-        return column
-    layout = Layout.JAGGED if -1 in shape else Layout.DENSE
-    return _described_as(replace(column.spec, layout=layout, row_shape=tuple(shape)), column)
+    return column if tuple(shape) == column.spec.row_shape else _shaped_as(shape, column)
+
+
+def _shaped_as(row_shape: Sequence[int], column: ColumnShape) -> ColumnShape:
+    """Return a column of tensors whose rows are described by another shape."""
+    layout = Layout.JAGGED if -1 in row_shape else Layout.DENSE
+    return _described_as(replace(column.spec, layout=layout, row_shape=tuple(row_shape)), column)
 
 
 def _described_as(spec: FieldSpec, column: ColumnShape) -> ColumnShape:
@@ -236,33 +224,35 @@ def take_rows(received: Received, order: Indexes) -> Received:
     return replace(column, row_count=order.size, extents=extents, value_bytes=values.size), values
 
 
-def empty_columns(specs: Sequence[FieldSpec], layout: ReadLayout | None = None) -> Sequence[Received]:
+def empty_columns(specs: Sequence[FieldSpec]) -> list[Received]:
     """Return columns without rows, typed by their specs; what no put has fixed yet is dense float32 scalars."""
-    nothing = np.empty(0, np.uint8)
-    return laid_out([(_empty_column(spec), nothing) for spec in specs], layout)
+    return [(_empty_column(spec), np.empty(0, np.uint8)) for spec in specs]
 
 
 def _empty_column(spec: FieldSpec) -> ColumnShape:
-    layout = spec.layout if spec.layout in (Layout.JAGGED, Layout.OBJECT) else Layout.DENSE
-    dtype, shape = spec.dtype or "float32", spec.row_shape or ()
+    layout, dtype, shape = spec.layout, spec.dtype or "float32", spec.row_shape or ()
     if layout is Layout.OBJECT:
         dtype, shape = "", ()
-    if layout is Layout.JAGGED and not shape:
-        shape = (-1,)
+    elif layout is Layout.JAGGED:
+        shape = shape or (-1,)
+    else:
+        layout = Layout.DENSE
     known = with_ragged_dim(FieldSpec(spec.name, dtype=dtype, layout=layout, row_shape=shape))
     extents = None if layout is Layout.DENSE else np.empty((0, extent_count(known)), np.int64)
     return ColumnShape(spec=known, row_count=0, extents=extents, value_bytes=0)
 
 
-def laid_out(received: Sequence[Received], layout: ReadLayout | None) -> Sequence[Received]:
-    """Return columns in the layout that is asked for; see `get_data`.
+def to_batch(received: Sequence[Received], row_count: int, layout: ReadLayout | None = None) -> Any:
+    """Return received columns as a TensorDict `[row_count]`, or as a dict where torch or tensordict is missing.
+
+    Without torch, columns are numpy arrays and lists of them. The layout is as in `get_data`; None: as the columns are.
 
     Raises:
-        FieldMismatchError: rows of one are to be dense and differ.
+        FieldMismatchError: rows of a column are to be dense and differ.
     """
-    if layout is None:
-        return received
-    return [(_laid_out(column, layout), buffer) for column, buffer in received]
+    columns = [column if layout is None else _laid_out(column, layout) for column, _ in received]
+    data = decode_columns(columns, [buffer for _, buffer in received])
+    return to_tensordict(data, row_count) if has_tensordict() else data
 
 
 def _laid_out(column: ColumnShape, layout: ReadLayout) -> ColumnShape:
@@ -276,35 +266,19 @@ def _laid_out(column: ColumnShape, layout: ReadLayout) -> ColumnShape:
         shapes = row_shapes(spec, column.extents, column.row_count)
         differs = (shapes != shapes[0]).any(axis=0)
         if layout == "dense" and differs.any():
-            raise _not_alike(column, shapes)
+            at = int(np.flatnonzero((shapes != shapes[0]).any(axis=1))[0])
+            first, other = tuple(shapes[0].tolist()), tuple(shapes[at].tolist())
+            raise FieldMismatchError(
+                f"rows of field {spec.name!r} differ in shape: row 0 is {first}, row {at} is {other}; expected one "
+                f"shape for layout='dense': get them with layout='auto' or 'jagged', and pad them",
+                field="layout",
+                metadata={"field_name": spec.name, "got": str(other), "expected": str(first)},
+            )
         is_jagged = layout == "jagged" or bool(differs.any())
         sizes = np.where(differs, -1, shapes[0]).tolist()
     if is_jagged and -1 not in sizes:
         sizes[next(iter(spec.ragged_dims), 0)] = -1
-    return _described_as(
-        replace(spec, layout=Layout.JAGGED if is_jagged else Layout.DENSE, row_shape=tuple(sizes)), column
-    )
-
-
-def _not_alike(column: ColumnShape, shapes: Indexes) -> FieldMismatchError:
-    first = tuple(shapes[0].tolist())
-    at = int(np.flatnonzero((shapes != shapes[0]).any(axis=1))[0])
-    other = tuple(shapes[at].tolist())
-    return FieldMismatchError(
-        f"rows of field {column.spec.name!r} differ in shape: row 0 is {first}, row {at} is {other}; expected one "
-        f"shape for layout='dense': get them with layout='auto' or 'jagged', and pad them",
-        field="layout",
-        metadata={"field_name": column.spec.name, "got": str(other), "expected": str(first)},
-    )
-
-
-def to_batch(received: Sequence[Received], row_count: int) -> Any:
-    """Return received columns as a TensorDict `[row_count]`, or as a dict where torch or tensordict is missing.
-
-    Without torch, columns are numpy arrays and lists of them.
-    """
-    data = decode_columns([column for column, _ in received], [buffer for _, buffer in received])
-    return to_tensordict(data, row_count) if has_tensordict() else data
+    return _shaped_as(sizes, column)
 
 
 def lost_samples(metadata: BatchMeta, read: StorageRead, error: DataLossError) -> DataLossError:
@@ -312,8 +286,16 @@ def lost_samples(metadata: BatchMeta, read: StorageRead, error: DataLossError) -
 
     Where the service says which puts it lost, these are the samples in them; else all that it was asked for.
     """
-    positions, fields = _lost_cells(read, error.metadata.get("put_ids", ""))
-    part = metadata.select_samples(positions)
+    put_ids = [put_id.hex() for put_id in read.request.put_ids]
+    is_lost = np.isin(put_ids, (error.metadata.get("put_ids") or ",".join(put_ids)).split(","))
+    lost = np.zeros(read.positions.size, np.bool_)
+    fields: list[str] = []
+    for runs in map(CellRuns.from_proto, read.request.runs):
+        of_row = np.repeat(is_lost[runs.put_indexes], runs.row_counts)
+        if of_row.any():
+            lost |= of_row
+            fields += runs.field_names
+    part = metadata.select_samples(read.positions[lost])
     names = [
         f"{index} ({key})" if key else str(index)
         for index, key in zip(part.global_indexes[:_MOST_NAMED], part.keys, strict=False)
@@ -326,20 +308,6 @@ def lost_samples(metadata: BatchMeta, read: StorageRead, error: DataLossError) -
         f"are lost: {error.message}",
         metadata={**error.metadata, **facts, "partition_id": metadata.partition_id, "data_fields": ",".join(fields)},
     )
-
-
-def _lost_cells(read: StorageRead, put_ids: str) -> tuple[Indexes, list[str]]:
-    """Return the positions in the batch of samples that have cells in some puts, and the fields of those cells."""
-    named = set(put_ids.split(",")) if put_ids else {put_id.hex() for put_id in read.request.put_ids}
-    is_lost = np.array([put_id.hex() in named for put_id in read.request.put_ids], np.bool_)
-    lost = np.zeros(read.positions.size, np.bool_)
-    fields: list[str] = []
-    for runs in read.request.runs:
-        of_row = np.repeat(is_lost[np.array(runs.put_indexes, np.int64)], np.array(runs.row_counts, np.int64))
-        if of_row.any():
-            lost |= of_row
-            fields += runs.field_names
-    return read.positions[lost], fields
 
 
 def unread_samples(

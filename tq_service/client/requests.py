@@ -1,4 +1,4 @@
-"""Arguments of Python as requests, and what a write answers as a batch. What can be sent the server judges."""
+"""Arguments of Python as requests, and what a write answers as a batch. Refused here is only what cannot be sent."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any, Final, TypeAlias, TypeVar, cast
 
@@ -17,11 +17,11 @@ from google.protobuf.message import Message
 from google.protobuf.struct_pb2 import Struct
 from numpy.typing import NDArray
 
-from tq_service.client.batch_meta import NAMED_AT_ONCE, BatchMeta, Namespace, check_is_batch, joined
+from tq_service.client.batch_meta import BatchMeta, CellLocations, Namespace, check_is_batch, joined
 from tq_service.client.columns import merge_columns
 from tq_service.custom_meta import MetaColumn, MetaValue
 from tq_service.errors import InvalidArgumentError
-from tq_service.schema import FieldSpec, StalenessLimit, check_named_rows
+from tq_service.schema import check_named_rows
 from tq_service.v1 import commit_pb2, metadata_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.wire.messages import read_seconds, to_duration
@@ -33,7 +33,6 @@ from tq_service.wire.metadata import (
     STATES,
     Indexes,
     encode_meta_columns,
-    encode_spec,
     rows_to_meta_columns,
     values_to_meta_column,
 )
@@ -47,7 +46,7 @@ GroupColumn: TypeAlias = "Sequence[str | None] | NDArray[np.str_]"
 MetaGiven: TypeAlias = "Sequence[Mapping[str, MetaValue]] | Mapping[str, Any]"
 Request = TypeVar("Request", bound=Message)
 Given = TypeVar("Given")
-Converter = Callable[[str, Any], Any]
+Converter = Callable[[Any], Any]
 
 
 def request_of(kind: type[Request], **arguments: Any) -> Request:
@@ -63,7 +62,7 @@ def request_of(kind: type[Request], **arguments: Any) -> Request:
     converters, required = _rules(kind.DESCRIPTOR)
     for name, convert in converters.items():
         if name in arguments:
-            arguments[name] = convert(name, arguments[name])
+            arguments[name] = convert(arguments[name])
     for name in required:
         if arguments.get(name, "") is None:  # which protobuf takes for 0 or ""
             raise InvalidArgumentError(f"{name} is None, which it cannot be", field=name)
@@ -84,9 +83,9 @@ def _rules(descriptor: Descriptor) -> tuple[dict[str, Converter], list[str]]:
     required = []
     for field in descriptor.fields:
         if field.default_value == []:
-            converters[field.name] = listed
+            converters[field.name] = partial(listed, field.name)
         elif field.enum_type is not None and field.enum_type.name in _ENUMS:
-            converters[field.name] = partial(_encode_word, _ENUMS[field.enum_type.name])
+            converters[field.name] = partial(_ENUMS[field.enum_type.name].encode, name=field.name)
         elif field.type in _EXPECTED and field.containing_oneof is None:
             required.append(field.name)
     return converters, required
@@ -102,10 +101,6 @@ _ENUMS: Final[Mapping[str, Any]] = {
 }  # fmt: skip
 
 
-def _encode_word(words: Any, name: str, value: Any) -> Any:
-    return words.encode(value, name)
-
-
 def _check(kind: type[Message], name: str, value: Any) -> None:
     """Refuse an argument that its field does not take."""
     places = [(f"{name}[{place}]", [one]) for place, one in enumerate(value)] if isinstance(value, list) else []
@@ -116,6 +111,12 @@ def _check(kind: type[Message], name: str, value: Any) -> None:
             expected = _EXPECTED.get(kind.DESCRIPTOR.fields_by_name[name].type, "another type")
             got = part[0] if places else part
             raise InvalidArgumentError(f"{where} is {got!r:.200}, expected {expected} ({error})", field=name) from None
+
+
+def check_word(name: str, word: str | None, words: Sequence[str | None]) -> None:
+    """Refuse a word that is none of some."""
+    if word not in words:
+        raise InvalidArgumentError(f"{name} is {word!r}, expected {' or '.join(map(repr, words))}", field=name)
 
 
 def new_id() -> bytes:
@@ -134,18 +135,12 @@ def seconds(name: str, value: float) -> float:
     return span
 
 
-def field_specs(fields: Iterable[FieldSpec]) -> list[Any]:
-    """Return field specs as messages."""
-    return [encode_spec(spec) for spec in _all_of(FieldSpec, "fields", fields)]
+def all_of(kind: type[Given], name: str, values: Iterable[Given]) -> list[Given]:
+    """Return a list of objects of one kind.
 
-
-def staleness_limit_messages(limits: Iterable[StalenessLimit]) -> list[pb.StalenessLimit]:
-    """Return staleness limits as messages."""
-    given = _all_of(StalenessLimit, "staleness_limits", limits)
-    return [request_of(pb.StalenessLimit, **asdict(limit)) for limit in given]
-
-
-def _all_of(kind: type[Given], name: str, values: Iterable[Given]) -> list[Given]:
+    Raises:
+        InvalidArgumentError: one is of another kind.
+    """
     given = list(values)
     for value in given:
         if not isinstance(value, kind):
@@ -183,16 +178,6 @@ def named_samples(**names: Iterable[Any] | BatchMeta | None) -> tuple[str | None
     return given[0], listed(given[0], named)
 
 
-def check_waits(wait_seconds: float, named: Sequence[Any] | Indexes) -> None:
-    """Refuse to wait for more samples than one call names."""
-    if wait_seconds and len(named) > NAMED_AT_ONCE:
-        raise InvalidArgumentError(
-            f"max_wait is given for {len(named)} names, at most {NAMED_AT_ONCE} expected; wait for a condition on "
-            f"custom_meta instead",
-            field="max_wait",
-        )
-
-
 def partition_of(namespace: Namespace, partition_id: str | None, metadata: BatchMeta | None) -> str:
     """Return the service's name of the partition that is meant, by its name in a namespace or by a batch of it."""
     if metadata is None:
@@ -209,48 +194,38 @@ def partition_of(namespace: Namespace, partition_id: str | None, metadata: Batch
     return full_name
 
 
-def get_meta_request(
-    *,
-    min_batch_size: int | None,
-    micro_batch_size: int | None,
-    sampler: str | None,
-    sampler_config: Mapping[str, Any] | None,
-    where: Iterable[tuple[str, str, Any]],
-    order_by: Iterable[str],
-    lease: float | None,
-    max_deliveries: int | None,
-    claim_name: str | None,
-    max_uses: int | None,
-    **others: Any,
-) -> pb.GetMetaRequest:
-    """Return the request for a batch, of which `others` are fields; `max_wait` is set at each poll."""
-    _check_not_none("max_deliveries", max_deliveries, "at least 1")
-    _check_not_none("max_uses", max_uses, "at least 1")
-    _check_not_none("claim_name", claim_name, "1 to 512 printable characters")
-    return request_of(
-        pb.GetMetaRequest,
-        min_batch_size=min_batch_size or 0,
-        micro_batch_size=micro_batch_size or 0,
-        sampler=sampler or "",
-        sampler_config=_struct("sampler_config", sampler_config) if sampler_config else None,
-        where=condition_messages(where),
-        order_by=[_order(position, column) for position, column in enumerate(listed("order_by", order_by))],
-        lease=None if lease is None else lease_duration(lease),
-        max_deliveries=max_deliveries or 0,
-        max_uses=max_uses or 0,
-        claim_name=claim_name or "",
-        **others,
-    )
+def get_meta_request(**arguments: Any) -> pb.GetMetaRequest:
+    """Return the request for a batch, of the arguments of `get_meta`; `max_wait` is set at each poll."""
+    for name, expected in _NOT_ZERO.items():
+        _check_not_zero(name, arguments[name], expected)
+    order_by, config, lease = listed("order_by", arguments["order_by"]), arguments["sampler_config"], arguments["lease"]
+    arguments |= {
+        "sampler_config": _struct("sampler_config", config) if config else None,
+        "where": condition_messages(arguments["where"]),
+        "order_by": [_order(position, column) for position, column in enumerate(order_by)],
+        "lease": None if lease is None else lease_duration(lease),
+    }
+    given = {name: value for name, value in arguments.items() if value is not None or name not in _MAY_BE_NONE}
+    return request_of(pb.GetMetaRequest, **given)
+
+
+# Arguments of `get_meta` that may be None, which the request has as 0 or "": so they are not sent.
+_MAY_BE_NONE: Final = {"min_batch_size", "micro_batch_size", "sampler", "max_deliveries", "claim_name", "max_uses"}
+_NOT_ZERO: Final = {
+    "max_deliveries": "at least 1",
+    "max_uses": "at least 1",
+    "claim_name": "1 to 512 printable characters",
+}
 
 
 def lease_duration(lease: float) -> Duration:
     """Return the span of a lease of some seconds."""
     span = seconds("lease", lease)
-    _check_not_none("lease", span, "a positive number of seconds")
+    _check_not_zero("lease", span, "a positive number of seconds")
     return to_duration(span)
 
 
-def _check_not_none(name: str, value: float | str | None, expected: str) -> None:
+def _check_not_zero(name: str, value: float | str | None, expected: str) -> None:
     """Refuse a value that would stand for none in the request."""
     if value in (0, ""):
         raise InvalidArgumentError(f"{name} is {'empty' if value == '' else 0}, expected {expected}", field=name)
@@ -289,13 +264,14 @@ def _condition(position: int, condition: Any) -> pb.Condition:
         pb.Condition,
         column=column,
         operator=OPERATORS.encode(comparison, name),
-        values=[_meta_value(_plain(one)) for one in values],
+        values=[
+            request_of(pb.MetaValue, **{_VALUE_FIELDS.get(type(plain), "string_value"): plain})
+            for plain in map(_plain, values)
+        ],
     )
 
 
-def _meta_value(value: Any) -> pb.MetaValue:
-    kinds = {bool: "bool_value", int: "int64_value", float: "double_value"}
-    return request_of(pb.MetaValue, **{kinds.get(type(value), "string_value"): value})
+_VALUE_FIELDS: Final[Mapping[type, str]] = {bool: "bool_value", int: "int64_value", float: "double_value"}
 
 
 def _struct(name: str, mapping: Mapping[str, Any]) -> Struct:
@@ -392,7 +368,7 @@ def written_meta(
         metadata,
         fields=tuple(fields.values()),
         # The put has moved some cells; `get_data` asks where they are now.
-        locations=None if answered.fields else metadata.locations,
+        locations=CellLocations() if answered.fields else metadata.locations,
         key_column=given.key_column or metadata.key_column,
         group_column=groups or metadata.group_column,
         meta_columns=merge_columns(metadata.meta_columns, given.meta_columns),
@@ -420,11 +396,11 @@ def fill_write(
     """
     given_keys = None if keys is None else listed("keys", keys)
     given_groups = None if groups is None else ["" if group is None else group for group in listed("groups", groups)]
-    meta_columns, meta_count = ([], None) if custom_meta is None else meta_columns_of(custom_meta)
-    counts = (row_count, metadata, given_keys, meta_count, given_groups, ())
-    rows = next(count if isinstance(count, int) else len(count) for count in counts if count is not None)
-    if meta_count is not None:
-        check_meta_count(meta_count, rows)
+    if row_count is None and (metadata is not None or given_keys is not None):
+        row_count = len(given_keys or ()) if metadata is None else metadata.size
+    meta_columns, meta_count = ([], None) if custom_meta is None else meta_columns_of(custom_meta, row_count)
+    counts = (row_count, meta_count, len(given_groups or ()))
+    rows = next(count for count in counts if count is not None)
     _check_names("keys", given_keys, rows)
     _check_names("groups", given_groups, rows)
     write.MergeFrom(
@@ -462,30 +438,29 @@ def _check_names(name: str, names: Sequence[Any] | None, row_count: int) -> None
         )
 
 
-def meta_columns_of(custom_meta: MetaGiven) -> tuple[list[MetaColumn], int | None]:
+def meta_columns_of(custom_meta: MetaGiven, row_count: int | None) -> tuple[list[MetaColumn], int | None]:
     """Return custom_meta as columns, and of how many samples it is; None: it names no column.
 
     Raises:
-        InvalidArgumentError: a value that JSON does not have, or columns of different sizes.
+        InvalidArgumentError: a value that JSON does not have, columns of different sizes, or of another number of
+            samples than `row_count`, where that is known.
     """
-    if not isinstance(custom_meta, Mapping):
-        return rows_to_meta_columns(custom_meta), len(custom_meta)
-    columns = [values_to_meta_column(name, values) for name, values in custom_meta.items()]
+    if isinstance(custom_meta, Mapping):
+        columns = [values_to_meta_column(name, values) for name, values in custom_meta.items()]
+        count = columns[0].present.size if columns else None
+    else:
+        columns, count = rows_to_meta_columns(custom_meta), len(custom_meta)
     for column in columns:
-        if column.present.size != columns[0].present.size:
+        if column.present.size != count:
             raise InvalidArgumentError(
                 f"custom_meta[{column.name!r}] has {column.present.size} values, custom_meta[{columns[0].name!r}] has "
-                f"{columns[0].present.size}; give one for each sample",
+                f"{count}; give one for each sample",
                 field="custom_meta",
             )
-    return columns, columns[0].present.size if columns else None
-
-
-def check_meta_count(meta_count: int, row_count: int) -> None:
-    """Raise InvalidArgumentError where custom_meta is for another number of samples."""
-    if meta_count != row_count:
+    if count is not None and row_count is not None and count != row_count:
         raise InvalidArgumentError(
-            f"custom_meta is for {meta_count} samples, expected {row_count}: one mapping, or one value of each column, "
+            f"custom_meta is for {count} samples, expected {row_count}: one mapping, or one value of each column, "
             f"for each sample",
             field="custom_meta",
         )
+    return columns, count

@@ -14,7 +14,6 @@ from tq_service.errors import InvalidArgumentError
 
 _NOT_TRACED: Final = {"aclose", "close"}
 _ATTRIBUTES: Final = ("partition_id", "task_name", "dp_rank", "batch_index")
-_untraced: Final[list[tuple[type, str, Any]]] = []
 
 
 def trace() -> None:
@@ -34,7 +33,7 @@ def trace() -> None:
         raise InvalidArgumentError(
             "tq.trace needs opentelemetry-api, which is missing; install tq-service[traces]"
         ) from None
-    if _untraced:
+    if carriers:
         return
 
     def carry() -> tuple[tuple[str, str], ...]:
@@ -52,46 +51,31 @@ def trace() -> None:
 
     for client in (AsyncClient, Client):
         for name, method in inspect.getmembers(client, inspect.isfunction):
-            if not name.startswith("_") and name not in _NOT_TRACED and not _is_generator(method):
-                _untraced.append((client, name, client.__dict__.get(name)))
+            is_generator = inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method)
+            if not (name.startswith("_") or name in _NOT_TRACED or is_generator):
                 setattr(client, name, _traced(method, name, span))
     carriers.append(carry)
-
-
-def untrace() -> None:
-    """Trace no more; for tests."""
-    while _untraced:
-        client, name, own = _untraced.pop()
-        if own is None:  # it is inherited
-            delattr(client, name)
-        else:
-            setattr(client, name, own)
-    carriers.clear()
-
-
-def _is_generator(method: Callable[..., Any]) -> bool:
-    return inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method)
 
 
 def _traced(method: Callable[..., Any], name: str, span: Callable[[str, dict[str, Any]], Any]) -> Callable[..., Any]:
     """Return a method that does the same in a span."""
     signature = inspect.signature(method)
 
-    def given(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
-        return dict(signature.bind_partial(*arguments, **keywords).arguments)
+    def opened(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        return span(name, dict(signature.bind_partial(*arguments, **keywords).arguments))
 
     if inspect.iscoroutinefunction(method):
 
         @functools.wraps(method)
         async def awaited(*arguments: Any, **keywords: Any) -> Any:
-            with span(name, given(arguments, keywords)):
+            with opened(arguments, keywords):
                 return await method(*arguments, **keywords)
 
         return awaited
 
     @functools.wraps(method)
     def called(*arguments: Any, **keywords: Any) -> Any:
-        with span(name, given(arguments, keywords)):
+        with opened(arguments, keywords):
             return method(*arguments, **keywords)
 
     return called

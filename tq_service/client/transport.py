@@ -330,6 +330,7 @@ class WaitReports:
 
 
 _MOST_VALUES: Final = 128  # looked at, and encoded, in about the time that a thread takes to begin
+_TEXTS: Final = (str, bytes, bytearray, memoryview)
 _BYTES_A_VALUE: Final = 4096  # copied in about the time that a value takes
 
 async_sleep = asyncio.sleep
@@ -400,20 +401,16 @@ def _left_after(values: Iterable[Any], left: int) -> int:
             left = _left_after(value.values(), left) if is_columns else left - math.prod(value.batch_size)
         elif left > 0 and isinstance(value, Mapping):
             left = _left_after(value.values(), left - len(value) // 2)
-        elif left > 0 and _is_list(value):
+        elif left > 0 and isinstance(value, Sequence | set | frozenset) and not isinstance(value, _TEXTS):
             left = _left_after(value, left) if len(value) < left else 0
         if left <= 0:
             break
     return left
 
 
-def _is_list(value: Any) -> bool:
-    return isinstance(value, Sequence | set | frozenset) and not isinstance(value, str | bytes | bytearray | memoryview)
-
-
 def _copied_bytes(value: Any) -> int:
     """Return the bytes of a value that are copied to encode it, at least; those on a device are waited for."""
-    if isinstance(value, str | bytes | bytearray | memoryview):
+    if isinstance(value, _TEXTS):
         return len(value)
     if isinstance(value, np.ndarray):
         is_view = value.flags.c_contiguous and value.dtype.kind not in "OUST"
@@ -506,77 +503,60 @@ def _logging_failure() -> Iterator[None]:
         _log.warning(LogMessage("a background call failed", error=error))
 
 
-# Whether this process was forked from one that had an asyncio channel: another one hangs or aborts here.
-_inherited_async_channel = False
-_has_async_channel = False
+# The process that has opened an asyncio channel: one that is forked from it hangs or aborts with another.
+_async_process_id: int | None = None
 
 
-def _note_fork() -> None:
-    global _inherited_async_channel  # noqa: PLW0603  (a fact about the process)
-    _inherited_async_channel = _inherited_async_channel or _has_async_channel
+def async_current_home() -> asyncio.AbstractEventLoop:
+    """Return where channels that are used now must have been opened: the running loop.
+
+    Raises:
+        ForkedClientError: this is a forked child.
+    """
+    global _async_process_id  # noqa: PLW0603  (a fact about the process)
+    if _async_process_id not in (None, os.getpid()):
+        raise ForkedClientError(
+            "an AsyncClient cannot be used in a process forked from one that has used it: gRPC's asyncio channels "
+            "hang there. Start the process by spawn (multiprocessing.get_context('spawn')), or use tq.Client",
+            metadata={"cause": "fork"},
+        )
+    _async_process_id = os.getpid()
+    return asyncio.get_running_loop()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_note_fork)
+def current_home() -> int:
+    """Return where channels that are used now must have been opened: this process; a forked child needs its own."""
+    return os.getpid()
 
 
-class AsyncHome:
-    """The process that asyncio channels belong to, and the event loops in it: a channel works in its own loop only."""
+def async_is_over(home: asyncio.AbstractEventLoop) -> bool:
+    """Whether channels of a loop will not be used any more, so that they need not be kept."""
+    return home.is_closed()
 
-    def __init__(self) -> None:
-        self._pid = os.getpid()
 
-    def place(self) -> asyncio.AbstractEventLoop:
-        """Return where channels that are used now must have been opened: the running loop.
+def is_over(home: int) -> bool:
+    """Whether channels are those of a parent process."""
+    return home != os.getpid()
 
-        Raises:
-            ForkedClientError: this is a forked child.
-        """
-        global _has_async_channel  # noqa: PLW0603  (a fact about the process)
-        if self._pid != os.getpid() or _inherited_async_channel:
-            raise ForkedClientError(
-                "an AsyncClient cannot be used in a process forked from one that has used it: gRPC's asyncio channels "
-                "hang there. Start the process by spawn (multiprocessing.get_context('spawn')), or use tq.Client",
-                metadata={"cause": "fork"},
-            )
-        _has_async_channel = True
-        return asyncio.get_running_loop()
 
-    @staticmethod
-    def is_over(place: asyncio.AbstractEventLoop) -> bool:
-        """Whether channels of a loop will not be used any more, so that they need not be kept."""
-        return place.is_closed()
+def async_leave(
+    home: asyncio.AbstractEventLoop, endpoints: Mapping[Any, Any], close: Callable[[], Awaitable[None]]
+) -> None:
+    """Close channels of another loop: by that loop where it runs, else they go by themselves.
 
-    @staticmethod
-    def leave(place: asyncio.AbstractEventLoop, channels: Any) -> None:
-        """Close channels of another loop: by that loop where it runs, else they go by themselves.
-
-        It is not waited for, since that loop may be waiting for this one.
-        """
-        if place.is_running():
-            place.call_soon_threadsafe(lambda: place.create_task(channels.aclose()))
-        else:
-            channels.drop()
+    It is not waited for, since that loop may be waiting for this one.
+    """
+    if home.is_running():
+        home.call_soon_threadsafe(lambda: asyncio.ensure_future(close()))
+    else:
+        for endpoint in endpoints.values():
+            endpoint.link.close()
 
 
 # Channels of a parent process: closing them in a forked child would hang, and so may their destructors.
 _ABANDONED: Final[list[object]] = []
 
 
-class Home:
-    """The process that channels belong to: a forked child needs channels of its own."""
-
-    @staticmethod
-    def place() -> int:
-        """Return where channels that are used now must have been opened: this process."""
-        return os.getpid()
-
-    @staticmethod
-    def is_over(place: int) -> bool:
-        """Whether channels are those of a parent process."""
-        return place != os.getpid()
-
-    @staticmethod
-    def leave(place: int, channels: object) -> None:
-        """Leave channels of a parent process as they are."""
-        _ABANDONED.append(channels)
+def leave(_home: int, endpoints: Mapping[Any, Any], _close: Callable[[], None]) -> None:
+    """Leave channels of a parent process as they are."""
+    _ABANDONED.append(endpoints)

@@ -62,7 +62,12 @@ class ReceiveBuffers:
         """Return an array of `size` bytes; what they are is not defined."""
         if size < _SMALL_BYTES:
             return np.empty(size, np.uint8)
-        block = self._reused(size) or _new_block(size)
+        block = self._reused(size)
+        if block is None:
+            new_bytes = -(-size // _GRAIN_BYTES) * _GRAIN_BYTES
+            block = mmap.mmap(-1, new_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                block.madvise(mmap.MADV_HUGEPAGE)
         array: Bytes = np.frombuffer(block, np.uint8, size)
         # Views and tensors keep this array alive, not the block.
         weakref.finalize(array, self._return, block).atexit = False
@@ -95,13 +100,6 @@ class ReceiveBuffers:
             if since >= oldest and len(block) <= remaining:
                 remaining -= len(block)
                 self._unused.appendleft((since, block))
-
-
-def _new_block(size: int) -> mmap.mmap:
-    block = mmap.mmap(-1, -(-size // _GRAIN_BYTES) * _GRAIN_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        block.madvise(mmap.MADV_HUGEPAGE)
-    return block
 
 
 # Of this process: clients come and go, and batches outlive them.

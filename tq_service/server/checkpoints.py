@@ -14,7 +14,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final, Self, TypeVar
 
-from tq_service.dataplane.calls import Seconds
+from tq_service.dataplane.driver import Seconds
 from tq_service.durable.checkpoint import (
     Block,
     Checkpoint,

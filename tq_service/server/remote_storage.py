@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import grpc
 
-from tq_service.dataplane._async.drivers import AsyncGrpcDriver
-from tq_service.dataplane.calls import AsyncDriver
+from tq_service.dataplane.driver import AsyncDriver, AsyncGrpcDriver
 from tq_service.errors import DataLossError, PermissionDeniedError, TqError, UnauthenticatedError, UnavailableError
 from tq_service.internal.v1 import put_receipt_pb2, storage_control_pb2, storage_registry_pb2
 from tq_service.internal.v1.storage_control_pb2_grpc import StorageControlServiceStub

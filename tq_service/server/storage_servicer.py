@@ -13,7 +13,7 @@ from typing import Any, Final, TypeAlias
 
 import grpc
 
-from tq_service.dataplane.calls import Deadline
+from tq_service.dataplane.driver import Deadline
 from tq_service.dataplane.receiving import RECEIVE_BUFFERS, Received
 from tq_service.dataplane.shared_memory.server import Session, SharedMemoryServer
 from tq_service.errors import (

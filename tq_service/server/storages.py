@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Final, TypeAlias
 
-from tq_service.dataplane.calls import AsyncDriver
+from tq_service.dataplane.driver import AsyncDriver
 from tq_service.errors import (
     AlreadyExistsError,
     DataLossError,

@@ -23,11 +23,13 @@ from tq_service.client.transport import (
     CLUSTER_CHANNEL_OPTIONS,
     CONTROLLER_STUB,
     AsyncBackgroundCalls,
-    AsyncHome,
     Backoff,
     Deadline,
     Outage,
+    async_current_home,
     async_is_of_closing,
+    async_is_over,
+    async_leave,
     async_sleep,
     error_of,
     import_tensordict,
@@ -35,12 +37,15 @@ from tq_service.client.transport import (
     resolve_address,
 )
 from tq_service.client_probes import carriers
-from tq_service.dataplane._async.drivers import AsyncGrpcDriver
+from tq_service.dataplane.driver import AsyncGrpcDriver
 from tq_service.dataplane.shared_memory.client import HostLink
 from tq_service.errors import CallCancelledError, PreconditionError, TqError, UnavailableError
+from tq_service.schema import FieldSpec
+from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.wire.connection import Controllers, Credentials, Metadata, Signature, Tls, async_open_channel
 from tq_service.wire.error_table import status_from_trailers
 from tq_service.wire.messages import PART_BYTES, in_parts
+from tq_service.wire.metadata import decode_spec
 
 T = TypeVar("T")
 
@@ -59,7 +64,6 @@ class AsyncEndpoint:
 
     def __init__(self, address: str, calls: AsyncCalls) -> None:
         self.address = address
-        self.opened_with = calls.opening()
         options = CLUSTER_CHANNEL_OPTIONS if calls.controllers.has_several else CHANNEL_OPTIONS
         self.channel = async_open_channel(address, calls.credentials, options)
         self.controller: AsyncControllerStub = CONTROLLER_STUB(self.channel)
@@ -106,34 +110,12 @@ if TYPE_CHECKING:
     Method = Callable[[AsyncControllerStub], grpc.aio.UnaryUnaryMultiCallable[Request, Response]]
 
 
-class AsyncChannels:
-    """The channels that are open in one place: an event loop, or a process.
-
-    Attributes:
-        endpoints: by address.
-        outdated: those that are to be opened in another way by now; calls may be under way on them.
-    """
-
-    def __init__(self) -> None:
-        self.endpoints: dict[str, AsyncEndpoint] = {}
-        self.outdated: list[AsyncEndpoint] = []
-
-    async def aclose(self) -> None:
-        """Close all of them; calls that are still running are cancelled."""
-        for endpoint in self._taken():
-            endpoint.link.close()
-            await endpoint.channel.close()
-
-    def drop(self) -> None:
-        """Close what needs no event loop, where that of the channels is closed; these go with the last reference."""
-        for endpoint in self._taken():
-            endpoint.link.close()
-
-    def _taken(self) -> Iterator[AsyncEndpoint]:
-        while self.endpoints:
-            self.outdated.append(self.endpoints.popitem()[1])
-        while self.outdated:
-            yield self.outdated.pop()
+async def async_close_all(endpoints: dict[Any, AsyncEndpoint]) -> None:
+    """Close channels of one place; calls that are still running are cancelled."""
+    while endpoints:
+        _, endpoint = endpoints.popitem()
+        endpoint.link.close()
+        await endpoint.channel.close()
 
 
 class AsyncCalls:
@@ -151,8 +133,9 @@ class AsyncCalls:
         self.controllers = Controllers(address)
         self.credentials = credentials
         self.namespace = namespace
-        self._home = AsyncHome()
-        self._channels: dict[Any, AsyncChannels] = {}  # by place
+        self._opening = credentials.signature(), self.controllers.has_several
+        # By home: by address, and by what decides how a channel is opened. Calls may be under way on outdated ones.
+        self._channels: dict[Any, dict[tuple[str, tuple[Signature, bool]], AsyncEndpoint]] = {}
         self.closed = False
 
     def endpoint(self, address: str = "") -> AsyncEndpoint:
@@ -164,28 +147,28 @@ class AsyncCalls:
             InvalidArgumentError: the credentials cannot be used for this address.
         """
         self._check_open()
-        endpoints = self._here().endpoints
-        target = address or self.controllers.current
+        endpoints, target = self._here(), address or self.controllers.current
+        key = target, self._opening
         # No lock, which a fork could leave locked: threads that race make two channels, and all use the first stored.
-        endpoint = endpoints.get(target) or endpoints.setdefault(target, AsyncEndpoint(target, self))
+        endpoint = endpoints.get(key) or endpoints.setdefault(key, AsyncEndpoint(target, self))
         self._check_open()  # again, for a thread that closed the client before this channel was there to be closed
         return endpoint
 
-    def _here(self) -> AsyncChannels:
-        """Return the channels of this place; where it is a new one, leave those that cannot be used any more."""
-        place = self._home.place()
-        channels = self._channels.get(place)
+    def _here(self) -> dict[tuple[str, tuple[Signature, bool]], AsyncEndpoint]:
+        """Return the channels of this home; where it is a new one, leave those that cannot be used any more."""
+        home = async_current_home()
+        channels = self._channels.get(home)
         if channels is None:
             for other in list(self._channels):
-                if self._home.is_over(other):
+                if async_is_over(other):
                     self._leave(other)
-            channels = self._channels.setdefault(place, AsyncChannels())
+            channels = self._channels.setdefault(home, {})
         return channels
 
-    def _leave(self, place: Any) -> None:
-        channels = self._channels.pop(place, None)
+    def _leave(self, home: Any) -> None:
+        channels = self._channels.pop(home, None)
         if channels is not None:
-            self._home.leave(place, channels)
+            async_leave(home, channels, lambda: async_close_all(channels))
 
     async def retried(self, attempt: Callable[[], Awaitable[T]], deadline: Deadline) -> T:
         """Return what `attempt` returns, trying again with back-off while it fails with UnavailableError."""
@@ -244,29 +227,23 @@ class AsyncCalls:
         if self.closed:
             raise PreconditionError("the client is closed; make a new one")
 
-    def opening(self) -> tuple[Signature, bool]:
-        """Return what decides how a channel is opened: the files, and whether there are several controllers."""
-        return self.credentials.signature(), self.controllers.has_several
-
     def leave_outdated(self) -> None:
         """Leave channels that would be opened in another way by now; calls that are under way on them may end."""
-        opening, here = self.opening(), self._here()
-        for address, endpoint in list(here.endpoints.items()):
-            if endpoint.opened_with != opening and here.endpoints.pop(address, None) is endpoint:
+        self._opening = self.credentials.signature(), self.controllers.has_several
+        for (_, opening), endpoint in list(self._here().items()):
+            if opening != self._opening:
                 endpoint.link.close()
-                here.outdated.append(endpoint)
 
     async def aclose(self) -> None:
         """Close all channels; calls that are still running are cancelled, those of other loops soon after."""
         self.closed = True
         if not self._channels:
             return
-        here = self._home.place()
-        for place in list(self._channels):
-            if place != here:
-                self._leave(place)
-        if (channels := self._channels.pop(here, None)) is not None:
-            await channels.aclose()
+        here = async_current_home()
+        for home in list(self._channels):
+            if home != here:
+                self._leave(home)
+        await async_close_all(self._channels.pop(here, {}))
 
 
 class AsyncBase:
@@ -326,6 +303,12 @@ class AsyncBase:
             arguments["partition_id"] = self._namespace.full_name(arguments["partition_id"])
         request = request_of(kind, **arguments)
         return await self._calls.unary(lambda to: pick(to.controller), request, self._deadline(timeout))
+
+    async def _fields_of(self, full_partition_id: str, deadline: Deadline) -> dict[str, FieldSpec]:
+        """Return the fields of a partition, by name."""
+        request = pb.DescribePartitionRequest(partition_id=full_partition_id)
+        answer = await self._calls.unary(lambda to: to.controller.DescribePartition, request, deadline)
+        return {field.spec.name: decode_spec(field.spec) for field in answer.fields}
 
     async def _pages(
         self, pick: Method[Any, Response], request: Any, deadline: Deadline, first: Response | None = None

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from typing import Any, Final
 
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from tq_service.addresses import parse_address
 from tq_service.client._async.calls import AsyncBase
-from tq_service.client.requests import field_specs, listed, request_of, staleness_limit_messages
+from tq_service.client.requests import all_of, listed, request_of
 from tq_service.results import (
     CheckpointCopy,
     CheckpointSummary,
@@ -26,6 +27,7 @@ from tq_service.schema import FieldSpec, Layout, StalenessLimit
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1.storage_service_pb2 import StatRequest
 from tq_service.wire.messages import read_message
+from tq_service.wire.metadata import encode_spec
 from tq_service.wire.objects import decode_json_object, encode_json_object
 
 # How long a checkpoint may take to be written or restored where the caller does not say.
@@ -82,9 +84,12 @@ class AsyncPartitionCalls(AsyncBase):
             partition_id=partition_id,
             expected_samples=expected_samples,
             default_layout=default_layout,
-            fields=field_specs(fields),
+            fields=[encode_spec(spec) for spec in all_of(FieldSpec, "fields", fields)],
             max_bytes=max_bytes,
-            staleness_limits=staleness_limit_messages(staleness_limits),
+            staleness_limits=[
+                request_of(pb.StalenessLimit, **asdict(limit))
+                for limit in all_of(StalenessLimit, "staleness_limits", staleness_limits)
+            ],
             tasks=listed("tasks", tasks),
             samples_per_round=samples_per_round,
         )

@@ -14,8 +14,7 @@ from tq_service.client.requests import (
     GroupColumn,
     MetaGiven,
     NameColumn,
-    check_meta_count,
-    check_waits,
+    check_word,
     condition_messages,
     fill_write,
     meta_columns_of,
@@ -46,7 +45,7 @@ from tq_service.v1.storage_service_pb2 import PutHeader
 from tq_service.wire.columns import Column, put_header
 from tq_service.wire.encoding import encode_columns, has_lists
 from tq_service.wire.messages import read_message, to_duration
-from tq_service.wire.metadata import decode_spec, encode_meta_columns
+from tq_service.wire.metadata import encode_meta_columns
 
 _COMMIT_PATIENCE_SECONDS: Final = 5.0
 _MOST_LOSSES: Final = 3
@@ -120,10 +119,7 @@ class AsyncSampleCalls(AsyncBase):
             StaleIncarnationError: the partition of `metadata` has been cleared.
             QuotaExceededError: no capacity until the deadline, or more than the quota.
         """
-        if return_meta not in ("written", "all"):
-            raise InvalidArgumentError(
-                f"return_meta is {return_meta!r}, expected 'written' or 'all'", field="return_meta"
-            )
+        check_word("return_meta", return_meta, ("written", "all"))
         if metadata is not None:
             check_is_batch(metadata)
             if not metadata.size:  # of a rank: it makes no call, so that all ranks run one program
@@ -136,7 +132,7 @@ class AsyncSampleCalls(AsyncBase):
         full_name = partition_of(self._namespace, partition_id, metadata)
         known = {} if metadata is None else {spec.name: spec for spec in metadata.fields}
         if full_name in self._refused_lists and has_lists(data):
-            known |= await self._fields_of(full_name, deadline)
+            known |= await self._held_fields(full_name, deadline)
 
         def encode() -> tuple[Sequence[Column], PutHeader, BatchMeta]:
             columns = encode_columns(data, known) if data is not None else []
@@ -197,7 +193,7 @@ class AsyncSampleCalls(AsyncBase):
         except FieldMismatchError:
             if not has_lists(data):
                 raise
-            held = await self._fields_of(header.partition_id, deadline)
+            held = await self._held_fields(header.partition_id, deadline)
             again = await async_unless_light(lambda: encode_columns(data, held), data)
             if [column.spec for column in again] == [column.spec for column in columns]:
                 raise
@@ -209,14 +205,12 @@ class AsyncSampleCalls(AsyncBase):
         )
         return await self._put_columns(changed, request, again, deadline)
 
-    async def _fields_of(self, full_partition_id: str, deadline: Deadline) -> dict[str, FieldSpec]:
+    async def _held_fields(self, full_partition_id: str, deadline: Deadline) -> dict[str, FieldSpec]:
         """Return what the fields of a partition hold, none of one that is not there."""
-        request = pb.DescribePartitionRequest(partition_id=full_partition_id)
         try:
-            answer = await self._calls.unary(lambda to: to.controller.DescribePartition, request, deadline)
+            return await self._fields_of(full_partition_id, deadline)
         except PartitionNotFoundError:
             return {}
-        return {field.spec.name: decode_spec(field.spec) for field in answer.fields}
 
     async def _put_columns(
         self, header: PutHeader, request: commit_pb2.CommitRequest, columns: Sequence[Column], deadline: Deadline
@@ -338,9 +332,7 @@ class AsyncSampleCalls(AsyncBase):
         check_is_batch(metadata)
 
         def encode() -> Sequence[MetaColumn]:
-            columns, count = meta_columns_of(custom_meta)
-            if count is not None:
-                check_meta_count(count, metadata.size)
+            columns, _ = meta_columns_of(custom_meta, metadata.size)
             return encode_meta_columns(columns)
 
         encoded = await async_unless_light(encode, custom_meta)
@@ -416,7 +408,12 @@ class AsyncSampleCalls(AsyncBase):
         wait = seconds("max_wait", max_wait)
         deadline = self._deadline(timeout, wait)
         name, named = named_samples(keys=keys, global_indexes=global_indexes, groups=groups)
-        check_waits(wait, named)
+        if wait and len(named) > NAMED_AT_ONCE:
+            raise InvalidArgumentError(
+                f"max_wait is given for {len(named)} names, at most {NAMED_AT_ONCE} expected; wait for a condition on "
+                f"custom_meta instead",
+                field="max_wait",
+            )
         conditions = condition_messages(where)
         parts: list[BatchMeta] = []
         missing: list[Any] = []

@@ -26,22 +26,27 @@ from tq_service.client.transport import (
     BackgroundCalls,
     Backoff,
     Deadline,
-    Home,
     Outage,
+    current_home,
     error_of,
     import_tensordict,
     is_of_closing,
+    is_over,
+    leave,
     method_for,
     resolve_address,
     sleep,
 )
 from tq_service.client_probes import carriers
-from tq_service.dataplane._sync.drivers import GrpcDriver
+from tq_service.dataplane.driver import GrpcDriver
 from tq_service.dataplane.shared_memory.client import HostLink
 from tq_service.errors import CallCancelledError, PreconditionError, TqError, UnavailableError
+from tq_service.schema import FieldSpec
+from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.wire.connection import Controllers, Credentials, Metadata, Signature, Tls, open_channel
 from tq_service.wire.error_table import status_from_trailers
 from tq_service.wire.messages import PART_BYTES, in_parts
+from tq_service.wire.metadata import decode_spec
 
 T = TypeVar("T")
 
@@ -60,7 +65,6 @@ class Endpoint:
 
     def __init__(self, address: str, calls: Calls) -> None:
         self.address = address
-        self.opened_with = calls.opening()
         options = CLUSTER_CHANNEL_OPTIONS if calls.controllers.has_several else CHANNEL_OPTIONS
         self.channel = open_channel(address, calls.credentials, options)
         self.controller: ControllerStub = CONTROLLER_STUB(self.channel)
@@ -107,34 +111,12 @@ if TYPE_CHECKING:
     Method = Callable[[ControllerStub], grpc.UnaryUnaryMultiCallable[Request, Response]]
 
 
-class Channels:
-    """The channels that are open in one place: an event loop, or a process.
-
-    Attributes:
-        endpoints: by address.
-        outdated: those that are to be opened in another way by now; calls may be under way on them.
-    """
-
-    def __init__(self) -> None:
-        self.endpoints: dict[str, Endpoint] = {}
-        self.outdated: list[Endpoint] = []
-
-    def close(self) -> None:
-        """Close all of them; calls that are still running are cancelled."""
-        for endpoint in self._taken():
-            endpoint.link.close()
-            endpoint.channel.close()
-
-    def drop(self) -> None:
-        """Close what needs no event loop, where that of the channels is closed; these go with the last reference."""
-        for endpoint in self._taken():
-            endpoint.link.close()
-
-    def _taken(self) -> Iterator[Endpoint]:
-        while self.endpoints:
-            self.outdated.append(self.endpoints.popitem()[1])
-        while self.outdated:
-            yield self.outdated.pop()
+def close_all(endpoints: dict[Any, Endpoint]) -> None:
+    """Close channels of one place; calls that are still running are cancelled."""
+    while endpoints:
+        _, endpoint = endpoints.popitem()
+        endpoint.link.close()
+        endpoint.channel.close()
 
 
 class Calls:
@@ -152,8 +134,9 @@ class Calls:
         self.controllers = Controllers(address)
         self.credentials = credentials
         self.namespace = namespace
-        self._home = Home()
-        self._channels: dict[Any, Channels] = {}  # by place
+        self._opening = credentials.signature(), self.controllers.has_several
+        # By home: by address, and by what decides how a channel is opened. Calls may be under way on outdated ones.
+        self._channels: dict[Any, dict[tuple[str, tuple[Signature, bool]], Endpoint]] = {}
         self.closed = False
 
     def endpoint(self, address: str = "") -> Endpoint:
@@ -165,28 +148,28 @@ class Calls:
             InvalidArgumentError: the credentials cannot be used for this address.
         """
         self._check_open()
-        endpoints = self._here().endpoints
-        target = address or self.controllers.current
+        endpoints, target = self._here(), address or self.controllers.current
+        key = target, self._opening
         # No lock, which a fork could leave locked: threads that race make two channels, and all use the first stored.
-        endpoint = endpoints.get(target) or endpoints.setdefault(target, Endpoint(target, self))
+        endpoint = endpoints.get(key) or endpoints.setdefault(key, Endpoint(target, self))
         self._check_open()  # again, for a thread that closed the client before this channel was there to be closed
         return endpoint
 
-    def _here(self) -> Channels:
-        """Return the channels of this place; where it is a new one, leave those that cannot be used any more."""
-        place = self._home.place()
-        channels = self._channels.get(place)
+    def _here(self) -> dict[tuple[str, tuple[Signature, bool]], Endpoint]:
+        """Return the channels of this home; where it is a new one, leave those that cannot be used any more."""
+        home = current_home()
+        channels = self._channels.get(home)
         if channels is None:
             for other in list(self._channels):
-                if self._home.is_over(other):
+                if is_over(other):
                     self._leave(other)
-            channels = self._channels.setdefault(place, Channels())
+            channels = self._channels.setdefault(home, {})
         return channels
 
-    def _leave(self, place: Any) -> None:
-        channels = self._channels.pop(place, None)
+    def _leave(self, home: Any) -> None:
+        channels = self._channels.pop(home, None)
         if channels is not None:
-            self._home.leave(place, channels)
+            leave(home, channels, lambda: close_all(channels))
 
     def retried(self, attempt: Callable[[], T], deadline: Deadline) -> T:
         """Return what `attempt` returns, trying again with back-off while it fails with UnavailableError."""
@@ -245,29 +228,23 @@ class Calls:
         if self.closed:
             raise PreconditionError("the client is closed; make a new one")
 
-    def opening(self) -> tuple[Signature, bool]:
-        """Return what decides how a channel is opened: the files, and whether there are several controllers."""
-        return self.credentials.signature(), self.controllers.has_several
-
     def leave_outdated(self) -> None:
         """Leave channels that would be opened in another way by now; calls that are under way on them may end."""
-        opening, here = self.opening(), self._here()
-        for address, endpoint in list(here.endpoints.items()):
-            if endpoint.opened_with != opening and here.endpoints.pop(address, None) is endpoint:
+        self._opening = self.credentials.signature(), self.controllers.has_several
+        for (_, opening), endpoint in list(self._here().items()):
+            if opening != self._opening:
                 endpoint.link.close()
-                here.outdated.append(endpoint)
 
     def close(self) -> None:
         """Close all channels; calls that are still running are cancelled, those of other loops soon after."""
         self.closed = True
         if not self._channels:
             return
-        here = self._home.place()
-        for place in list(self._channels):
-            if place != here:
-                self._leave(place)
-        if (channels := self._channels.pop(here, None)) is not None:
-            channels.close()
+        here = current_home()
+        for home in list(self._channels):
+            if home != here:
+                self._leave(home)
+        close_all(self._channels.pop(here, {}))
 
 
 class Base:
@@ -327,6 +304,12 @@ class Base:
             arguments["partition_id"] = self._namespace.full_name(arguments["partition_id"])
         request = request_of(kind, **arguments)
         return self._calls.unary(lambda to: pick(to.controller), request, self._deadline(timeout))
+
+    def _fields_of(self, full_partition_id: str, deadline: Deadline) -> dict[str, FieldSpec]:
+        """Return the fields of a partition, by name."""
+        request = pb.DescribePartitionRequest(partition_id=full_partition_id)
+        answer = self._calls.unary(lambda to: to.controller.DescribePartition, request, deadline)
+        return {field.spec.name: decode_spec(field.spec) for field in answer.fields}
 
     def _pages(
         self, pick: Method[Any, Response], request: Any, deadline: Deadline, first: Response | None = None

@@ -22,7 +22,7 @@ from tq_service.client.reads import (
     to_batch,
     unread_samples,
 )
-from tq_service.client.requests import listed, named_samples, partition_of, request_of
+from tq_service.client.requests import check_word, listed, named_samples, partition_of, request_of
 from tq_service.client.transport import Deadline, answer_weight, gather, unless_light
 from tq_service.client_probes import probes
 from tq_service.dataplane.receiving import Received
@@ -36,9 +36,9 @@ from tq_service.errors import (
     UnavailableError,
     nearest,
 )
-from tq_service.schema import ReadLayout
+from tq_service.schema import FieldSpec, ReadLayout
 from tq_service.v1 import controller_service_pb2 as pb
-from tq_service.wire.metadata import Indexes, decode_spec
+from tq_service.wire.metadata import Indexes
 
 
 class FetchCalls(Base):
@@ -91,9 +91,9 @@ class FetchCalls(Base):
         began_at = time.perf_counter()
         deadline = self._deadline(timeout)
         fields = None if data_fields is None else listed("data_fields", data_fields)
-        _check_word("missing", missing, ("error", "skip"))
-        _check_word("missing_fields", missing_fields, ("error", "skip"))
-        _check_word("layout", layout, (None, *get_args(ReadLayout)))
+        check_word("missing", missing, ("error", "skip"))
+        check_word("missing_fields", missing_fields, ("error", "skip"))
+        check_word("layout", layout, (None, *get_args(ReadLayout)))
         name, named = named_samples(metadata=metadata, keys=keys, global_indexes=global_indexes)
         if name is None:
             raise InvalidArgumentError(
@@ -102,9 +102,8 @@ class FetchCalls(Base):
         wanted = fields if fields is not None else metadata.data_fields if metadata is not None else []
         partition = partition_of(self._namespace, partition_id, metadata)
         if not len(named):
-            return self._empty_batch(
-                partition, metadata, wanted, deadline, missing_fields=missing_fields, layout=layout
-            )
+            specs = self._specs_of(partition, metadata, wanted, deadline, skips_unknown=missing_fields == "skip")
+            return to_batch(empty_columns(specs), 0, layout)
         locate = partial(
             self._locate,
             deadline,
@@ -116,11 +115,9 @@ class FetchCalls(Base):
             skip_missing=missing == "skip",
             skip_missing_fields=missing_fields == "skip",
         )
-        if metadata is not None and missing == "error" and _is_located(metadata, wanted):
-            located = metadata
-        else:
-            located = locate()
-        stale = None
+        is_located = metadata is not None and missing == "error" and wanted and metadata.locations.covers(wanted)
+        located = metadata if metadata is not None and is_located else locate()
+        stale: BatchMeta | None = None
         while True:
             try:
                 fetched = self._fetch(located, fields, missing_fields, layout, deadline)
@@ -129,7 +126,7 @@ class FetchCalls(Base):
                 return fetched
             except (PutNotFoundError, DataLossError):
                 # Overwritten since it was located: the cells are elsewhere now. Where they are not, they are lost.
-                if stale is not None and not _has_moved(stale, located):
+                if stale is not None and stale.locations.puts == located.locations.puts:
                     raise
                 stale, located = located, locate()
 
@@ -155,11 +152,11 @@ class FetchCalls(Base):
         if missing_fields == "skip":
             wanted = [name for name in wanted if name in specs]
         if not located.size or not wanted:
-            return to_batch(empty_columns([specs[name] for name in wanted if name in specs], layout), located.size)
+            return to_batch(empty_columns([specs[name] for name in wanted if name in specs]), located.size, layout)
 
         def plan() -> tuple[BatchMeta, Indexes | None, Sequence[StorageRead]]:
             distinct, order = each_once(located)
-            if distinct.locations is None or not distinct.locations.covers(wanted):
+            if not distinct.locations.covers(wanted):
                 raise InternalError(f"the controller did not say where the fields {', '.join(wanted)} are")
             return distinct, order, plan_reads(distinct.locations, wanted)
 
@@ -170,8 +167,10 @@ class FetchCalls(Base):
             probe.received(value_bytes)
 
         def decode() -> Any:
-            received = merge_answers(reads, answers, wanted, specs, layout)
-            return to_batch(received if order is None else [take_rows(one, order) for one in received], located.size)
+            received = merge_answers(reads, answers, wanted, specs)
+            if order is not None:
+                received = [take_rows(column, order) for column in received]
+            return to_batch(received, located.size, layout)
 
         return unless_light(decode, answer_weight(located.size * len(wanted), value_bytes))
 
@@ -217,7 +216,7 @@ class FetchCalls(Base):
             incarnation=located.incarnation,
             data_fields=read.field_names[:1],
         )
-        for put in now.locations.puts if now.locations is not None else ():
+        for put in now.locations.puts:
             if put.storage[:2] == read.storage[:2]:
                 return put.storage
         raise PutNotFoundError(
@@ -225,45 +224,26 @@ class FetchCalls(Base):
             metadata={"put_id": read.request.put_ids[0].hex(), "storage_id": read.storage.storage_id},
         )
 
-    def _empty_batch(
+    def _specs_of(
         self,
         partition_id: str,
         metadata: BatchMeta | None,
         wanted: Sequence[str],
         deadline: Deadline,
         *,
-        missing_fields: str,
-        layout: ReadLayout | None,
-    ) -> Any:
-        """Return columns without rows; the partition is asked only for fields that the batch does not describe."""
+        skips_unknown: bool,
+    ) -> list[FieldSpec]:
+        """Return the specs of fields; the partition is asked only for those that the batch does not describe."""
         specs = {} if metadata is None else {spec.name: spec for spec in metadata.fields}
+        if not (wanted or specs) or any(name not in specs for name in wanted):
+            specs = self._fields_of(partition_id, deadline) | specs
         wanted = wanted or list(specs)
-        if not wanted or any(name not in specs for name in wanted):
-            ask = pb.DescribePartitionRequest(partition_id=partition_id)
-            answer = self._calls.unary(lambda to: to.controller.DescribePartition, ask, deadline)
-            specs = {field.spec.name: decode_spec(field.spec) for field in answer.fields} | specs
-            wanted = wanted or list(specs)
-        if missing_fields == "skip":
-            wanted = [name for name in wanted if name in specs]
-        for name in wanted:
-            if name not in specs:
-                raise self._namespace.explain(
-                    FieldNotFoundError(
-                        f"partition {partition_id!r} has no field {name!r}; {nearest(name, specs)}",
-                        metadata={"partition_id": partition_id, "field_name": name},
-                    )
+        unknown = [name for name in wanted if name not in specs]
+        if unknown and not skips_unknown:
+            raise self._namespace.explain(
+                FieldNotFoundError(
+                    f"partition {partition_id!r} has no field {unknown[0]!r}; {nearest(unknown[0], specs)}",
+                    metadata={"partition_id": partition_id, "field_name": unknown[0]},
                 )
-        return to_batch(empty_columns([specs[name] for name in wanted], layout), 0)
-
-
-def _check_word(name: str, word: str | None, words: Sequence[str | None]) -> None:
-    if word not in words:
-        raise InvalidArgumentError(f"{name} is {word!r}, expected {' or '.join(map(repr, words))}", field=name)
-
-
-def _is_located(metadata: BatchMeta, wanted: Iterable[str]) -> bool:
-    return bool(wanted) and metadata.locations is not None and metadata.locations.covers(wanted)
-
-
-def _has_moved(stale: BatchMeta, located: BatchMeta) -> bool:
-    return stale.locations is None or located.locations is None or stale.locations.puts != located.locations.puts
+            )
+        return [specs[name] for name in wanted if name in specs]

@@ -15,8 +15,7 @@ from tq_service.client.requests import (
     GroupColumn,
     MetaGiven,
     NameColumn,
-    check_meta_count,
-    check_waits,
+    check_word,
     condition_messages,
     fill_write,
     meta_columns_of,
@@ -47,7 +46,7 @@ from tq_service.v1.storage_service_pb2 import PutHeader
 from tq_service.wire.columns import Column, put_header
 from tq_service.wire.encoding import encode_columns, has_lists
 from tq_service.wire.messages import read_message, to_duration
-from tq_service.wire.metadata import decode_spec, encode_meta_columns
+from tq_service.wire.metadata import encode_meta_columns
 
 _COMMIT_PATIENCE_SECONDS: Final = 5.0
 _MOST_LOSSES: Final = 3
@@ -121,10 +120,7 @@ class SampleCalls(Base):
             StaleIncarnationError: the partition of `metadata` has been cleared.
             QuotaExceededError: no capacity until the deadline, or more than the quota.
         """
-        if return_meta not in ("written", "all"):
-            raise InvalidArgumentError(
-                f"return_meta is {return_meta!r}, expected 'written' or 'all'", field="return_meta"
-            )
+        check_word("return_meta", return_meta, ("written", "all"))
         if metadata is not None:
             check_is_batch(metadata)
             if not metadata.size:  # of a rank: it makes no call, so that all ranks run one program
@@ -137,7 +133,7 @@ class SampleCalls(Base):
         full_name = partition_of(self._namespace, partition_id, metadata)
         known = {} if metadata is None else {spec.name: spec for spec in metadata.fields}
         if full_name in self._refused_lists and has_lists(data):
-            known |= self._fields_of(full_name, deadline)
+            known |= self._held_fields(full_name, deadline)
 
         def encode() -> tuple[Sequence[Column], PutHeader, BatchMeta]:
             columns = encode_columns(data, known) if data is not None else []
@@ -198,7 +194,7 @@ class SampleCalls(Base):
         except FieldMismatchError:
             if not has_lists(data):
                 raise
-            held = self._fields_of(header.partition_id, deadline)
+            held = self._held_fields(header.partition_id, deadline)
             again = unless_light(lambda: encode_columns(data, held), data)
             if [column.spec for column in again] == [column.spec for column in columns]:
                 raise
@@ -210,14 +206,12 @@ class SampleCalls(Base):
         )
         return self._put_columns(changed, request, again, deadline)
 
-    def _fields_of(self, full_partition_id: str, deadline: Deadline) -> dict[str, FieldSpec]:
+    def _held_fields(self, full_partition_id: str, deadline: Deadline) -> dict[str, FieldSpec]:
         """Return what the fields of a partition hold, none of one that is not there."""
-        request = pb.DescribePartitionRequest(partition_id=full_partition_id)
         try:
-            answer = self._calls.unary(lambda to: to.controller.DescribePartition, request, deadline)
+            return self._fields_of(full_partition_id, deadline)
         except PartitionNotFoundError:
             return {}
-        return {field.spec.name: decode_spec(field.spec) for field in answer.fields}
 
     def _put_columns(
         self, header: PutHeader, request: commit_pb2.CommitRequest, columns: Sequence[Column], deadline: Deadline
@@ -337,9 +331,7 @@ class SampleCalls(Base):
         check_is_batch(metadata)
 
         def encode() -> Sequence[MetaColumn]:
-            columns, count = meta_columns_of(custom_meta)
-            if count is not None:
-                check_meta_count(count, metadata.size)
+            columns, _ = meta_columns_of(custom_meta, metadata.size)
             return encode_meta_columns(columns)
 
         encoded = unless_light(encode, custom_meta)
@@ -415,7 +407,12 @@ class SampleCalls(Base):
         wait = seconds("max_wait", max_wait)
         deadline = self._deadline(timeout, wait)
         name, named = named_samples(keys=keys, global_indexes=global_indexes, groups=groups)
-        check_waits(wait, named)
+        if wait and len(named) > NAMED_AT_ONCE:
+            raise InvalidArgumentError(
+                f"max_wait is given for {len(named)} names, at most {NAMED_AT_ONCE} expected; wait for a condition on "
+                f"custom_meta instead",
+                field="max_wait",
+            )
         conditions = condition_messages(where)
         parts: list[BatchMeta] = []
         missing: list[Any] = []

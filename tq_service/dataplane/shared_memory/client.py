@@ -157,8 +157,12 @@ class HostLink:
         try:
             yield current
         except UnavailableError:
-            if current is not None:
-                self._drop(current)
+            if current is not None:  # the next calls go over the wire
+                current.close()
+                with self._lock:
+                    if self._channel is current:
+                        self._channel = None
+                self.postpone()
             raise
 
     def postpone(self) -> None:
@@ -197,15 +201,6 @@ class HostLink:
         with self._lock:
             if not math.isinf(self._ask_at):
                 self._ask_at = time.monotonic() + seconds
-
-    def _drop(self, failed: FdChannel) -> None:
-        """End a session; the next calls go over the wire."""
-        failed.close()
-        with self._lock:
-            if self._channel is not failed:
-                return
-            self._channel = None
-        self._ask_again_in(_TRY_AGAIN_SECONDS)
 
     def close(self) -> None:
         """End the session, and open no other."""

@@ -47,21 +47,19 @@ def receive(
         OSError: the connection failed; BlockingIOError where nothing is there and the socket does not block.
     """
     data, fds, flags, _ = socket.recv_fds(connection, _MOST_MESSAGE_BYTES, most_fds, socket.MSG_CMSG_CLOEXEC)
-    try:
-        if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-            raise InvalidArgumentError(
-                f"a message of over {_MOST_MESSAGE_BYTES} bytes or {most_fds} file descriptors came over the "
-                "socket for shared memory"
-            )
-        if not data:
-            close_all(fds)
-            return None
-        return kind.FromString(data), list(fds)
-    except DecodeError as error:
-        close_all(fds)
-        raise InvalidArgumentError(
-            f"what came over the socket for shared memory is no {kind.DESCRIPTOR.name}: {error}"
-        ) from None
-    except BaseException:
-        close_all(fds)
-        raise
+    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+        problem = (
+            f"a message of over {_MOST_MESSAGE_BYTES} bytes or {most_fds} file descriptors came over the socket for "
+            "shared memory"
+        )
+    else:
+        try:
+            if data:
+                return kind.FromString(data), list(fds)
+            problem = ""
+        except DecodeError as error:
+            problem = f"what came over the socket for shared memory is no {kind.DESCRIPTOR.name}: {error}"
+    close_all(fds)
+    if problem:
+        raise InvalidArgumentError(problem)
+    return None

@@ -23,7 +23,6 @@ from tq_service.dataplane.shared_memory import messages
 from tq_service.errors import InvalidArgumentError, TqError, UnavailableError
 from tq_service.internal.v1.shared_memory_pb2 import (
     HelloAnswer,
-    ReceiveFds,
     ReceiveFdsAnswer,
     Refusal,
     SendFdsAnswer,
@@ -120,11 +119,12 @@ class SharedMemoryServer:
 
     def drain(self) -> None:
         """End soon the offers without a client: a get lasts until its offer is received, and would hold up the end."""
-        self._drained = asyncio.get_running_loop().call_later(_DRAIN_SECONDS, self._end_offers)
 
-    def _end_offers(self) -> None:
-        for session in self._sessions.values():
-            session.end_offers()
+        def end_offers() -> None:
+            for session in self._sessions.values():
+                session.end_offers()
+
+        self._drained = asyncio.get_running_loop().call_later(_DRAIN_SECONDS, end_offers)
 
     def close(self) -> None:
         """End all sessions and remove the socket."""
@@ -152,20 +152,16 @@ class SharedMemoryServer:
                     self._pause()
                     return
                 continue
-            if len(self._sessions) >= _MOST_SESSIONS and not self._end_an_unproven():
-                connection.close()
-                continue
+            if len(self._sessions) >= _MOST_SESSIONS:
+                # The oldest that no call has named yet ends: a process that cannot make calls cannot exclude others.
+                unproven = next((session for session in self._sessions.values() if not session.is_proven), None)
+                if unproven is None:
+                    connection.close()
+                    continue
+                unproven.close()
             connection.setblocking(False)
             session = Session(connection, self._boot_id, on_close=lambda closed: self._sessions.pop(closed.session_id))
             self._sessions[session.session_id] = session
-
-    def _end_an_unproven(self) -> bool:
-        """End the oldest session that no call has named yet; a process that cannot make calls cannot exclude others."""
-        unproven = next((session for session in self._sessions.values() if not session.is_proven), None)
-        if unproven is None:
-            return False
-        unproven.close()
-        return True
 
     def _pause(self) -> None:
         """Stop accepting for a moment; the connection that could not be accepted would wake the loop all the time."""
@@ -300,70 +296,52 @@ class Session:
             offer.close()
 
     def _read(self) -> None:
+        reason: object = "its client does not read the answers"
+        received = None
         try:
             received = messages.receive(self._connection, SharedMemoryRequest)
-        except BlockingIOError:
-            return  # a wake-up without a message
-        except (OSError, TqError) as error:
-            self._fail(error)
-            return
-        if received is None:
-            self.close()
-            return
-        request, fds = received
-        try:
+            if received is None:
+                self.close()
+                return
+            request, fds = received
             answer, answer_fds = self._answer(request, fds)
             messages.send(self._connection, answer, answer_fds)
+            offer = self._offers.get(request.receive_fds.offer_id)
+            if offer is not None and request.receive_fds.received_count + len(answer_fds) == len(offer.fds):
+                offer.close()  # all was sent
+            return
         except BlockingIOError:
+            if received is None:
+                return  # a wake-up without a message
             # The socket is full of answers. A later answer would be taken for the one that cannot be sent.
-            self._fail("its client does not read the answers")
         except (OSError, TqError) as error:
-            self._fail(error)
-        else:
-            if request.HasField("receive_fds"):
-                self._note_received(request.receive_fds, len(answer_fds))
-
-    def _fail(self, reason: object) -> None:
+            reason = error
         _log.info(LogMessage("a shared memory session ends", reason=reason))
         self.close()
 
     def _answer(self, request: SharedMemoryRequest, fds: list[int]) -> tuple[SharedMemoryAnswer, Sequence[int]]:
         kind = request.WhichOneof("request")
         if kind == "send_fds" and self._has_said_hello:
-            return self._take_fds(request.send_fds.put_id, fds), ()
-        close_all(fds)
-        if kind == "hello":
-            return self._hello(request.hello.boot_id), ()
-        if kind == "receive_fds" and self._has_said_hello:
-            return self._send_fds(request.receive_fds.offer_id, request.receive_fds.received_count)
-        raise InvalidArgumentError(f"got {kind or 'nothing known'} as the next request; expected a hello first")
-
-    def _hello(self, boot_id: bytes) -> SharedMemoryAnswer:
-        if boot_id != self._boot_id:
-            return _refuse("another storage service listens here")
-        self._has_said_hello = True
-        return SharedMemoryAnswer(hello=HelloAnswer(session_id=self.session_id))
-
-    def _take_fds(self, put_id: bytes, fds: list[int]) -> SharedMemoryAnswer:
-        awaited = self._awaited.get(put_id)
-        if awaited is None or not fds or awaited:
+            awaited = self._awaited.get(request.send_fds.put_id)
+            if awaited is not None and fds and not awaited:
+                awaited += fds
+                return SharedMemoryAnswer(send_fds=SendFdsAnswer()), ()
             close_all(fds)
             return _refuse(f"no put waits for {len(fds)} file descriptors; expected those of a put in progress, once")
-        awaited += fds
-        return SharedMemoryAnswer(send_fds=SendFdsAnswer())
-
-    def _send_fds(self, offer_id: bytes, received_count: int) -> tuple[SharedMemoryAnswer, Sequence[int]]:
-        offer = self._offers.get(offer_id)
-        fds = () if offer is None else offer.fds[received_count : received_count + messages.MOST_FDS]
-        if offer is None or not fds:
-            return _refuse("no get of this session offers that; it may be over"), ()
-        return SharedMemoryAnswer(receive_fds=ReceiveFdsAnswer(fd_count=len(fds))), fds
-
-    def _note_received(self, request: ReceiveFds, count: int) -> None:
-        """End an offer of which all was sent."""
-        offer = self._offers.get(request.offer_id)
-        if offer is not None and request.received_count + count == len(offer.fds):
-            offer.close()
+        close_all(fds)
+        if kind == "hello":
+            if request.hello.boot_id != self._boot_id:
+                return _refuse("another storage service listens here")
+            self._has_said_hello = True
+            return SharedMemoryAnswer(hello=HelloAnswer(session_id=self.session_id)), ()
+        if kind == "receive_fds" and self._has_said_hello:
+            offer = self._offers.get(request.receive_fds.offer_id)
+            start = request.receive_fds.received_count
+            offered = () if offer is None else offer.fds[start : start + messages.MOST_FDS]
+            if not offered:
+                return _refuse("no get of this session offers that; it may be over")
+            return SharedMemoryAnswer(receive_fds=ReceiveFdsAnswer(fd_count=len(offered))), offered
+        raise InvalidArgumentError(f"got {kind or 'nothing known'} as the next request; expected a hello first")
 
 
 class Offer:
@@ -397,5 +375,5 @@ class Offer:
         await self._ended.wait()
 
 
-def _refuse(reason: str) -> SharedMemoryAnswer:
-    return SharedMemoryAnswer(refusal=Refusal(reason=reason))
+def _refuse(reason: str) -> tuple[SharedMemoryAnswer, Sequence[int]]:
+    return SharedMemoryAnswer(refusal=Refusal(reason=reason)), ()

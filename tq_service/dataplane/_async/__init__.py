@@ -1,1 +1,0 @@
-"""The asyncio form, from which `scripts/unasync.py` makes the sync one."""

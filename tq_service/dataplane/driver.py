@@ -1,0 +1,419 @@
+"""Puts and gets at a storage service: over gRPC, each call in the way that suits its size.
+
+Inline: one message, for up to `INLINE_BYTES`. Stream: a header, then frames. Shared memory, with a
+service of the same host: a stream whose bytes are file descriptors, sent over a Unix socket; gets take them with inline
+answers, too.
+
+Asyncio and threads do the same steps: these are generators that yield the calls to be made, and `async_run` or `run`
+makes them, as in psycopg. Things in which the two differ are here in two forms with one interface.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, Final, Protocol, TypeAlias, TypeVar
+
+import grpc
+
+from tq_service.dataplane.receiving import AnswerReader, AnswerSizes, Received
+from tq_service.dataplane.shared_memory.client import FdChannel, HostLink
+from tq_service.errors import LimitExceededError, TqError, UnavailableError
+from tq_service.v1.storage_service_pb2 import (
+    GetInlineRequest,
+    GetRequest,
+    PutHeader,
+    PutInlineRequest,
+    PutResponse,
+    StatRequest,
+)
+from tq_service.v1.storage_service_pb2_grpc import StorageServiceStub
+from tq_service.wire.columns import (
+    INLINE_BYTES,
+    SEND_AS_FDS,
+    SEND_AS_FRAMES,
+    SEND_AS_KEY,
+    WAITING_BYTES,
+    Column,
+    FrameParts,
+    decode_get_response,
+    encode_part,
+    iter_frames,
+    keep_frame_buffers,
+)
+from tq_service.wire.connection import Metadata
+from tq_service.wire.messages import PART_BYTES, in_parts
+
+T = TypeVar("T")
+Steps: TypeAlias = Generator[Callable[[], Any], Any, T]
+"""Yields calls, each of which is made, and gets what it returns; returns the result."""
+
+_SERVICE: Final = "/tq_service.v1.StorageService/"
+_LOST_STATUS: Final = "Internal error from Core"
+_ASK_SECONDS: Final = 5.0
+_INLINE_TAG_BYTES: Final = 8  # in which GetInlineRequest wraps a GetRequest
+
+SHARED_FROM_BYTES: Final = 1 << 20
+"""A smaller put does not ask whether the service is on this host: sending it takes as long, and no file descriptor."""
+
+
+class Deadline(Protocol):
+    """When a call must have ended."""
+
+    def remaining(self) -> float:
+        """Return the seconds left, 0 when it has passed."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """A deadline that begins with each call."""
+
+    seconds: float
+
+    def remaining(self) -> float:
+        """Return the seconds that each call has."""
+        return self.seconds
+
+
+class AsyncDriver(Protocol):
+    """Puts bytes at one place, and gets them back."""
+
+    async def put(self, header: PutHeader, columns: Sequence[Column], deadline: Deadline) -> PutResponse:
+        """Store a put, which is to be committed. Idempotent under the put_id of the header.
+
+        Args:
+            header: describes the columns.
+            columns: with their bytes.
+            deadline: until when it may wait for capacity and take.
+
+        Raises:
+            InvalidArgumentError: header and columns do not agree.
+            QuotaExceededError: there is no capacity.
+            UnavailableError: it cannot be reached, or was broken off; it may be tried again.
+        """
+        ...
+
+    async def get(
+        self, request: GetRequest, row_count: int, deadline: Deadline, size_bytes: int | None = None
+    ) -> list[Received]:
+        """Return columns with their bytes, in memory that is the caller's, in the order of the request.
+
+        Args:
+            request: the cells.
+            row_count: rows asked for of each column.
+            deadline: until when it may take.
+            size_bytes: of all values; None where that is not known.
+
+        Raises:
+            DataLossError: another boot of the service took the puts.
+            PutNotFoundError: a put, or a cell of it, is not there.
+            UnavailableError: it cannot be reached, or was broken off; it may be tried again.
+        """
+        ...
+
+
+async def async_run(steps: Steps[T]) -> T:
+    """Await each call that is yielded, and return the result; a failure is raised where the call was yielded."""
+    try:
+        call = next(steps)
+        while True:
+            try:
+                answer = await call()
+            except BaseException as error:
+                call = steps.throw(error)
+            else:
+                call = steps.send(answer)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+
+
+def run(steps: Steps[T]) -> T:
+    """Make each call that is yielded, and return the result; a failure is raised where the call was yielded."""
+    try:
+        call = next(steps)
+        while True:
+            try:
+                answer = call()
+            except BaseException as error:
+                call = steps.throw(error)
+            else:
+                call = steps.send(answer)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+
+
+def _call_here(call: Callable[..., T], *arguments: Any) -> T:
+    """Return what a call returns: the caller's thread may block."""
+    return call(*arguments)
+
+
+class AsyncPutCall:
+    """One put, of an asyncio channel.
+
+    grpc's asyncio calls lose the status of a call that is refused while they write: it becomes INTERNAL, "Internal
+    error from Core". So a put waits until the storage service says that there is capacity, before its first frame.
+
+    Args:
+        call: the method of the channel.
+        timeout: seconds until the call ends.
+        metadata: of the call.
+    """
+
+    def __init__(self, call: Any, timeout: float, metadata: Metadata | None) -> None:
+        self._stream = call(timeout=timeout, metadata=metadata)
+
+    async def start(self, header: PutHeader) -> str | None:
+        """Send the header; return how the bytes are to be sent, None where the call has ended: `answer` says how."""
+        # Where a call ends before it has begun, by a close of its channel, grpc waits for ever with its first message.
+        parts = in_parts(encode_part(header), "put")
+        writing = asyncio.ensure_future(self._stream.write(parts[0]))
+        self._stream.add_done_callback(lambda _: writing.cancel())
+        try:
+            await writing
+            for part in parts[1:]:
+                await self._stream.write(part)
+            # Older versions of grpcio have keys() of pairs, which dict() would look up; so it gets an iterator.
+            return dict(iter(await self._stream.initial_metadata())).get(SEND_AS_KEY)
+        except (asyncio.InvalidStateError, grpc.aio.AioRpcError):
+            return None
+        except asyncio.CancelledError:
+            if not self._stream.done():
+                raise
+            return None
+
+    async def send(self, frames: Iterable[FrameParts]) -> None:
+        """Send frames, as long as the call has not ended: `answer` says how."""
+        with suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
+            for frame in frames:
+                await self._stream.write(frame)
+
+    async def answer(self) -> PutResponse:
+        """Send no more, and return the answer.
+
+        Raises:
+            grpc.RpcError: the call failed.
+            UnavailableError: it ended while frames were sent, and why is lost; another attempt will tell.
+        """
+        try:
+            with suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
+                await self._stream.done_writing()
+            answer: PutResponse = await self._stream
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.INTERNAL and error.details() == _LOST_STATUS:
+                raise UnavailableError("the put was broken off by the service or the network") from None
+            raise
+        return answer
+
+    def cancel(self) -> None:
+        """End the call, if it has not ended."""
+        self._stream.cancel()
+
+
+class PutCall:
+    """One put, of a channel for threads; see `AsyncPutCall`."""
+
+    def __init__(self, call: Any, timeout: float, metadata: Metadata | None) -> None:
+        self._call = call
+        self._options: dict[str, Any] = {"timeout": timeout, "metadata": metadata}
+        self._messages: SimpleQueue[bytes | FrameParts | None] = SimpleQueue()
+        self._stream: Any = None
+
+    def start(self, header: PutHeader) -> str | None:
+        """Send the header; return how the bytes are to be sent: without a session frames may follow at once."""
+        for part in in_parts(encode_part(header), "put"):
+            self._messages.put(part)
+        if not header.shared_memory_session:
+            return SEND_AS_FRAMES
+        self._stream = self._call.future(iter(self._messages.get, None), **self._options)
+        return dict(self._stream.initial_metadata()).get(SEND_AS_KEY)
+
+    def send(self, frames: Iterable[FrameParts]) -> None:
+        """Send frames."""
+        for frame in frames:
+            self._messages.put(frame)
+
+    def answer(self) -> PutResponse:
+        """Send no more, and return the answer.
+
+        Raises:
+            grpc.RpcError: the call failed.
+        """
+        self._messages.put(None)
+        # Without a stream all at once: this thread handles the call's events itself, which is faster.
+        at_once = self._stream is None
+        answer: PutResponse = (
+            self._call(iter(self._messages.get, None), **self._options) if at_once else self._stream.result()
+        )
+        return answer
+
+    def cancel(self) -> None:
+        """End the call, if it has not ended."""
+        self._messages.put(None)
+        if self._stream is not None:
+            self._stream.cancel()
+
+
+class _GrpcSteps:
+    """The steps of puts and gets on one channel, and the unary calls of its storage service as `storage`.
+
+    Args:
+        channel: to the storage service.
+        metadata: returns what carries the token.
+        errors: makes TqError of what calls within its `with` raise.
+        link: shares memory with a service of this host; None: bytes go over the wire.
+    """
+
+    # Of one form: a put's call, what makes a call that blocks, the iterator of a stream and its next part.
+    _put_call: Any
+    _in_thread: Any
+    _iter: Any
+    _next: Any
+
+    def __init__(
+        self,
+        channel: Any,
+        *,
+        metadata: Callable[[], Metadata | None],
+        errors: Callable[[Any], AbstractContextManager[None]],
+        link: HostLink | None = None,
+    ) -> None:
+        self.storage: Any = StorageServiceStub(channel)
+        self._put = channel.stream_unary(
+            _SERVICE + "Put", request_serializer=encode_part, response_deserializer=PutResponse.FromString
+        )
+        self._get = channel.unary_stream(_SERVICE + "Get", response_deserializer=decode_get_response)
+        self._get_in_parts = channel.stream_stream(_SERVICE + "Get", response_deserializer=decode_get_response)
+        self._metadata = metadata
+        self._errors = errors
+        self._link = link or HostLink(is_enabled=False)
+        self._sizes = AnswerSizes()
+
+    def _putting(self, header: PutHeader, columns: Sequence[Column], deadline: Deadline) -> Steps[PutResponse]:
+        keep_frame_buffers()
+        if header.size_bytes <= INLINE_BYTES:
+            values = b"".join(chunk for column in columns for chunk in column.chunks)
+            request = PutInlineRequest(header=header, values=values)
+            if request.ByteSize() < PART_BYTES:
+                try:
+                    with self._errors(deadline):
+                        answer = yield self._unary(self.storage.PutInline, request, deadline.remaining())
+                    put: PutResponse = answer.put
+                    return put
+                except LimitExceededError as error:  # a stream keeps its values until there is capacity
+                    if error.metadata.get("limit_name") != WAITING_BYTES:
+                        raise
+        if header.size_bytes >= SHARED_FROM_BYTES:
+            yield from self._find_on_host(deadline)
+        with self._link.session() as session, self._errors(deadline):
+            header.shared_memory_session = b"" if session is None else session.session_id
+            call = self._put_call(self._put, deadline.remaining(), self._metadata())
+            try:
+                send_as = yield partial(call.start, header)
+                if send_as == SEND_AS_FDS and session is not None:
+                    yield partial(self._in_thread, session.send_fds, header.put_id, columns)
+                elif send_as is not None:  # else it is refused, or there already
+                    yield partial(call.send, iter_frames(chunk for column in columns for chunk in column.chunks))
+                put = yield call.answer
+                return put
+            finally:
+                call.cancel()
+
+    def _getting(
+        self, request: GetRequest, row_count: int, deadline: Deadline, size_bytes: int | None
+    ) -> Steps[list[Received]]:
+        keep_frame_buffers()
+        yield from self._find_on_host(deadline)
+        reader = AnswerReader(row_count)
+        with self._link.session() as session, self._errors(deadline):
+            request.shared_memory_session = b"" if session is None else session.session_id
+            if session is not None or size_bytes is None:
+                size_bytes = self._sizes.expected_bytes(request, row_count)
+            answer = None
+            if size_bytes <= INLINE_BYTES and request.ByteSize() < PART_BYTES - _INLINE_TAG_BYTES:
+                answer = yield self._unary(self.storage.GetInline, GetInlineRequest(get=request), deadline.remaining())
+            if answer is None or not answer.HasField("header"):  # it is too large for one message
+                yield from self._get_stream(request, reader, session, deadline)
+            else:
+                yield from self._take(answer.header, reader, session)
+                yield from self._take(memoryview(answer.values), reader, session)
+        self._sizes.note(request, row_count, reader.sent_bytes)
+        return reader.finish()
+
+    def _get_stream(
+        self, request: GetRequest, reader: AnswerReader, session: FdChannel | None, deadline: Deadline
+    ) -> Steps[None]:
+        parts = in_parts(request.SerializeToString(), "get")
+        ask, request_parts = (self._get, parts[0]) if len(parts) == 1 else (self._get_in_parts, iter(parts))
+        stream = ask(request_parts, timeout=deadline.remaining(), metadata=self._metadata())
+        answers = self._iter(stream)
+        try:
+            while (part := (yield partial(self._next, answers, None))) is not None:
+                yield from self._take(part, reader, session)
+        finally:
+            stream.cancel()
+
+    def _take(self, part: Any, reader: AnswerReader, session: FdChannel | None) -> Steps[None]:
+        reader.take(part)
+        if reader.offer is not None:
+            yield partial(self._in_thread, reader.receive_shared, session)
+
+    def _find_on_host(self, deadline: Deadline) -> Steps[None]:
+        """Ask a storage service for its socket when that is due, and open a session if it is on this host."""
+        if not self._link.is_due():
+            return
+        try:
+            with self._errors(deadline):
+                stat = yield self._unary(self.storage.Stat, StatRequest(), min(deadline.remaining(), _ASK_SECONDS))
+        except TqError:  # the call that is about to be made will say what is wrong
+            self._link.postpone()
+            return
+        # It waits twice at most, for other threads and for the service: half of the time is left for the call itself.
+        yield partial(self._in_thread, self._link.open, stat, deadline.remaining() / 4)
+
+    def _unary(self, method: Any, request: Any, timeout: float) -> Callable[[], Any]:
+        return partial(method, request, timeout=timeout, metadata=self._metadata())
+
+
+class AsyncGrpcDriver(_GrpcSteps):
+    """An `AsyncDriver` for the storage service on a channel of asyncio."""
+
+    _put_call = AsyncPutCall
+    _in_thread = staticmethod(asyncio.to_thread)
+    _iter = staticmethod(aiter)
+    _next = staticmethod(anext)
+
+    async def put(self, header: PutHeader, columns: Sequence[Column], deadline: Deadline) -> PutResponse:
+        """Store a put, see `AsyncDriver`."""
+        return await async_run(self._putting(header, columns, deadline))
+
+    async def get(
+        self, request: GetRequest, row_count: int, deadline: Deadline, size_bytes: int | None = None
+    ) -> list[Received]:
+        """Return columns with their bytes, see `AsyncDriver`."""
+        return await async_run(self._getting(request, row_count, deadline, size_bytes))
+
+
+class GrpcDriver(_GrpcSteps):
+    """The same for threads."""
+
+    _put_call = PutCall
+    _in_thread = staticmethod(_call_here)
+    _iter = staticmethod(iter)
+    _next = staticmethod(next)
+
+    def put(self, header: PutHeader, columns: Sequence[Column], deadline: Deadline) -> PutResponse:
+        """Store a put, see `AsyncDriver`."""
+        return run(self._putting(header, columns, deadline))
+
+    def get(
+        self, request: GetRequest, row_count: int, deadline: Deadline, size_bytes: int | None = None
+    ) -> list[Received]:
+        """Return columns with their bytes, see `AsyncDriver`."""
+        return run(self._getting(request, row_count, deadline, size_bytes))
