@@ -22,7 +22,7 @@ from tq_service.internal.v1.storage_control_pb2_grpc import add_StorageControlSe
 from tq_service.internal.v1.storage_registry_pb2_grpc import add_StorageRegistryServiceServicer_to_server
 from tq_service.log_message import LogMessage
 from tq_service.observe.instruments import Instruments
-from tq_service.server.composition import Storage, make_controller, open_cluster, open_state_store
+from tq_service.server.composition import Storage, make_controller
 from tq_service.server.connections import Connections
 from tq_service.server.health import Health
 from tq_service.server.listener import Listener
@@ -32,7 +32,7 @@ from tq_service.server.rpc.inbox import WaitingCalls
 from tq_service.server.rpc.methods import Middleware
 from tq_service.server.storage_servicer import SERVICE as STORAGE_SERVICE
 from tq_service.server.storage_servicer import StorageServicer
-from tq_service.server.supervisor import FAILED_EXIT_CODE, FailingWith, Supervisor, regularly
+from tq_service.server.supervisor import FAILED_EXIT_CODE, Supervisor, failing_with, regularly
 from tq_service.v1.controller_service_pb2_grpc import add_ControllerServiceServicer_to_server
 from tq_service.v1.storage_service_pb2_grpc import add_StorageServiceServicer_to_server
 from tq_service.version import BUILD
@@ -87,10 +87,20 @@ class App:
         )
         self.waiting = WaitingCalls(settings.max_waiting_calls, settings.max_waiting_calls_per_client)
         instruments = None if settings.metrics_port is None else Instruments()
-        self.cluster = open_cluster(settings, self.port, self.listener.credentials, supervisor)
-        if self.cluster is not None:
+        self.cluster: ClusterMember | None = None
+        self.state_store: StateStore | None = None
+        if settings.journal is not None:
+            # A controller alone does without it.
+            from tq_service.server.cluster_member import ClusterMember  # noqa: PLC0415
+
+            address = settings.advertised_address(self.port)
+            self.cluster = ClusterMember(settings, address, self.listener.credentials, supervisor)
             closing.push_async_callback(self.cluster.close)
-        self.state_store = open_state_store(settings) if self.cluster is None else self.cluster.store
+            self.state_store = self.cluster.store
+        elif settings.data_dir is not None:
+            self.state_store = StateStore.open(
+                settings.data_dir, sync=settings.durability == "disk", accept_loss=settings.accept_journal_loss
+            )
         if self.state_store is not None:
             self.state_store.fatal = supervisor.fatal
             supervisor.on_fatal(self.state_store.abandon)
@@ -414,7 +424,7 @@ async def serve(settings: ServeSettings, *, announce: Callable[[str], None]) -> 
     announce(f"listening on {join_address(settings.host, app.port)} (role {settings.role})")
     announce(_what_it_is(app, settings))
     try:
-        async with FailingWith(app.supervisor):
+        async with failing_with(app.supervisor):
             app.supervisor.raise_failure()
             await stopping.wait()
             announce(f"draining for up to {settings.grace_seconds:g} s")
@@ -467,7 +477,7 @@ async def running(settings: ServeSettings) -> AsyncIterator[App]:
     """
     supervisor, app = Supervisor(), None
     try:
-        async with FailingWith(supervisor):
+        async with failing_with(supervisor):
             app = await App.start(settings, supervisor)
             yield app
     finally:

@@ -229,7 +229,12 @@ def make_controller(
         ),
     )
     catalog.machine.fatal = supervisor.fatal
-    controller_id = _new_controller_id(settings, port) if store is None else store.data_dir.identity.controller_boot_id
+    if store is None:
+        # By its beginning others know whose earlier start they see.
+        name = hashlib.sha256(f"{settings.advertise or socket.gethostname()}:{port}".encode()).digest()
+        controller_id = name[:CONTROLLER_NAME_BYTES] + secrets.token_bytes(16 - CONTROLLER_NAME_BYTES)
+    else:
+        controller_id = store.data_dir.identity.controller_boot_id
     embedded = None
     if storage is not None:
         embedded = EmbeddedStorage(storage.engine, storage.endpoint, EngineDriver(storage.engine), controller_id)
@@ -261,43 +266,6 @@ def make_controller(
         identity=Identity(settings, shared_memory=storage is not None and storage.shared_memory is not None),
         controllers=tuple if cluster is None else cluster.statuses,
     )
-
-
-def _new_controller_id(settings: ServeSettings, port: int) -> bytes:
-    """Return the id of a controller that keeps no state: by its beginning others know whose earlier start they see."""
-    name = hashlib.sha256(f"{settings.advertise or socket.gethostname()}:{port}".encode()).digest()
-    return name[:CONTROLLER_NAME_BYTES] + secrets.token_bytes(16 - CONTROLLER_NAME_BYTES)
-
-
-def open_state_store(settings: ServeSettings) -> StateStore | None:
-    """Open the data directory of a service without a cluster; None if the settings have none.
-
-    Raises:
-        DataDirError: it is in use or cannot be used.
-        JournalDamagedError: its state cannot be recovered.
-        DiskFullError: there is no space in it.
-    """
-    if settings.data_dir is None:
-        return None
-    return StateStore.open(
-        settings.data_dir, sync=settings.durability == "disk", accept_loss=settings.accept_journal_loss
-    )
-
-
-def open_cluster(
-    settings: ServeSettings, port: int, credentials: Credentials, supervisor: Supervisor
-) -> ClusterMember | None:
-    """Open what makes this controller one of several; None if it is alone.
-
-    Raises:
-        JournalUnreachableError: etcd does not answer.
-        DataDirError: the data directory is in use, cannot be used, or is of another controller.
-    """
-    if settings.journal is None:
-        return None
-    from tq_service.server.cluster_member import ClusterMember  # noqa: PLC0415  (a controller alone does without)
-
-    return ClusterMember(settings, settings.advertised_address(port), credentials, supervisor)
 
 
 def _open_mirroring(settings: ServeSettings, port: int, supervisor: Supervisor) -> Mirroring | None:

@@ -17,9 +17,8 @@ import stat
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from tq_service.daemon_threads import run_in_daemon_thread
 from tq_service.log_message import LogMessage
@@ -34,8 +33,7 @@ _SHARE: Final = 8
 _FILES: Final = Path("/proc/self/fd")
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class _Connection:
+class _Connection(NamedTuple):
     """A socket of the server.
 
     Attributes:
@@ -75,23 +73,21 @@ class Connections:
 
         To be called every second or so; it sweeps again and again while connections are scarce.
         """
-        is_scarce = True
-        while is_scarce:
-            is_scarce = await self._sweep(port) > self._most * 3 // 4
-            if is_scarce:
-                await asyncio.sleep(_SCARCE_SECONDS)
+        while True:
+            if await self._sweep(port) <= self._most * 3 // 4:
+                return
+            await asyncio.sleep(_SCARCE_SECONDS)
 
     async def _sweep(self, port: int) -> int:
         """Return how many connections there are."""
         now, admitted = time.monotonic(), set(self._admitted_at)
-        present, closed_count = await run_in_daemon_thread(
+        self._closed_count += await run_in_daemon_thread(
             lambda: self._close_idle(port, admitted, now), thread_name="tq-connections"
         )
-        self._closed_count += closed_count
-        for peer in admitted - present:  # one that came during this sweep is not in it yet
-            if self._admitted_at.get(peer, now) < now - _SETTLED_SECONDS:
+        for peer in admitted.difference(each.peer for each in self._connections.values()):
+            if self._admitted_at.get(peer, now) < now - _SETTLED_SECONDS:  # else it came during this sweep
                 del self._admitted_at[peer]
-        return len(present)
+        return len(self._connections)
 
     def report(self) -> None:
         """Log how many were closed since the last report."""
@@ -99,8 +95,8 @@ class Connections:
             _log.warning(LogMessage("closed connections without an authenticated call", count=self._closed_count))
             self._closed_count = 0
 
-    def _close_idle(self, port: int, admitted: set[str], now: float) -> tuple[set[str], int]:
-        """Return the peers that are connected, and how many connections were closed. Runs in a thread."""
+    def _close_idle(self, port: int, admitted: set[str], now: float) -> int:
+        """Look at what is connected, and return how many connections were closed. Runs in a thread."""
         self._connections = dict(_look(port, self._connections, now))
         strangers: dict[str, list[tuple[float, int]]] = defaultdict(list)
         for descriptor, each in self._connections.items():
@@ -108,12 +104,11 @@ class Connections:
                 strangers[each.address].append((each.since, descriptor))
         closed_count = 0
         for found in strangers.values():
-            found.sort()
             surplus = len(found) - self._share
-            for place, (since, descriptor) in enumerate(found):
+            for place, (since, descriptor) in enumerate(sorted(found)):
                 if place < surplus or since <= now - self._first_call_seconds:
                     closed_count += _close(descriptor, self._connections[descriptor].inode)
-        return {each.peer for each in self._connections.values()}, closed_count
+        return closed_count
 
 
 def _look(port: int, known: dict[int, _Connection], now: float) -> Iterator[tuple[int, _Connection]]:
@@ -134,7 +129,7 @@ def _look(port: int, known: dict[int, _Connection], now: float) -> Iterator[tupl
         if before is not None and before.inode == status.st_ino:
             yield descriptor, before
         elif (place := _peer_of(descriptor, port)) is not None:
-            yield descriptor, _Connection(inode=status.st_ino, peer=place[0], address=place[1], since=now)
+            yield descriptor, _Connection(status.st_ino, *place, now)
 
 
 def _peer_of(descriptor: int, port: int) -> tuple[str, str] | None:

@@ -6,9 +6,7 @@ import asyncio
 import weakref
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar, get_type_hints
-
-import grpc
+from typing import Any, TypeVar, get_type_hints
 
 from tq_service.errors import DeadlineError, InvalidArgumentError
 from tq_service.internal.v1 import storage_registry_pb2, storage_registry_pb2_grpc
@@ -29,7 +27,7 @@ from tq_service.server.checkpoints import Checkpoints
 from tq_service.server.commits import Commits
 from tq_service.server.heartbeat import MOST_OVERDUE_PUTS
 from tq_service.server.rpc.inbox import WaitingCalls
-from tq_service.server.rpc.methods import shown_partitions
+from tq_service.server.rpc.methods import Context, shown_partitions
 from tq_service.server.status import Identity, StatusPages, described
 from tq_service.server.storages import StorageRegistry
 from tq_service.server.watches import Watches
@@ -39,8 +37,6 @@ from tq_service.serving.clearing import Clearing
 from tq_service.serving.explain import Explainer
 from tq_service.serving.lookup import find_names, find_page, locate
 from tq_service.serving.status import (
-    NOTHING_CONSUMED,
-    NOTHING_PRODUCED,
     check_fields_named,
     consumption_of,
     production_of,
@@ -57,7 +53,6 @@ from tq_service.wire.mapper import read_message, to_message
 from tq_service.wire.metadata import check_json, decode_meta_columns
 from tq_service.wire.runs import decode_integers
 
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Request = TypeVar("Request", bound=Any)  # a message with a request_id
 Answer = TypeVar("Answer")
 
@@ -332,7 +327,7 @@ class ControllerServicer(
         check_name("task_name", request.task_name)
         partition = self.catalog.find(request.partition_id, missing_ok=request.missing_ok)
         if partition is None:
-            return to_message(pb.CheckConsumptionResponse, NOTHING_CONSUMED)
+            return pb.CheckConsumptionResponse()
         status = consumption_of(partition, request.task_name, missing_ok=request.missing_ok)
         return to_message(pb.CheckConsumptionResponse, status)
 
@@ -340,7 +335,7 @@ class ControllerServicer(
         partition = self.catalog.find(request.partition_id, missing_ok=request.missing_ok)
         if partition is None:
             check_fields_named(request.data_fields)
-            return to_message(pb.CheckProductionResponse, NOTHING_PRODUCED)
+            return pb.CheckProductionResponse()
         status = production_of(partition, request.data_fields, missing_ok=request.missing_ok)
         return to_message(pb.CheckProductionResponse, status)
 

@@ -24,9 +24,8 @@ from typing import Final
 from tq_service.config import ServeSettings, is_loopback
 from tq_service.errors import InvalidArgumentError
 from tq_service.log_message import LogMessage
-from tq_service.server.reloading_files import ReloadingFiles
-from tq_service.server.tokens import check_private
-from tq_service.wire.credentials import Credentials, Metadata, Tls, file_signature, is_loopback_target
+from tq_service.server.reloading_files import ReloadingFiles, check_private
+from tq_service.wire.credentials import Credentials, Metadata, file_signature, is_loopback_target
 
 _log = logging.getLogger(__name__)
 
@@ -168,22 +167,11 @@ class InternalSecret(ReloadingFiles):
 class ServiceCredentials(Credentials):
     """What a service shows to other services: its token, its certificate, and the proof of the internal secret.
 
-    Args:
-        token: file of its bearer token.
-        tls: how it reaches others over TLS.
-        insecure: whether secrets may be sent in plaintext to other machines.
-        secret: the internal secret.
+    Attributes:
+        secret: the internal secret, None without one.
     """
 
-    def __init__(
-        self,
-        token: Path | None = None,
-        tls: Tls | None = None,
-        insecure: bool | None = None,
-        secret: InternalSecret | None = None,
-    ) -> None:
-        super().__init__(token, tls, insecure)
-        self.secret = secret
+    secret: InternalSecret | None = None
 
     @property
     def sent_secret(self) -> str:

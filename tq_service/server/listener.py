@@ -14,9 +14,9 @@ from tq_service.config import ServeSettings, is_loopback, join_address
 from tq_service.log_message import LogMessage
 from tq_service.server.audit import Audit, AuditLine
 from tq_service.server.internal_secret import ServiceCredentials, find_secret
+from tq_service.server.reloading_files import ServerCertificate, check_authorities
 from tq_service.server.rpc.auth import SCRAPE, AccessControl, refused_scrape
 from tq_service.server.supervisor import regularly
-from tq_service.server.tls import ServerCertificate, check_authorities
 from tq_service.server.tokens import TokenFile
 from tq_service.wire.credentials import Tls
 

@@ -6,13 +6,10 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from typing import Any, Final, TypeAlias, TypeVar
-
-import grpc
+from typing import Final, TypeVar
 
 from tq_service.errors import DeadlineError
 
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Part = TypeVar("Part")
 
 LEAST_PROGRESS_BYTES: Final = 64 * 1024

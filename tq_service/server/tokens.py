@@ -27,7 +27,7 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationErro
 
 from tq_service.errors import InvalidArgumentError, nearest
 from tq_service.log_message import LogMessage
-from tq_service.server.reloading_files import ReloadingFiles
+from tq_service.server.reloading_files import ReloadingFiles, check_private
 from tq_service.wire.credentials import ROLES, Role
 
 _log = logging.getLogger(__name__)
@@ -157,20 +157,6 @@ def read_tokens(path: Path) -> dict[str, Token]:
         raise InvalidArgumentError(f"the tokens file {path} cannot be read: {error.strerror}") from None
     except ValueError as error:  # InvalidArgumentError, or bytes that are no text
         raise InvalidArgumentError(f"the tokens file {path}: {error}") from None
-
-
-def check_private(path: Path) -> None:
-    """Refuse a file with secrets that others may read or change; its group may read it.
-
-    Raises:
-        OSError: it is not there.
-        InvalidArgumentError: it is open to others.
-    """
-    mode = path.stat().st_mode
-    if mode & (stat.S_IRWXO | stat.S_IWGRP):
-        raise InvalidArgumentError(
-            f"got mode {stat.S_IMODE(mode):04o} of {path}, which lets others read or change it; chmod 0600 or 0640"
-        )
 
 
 def append_token(path: Path, token: Token) -> None:

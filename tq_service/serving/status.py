@@ -37,12 +37,6 @@ _CLAIM_ID_BYTES: Final = 4  # of a request_id: enough to find a claim in the log
 _SLICE_ROWS: Final = 1 << 16
 
 
-NOTHING_CONSUMED: Final = ConsumptionStatus(
-    consumed_count=0, total_count=0, skipped_count=0, sealed=False, complete=False, epoch=0
-)
-NOTHING_PRODUCED: Final = ProductionStatus(produced_count=0, total_count=0, complete=False)
-
-
 def consumption_of(partition: Partition, task_name: str, *, missing_ok: bool = False) -> ConsumptionStatus:
     """Return what a task has consumed.
 

@@ -113,19 +113,19 @@ class AccessControl(Middleware):
         """Return the caller, by the metadata of a call."""
         if method.is_open:
             return self._anyone
-        metadata = details.invocation_metadata or ()
-        if (other := _other_protocol(metadata)) is not None:
+        metadata = dict(details.invocation_metadata or ())
+        if (other := _other_protocol(_text(metadata.get("user-agent")))) is not None:
             return other
         if self._tokens is None and method.roles - {"service"}:
             return self._anyone
-        bearer, proof = _credentials_in(metadata)
-        if self._secret is not None and proof is not None and self._secret.accepts(proof):
+        bearer, proof = _bearer(_text(metadata.get(TOKEN_KEY))), _text(metadata.get(INTERNAL_KEY))
+        if self._secret is not None and proof and self._secret.accepts(proof):
             return self._service
         if self._tokens is None:
-            return self._no_proof if proof is None else self._wrong_proof
-        if bearer is None and proof is not None:
-            return self._wrong_proof
-        return self._no_token if bearer is None else self._holder(self._tokens, bearer)
+            return self._wrong_proof if proof else self._no_proof
+        if bearer is None:
+            return self._wrong_proof if proof else self._no_token
+        return self._holder(self._tokens, bearer)
 
     def _holder(self, tokens: TokenFile, secret: str) -> Caller:
         if tokens.tokens is not self._known:  # the file was read again
@@ -222,10 +222,10 @@ class AccessControl(Middleware):
 
 def refused_scrape(tokens: TokenFile, authorization: str) -> tuple[str, str | None]:
     """Return whose token is in an HTTP header, as far as is known, and why it may not scrape metrics; None: it may."""
-    scheme, _, secret = authorization.partition(" ")
-    if not secret or scheme.lower() != TOKEN_SCHEME.strip().lower():
+    secret = _bearer(authorization)
+    if not secret:
         return "", "no token"
-    token = tokens.tokens.get(digest_of(secret.strip()))
+    token = tokens.tokens.get(digest_of(secret))
     if token is None:
         return "", "unknown token"
     if token.is_expired():
@@ -266,13 +266,8 @@ def _stranger(message: str, reason: str, name: str = "") -> Caller:
     return Caller(name=name, refusal=Refusal(make_error=lambda: UnauthenticatedError(message), reason=reason))
 
 
-def _other_protocol(metadata: Iterable[Any]) -> Caller | None:
+def _other_protocol(agent: str) -> Caller | None:
     """Return a caller to refuse, if its user agent names another protocol; clients in other languages name none."""
-    agent = ""
-    for key, value in metadata:
-        if key == "user-agent":
-            agent = str(value)
-            break
     if agent.startswith(USER_AGENT) or (match := _AGENT.match(agent)) is None or int(match[2]) == PROTOCOL:
         return None
     build, protocol = match.groups()
@@ -327,14 +322,11 @@ def _listed(prefixes: Iterable[str]) -> str:
     return ", ".join(map(repr, prefixes))
 
 
-def _credentials_in(metadata: Iterable[Any]) -> tuple[str | None, str | None]:
-    """Return the bearer token and the proof of the internal secret that a call carries."""
-    bearer = proof = None
-    for key, value in metadata:
-        if key == TOKEN_KEY and bearer is None:
-            text = value if isinstance(value, str) else value.decode("utf-8", "replace")
-            scheme, _, secret = text.partition(" ")
-            bearer = secret if scheme.lower() == TOKEN_SCHEME.strip().lower() else None
-        elif key == INTERNAL_KEY:
-            proof = value if isinstance(value, str) else value.decode("utf-8", "replace")
-    return bearer, proof
+def _text(value: str | bytes | None) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value or ""
+
+
+def _bearer(authorization: str) -> str | None:
+    """Return the bearer token of an authorization header, None if it has none."""
+    scheme, _, secret = authorization.partition(" ")
+    return secret.strip() if scheme.lower() == TOKEN_SCHEME.strip().lower() else None
