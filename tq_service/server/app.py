@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import hashlib
 import logging
 import os
+import secrets
 import signal
+import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, Final
@@ -22,17 +26,31 @@ from tq_service.internal.v1.storage_control_pb2_grpc import add_StorageControlSe
 from tq_service.internal.v1.storage_registry_pb2_grpc import add_StorageRegistryServiceServicer_to_server
 from tq_service.log_message import LogMessage
 from tq_service.observe.instruments import Instruments
-from tq_service.server.composition import Storage, make_controller
+from tq_service.observe.planning import TimedRunner
+from tq_service.samplers import PlanRunner, SamplerRegistry
+from tq_service.schema import CONTROLLER_NAME_BYTES
+from tq_service.server import converters
+from tq_service.server.checkpoints import Checkpoints
+from tq_service.server.commits import Commits
 from tq_service.server.connections import Connections
+from tq_service.server.controller_servicer import ControllerServicer
 from tq_service.server.health import Health
 from tq_service.server.listener import Listener
 from tq_service.server.process import collect_garbage, give_back_freed_memory, tuned_process
 from tq_service.server.rpc.calls import DurableAnswers, ObservedCalls, RunningCalls, Services
 from tq_service.server.rpc.inbox import WaitingCalls
 from tq_service.server.rpc.methods import Middleware
+from tq_service.server.status import Identity
+from tq_service.server.storage_process import StorageProcess
 from tq_service.server.storage_servicer import SERVICE as STORAGE_SERVICE
-from tq_service.server.storage_servicer import StorageServicer
+from tq_service.server.storage_servicer import EngineDriver, StorageServicer
+from tq_service.server.storages import EmbeddedStorage, StorageRegistry
 from tq_service.server.supervisor import FAILED_EXIT_CODE, Supervisor, failing_with, regularly
+from tq_service.server.watches import Watches
+from tq_service.serving.backlogs import Backlogs
+from tq_service.serving.catalog import Catalog
+from tq_service.serving.limits import Limits
+from tq_service.state.idempotency import IdempotencyCache
 from tq_service.v1.controller_service_pb2_grpc import add_ControllerServiceServicer_to_server
 from tq_service.v1.storage_service_pb2_grpc import add_StorageServiceServicer_to_server
 from tq_service.version import BUILD
@@ -40,6 +58,7 @@ from tq_service.wire.connection import CONTROLLER_CONNECTION_SECONDS, LISTENING_
 
 _log = logging.getLogger(__name__)
 CONTROLLER_SERVICE = "tq_service.v1.ControllerService"
+HEARTBEAT_SECONDS: Final = 2.0
 _HOUSEKEEPING_SECONDS = 5.0
 _MOST_PENDING_CALLS = 100_000
 _ETCD_RETRY_SECONDS: Final = 1.0
@@ -53,6 +72,7 @@ class App:
     What is opened here is closed in the opposite order by `stop`.
 
     Attributes:
+        settings: how it runs.
         supervisor: runs the background tasks, and knows whether the service can go on.
         port: where it listens.
         listener: the port, and what secures it.
@@ -68,7 +88,7 @@ class App:
 
     def __init__(self, settings: ServeSettings, supervisor: Supervisor, closing: contextlib.AsyncExitStack) -> None:
         self.supervisor = supervisor
-        self._settings = settings
+        self.settings = settings
         self._closing = closing  # the caller closes it if this cannot be made
         closing.enter_context(tuned_process())
         self.listener = Listener(settings)
@@ -107,21 +127,11 @@ class App:
             closing.push_async_callback(self.state_store.close)
         self.storage = self.controller = None
         if settings.role != "controller":
-            self.storage = Storage(settings, self.port, self.state_store, supervisor)
+            self.storage = StorageProcess(settings, self.port, self.state_store, supervisor)
             closing.push_async_callback(self.storage.close)
             self.listener.access.partition_of = self.storage.partition_of
         if settings.role != "storage":
-            self.controller = make_controller(
-                settings,
-                self.port,
-                storage=self.storage,
-                store=self.state_store,
-                credentials=self.listener.credentials,
-                waiting=self.waiting,
-                supervisor=supervisor,
-                instruments=instruments,
-                cluster=self.cluster,
-            )
+            self.controller = self._make_controller(instruments)
             closing.push_async_callback(self.controller.storages.close)
             closing.push_async_callback(self.controller.backlogs.close)
         closing.callback(self.listener.close)
@@ -131,9 +141,9 @@ class App:
             self._recover(self.state_store)
         self.metrics: Metrics | None = None
         if instruments is not None:
-            self.metrics = Metrics(self, settings, instruments)
+            self.metrics = Metrics(self, instruments)
             closing.push_async_callback(self.metrics.close)
-        self._add_services(settings, instruments)
+        self._add_services(instruments)
 
     @classmethod
     async def start(cls, settings: ServeSettings, supervisor: Supervisor) -> App:
@@ -162,8 +172,66 @@ class App:
             raise
         return app
 
-    def _add_services(self, settings: ServeSettings, instruments: Instruments | None) -> None:
+    def _make_controller(self, instruments: Instruments | None) -> ControllerServicer:
+        """Return the controller, which answers its calls."""
+        settings, storage, store, cluster = self.settings, self.storage, self.state_store, self.cluster
+        runner = PlanRunner(max_threads=settings.sampler_threads, timeout_seconds=settings.sampler_timeout_seconds)
+        catalog = Catalog(
+            runner if instruments is None else TimedRunner(runner, instruments.plan_seconds),
+            Limits(**{each.name: getattr(settings, each.name) for each in dataclasses.fields(Limits)}),
+            IdempotencyCache(
+                settings.request_record_seconds,
+                pack=converters.pack,
+                unpack=converters.unpack,
+                max_bytes=settings.request_record_bytes,
+                weigh=converters.weigh,
+            ),
+        )
+        catalog.machine.fatal = self.supervisor.fatal
+        if store is None:
+            # By its beginning others know whose earlier start they see.
+            name = hashlib.sha256(f"{settings.advertise or socket.gethostname()}:{self.port}".encode()).digest()
+            controller_id = name[:CONTROLLER_NAME_BYTES] + secrets.token_bytes(16 - CONTROLLER_NAME_BYTES)
+        else:
+            controller_id = store.data_dir.identity.controller_boot_id
+        embedded = None
+        if storage is not None:
+            driver = EngineDriver(storage.engine)
+            embedded = EmbeddedStorage(storage.engine, storage.endpoint, driver, controller_id)
+        storages = StorageRegistry(
+            embedded,
+            HEARTBEAT_SECONDS,
+            self.listener.credentials,
+            snapshot_cells=catalog.snapshot_cells,
+            controller_id=controller_id,
+            epoch=lambda: 0 if cluster is None else cluster.epoch,
+            after_durable=(lambda callback: callback()) if store is None else store.after_durable,
+            takes_heartbeats=lambda: (
+                (cluster is None or cluster.may_answer) and (store is None or not store.is_failing)
+            ),
+            supervisor=self.supervisor,
+        )
+        catalog.on_freed = storages.puts.free
+        return ControllerServicer(
+            catalog=catalog,
+            commits=Commits(catalog=catalog, storages=storages, waiting=self.waiting),
+            registry=SamplerRegistry(allow_import=settings.allow_sampler_import),
+            runner=runner,
+            storages=storages,
+            max_wait_cap_seconds=settings.max_wait_cap_seconds,
+            waiting=self.waiting,
+            checkpoints=Checkpoints(
+                catalog=catalog, storages=storages, store=store, checkpoint_dir=settings.checkpoint_directory()
+            ),
+            watches=Watches(catalog, most=settings.max_watchers, stall_seconds=settings.stall_seconds),
+            backlogs=Backlogs(catalog, runner),
+            identity=Identity(settings, shared_memory=storage is not None and storage.shared_memory is not None),
+            controllers=tuple if cluster is None else cluster.statuses,
+        )
+
+    def _add_services(self, instruments: Instruments | None) -> None:
         """Add the services to the server, each behind what guards it."""
+        settings = self.settings
         middleware: list[Middleware] = [ObservedCalls(instruments)]
         if settings.traces:
             with _needing_extra("traces", "traces"):
@@ -234,8 +302,8 @@ class App:
         start("collecting garbage", collect_garbage())
         if self.metrics is not None:
             start("measuring the event loop", self.metrics.shown.measure_loop())
-        if self.storage is not None and self._settings.controller is not None:
-            self.storage.join(self._settings.controller, self.listener.credentials, self.supervisor)
+        if self.storage is not None and self.settings.controller is not None:
+            self.storage.join(self.settings.controller, self.listener.credentials, self.supervisor)
         if self.controller is not None:
             start("having lost puts taken over", self.controller.storages.adoptions.run())
 
@@ -319,8 +387,7 @@ class Metrics:
     """What a process shows to Prometheus, and the port on which it does.
 
     Args:
-        app: the process, whose state was recovered.
-        settings: how it runs, with a metrics_port.
+        app: the process, whose state was recovered, with a metrics_port.
         instruments: what is counted.
 
     Attributes:
@@ -332,7 +399,8 @@ class Metrics:
         InvalidArgumentError: the extra `metrics` is not installed.
     """
 
-    def __init__(self, app: App, settings: ServeSettings, instruments: Instruments) -> None:
+    def __init__(self, app: App, instruments: Instruments) -> None:
+        settings = app.settings
         with _needing_extra("metrics", "metrics_port"):
             from tq_service.observe.endpoint import Endpoint  # noqa: PLC0415  (needs an extra)
             from tq_service.observe.service import ServiceMetrics  # noqa: PLC0415  (as above)
@@ -422,7 +490,7 @@ async def serve(settings: ServeSettings, *, announce: Callable[[str], None]) -> 
     if app is None:
         return 0
     announce(f"listening on {join_address(settings.host, app.port)} (role {settings.role})")
-    announce(_what_it_is(app, settings))
+    announce(_what_it_is(app))
     try:
         async with failing_with(app.supervisor):
             app.supervisor.raise_failure()
@@ -451,9 +519,9 @@ async def _started(settings: ServeSettings, stopping: asyncio.Event) -> App | No
     return None
 
 
-def _what_it_is(app: App, settings: ServeSettings) -> str:
+def _what_it_is(app: App) -> str:
     """Return in a line what was started."""
-    storage = app.storage
+    settings, storage = app.settings, app.storage
     facts = {
         "version": BUILD,
         "durability": settings.effective_durability,

@@ -1,14 +1,11 @@
-"""What the controller and the storage service of a process are made of, built from its settings."""
+"""The storage service of a process: its engine, the memory it shares, its mirror, and how it joins a controller."""
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
 import logging
 import secrets
-import socket
 from collections.abc import Coroutine
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any
 
 from tq_service.addresses import hosts_and_ports, redacted
 from tq_service.config import ServeSettings, default_shared_memory_dir
@@ -16,27 +13,13 @@ from tq_service.dataplane.shared_memory.server import SharedMemoryServer, make_p
 from tq_service.durable.state_store import StateStore
 from tq_service.errors import InvalidArgumentError
 from tq_service.log_message import LogMessage
-from tq_service.observe.instruments import Instruments
-from tq_service.observe.planning import TimedRunner
-from tq_service.samplers import PlanRunner, SamplerRegistry
-from tq_service.schema import CONTROLLER_NAME_BYTES
-from tq_service.server import converters
-from tq_service.server.checkpoints import Checkpoints
-from tq_service.server.commits import Commits
 from tq_service.server.controller_servicer import ControllerServicer
 from tq_service.server.heartbeat import register_storage
 from tq_service.server.mirroring import Adopted, Mirroring, Registration
 from tq_service.server.receipts import ReceiptKeys
 from tq_service.server.rpc.inbox import WaitingCalls
-from tq_service.server.status import Identity
-from tq_service.server.storage_servicer import EngineDriver, StorageServicer, endpoint_of
-from tq_service.server.storages import EmbeddedStorage, StorageRegistry
+from tq_service.server.storage_servicer import StorageServicer, endpoint_of
 from tq_service.server.supervisor import Supervisor
-from tq_service.server.watches import Watches
-from tq_service.serving.backlogs import Backlogs
-from tq_service.serving.catalog import Catalog
-from tq_service.serving.limits import Limits
-from tq_service.state.idempotency import IdempotencyCache
 from tq_service.storage.blobs.base import BlobStore
 from tq_service.storage.blobs.memory import MemoryBlobs
 from tq_service.storage.blobs.segments import SegmentBlobs
@@ -44,14 +27,10 @@ from tq_service.storage.engine import EngineStat, StorageEngine
 from tq_service.wire.credentials import Credentials
 from tq_service.wire.shared_memory import check_supported
 
-if TYPE_CHECKING:
-    from tq_service.server.cluster_member import ClusterMember
-
 _log = logging.getLogger(__name__)
-HEARTBEAT_SECONDS: Final = 2.0
 
 
-class Storage:
+class StorageProcess:
     """The storage service of a process; it listens for clients of this host that share memory.
 
     Args:
@@ -147,7 +126,7 @@ class Storage:
     def join(self, controller: str, credentials: Credentials, supervisor: Supervisor) -> None:
         """Register with a controller elsewhere from now on, under its own name and those of what it takes over."""
 
-        def register(of: Storage | Adopted) -> Coroutine[Any, Any, None]:
+        def register(of: StorageProcess | Adopted) -> Coroutine[Any, Any, None]:
             return register_storage(
                 of.engine,
                 of.keys,
@@ -189,83 +168,6 @@ class Storage:
         await self.engine.close()
         if self.mirroring is not None:
             await self.mirroring.close()
-
-
-def make_controller(
-    settings: ServeSettings,
-    port: int,
-    *,
-    storage: Storage | None,
-    store: StateStore | None,
-    credentials: Credentials,
-    waiting: WaitingCalls,
-    supervisor: Supervisor,
-    instruments: Instruments | None = None,
-    cluster: ClusterMember | None = None,
-) -> ControllerServicer:
-    """Return the controller of a process, which answers its calls.
-
-    Args:
-        settings: how it runs.
-        port: the one that the process listens on.
-        storage: the storage service in its process.
-        store: keeps its state; None: it is gone with the process.
-        credentials: what it shows to storage services.
-        waiting: counts the calls that wait.
-        supervisor: runs its background tasks, and learns of failures that it cannot go on from.
-        instruments: count what it does; None: nothing is counted.
-        cluster: the cluster of controllers that it is of; None: it is alone.
-    """
-    runner = PlanRunner(max_threads=settings.sampler_threads, timeout_seconds=settings.sampler_timeout_seconds)
-    catalog = Catalog(
-        runner if instruments is None else TimedRunner(runner, instruments.plan_seconds),
-        Limits(**{each.name: getattr(settings, each.name) for each in dataclasses.fields(Limits)}),
-        IdempotencyCache(
-            settings.request_record_seconds,
-            pack=converters.pack,
-            unpack=converters.unpack,
-            max_bytes=settings.request_record_bytes,
-            weigh=converters.weigh,
-        ),
-    )
-    catalog.machine.fatal = supervisor.fatal
-    if store is None:
-        # By its beginning others know whose earlier start they see.
-        name = hashlib.sha256(f"{settings.advertise or socket.gethostname()}:{port}".encode()).digest()
-        controller_id = name[:CONTROLLER_NAME_BYTES] + secrets.token_bytes(16 - CONTROLLER_NAME_BYTES)
-    else:
-        controller_id = store.data_dir.identity.controller_boot_id
-    embedded = None
-    if storage is not None:
-        embedded = EmbeddedStorage(storage.engine, storage.endpoint, EngineDriver(storage.engine), controller_id)
-    storages = StorageRegistry(
-        embedded,
-        HEARTBEAT_SECONDS,
-        credentials,
-        snapshot_cells=catalog.snapshot_cells,
-        controller_id=controller_id,
-        epoch=lambda: 0 if cluster is None else cluster.epoch,
-        after_durable=(lambda callback: callback()) if store is None else store.after_durable,
-        takes_heartbeats=lambda: (cluster is None or cluster.may_answer) and (store is None or not store.is_failing),
-        supervisor=supervisor,
-    )
-    catalog.on_freed = storages.puts.free
-    return ControllerServicer(
-        catalog=catalog,
-        commits=Commits(catalog=catalog, storages=storages, waiting=waiting),
-        registry=SamplerRegistry(allow_import=settings.allow_sampler_import),
-        runner=runner,
-        storages=storages,
-        max_wait_cap_seconds=settings.max_wait_cap_seconds,
-        waiting=waiting,
-        checkpoints=Checkpoints(
-            catalog=catalog, storages=storages, store=store, checkpoint_dir=settings.checkpoint_directory()
-        ),
-        watches=Watches(catalog, most=settings.max_watchers, stall_seconds=settings.stall_seconds),
-        backlogs=Backlogs(catalog, runner),
-        identity=Identity(settings, shared_memory=storage is not None and storage.shared_memory is not None),
-        controllers=tuple if cluster is None else cluster.statuses,
-    )
 
 
 def _open_mirroring(settings: ServeSettings, port: int, supervisor: Supervisor) -> Mirroring | None:
