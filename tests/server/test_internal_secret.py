@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from tq_service.errors import InvalidArgumentError
-from tq_service.server import internal_secret
-from tq_service.server.internal_secret import (
+from tq_service.server import credential_files
+from tq_service.server.credential_files import (
     INTERNAL_KEY,
     InternalSecret,
     ServiceCredentials,
@@ -181,9 +181,9 @@ def test_a_new_secret_is_accepted_beside_the_old_one_for_a_while(tmp_path: Path)
     assert secret.accepts(old)
     assert secret.accepts(new)
     assert secret.proof == old  # others may not have read the new one yet
-    now += internal_secret._SEND_OLD_SECONDS
+    now += credential_files._SEND_OLD_SECONDS
     assert secret.proof == new
-    now += internal_secret._ACCEPT_OLD_SECONDS
+    now += credential_files._ACCEPT_OLD_SECONDS
     assert not secret.accepts(old)
     assert secret.accepts(new)
 

@@ -32,10 +32,9 @@ from tq_service.schema import CONTROLLER_NAME_BYTES
 from tq_service.server import converters
 from tq_service.server.checkpoints import Checkpoints
 from tq_service.server.commits import Commits
-from tq_service.server.connections import Connections
 from tq_service.server.controller_servicer import ControllerServicer
 from tq_service.server.health import Health
-from tq_service.server.listener import Listener
+from tq_service.server.listener import Connections, Listener
 from tq_service.server.process import collect_garbage, give_back_freed_memory, tuned_process
 from tq_service.server.rpc.calls import DurableAnswers, ObservedCalls, RunningCalls, Services
 from tq_service.server.rpc.inbox import WaitingCalls

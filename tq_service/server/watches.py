@@ -24,8 +24,7 @@ from numpy.typing import NDArray
 from tq_service.errors import InvalidArgumentError
 from tq_service.results import Revision
 from tq_service.server import converters
-from tq_service.server.progress import Progress
-from tq_service.server.rpc.inbox import WaitingCalls
+from tq_service.server.rpc.inbox import Progress, WaitingCalls
 from tq_service.server.rpc.methods import Context, shown_partitions
 from tq_service.serving.catalog import Catalog
 from tq_service.serving.history import ROWS_OF_A_PART, Changes, PartitionChanges, Reader, Selection

@@ -17,8 +17,16 @@ from tq_service.errors import (
     UnauthenticatedError,
 )
 from tq_service.server.audit import Audit, AuditLine
-from tq_service.server.internal_secret import INTERNAL_KEY, InternalSecret
-from tq_service.server.progress import Progress
+from tq_service.server.credential_files import (
+    ALL_PARTITIONS,
+    INTERNAL_KEY,
+    InternalSecret,
+    Token,
+    TokenFile,
+    digest_of,
+    make_token,
+)
+from tq_service.server.rpc.inbox import Progress
 from tq_service.server.rpc.methods import (
     Behavior,
     Caller,
@@ -32,7 +40,6 @@ from tq_service.server.rpc.methods import (
     shown_partitions,
     token_name,
 )
-from tq_service.server.tokens import ALL_PARTITIONS, Token, TokenFile, digest_of, make_token
 from tq_service.version import BUILD, PROTOCOL, USER_AGENT
 from tq_service.wire.credentials import TOKEN_KEY, TOKEN_SCHEME
 
