@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import hashlib
 import logging
+import operator
 import os
 import secrets
 import signal
@@ -95,7 +96,6 @@ class App:
             self.listener.credentials.check_target(address)
         self._server = _make_server(settings)
         self._stopping: asyncio.Task[None] | None = None
-        self._answers: DurableAnswers | None = None
         self._servicer: StorageServicer | None = None
         closing.push_async_callback(self._stop_server, 0)
         self.port = self.listener.listen(self._server)
@@ -124,6 +124,7 @@ class App:
             self.state_store.fatal = supervisor.fatal
             supervisor.on_fatal(self.state_store.abandon)
             closing.push_async_callback(self.state_store.close)
+        self._answers = DurableAnswers(self.state_store, self.cluster)
         self.storage = self.controller = None
         if settings.role != "controller":
             self.storage = StorageProcess(settings, self.port, self.state_store, supervisor)
@@ -203,11 +204,9 @@ class App:
             self.listener.credentials,
             snapshot_cells=catalog.snapshot_cells,
             controller_id=controller_id,
-            epoch=lambda: 0 if cluster is None else cluster.epoch,
-            after_durable=(lambda callback: callback()) if store is None else store.after_durable,
-            takes_heartbeats=lambda: (
-                (cluster is None or cluster.may_answer) and (store is None or not store.is_failing)
-            ),
+            epoch=self._answers.epoch,
+            after_durable=operator.call if store is None else store.after_durable,
+            takes_heartbeats=self._answers.takes_changes,
             supervisor=self.supervisor,
         )
         catalog.on_freed = storages.puts.free
@@ -236,11 +235,8 @@ class App:
             with _needing_extra("traces", "traces"):
                 from tq_service.server.rpc.traces import CallSpans  # noqa: PLC0415  (needs an extra)
             middleware.append(CallSpans())
-        middleware += [self.calls, self.listener.access]
-        if self.state_store is not None:
-            # The last, so that a rejected caller neither waits for a disk nor learns how it is.
-            self._answers = DurableAnswers(self.state_store, self.cluster)
-            middleware.append(self._answers)
+        # The last waits, so that a rejected caller neither waits for a disk nor learns how it is.
+        middleware += [self.calls, self.listener.access, self._answers]
         server: Any = Services(self._server, middleware)  # what generated code takes for one
         takes_services = self.listener.takes_services
         services = []
@@ -318,8 +314,7 @@ class App:
             self.health.serve()
         else:
             self.health.stand_by()
-            if self._answers is not None:
-                self._answers.end_calls()
+            self._answers.end_calls()
 
     async def _end_idle(self) -> None:
         if self._servicer is not None:

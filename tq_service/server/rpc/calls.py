@@ -375,11 +375,11 @@ class DurableAnswers(Middleware):
     leads. Confined to one event loop.
 
     Args:
-        state: what answers wait for.
+        state: what answers wait for; None: nothing is kept, and nothing waits.
         member: this controller in its cluster; None: it is alone.
     """
 
-    def __init__(self, state: StateStore, member: ClusterMember | None = None) -> None:
+    def __init__(self, state: StateStore | None, member: ClusterMember | None = None) -> None:
         self._state = state
         self._member = member
         self._running = EndableCalls()
@@ -390,9 +390,9 @@ class DurableAnswers(Middleware):
 
     def wrap(self, method: Method, caller: Caller, behavior: Behavior) -> Behavior:
         """Return what makes the answers of a method wait, unless they say nothing that is not durable yet."""
-        if method.is_answer_durable and (method.is_open or self._member is None):
-            return behavior
         state, member = self._state, self._member
+        if state is None or (method.is_answer_durable and (method.is_open or member is None)):
+            return behavior
 
         async def durable(answer: Any = None) -> Any:
             if state.has_unflushed:
@@ -427,10 +427,19 @@ class DurableAnswers(Middleware):
             return call
         return lambda request, context: self._running.run(call(request, context))
 
+    def takes_changes(self) -> bool:
+        """Whether calls that change something are not refused now."""
+        leads = self._member is None or self._member.may_answer
+        return leads and (self._state is None or not self._state.is_failing)
+
+    def epoch(self) -> int:
+        """Return that of the leader of the cluster; 0: none is known, or there is no cluster."""
+        return 0 if self._member is None else self._member.epoch
+
     def _refusal(self) -> NotLeaderError:
-        address, epoch = ("", 0) if self._member is None else (self._member.leader_address, self._member.epoch)
+        address = "" if self._member is None else self._member.leader_address
         where = f"that at {address} does" if address else "none is known to, another one takes over soon"
         return NotLeaderError(
             f"this controller does not lead its cluster at the moment: {where}; ask it, under the same request_id",
-            metadata={"leader_address": address, "epoch": str(epoch)},
+            metadata={"leader_address": address, "epoch": str(self.epoch())},
         )
