@@ -517,7 +517,7 @@ class InternalSecret(ReloadingFiles):
             InvalidArgumentError: it is open to others, or holds no secret.
         """
         if self._is_own:
-            _check_own_directory(self._path.parent)
+            self._check_directory()
         else:
             check_private(self._path)
         # Not to wait where somebody has put a pipe there.
@@ -537,12 +537,16 @@ class InternalSecret(ReloadingFiles):
             )
         return secret
 
+    def _check_directory(self) -> None:
+        directory = self._path.parent
+        _check_own(directory, directory.stat(follow_symlinks=False), stat.S_ISDIR)
+
     def _publish(self, content: bytes) -> None:
         """Put the file into its place, whole and readable by this user alone, unless there is one by now."""
         try:
             if self._is_own:
                 self._path.parent.mkdir(mode=0o700, exist_ok=True)
-                _check_own_directory(self._path.parent)
+                self._check_directory()
             with NamedTemporaryFile(dir=self._path.parent, prefix=f".{self._path.name}.") as file:  # of mode 0600
                 file.write(content)
                 file.flush()
@@ -597,7 +601,9 @@ def find_secret(settings: ServeSettings, *, has_tokens: bool) -> InternalSecret 
         return InternalSecret(settings.internal_secret_file, is_made=settings.role != "storage")
     if has_tokens:
         return None
-    if _is_within_this_machine(settings):
+    targets = (settings.advertise, settings.controller)
+    # It listens on, advertises and dials this machine's loopback address alone.
+    if is_loopback(settings.host) and all(target is None or is_loopback_target(target) for target in targets):
         try:
             return InternalSecret(own_secret_path(), is_made=True, is_own=True)
         except InvalidArgumentError as error:
@@ -620,16 +626,6 @@ def own_secret_path() -> Path:
     """Return where the services of this user on this machine find their secret."""
     directory = os.environ.get("TMPDIR") or "/tmp"  # noqa: S108  (what is there is checked to be this user's alone)
     return Path(directory) / f"tq_service-internal-{os.geteuid()}" / "secret"
-
-
-def _is_within_this_machine(settings: ServeSettings) -> bool:
-    """Whether a service listens on, advertises and dials this machine's loopback address alone."""
-    targets = (settings.advertise, settings.controller)
-    return is_loopback(settings.host) and all(target is None or is_loopback_target(target) for target in targets)
-
-
-def _check_own_directory(directory: Path) -> None:
-    _check_own(directory, directory.stat(follow_symlinks=False), stat.S_ISDIR)
 
 
 def _check_own(path: Path, status: os.stat_result, is_kind: Callable[[int], bool]) -> None:

@@ -270,7 +270,7 @@ def _showing_its_own(method: Method, token: Token, behavior: Behavior) -> Behavi
 
 
 def _stranger(message: str, reason: str, name: str = "") -> Caller:
-    return Caller(name=name, refusal=Refusal(make_error=lambda: UnauthenticatedError(message), reason=reason))
+    return Caller(name=name, refusal=Refusal(lambda: UnauthenticatedError(message), reason))
 
 
 def _other_protocol(agent: str) -> Caller | None:
@@ -286,7 +286,7 @@ def _other_protocol(agent: str) -> Caller | None:
             metadata={"got": protocol, "expected": str(PROTOCOL), "version": BUILD},
         )
 
-    return Caller(refusal=Refusal(make_error=make_error, reason="another protocol"))
+    return Caller(refusal=Refusal(make_error, "another protocol"))
 
 
 def _lack(method: Method, token: Token) -> Refusal | None:
@@ -314,7 +314,7 @@ def _lack(method: Method, token: Token) -> Refusal | None:
 
 
 def _denied(reason: str, message: str, **metadata: str) -> Refusal:
-    return Refusal(make_error=lambda: PermissionDeniedError(message, metadata=metadata), reason=reason)
+    return Refusal(lambda: PermissionDeniedError(message, metadata=metadata), reason)
 
 
 def _outside(token: Token, partition_id: str) -> PermissionDeniedError:

@@ -284,9 +284,7 @@ class RunningCalls(Middleware):
 
     def __init__(self, most: int = sys.maxsize) -> None:
         self._most = most
-        self._one_too_many = Caller(
-            refusal=Refusal(make_error=lambda: too_many_calls("max_calls", self.count + 1, self._most))
-        )
+        self._one_too_many = Caller(refusal=Refusal(lambda: too_many_calls("max_calls", self.count + 1, self._most)))
         self.count = 0
         self.rejected: Counter[str] = Counter()
         _grpc_log.addFilter(_UNTAKEN_ANSWERS)  # once, however many services the process has
