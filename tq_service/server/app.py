@@ -19,7 +19,7 @@ from typing import Any, Final
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tq_service.addresses import split_addresses
+from tq_service.addresses import redacted, split_addresses
 from tq_service.config import ServeSettings, format_size, join_address
 from tq_service.durable.state_store import StateStore
 from tq_service.errors import InvalidArgumentError, JournalUnreachableError, ServiceFailedError, TqError
@@ -515,7 +515,10 @@ async def _started(settings: ServeSettings, stopping: asyncio.Event) -> App | No
 
 def _what_it_is(app: App) -> str:
     """Return in a line what was started."""
-    settings, storage = app.settings, app.storage
+    settings, storage, mirror = app.settings, app.storage, "none"
+    if settings.mirror is not None:
+        copies = f"{settings.mirror_required} of {settings.mirror_copies} copies required"
+        mirror = f"{redacted(settings.mirror)} ({copies})"
     facts = {
         "version": BUILD,
         "durability": settings.effective_durability,
@@ -524,7 +527,7 @@ def _what_it_is(app: App) -> str:
         "tls": "mutual" if settings.tls_client_ca else "on" if settings.tls_cert else "off",
         "tokens": "on" if settings.auth_tokens_file else "off",
         "shared memory": "off" if storage is None or storage.shared_memory is None else "on",
-        "mirror": "none" if storage is None else storage.mirror_in_words(settings),
+        "mirror": mirror,
         "pid": os.getpid(),
     }
     return ", ".join(f"{name} {value}" for name, value in facts.items())

@@ -307,15 +307,13 @@ def parse_tokens(text: str) -> dict[str, Token]:
     if document or not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise InvalidArgumentError("expected [[token]] entries and nothing else")
     tokens: dict[str, Token] = {}
-    names: set[str] = set()
     for number, entry in enumerate(entries, 1):
         try:
             token = make_token(**entry)
         except InvalidArgumentError as error:
             raise InvalidArgumentError(f"entry {number} ({entry.get('name')!r:.80}): {error}") from None
-        if token.name in names or token.sha256 in tokens:
+        if token.sha256 in tokens or token.name in {each.name for each in tokens.values()}:
             raise InvalidArgumentError(f"entry {number}: the name {token.name!r} or its token is there twice")
-        names.add(token.name)
         tokens[token.sha256] = token
     return tokens
 

@@ -18,6 +18,7 @@ import stat
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -26,7 +27,7 @@ import grpc
 from tq_service.config import ServeSettings, is_loopback, join_address
 from tq_service.daemon_threads import run_in_daemon_thread
 from tq_service.log_message import LogMessage
-from tq_service.server.audit import Audit, AuditLine
+from tq_service.server.audit import Audit
 from tq_service.server.credential_files import (
     ServerCertificate,
     ServiceCredentials,
@@ -34,7 +35,7 @@ from tq_service.server.credential_files import (
     check_authorities,
     find_secret,
 )
-from tq_service.server.rpc.auth import SCRAPE, AccessControl, refused_scrape
+from tq_service.server.rpc.auth import AccessControl
 from tq_service.server.supervisor import regularly
 from tq_service.wire.credentials import Tls
 
@@ -123,20 +124,9 @@ class Listener:
         """Return what secures the port for metrics, which show the names of all partitions and tasks."""
         from tq_service.observe.endpoint import Access  # noqa: PLC0415  (needs the extra `metrics`)
 
-        certificate, tokens = self._certificate, self._tokens
+        certificate = self._certificate
         context = None if certificate is None else lambda: certificate.context
-        if tokens is None:
-            return Access(context=context)
-
-        def refusal(authorization: str, peer: str) -> str | None:
-            caller, reason = refused_scrape(tokens, authorization)
-            if reason is None:
-                return None
-            line = AuditLine(decision="refused", method=SCRAPE, peer=peer, token=caller, reason=reason)
-            loop.call_soon_threadsafe(self._audit.note, line)
-            return f"{reason}; a scrape needs a token with the role read, for all partitions"
-
-        return Access(context=context, refusal=refusal)
+        return Access(context=context, refusal=partial(self.access.refused_scrape, loop))
 
     async def watch(self) -> None:
         """Follow the files that the settings name, and write what the audit log counted, until cancelled."""

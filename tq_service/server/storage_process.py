@@ -101,13 +101,6 @@ class StorageProcess:
             mirroring=self.mirroring,
         )
 
-    def mirror_in_words(self, settings: ServeSettings) -> str:
-        """Return where its puts are a second time."""
-        status = self.engine.stat().mirror
-        if status is None:
-            return "none"
-        return f"{status.url} ({settings.mirror_required} of {settings.mirror_copies} copies required)"
-
     def _adopted(self) -> list[StorageEngine]:
         """Return the engines that have what was taken over."""
         return [] if self.mirroring is None else [each.engine for each in self.mirroring.adopted.values()]

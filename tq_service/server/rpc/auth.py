@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -43,8 +44,7 @@ from tq_service.server.rpc.methods import (
 from tq_service.version import BUILD, PROTOCOL, USER_AGENT
 from tq_service.wire.credentials import TOKEN_KEY, TOKEN_SCHEME
 
-SCRAPE: Final = "GET /metrics"
-"""Stands for the method in the lines of scrapes that are refused."""
+_SCRAPE: Final = "GET /metrics"  # stands for the method in the lines of scrapes that are refused
 _NO_TOKEN: Final = "this service asks for a bearer token, and the call has none; send it as authorization metadata"  # noqa: S105
 # The same for both: whether a token was valid once is not revealed to a finder.
 _BAD_TOKEN: Final = "the token of the call is not valid: unknown here, or expired; ask for a new one"  # noqa: S105
@@ -194,6 +194,27 @@ class AccessControl(Middleware):
             return call
         return lambda request, context: self._lasting.run(call(request, context), token)
 
+    def refused_scrape(self, loop: asyncio.AbstractEventLoop, authorization: str, peer: str) -> str | None:
+        """Return why a scrape of metrics is refused, by its HTTP header, None if it is not; called on threads."""
+        if self._tokens is None:
+            return None
+        token, reason = None, "no token"
+        if secret := _bearer(authorization):
+            token, reason = self._tokens.tokens.get(digest_of(secret)), "unknown token"
+        if token is not None:
+            if token.is_expired():
+                reason = "token has expired"
+            elif not token.roles & {"read", "admin"}:
+                reason = "none of the roles admin, read"
+            elif ALL_PARTITIONS not in token.prefixes:
+                reason = "not for all partitions"
+            else:
+                return None
+        name = "" if token is None else token.name
+        line = AuditLine(decision="refused", method=_SCRAPE, peer=peer, token=name, reason=reason)
+        loop.call_soon_threadsafe(self._audit.note, line)
+        return f"{reason}; a scrape needs a token with the role read, for all partitions"
+
     def _named_by(self, method: Method, request: Any) -> list[str]:
         """Return the partitions that a request names, by themselves and by their puts."""
         named = list(method.partitions(request))
@@ -225,21 +246,6 @@ class AccessControl(Middleware):
                 reason=reason,
             )
         )
-
-
-def refused_scrape(tokens: TokenFile, authorization: str) -> tuple[str, str | None]:
-    """Return whose token is in an HTTP header, as far as is known, and why it may not scrape metrics; None: it may."""
-    secret = _bearer(authorization)
-    if not secret:
-        return "", "no token"
-    token = tokens.tokens.get(digest_of(secret))
-    if token is None:
-        return "", "unknown token"
-    if token.is_expired():
-        return token.name, "token has expired"
-    if not token.roles & {"read", "admin"}:
-        return token.name, "none of the roles admin, read"
-    return token.name, None if ALL_PARTITIONS in token.prefixes else "not for all partitions"
 
 
 def _showing_its_own(method: Method, token: Token, behavior: Behavior) -> Behavior:
