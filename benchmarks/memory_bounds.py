@@ -25,7 +25,7 @@ import tq_service as tq
 from benchmarks.harness import Options, main
 from benchmarks.report import Aim, Cell, Report
 from tq_service.schema import FieldSpec, Layout
-from tq_service.server.tokens import append_token, digest_of, make_token, new_secret
+from tq_service.server.credential_files import append_token, digest_of, make_token, new_secret
 from tq_service.testing import COMMAND, ListeningProcess
 from tq_service.v1.storage_service_pb2 import PutHeader, StatRequest
 from tq_service.v1.storage_service_pb2_grpc import StorageServiceStub

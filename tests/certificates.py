@@ -8,7 +8,7 @@ from pathlib import Path
 
 import trustme
 
-from tq_service.server.tokens import append_token, digest_of, make_token, new_secret
+from tq_service.server.credential_files import append_token, digest_of, make_token, new_secret
 from tq_service.wire.connection import Tls
 
 

@@ -15,7 +15,7 @@ MEAN_A_DATE = {
     "cli/token.py",
     "machine/state_machine.py",
     "server/checkpoints.py",
-    "server/tokens.py",
+    "server/credential_files.py",
     "storage/mirror/adoption.py",  # lists of a mirror are named by the second they were written in
     "storage/mirror/writer.py",
 }

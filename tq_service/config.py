@@ -8,9 +8,11 @@ import ipaddress
 import os
 import re
 import socket
+import sys
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -46,6 +48,13 @@ _LINK_VALUE: Final = re.compile(r"(tcp|udp|sctp)://.*")
 Role = Literal["controller", "storage", "all"]
 Source = Literal["flag", "env", "file", "default"]
 
+# Settings that are given together or not at all.
+_PAIRS: Final = (
+    ("tls_cert", "tls_key"),
+    ("journal", "cluster"),
+    ("etcd_cert", "etcd_key"),
+    ("etcd_user", "etcd_password_file"),
+)
 _SIZE = re.compile(r"\d{1,18}(\.\d{1,18})?\s*(B|[KMGT](i?B)?)?", re.IGNORECASE)
 _BYTES: Final = TypeAdapter(ByteSize)
 
@@ -465,107 +474,80 @@ class ServeSettings(_Limits, _Security, _Batches, _Cluster, _StorageAndDurabilit
         return {"allow_sampler_import": is_private, **values}
 
     @model_validator(mode="after")
-    def _tls_is_whole(self) -> ServeSettings:
-        if (self.tls_cert is None) != (self.tls_key is None):
-            raise ValueError("got one of tls_cert and tls_key; give both, or none to listen without TLS")
-        if self.tls_client_ca is not None and self.tls_cert is None:
-            raise ValueError("tls_client_ca asks clients for certificates, which needs tls_cert and tls_key")
+    def _fit_together(self) -> ServeSettings:
+        for problem in chain(self._wrong_in_security(), self._wrong_in_roles(), self._wrong_in_mirror()):
+            raise ValueError(problem)
         return self
 
-    @model_validator(mode="after")
-    def _is_secured_beyond_loopback(self) -> ServeSettings:
+    def _wrong_in_security(self) -> Iterator[str]:
+        for name in ("etcd_user", "etcd_password_file", "etcd_ca", "etcd_cert", "etcd_key"):
+            if self.journal is None and getattr(self, name) is not None:
+                yield f"{name} is for a journal in etcd; set journal and cluster, or leave it out"
+        for one, other in _PAIRS:
+            if (getattr(self, one) is None) != (getattr(self, other) is None):
+                yield f"got one of {one} and {other}; give both, or neither"
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            yield "tls_client_ca asks clients for certificates, which needs tls_cert and tls_key"
         hosts = [self.host] if self.metrics_port is None else [self.host, self.metrics_host]
         host = next((host for host in hosts if not is_loopback(host)), None)
         if not self.is_secured and host is not None and not self.insecure:
             lacking = [name for name in ("tls_cert", "auth_tokens_file") if getattr(self, name) is None]
-            raise ValueError(
+            yield (
                 f"other machines reach {host}, and there is no {' and no '.join(lacking)}; give TLS and tokens "
                 "(docs/security.md), listen on 127.0.0.1, or set insecure where the network itself is trusted"
             )
-        return self
+
+    def _wrong_in_roles(self) -> Iterator[str]:
+        if self.role == "storage" and self.controller is None:
+            yield "role storage needs the setting controller, the address host:port to announce itself to"
+        if self.role != "storage" and self.controller is not None:
+            yield f"the setting controller is for role storage, but the role is {self.role}; leave one out"
+        if self.durability in {"process", "disk"} and self.data_dir is None:
+            yield f"durability {self.durability} needs the setting data_dir, the directory to keep the state in"
+        if self.durability == "memory" and self.data_dir is not None:
+            yield "durability is memory, for which data_dir has no use; leave one of the two out"
+        if self.journal is None:
+            return
+        if self.role != "controller":
+            yield (
+                f"the journal is in etcd, and the role is {self.role}; what a storage service holds is of its host, so "
+                "run it apart: role controller here, and processes with role storage"
+            )
+        if self.data_dir is None:
+            yield "the journal is in etcd, and data_dir is missing, in which this controller has snapshots"
+        if self.durability != "auto":
+            yield f"the journal is in etcd, so leave durability out; got {self.durability}"
+
+    def _wrong_in_mirror(self) -> Iterator[str]:
+        if self.mirror is None:
+            given = sorted(name for name in self.model_fields_set if name.startswith("mirror_"))
+            if given:
+                yield f"got {', '.join(given)} without mirror, the URL of an engine; give it, or leave them out"
+            return
+        if self.role != "storage":
+            yield (
+                f"mirror is for role storage, but the role is {self.role}; run the storage service as a process of its "
+                "own, so that another one can take its puts over"
+            )
+        if self.data_dir is not None:
+            yield "mirror takes the place of the files in data_dir for puts; leave one of the two out"
+        if "://" not in self.mirror:
+            yield "mirror is no URL; expected one such as s3://bucket/prefix or file:///mnt/shared"
+        if (self.mirror_memory_bytes or 0) > (self.max_bytes or sys.maxsize):
+            yield (
+                f"mirror_memory_bytes is {self.mirror_memory_bytes}, max_bytes {self.max_bytes}; the quota of all puts "
+                "is at least what may be in memory of them: raise max_bytes, or leave mirror_memory_bytes out"
+            )
+        if self.mirror_required > self.mirror_copies:
+            yield (
+                f"mirror_required is {self.mirror_required}, mirror_copies {self.mirror_copies}; no put could ever be "
+                "complete: require at most as many copies as are made"
+            )
 
     @property
     def is_secured(self) -> bool:
         """Whether calls need a token, and travel encrypted."""
         return self.tls_cert is not None and self.auth_tokens_file is not None
-
-    @model_validator(mode="after")
-    def _storage_needs_controller(self) -> ServeSettings:
-        if self.role == "storage" and self.controller is None:
-            raise ValueError("role storage needs the setting controller, the address host:port to announce itself to")
-        if self.role != "storage" and self.controller is not None:
-            raise ValueError(f"the setting controller is for role storage, but the role is {self.role}; leave one out")
-        return self
-
-    @model_validator(mode="after")
-    def _durability_needs_a_directory(self) -> ServeSettings:
-        if self.durability in {"process", "disk"} and self.data_dir is None:
-            raise ValueError(
-                f"durability {self.durability} needs the setting data_dir, the directory to keep the state in"
-            )
-        if self.durability == "memory" and self.data_dir is not None:
-            raise ValueError("durability is memory, for which data_dir has no use; leave one of the two out")
-        return self
-
-    @model_validator(mode="after")
-    def _a_cluster_is_of_controllers(self) -> ServeSettings:
-        if (self.journal is None) != (self.cluster is None):
-            raise ValueError("got one of journal and cluster; a cluster of controllers needs both")
-        if self.journal is None:
-            for name in ("etcd_user", "etcd_password_file", "etcd_ca", "etcd_cert", "etcd_key"):
-                if getattr(self, name) is not None:
-                    raise ValueError(f"{name} is for a journal in etcd; set journal and cluster, or leave it out")
-            return self
-        if self.role != "controller":
-            raise ValueError(
-                f"the journal is in etcd, and the role is {self.role}; what a storage service holds is of its host, so "
-                "run it apart: role controller here, and processes with role storage"
-            )
-        if self.data_dir is None:
-            raise ValueError("the journal is in etcd, and data_dir is missing, in which this controller has snapshots")
-        if self.durability != "auto":
-            raise ValueError(f"the journal is in etcd, so leave durability out; got {self.durability}")
-        if (self.etcd_cert is None) != (self.etcd_key is None):
-            raise ValueError("got one of etcd_cert and etcd_key; give both, or neither")
-        if (self.etcd_user is None) != (self.etcd_password_file is None):
-            raise ValueError("got one of etcd_user and etcd_password_file; give both, or neither")
-        return self
-
-    @model_validator(mode="after")
-    def _mirror_fits(self) -> ServeSettings:
-        given = sorted(
-            {"mirror_copies", "mirror_required", "mirror_memory_bytes", "mirror_offered_bytes"} & self.model_fields_set
-        )
-        if self.mirror is None:
-            if given:
-                raise ValueError(
-                    f"got {', '.join(given)} without mirror, the URL of an engine; give it, or leave them out"
-                )
-            return self
-        if self.role != "storage":
-            raise ValueError(
-                f"mirror is for role storage, but the role is {self.role}; run the storage service as a process of its "
-                "own, so that another one can take its puts over"
-            )
-        if self.data_dir is not None:
-            raise ValueError("mirror takes the place of the files in data_dir for puts; leave one of the two out")
-        if "://" not in self.mirror:
-            raise ValueError("mirror is no URL; expected one such as s3://bucket/prefix or file:///mnt/shared")
-        if (
-            self.mirror_memory_bytes is not None
-            and self.max_bytes is not None
-            and self.mirror_memory_bytes > self.max_bytes
-        ):
-            raise ValueError(
-                f"mirror_memory_bytes is {self.mirror_memory_bytes}, max_bytes {self.max_bytes}; the quota of all puts "
-                "is at least what may be in memory of them: raise max_bytes, or leave mirror_memory_bytes out"
-            )
-        if self.mirror_required > self.mirror_copies:
-            raise ValueError(
-                f"mirror_required is {self.mirror_required}, mirror_copies {self.mirror_copies}; no put could ever be "
-                "complete: require at most as many copies as are made"
-            )
-        return self
 
     @property
     def etcd_members(self) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import tq_service as tq
 from tq_service.cli import app
-from tq_service.server.tokens import digest_of, parse_tokens, read_tokens
+from tq_service.server.credential_files import digest_of, parse_tokens, read_tokens
 
 
 def run(*arguments: object) -> tuple[str, str]:

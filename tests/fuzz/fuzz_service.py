@@ -14,13 +14,14 @@ import grpc
 import numpy as np
 from fuzz_messages import BOOT_ID, CLAIM_ID, FRESH_ID, INCARNATION, OTHER_PUT_ID, PUT_ID
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf.descriptor_pb2 import MethodOptions
 from google.rpc.error_details_pb2 import ErrorInfo
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from recording_proxy import RecordingProxy
 
 import tq_service as tq
 from tq_service.internal.v1 import storage_control_pb2, storage_registry_pb2
-from tq_service.server.internal_secret import INTERNAL_KEY, InternalSecret, own_secret_path
+from tq_service.server.credential_files import INTERNAL_KEY, InternalSecret, own_secret_path
 from tq_service.server.rpc.methods import METHODS as TABLE
 from tq_service.testing import ServiceProcess
 from tq_service.v1 import commit_pb2
@@ -47,7 +48,7 @@ def is_internal(method: MethodDescriptor) -> bool:
 
 def changes_state(method: MethodDescriptor) -> bool:
     """Whether it may change what others see."""
-    return TABLE[path_of(method)].changes_state
+    return method.GetOptions().idempotency_level != MethodOptions.NO_SIDE_EFFECTS
 
 
 def path_of(method: MethodDescriptor) -> str:

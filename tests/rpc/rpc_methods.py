@@ -6,6 +6,7 @@ from typing import Any
 
 import grpc
 from google.protobuf.descriptor import Descriptor, MethodDescriptor
+from google.protobuf.descriptor_pb2 import MethodOptions
 from google.protobuf.message import Message
 
 from tq_service.internal.v1 import storage_control_pb2, storage_registry_pb2
@@ -33,6 +34,16 @@ def names_in(message: Descriptor) -> set[str]:
     nested = (field.message_type for field in message.fields if field.message_type is not None)
     inner = (names_in(each) for each in nested if each.file.package.startswith("tq_service"))
     return {field.name for field in message.fields}.union(*inner)
+
+
+def is_idempotent(described: MethodDescriptor) -> bool:
+    """Whether its proto says that a repeat under the same ids has no further effect."""
+    return described.GetOptions().idempotency_level != MethodOptions.IDEMPOTENCY_UNKNOWN
+
+
+def changes_state(described: MethodDescriptor) -> bool:
+    """Whether it may change anything, as its proto says."""
+    return described.GetOptions().idempotency_level != MethodOptions.NO_SIDE_EFFECTS
 
 
 def shape_of(described: MethodDescriptor) -> str:

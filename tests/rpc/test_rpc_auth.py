@@ -22,8 +22,8 @@ from rpc_methods import CONTROLLER, DESCRIBED, SERVED, STORAGE, call
 
 import tq_service as tq
 from tq_service.server.audit import LOGGER_NAME, AuditLine
+from tq_service.server.credential_files import digest_of, format_entry, make_token, remove_token
 from tq_service.server.rpc.methods import METHODS
-from tq_service.server.tokens import digest_of, format_entry, make_token, remove_token
 from tq_service.serving.lookup import name_token
 from tq_service.v1 import commit_pb2
 from tq_service.v1 import controller_service_pb2 as pb

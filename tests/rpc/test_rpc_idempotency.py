@@ -10,13 +10,12 @@ import pytest
 import torch
 from google.protobuf.message import Message
 from live_server import LiveServer, StartServer
-from rpc_methods import DESCRIBED
+from rpc_methods import DESCRIBED, changes_state
 from rpc_samples import new_id, put_train, reason_of, snapshot
 
 import tq_service as tq
 from tq_service.internal.v1 import storage_control_pb2, storage_registry_pb2
 from tq_service.server.receipts import key_id
-from tq_service.server.rpc.methods import METHODS
 from tq_service.v1 import commit_pb2, metadata_pb2, storage_service_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.wire.columns import encode_header
@@ -59,8 +58,8 @@ CHANGED_NOTHING_SEEN = {"SetCustomMeta", "CloseGroups", "AckClaim", "ExtendClaim
 def test_every_request_with_an_id_is_here() -> None:
     with_id = {
         method.name
-        for name, method in DESCRIBED.items()
-        if METHODS[name].changes_state and "request_id" in method.input_type.fields_by_name
+        for method in DESCRIBED.values()
+        if changes_state(method) and "request_id" in method.input_type.fields_by_name
     }
     # Restore takes a service without partitions.
     assert mutating_requests(tq.BatchMeta(), b"").keys() == with_id - {"Restore"}

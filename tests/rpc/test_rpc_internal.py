@@ -259,7 +259,7 @@ def test_a_secret_that_is_replaced_is_followed_while_puts_go_on(
     start_server: StartServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tq_service.server.listener._LOOK_SECONDS", 0.02)
-    monkeypatch.setattr("tq_service.server.internal_secret._SEND_OLD_SECONDS", 0.3)
+    monkeypatch.setattr("tq_service.server.credential_files._SEND_OLD_SECONDS", 0.3)
     secret = tmp_path / "secret"
     replace(secret, SECRET)
     settings: dict[str, Any] = {"internal_secret_file": str(secret)}

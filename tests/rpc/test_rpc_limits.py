@@ -13,7 +13,7 @@ from live_server import AnyClient, LiveServer, StartServer
 from rpc_samples import TRAIN, new_id, put_train, snapshot
 
 import tq_service as tq
-from tq_service.server.progress import LEAST_PROGRESS_BYTES
+from tq_service.server.rpc.inbox import LEAST_PROGRESS_BYTES
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import storage_service_pb2 as storage_pb
 from tq_service.wire.columns import encode_header

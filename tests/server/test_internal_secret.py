@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from tq_service.errors import InvalidArgumentError
-from tq_service.server import internal_secret
-from tq_service.server.internal_secret import (
+from tq_service.server import credential_files
+from tq_service.server.credential_files import (
     INTERNAL_KEY,
     InternalSecret,
     ServiceCredentials,
@@ -181,9 +181,9 @@ def test_a_new_secret_is_accepted_beside_the_old_one_for_a_while(tmp_path: Path)
     assert secret.accepts(old)
     assert secret.accepts(new)
     assert secret.proof == old  # others may not have read the new one yet
-    now += internal_secret._SEND_OLD_SECONDS
+    now += credential_files._SEND_OLD_SECONDS
     assert secret.proof == new
-    now += internal_secret._ACCEPT_OLD_SECONDS
+    now += credential_files._ACCEPT_OLD_SECONDS
     assert not secret.accepts(old)
     assert secret.accepts(new)
 
@@ -206,12 +206,13 @@ def test_a_broken_new_file_is_logged_and_the_secret_before_stays(
 
 def test_the_proof_goes_in_plaintext_to_this_machine_only_and_into_no_text(tmp_path: Path) -> None:
     secret = InternalSecret(given(tmp_path / "secret"), is_made=False)
-    credentials = ServiceCredentials(None, None, insecure=False, secret=secret)
+    credentials, insecure = ServiceCredentials(None, None, insecure=False), ServiceCredentials(insecure=True)
+    credentials.secret = insecure.secret = secret
     assert credentials.metadata() == ((INTERNAL_KEY, secret.proof),)
     credentials.check_target("localhost:50051")
     with pytest.raises(InvalidArgumentError, match="the proof of the internal secret would go to far:1 in plaintext"):
         credentials.check_target("far:1")
-    ServiceCredentials(None, None, insecure=True, secret=secret).check_target("far:1")
+    insecure.check_target("far:1")
     for text in (repr(credentials).encode(), pickle.dumps(credentials)):
         assert secret.proof.encode() not in text
         assert SECRET not in text

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from tq_service.errors import DeadlineError
-from tq_service.server.progress import GRACE_SECONDS, LEAST_PROGRESS_BYTES, LeastRate, Progress, received
-from tq_service.server.rpc.inbox import wait_until
+from tq_service.server.rpc.inbox import GRACE_SECONDS, LEAST_PROGRESS_BYTES, LeastRate, Progress, received, wait_until
 
 SECONDS = 1000.0
 
@@ -32,7 +31,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr("tq_service.server.progress.time", clock)
+    monkeypatch.setattr("tq_service.server.rpc.inbox.time", clock)
     monkeypatch.setattr("tq_service.server.rpc.inbox.time", clock)
     return clock
 

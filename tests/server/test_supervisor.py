@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from tq_service.errors import ServiceFailedError
-from tq_service.server.supervisor import FailingWith, Supervisor, regularly
+from tq_service.server.supervisor import Supervisor, failing_with, regularly
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ async def test_background_tasks_that_are_stopped_or_cancelled_are_not_fatal(logg
 async def test_a_failure_comes_out_of_the_body_that_waits():
     supervisor = Supervisor()
     with pytest.raises(ServiceFailedError, match="ended by ZeroDivisionError") as caught:
-        async with FailingWith(supervisor):
+        async with failing_with(supervisor):
             supervisor.start("work", raise_it(ZeroDivisionError()))
             await forever()
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
@@ -103,7 +103,7 @@ async def test_a_failure_comes_out_of_the_body_that_waits():
 async def test_a_failure_that_the_body_causes_itself_leaves_no_cancellation_behind():
     supervisor = Supervisor()
     with pytest.raises(ServiceFailedError, match="over"):
-        async with FailingWith(supervisor):
+        async with failing_with(supervisor):
             supervisor.fatal("over")
     await asyncio.sleep(0)
 
@@ -111,7 +111,7 @@ async def test_a_failure_that_the_body_causes_itself_leaves_no_cancellation_behi
 async def test_a_failure_takes_the_place_of_the_errors_it_brings_about():
     supervisor = Supervisor()
     with pytest.raises(ServiceFailedError, match="over") as caught:
-        async with FailingWith(supervisor):
+        async with failing_with(supervisor):
             supervisor.fatal("over")
             raise ConnectionError("the service is gone")
     assert isinstance(caught.value.__context__, ConnectionError)
@@ -120,12 +120,12 @@ async def test_a_failure_takes_the_place_of_the_errors_it_brings_about():
 
 async def test_a_body_that_does_not_fail_is_left_alone():
     supervisor = Supervisor()
-    async with FailingWith(supervisor):
+    async with failing_with(supervisor):
         await asyncio.sleep(0)
     supervisor.fatal("later")
     await asyncio.sleep(0)
     with pytest.raises(KeyError):
-        async with FailingWith(Supervisor()):
+        async with failing_with(Supervisor()):
             raise KeyError
 
 
@@ -134,7 +134,7 @@ async def test_a_cancellation_from_outside_stays_one(fails):
     supervisor, is_in = Supervisor(), asyncio.Event()
 
     async def own():
-        async with FailingWith(supervisor):
+        async with failing_with(supervisor):
             is_in.set()
             await forever()
 
@@ -151,7 +151,7 @@ async def test_a_cancellation_from_outside_stays_one(fails):
 async def test_an_owner_that_is_done_by_then_is_left_alone():
     """As in a fixture of a test, whose two halves are run by two tasks."""
     supervisor = Supervisor()
-    scope = FailingWith(supervisor)
+    scope = failing_with(supervisor)
     await asyncio.ensure_future(scope.__aenter__())
     supervisor.fatal("over")
     with pytest.raises(ServiceFailedError):

@@ -20,8 +20,7 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509 import DNSName, IPAddress, SubjectAlternativeName, load_pem_x509_certificate
 
 from tq_service.errors import InvalidArgumentError
-from tq_service.server.tls import ServerCertificate
-from tq_service.server.tokens import read_tokens
+from tq_service.server.credential_files import ServerCertificate, read_tokens
 
 
 class TlsFiles(NamedTuple):

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tq_service.errors import InvalidArgumentError
-from tq_service.server.tokens import (
+from tq_service.server.credential_files import (
     Token,
     TokenFile,
     append_token,
@@ -215,7 +215,7 @@ def test_what_the_log_asks_for_is_enough(tmp_path: Path, caplog: pytest.LogCaptu
 _ADD_TEN = """
 import sys
 from pathlib import Path
-from tq_service.server.tokens import append_token, digest_of, make_token
+from tq_service.server.credential_files import append_token, digest_of, make_token
 for number in range(10):
     name = f"{sys.argv[2]}-{number}"
     append_token(Path(sys.argv[1]), make_token(name=name, sha256=digest_of(name), roles=["read"], prefixes=[""]))

@@ -34,7 +34,7 @@ class _JsonFormatter(logging.Formatter):
         level = record.levelname.lower() if line is None else "audit"
         facts: dict[str, Any] = {"time": _moment(record), "level": level, "logger": record.name}
         if line is not None:
-            facts |= dict(line.shown())
+            facts |= line.shown()
         elif isinstance(record.msg, LogMessage):
             facts = record.msg.fields | facts | {"message": record.msg.text}
         else:

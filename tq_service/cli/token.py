@@ -51,7 +51,7 @@ def new(
 
     A running service sees the new entry within a second.
     """
-    from tq_service.server.tokens import append_token, digest_of, format_entry, make_token, new_secret  # noqa: PLC0415
+    from tq_service.server.credential_files import append_token, digest_of, format_entry, make_token, new_secret  # noqa: PLC0415
 
     secret = new_secret()
     token = make_token(
@@ -81,7 +81,7 @@ def new(
 @verb(TOKEN, "revoke", timeout=None)
 def revoke(name: Annotated[str, typer.Argument(help="Name of the token.")], file: File = None) -> Answer:
     """Remove a token from a file: a running service rejects it within a second."""
-    from tq_service.server.tokens import remove_token  # noqa: PLC0415  (--help does without)
+    from tq_service.server.credential_files import remove_token  # noqa: PLC0415  (--help does without)
 
     path = _given_file(file)
     with _writes("file", path):
@@ -93,7 +93,7 @@ def revoke(name: Annotated[str, typer.Argument(help="Name of the token.")], file
 @verb(TOKEN, "ls", timeout=None)
 def list_tokens(file: File = None) -> Answer:
     """List the tokens of a file: names, roles, prefixes and ends."""
-    from tq_service.server.tokens import read_tokens  # noqa: PLC0415  (--help does without)
+    from tq_service.server.credential_files import read_tokens  # noqa: PLC0415  (--help does without)
 
     shown: list[dict[str, Any]] = [
         {

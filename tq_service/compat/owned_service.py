@@ -55,7 +55,7 @@ def _flag(name: str, value: Any) -> list[str]:
 
 
 def _new_token(path: Path) -> tuple[str, Path]:
-    from tq_service.server.tokens import append_token, digest_of, make_token, new_secret  # noqa: PLC0415
+    from tq_service.server.credential_files import append_token, digest_of, make_token, new_secret  # noqa: PLC0415
 
     secret = new_secret()
     append_token(path, make_token(name=_TOKEN_NAME, sha256=digest_of(secret), roles=["admin"], prefixes=[""]))

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import hashlib
 import logging
+import operator
 import os
+import secrets
 import signal
+import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, Final
@@ -14,25 +19,37 @@ from typing import Any, Final
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tq_service.addresses import split_addresses
+from tq_service.addresses import redacted, split_addresses
 from tq_service.config import ServeSettings, format_size, join_address
 from tq_service.durable.state_store import StateStore
 from tq_service.errors import InvalidArgumentError, JournalUnreachableError, ServiceFailedError, TqError
 from tq_service.internal.v1.storage_control_pb2_grpc import add_StorageControlServiceServicer_to_server
 from tq_service.internal.v1.storage_registry_pb2_grpc import add_StorageRegistryServiceServicer_to_server
 from tq_service.log_message import LogMessage
+from tq_service.machine.state_machine import IdempotencyCache
 from tq_service.observe.instruments import Instruments
-from tq_service.server.composition import Storage, make_controller, open_cluster, open_state_store
-from tq_service.server.connections import Connections
+from tq_service.observe.planning import TimedRunner
+from tq_service.samplers import PlanRunner, SamplerRegistry
+from tq_service.schema import CONTROLLER_NAME_BYTES
+from tq_service.server import converters
+from tq_service.server.checkpoints import Checkpoints
+from tq_service.server.commits import Commits
+from tq_service.server.controller_servicer import ControllerServicer
 from tq_service.server.health import Health
-from tq_service.server.listener import Listener
+from tq_service.server.listener import Connections, Listener
 from tq_service.server.process import collect_garbage, give_back_freed_memory, tuned_process
 from tq_service.server.rpc.calls import DurableAnswers, ObservedCalls, RunningCalls, Services
 from tq_service.server.rpc.inbox import WaitingCalls
 from tq_service.server.rpc.methods import Middleware
+from tq_service.server.status import Identity
+from tq_service.server.storage_process import StorageProcess
 from tq_service.server.storage_servicer import SERVICE as STORAGE_SERVICE
-from tq_service.server.storage_servicer import StorageServicer
-from tq_service.server.supervisor import FAILED_EXIT_CODE, FailingWith, Supervisor, regularly
+from tq_service.server.storage_servicer import EngineDriver, StorageServicer
+from tq_service.server.storages import EmbeddedStorage, StorageRegistry
+from tq_service.server.supervisor import FAILED_EXIT_CODE, Supervisor, failing_with, regularly
+from tq_service.server.watches import Watches
+from tq_service.serving.backlogs import Backlogs
+from tq_service.serving.catalog import Catalog, Limits
 from tq_service.v1.controller_service_pb2_grpc import add_ControllerServiceServicer_to_server
 from tq_service.v1.storage_service_pb2_grpc import add_StorageServiceServicer_to_server
 from tq_service.version import BUILD
@@ -40,6 +57,7 @@ from tq_service.wire.connection import CONTROLLER_CONNECTION_SECONDS, LISTENING_
 
 _log = logging.getLogger(__name__)
 CONTROLLER_SERVICE = "tq_service.v1.ControllerService"
+HEARTBEAT_SECONDS: Final = 2.0
 _HOUSEKEEPING_SECONDS = 5.0
 _MOST_PENDING_CALLS = 100_000
 _ETCD_RETRY_SECONDS: Final = 1.0
@@ -53,6 +71,7 @@ class App:
     What is opened here is closed in the opposite order by `stop`.
 
     Attributes:
+        settings: how it runs.
         supervisor: runs the background tasks, and knows whether the service can go on.
         port: where it listens.
         listener: the port, and what secures it.
@@ -68,7 +87,7 @@ class App:
 
     def __init__(self, settings: ServeSettings, supervisor: Supervisor, closing: contextlib.AsyncExitStack) -> None:
         self.supervisor = supervisor
-        self._settings = settings
+        self.settings = settings
         self._closing = closing  # the caller closes it if this cannot be made
         closing.enter_context(tuned_process())
         self.listener = Listener(settings)
@@ -76,7 +95,6 @@ class App:
             self.listener.credentials.check_target(address)
         self._server = _make_server(settings)
         self._stopping: asyncio.Task[None] | None = None
-        self._answers: DurableAnswers | None = None
         self._servicer: StorageServicer | None = None
         closing.push_async_callback(self._stop_server, 0)
         self.port = self.listener.listen(self._server)
@@ -87,31 +105,32 @@ class App:
         )
         self.waiting = WaitingCalls(settings.max_waiting_calls, settings.max_waiting_calls_per_client)
         instruments = None if settings.metrics_port is None else Instruments()
-        self.cluster = open_cluster(settings, self.port, self.listener.credentials, supervisor)
-        if self.cluster is not None:
+        self.cluster: ClusterMember | None = None
+        self.state_store: StateStore | None = None
+        if settings.journal is not None:
+            # A controller alone does without it.
+            from tq_service.server.cluster_member import ClusterMember  # noqa: PLC0415
+
+            address = settings.advertised_address(self.port)
+            self.cluster = ClusterMember(settings, address, self.listener.credentials, supervisor)
             closing.push_async_callback(self.cluster.close)
-        self.state_store = open_state_store(settings) if self.cluster is None else self.cluster.store
+            self.state_store = self.cluster.store
+        elif settings.data_dir is not None:
+            self.state_store = StateStore.open(
+                settings.data_dir, sync=settings.durability == "disk", accept_loss=settings.accept_journal_loss
+            )
         if self.state_store is not None:
             self.state_store.fatal = supervisor.fatal
             supervisor.on_fatal(self.state_store.abandon)
             closing.push_async_callback(self.state_store.close)
+        self._answers = DurableAnswers(self.state_store, self.cluster)
         self.storage = self.controller = None
         if settings.role != "controller":
-            self.storage = Storage(settings, self.port, self.state_store, supervisor)
+            self.storage = StorageProcess(settings, self.port, self.state_store, supervisor)
             closing.push_async_callback(self.storage.close)
             self.listener.access.partition_of = self.storage.partition_of
         if settings.role != "storage":
-            self.controller = make_controller(
-                settings,
-                self.port,
-                storage=self.storage,
-                store=self.state_store,
-                credentials=self.listener.credentials,
-                waiting=self.waiting,
-                supervisor=supervisor,
-                instruments=instruments,
-                cluster=self.cluster,
-            )
+            self.controller = self._make_controller(instruments)
             closing.push_async_callback(self.controller.storages.close)
             closing.push_async_callback(self.controller.backlogs.close)
         closing.callback(self.listener.close)
@@ -121,9 +140,9 @@ class App:
             self._recover(self.state_store)
         self.metrics: Metrics | None = None
         if instruments is not None:
-            self.metrics = Metrics(self, settings, instruments)
+            self.metrics = Metrics(self, instruments)
             closing.push_async_callback(self.metrics.close)
-        self._add_services(settings, instruments)
+        self._add_services(instruments)
 
     @classmethod
     async def start(cls, settings: ServeSettings, supervisor: Supervisor) -> App:
@@ -152,18 +171,73 @@ class App:
             raise
         return app
 
-    def _add_services(self, settings: ServeSettings, instruments: Instruments | None) -> None:
+    def _make_controller(self, instruments: Instruments | None) -> ControllerServicer:
+        """Return the controller, which answers its calls."""
+        settings, storage, store, cluster = self.settings, self.storage, self.state_store, self.cluster
+        runner = PlanRunner(max_threads=settings.sampler_threads, timeout_seconds=settings.sampler_timeout_seconds)
+        catalog = Catalog(
+            runner if instruments is None else TimedRunner(runner, instruments.plan_seconds),
+            Limits(**{each.name: getattr(settings, each.name) for each in dataclasses.fields(Limits)}),
+            IdempotencyCache(
+                settings.request_record_seconds,
+                pack=converters.pack,
+                unpack=converters.unpack,
+                max_bytes=settings.request_record_bytes,
+                weigh=converters.weigh,
+            ),
+        )
+        catalog.machine.fatal = self.supervisor.fatal
+        if store is None:
+            # By its beginning others know whose earlier start they see.
+            name = hashlib.sha256(f"{settings.advertise or socket.gethostname()}:{self.port}".encode()).digest()
+            controller_id = name[:CONTROLLER_NAME_BYTES] + secrets.token_bytes(16 - CONTROLLER_NAME_BYTES)
+        else:
+            controller_id = store.data_dir.identity.controller_boot_id
+        embedded = None
+        if storage is not None:
+            driver = EngineDriver(storage.engine)
+            embedded = EmbeddedStorage(storage.engine, storage.endpoint, driver, controller_id)
+        storages = StorageRegistry(
+            embedded,
+            HEARTBEAT_SECONDS,
+            self.listener.credentials,
+            snapshot_cells=catalog.snapshot_cells,
+            controller_id=controller_id,
+            epoch=self._answers.epoch,
+            after_durable=operator.call if store is None else store.after_durable,
+            takes_heartbeats=self._answers.takes_changes,
+            supervisor=self.supervisor,
+        )
+        catalog.on_freed = storages.puts.free
+        return ControllerServicer(
+            catalog=catalog,
+            commits=Commits(catalog=catalog, storages=storages, waiting=self.waiting),
+            registry=SamplerRegistry(allow_import=settings.allow_sampler_import),
+            runner=runner,
+            storages=storages,
+            max_wait_cap_seconds=settings.max_wait_cap_seconds,
+            waiting=self.waiting,
+            checkpoints=Checkpoints(
+                catalog=catalog, storages=storages, store=store, checkpoint_dir=settings.checkpoint_directory()
+            ),
+            watches=Watches(catalog, most=settings.max_watchers, stall_seconds=settings.stall_seconds),
+            backlogs=Backlogs(catalog, runner),
+            identity=Identity(
+                settings=settings, shared_memory=storage is not None and storage.shared_memory is not None
+            ),
+            controllers=tuple if cluster is None else cluster.statuses,
+        )
+
+    def _add_services(self, instruments: Instruments | None) -> None:
         """Add the services to the server, each behind what guards it."""
+        settings = self.settings
         middleware: list[Middleware] = [ObservedCalls(instruments)]
         if settings.traces:
             with _needing_extra("traces", "traces"):
                 from tq_service.server.rpc.traces import CallSpans  # noqa: PLC0415  (needs an extra)
             middleware.append(CallSpans())
-        middleware += [self.calls, self.listener.access]
-        if self.state_store is not None:
-            # The last, so that a rejected caller neither waits for a disk nor learns how it is.
-            self._answers = DurableAnswers(self.state_store, self.cluster)
-            middleware.append(self._answers)
+        # The last waits, so that a rejected caller neither waits for a disk nor learns how it is.
+        middleware += [self.calls, self.listener.access, self._answers]
         server: Any = Services(self._server, middleware)  # what generated code takes for one
         takes_services = self.listener.takes_services
         services = []
@@ -224,8 +298,8 @@ class App:
         start("collecting garbage", collect_garbage())
         if self.metrics is not None:
             start("measuring the event loop", self.metrics.shown.measure_loop())
-        if self.storage is not None and self._settings.controller is not None:
-            self.storage.join(self._settings.controller, self.listener.credentials, self.supervisor)
+        if self.storage is not None and self.settings.controller is not None:
+            self.storage.join(self.settings.controller, self.listener.credentials, self.supervisor)
         if self.controller is not None:
             start("having lost puts taken over", self.controller.storages.adoptions.run())
 
@@ -241,8 +315,7 @@ class App:
             self.health.serve()
         else:
             self.health.stand_by()
-            if self._answers is not None:
-                self._answers.end_calls()
+            self._answers.end_calls()
 
     async def _end_idle(self) -> None:
         if self._servicer is not None:
@@ -309,8 +382,7 @@ class Metrics:
     """What a process shows to Prometheus, and the port on which it does.
 
     Args:
-        app: the process, whose state was recovered.
-        settings: how it runs, with a metrics_port.
+        app: the process, whose state was recovered, with a metrics_port.
         instruments: what is counted.
 
     Attributes:
@@ -322,7 +394,8 @@ class Metrics:
         InvalidArgumentError: the extra `metrics` is not installed.
     """
 
-    def __init__(self, app: App, settings: ServeSettings, instruments: Instruments) -> None:
+    def __init__(self, app: App, instruments: Instruments) -> None:
+        settings = app.settings
         with _needing_extra("metrics", "metrics_port"):
             from tq_service.observe.endpoint import Endpoint  # noqa: PLC0415  (needs an extra)
             from tq_service.observe.service import ServiceMetrics  # noqa: PLC0415  (as above)
@@ -412,9 +485,9 @@ async def serve(settings: ServeSettings, *, announce: Callable[[str], None]) -> 
     if app is None:
         return 0
     announce(f"listening on {join_address(settings.host, app.port)} (role {settings.role})")
-    announce(_what_it_is(app, settings))
+    announce(_what_it_is(app))
     try:
-        async with FailingWith(app.supervisor):
+        async with failing_with(app.supervisor):
             app.supervisor.raise_failure()
             await stopping.wait()
             announce(f"draining for up to {settings.grace_seconds:g} s")
@@ -441,9 +514,12 @@ async def _started(settings: ServeSettings, stopping: asyncio.Event) -> App | No
     return None
 
 
-def _what_it_is(app: App, settings: ServeSettings) -> str:
+def _what_it_is(app: App) -> str:
     """Return in a line what was started."""
-    storage = app.storage
+    settings, storage, mirror = app.settings, app.storage, "none"
+    if settings.mirror is not None:
+        copies = f"{settings.mirror_required} of {settings.mirror_copies} copies required"
+        mirror = f"{redacted(settings.mirror)} ({copies})"
     facts = {
         "version": BUILD,
         "durability": settings.effective_durability,
@@ -452,7 +528,7 @@ def _what_it_is(app: App, settings: ServeSettings) -> str:
         "tls": "mutual" if settings.tls_client_ca else "on" if settings.tls_cert else "off",
         "tokens": "on" if settings.auth_tokens_file else "off",
         "shared memory": "off" if storage is None or storage.shared_memory is None else "on",
-        "mirror": "none" if storage is None else storage.mirror_in_words(settings),
+        "mirror": mirror,
         "pid": os.getpid(),
     }
     return ", ".join(f"{name} {value}" for name, value in facts.items())
@@ -467,7 +543,7 @@ async def running(settings: ServeSettings) -> AsyncIterator[App]:
     """
     supervisor, app = Supervisor(), None
     try:
-        async with FailingWith(supervisor):
+        async with failing_with(supervisor):
             app = await App.start(settings, supervisor)
             yield app
     finally:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from typing import Final, Literal
 
 LOGGER_NAME: Final = "tq_service.audit"
@@ -38,21 +38,17 @@ class AuditLine:
     reason: str = ""
     repeats: int = 0
 
-    def shown(self) -> Iterator[tuple[str, str | int]]:
-        """Yield what is known, by name."""
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, str):
-                value = value[:_LONGEST_TEXT]
-            if value:
-                yield field.name, value
+    def shown(self) -> dict[str, str | int]:
+        """Return what is known, by name."""
+        known = {
+            name: value[:_LONGEST_TEXT] if isinstance(value, str) else value for name, value in asdict(self).items()
+        }
+        return {name: value for name, value in known.items() if value}
 
     def __str__(self) -> str:
         # JSON escapes line ends, control and all other unusual characters: a name cannot forge a line.
-        return " ".join(
-            value if name == "decision" else f"{name}={json.dumps(value)}"  # type: ignore[misc]  # that one is a text
-            for name, value in self.shown()
-        )
+        others = [f"{name}={json.dumps(value)}" for name, value in self.shown().items() if name != "decision"]
+        return " ".join([self.decision, *others])
 
 
 class Audit:

@@ -7,12 +7,11 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Final, TypeVar
 
 from tq_service.dataplane.driver import Seconds
 from tq_service.durable.checkpoint import (
@@ -95,28 +94,26 @@ class Checkpoints:
             DataLossError: bytes that are to be copied are lost.
             UnavailableError: a storage service cannot be reached.
         """
-        await _in_thread(lambda: check_json_object("metadata", metadata))
-        path = await _in_thread(lambda: checkpoint_path(self._checkpoint_dir, name))
+        await _in_thread(check_json_object, "metadata", metadata)
+        path = await _in_thread(checkpoint_path, self._checkpoint_dir, name)
         with self._alone("written"):
             writer = CheckpointWriter(path)
             try:
-                async with _LoopWatch() as watch:
+                async with _pauses() as pauses:
                     await _in_thread(writer.open)
                     answer = await self._copy(writer, metadata or "{}", prefix)
             finally:
                 await _in_thread(writer.abort)
         _log.info(LogMessage("wrote a checkpoint", name=name, path=path))
         answer.name = name
-        answer.pause.CopyFrom(to_duration(watch.longest_seconds))
+        answer.pause.CopyFrom(to_duration(max(pauses)))
         return answer
 
     async def _copy(self, writer: CheckpointWriter, metadata: str, prefix: str) -> pb.CheckpointResponse:
         """Write the bytes of all samples of this moment, and then the state; return what was written."""
         with self._storages.puts.holding_frees():
-            partitions, answers = (
-                self._catalog.snapshot(),
-                self._catalog.answers.snapshot(),
-            )  # in one step with the line above
+            # In one step with the line above.
+            partitions, answers = self._catalog.snapshot(), self._catalog.answers.snapshot()
             if prefix:  # answers name partitions in full, and are for retries of calls about them
                 partitions, answers = _renamed(partitions, lambda name: name.removeprefix(prefix), prefix), iter(())
             copied: list[PartitionSnapshot] = []
@@ -126,16 +123,16 @@ class Checkpoints:
                 sample_count=_sample_count(partitions),
                 metadata=metadata,
             )
-            await _in_thread(lambda: writer.describe(facts))
+            await _in_thread(writer.describe, facts)
             answer = pb.CheckpointResponse(partition_count=facts.partition_count, sample_count=facts.sample_count)
             for partition in partitions:
-                plan = await _in_thread(partial(PartitionPlan, partition))
+                plan = await _in_thread(PartitionPlan, partition)
                 for block in plan.blocks:
                     await self._copy_block(writer, block)
                     answer.value_bytes += block.value_bytes
                 copied.append(plan.partition())
                 answer.put_count += len(plan.blocks)
-        await _in_thread(lambda: writer.finish(ServiceSnapshot(partitions=copied, answers=answers)))
+        await _in_thread(writer.finish, ServiceSnapshot(partitions=copied, answers=answers))
         return answer
 
     async def _copy_block(self, writer: CheckpointWriter, block: Block) -> None:
@@ -149,8 +146,8 @@ class Checkpoints:
             raise _lost(block, error) from error
         columns = [column for column, _ in received]
         block.value_bytes = sum(column.value_bytes for column in columns)
-        await _in_thread(lambda: writer.begin_block(block, columns))
-        await _in_thread(lambda: writer.add(values.data for _, values in received))
+        await _in_thread(writer.begin_block, block, columns)
+        await _in_thread(writer.add, (values.data for _, values in received))
 
     # Listing
 
@@ -161,7 +158,7 @@ class Checkpoints:
             PreconditionError: there is no directory for checkpoints.
             InvalidArgumentError: the size, or the token.
         """
-        return await _in_thread(lambda: self._read_page(prefix, size, token))
+        return await _in_thread(self._read_page, prefix, size, token)
 
     def _read_page(self, prefix: str, size: int, token: str) -> pb.ListCheckpointsResponse:
         names = [name for name in checkpoint_names(self._checkpoint_dir) if name.startswith(prefix)]
@@ -214,9 +211,9 @@ class Checkpoints:
         recorded: pb.RestoreResponse | None = self._catalog.recorded(request_id, pb.RestoreResponse)
         if recorded is not None:
             return recorded
-        path = await _in_thread(lambda: checkpoint_path(self._checkpoint_dir, name))
+        path = await _in_thread(checkpoint_path, self._checkpoint_dir, name)
         with self._alone("restored"), contextlib.nullcontext() if replace else self._catalog.closed(prefix):
-            checkpoint = await _in_thread(lambda: read_checkpoint(path))
+            checkpoint = await _in_thread(read_checkpoint, path)
             answer = pb.RestoreResponse(
                 partition_count=len(checkpoint.state.partitions),
                 sample_count=_sample_count(checkpoint.state.partitions),
@@ -226,22 +223,31 @@ class Checkpoints:
             )
             # What a newer version wrote is refused here, before anything is placed.
             named = _renamed(checkpoint.state.partitions, lambda name: prefix + name)
-            partitions = await _in_thread(lambda: [Partition.restore(each) for each in named])
+            partitions: list[Partition] = await _in_thread(list, map(Partition.restore, named))
             puts: list[Put] = []
             try:
                 for block in checkpoint.blocks:
                     puts.append(await self._place(checkpoint, block, prefix))  # noqa: PERF401  (some are there when one fails)
-                await _in_thread(lambda: relocate(partitions, puts))
-                restored = _Restored(partitions=partitions, puts=puts, answers=checkpoint.state.answers)
-                await _to_the_end(self._appear(restored, request_id, answer, prefix))
+                await _in_thread(relocate, partitions, puts)
+
+                await _to_the_end(self._appear(checkpoint, partitions, puts, request_id, answer, prefix=prefix))
             except BaseException:
                 self._storages.puts.free_now([put for put in puts if not self._storages.puts.is_committed(put)])
                 raise
         return answer
 
-    async def _appear(self, restored: _Restored, request_id: bytes, answer: pb.RestoreResponse, prefix: str) -> None:
+    async def _appear(
+        self,
+        checkpoint: Checkpoint,
+        partitions: Sequence[Partition],
+        puts: Sequence[Put],
+        request_id: bytes,
+        answer: pb.RestoreResponse,
+        *,
+        prefix: str,
+    ) -> None:
         """Make what is restored durable, and then visible, all in one step, in place of what has its prefix."""
-        catalog, partitions = self._catalog, restored.partitions
+        catalog, answers = self._catalog, checkpoint.state.answers
 
         def take() -> list[PartitionSnapshot]:
             catalog.prepare_replacement(partitions)
@@ -249,11 +255,11 @@ class Checkpoints:
             return [*others, *(partition.snapshot() for partition in partitions)]
 
         def appear() -> None:
-            self._storages.puts.mark_committed(restored.puts)
+            self._storages.puts.mark_committed(puts)
             catalog.replace(partitions, prefix)
             catalog.end_replacement()
             catalog.start_leases()
-            catalog.answers.restore(restored.answers)
+            catalog.answers.restore(answers)
             catalog.run_once(request_id, lambda: answer, pb.RestoreResponse)
 
         own = [Entry(request_id, catalog.machine.now_seconds(), pack(answer))]
@@ -263,7 +269,7 @@ class Checkpoints:
                 appear()
             else:
                 await self._store.snapshot_restored(
-                    take, lambda: merged(restored.answers, catalog.answers.snapshot(), own), appear
+                    take, lambda: merged(answers, catalog.answers.snapshot(), own), appear
                 )
         finally:
             catalog.end_replacement()
@@ -272,7 +278,7 @@ class Checkpoints:
         place = self._storages.place(block.size_bytes).storages[0]
         driver = self._storages.driver(place.storage_id, place.boot_id)
         put = Put(place.storage_id, place.boot_id, os.urandom(16))
-        columns = await _in_thread(lambda: _columns(checkpoint, block))
+        columns = await _in_thread(_columns, checkpoint, block)
         header = put_header(put.put_id, columns, partition_id=prefix + block.partition_id)
         header.controller_id = self._storages.controller_id
         with self._storages.puts.placing(put):
@@ -291,44 +297,29 @@ class Checkpoints:
             self._running = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Restored:
-    """What a checkpoint brings back: partitions, the puts of their cells, and answers for retries."""
+@contextlib.asynccontextmanager
+async def _pauses() -> AsyncIterator[list[float]]:
+    """Yield by how much short sleeps take longer than they should: for so long the loop did something else."""
+    late = [0.0]
 
-    partitions: Sequence[Partition]
-    puts: Sequence[Put]
-    answers: Iterable[Entry]
-
-
-class _LoopWatch:
-    """Measures in an `async with` by how much a short sleep takes longer than it should, again and again.
-
-    Attributes:
-        longest_seconds: the longest time so far for which the loop did something else, whatever that was.
-    """
-
-    def __init__(self) -> None:
-        self.longest_seconds = 0.0
-
-    async def __aenter__(self) -> Self:
-        self._task = asyncio.get_running_loop().create_task(self._watch())
-        await asyncio.sleep(0)  # so that it is under way before anything else is done
-        return self
-
-    async def __aexit__(self, *_error: object) -> None:
-        self._task.cancel()
-
-    async def _watch(self) -> None:
+    async def watch() -> None:
         while True:
             began_at = time.perf_counter()
             await asyncio.sleep(_WATCH_SECONDS)
-            late_seconds = time.perf_counter() - began_at - _WATCH_SECONDS
-            self.longest_seconds = max(self.longest_seconds, late_seconds)
+            late.append(time.perf_counter() - began_at - _WATCH_SECONDS)
+            late[:] = [max(late)]
+
+    task = asyncio.get_running_loop().create_task(watch())
+    await asyncio.sleep(0)  # so that it is under way before anything else is done
+    try:
+        yield late
+    finally:
+        task.cancel()
 
 
-async def _in_thread(work: Callable[[], Answer]) -> Answer:
+async def _in_thread(work: Callable[..., Answer], *arguments: Any) -> Answer:
     """Return what some work returns that is done by a thread."""
-    return await _to_the_end(asyncio.to_thread(work))
+    return await _to_the_end(asyncio.to_thread(work, *arguments))
 
 
 async def _to_the_end(work: Coroutine[Any, Any, Answer]) -> Answer:

@@ -6,9 +6,7 @@ import asyncio
 import weakref
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar, get_type_hints
-
-import grpc
+from typing import Any, TypeVar, get_type_hints
 
 from tq_service.errors import DeadlineError, InvalidArgumentError
 from tq_service.internal.v1 import storage_registry_pb2, storage_registry_pb2_grpc
@@ -28,7 +26,7 @@ from tq_service.server.checkpoints import Checkpoints
 from tq_service.server.commits import Commits
 from tq_service.server.heartbeat import MOST_OVERDUE_PUTS
 from tq_service.server.rpc.inbox import WaitingCalls
-from tq_service.server.rpc.methods import shown_partitions
+from tq_service.server.rpc.methods import Context, shown_partitions
 from tq_service.server.status import Identity, StatusPages, described
 from tq_service.server.storages import StorageRegistry
 from tq_service.server.watches import Watches
@@ -46,7 +44,6 @@ from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.wire.messages import read_message, read_seconds, to_message
 from tq_service.wire.metadata import check_json, decode_integers, decode_meta_columns
 
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Request = TypeVar("Request", bound=Any)  # a message with a request_id
 Answer = TypeVar("Answer")
 

@@ -12,7 +12,6 @@ from google.protobuf import descriptor_pool
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
-from google.protobuf.struct_pb2 import Struct
 
 from tq_service.errors import InvalidArgumentError
 from tq_service.machine.samples import SampleWrite, Written
@@ -102,7 +101,14 @@ def sample_write(
         state=STATES.decode(write.state),
         meta=check_json(decode_meta_columns(write.custom_meta, write.row_count)),
         put=put,
-        columns=[_column_write(column) for column in columns],
+        columns=[
+            ColumnWrite(
+                spec=column.spec,
+                extents=column.extents if column.spec.layout is Layout.JAGGED else None,
+                value_bytes=column.value_bytes,
+            )
+            for column in columns
+        ],
         claim=leased_claim(write),
     )
 
@@ -114,11 +120,6 @@ def leased_claim(
     if not request.HasField("claim"):
         return None
     return LeasedClaim(task_name=request.claim.task_name, request_id=request.claim.claim_request_id)
-
-
-def _column_write(column: ColumnShape) -> ColumnWrite:
-    extents = column.extents if column.spec.layout is Layout.JAGGED else None
-    return ColumnWrite(spec=column.spec, extents=extents, value_bytes=column.value_bytes)
 
 
 def placement(message: commit_pb2.PutPlacement) -> Put:
@@ -139,9 +140,8 @@ def claim_spec(request: pb.GetMetaRequest) -> ClaimSpec:
     alike.CopyFrom(request)
     for name in _FIELDS_OF_ONE_CALL:
         alike.ClearField(name)
-    if alike.ByteSize() > _REMEMBERED_REQUEST_BYTES:
-        return _read_claim_spec(alike)
-    return _remembered_claim_spec(alike.SerializeToString(deterministic=True))
+    read = _read_claim_spec.__wrapped__ if alike.ByteSize() > _REMEMBERED_REQUEST_BYTES else _read_claim_spec
+    return read(alike.SerializeToString(deterministic=True))
 
 
 def _check_size(request: Message, remedy: str) -> None:
@@ -166,20 +166,13 @@ def _size_alone(request: Message, name: str) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _remembered_claim_spec(serialized: bytes) -> ClaimSpec:
-    return _read_claim_spec(pb.GetMetaRequest.FromString(serialized))
-
-
-def _read_claim_spec(request: pb.GetMetaRequest) -> ClaimSpec:
-    config, data_fields = _config_json(request.sampler_config), tuple(sorted(request.data_fields))
+def _read_claim_spec(serialized: bytes) -> ClaimSpec:
+    request = pb.GetMetaRequest.FromString(serialized)
+    # Sampler options as canonical JSON, by which those of ranks are compared; whole numbers are integers.
+    config = json.dumps(_plain(MessageToDict(request.sampler_config)), sort_keys=True)
+    data_fields = tuple(sorted(request.data_fields))
     batch_spec = read_message(BatchSpec, request, sampler_config=config, data_fields=data_fields)
     return read_message(ClaimSpec, request, batch_spec=batch_spec)
-
-
-def _config_json(message: Struct) -> str:
-    """Return sampler options as canonical JSON, by which those of ranks are compared; whole numbers are integers."""
-    config = {name: _plain(value) for name, value in MessageToDict(message).items()}
-    return json.dumps(config, sort_keys=True)
 
 
 def _plain(value: Any) -> Any:
@@ -194,20 +187,19 @@ def _plain(value: Any) -> Any:
 
 def claim_request(request: pb.GetMetaRequest, spec: ClaimSpec, sampler: Sampler) -> ClaimRequest:
     """Return a GetMeta request as the planner takes it."""
-    numbers = {name: getattr(request, name) if request.HasField(name) else None for name in _RANK_FIELDS}
     lease = None
-    if request.max_deliveries and not request.HasField("lease"):
+    if request.HasField("lease"):
+        lease = LeaseTerms(seconds=read_seconds("lease", request.lease), max_deliveries=request.max_deliveries or None)
+    elif request.max_deliveries:
         raise InvalidArgumentError(
             f"max_deliveries is {request.max_deliveries} without a lease; give a lease too", field="max_deliveries"
         )
-    if request.HasField("lease"):
-        lease = LeaseTerms(seconds=read_seconds("lease", request.lease), max_deliveries=request.max_deliveries or None)
     return ClaimRequest(
         request_id=request.request_id,
         task_name=request.task_name,
         spec=spec,
         sampler=sampler,
-        rank=Rank.of(**numbers),
+        rank=Rank.of(**{name: getattr(request, name) if request.HasField(name) else None for name in _RANK_FIELDS}),
         epoch=request.epoch if request.HasField("epoch") else None,
         lease=lease,
         claim_name=request.claim_name,
@@ -363,16 +355,14 @@ def found_page(
 
 
 def nothing_found(request: pb.LookupSamplesRequest, *, not_yet: bool) -> pb.LookupSamplesResponse:
-    """Return what a look-up answers where the partition is not there."""
-    meta = metadata_pb2.BatchMeta(status=metadata_pb2.BATCH_STATUS_BATCH, partition_id=request.partition_id)
-    if request.all_samples:
-        return pb.LookupSamplesResponse(meta=meta, not_yet=not_yet)
+    """Return what a look-up answers if there is no such partition."""
+    named = pb.LookupSamplesRequest() if request.all_samples else request
     return pb.LookupSamplesResponse(
-        meta=meta,
+        meta=metadata_pb2.BatchMeta(status=metadata_pb2.BATCH_STATUS_BATCH, partition_id=request.partition_id),
         not_yet=not_yet,
-        missing_keys=request.keys,
-        missing_global_indexes=request.global_indexes,
-        missing_groups=request.groups,
+        missing_keys=named.keys,
+        missing_global_indexes=named.global_indexes,
+        missing_groups=named.groups,
     )
 
 

@@ -12,6 +12,9 @@ from tq_service.errors import NotFoundError, nearest
 from tq_service.server.rpc.inbox import WaitingCalls
 from tq_service.server.rpc.methods import Context
 
+_SERVING: Any = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING: Any = health_pb2.HealthCheckResponse.NOT_SERVING
+
 
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # comes without types
     """Says of each service of this process whether it takes calls; "" is the process as a whole.
@@ -33,28 +36,25 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # comes wit
 
     def add(self, services: Iterable[str]) -> None:
         """Know services that do not take calls yet."""
-        self._statuses |= dict.fromkeys(services, health_pb2.HealthCheckResponse.NOT_SERVING)
+        self._statuses |= dict.fromkeys(services, _NOT_SERVING)
 
     def serve(self) -> None:
         """Say that all services take calls, unless they are about to end."""
-        if self._is_draining:
-            return
-        self._set(dict.fromkeys(self._statuses, health_pb2.HealthCheckResponse.SERVING))
+        self._set(process=_SERVING, services=_SERVING)
 
     def stand_by(self) -> None:
         """Say that the process lives, and that none of its services takes calls: those of the leader do."""
-        if self._is_draining:
-            return
-        nothing = dict.fromkeys(self._statuses, health_pb2.HealthCheckResponse.NOT_SERVING)
-        self._set(nothing | {"": health_pb2.HealthCheckResponse.SERVING})
+        self._set(process=_SERVING, services=_NOT_SERVING)
 
     def drain(self) -> None:
         """Say for good that no service takes calls, and end the watches once they have said so."""
+        self._set(process=_NOT_SERVING, services=_NOT_SERVING)
         self._is_draining = True
-        self._set(dict.fromkeys(self._statuses, health_pb2.HealthCheckResponse.NOT_SERVING))
 
-    def _set(self, statuses: dict[str, Any]) -> None:
-        self._statuses = statuses
+    def _set(self, *, process: Any, services: Any) -> None:
+        if self._is_draining:
+            return
+        self._statuses = dict.fromkeys(self._statuses, services) | {"": process}
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 

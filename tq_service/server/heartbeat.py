@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from typing import TYPE_CHECKING, Final
@@ -41,6 +42,7 @@ _REFUSALS = {
     grpc.StatusCode.PERMISSION_DENIED,
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.ALREADY_EXISTS,
+    grpc.StatusCode.UNIMPLEMENTED,
 }
 _TAKES_NONE = (
     "it takes no further storage services; start it with the internal_secret_file of this one, or with tokens of role "
@@ -78,105 +80,73 @@ async def register_storage(
     """
     registration = registration or Registration()
     controller_id, controllers = b"", Controllers(controller)
-    async with _Registry(controllers, credentials) as registry:
-        outage = PeerOutage(_log, "controller", address=controller)
-        while True:
-            stat, overdue = engine.stat(), engine.puts.overdue(controller_id, MOST_OVERDUE_PUTS)
-            request = storage_registry_pb2.RegisterStorageRequest(
-                storage=endpoint,
-                max_bytes=stat.max_bytes or 0,
-                used_bytes=stat.used_bytes,
-                run_id=engine.run_id,
-                overdue_put_ids=overdue.put_ids,
-                receipts_from=overdue.receipts_from,
-                controller_id=controller_id,
-                put_count=stat.put_count,
-                version=BUILD,
-                mirror=None if stat.mirror is None else to_message(MirrorStatus, stat.mirror),
-                is_adopted=is_adopted,
-            )
-            sent_at = time.monotonic()
-            try:
-                answer = await registry.register(request)
-                keys.check_epoch(answer.controller_id, answer.epoch)
-            except (grpc.aio.AioRpcError, TqError) as error:
-                if isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.FAILED_PRECONDITION:
-                    raise PreconditionError(error.details() or "the puts were taken over") from error
-                await asyncio.sleep(_pause_after(error, outage, has_several=controllers.has_several))
-                continue
-            outage.is_over()
-            interval_seconds = read_seconds("heartbeat_interval", answer.heartbeat_interval)
-            registration.renew(sent_at, interval_seconds)
-            dropped_count = 0
-            if answer.controller_id == controller_id:  # else it was asked about the puts of another one
-                dropped_count = engine.on_answer(overdue, answer.unknown_put_ids)
-            else:
-                controller_id = answer.controller_id
-                _log.info(
-                    LogMessage("registered with the controller", address=registry.address, storage=engine.storage_id)
-                )
-            keys.renew(controller_id, answer.receipt_key)
-            for owner in engine.puts.absent_owners({controller_id}):
-                for count in engine.delete_owned(owner):
-                    dropped_count += count
-                    await asyncio.sleep(0)
-            if dropped_count:
-                _log.warning(
-                    LogMessage(
-                        "dropped puts unknown to the controller; their producers probably died", count=dropped_count
-                    )
-                )
-            await asyncio.sleep(interval_seconds)
+    outage = PeerOutage(_log, "controller", address=controller)
 
-
-class _Registry:
-    """The controller that is registered with: of several the one that leads.
-
-    Attributes:
-        address: where it was when it was asked last.
-    """
-
-    def __init__(self, controllers: Controllers, credentials: Credentials) -> None:
-        self._controllers = controllers
-        self._credentials = credentials
-        self._open()
-
-    def _open(self) -> None:
-        self.address = self._controllers.current
-        options = CLUSTER_OPTIONS if self._controllers.has_several else CONNECTION_OPTIONS
-        self._peer: Peer[StorageRegistryServiceAsyncStub] = Peer(
-            self.address, self._credentials, StorageRegistryServiceStub, options
+    async def beat(address: str, peer: Peer[StorageRegistryServiceAsyncStub]) -> float:
+        """Register once, and return how long to wait with the next time."""
+        nonlocal controller_id
+        stat, overdue = engine.stat(), engine.puts.overdue(controller_id, MOST_OVERDUE_PUTS)
+        request = storage_registry_pb2.RegisterStorageRequest(
+            storage=endpoint,
+            max_bytes=stat.max_bytes or 0,
+            used_bytes=stat.used_bytes,
+            run_id=engine.run_id,
+            overdue_put_ids=overdue.put_ids,
+            receipts_from=overdue.receipts_from,
+            controller_id=controller_id,
+            put_count=stat.put_count,
+            version=BUILD,
+            mirror=None if stat.mirror is None else to_message(MirrorStatus, stat.mirror),
+            is_adopted=is_adopted,
         )
-
-    async def __aenter__(self) -> _Registry:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._peer.aclose()
-
-    async def register(
-        self, request: storage_registry_pb2.RegisterStorageRequest
-    ) -> storage_registry_pb2.RegisterStorageResponse:
-        """Return the answer to a registration.
-
-        Raises:
-            grpc.aio.AioRpcError: there is none; the next call may go to another controller.
-            TqError: nothing can be asked.
-        """
-        if self.address != self._controllers.current:
-            await self._peer.aclose()
-            self._open()
-        peer = self._peer
-        timeout = _CLUSTER_CALL_SECONDS if self._controllers.has_several else _CALL_SECONDS
+        sent_at = time.monotonic()
+        timeout = _CLUSTER_CALL_SECONDS if controllers.has_several else _CALL_SECONDS
         try:
-            return await peer.stub.RegisterStorage(request, timeout=timeout, metadata=peer.metadata())
-        except grpc.aio.AioRpcError as error:
-            peer.follow_files()
-            meant = from_rpc_error(error.code(), error.details(), status_from_trailers(error.trailing_metadata()))
-            if isinstance(meant, DeadlineError):  # one that is paused takes calls, and does not answer
-                meant = UnavailableError(f"timed out: {meant.message}")
-            self._controllers.note(self.address, meant)
-            raise
+            answer = await peer.stub.RegisterStorage(request, timeout=timeout, metadata=peer.metadata())
+            keys.check_epoch(answer.controller_id, answer.epoch)
+        except (grpc.aio.AioRpcError, TqError) as error:
+            if isinstance(error, grpc.aio.AioRpcError):
+                peer.follow_files()
+                _note(error, controllers, address)
+            return _pause_after(error, outage, has_several=controllers.has_several)
+        outage.is_over()
+        interval_seconds = read_seconds("heartbeat_interval", answer.heartbeat_interval)
+        registration.renew(sent_at, interval_seconds)
+        dropped_count = 0
+        if answer.controller_id == controller_id:  # else it was asked about the puts of another one
+            dropped_count = engine.on_answer(overdue, answer.unknown_put_ids)
+        else:
+            controller_id = answer.controller_id
+            _log.info(LogMessage("registered with the controller", address=address, storage=engine.storage_id))
+        keys.renew(controller_id, answer.receipt_key)
+        for owner in engine.puts.absent_owners({controller_id}):
+            for count in engine.delete_owned(owner):
+                dropped_count += count
+                await asyncio.sleep(0)
+        if dropped_count:
+            _log.warning(
+                LogMessage("dropped puts unknown to the controller; their producers probably died", count=dropped_count)
+            )
+        return interval_seconds
+
+    while True:
+        address = controllers.current
+        options = CLUSTER_OPTIONS if controllers.has_several else CONNECTION_OPTIONS
+        peer: Peer[StorageRegistryServiceAsyncStub] = Peer(address, credentials, StorageRegistryServiceStub, options)
+        async with contextlib.aclosing(peer):
+            while address == controllers.current:
+                pause_seconds = await beat(address, peer)
+                await asyncio.sleep(pause_seconds)
+
+
+def _note(error: grpc.aio.AioRpcError, controllers: Controllers, address: str) -> None:
+    """Choose the controller that is asked next; raise if another storage service has taken the puts over."""
+    meant = from_rpc_error(error.code(), error.details(), status_from_trailers(error.trailing_metadata()))
+    if isinstance(meant, DeadlineError):  # one that is paused takes calls, and does not answer
+        meant = UnavailableError(f"timed out: {meant.message}")
+    controllers.note(address, meant)
+    if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+        raise PreconditionError(error.details() or "the puts were taken over") from error
 
 
 def _pause_after(error: grpc.aio.AioRpcError | TqError, outage: PeerOutage, *, has_several: bool) -> float:
@@ -184,10 +154,10 @@ def _pause_after(error: grpc.aio.AioRpcError | TqError, outage: PeerOutage, *, h
 
     The storage service stays healthy meanwhile: it answers reads, and a probe that restarts it would lose samples.
     """
-    if isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.UNIMPLEMENTED:
-        error = PreconditionError(_TAKES_NONE)
-    if isinstance(error, grpc.aio.AioRpcError) and error.code() not in _REFUSALS:
+    code = error.code() if isinstance(error, grpc.aio.AioRpcError) else None
+    if code is not None and code not in _REFUSALS:
         outage.lasts("does not answer", error)
         return _CLUSTER_RETRY_SECONDS if has_several else _RETRY_SECONDS
-    outage.lasts("rejects this service", error, logging.ERROR)
+    reason = PreconditionError(_TAKES_NONE) if code is grpc.StatusCode.UNIMPLEMENTED else error
+    outage.lasts("rejects this service", reason, logging.ERROR)
     return _REFUSED_SECONDS

@@ -1,23 +1,42 @@
-"""The port and what the settings say of its security: TLS, tokens, the audit log, what the service shows to others."""
+"""The port, what the settings say of its security, and the connections that come in at it.
+
+gRPC bounds the number of connections and does not know which are worth keeping. A call that passes the access control
+marks its connection. A sweep over the sockets of this process closes unmarked ones after `first_call_seconds`, and the
+oldest of them at once if one address has too many, so that callers without a token cannot take all of them.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
+import ipaddress
 import logging
+import os
 import socket
-from typing import TYPE_CHECKING, Final
+import stat
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import grpc
 
 from tq_service.config import ServeSettings, is_loopback, join_address
+from tq_service.daemon_threads import run_in_daemon_thread
 from tq_service.log_message import LogMessage
-from tq_service.server.audit import Audit, AuditLine
-from tq_service.server.internal_secret import ServiceCredentials, find_secret
-from tq_service.server.rpc.auth import SCRAPE, AccessControl, refused_scrape
+from tq_service.server.audit import Audit
+from tq_service.server.credential_files import (
+    ServerCertificate,
+    ServiceCredentials,
+    TokenFile,
+    check_authorities,
+    find_secret,
+)
+from tq_service.server.rpc.auth import AccessControl
 from tq_service.server.supervisor import regularly
-from tq_service.server.tls import ServerCertificate, check_authorities
-from tq_service.server.tokens import TokenFile
 from tq_service.wire.connection import Tls
 
 if TYPE_CHECKING:
@@ -25,6 +44,11 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _LOOK_SECONDS: Final = 1.0
+_SCARCE_SECONDS: Final = 0.1
+_SETTLED_SECONDS: Final = 1.0
+_SHARE: Final = 8
+"""One address may have this part of all connections unauthenticated at once, and as many connections at the least."""
+_FILES: Final = Path("/proc/self/fd")
 
 
 class Listener:
@@ -100,20 +124,9 @@ class Listener:
         """Return what secures the port for metrics, which show the names of all partitions and tasks."""
         from tq_service.observe.endpoint import Access  # noqa: PLC0415  (needs the extra `metrics`)
 
-        certificate, tokens = self._certificate, self._tokens
+        certificate = self._certificate
         context = None if certificate is None else lambda: certificate.context
-        if tokens is None:
-            return Access(context=context)
-
-        def refusal(authorization: str, peer: str) -> str | None:
-            caller, reason = refused_scrape(tokens, authorization)
-            if reason is None:
-                return None
-            line = AuditLine(decision="refused", method=SCRAPE, peer=peer, token=caller, reason=reason)
-            loop.call_soon_threadsafe(self._audit.note, line)
-            return f"{reason}; a scrape needs a token with the role read, for all partitions"
-
-        return Access(context=context, refusal=refusal)
+        return Access(context=context, refusal=partial(self.access.refused_scrape, loop))
 
     async def watch(self) -> None:
         """Follow the files that the settings name, and write what the audit log counted, until cancelled."""
@@ -148,3 +161,127 @@ def _check_free(host: str, port: int) -> None:
     except OSError as error:
         in_use = "; another process listens there, or give another --port" if error.errno == errno.EADDRINUSE else ""
         raise OSError(f"cannot listen on {join_address(host, port)}: {error.strerror}{in_use}") from None
+
+
+class _Connection(NamedTuple):
+    """A socket of the server.
+
+    Attributes:
+        inode: tells it from a later one with the same descriptor.
+        peer: as gRPC names it, such as "ipv4:10.0.0.1:4711".
+        address: of the peer, without its port.
+        since: when it was first seen, by `time.monotonic`.
+    """
+
+    inode: int
+    peer: str
+    address: str
+    since: float
+
+
+class Connections:
+    """Closes connections of which no call was admitted. Without /proc it does nothing.
+
+    The event loop owns `_admitted_at`, the one sweep that is under way `_connections`.
+
+    Args:
+        admitted_at: when a call of each connection was first admitted, by peer; those that are closed are removed.
+        most: connections that the server takes.
+        first_call_seconds: how long a connection may be without such a call.
+    """
+
+    def __init__(self, admitted_at: dict[str, float], most: int, first_call_seconds: float) -> None:
+        self._most = most
+        self._share = max(_SHARE, most // _SHARE)
+        self._first_call_seconds = first_call_seconds
+        self._admitted_at = admitted_at
+        self._connections: dict[int, _Connection] = {}  # by descriptor
+        self._closed_count = 0
+
+    async def sweep(self, port: int) -> None:
+        """Close the connections to a port without an admitted call that are too old or too many.
+
+        To be called every second or so; it sweeps again and again while connections are scarce.
+        """
+        while True:
+            if await self._sweep(port) <= self._most * 3 // 4:
+                return
+            await asyncio.sleep(_SCARCE_SECONDS)
+
+    async def _sweep(self, port: int) -> int:
+        """Return how many connections there are."""
+        now, admitted = time.monotonic(), set(self._admitted_at)
+        self._closed_count += await run_in_daemon_thread(
+            lambda: self._close_idle(port, admitted, now), thread_name="tq-connections"
+        )
+        for peer in admitted.difference(each.peer for each in self._connections.values()):
+            if self._admitted_at.get(peer, now) < now - _SETTLED_SECONDS:  # else it came during this sweep
+                del self._admitted_at[peer]
+        return len(self._connections)
+
+    def report(self) -> None:
+        """Log how many were closed since the last report."""
+        if self._closed_count:
+            _log.warning(LogMessage("closed connections without an authenticated call", count=self._closed_count))
+            self._closed_count = 0
+
+    def _close_idle(self, port: int, admitted: set[str], now: float) -> int:
+        """Look at what is connected, and return how many connections were closed. Runs in a thread."""
+        self._connections = dict(_look(port, self._connections, now))
+        strangers: dict[str, list[tuple[float, int]]] = defaultdict(list)
+        for descriptor, each in self._connections.items():
+            if each.peer not in admitted:
+                strangers[each.address].append((each.since, descriptor))
+        closed_count = 0
+        for found in strangers.values():
+            surplus = len(found) - self._share
+            for place, (since, descriptor) in enumerate(sorted(found)):
+                if place < surplus or since <= now - self._first_call_seconds:
+                    closed_count += _close(descriptor, self._connections[descriptor].inode)
+        return closed_count
+
+
+def _look(port: int, known: dict[int, _Connection], now: float) -> Iterator[tuple[int, _Connection]]:
+    """Yield the connections to a port by descriptor; known ones cost one system call each."""
+    try:
+        names = os.listdir(_FILES)  # noqa: PTH208  (thousands of them, each second)
+    except OSError:
+        return
+    for name in names:
+        descriptor = int(name)
+        try:
+            status = os.fstat(descriptor)
+        except OSError:  # closed since
+            continue
+        if not stat.S_ISSOCK(status.st_mode):
+            continue
+        before = known.get(descriptor)
+        if before is not None and before.inode == status.st_ino:
+            yield descriptor, before
+        elif (place := _peer_of(descriptor, port)) is not None:
+            yield descriptor, _Connection(status.st_ino, *place, now)
+
+
+def _peer_of(descriptor: int, port: int) -> tuple[str, str] | None:
+    """Return the peer of a connection that came in at a port, as gRPC names it, and its address; else None."""
+    try:
+        with socket.socket(fileno=os.dup(descriptor)) as connection:
+            if connection.family not in {socket.AF_INET, socket.AF_INET6} or connection.getsockname()[1] != port:
+                return None
+            host, peer_port = connection.getpeername()[:2]
+    except OSError:  # closed since, or it listens
+        return None
+    address = ipaddress.ip_address(host.partition("%")[0])
+    address = getattr(address, "ipv4_mapped", None) or address
+    if address.version == 4:
+        return f"ipv4:{address}:{peer_port}", str(address)
+    return f"ipv6:%5B{address}%5D:{peer_port}", str(address)
+
+
+def _close(descriptor: int, inode: int) -> bool:
+    """Shut a connection down, of which gRPC then closes the descriptor; return whether it was still that one."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+        if os.fstat(connection.fileno()).st_ino == inode:
+            connection.shutdown(socket.SHUT_RDWR)
+            return True
+    return False

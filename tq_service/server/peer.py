@@ -49,11 +49,8 @@ class Peer(Generic[Stub]):
         self._make_stub = make_stub
         self._closing: set[asyncio.Task[None]] = set()
         self._opened_with = credentials.signature()
-        self._channel = self._open()
+        self._channel = async_open_channel(address, credentials, options)
         self.stub: Stub = make_stub(self._channel)
-
-    def _open(self) -> grpc.aio.Channel:
-        return async_open_channel(self._address, self._credentials, self._options)
 
     def metadata(self) -> Metadata | None:
         """Return what carries the token, None without one.
@@ -69,7 +66,7 @@ class Peer(Generic[Stub]):
         if signature == self._opened_with:
             return
         try:
-            channel = self._open()
+            channel = async_open_channel(self._address, self._credentials, self._options)
         except InvalidArgumentError as error:  # they are being replaced; the next failure finds them
             _log.warning(
                 LogMessage("the connection keeps the certificates read before", address=self._address, error=error)
@@ -114,7 +111,11 @@ class PeerOutage:
             self._began = time.monotonic()
         if problem != self._problem:
             self._problem = problem
-            self._log.log(level, LogMessage(f"{self._peer} {problem}", **self._fields, error=_reason(error)))
+            reason = str(error)
+            if isinstance(error, grpc.aio.AioRpcError):
+                reason = error.details() or error.code().name
+                reason = cause_of(reason) if error.code() in _NO_ANSWER else reason
+            self._log.log(level, LogMessage(f"{self._peer} {problem}", **self._fields, error=reason))
 
     def is_over(self) -> None:
         """Note that a call succeeded."""
@@ -122,10 +123,3 @@ class PeerOutage:
             seconds = round(time.monotonic() - self._began, 1)
             self._log.info(LogMessage(f"{self._peer} answers again", **self._fields, after_seconds=seconds))
             self._began, self._problem = None, ""
-
-
-def _reason(error: Exception) -> str:
-    if not isinstance(error, grpc.aio.AioRpcError):
-        return str(error)
-    details = error.details() or error.code().name
-    return cause_of(details) if error.code() in _NO_ANSWER else details

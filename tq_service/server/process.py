@@ -18,14 +18,12 @@ from tq_service.errors import InvalidArgumentError
 # Parameters of glibc's mallopt(3). Streams use buffers of a few MiB in bursts; with its own settings glibc gives them
 # back to the system after every burst, and mapping them again costs more than filling them. The inbox bounds what is in
 # flight, so a few buffers are enough to keep; `give_back_freed_memory` returns the rest.
-_M_TRIM_THRESHOLD = -1
-_M_TOP_PAD = -2
-_M_MMAP_THRESHOLD = -3
-_M_ARENA_MAX = -8
-_KEPT_BYTES = 16 * 2**20
-_TOP_PAD_BYTES = 8 * 2**20
-_LARGEST_HEAP_BUFFER_BYTES = 8 * 2**20
-_ARENA_COUNT = 2
+_MALLOPT = {
+    -3: 8 * 2**20,  # M_MMAP_THRESHOLD: larger buffers are not on the heap
+    -1: 16 * 2**20,  # M_TRIM_THRESHOLD: what is kept
+    -2: 8 * 2**20,  # M_TOP_PAD
+    -8: 2,  # M_ARENA_MAX: each arena has free memory of its own
+}
 
 # A thread that plans in pure Python holds the event loop up for this long at a time; Python's default is ten times it.
 _SWITCH_INTERVAL_SECONDS = 0.0005
@@ -95,13 +93,7 @@ def keep_freed_memory() -> bool:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):
         return False
-    wanted = {
-        _M_MMAP_THRESHOLD: _LARGEST_HEAP_BUFFER_BYTES,
-        _M_TRIM_THRESHOLD: _KEPT_BYTES,
-        _M_TOP_PAD: _TOP_PAD_BYTES,
-        _M_ARENA_MAX: _ARENA_COUNT,  # each has free memory of its own
-    }
-    accepted = [mallopt(parameter, value) == 1 for parameter, value in wanted.items()]
+    accepted = [mallopt(parameter, value) == 1 for parameter, value in _MALLOPT.items()]
     return all(accepted)
 
 

@@ -28,9 +28,17 @@ from tq_service.log_message import LogMessage
 from tq_service.schema import check_id, check_name, check_passed_on
 from tq_service.server.commits import MANY_ROWS, Commits, columns_of
 from tq_service.server.mirroring import Mirroring
-from tq_service.server.progress import LEAST_PROGRESS_BYTES, LeastRate, Progress, received
 from tq_service.server.receipts import ReceiptKeys, not_registered
-from tq_service.server.rpc.inbox import RETRY_AFTER_SECONDS, WaitingCalls, awaits_end, wait_until
+from tq_service.server.rpc.inbox import (
+    LEAST_PROGRESS_BYTES,
+    RETRY_AFTER_SECONDS,
+    LeastRate,
+    Progress,
+    WaitingCalls,
+    awaits_end,
+    received,
+    wait_until,
+)
 from tq_service.server.rpc.methods import token_name
 from tq_service.state.cells import Put
 from tq_service.storage.engine import StorageEngine

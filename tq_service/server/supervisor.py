@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
-from types import TracebackType
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, Final
 
 from tq_service.errors import ServiceFailedError, TqError
@@ -100,44 +99,29 @@ class Supervisor:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class FailingWith:
-    """Cancels the task in an `async with` when a service fails, and raises the failure there instead.
+@contextlib.asynccontextmanager
+async def failing_with(supervisor: Supervisor) -> AsyncIterator[None]:
+    """Cancel the task in an `async with` when a service fails, and raise the failure there instead.
 
-    As `asyncio.timeout` does, it distinguishes its own cancellation from one that came from outside: that stays one.
+    A cancellation that comes from outside stays one.
 
     Raises:
         ServiceFailedError: the service failed meanwhile.
     """
+    scope = asyncio.timeout(None)
 
-    def __init__(self, supervisor: Supervisor) -> None:
-        self._supervisor = supervisor
-        self._task: asyncio.Task[Any] | None = None
-        self._cancelling_before = 0
-        self._has_cancelled = False
+    def expire(_failure: ServiceFailedError) -> None:
+        with contextlib.suppress(RuntimeError):  # the block has ended
+            scope.reschedule(asyncio.get_running_loop().time())
 
-    async def __aenter__(self) -> None:
-        self._task = asyncio.current_task()
-        self._cancelling_before = 0 if self._task is None else self._task.cancelling()
-        self._supervisor.on_fatal(self._cancel)
-
-    def _cancel(self, _failure: ServiceFailedError) -> None:
-        if self._task is not None:
-            self._has_cancelled = self._task.cancel()  # False: it entered on behalf of others, and is done
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        task, self._task = self._task, None
-        if self._supervisor.failure is None:
-            return
-        if self._has_cancelled and task is not None and task is asyncio.current_task():
-            if task.uncancel() > self._cancelling_before:  # somebody else cancelled it too
-                return
-            if not isinstance(error, asyncio.CancelledError):
-                with contextlib.suppress(asyncio.CancelledError):  # the cancellation may still be to come: take it here
-                    await asyncio.sleep(0)
-        if error is None or isinstance(error, Exception | asyncio.CancelledError):
-            self._supervisor.raise_failure()
+    supervisor.on_fatal(expire)
+    try:
+        async with scope:
+            yield
+    except Exception:
+        supervisor.raise_failure()
+        raise
+    supervisor.raise_failure()
 
 
 async def regularly(seconds: float, work: Callable[[], Awaitable[None]]) -> None:

@@ -21,9 +21,8 @@ from typing import Final, Literal, TypeAlias
 from tq_service.errors import InvalidArgumentError
 from tq_service.results import Revision
 from tq_service.server import converters
-from tq_service.server.progress import Context, Progress
-from tq_service.server.rpc.inbox import WaitingCalls
-from tq_service.server.rpc.methods import shown_partitions
+from tq_service.server.rpc.inbox import Progress, WaitingCalls
+from tq_service.server.rpc.methods import Context, shown_partitions
 from tq_service.serving.catalog import Catalog
 from tq_service.serving.history import ROWS_OF_A_PART, PartitionChanges, Selection
 from tq_service.serving.lookup import fitting_count

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -17,8 +18,16 @@ from tq_service.errors import (
     UnauthenticatedError,
 )
 from tq_service.server.audit import Audit, AuditLine
-from tq_service.server.internal_secret import INTERNAL_KEY, InternalSecret
-from tq_service.server.progress import Progress
+from tq_service.server.credential_files import (
+    ALL_PARTITIONS,
+    INTERNAL_KEY,
+    InternalSecret,
+    Token,
+    TokenFile,
+    digest_of,
+    make_token,
+)
+from tq_service.server.rpc.inbox import Progress
 from tq_service.server.rpc.methods import (
     Behavior,
     Caller,
@@ -32,12 +41,10 @@ from tq_service.server.rpc.methods import (
     shown_partitions,
     token_name,
 )
-from tq_service.server.tokens import ALL_PARTITIONS, Token, TokenFile, digest_of, make_token
 from tq_service.version import BUILD, PROTOCOL, USER_AGENT
 from tq_service.wire.connection import TOKEN_KEY, TOKEN_SCHEME
 
-SCRAPE: Final = "GET /metrics"
-"""Stands for the method in the lines of scrapes that are refused."""
+_SCRAPE: Final = "GET /metrics"  # stands for the method in the lines of scrapes that are refused
 _NO_TOKEN: Final = "this service asks for a bearer token, and the call has none; send it as authorization metadata"  # noqa: S105
 # The same for both: whether a token was valid once is not revealed to a finder.
 _BAD_TOKEN: Final = "the token of the call is not valid: unknown here, or expired; ask for a new one"  # noqa: S105
@@ -113,19 +120,19 @@ class AccessControl(Middleware):
         """Return the caller, by the metadata of a call."""
         if method.is_open:
             return self._anyone
-        metadata = details.invocation_metadata or ()
-        if (other := _other_protocol(metadata)) is not None:
+        metadata = dict(details.invocation_metadata or ())
+        if (other := _other_protocol(_text(metadata.get("user-agent")))) is not None:
             return other
         if self._tokens is None and method.roles - {"service"}:
             return self._anyone
-        bearer, proof = _credentials_in(metadata)
-        if self._secret is not None and proof is not None and self._secret.accepts(proof):
+        bearer, proof = _bearer(_text(metadata.get(TOKEN_KEY))), _text(metadata.get(INTERNAL_KEY))
+        if self._secret is not None and proof and self._secret.accepts(proof):
             return self._service
         if self._tokens is None:
-            return self._no_proof if proof is None else self._wrong_proof
-        if bearer is None and proof is not None:
-            return self._wrong_proof
-        return self._no_token if bearer is None else self._holder(self._tokens, bearer)
+            return self._wrong_proof if proof else self._no_proof
+        if bearer is None:
+            return self._wrong_proof if proof else self._no_token
+        return self._holder(self._tokens, bearer)
 
     def _holder(self, tokens: TokenFile, secret: str) -> Caller:
         if tokens.tokens is not self._known:  # the file was read again
@@ -187,6 +194,27 @@ class AccessControl(Middleware):
             return call
         return lambda request, context: self._lasting.run(call(request, context), token)
 
+    def refused_scrape(self, loop: asyncio.AbstractEventLoop, authorization: str, peer: str) -> str | None:
+        """Return why a scrape of metrics is refused, by its HTTP header, None if it is not; called on threads."""
+        if self._tokens is None:
+            return None
+        token, reason = None, "no token"
+        if secret := _bearer(authorization):
+            token, reason = self._tokens.tokens.get(digest_of(secret)), "unknown token"
+        if token is not None:
+            if token.is_expired():
+                reason = "token has expired"
+            elif not token.roles & {"read", "admin"}:
+                reason = "none of the roles admin, read"
+            elif ALL_PARTITIONS not in token.prefixes:
+                reason = "not for all partitions"
+            else:
+                return None
+        name = "" if token is None else token.name
+        line = AuditLine(decision="refused", method=_SCRAPE, peer=peer, token=name, reason=reason)
+        loop.call_soon_threadsafe(self._audit.note, line)
+        return f"{reason}; a scrape needs a token with the role read, for all partitions"
+
     def _named_by(self, method: Method, request: Any) -> list[str]:
         """Return the partitions that a request names, by themselves and by their puts."""
         named = list(method.partitions(request))
@@ -220,21 +248,6 @@ class AccessControl(Middleware):
         )
 
 
-def refused_scrape(tokens: TokenFile, authorization: str) -> tuple[str, str | None]:
-    """Return whose token is in an HTTP header, as far as is known, and why it may not scrape metrics; None: it may."""
-    scheme, _, secret = authorization.partition(" ")
-    if not secret or scheme.lower() != TOKEN_SCHEME.strip().lower():
-        return "", "no token"
-    token = tokens.tokens.get(digest_of(secret.strip()))
-    if token is None:
-        return "", "unknown token"
-    if token.is_expired():
-        return token.name, "token has expired"
-    if not token.roles & {"read", "admin"}:
-        return token.name, "none of the roles admin, read"
-    return token.name, None if ALL_PARTITIONS in token.prefixes else "not for all partitions"
-
-
 def _showing_its_own(method: Method, token: Token, behavior: Behavior) -> Behavior:
     """Return a handler that names no partitions but those that a token is for, in its answers and in its errors."""
 
@@ -263,16 +276,11 @@ def _showing_its_own(method: Method, token: Token, behavior: Behavior) -> Behavi
 
 
 def _stranger(message: str, reason: str, name: str = "") -> Caller:
-    return Caller(name=name, refusal=Refusal(make_error=lambda: UnauthenticatedError(message), reason=reason))
+    return Caller(name=name, refusal=Refusal(lambda: UnauthenticatedError(message), reason))
 
 
-def _other_protocol(metadata: Iterable[Any]) -> Caller | None:
+def _other_protocol(agent: str) -> Caller | None:
     """Return a caller to refuse, if its user agent names another protocol; clients in other languages name none."""
-    agent = ""
-    for key, value in metadata:
-        if key == "user-agent":
-            agent = str(value)
-            break
     if agent.startswith(USER_AGENT) or (match := _AGENT.match(agent)) is None or int(match[2]) == PROTOCOL:
         return None
     build, protocol = match.groups()
@@ -284,7 +292,7 @@ def _other_protocol(metadata: Iterable[Any]) -> Caller | None:
             metadata={"got": protocol, "expected": str(PROTOCOL), "version": BUILD},
         )
 
-    return Caller(refusal=Refusal(make_error=make_error, reason="another protocol"))
+    return Caller(refusal=Refusal(make_error, "another protocol"))
 
 
 def _lack(method: Method, token: Token) -> Refusal | None:
@@ -312,7 +320,7 @@ def _lack(method: Method, token: Token) -> Refusal | None:
 
 
 def _denied(reason: str, message: str, **metadata: str) -> Refusal:
-    return Refusal(make_error=lambda: PermissionDeniedError(message, metadata=metadata), reason=reason)
+    return Refusal(lambda: PermissionDeniedError(message, metadata=metadata), reason)
 
 
 def _outside(token: Token, partition_id: str) -> PermissionDeniedError:
@@ -327,14 +335,11 @@ def _listed(prefixes: Iterable[str]) -> str:
     return ", ".join(map(repr, prefixes))
 
 
-def _credentials_in(metadata: Iterable[Any]) -> tuple[str | None, str | None]:
-    """Return the bearer token and the proof of the internal secret that a call carries."""
-    bearer = proof = None
-    for key, value in metadata:
-        if key == TOKEN_KEY and bearer is None:
-            text = value if isinstance(value, str) else value.decode("utf-8", "replace")
-            scheme, _, secret = text.partition(" ")
-            bearer = secret if scheme.lower() == TOKEN_SCHEME.strip().lower() else None
-        elif key == INTERNAL_KEY:
-            proof = value if isinstance(value, str) else value.decode("utf-8", "replace")
-    return bearer, proof
+def _text(value: str | bytes | None) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value or ""
+
+
+def _bearer(authorization: str) -> str | None:
+    """Return the bearer token of an authorization header, None if it has none."""
+    scheme, _, secret = authorization.partition(" ")
+    return secret.strip() if scheme.lower() == TOKEN_SCHEME.strip().lower() else None

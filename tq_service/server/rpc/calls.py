@@ -16,7 +16,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final, NoReturn, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias
 
 import grpc
 from grpc_status import rpc_status
@@ -39,6 +39,9 @@ from tq_service.server.rpc.methods import (
 )
 from tq_service.wait_clock import WaitClock, wait_clock
 from tq_service.wire.error_table import to_status
+
+if TYPE_CHECKING:
+    from tq_service.server.cluster_member import ClusterMember  # a controller alone does without
 
 _log = logging.getLogger(__name__)
 _grpc_log = logging.getLogger("grpc._cython.cygrpc")
@@ -214,13 +217,8 @@ class ObservedCalls(Middleware):
 
 def _counts_of(method: Method) -> MethodCounts:
     service, _, name = method.name.lstrip("/").rpartition("/")
-    shapes = {
-        (False, False): "unary",
-        (True, False): "client_stream",
-        (False, True): "server_stream",
-        (True, True): "bidi_stream",
-    }
-    shape = shapes[method.has_request_stream, method.has_response_stream]
+    shapes = ("unary", "server_stream", "client_stream", "bidi_stream")
+    shape = shapes[2 * method.has_request_stream + method.has_response_stream]
     return MethodCounts(service, name, shape, may_wait=method.waits)
 
 
@@ -286,9 +284,7 @@ class RunningCalls(Middleware):
 
     def __init__(self, most: int = sys.maxsize) -> None:
         self._most = most
-        self._one_too_many = Caller(
-            refusal=Refusal(make_error=lambda: too_many_calls("max_calls", self.count + 1, self._most))
-        )
+        self._one_too_many = Caller(refusal=Refusal(lambda: too_many_calls("max_calls", self.count + 1, self._most)))
         self.count = 0
         self.rejected: Counter[str] = Counter()
         _grpc_log.addFilter(_UNTAKEN_ANSWERS)  # once, however many services the process has
@@ -365,25 +361,6 @@ class _UntakenAnswers(logging.Filter):
 _UNTAKEN_ANSWERS = _UntakenAnswers()
 
 
-class Standing(Protocol):
-    """Whether this controller leads its cluster."""
-
-    @property
-    def may_answer(self) -> bool:
-        """Whether it leads, and no other one can at this moment."""
-        ...
-
-    @property
-    def leader_address(self) -> str:
-        """The address of the controller that leads, "" if that is not known."""
-        ...
-
-    @property
-    def epoch(self) -> int:
-        """Of the leader; 0: none is known."""
-        ...
-
-
 class DurableAnswers(Middleware):
     """Makes answers and errors wait for the state, so that no client has seen what a crash can undo.
 
@@ -396,13 +373,13 @@ class DurableAnswers(Middleware):
     leads. Confined to one event loop.
 
     Args:
-        state: what answers wait for.
-        standing: of this controller in its cluster; None: it is alone.
+        state: what answers wait for; None: nothing is kept, and nothing waits.
+        member: this controller in its cluster; None: it is alone.
     """
 
-    def __init__(self, state: StateStore, standing: Standing | None = None) -> None:
+    def __init__(self, state: StateStore | None, member: ClusterMember | None = None) -> None:
         self._state = state
-        self._standing = standing
+        self._member = member
         self._running = EndableCalls()
 
     def end_calls(self) -> None:
@@ -411,19 +388,19 @@ class DurableAnswers(Middleware):
 
     def wrap(self, method: Method, caller: Caller, behavior: Behavior) -> Behavior:
         """Return what makes the answers of a method wait, unless they say nothing that is not durable yet."""
-        if method.is_answer_durable and (method.is_open or self._standing is None):
+        state, member = self._state, self._member
+        if state is None or (method.is_answer_durable and (method.is_open or member is None)):
             return behavior
-        state, standing = self._state, self._standing
 
         async def durable(answer: Any = None) -> Any:
             if state.has_unflushed:
                 await state.wait_durable()
-            if standing is not None and not standing.may_answer:
+            if member is not None and not member.may_answer:
                 raise self._refusal()
             return answer
 
         async def call(request: Any, context: Context) -> Any:
-            if standing is not None and not standing.may_answer:
+            if member is not None and not member.may_answer:
                 raise self._refusal()
             if state.is_failing:
                 await state.wait_durable()
@@ -444,15 +421,23 @@ class DurableAnswers(Middleware):
 
         if method.has_response_stream:
             behavior = passing_answers(method, behavior, durable)
-        if standing is None:
+        if member is None:
             return call
         return lambda request, context: self._running.run(call(request, context))
 
+    def takes_changes(self) -> bool:
+        """Whether calls that change something are not refused now."""
+        leads = self._member is None or self._member.may_answer
+        return leads and (self._state is None or not self._state.is_failing)
+
+    def epoch(self) -> int:
+        """Return that of the leader of the cluster; 0: none is known, or there is no cluster."""
+        return 0 if self._member is None else self._member.epoch
+
     def _refusal(self) -> NotLeaderError:
-        address = "" if self._standing is None else self._standing.leader_address
-        epoch = 0 if self._standing is None else self._standing.epoch
+        address = "" if self._member is None else self._member.leader_address
         where = f"that at {address} does" if address else "none is known to, another one takes over soon"
         return NotLeaderError(
             f"this controller does not lead its cluster at the moment: {where}; ask it, under the same request_id",
-            metadata={"leader_address": address, "epoch": str(epoch)},
+            metadata={"leader_address": address, "epoch": str(self.epoch())},
         )

@@ -16,16 +16,15 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
 from types import MappingProxyType
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import grpc
 from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescriptor
-from google.protobuf.descriptor_pb2 import MethodOptions
 from google.protobuf.message_factory import GetMessageClass
 
 from tq_service.errors import TqError
 from tq_service.internal.v1 import cluster_pb2, storage_control_pb2, storage_registry_pb2
-from tq_service.server.tokens import Token
+from tq_service.server.credential_files import Token
 from tq_service.v1 import controller_service_pb2, method_rule_pb2, storage_service_pb2
 from tq_service.v1.method_rule_pb2 import PARTITIONS_ALL, PARTITIONS_LISTED, PARTITIONS_UNSPECIFIED, MethodRule
 from tq_service.wire.connection import ROLES, Role
@@ -62,8 +61,6 @@ class Method:
         concerns_all: whether a call concerns all partitions, so that the token must be for all.
         lists_partitions: whether the answer lists partitions, of which only those that the token is for are shown.
         is_audited: whether a call that is let in has its line in the audit log.
-        changes_state: whether it changes anything.
-        is_idempotent: whether a repeat under the same ids has no further effect.
         waits: whether it may wait for samples or capacity.
         fills_disk: whether it is refused while the disk is nearly full.
         is_answer_durable: whether its answers were durable before anybody could ask for them.
@@ -79,8 +76,6 @@ class Method:
     concerns_all: bool = False
     lists_partitions: bool = False
     is_audited: bool = False
-    changes_state: bool = True
-    is_idempotent: bool = False
     waits: bool = False
     fills_disk: bool = False
     is_answer_durable: bool = False
@@ -133,8 +128,6 @@ def method_of(described: MethodDescriptor) -> Method:
         concerns_all=rule.partitions == PARTITIONS_ALL,
         lists_partitions=rule.partitions == PARTITIONS_LISTED,
         is_audited=rule.is_audited,
-        changes_state=options.idempotency_level != MethodOptions.NO_SIDE_EFFECTS,
-        is_idempotent=options.idempotency_level != MethodOptions.IDEMPOTENCY_UNKNOWN,
         waits=rule.waits,
         fills_disk=rule.fills_disk,
         is_answer_durable=rule.is_answer_durable,
@@ -197,8 +190,6 @@ _STANDARD: Final = (
             name=f"/grpc.health.v1.Health/{name}",
             is_open=True,
             has_response_stream=name == "Watch",
-            changes_state=False,
-            is_idempotent=True,
             is_answer_durable=True,
         )
         for name in ("Check", "Watch", "List")
@@ -208,8 +199,6 @@ _STANDARD: Final = (
         roles=frozenset(ROLES),
         has_request_stream=True,
         has_response_stream=True,
-        changes_state=False,
-        is_idempotent=True,
         is_answer_durable=True,
     ),
 )
@@ -225,8 +214,7 @@ METHODS: Final[Mapping[str, Method]] = MappingProxyType(
 """All methods that a process of the service may have, by their full names."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Refusal:
+class Refusal(NamedTuple):
     """Why calls are refused.
 
     Attributes:

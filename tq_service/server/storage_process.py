@@ -1,14 +1,11 @@
-"""What the controller and the storage service of a process are made of, built from its settings."""
+"""The storage service of a process: its engine, the memory it shares, its mirror, and how it joins a controller."""
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
 import logging
 import secrets
-import socket
 from collections.abc import Coroutine
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any
 
 from tq_service.addresses import hosts_and_ports, redacted
 from tq_service.config import ServeSettings, default_shared_memory_dir
@@ -16,40 +13,23 @@ from tq_service.dataplane.shared_memory.server import SharedMemoryServer, make_p
 from tq_service.durable.state_store import StateStore
 from tq_service.errors import InvalidArgumentError
 from tq_service.log_message import LogMessage
-from tq_service.machine.state_machine import IdempotencyCache
-from tq_service.observe.instruments import Instruments
-from tq_service.observe.planning import TimedRunner
-from tq_service.samplers import PlanRunner, SamplerRegistry
-from tq_service.schema import CONTROLLER_NAME_BYTES
-from tq_service.server import converters
-from tq_service.server.checkpoints import Checkpoints
-from tq_service.server.commits import Commits
 from tq_service.server.controller_servicer import ControllerServicer
 from tq_service.server.heartbeat import register_storage
 from tq_service.server.mirroring import Adopted, Mirroring, Registration
 from tq_service.server.receipts import ReceiptKeys
 from tq_service.server.rpc.inbox import WaitingCalls
-from tq_service.server.status import Identity
-from tq_service.server.storage_servicer import EngineDriver, StorageServicer, endpoint_of
-from tq_service.server.storages import EmbeddedStorage, StorageRegistry
+from tq_service.server.storage_servicer import StorageServicer, endpoint_of
 from tq_service.server.supervisor import Supervisor
-from tq_service.server.watches import Watches
-from tq_service.serving.backlogs import Backlogs
-from tq_service.serving.catalog import Catalog, Limits
 from tq_service.storage.blobs.memory import BlobStore, MemoryBlobs
 from tq_service.storage.blobs.segments import SegmentBlobs
 from tq_service.storage.engine import EngineStat, StorageEngine
 from tq_service.wire.connection import Credentials
 from tq_service.wire.shared_memory import check_supported
 
-if TYPE_CHECKING:
-    from tq_service.server.cluster_member import ClusterMember
-
 _log = logging.getLogger(__name__)
-HEARTBEAT_SECONDS: Final = 2.0
 
 
-class Storage:
+class StorageProcess:
     """The storage service of a process; it listens for clients of this host that share memory.
 
     Args:
@@ -120,13 +100,6 @@ class Storage:
             mirroring=self.mirroring,
         )
 
-    def mirror_in_words(self, settings: ServeSettings) -> str:
-        """Return where its puts are a second time."""
-        status = self.engine.stat().mirror
-        if status is None:
-            return "none"
-        return f"{status.url} ({settings.mirror_required} of {settings.mirror_copies} copies required)"
-
     def _adopted(self) -> list[StorageEngine]:
         """Return the engines that have what was taken over."""
         return [] if self.mirroring is None else [each.engine for each in self.mirroring.adopted.values()]
@@ -145,7 +118,7 @@ class Storage:
     def join(self, controller: str, credentials: Credentials, supervisor: Supervisor) -> None:
         """Register with a controller elsewhere from now on, under its own name and those of what it takes over."""
 
-        def register(of: Storage | Adopted) -> Coroutine[Any, Any, None]:
+        def register(of: StorageProcess | Adopted) -> Coroutine[Any, Any, None]:
             return register_storage(
                 of.engine,
                 of.keys,
@@ -187,115 +160,6 @@ class Storage:
         await self.engine.close()
         if self.mirroring is not None:
             await self.mirroring.close()
-
-
-def make_controller(
-    settings: ServeSettings,
-    port: int,
-    *,
-    storage: Storage | None,
-    store: StateStore | None,
-    credentials: Credentials,
-    waiting: WaitingCalls,
-    supervisor: Supervisor,
-    instruments: Instruments | None = None,
-    cluster: ClusterMember | None = None,
-) -> ControllerServicer:
-    """Return the controller of a process, which answers its calls.
-
-    Args:
-        settings: how it runs.
-        port: the one that the process listens on.
-        storage: the storage service in its process.
-        store: keeps its state; None: it is gone with the process.
-        credentials: what it shows to storage services.
-        waiting: counts the calls that wait.
-        supervisor: runs its background tasks, and learns of failures that it cannot go on from.
-        instruments: count what it does; None: nothing is counted.
-        cluster: the cluster of controllers that it is of; None: it is alone.
-    """
-    runner = PlanRunner(max_threads=settings.sampler_threads, timeout_seconds=settings.sampler_timeout_seconds)
-    catalog = Catalog(
-        runner if instruments is None else TimedRunner(runner, instruments.plan_seconds),
-        Limits(**{each.name: getattr(settings, each.name) for each in dataclasses.fields(Limits)}),
-        IdempotencyCache(
-            settings.request_record_seconds,
-            pack=converters.pack,
-            unpack=converters.unpack,
-            max_bytes=settings.request_record_bytes,
-            weigh=converters.weigh,
-        ),
-    )
-    catalog.machine.fatal = supervisor.fatal
-    controller_id = _new_controller_id(settings, port) if store is None else store.data_dir.identity.controller_boot_id
-    embedded = None
-    if storage is not None:
-        embedded = EmbeddedStorage(storage.engine, storage.endpoint, EngineDriver(storage.engine), controller_id)
-    storages = StorageRegistry(
-        embedded,
-        HEARTBEAT_SECONDS,
-        credentials,
-        snapshot_cells=catalog.snapshot_cells,
-        controller_id=controller_id,
-        epoch=lambda: 0 if cluster is None else cluster.epoch,
-        after_durable=(lambda callback: callback()) if store is None else store.after_durable,
-        takes_heartbeats=lambda: (cluster is None or cluster.may_answer) and (store is None or not store.is_failing),
-        supervisor=supervisor,
-    )
-    catalog.on_freed = storages.puts.free
-    return ControllerServicer(
-        catalog=catalog,
-        commits=Commits(catalog=catalog, storages=storages, waiting=waiting),
-        registry=SamplerRegistry(allow_import=settings.allow_sampler_import),
-        runner=runner,
-        storages=storages,
-        max_wait_cap_seconds=settings.max_wait_cap_seconds,
-        waiting=waiting,
-        checkpoints=Checkpoints(
-            catalog=catalog, storages=storages, store=store, checkpoint_dir=settings.checkpoint_directory()
-        ),
-        watches=Watches(catalog, most=settings.max_watchers, stall_seconds=settings.stall_seconds),
-        backlogs=Backlogs(catalog, runner),
-        identity=Identity(settings=settings, shared_memory=storage is not None and storage.shared_memory is not None),
-        controllers=tuple if cluster is None else cluster.statuses,
-    )
-
-
-def _new_controller_id(settings: ServeSettings, port: int) -> bytes:
-    """Return the id of a controller that keeps no state: by its beginning others know whose earlier start they see."""
-    name = hashlib.sha256(f"{settings.advertise or socket.gethostname()}:{port}".encode()).digest()
-    return name[:CONTROLLER_NAME_BYTES] + secrets.token_bytes(16 - CONTROLLER_NAME_BYTES)
-
-
-def open_state_store(settings: ServeSettings) -> StateStore | None:
-    """Open the data directory of a service without a cluster; None if the settings have none.
-
-    Raises:
-        DataDirError: it is in use or cannot be used.
-        JournalDamagedError: its state cannot be recovered.
-        DiskFullError: there is no space in it.
-    """
-    if settings.data_dir is None:
-        return None
-    return StateStore.open(
-        settings.data_dir, sync=settings.durability == "disk", accept_loss=settings.accept_journal_loss
-    )
-
-
-def open_cluster(
-    settings: ServeSettings, port: int, credentials: Credentials, supervisor: Supervisor
-) -> ClusterMember | None:
-    """Open what makes this controller one of several; None if it is alone.
-
-    Raises:
-        JournalUnreachableError: etcd does not answer.
-        DataDirError: the data directory is in use, cannot be used, or is of another controller.
-    """
-    if settings.journal is None:
-        return None
-    from tq_service.server.cluster_member import ClusterMember  # noqa: PLC0415  (a controller alone does without)
-
-    return ClusterMember(settings, settings.advertised_address(port), credentials, supervisor)
 
 
 def _open_mirroring(settings: ServeSettings, port: int, supervisor: Supervisor) -> Mirroring | None:
