@@ -22,7 +22,7 @@ from tq_service.errors import TqError
 from tq_service.samplers import SamplerRegistry
 from tq_service.schema import DTYPE_SIZES, Encoding
 from tq_service.server.rpc.method_table import METHODS
-from tq_service.serving.history import KEPT_ROWS, MOST_ROWS
+from tq_service.serving.history import MOST_GONE_ROWS
 from tq_service.state.request import BatchSpec
 from tq_service.v1 import commit_pb2, controller_service_pb2, metadata_pb2, storage_service_pb2
 from tq_service.wire.columns import Column, encode_header, extents_as, merge_specs
@@ -287,7 +287,7 @@ def test_limits_are_the_defaults() -> None:
     assert number(limits["calls of one connection at once"]) == default("max_streams")
     assert number(limits["calls of one connection that wait"]) == default("max_waiting_calls_per_client")
     assert number(limits["calls that watch"]) == default("max_watchers")
-    assert f"{KEPT_ROWS:,} rows are\n  kept" in PAGE and f"{MOST_ROWS:,} for calls that are under way" in PAGE
+    assert f"Of what is gone the last {MOST_GONE_ROWS:,} samples are known" in PAGE
     of_partition = limits["fields, tasks, custom_meta columns of a partition"]
     assert [number(each) for each in of_partition.split(", ")] == [
         default(name) for name in ("max_fields", "max_tasks", "max_meta_columns")
