@@ -22,7 +22,7 @@ from tq_service.errors import (
 from tq_service.samplers import PlanRunner, Sampler
 from tq_service.schema import EndCounts, FieldSpec, Layout
 from tq_service.serving.catalog import Catalog, Limits
-from tq_service.serving.history import Selection as Selected
+from tq_service.serving.history import Watched
 from tq_service.serving.lookup import Clearing, Selection
 from tq_service.serving.planner import NotYet
 from tq_service.state.partition import Partition, PartitionSettings
@@ -297,7 +297,7 @@ async def test_refused_calls_leave_no_task(catalog, name, rank):
     assert not partition.tasks
     assert list(partition.table.columns) == columns
     assert (len(partition.on_rows), len(partition.on_reset)) == (listeners, listeners)
-    changes = catalog.history.since(start, Selected(prefix="", is_shown=lambda _name: True))
+    changes = catalog.history.since(start, Watched(prefix="", is_shown=lambda _name: True))
     assert not any(changed.task_names or changed.blocks for changed in changes)
     assert not any(past.task_at for past in catalog.history._pasts.values())
     assert (await claim(catalog, rank, task="eval 0")).answer

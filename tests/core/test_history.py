@@ -18,10 +18,10 @@ from tq_service.results import Revision
 from tq_service.samplers import PlanRunner
 from tq_service.serving import history as history_module
 from tq_service.serving.catalog import Catalog
-from tq_service.serving.history import MOST_GONE_ROWS, ROWS_OF_A_PART, PartitionChanges, Selection
+from tq_service.serving.history import MOST_GONE_ROWS, ROWS_OF_A_PART, PartitionChanges, Watched
 from tq_service.state.partition import Partition, PartitionSettings
 
-ALL = Selection(prefix="", is_shown=lambda _name: True)
+ALL = Watched(prefix="", is_shown=lambda _name: True)
 KINDS = ("insert", "insert", "write", "tag", "clear", "seal", "claim", "reset", "remove", "replace")
 NAMES = ("train", "val", "train@1")
 
@@ -56,7 +56,7 @@ def rows_of(partition: Partition, indexes: Any) -> dict[int, Any]:
 class View:
     """What a watcher knows, and the revision at which it is."""
 
-    def __init__(self, catalog: Catalog, selection: Selection = ALL) -> None:
+    def __init__(self, catalog: Catalog, selection: Watched = ALL) -> None:
         self.catalog = catalog
         self.selection = selection
         self.revision = 0
@@ -163,8 +163,8 @@ def test_in_the_end_each_watcher_has_what_is_there(most: int, monkeypatch: pytes
     def follow(data: Any) -> None:
         catalog = Catalog(PlanRunner())
         catalog.write("val", b"", new_write(3, ("x",)))
-        views = [View(catalog), View(catalog), View(catalog, Selection(prefix="train", is_shown="train".__eq__))]
-        views.append(View(catalog, Selection(prefix="", is_shown=lambda _name: True, has_samples=False)))
+        views = [View(catalog), View(catalog), View(catalog, Watched(prefix="train", is_shown="train".__eq__))]
+        views.append(View(catalog, Watched(prefix="", is_shown=lambda _name: True, has_samples=False)))
         for _ in range(data.draw(st.integers(1, 40))):
             change(catalog, data.draw)
             if data.draw(st.booleans()):
@@ -270,7 +270,7 @@ def test_a_watcher_for_which_removed_rows_are_forgotten_gets_their_partition_ane
     assert (gone.partition, gone.incarnation) == (None, anew.incarnation)
     assert not anew.removed
     assert [some.tolist() for some in anew.written()] == [list(range(5))]
-    (changed,) = history.since(start, Selection(prefix="", is_shown=lambda _name: True, has_samples=False))
+    (changed,) = history.since(start, Watched(prefix="", is_shown=lambda _name: True, has_samples=False))
     assert changed.partition is catalog.get("train") and not changed.removed
 
 

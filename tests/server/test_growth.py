@@ -43,8 +43,10 @@ def entries(root: object) -> Counter[str]:
     """Return how many entries the containers have that an object holds, by type."""
     found: Counter[str] = Counter()
     for each in reachable(root):
-        if isinstance(each, ChangeHistory):  # of the last thousands of partitions it keeps that they are gone
-            found["deque"] -= len(each._cleared)
+        if isinstance(each, ChangeHistory):  # it keeps the names of the last million samples that are gone
+            found["deque"] -= len(each._gone)
+            removed = [array for gone in each._gone for array in gone.removed or () if array is not None]
+            found["ndarray"] -= sum(array.size for array in removed)
         if isinstance(each, dict | list | set | deque):
             found[type(each).__name__] += len(each)
         elif isinstance(each, np.ndarray):

@@ -12,7 +12,7 @@ import typer
 
 from tq_service.cli.options import Partitions, open_client, with_service
 from tq_service.cli.output import print_json
-from tq_service.errors import DeadlineError, PartitionNotFoundError, UnavailableError, nearest
+from tq_service.errors import DeadlineError, PartitionNotFoundError, TqError, UnavailableError, nearest
 
 if TYPE_CHECKING:
     from tq_service.client import Client
@@ -49,11 +49,14 @@ def command(
     from tq_service.cli.status_view import as_document, blocks_of, header_of, print_blocks  # noqa: PLC0415  (as --help)
 
     with open_client(**service) as client:
+        statuses = _statuses(client, partitions or (), prefix, watch)
         if watch is not None and not as_json and _is_screen():
-            _watch(client, partitions or (), prefix, watch)
+            _show_on_screen(client.address, statuses)
             return
-        for status in _repeated(client, partitions or (), prefix, watch):
-            if as_json:
+        for status in statuses:
+            if isinstance(status, TqError):
+                typer.echo(f"error: {status.message}; trying again", err=True)
+            elif as_json:
                 print_json(as_document(status), indent=2 if watch is None else None)
             else:
                 print_blocks(header_of(status, client.address), *blocks_of(status))
@@ -93,22 +96,24 @@ def _is_screen() -> bool:
     return sys.stdout.isatty() and not console().is_dumb_terminal
 
 
-def _repeated(client: Client, names: Any, prefix: str, seconds: float | None) -> Iterator[ServiceStatus]:
-    """Yield the status now, and every so many seconds; report on stderr while there is none to show."""
+def _statuses(client: Client, names: Any, prefix: str, seconds: float | None) -> Iterator[ServiceStatus | TqError]:
+    """Yield the status now, and every so many seconds, or why there is none."""
     while True:
         try:
+            if seconds is not None:
+                client.health(timeout=_ANSWER_SECONDS)  # one try, so that a service that is away is seen at once
             yield read(client, names, prefix)
         except (UnavailableError, DeadlineError, PartitionNotFoundError) as error:
             if seconds is None:
                 raise
-            typer.echo(f"error: {error.message}; trying again", err=True)
+            yield error
         if seconds is None:
             return
         time.sleep(seconds)
 
 
-def _watch(client: Client, names: Any, prefix: str, seconds: float) -> None:
-    """Show the status again and again; a service that is away is waited for, and what it last said stays."""
+def _show_on_screen(address: str, statuses: Iterator[ServiceStatus | TqError]) -> None:
+    """Show each status in place of the one before; a service that is away is waited for, what it last said stays."""
     from rich.live import Live  # noqa: PLC0415  (only for people)
     from rich.text import Text  # noqa: PLC0415  (only for people)
 
@@ -119,20 +124,17 @@ def _watch(client: Client, names: Any, prefix: str, seconds: float) -> None:
     screen = console()
     header, heading, blocks, away_since = ["waiting for the first answer"], "", list[Any](), None
     with Live(console=screen, auto_refresh=False, vertical_overflow="crop") as live:
-        while True:
+        for status in statuses:
             note = ""
-            try:
-                client.health(timeout=_ANSWER_SECONDS)  # one try, so that a service that is away is seen at once
-                status = read(client, names, prefix)
-                header, away_since = header_of(status, client.address), None
-                heading, blocks = blocks_of(status, screen.width)
-            except (UnavailableError, DeadlineError) as error:
+            if isinstance(status, PartitionNotFoundError):
+                blocks, note = [], status.message
+            elif isinstance(status, TqError):
                 away_since = away_since or time.monotonic()
-                away = time.monotonic() - away_since
-                note = f"reconnecting for {away:.0f} s, below is what it said before: {error.message.partition(';')[0]}"
-            except PartitionNotFoundError as error:
-                blocks, note = [], error.message
+                away, message = time.monotonic() - away_since, status.message.partition(";")[0]
+                note = f"reconnecting for {away:.0f} s, below is what it said before: {message}"
+            else:
+                header, away_since = header_of(status, address), None
+                heading, blocks = blocks_of(status, screen.width)
             height = screen.height if screen.is_terminal else 1 << 30
             lines = fitting([*header, *([note] if note else [])], heading, blocks, height)
             live.update(Text("\n".join(lines), no_wrap=True, overflow="fold"), refresh=True)
-            time.sleep(seconds)

@@ -9,7 +9,8 @@ import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from itertools import chain
+from typing import Any, Final, TypeAlias
 
 from rich.filesize import decimal
 
@@ -26,7 +27,9 @@ from tq_service.results import (
 _LEAST_WIDTH: Final = 60
 _MOST_NAME: Final = 24  # longer names of tasks have a line of their own
 _PIPED_WIDTH: Final = 80
-_TASK_TITLE: Final = "TASK"
+_LEAST_RATE: Final = 0.05
+_Row: TypeAlias = tuple[str, str, str, str]
+_TITLES: Final = ("TASK", "DELIVERED", "RATE", "WAITING FOR")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,76 +135,57 @@ def blocks_of(status: ServiceStatus, width: int | None = None) -> tuple[str, lis
     for wait in status.waits:
         waits.setdefault(wait.partition_id, []).append(wait.reason)
     known = {each.summary.partition_id: each for each in status.partitions}
-    names = [_TASK_TITLE, *(reason.task_name for reasons in waits.values() for reason in reasons)]
-    delivered, rates = ["DELIVERED"], ["RATE"]
-    for partition in known.values():
-        for task in partition.tasks:
-            names.append(task.task_name)
-            delivered.append(_delivered(partition, task))
-            rates.append(_rate(task))
-    layout = _Layout(
-        width=width,
-        name=min(_MOST_NAME, max(map(len, names))),
-        delivered=max(map(len, delivered)),
-        rate=max(map(len, rates)),
-    )
-    blocks = [_block(name, known.get(name), waits.get(name, []), layout) for name in sorted({*known, *waits})]
-    return "\n".join(layout.row(_TASK_TITLE, "DELIVERED", "RATE", "WAITING FOR")), blocks
+    rows = {name: _rows(known.get(name), waits.get(name, ())) for name in sorted({*known, *waits})}
+    names, delivered, rates, _ = zip(_TITLES, *chain.from_iterable(rows.values()), strict=True)
+    widths = (min(_MOST_NAME, max(map(len, names))), max(map(len, delivered)), max(map(len, rates)))
+    blocks = []
+    for name, of_one in rows.items():
+        partition = known.get(name)
+        facts = "does not exist" if partition is None else _facts(partition)
+        lines = [name, f"  {facts}"] if len(name) + 2 + len(facts) > width else [f"{name}  {facts}"]
+        lines += (line for row in of_one for line in _lines(row, widths, width))
+        tasks = () if partition is None else partition.tasks
+        blocks.append(Block(lines=tuple(lines), urgency=_urgency(tasks, waits.get(name, ()))))
+    return "\n".join(_lines(_TITLES, widths, width)), blocks
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Layout:
-    """Widths of the columns of tasks."""
+def _rows(partition: PartitionDescription | None, waits: Sequence[WaitReason]) -> list[_Row]:
+    """Return the tasks of a partition and those that wait for it."""
+    tasks = {task.task_name: task for task in (() if partition is None else partition.tasks)}
+    rows = []
+    for name in dict.fromkeys([*tasks, *(reason.task_name for reason in waits)]):
+        notes = [short(reason) for reason in waits if reason.task_name == name]
+        if partition is None or name not in tasks:
+            rows.append((name or "(look-up)", "-", "-", "; ".join(notes)))
+        else:
+            task = tasks[name]
+            delivered, rate = f"{task.consumed_count:,}/{partition.summary.inserted_count:,}", task.delivered_per_second
+            shown_rate = "-" if rate < _LEAST_RATE else f"{rate:,.0f}/s" if rate >= 10 else f"{rate:.1f}/s"
+            rows.append((name, delivered, shown_rate, "; ".join([*notes, *_notes(task)]) or "-"))
+    return rows
 
-    width: int
-    name: int
-    delivered: int
-    rate: int
 
-    @property
-    def rest(self) -> int:
-        """Where the last column begins."""
-        return 2 + self.name + 2 + self.delivered + 2 + self.rate + 2
-
-    def row(self, name: str, delivered: str, rate: str, rest: str) -> Iterator[str]:
-        """Yield the lines of a task."""
-        first = f"  {name:<{self.name}}"
-        if len(name) > self.name:
-            yield first
-            first = " " * (2 + self.name)
-        first += f"  {delivered:>{self.delivered}}  {rate:>{self.rate}}  "
-        lines = _wrapped(rest, self.width - self.rest) or [""]
-        yield (first + lines[0]).rstrip()
-        yield from (" " * self.rest + line for line in lines[1:])
+def _lines(row: _Row, widths: tuple[int, int, int], width: int) -> Iterator[str]:
+    """Yield the lines of a task."""
+    name, delivered, rate, rest = row
+    first, rest_at = f"  {name:<{widths[0]}}", 8 + sum(widths)
+    if len(name) > widths[0]:
+        yield first
+        first = " " * (2 + widths[0])
+    first += f"  {delivered:>{widths[1]}}  {rate:>{widths[2]}}  "
+    lines = _wrapped(rest, width - rest_at) or [""]
+    yield (first + lines[0]).rstrip()
+    yield from (" " * rest_at + line for line in lines[1:])
 
 
 def _wrapped(text: str, width: int) -> list[str]:
     return textwrap.wrap(text, max(10, width), break_long_words=False, break_on_hyphens=False)
 
 
-def _block(name: str, partition: PartitionDescription | None, waits: list[WaitReason], layout: _Layout) -> Block:
-    facts = "does not exist" if partition is None else _facts(partition)
-    lines = [name, f"  {facts}"] if len(name) + 2 + len(facts) > layout.width else [f"{name}  {facts}"]
-    tasks = () if partition is None else partition.tasks
-    of_task: dict[str, list[WaitReason]] = {task.task_name: [] for task in tasks}
-    for reason in waits:
-        of_task.setdefault(reason.task_name, []).append(reason)
-    known = {task.task_name: task for task in tasks}
-    for task_name, reasons in of_task.items():
-        task = known.get(task_name)
-        waiting = "; ".join(map(short, reasons))
-        if task is None or partition is None:
-            lines += layout.row(task_name or "(look-up)", "-", "-", waiting)
-        else:
-            notes = "; ".join(filter(None, [waiting, *_notes(task)])) or "-"
-            lines += layout.row(task_name, _delivered(partition, task), _rate(task), notes)
-    return Block(lines=tuple(lines), urgency=_urgency(tasks, waits))
-
-
-def _urgency(tasks: Sequence[TaskStatus], waits: list[WaitReason]) -> int:
+def _urgency(tasks: Sequence[TaskStatus], waits: Sequence[WaitReason]) -> int:
     if waits:
         return 0
-    if any(task.delivered_per_second >= 0.05 for task in tasks):
+    if any(task.delivered_per_second >= _LEAST_RATE for task in tasks):
         return 1
     return 3 if tasks and all(task.complete for task in tasks) else 2
 
@@ -222,15 +206,6 @@ def _facts(partition: PartitionDescription) -> str:
     if partition.waiting_put_count:
         parts.append(f"{partition.waiting_put_count:,} puts wait")
     return "  ".join(parts)
-
-
-def _delivered(partition: PartitionDescription, task: TaskStatus) -> str:
-    return f"{task.consumed_count:,}/{partition.summary.inserted_count:,}"
-
-
-def _rate(task: TaskStatus) -> str:
-    rate = task.delivered_per_second
-    return "-" if rate < 0.05 else f"{rate:,.0f}/s" if rate >= 10 else f"{rate:.1f}/s"
 
 
 def _notes(task: TaskStatus) -> Iterator[str]:

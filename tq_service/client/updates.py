@@ -45,19 +45,15 @@ class PartitionUpdate:
     def from_proto(cls, message: pb.PartitionChange, namespace: Namespace) -> PartitionUpdate:
         """Return the update of a message."""
         name, ranges = namespace.own_name(message.partition_id), message.cleared_samples.index_ranges
-        return cls(
+        summary = read_message(PartitionSummary, message.summary, partition_id=name)
+        return read_message(
+            cls,
+            message,
             partition_id=name,
-            incarnation=message.incarnation,
-            cleared=message.cleared,
-            summary=(
-                read_message(PartitionSummary, message.summary, partition_id=name)
-                if message.HasField("summary")
-                else None
-            ),
+            summary=summary if message.HasField("summary") else None,
             samples=BatchMeta.from_proto(message.samples, namespace) if message.HasField("samples") else None,
             cleared_indexes=expand_runs(decode_integers(ranges.first_indexes), decode_integers(ranges.index_counts)),
             cleared_keys=tuple(key or None for key in message.cleared_samples.keys),
-            tasks=tuple(read_message(TaskStatus, task) for task in message.tasks),
         )
 
 

@@ -24,7 +24,7 @@ from tq_service.server import converters
 from tq_service.server.rpc.inbox import Progress, WaitingCalls
 from tq_service.server.rpc.methods import Context, shown_partitions
 from tq_service.serving.catalog import Catalog
-from tq_service.serving.history import ROWS_OF_A_PART, PartitionChanges, Selection
+from tq_service.serving.history import ROWS_OF_A_PART, PartitionChanges, Watched
 from tq_service.serving.lookup import fitting_count
 from tq_service.serving.planner import LoopYielder
 from tq_service.serving.status import status_of, summary_of
@@ -50,7 +50,7 @@ _List: TypeAlias = Literal["cleared_samples", "samples"]
 class _Watcher:
     """A call; its client has all changes up to a revision, or is being sent them."""
 
-    selection: Selection
+    selection: Watched
     revision: int
     context: Context
 
@@ -77,7 +77,7 @@ class Watches:
         self._round: asyncio.Task[None] | None = None
         self._round_at = 0.0
         self._ends: set[asyncio.Timeout] = set()  # of the calls
-        self._shared: dict[tuple[Selection, int], pb.WatchResponse] = {}  # whole answers of the last second
+        self._shared: dict[tuple[Watched, int], pb.WatchResponse] = {}  # whole answers of the last second
         self._is_draining = False
 
     async def serve(self, request: pb.WatchRequest, context: Context) -> None:
@@ -98,7 +98,7 @@ class Watches:
                     f"progress_interval is {progress_seconds:g} s, expected {_LEAST_PROGRESS_SECONDS:g} s or more",
                     field="progress_interval",
                 )
-        selection = Selection(
+        selection = Watched(
             prefix=request.prefix,
             is_shown=shown_partitions.get(),
             has_samples=not request.omit_samples,

@@ -388,7 +388,8 @@ class Catalog:
             partition.on_change()
         for partition in step.consumed:
             partition.on_consumed()
-        self.history.note(step)
+        if self.history.given_out:
+            self.history.note(step)
         if step.freed:
             self.on_freed(step.freed)
 
@@ -631,7 +632,8 @@ class Catalog:
             freed += partition.cells.puts.all()
             self._disappear(partition)
         self.adopt(restored)
-        self.history.note(Step(self.machine.now_seconds(), created=[*restored], cleared=replaced))
+        if self.history.given_out:
+            self.history.note(Step(self.machine.now_seconds(), created=[*restored], cleared=replaced))
         self.on_freed(freed)
 
     # Claims

@@ -20,6 +20,7 @@ from tq_service.planning.grouping import Grouping, grouping_of
 from tq_service.planning.view import Readiness
 from tq_service.results import NotReady, WaitCode, WaitReason
 from tq_service.schema import Blocks
+from tq_service.serving.admission import AdmissionQueue
 from tq_service.serving.catalog import Catalog
 from tq_service.serving.planner import RunsPlans
 from tq_service.serving.sweep import Slices, sweep
@@ -116,14 +117,7 @@ class Explainer:
             explanations.append(Explanation(partition, task, request, length))
         await sweep(partition.table, explanations, slices)
         queue = self._catalog.admission_queue(partition.partition_id)
-        return [
-            await explanation.reason(
-                slices,
-                waiting_put_count=0 if queue is None else queue.waiting_count,
-                put_waits_for="" if queue is None else queue.first_waits_for(request),
-            )
-            for explanation, request in zip(explanations, requests, strict=True)
-        ]
+        return [await explanation.reason(slices, queue) for explanation in explanations]
 
 
 class Explanation:
@@ -170,9 +164,9 @@ class Explanation:
     def _count(self, kind: str, name: str, mask: NDArray[np.bool_]) -> None:
         self._lacking[kind, name] += int(np.count_nonzero(mask))
 
-    async def reason(self, slices: Slices, *, waiting_put_count: int, put_waits_for: str) -> WaitReason:
-        """Return why the claim waits, as far as the partition knows."""
-        task = self._task
+    async def reason(self, slices: Slices, queue: AdmissionQueue | None) -> WaitReason:
+        """Return why the claim waits, as far as the partition and the queue of its puts know."""
+        task, request = self._task, self._request
         lacks = [
             NotReady(kind=kind, name=name, sample_count=count) for (kind, name), count in self._lacking.items() if count
         ]
@@ -186,13 +180,21 @@ class Explanation:
         ready_count, split = await self._groups()
         if split is not None:
             lacks.append(split)
-        reason = WaitReason(
-            code=self._code(ready_count, has_split_groups=split is not None),
-            text="",
+        # What all batches up to the one that is asked for take.
+        batches = 1 if request.rank is None else max(1, request.rank.batch_index - task.next_batch_index + 1)
+        needed_count = batches * request.plan_request.min_size
+        code, text = self._cause(ready_count, needed_count, lacks)
+        waiting_put_count = 0 if queue is None else queue.waiting_count
+        put_waits_for = "" if queue is None else queue.first_waits_for(request)
+        if waiting_put_count:
+            text += f"; {waiting_put_count} puts wait for capacity: {put_waits_for}"
+        return WaitReason(
+            code=code,
+            text=text,
             task_name=task.name,
-            data_fields=self._request.spec.data_fields,
+            data_fields=request.spec.data_fields,
             ready_count=ready_count,
-            needed_count=self._needed_count,
+            needed_count=needed_count,
             counts_groups=self._counts_groups,
             not_ready=tuple(lacks),
             left_count=self._left_count,
@@ -200,34 +202,47 @@ class Explanation:
             waiting_put_count=waiting_put_count,
             put_waits_for=put_waits_for,
         )
-        text = self._sentence(reason)
-        if waiting_put_count:
-            text += f"; {waiting_put_count} puts wait for capacity: {put_waits_for}"
-        return replace(reason, text=text)
 
-    def _code(self, ready_count: int, *, has_split_groups: bool) -> WaitCode:
-        """Return the reason in a word."""
+    def _cause(self, ready_count: int, needed_count: int, lacks: Sequence[NotReady]) -> tuple[WaitCode, str]:
+        """Return the reason in a word, and in a sentence."""
+        partition_id, fields = self._partition.partition_id, self._partition.cells.fields
+        task_of = f"task {self._task.name!r} of partition {partition_id!r}"
         if not self._partition.inserted_count:
-            return WaitCode.NO_SAMPLES
+            return WaitCode.NO_SAMPLES, f"partition {partition_id!r} has no samples"
         if not self._left_count:
-            return WaitCode.ALL_CONSUMED
-        if self._never_put():
-            return WaitCode.FIELD_NEVER_PUT
-        if ready_count >= self._needed_count:
-            return WaitCode.SAMPLER_WAITS
-        return WaitCode.GROUPS_INCOMPLETE if has_split_groups else WaitCode.TOO_FEW_READY
+            return WaitCode.ALL_CONSUMED, self._all_consumed(task_of)
+        put = [name for name, field in fields.items() if field.produced_count]
+        if missing := [name for name in self._request.batch_spec.data_fields if name not in put]:
+            text = f"no sample of partition {partition_id!r} has field {missing[0]!r}; {nearest(missing[0], put)}"
+            if missing[1:]:
+                text += f" (nor {', '.join(map(repr, missing[1:]))})"
+            return WaitCode.FIELD_NEVER_PUT, text
+        text = f"{ready_count} {'groups' if self._counts_groups else 'samples'} are ready for {task_of}"
+        if ready_count >= needed_count:
+            code = WaitCode.SAMPLER_WAITS
+            text += f", and sampler {self._request.batch_spec.sampler!r} makes no batch of them yet"
+        else:
+            has_split_groups = any(lack.kind == "group" for lack in lacks)
+            code = WaitCode.GROUPS_INCOMPLETE if has_split_groups else WaitCode.TOO_FEW_READY
+            text += f", {needed_count} are needed"
+        return code, "; ".join([text, *map(_shown, lacks)])
 
-    def _never_put(self) -> list[str]:
-        """Return the fields of the claim that no sample has."""
-        fields, wanted = self._partition.cells.fields, self._request.batch_spec.data_fields
-        return [name for name in wanted if name not in fields or not fields[name].produced_count]
-
-    @property
-    def _needed_count(self) -> int:
-        """What all batches up to the one that is asked for take."""
-        rank = self._request.rank
-        batches = 1 if rank is None else max(1, rank.batch_index - self._task.next_batch_index + 1)
-        return batches * self._request.plan_request.min_size
+    def _all_consumed(self, task_of: str) -> str:
+        task = self._task
+        leased = f", {task.leased_count} of them under a lease" if task.leased_count else ""
+        if lost := self._lacking["lost", ""]:
+            are_lost = _shown(NotReady(kind="lost", sample_count=lost))
+            return (
+                f"nothing is left for {task_of}: it has consumed {task.consumed_count} samples{leased}, and "
+                f"{are_lost}; put more, seal it, or clear those that task {task.name!r} skips"
+            )
+        text = (
+            f"task {task.name!r} has consumed all {task.consumed_count} samples of partition "
+            f"{self._partition.partition_id!r}{leased}"
+        )
+        if self._partition.sealed:
+            return f"{text}; they come back when it runs out, or the end comes once they are acknowledged"
+        return f"{text}, and the partition is open; put more, or seal it when there are no more"
 
     # Groups
 
@@ -262,73 +277,36 @@ class Explanation:
         if not split.size:
             return ready_count, None
         split = split[np.argsort(first[split])]
-        example = self._unsized(ids[split], grouping.block_size) or self._example(
-            int(ids[split[0]]), int(ready[first[split[0]]]), int(counts[split[0]]), grouping.block_size
-        )
+        first_index, first_count = int(ready[first[split[0]]]), int(counts[split[0]])
+        example = self._example(ids[split], first_index, first_count, grouping.block_size)
         return ready_count, NotReady(kind="group", sample_count=int(counts[split].sum()), example=example)
 
-    def _unsized(self, ids: Indexes, block_size: int | None) -> str:
-        """Return what to do where groups that are ready in part wait for a size, "" if the first one has one."""
-        groups = self._partition.groups
-        if block_size is not None or self._partition.sealed or not groups.in_use:
-            return ""
-        slots = ids[ids >= 0]
-        slots = slots[(groups.declared[slots] == 0) & ~groups.closed[slots]]
-        if not slots.size or slots[0] != ids[0]:
-            return ""
-        names = ", ".join(repr(groups.slots.occupants[slot]) for slot in slots[:_MOST_NAMED_GROUPS].tolist())
-        others = f" and {slots.size - _MOST_NAMED_GROUPS} others" if slots.size > _MOST_NAMED_GROUPS else ""
-        return (
-            f"groups {names}{others} declared no size, so more members may come: put them with a group_size, close "
-            f"the groups, or seal the partition"
-        )
+    def _example(self, ids: Indexes, index: int, ready_count: int, block_size: int | None) -> str:
+        """Return what is ready of the first of some groups, or which of them wait for a size where that does.
 
-    def _example(self, slot: int, index: int, ready_count: int, block_size: int | None) -> str:
-        """Return what is ready of the group of a sample."""
+        Args:
+            ids: of the groups.
+            index: of a sample of the first.
+            ready_count: of its samples.
+            block_size: how many a group has that declared no size.
+        """
         groups = self._partition.groups
+        slot = int(ids[0])
         if not groups.in_use or slot < 0:
             return f"of the group of index {index} {ready_count} are ready"
         size = int(groups.declared[slot]) or block_size
+        if not size and not self._partition.sealed and not groups.closed[slot]:
+            named = ids[ids >= 0]
+            unsized = named[(groups.declared[named] == 0) & ~groups.closed[named]]
+            names = ", ".join(repr(groups.slots.occupants[each]) for each in unsized[:_MOST_NAMED_GROUPS].tolist())
+            others = f" and {unsized.size - _MOST_NAMED_GROUPS} others" if unsized.size > _MOST_NAMED_GROUPS else ""
+            return (
+                f"groups {names}{others} declared no size, so more members may come: put them with a group_size, "
+                f"close the groups, or seal the partition"
+            )
         expected = f"{size} expected" if size else "and its size is not known before the partition is sealed"
         name, members = groups.slots.occupants[slot], int(groups.members[slot])
         return f"group {name!r} has {members} members, {ready_count} of them ready, {expected}"
-
-    def _sentence(self, reason: WaitReason) -> str:
-        task, partition_id = reason.task_name, self._partition.partition_id
-        known = self._partition.cells.fields
-        match reason.code:
-            case WaitCode.NO_SAMPLES:
-                return f"partition {partition_id!r} has no samples"
-            case WaitCode.FIELD_NEVER_PUT:
-                missing = self._never_put()
-                put = {name for name, field in known.items() if field.produced_count}
-                return (
-                    f"no sample of partition {partition_id!r} has field {missing[0]!r}; {nearest(missing[0], put)}"
-                    + (f" (nor {', '.join(map(repr, missing[1:]))})" if missing[1:] else "")
-                )
-            case WaitCode.ALL_CONSUMED:
-                leased = f", {self._task.leased_count} of them under a lease" if self._task.leased_count else ""
-                consumed = (
-                    f"task {task!r} has consumed all {self._task.consumed_count} samples of partition "
-                    f"{partition_id!r}{leased}"
-                )
-                if lost := self._lacking["lost", ""]:
-                    are_lost = _shown(NotReady(kind="lost", sample_count=lost))
-                    return (
-                        f"nothing is left for task {task!r} of partition {partition_id!r}: it has consumed "
-                        f"{self._task.consumed_count} samples{leased}, and {are_lost}; put more, seal it, or clear "
-                        f"those that task {task!r} skips"
-                    )
-                if self._partition.sealed:
-                    return f"{consumed}; they come back when it runs out, or the end comes once they are acknowledged"
-                return f"{consumed}, and the partition is open; put more, or seal it when there are no more"
-        unit = "groups" if reason.counts_groups else "samples"
-        what = f"{reason.ready_count} {unit} are ready for task {task!r} of partition {partition_id!r}"
-        if reason.code == WaitCode.SAMPLER_WAITS:
-            what += f", and sampler {self._request.batch_spec.sampler!r} makes no batch of them yet"
-        else:
-            what += f", {reason.needed_count} are needed"
-        return "; ".join([what, *map(_shown, reason.not_ready)])
 
 
 def _shown(lack: NotReady) -> str:

@@ -81,7 +81,7 @@ class _Gone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Selection:
+class Watched:
     """What is watched.
 
     Attributes:
@@ -147,6 +147,7 @@ class ChangeHistory:
     Attributes:
         instance_id: names the history, 16 random bytes.
         number: the revision of the last change.
+        given_out: the last revision that was; 0: none, so that no change need be noted.
         forgotten_at: the revision of the last partition that is gone and forgotten.
         on_change: called after each change.
     """
@@ -156,7 +157,7 @@ class ChangeHistory:
         self.instance_id = os.urandom(16)
         self.number = _FIRST
         self.on_change: Callable[[], None] = lambda: None
-        self._given_out = 0  # the last revision that was; 0: none
+        self.given_out = 0
         self._pasts: dict[Partition, _Past] = {}  # in the order of their last changes
         self._gone: deque[_Gone] = deque()
         self._gone_row_count = 0
@@ -166,9 +167,7 @@ class ChangeHistory:
 
     def note(self, step: Step) -> None:
         """Take note of a group of changes that were made."""
-        if not self._given_out:
-            return
-        number = self.number = self._given_out + 1
+        number = self.number = self.given_out + 1
         for partition in step.created:
             self._past(partition, made_at=number).rows_at = number
         for partition, rows in step.written:
@@ -189,8 +188,11 @@ class ChangeHistory:
             past.rows_at = past.tasks_at = past.task_at[None] = number
             self._add(_Gone(number, past, (rows, keys)))
         for partition in step.cleared:
-            self._add(_Gone(number, self._past(partition)))
-            self._pasts.pop(partition).task_at.clear()
+            past = self._past(partition)
+            past.task_at.clear()
+            past.block_at.clear()
+            del self._pasts[partition]
+            self._add(_Gone(number, past))
         self.on_change()
 
     def _past(self, partition: Partition, made_at: int = _FIRST) -> _Past:
@@ -214,7 +216,7 @@ class ChangeHistory:
 
     def mark(self) -> int:
         """Return the number of the revision of now, to be given out."""
-        self._given_out = self.number
+        self.given_out = self.number
         return self.number
 
     def revision(self) -> Revision:
@@ -234,16 +236,16 @@ class ChangeHistory:
                 "watch without a revision, which begins with the whole state",
                 metadata={"got": str(revision.number), "oldest": str(self.number)},
             )
-        if revision.instance_id != self.instance_id or not 1 <= revision.number <= self._given_out:
+        if revision.instance_id != self.instance_id or not 1 <= revision.number <= self.given_out:
             raise InvalidArgumentError(
                 f"revision has an instance_id of {len(revision.instance_id)} bytes and the number {revision.number}, "
-                f"expected {len(self.instance_id)} bytes and 1 to {self._given_out}; send one as it was answered, or "
+                f"expected {len(self.instance_id)} bytes and 1 to {self.given_out}; send one as it was answered, or "
                 f"none to begin with the whole state",
                 field="revision",
             )
         return revision.number
 
-    def since(self, since: int, selection: Selection) -> list[PartitionChanges]:
+    def since(self, since: int, selection: Watched) -> list[PartitionChanges]:
         """Return what has changed since a revision, partitions that are gone first; of 0: all that is there.
 
         Raises:
@@ -286,7 +288,7 @@ class ChangeHistory:
 
 
 def _changes_of(
-    partition: Partition, past: _Past, since: int, selection: Selection, removed: Sequence[Removed] = ()
+    partition: Partition, past: _Past, since: int, selection: Watched, removed: Sequence[Removed] = ()
 ) -> PartitionChanges:
     """Return what has changed in a partition; all that is there where the watcher does not know it."""
     blocks: list[int] | None = []

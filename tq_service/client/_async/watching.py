@@ -50,19 +50,15 @@ class AsyncWatch:
         while not self._is_closed:
             try:
                 answer = await self._read(self._timeout if backoff is None else backoff.deadline.remaining())
-            except CompactedError:
-                self._call = None
-                if not self._starts_over:
-                    raise
-                self._request.ClearField("revision")
-                continue
             except TqError as error:
                 self._call = None
                 if self._is_closed:
                     break
-                failure = error
-                if isinstance(failure, DeadlineError):  # updates were not read for so long that the service let go
-                    failure = UnavailableError(failure.message)
+                if isinstance(error, CompactedError) and self._starts_over:
+                    self._request.ClearField("revision")
+                    continue
+                # A DeadlineError is the service's, which lets go where updates are not read for long.
+                failure = UnavailableError(error.message) if isinstance(error, DeadlineError) else error
                 backoff = backoff or Backoff(Deadline.after(self._timeout))
                 await async_sleep(backoff.after(failure))
                 continue
