@@ -30,7 +30,6 @@ BENCHMARKS = (
     "bulk_by_storages",
     "same_host",
     "data_loader",
-    "loader_workers",
     "kv_calls",
     "memory",
     "memory_bounds",
