@@ -41,6 +41,7 @@ _ANSWER_SECONDS: Final = 5.0
 _COMPLETION_SECONDS: Final = 1.0
 _MOST_COMPLETIONS: Final = 100
 
+Prefix = Annotated[str, typer.Argument(help="How their names begin.", show_default=False)]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask first.")]
 
 
@@ -85,7 +86,7 @@ def with_options(
 
 
 def _service_options(address_help: str = ADDRESS_HELP, timeout: float | None = None) -> Iterator[inspect.Parameter]:
-    info = typer.Option("--address", "-a", envvar="TQ_ADDRESS", help=address_help, show_default=False)
+    info = typer.Option("--address", "-a", envvar="TQ_ADDRESS", help=address_help)
     yield option("address", str, info)
     if timeout is not None:
         text = "Seconds to wait for an answer; a service that cannot be reached is tried for one second."
@@ -185,7 +186,7 @@ def verb(
 
         options = [inspect.Parameter("as_json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=AsJson)]
         options += () if timeout is None else _service_options(timeout=timeout)
-        group.command(name, cls=GroupedOptions)(with_options(function, options, call))
+        group.command(name)(with_options(function, options, call))
         return function
 
     return add
@@ -274,9 +275,7 @@ def _complete_task(ctx: typer.Context, incomplete: str) -> Sequence[str]:
 Partition = Annotated[str, typer.Argument(help="Name of the partition.", autocompletion=_complete_partition)]
 Partitions = Annotated[
     list[str] | None,
-    typer.Argument(help="Names of partitions.", show_default=False, autocompletion=_complete_partition),
+    typer.Argument(help="Names of partitions.", autocompletion=_complete_partition),
 ]
 Task = Annotated[str, typer.Argument(help="Name of the task.", autocompletion=_complete_task)]
-TaskOrAll = Annotated[
-    str | None, typer.Argument(help="Only this task.", show_default=False, autocompletion=_complete_task)
-]
+TaskOrAll = Annotated[str | None, typer.Argument(help="Only this task.", autocompletion=_complete_task)]

@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 
 def _command(
     config: Annotated[
-        Path | None, typer.Option(envvar=CONFIG_VARIABLE, help="TOML file with settings by name.", show_default=False)
+        Path | None, typer.Option(envvar=CONFIG_VARIABLE, help="TOML file with settings by name.")
     ] = None,
     show_config: Annotated[
         bool, typer.Option("--show-config", help="Print every setting with its source, and exit.")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.filesize import decimal
 
-from tq_service.cli.options import make_group, verb
+from tq_service.cli.options import Prefix, make_group, verb
 from tq_service.cli.output import Answer, table
 
 if TYPE_CHECKING:
@@ -142,10 +142,7 @@ def _object(text: str) -> dict[str, Any]:
 
 
 @verb(CHECKPOINT, "ls")
-def list_checkpoints(
-    client: Client,
-    prefix: Annotated[str, typer.Argument(help="How their names begin.", show_default=False)] = "",
-) -> Answer:
+def list_checkpoints(client: Client, prefix: Prefix = "") -> Answer:
     """List the checkpoints below the controller's checkpoint_dir, with what they were written with."""
     found = client.list_checkpoints(prefix)
     yield found
