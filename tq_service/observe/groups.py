@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
@@ -96,14 +96,14 @@ class GroupNumbers:
     states: dict[str, int] = field(default_factory=lambda: {"live": 0, "held": 0, "failed": 0})
     tasks: defaultdict[str, TaskNumbers] = field(default_factory=lambda: defaultdict(TaskNumbers))
 
-    def add(self, inserted: int, cleared: int, totals: Mapping[str, TaskTotals | TaskNumbers], sign: int = 1) -> None:
-        """Add counts, those of tasks by their names; with a sign of -1 take them away."""
-        self.inserted += sign * inserted
-        self.cleared += sign * cleared
-        for task, others in totals.items():
-            own = self.tasks[task]
-            for name in _TOTALS:
-                setattr(own, name, getattr(own, name) + sign * getattr(others, name))
+    def reset_gauges(self) -> None:
+        """Forget how it is now, and keep what was counted."""
+        every: list[GroupNumbers | TaskNumbers] = [self, *self.tasks.values()]
+        for numbers in every:
+            for each in fields(numbers):
+                if each.metadata.get("kind") is GaugeMetricFamily:
+                    setattr(numbers, each.name, each.default)
+        self.states = dict.fromkeys(self.states, 0)
 
 
 class PartitionGroups:
@@ -115,58 +115,63 @@ class PartitionGroups:
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
-        self._former: OrderedDict[str, GroupNumbers] = OrderedDict()  # totals of partitions that are gone
-        self._collecting: tuple[dict[str, GroupNumbers], set[Partition]] | None = None  # so far, and of which
-        self._baselines: WeakKeyDictionary[Partition, GroupNumbers] = WeakKeyDictionary()  # when counting began
+        self._groups: OrderedDict[str, GroupNumbers] = OrderedDict()  # those that a partition went from last are last
+        # Of each partition what is in the counts of its group already: samples inserted, cleared, and by task.
+        self._counted: WeakKeyDictionary[Partition, tuple[int, int, dict[str, TaskTotals]]] = WeakKeyDictionary()
+        self._gone_count = 0  # partitions that have gone since the groups were bounded
         for partition in catalog.partitions():
             self._follow(partition, "restored")
         catalog.on_partition.append(self._follow)
 
     def _follow(self, partition: Partition, event: str) -> None:
         if event == "restored":
-            self._baselines[partition] = self._since_start(partition)
+            self._counted[partition] = _totals_of(partition)
         elif event == "removed":
-            group, gone = group_of(partition.partition_id), self._since_start(partition)
-            gone.cleared += partition.table.present_count
-            self._former.setdefault(group, GroupNumbers()).add(gone.inserted, gone.cleared, gone.tasks)
-            self._former.move_to_end(group)
-            while len(self._former) > 1 and sum(1 + len(each.tasks) for each in self._former.values()) > _MOST_FORMER:
-                self._former.popitem(last=False)
-            if self._collecting is not None and partition not in self._collecting[1]:
-                self._collecting[0][group].add(gone.inserted, gone.cleared, gone.tasks)
+            self._count(partition).cleared += partition.table.present_count
+            self._groups.move_to_end(group_of(partition.partition_id))
+            self._gone_count += 1
+            if self._gone_count >= _MOST_FORMER:
+                self._bound()
 
-    def _since_start(self, partition: Partition) -> GroupNumbers:
-        """Return what a partition counts, without what it had when counting began."""
-        numbers = GroupNumbers()
-        totals = {name: task.totals for name, task in partition.tasks.items()}
-        numbers.add(partition.table.next_index, partition.table.removed_count, totals)
-        if (before := self._baselines.get(partition)) is not None:
-            numbers.add(before.inserted, before.cleared, before.tasks, sign=-1)
+    def _count(self, partition: Partition) -> GroupNumbers:
+        """Add to a group what a partition of it has counted since it was last looked at, and return the group."""
+        numbers = self._groups.setdefault(group_of(partition.partition_id), GroupNumbers())
+        inserted, cleared, totals = self._counted.get(partition, (0, 0, {}))
+        now = self._counted[partition] = _totals_of(partition)
+        numbers.inserted += now[0] - inserted
+        numbers.cleared += now[1] - cleared
+        for task, after in now[2].items():
+            own, before = numbers.tasks[task], totals.get(task, TaskTotals())
+            for name in _TOTALS:
+                setattr(own, name, getattr(own, name) + getattr(after, name) - getattr(before, name))
         return numbers
+
+    def _bound(self) -> None:
+        """Forget groups whose partitions are all gone, those that went first, where there are too many."""
+        self._gone_count = 0
+        there = {group_of(partition.partition_id) for partition in self._catalog.partitions()}
+        former = [group for group in self._groups if group not in there]
+        count = sum(1 + len(self._groups[group].tasks) for group in former)
+        for group in former[:-1]:
+            if count <= _MOST_FORMER:
+                break
+            count -= 1 + len(self._groups.pop(group).tasks)
 
     async def collect(self, slices: Slices) -> dict[str, GroupNumbers]:
         """Return the numbers of all groups, but for what is ready and how old it is.
 
-        Other work has its turns meanwhile; a partition that is removed is counted once all the same, lest a count that
-        falls for one scrape is taken for that of a new process.
+        Other work has its turns meanwhile.
         """
-        groups: dict[str, GroupNumbers] = defaultdict(GroupNumbers)
-        for group, former in self._former.items():
-            groups[group].add(former.inserted, former.cleared, former.tasks)
-        done: set[Partition] = set()
-        self._collecting = groups, done
-        try:
-            for partition in self._catalog.partitions():
-                if self._catalog.find(partition.partition_id, missing_ok=True) is partition:
-                    done.add(partition)
-                    await self._add(groups[group_of(partition.partition_id)], partition, slices)
-        finally:
-            self._collecting = None
-        return groups
+        self._bound()
+        for numbers in self._groups.values():
+            numbers.reset_gauges()
+        for partition in self._catalog.partitions():
+            if self._catalog.find(partition.partition_id, missing_ok=True) is partition:
+                await self._add(self._count(partition), partition, slices)
+        return dict(self._groups)
 
     async def _add(self, numbers: GroupNumbers, partition: Partition, slices: Slices) -> None:
-        since_start = self._since_start(partition)
-        numbers.add(since_start.inserted, since_start.cleared, since_start.tasks)
+        """Add how a partition is now."""
         numbers.partitions += 1
         for name, state in (("live", LIVE), ("held", HELD), ("failed", FAILED)):
             numbers.states[name] += partition.state_counts[state]
@@ -206,3 +211,8 @@ class PartitionGroups:
             if numbers is not None:  # else it is new
                 numbers.add_backlog(backlogs.of(task))
             await slices.turn()
+
+
+def _totals_of(partition: Partition) -> tuple[int, int, dict[str, TaskTotals]]:
+    totals = {name: replace(task.totals) for name, task in partition.tasks.items()}
+    return partition.table.next_index, partition.table.removed_count, totals
