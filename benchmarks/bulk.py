@@ -1,11 +1,11 @@
-"""How fast do columns go over the wire, into the service and back, beside raw TCP, a memcpy and TransferQueue?
+"""How fast do columns travel into the service and back, compared with raw TCP, a memcpy and TransferQueue?
 
-`--by` chooses what differs from row to row: the kind of the column (the default, and what is compared with an asyncio
-client and TransferQueue), its size, the number of client processes, or that of the storage services.
+`--by` chooses the variable: the kind of the column (the default, measured with an asyncio client and TransferQueue
+too), its size, the number of client processes, or the number of storage services.
 
-The services are processes of their own and share no memory with clients of their host; every put makes a partition, or
-joins one, which is cleared after the get. TransferQueue's client is a process of its own, too, and gets rows of the
-same shapes. Raw TCP sends as many bytes as travel, and waits for one byte in answer.
+Services run in separate processes and share no memory with clients of their host. Each turn clears the partition that
+it filled. TransferQueue's client runs in a separate process too, and gets rows of the same shapes. Raw TCP sends the
+same number of bytes, and waits for one byte in answer.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _DENSE_BYTES = 256 * MIB
 # Long rows, and sequences of 8,192 as in TransferQueue's own performance test.
 _LONG_ROW_BYTES, _SEQUENCE_BYTES = MIB, 32 * KIB
 _SIZES = (KIB, 16 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB, GIB)
-# So much in a turn, in tensors one after the other: a small one alone is over too soon to be measured.
+# Bytes of a turn, as several small tensors: a single one takes too little time to measure.
 _TURN_BYTES = 64 * MIB
 _MOST_TENSORS_A_TURN = 64
 _CLIENT_COUNTS = (1, 2, 4, 8, 16)
@@ -69,11 +69,11 @@ PutAndGet = tuple[float, float]
 """The seconds of both."""
 
 
-# What is put and got
+# The columns
 
 
 def dense(size: int, row_bytes: int) -> torch.Tensor:
-    """Return a tensor of so many bytes, in rows of at most so many."""
+    """Return a tensor of `size` bytes, in rows of at most `row_bytes`."""
     row_bytes = min(size, row_bytes)
     return torch.rand(size // row_bytes, row_bytes // 4)
 
@@ -108,22 +108,22 @@ def _columns() -> dict[str, Any]:
 
 
 def _check(back: Any, data: Any) -> None:
-    """Raise unless the last row came back; comparing all of them would disturb what is measured next."""
+    """Raise unless the last row came back; comparing all of them would disturb the next measurement."""
     if not isinstance(data, torch.Tensor):
         return
     if data.is_nested:  # taking a row of a nested tensor makes all of them
         back, data = back.values(), data.values()
     if not torch.equal(back[-1], data[-1]):
-        raise RuntimeError("what was got is not what was put")
+        raise RuntimeError("the get returned other values than the put sent")
 
 
 class RoundTrips:
-    """Puts of one column and then gets, one after the other.
+    """Puts of one column, followed by its gets.
 
     Args:
         client: makes them.
-        column: what is put.
-        count: how often; the seconds are those of one.
+        column: the data.
+        count: number of puts and of gets; the seconds are per call.
     """
 
     def __init__(self, client: tq.Client, column: Any, count: int = 1) -> None:
@@ -170,14 +170,14 @@ def _twice(action: Callable[[], Any]) -> tuple[Any, Any]:
 
 
 def _rows(what: str, size: int, times: Mapping[str, Sequence[Any]], limit: Sequence[Any], peer_name: str = "") -> Any:
-    """Return a row for each way in which so many bytes were carried.
+    """Return a row for each way to carry the bytes.
 
     Args:
-        what: what was carried.
+        what: label of the data.
         size: its bytes.
-        times: by how it was done the seconds of each repeat, of a put and a get, or of one copy.
-        limit: those that the others are compared with.
-        peer_name: what they are compared with besides, where it is among them.
+        times: seconds of each repeat, of a put and a get or of one copy, keyed by the way.
+        limit: the repeats that all others are compared with.
+        peer_name: key of a peer in `times`, if there is one to compare with.
     """
     rows: list[list[Cell]] = []
     for how, repeats in times.items():
@@ -198,8 +198,8 @@ def _column(repeats: Sequence[Any], column: int) -> list[float]:
 def _by_column(options: Options, stack: ExitStack, transfer_queue: Peer) -> Iterator[list[Cell]]:
     """Make two round trips each turn.
 
-    Before the first one others had the machine, and memory that was freed may have gone back to the system, in a
-    virtual machine to its host; the second finds it still at hand.
+    Before the first trip other cases used the machine, and freed memory may have returned to the system, in a virtual
+    machine to its host; the second trip reuses it.
     """
     address, connection = _service(stack)
     client = stack.enter_context(tq.Client(address, timeout=60.0))
@@ -288,7 +288,7 @@ class _Clients:
 
 
 def _client(pipe: Connection, name: str, address: str, sink_address: str) -> None:
-    """Do what the pipe says until it is closed."""
+    """Run the actions that the pipe names until it is closed."""
     data = torch.rand(_CLIENT_ROW_COUNT, JAGGED_BYTES // _CLIENT_ROW_COUNT // 4)
     payload = data.numpy().reshape(-1).view(np.uint8).data
     metas: list[tq.BatchMeta] = []
@@ -378,7 +378,7 @@ def _mixed_round_trip(client: tq.Client, storage_count: int) -> PutAndGet:
     back = client.get_data(batch)
     get = time.perf_counter() - started
     if not torch.equal(back["x"][0], rows[order[0] % _ROWS_A_PUT]):
-        raise RuntimeError("what was got is not what was put")
+        raise RuntimeError("the get returned other values than the put sent")
     client.clear_partition(_PARTITION)
     return put, get
 
@@ -405,7 +405,7 @@ _NOTES = {
     ),
     "clients": (
         f"all clients together; {_TENSORS_A_TURN} tensors of 16 MiB each, in {_CLIENT_ROW_COUNT} rows of dense float32",
-        "raw TCP: as many processes, each with a connection of its own, received by a thread each",
+        "raw TCP: as many processes, each with one connection and one receiving thread",
     ),
     "storages": (
         f"a batch of {_PUT_COUNT * _PUT_BYTES >> 20} MiB, {_PUT_COUNT} puts of {_ROWS_A_PUT} rows; got in random order",
@@ -415,7 +415,7 @@ _NOTES = {
 
 
 def _aims(rows: Sequence[Sequence[Cell]]) -> Iterator[Aim]:
-    """Yield what is wanted of tensors by column."""
+    """Yield the aims of tensors."""
     for what, how, *cells in rows:
         is_dense, is_nested = str(what).startswith("dense"), str(what).endswith("a nested tensor")
         if not str(how).startswith("tq.") or str(what).endswith(_AGAIN) or not (is_dense or is_nested):
@@ -430,7 +430,7 @@ def _aims(rows: Sequence[Sequence[Cell]]) -> Iterator[Aim]:
 
 
 def measure(options: Options, by: str) -> Report:
-    """Measure what differs so."""
+    """Measure one variable of `BY`."""
     with ExitStack() as stack:
         beside = None
         if by == "column":
@@ -467,9 +467,9 @@ def run(options: Options) -> Report:
 
 
 def main() -> int:
-    """Measure what `--by` says."""
+    """Measure the variable that `--by` chooses."""
     parser = command_line(run)
-    parser.add_argument("--by", choices=BY, default="column", help="what differs from row to row")
+    parser.add_argument("--by", choices=BY, default="column", help="the variable")
     given = parser.parse_args()
     show(measure(given_options(given), given.by), given)
     return 0

@@ -1,10 +1,9 @@
 """How long does a client wait for a fetch, for a consumption check, and for data that is put while it waits?
 
-Fetches and checks, one after the other, in small and large partitions. For the wake-up a worker puts the samples
-while the ranks wait in `get_meta`: time runs from the start of the put, which contains the round trip of the put
-itself, until the last of the ranks has its batch. Beside them a gRPC echo, the least that a request can cost, and
-TransferQueue, whose requests cost what the partition holds, and whose consumers ask again each second, as its
-`StreamingDataset` does.
+One client makes fetches and checks in turn, in small and large partitions. For the wake-up a worker puts the samples
+while the ranks wait in `get_meta`: time runs from the start of the put, its round trip included, until the last rank
+has its batch. They are compared with a gRPC echo, the minimum cost of a request, and with TransferQueue. Its requests
+scan the partition, and its consumers poll once per second, like its `StreamingDataset`.
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ async def _timed(call: Awaitable[object]) -> float:
 
 
 async def _repeated(call: Callable[[], Awaitable[float]], seconds: float) -> list[float]:
-    """Return what a call says each time, one after the other."""
+    """Return the latencies of a call that is repeated for some time."""
     latencies: list[float] = []
     until = time.perf_counter() + seconds
     while not latencies or (time.perf_counter() < until and len(latencies) < _MOST_REPEATS):

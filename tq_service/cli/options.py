@@ -49,7 +49,7 @@ Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask first.")]
 
 
 def option(name: str, kind: Any, info: Any, default: Any = None) -> inspect.Parameter:
-    """Return an option as a parameter of a command; without a default it is None where it is not given."""
+    """Return an option as a parameter of a command; without a default a missing option is None."""
     return inspect.Parameter(
         name,
         inspect.Parameter.KEYWORD_ONLY,
@@ -162,7 +162,7 @@ def make_group(examples: str) -> typer.Typer:
         no_args_is_help=True,
         epilog=f"\b\nExamples:\n{examples}",
     )
-    group.callback()(lambda: None)  # so that a noun with one verb has it by name, too
+    group.callback()(lambda: None)  # keeps the verb of a noun that has only one
     return group
 
 

@@ -1,4 +1,4 @@
-"""`tq-service partition`, `task` and `deadletter`: what a service holds, and what has become of it."""
+"""`tq-service partition`, `task` and `deadletter`: partitions, their samples and their consumers."""
 
 from __future__ import annotations
 

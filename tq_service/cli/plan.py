@@ -211,7 +211,7 @@ def _preview(name: str, sampler: Sampler, lengths: Int64s, shape: Shape) -> Prev
     packs = [[pack for step in part.steps for pack in step] for part in first.ranks]
     is_packed = isinstance(sampler, PackedSampler)
     of_ranks = [lengths[part.rows] for part in first.ranks]
-    if is_packed:  # what is dropped is in no pack, what is truncated is shorter there
+    if is_packed:  # packs leave dropped samples out, and have truncated ones shorter
         of_ranks = [np.concatenate([pack.lengths for pack in of_rank]) for of_rank in packs]
     cost = AttentionCost()
     return Preview(

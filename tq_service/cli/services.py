@@ -1,4 +1,4 @@
-"""`tq-service storage`, `sampler` and `checkpoint`: what a service consists of, and copies of all it holds."""
+"""`tq-service storage`, `sampler` and `checkpoint`: the parts of a service, and its checkpoints."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def list_storages(client: Client) -> Answer:
 
 
 def _quota(storage: StorageStatus) -> str | None:
-    if storage.is_adopted:  # what it says is the quota of its heir, which has a row of its own
+    if storage.is_adopted:  # its number is the quota of its heir, which has another row
         return None
     return "none" if storage.max_bytes is None else decimal(storage.max_bytes)
 

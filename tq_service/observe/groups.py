@@ -97,7 +97,7 @@ class GroupNumbers:
     tasks: defaultdict[str, TaskNumbers] = field(default_factory=lambda: defaultdict(TaskNumbers))
 
     def reset_gauges(self) -> None:
-        """Forget how it is now, and keep what was counted."""
+        """Set gauges back, and keep counters."""
         every: list[GroupNumbers | TaskNumbers] = [self, *self.tasks.values()]
         for numbers in every:
             for each in fields(numbers):
@@ -116,7 +116,7 @@ class PartitionGroups:
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
         self._groups: OrderedDict[str, GroupNumbers] = OrderedDict()  # those that a partition went from last are last
-        # Of each partition what is in the counts of its group already: samples inserted, cleared, and by task.
+        # Counts of each partition that its group includes already: samples inserted, cleared, and totals by task.
         self._counted: WeakKeyDictionary[Partition, tuple[int, int, dict[str, TaskTotals]]] = WeakKeyDictionary()
         self._gone_count = 0  # partitions that have gone since the groups were bounded
         for partition in catalog.partitions():
@@ -134,7 +134,7 @@ class PartitionGroups:
                 self._bound()
 
     def _count(self, partition: Partition) -> GroupNumbers:
-        """Add to a group what a partition of it has counted since it was last looked at, and return the group."""
+        """Add the new counts of a partition to its group since the last look, and return the group."""
         numbers = self._groups.setdefault(group_of(partition.partition_id), GroupNumbers())
         inserted, cleared, totals = self._counted.get(partition, (0, 0, {}))
         now = self._counted[partition] = _totals_of(partition)
@@ -147,7 +147,7 @@ class PartitionGroups:
         return numbers
 
     def _bound(self) -> None:
-        """Forget groups whose partitions are all gone, those that went first, where there are too many."""
+        """Drop the oldest groups without partitions, if there are too many."""
         self._gone_count = 0
         there = {group_of(partition.partition_id) for partition in self._catalog.partitions()}
         former = [group for group in self._groups if group not in there]
@@ -160,7 +160,7 @@ class PartitionGroups:
     async def collect(self, slices: Slices) -> dict[str, GroupNumbers]:
         """Return the numbers of all groups, but for what is ready and how old it is.
 
-        Other work has its turns meanwhile.
+        Other work has its turns between slices.
         """
         self._bound()
         for numbers in self._groups.values():
