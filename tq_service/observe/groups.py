@@ -24,6 +24,7 @@ from tq_service.state.states import FAILED, HELD, LIVE
 
 _MOST_FORMER: Final = 1024  # groups of which partitions are gone, and their tasks
 _TOTALS: Final = tuple(each.name for each in fields(TaskTotals))
+_NO_TOTALS: Final = TaskTotals()
 
 
 def group_of(partition_id: str) -> str:
@@ -96,14 +97,11 @@ class GroupNumbers:
     states: dict[str, int] = field(default_factory=lambda: {"live": 0, "held": 0, "failed": 0})
     tasks: defaultdict[str, TaskNumbers] = field(default_factory=lambda: defaultdict(TaskNumbers))
 
-    def reset_gauges(self) -> None:
-        """Set gauges back, and keep counters."""
-        every: list[GroupNumbers | TaskNumbers] = [self, *self.tasks.values()]
-        for numbers in every:
-            for each in fields(numbers):
-                if each.metadata.get("kind") is GaugeMetricFamily:
-                    setattr(numbers, each.name, each.default)
-        self.states = dict.fromkeys(self.states, 0)
+
+_GAUGES: Final[dict[type[object], list[tuple[str, Any]]]] = {
+    kind: [(each.name, each.default) for each in fields(kind) if each.metadata.get("kind") is GaugeMetricFamily]
+    for kind in (GroupNumbers, TaskNumbers)
+}
 
 
 class PartitionGroups:
@@ -125,7 +123,8 @@ class PartitionGroups:
 
     def _follow(self, partition: Partition, event: str) -> None:
         if event == "restored":
-            self._counted[partition] = _totals_of(partition)
+            totals = {task.name: replace(task.totals) for task in partition.tasks.values()}
+            self._counted[partition] = partition.table.next_index, partition.table.removed_count, totals
         elif event == "removed":
             self._count(partition).cleared += partition.table.present_count
             self._groups.move_to_end(group_of(partition.partition_id))
@@ -137,13 +136,16 @@ class PartitionGroups:
         """Add the new counts of a partition to its group since the last look, and return the group."""
         numbers = self._groups.setdefault(group_of(partition.partition_id), GroupNumbers())
         inserted, cleared, totals = self._counted.get(partition, (0, 0, {}))
-        now = self._counted[partition] = _totals_of(partition)
-        numbers.inserted += now[0] - inserted
-        numbers.cleared += now[1] - cleared
-        for task, after in now[2].items():
-            own, before = numbers.tasks[task], totals.get(task, TaskTotals())
-            for name in _TOTALS:
-                setattr(own, name, getattr(own, name) + getattr(after, name) - getattr(before, name))
+        table = partition.table
+        numbers.inserted += table.next_index - inserted
+        numbers.cleared += table.removed_count - cleared
+        for task in partition.tasks.values():
+            if (before := totals.get(task.name, _NO_TOTALS)) != task.totals:
+                own = numbers.tasks[task.name]
+                for name in _TOTALS:
+                    setattr(own, name, getattr(own, name) + getattr(task.totals, name) - getattr(before, name))
+                totals[task.name] = replace(task.totals)
+        self._counted[partition] = table.next_index, table.removed_count, totals
         return numbers
 
     def _bound(self) -> None:
@@ -163,8 +165,12 @@ class PartitionGroups:
         Other work has its turns between slices.
         """
         self._bound()
-        for numbers in self._groups.values():
-            numbers.reset_gauges()
+        for numbers in list(self._groups.values()):
+            numbers.states = dict.fromkeys(numbers.states, 0)
+            for each in (numbers, *numbers.tasks.values()):
+                for name, default in _GAUGES[type(each)]:
+                    setattr(each, name, default)
+            await slices.turn()
         for partition in self._catalog.partitions():
             if self._catalog.find(partition.partition_id, missing_ok=True) is partition:
                 await self._add(self._count(partition), partition, slices)
@@ -211,8 +217,3 @@ class PartitionGroups:
             if numbers is not None:  # else it is new
                 numbers.add_backlog(backlogs.of(task))
             await slices.turn()
-
-
-def _totals_of(partition: Partition) -> tuple[int, int, dict[str, TaskTotals]]:
-    totals = {name: replace(task.totals) for name, task in partition.tasks.items()}
-    return partition.table.next_index, partition.table.removed_count, totals
