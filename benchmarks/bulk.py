@@ -10,7 +10,7 @@ same number of bytes, and waits for one byte in answer.
 
 from __future__ import annotations
 
-import itertools
+import math
 import multiprocessing
 import sys
 import time
@@ -66,7 +66,7 @@ _WANTED_OF_PEER = {"put": 1.7, "get": 3.3}
 _WANTED_OF_TCP = 0.3
 
 PutAndGet = tuple[float, float]
-"""The seconds of both."""
+"""The seconds of both; NaN: not measured."""
 
 
 # The columns
@@ -186,7 +186,8 @@ def _rows(what: str, size: int, times: Mapping[str, Sequence[Any]], limit: Seque
             seconds = _column(repeats, column)
             of_limit = median_ratio(_column(limit, column), seconds)
             of_peer = median_ratio(_column(times[peer_name], column), seconds) if peer_name in times else None
-            cells += [median(seconds) * 1e3, size / 1e9 / median(seconds), of_limit, of_peer]
+            figures = [median(seconds) * 1e3, size / 1e9 / median(seconds), of_limit, of_peer]
+            cells += [None if figure is None or math.isnan(figure) else figure for figure in figures]
         rows.append(cells + [None] * (10 - len(cells)))
     return rows
 
@@ -331,56 +332,54 @@ def _running_clients(count: int, address: str, sink_address: str) -> Iterator[_C
 
 
 def _by_storages(options: Options, stack: ExitStack, _peer: Peer | None) -> Iterator[list[Cell]]:
-    """Have puts fill storage services evenly, and ask for the samples of all puts in an order that mixes them."""
+    """Have puts fill storage services evenly once, and get the samples of all puts in an order that mixes them."""
     counts = _STORAGE_COUNTS[:2] if options.quick else _STORAGE_COUNTS
-    clients = {count: stack.enter_context(_running_storages(count)) for count in counts}
-    times = interleave(
-        {str(count): partial(_mixed_round_trip, client, count) for count, client in clients.items()},
-        options.repeats * 3,
-    )
+    cases = {str(count): _mixed_gets(stack.enter_context(_running_storages(count)), count) for count in counts}
+    times = interleave(cases, options.repeats * 3)
     for count, repeats in times.items():
         yield from _rows(f"{count} storage services", _PUT_COUNT * _PUT_BYTES, {_SERVICE: repeats}, times["1"])
 
 
 @contextmanager
 def _running_storages(count: int) -> Iterator[tq.Client]:
-    """Give a client of a controller, once puts go to all its storage services: they announce themselves late."""
+    """Give a client of a controller with storage services."""
     with ExitStack() as stack:
         controller = stack.enter_context(ServiceProcess("--role", "controller"))
         flags = ("--role", "storage", "--controller", controller.address, "--shared-memory", "off")
         for number in range(count):
             stack.enter_context(ServiceProcess(*flags, "--storage-id", f"storage-{number}"))
         client = stack.enter_context(tq.Client(controller.address, timeout=60.0))
-        owners: set[str] = set()
-        for number in itertools.count():
-            client.put({"x": torch.zeros(1, _PUT_BYTES // 4)}, partition_id="probe", keys=[str(number)])
-            owners |= _owners(client.lookup_samples("probe", keys=[str(number)])[0])
-            if len(owners) == count:
-                break
-        client.clear_partition("probe")
         yield client
 
 
-def _owners(batch: tq.BatchMeta) -> set[str]:
-    return set() if batch.locations is None else {put.storage.storage_id for put in batch.locations.puts}
-
-
-def _mixed_round_trip(client: tq.Client, storage_count: int) -> PutAndGet:
+def _mixed_gets(client: tq.Client, storage_count: int) -> Callable[[], PutAndGet]:
+    """Put a batch that lies on all storage services, and return a get of it."""
     rows = torch.rand(_ROWS_A_PUT, _PUT_BYTES // _ROWS_A_PUT // 4)
-    put = _seconds(lambda: [client.put({"x": rows}, partition_id=_PARTITION) for _ in range(_PUT_COUNT)])
     order = np.random.default_rng(0).permutation(_PUT_COUNT * _ROWS_A_PUT).tolist()
-    batch = client.get_meta(
-        partition_id=_PARTITION, task_name="read", data_fields=["x"], batch_size=len(order)
-    ).select_samples(order)
-    if (owner_count := len(_owners(batch))) != storage_count:
-        raise RuntimeError(f"the puts lie on {owner_count} storage services, expected {storage_count}")
-    started = time.perf_counter()
-    back = client.get_data(batch)
-    get = time.perf_counter() - started
-    if not torch.equal(back["x"][0], rows[order[0] % _ROWS_A_PUT]):
-        raise RuntimeError("the get returned other values than the put sent")
-    client.clear_partition(_PARTITION)
-    return put, get
+    until = time.monotonic() + _LONGEST_SECONDS
+    while True:  # storage services announce themselves soon after their start
+        for _ in range(_PUT_COUNT):
+            client.put({"x": rows}, partition_id=_PARTITION)
+        batch = client.get_meta(
+            partition_id=_PARTITION, task_name="read", data_fields=["x"], batch_size=len(order)
+        ).select_samples(order)
+        owners = set() if batch.locations is None else {put.storage.storage_id for put in batch.locations.puts}
+        if len(owners) == storage_count:
+            break
+        if time.monotonic() > until:
+            raise RuntimeError(f"the puts lie on {len(owners)} storage services, expected {storage_count}")
+        client.clear_partition(_PARTITION)
+        time.sleep(0.5)
+
+    def get() -> PutAndGet:
+        started = time.perf_counter()
+        back = client.get_data(batch)
+        seconds = time.perf_counter() - started
+        if not torch.equal(back["x"][0], rows[order[0] % _ROWS_A_PUT]):
+            raise RuntimeError("the get returned other values than the put sent")
+        return math.nan, seconds
+
+    return get
 
 
 def _service(stack: ExitStack) -> tuple[str, Any]:
