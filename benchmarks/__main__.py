@@ -19,20 +19,17 @@ from benchmarks.report import Report, aim_text
 BENCHMARKS = (
     "claims_per_second",
     "claim_cost_by_partition_size",
-    "request_latency",
-    "wake_latency",
+    "latency",
     "waiting_clients",
     "commits_per_second",
     "insert_rate",
     "named_puts",
-    "bulk_throughput",
+    "bulk_by_column",
     "bulk_by_size",
-    "bulk_by_layout",
     "bulk_by_clients",
     "bulk_by_storages",
     "same_host",
     "data_loader",
-    "loader_workers",
     "kv_calls",
     "memory",
     "memory_bounds",
@@ -50,11 +47,13 @@ BENCHMARKS = (
     "planning_delay",
     "loop_stops",
 )
+OF_BULK = "bulk_by_"  # what follows is the option --by of `bulk.py`
 RESULTS = ROOT / "benchmarks" / "results"
 
 
 def _run(name: str, flags: Sequence[str]) -> Report:
-    command = [sys.executable, "-m", f"benchmarks.{name}", "--json", *flags]
+    module = ["bulk", "--by", name.removeprefix(OF_BULK)] if name.startswith(OF_BULK) else [name]
+    command = [sys.executable, "-m", f"benchmarks.{module[0]}", *module[1:], "--json", *flags]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     return Report.from_json(done.stdout)
 
@@ -86,7 +85,7 @@ def _write(
 ) -> Path:
     plots = directory / date
     plots.mkdir(parents=True, exist_ok=True)
-    lines = [f"# Benchmarks of {date}", "", "Each section can be run alone: `python -m benchmarks.<its name>`.", ""]
+    lines = [f"# Benchmarks of {date}", "", "Each section can be run alone: `python -m benchmarks <its name>`.", ""]
     lines += ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in machine.items()), ""]
     lines += [f"Command: `{' '.join(['python -m benchmarks', *flags])}`", ""]
     lines += _summary(reports)

@@ -20,8 +20,8 @@ from benchmarks.compare_service import checked_package
 from benchmarks.durability_load import Load
 from benchmarks.harness import median
 from benchmarks.insert_rate import LARGE_COUNT, put_rate
+from benchmarks.latency import WakeUp
 from benchmarks.peer_program import Commands, serve
-from benchmarks.wake_latency import WakeUp
 from tq_service.testing import ServiceProcess
 
 _FLAGS = {"wire": ("--shared-memory", "off"), "shared": (), "process": ("--shared-memory", "off")}
@@ -143,9 +143,9 @@ class _Loads:
         return self._round_trips("large", _LARGE_BYTES, _LARGE_BYTES / 1e9)
 
     def _round_trips(self, name: str, size: int, amount: float) -> Unit:
-        from benchmarks.bulk_by_size import RoundTrips
+        from benchmarks.bulk import MIB, RoundTrips, dense
 
-        trips = RoundTrips(self._sync_client("wire"), size)
+        trips = RoundTrips(self._sync_client("wire"), dense(size, MIB), max(1, min(64, 64 * MIB // size)))
 
         def unit() -> dict[str, float]:
             put_seconds, get_seconds = trips()
@@ -155,13 +155,12 @@ class _Loads:
 
     def jagged(self) -> Unit:
         """GB/s of puts and gets of 16 MiB in rows of 2 to 6 KiB over the wire."""
-        from benchmarks.bulk_throughput import JAGGED_BYTES, SyncRoundTrip, jagged
+        from benchmarks.bulk import JAGGED_BYTES, RoundTrips, jagged
 
-        trip, data = SyncRoundTrip(self._address("wire")), jagged()
-        self._stack.callback(trip.close)
+        trip = RoundTrips(self._sync_client("wire"), jagged())
 
         def unit() -> dict[str, float]:
-            put_seconds, get_seconds = trip(data)
+            put_seconds, get_seconds = trip()
             amount = JAGGED_BYTES / 1e9
             return {"put_jagged": amount / put_seconds, "get_jagged": amount / get_seconds}
 

@@ -75,13 +75,18 @@ def _order(cases: Mapping[str, object], round_number: int) -> list[str]:
     return names[::-1] if round_number % 2 else names
 
 
-def run_async(main: Coroutine[Any, Any, T]) -> T:
-    """Run on uvloop where it is installed."""
+def new_runner() -> asyncio.Runner:
+    """Return what runs coroutines, on uvloop where it is installed."""
     try:
         import uvloop
     except ModuleNotFoundError:
-        return asyncio.run(main)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return asyncio.Runner()
+    return asyncio.Runner(loop_factory=uvloop.new_event_loop)
+
+
+def run_async(main: Coroutine[Any, Any, T]) -> T:
+    """Run on uvloop where it is installed."""
+    with new_runner() as runner:
         return runner.run(main)
 
 

@@ -152,7 +152,7 @@ async def test_readers_share_one_status_and_a_slow_one_gets_the_newest_frame() -
     pending = asyncio.ensure_future(anext(slow))
     await asyncio.sleep(0)
     assert not pending.done()
-    await feed.close()
+    feed.close()
     with pytest.raises(StopAsyncIteration):
         await pending
 

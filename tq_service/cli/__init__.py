@@ -1,4 +1,4 @@
-"""The command line `tq-service`: one file a command, imported when it is called for, so that probes stay quick."""
+"""The command line `tq-service`: its commands by name, whose files are imported on demand to keep probes quick."""
 
 from __future__ import annotations
 

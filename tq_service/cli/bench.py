@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import numpy as np
 import typer
@@ -37,8 +37,6 @@ _CLAIM_BATCH = 8
 _ROW_BYTES = 65_536
 _MOST_REPEATS = 2_000
 
-_Result = TypeVar("_Result")
-
 
 def _command(
     seconds: Annotated[float, typer.Option(min=0.5, max=600, help="How long to measure, about.")] = 10.0,
@@ -58,7 +56,11 @@ def _command(
         if measuring is not None:  # SIGTERM too removes what the benchmark stored; SIGINT does by itself
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, measuring.cancel)
         async with AsyncClient(target, **credentials) as client:
-            return await _measure(client, seconds=seconds, ranks=ranks, size_bytes=size_bytes)
+            return [
+                *await _measure_latencies(client, seconds * 0.3),
+                *await _measure_claims(client, seconds * 0.3, ranks),
+                *await _measure_bulk(client, seconds * 0.4, size_bytes),
+            ]
 
     try:
         if given["address"]:
@@ -132,28 +134,42 @@ async def _partition(client: AsyncClient) -> AsyncIterator[str]:
         await client.clear_partition(partition_id)
 
 
-async def _timed(call: Awaitable[_Result]) -> tuple[float, _Result]:
-    """Return how long a call took, and its result."""
+async def _timed(call: Awaitable[object]) -> float:
     started = time.perf_counter()
-    result = await call
-    return time.perf_counter() - started, result
+    await call
+    return time.perf_counter() - started
 
 
-async def _repeated(call: Callable[[], Awaitable[tuple[float, object]]], seconds: float) -> list[float]:
-    """Return how long a call took each time, one after the other."""
+async def _repeated(call: Callable[[], Awaitable[float]], seconds: float) -> list[float]:
+    """Return the latencies of a call that is repeated for some time."""
     latencies: list[float] = []
     until = time.perf_counter() + seconds
     while not latencies or (time.perf_counter() < until and len(latencies) < _MOST_REPEATS):
-        latencies.append((await call())[0])
+        latencies.append(await call())
     return latencies
 
 
-async def _measure_round_trip(client: AsyncClient, seconds: float) -> list[_Figure]:
-    """Measure one call after the other that answers from counters."""
+async def _measure_latencies(client: AsyncClient, seconds: float) -> list[_Figure]:
+    """Measure calls that answer from counters, and from the put of a sample until a worker that waits for it has it."""
     async with _partition(client) as partition_id:
+
+        async def wake() -> float:
+            claim = asyncio.create_task(
+                client.get_meta(
+                    partition_id=partition_id, task_name="bench", data_fields=["value"], batch_size=1, max_wait=10.0
+                )
+            )
+            await asyncio.sleep(0)  # lets the claim leave first
+            row = {"value": np.zeros(1, np.int8)}
+            return await _timed(asyncio.gather(client.put(row, partition_id=partition_id), claim))
+
         await client.describe_partition(partition_id)  # opens the connection
-        latencies = await _repeated(lambda: _timed(client.describe_partition(partition_id)), seconds)
-    return [_figure("round trip", latencies, rate=len(latencies) / sum(latencies), unit="calls/s")]
+        trips = await _repeated(lambda: _timed(client.describe_partition(partition_id)), seconds / 2)
+        wakes = await _repeated(wake, seconds / 2)
+    return [
+        _figure("round trip", trips, rate=len(trips) / sum(trips), unit="calls/s"),
+        _figure("put to waiting worker", wakes, rate=len(wakes) / sum(wakes), unit="samples/s"),
+    ]
 
 
 async def _measure_claims(client: AsyncClient, seconds: float, ranks: int) -> list[_Figure]:
@@ -164,44 +180,24 @@ async def _measure_claims(client: AsyncClient, seconds: float, ranks: int) -> li
         started = time.perf_counter()
 
         async def consume(rank: int) -> None:
-            batch_index = 0
-            while time.perf_counter() - started < seconds:
-                took, meta = await _timed(
-                    client.get_meta(
-                        partition_id=partition_id,
-                        task_name="bench",
-                        data_fields=["value"],
-                        batch_size=_CLAIM_BATCH,
-                        dp_rank=rank,
-                        dp_size=ranks,
-                        batch_index=batch_index,
-                        max_wait=0.0,
-                    )
-                )
-                if meta.status != "batch":
+            for batch_index in range(_CLAIM_SAMPLES // _CLAIM_BATCH // ranks):
+                if time.perf_counter() - started > seconds:
                     return
-                latencies.append(took)
-                batch_index += 1
+                claim = client.get_meta(
+                    partition_id=partition_id,
+                    task_name="bench",
+                    data_fields=["value"],
+                    batch_size=_CLAIM_BATCH,
+                    dp_rank=rank,
+                    dp_size=ranks,
+                    batch_index=batch_index,
+                    max_wait=0.0,
+                )
+                latencies.append(await _timed(claim))
 
         await asyncio.gather(*(consume(rank) for rank in range(ranks)))
         elapsed = time.perf_counter() - started
     return [_figure(f"claim, {ranks} ranks at once", latencies, rate=len(latencies) / elapsed, unit="claims/s")]
-
-
-async def _measure_wake_up(client: AsyncClient, seconds: float) -> list[_Figure]:
-    """Measure from the put of a sample until a worker that waits for it has it."""
-    asked: dict[str, Any] = {"task_name": "bench", "data_fields": ["value"], "batch_size": 1, "max_wait": 10.0}
-    async with _partition(client) as partition_id:
-
-        async def wake() -> tuple[float, object]:
-            claim = asyncio.create_task(client.get_meta(partition_id=partition_id, **asked))
-            await asyncio.sleep(0)  # lets the claim leave first
-            return await _timed(
-                asyncio.gather(client.put({"value": np.zeros(1, np.int8)}, partition_id=partition_id), claim)
-            )
-
-        latencies = await _repeated(wake, seconds)
-    return [_figure("put to waiting worker", latencies, rate=len(latencies) / sum(latencies), unit="samples/s")]
 
 
 async def _measure_bulk(client: AsyncClient, seconds: float, size_bytes: int) -> list[_Figure]:
@@ -215,21 +211,12 @@ async def _measure_bulk(client: AsyncClient, seconds: float, size_bytes: int) ->
     until = time.perf_counter() + seconds
     while not gets or time.perf_counter() < until:
         async with _partition(client) as partition_id:
-            took, meta = await _timed(client.put({"column": column}, partition_id=partition_id))
-            puts.append(took)
-            gets.append((await _timed(client.get_data(meta)))[0])
+            started = time.perf_counter()
+            meta = await client.put({"column": column}, partition_id=partition_id)
+            puts.append(time.perf_counter() - started)
+            gets.append(await _timed(client.get_data(meta)))
     size = f"{column.nbytes / 2**20:g} MiB"
     return [
         _figure(f"{verb} {size}", times, rate=column.nbytes / 1e6 / statistics.median(times), unit="MB/s")
         for verb, times in (("put", puts), ("get", gets))
-    ]
-
-
-async def _measure(client: AsyncClient, *, seconds: float, ranks: int, size_bytes: int) -> list[_Figure]:
-    """Run all measurements, in about `seconds` seconds together."""
-    return [
-        *await _measure_round_trip(client, seconds * 0.15),
-        *await _measure_wake_up(client, seconds * 0.15),
-        *await _measure_claims(client, seconds * 0.3, ranks),
-        *await _measure_bulk(client, seconds * 0.4, size_bytes),
     ]

@@ -41,6 +41,7 @@ _ANSWER_SECONDS: Final = 5.0
 _COMPLETION_SECONDS: Final = 1.0
 _MOST_COMPLETIONS: Final = 100
 
+Prefix = Annotated[str, typer.Argument(help="How their names begin.", show_default=False)]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask first.")]
 
 
@@ -48,7 +49,7 @@ Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask first.")]
 
 
 def option(name: str, kind: Any, info: Any, default: Any = None) -> inspect.Parameter:
-    """Return an option as a parameter of a command; without a default it is None where it is not given."""
+    """Return an option as a parameter of a command; without a default a missing option is None."""
     return inspect.Parameter(
         name,
         inspect.Parameter.KEYWORD_ONLY,
@@ -85,7 +86,7 @@ def with_options(
 
 
 def _service_options(address_help: str = ADDRESS_HELP, timeout: float | None = None) -> Iterator[inspect.Parameter]:
-    info = typer.Option("--address", "-a", envvar="TQ_ADDRESS", help=address_help, show_default=False)
+    info = typer.Option("--address", "-a", envvar="TQ_ADDRESS", help=address_help)
     yield option("address", str, info)
     if timeout is not None:
         text = "Seconds to wait for an answer; a service that cannot be reached is tried for one second."
@@ -161,7 +162,7 @@ def make_group(examples: str) -> typer.Typer:
         no_args_is_help=True,
         epilog=f"\b\nExamples:\n{examples}",
     )
-    group.callback()(lambda: None)  # so that a noun with one verb has it by name, too
+    group.callback()(lambda: None)  # keeps the verb of a noun that has only one
     return group
 
 
@@ -185,7 +186,7 @@ def verb(
 
         options = [inspect.Parameter("as_json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=AsJson)]
         options += () if timeout is None else _service_options(timeout=timeout)
-        group.command(name, cls=GroupedOptions)(with_options(function, options, call))
+        group.command(name)(with_options(function, options, call))
         return function
 
     return add
@@ -274,9 +275,7 @@ def _complete_task(ctx: typer.Context, incomplete: str) -> Sequence[str]:
 Partition = Annotated[str, typer.Argument(help="Name of the partition.", autocompletion=_complete_partition)]
 Partitions = Annotated[
     list[str] | None,
-    typer.Argument(help="Names of partitions.", show_default=False, autocompletion=_complete_partition),
+    typer.Argument(help="Names of partitions.", autocompletion=_complete_partition),
 ]
 Task = Annotated[str, typer.Argument(help="Name of the task.", autocompletion=_complete_task)]
-TaskOrAll = Annotated[
-    str | None, typer.Argument(help="Only this task.", show_default=False, autocompletion=_complete_task)
-]
+TaskOrAll = Annotated[str | None, typer.Argument(help="Only this task.", autocompletion=_complete_task)]

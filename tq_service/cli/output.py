@@ -18,7 +18,7 @@ _PIPED_WIDTH = 160
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 Answer = Iterator[Any]
-"""What a command says: a document first, which alone is made under --json, then texts and tables for people."""
+"""The output of a command: first a document, the only item that --json takes, then texts and tables for people."""
 
 
 def show(answer: Answer, as_json: bool) -> None:
@@ -44,7 +44,7 @@ def _json_value(value: Any) -> Any:
 
 
 def console() -> Console:
-    """Return a console for stdout: as wide as the terminal, or wide enough for our tables where there is none."""
+    """Return a console for stdout: as wide as the terminal, or wide enough for our tables without one."""
     from rich.console import Console  # noqa: PLC0415  (only for people)
 
     terminal = Console()
@@ -57,7 +57,7 @@ def table(headings: str, rows: Iterable[Sequence[object]], *, no_wrap: bool = Fa
     Args:
         headings: of the columns, separated by commas; ">" is before those of numbers, which are justified right.
         rows: their cells. None is shown as "-", and nothing in a text is taken for markup.
-        no_wrap: whether text is cut where it does not fit, instead of going on in the next line.
+        no_wrap: whether text that does not fit is cut instead of wrapped.
     """
     from rich.table import Table  # noqa: PLC0415  (only for people)
     from rich.text import Text  # noqa: PLC0415  (as above)

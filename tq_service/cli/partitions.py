@@ -1,4 +1,4 @@
-"""`tq-service partition`, `task` and `deadletter`: what a service holds, and what has become of it."""
+"""`tq-service partition`, `task` and `deadletter`: partitions, their samples and their consumers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tq_service.cli import explain
-from tq_service.cli.options import GroupedOptions, Partition, Task, TaskOrAll, Yes, make_group, verb
+from tq_service.cli.options import Partition, Prefix, Task, TaskOrAll, Yes, make_group, verb
 from tq_service.cli.output import Answer, table
 from tq_service.errors import (
     FieldNotFoundError,
@@ -57,10 +57,7 @@ def _confirm(question: str, yes: bool) -> None:
 
 
 @verb(PARTITION, "ls")
-def list_partitions(
-    client: Client,
-    prefix: Annotated[str, typer.Argument(help="How their names begin.", show_default=False)] = "",
-) -> Answer:
+def list_partitions(client: Client, prefix: Prefix = "") -> Answer:
     """List partitions with their numbers of samples."""
     found = list(client.list_partitions(prefix))
     yield found
@@ -120,9 +117,7 @@ def peek(
     client: Client,
     partition: Partition,
     limit: Annotated[int, typer.Option(min=1, max=1000, help="Number of samples.")] = 3,
-    field: Annotated[
-        list[str] | None, typer.Option(help="Only this field; may be repeated.", show_default=False)
-    ] = None,
+    field: Annotated[list[str] | None, typer.Option(help="Only this field; may be repeated.")] = None,
 ) -> Answer:
     """Show the first samples of a partition: names, custom_meta and what their fields hold."""
     rows = _first_samples(client, partition, limit, field)
@@ -244,7 +239,7 @@ _TABLES = (
 
 # Tasks
 
-TASK.command("explain", cls=GroupedOptions)(explain.command)
+TASK.command("explain")(explain.command)
 
 
 @verb(TASK, "show")
@@ -319,7 +314,7 @@ def reset(
 @verb(DEADLETTER, "ls")
 def list_dead_lettered(
     client: Client,
-    partition: Annotated[str | None, typer.Argument(help="Only of this partition.", show_default=False)] = None,
+    partition: Annotated[str | None, typer.Argument(help="Only of this partition.")] = None,
 ) -> Answer:
     """List tasks with dead-lettered samples, and the indexes of the first hundred of each."""
     found: list[dict[str, Any]] = [
@@ -348,9 +343,7 @@ def requeue(
     client: Client,
     partition: Partition,
     task: Task,
-    samples: Annotated[
-        list[int] | None, typer.Argument(help="Global indexes of samples. Default: all.", show_default=False)
-    ] = None,
+    samples: Annotated[list[int] | None, typer.Argument(help="Global indexes of samples. Default: all.")] = None,
 ) -> Answer:
     """Have dead-lettered samples delivered again, as if they never had been."""
     count = client.requeue_dead_lettered(partition, task, samples or None)

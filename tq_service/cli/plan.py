@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import typer
@@ -126,16 +126,17 @@ def _cells(preview: Preview) -> list[object]:
         preview.batches,
         f"{samples.min():,}-{samples.max():,}" if samples.min() < samples.max() else f"{samples.min():,}",
         int(tokens.max()),
-        _above_mean(float(tokens.max()), float(tokens.mean())),
-        _above_mean(float(costs.max()), float(costs.mean())),
+        _above_mean(tokens),
+        _above_mean(costs),
         None if fills is None else fills.size,
         None if fills is None else f"{1 - fills.mean():.2%}",
         None if by_step is None else " ".join(map(str, by_step)),
     ]
 
 
-def _above_mean(heaviest: float, mean: float) -> str | None:
-    return f"{heaviest / mean - 1:.2%}" if mean else None
+def _above_mean(of_ranks: NDArray[Any]) -> str | None:
+    mean = of_ranks.mean()
+    return f"{of_ranks.max() / mean - 1:.2%}" if mean else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,7 +211,7 @@ def _preview(name: str, sampler: Sampler, lengths: Int64s, shape: Shape) -> Prev
     packs = [[pack for step in part.steps for pack in step] for part in first.ranks]
     is_packed = isinstance(sampler, PackedSampler)
     of_ranks = [lengths[part.rows] for part in first.ranks]
-    if is_packed:  # what is dropped is in no pack, what is truncated is shorter there
+    if is_packed:  # packs leave dropped samples out, and have truncated ones shorter
         of_ranks = [np.concatenate([pack.lengths for pack in of_rank]) for of_rank in packs]
     cost = AttentionCost()
     return Preview(
@@ -242,12 +243,10 @@ def _plans(sampler: Sampler, lengths: Int64s, shape: Shape) -> Iterator[Plan]:
 
 def draw(previews: Sequence[Preview], path: Path) -> None:
     """Write the picture as PNG."""
-    import matplotlib as mpl  # noqa: PLC0415  (slow to import, and needed for pictures only)
+    from matplotlib.figure import Figure  # noqa: PLC0415  (slow to import, and needed for pictures only)
 
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt  # noqa: PLC0415  (after the backend is chosen)
-
-    figure, (ranks, packs) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    ranks, packs = figure.subplots(1, 2)
     bars = [preview for preview in previews if preview.sampler in _SHOWN_AS_BARS]
     width = 0.8 / len(bars)
     for place, preview in enumerate(bars):
@@ -256,7 +255,6 @@ def draw(previews: Sequence[Preview], path: Path) -> None:
     ranks.axhline(float(bars[0].rank_tokens.mean()), color="black", linewidth=0.8, linestyle="--", label="mean")
     ranks.set(title="Tokens of each rank", xlabel="dp_rank", ylabel="tokens")
     ranks.yaxis.set_major_formatter("{x:,.0f}")
-    ranks.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=4, frameon=False)
     for preview in previews:
         if preview.pack_fills is not None:
             fills = np.sort(preview.pack_fills)[::-1]
@@ -264,7 +262,7 @@ def draw(previews: Sequence[Preview], path: Path) -> None:
             packs.step(np.arange(fills.size), 100 * fills, where="post", label=label)
     packs.set(title="Fill of the packs of all ranks, fullest first", xlabel="pack", ylabel="% of pack_max_length")
     packs.set_ylim(0, 105)
-    packs.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2, frameon=False)
+    for axes, columns in ((ranks, 4), (packs, 2)):
+        axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=columns, frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
-    plt.close(figure)

@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 
 def _command(
     config: Annotated[
-        Path | None, typer.Option(envvar=CONFIG_VARIABLE, help="TOML file with settings by name.", show_default=False)
+        Path | None, typer.Option(envvar=CONFIG_VARIABLE, help="TOML file with settings by name.")
     ] = None,
     show_config: Annotated[
         bool, typer.Option("--show-config", help="Print every setting with its source, and exit.")
@@ -99,7 +99,7 @@ def _announce(line: str) -> None:
 
 
 def _settings(loaded: LoadedSettings) -> Answer:
-    """Say each setting with its value and its source."""
+    """Give each setting with its value and its source."""
     values = loaded.settings.model_dump(mode="json")
     yield {
         name: {"value": loaded.shown(name) if isinstance(value, str) else value, "source": loaded.sources[name]}
@@ -121,7 +121,7 @@ def _flag(name: str) -> inspect.Parameter:
         metavar = "|".join(get_args(kind))
     if name.endswith("_bytes"):
         metavar = "SIZE"
-    # The settings validate, so that a value is judged alike wherever it comes from; only numbers and switches keep
+    # The settings validate values of all sources alike; only numbers and switches keep
     # their type, since it shows in the help.
     kind = kind if kind in (int, float, bool) and metavar is None else str
     has_default_text = (

@@ -1,4 +1,4 @@
-"""`tq-service storage`, `sampler` and `checkpoint`: what a service consists of, and copies of all it holds."""
+"""`tq-service storage`, `sampler` and `checkpoint`: the parts of a service, and its checkpoints."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.filesize import decimal
 
-from tq_service.cli.options import make_group, verb
+from tq_service.cli.options import Prefix, make_group, verb
 from tq_service.cli.output import Answer, table
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def list_storages(client: Client) -> Answer:
 
 
 def _quota(storage: StorageStatus) -> str | None:
-    if storage.is_adopted:  # what it says is the quota of its heir, which has a row of its own
+    if storage.is_adopted:  # its number is the quota of its heir, which has another row
         return None
     return "none" if storage.max_bytes is None else decimal(storage.max_bytes)
 
@@ -142,10 +142,7 @@ def _object(text: str) -> dict[str, Any]:
 
 
 @verb(CHECKPOINT, "ls")
-def list_checkpoints(
-    client: Client,
-    prefix: Annotated[str, typer.Argument(help="How their names begin.", show_default=False)] = "",
-) -> Answer:
+def list_checkpoints(client: Client, prefix: Prefix = "") -> Answer:
     """List the checkpoints below the controller's checkpoint_dir, with what they were written with."""
     found = client.list_checkpoints(prefix)
     yield found

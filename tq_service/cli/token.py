@@ -35,7 +35,7 @@ def new(
     role: Annotated[list[str], typer.Option(help="read, produce, consume, admin or service; may be repeated.")],
     prefix: Annotated[
         list[str] | None,
-        typer.Option(help="Only partitions whose names begin so; may be repeated. Default: all.", show_default=False),
+        typer.Option(help="Only partitions whose names begin so; may be repeated. Default: all."),
     ] = None,
     expires: Annotated[
         str | None,
@@ -44,7 +44,7 @@ def new(
     file: File = None,
     output: Annotated[
         Path | None,
-        typer.Option(help="New file for the token, for this user alone. Default: stdout.", show_default=False),
+        typer.Option(help="New file for the token, for this user alone. Default: stdout."),
     ] = None,
 ) -> Answer:
     """Make a token. It is shown this once; its entry, which holds a digest of it, is added to --file, or printed.

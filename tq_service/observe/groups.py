@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
@@ -24,6 +24,7 @@ from tq_service.state.table import FAILED, HELD, LIVE
 
 _MOST_FORMER: Final = 1024  # groups of which partitions are gone, and their tasks
 _TOTALS: Final = tuple(each.name for each in fields(TaskTotals))
+_NO_TOTALS: Final = TaskTotals()
 
 
 def group_of(partition_id: str) -> str:
@@ -96,14 +97,11 @@ class GroupNumbers:
     states: dict[str, int] = field(default_factory=lambda: {"live": 0, "held": 0, "failed": 0})
     tasks: defaultdict[str, TaskNumbers] = field(default_factory=lambda: defaultdict(TaskNumbers))
 
-    def add(self, inserted: int, cleared: int, totals: Mapping[str, TaskTotals | TaskNumbers], sign: int = 1) -> None:
-        """Add counts, those of tasks by their names; with a sign of -1 take them away."""
-        self.inserted += sign * inserted
-        self.cleared += sign * cleared
-        for task, others in totals.items():
-            own = self.tasks[task]
-            for name in _TOTALS:
-                setattr(own, name, getattr(own, name) + sign * getattr(others, name))
+
+_GAUGES: Final[dict[type[object], list[tuple[str, Any]]]] = {
+    kind: [(each.name, each.default) for each in fields(kind) if each.metadata.get("kind") is GaugeMetricFamily]
+    for kind in (GroupNumbers, TaskNumbers)
+}
 
 
 class PartitionGroups:
@@ -115,58 +113,71 @@ class PartitionGroups:
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
-        self._former: OrderedDict[str, GroupNumbers] = OrderedDict()  # totals of partitions that are gone
-        self._collecting: tuple[dict[str, GroupNumbers], set[Partition]] | None = None  # so far, and of which
-        self._baselines: WeakKeyDictionary[Partition, GroupNumbers] = WeakKeyDictionary()  # when counting began
+        self._groups: OrderedDict[str, GroupNumbers] = OrderedDict()  # those that a partition went from last are last
+        # Counts of each partition that its group includes already: samples inserted, cleared, and totals by task.
+        self._counted: WeakKeyDictionary[Partition, tuple[int, int, dict[str, TaskTotals]]] = WeakKeyDictionary()
+        self._gone_count = 0  # partitions that have gone since the groups were bounded
         for partition in catalog.partitions():
             self._follow(partition, "restored")
         catalog.on_partition.append(self._follow)
 
     def _follow(self, partition: Partition, event: str) -> None:
         if event == "restored":
-            self._baselines[partition] = self._since_start(partition)
+            totals = {task.name: replace(task.totals) for task in partition.tasks.values()}
+            self._counted[partition] = partition.table.next_index, partition.table.removed_count, totals
         elif event == "removed":
-            group, gone = group_of(partition.partition_id), self._since_start(partition)
-            gone.cleared += partition.table.present_count
-            self._former.setdefault(group, GroupNumbers()).add(gone.inserted, gone.cleared, gone.tasks)
-            self._former.move_to_end(group)
-            while len(self._former) > 1 and sum(1 + len(each.tasks) for each in self._former.values()) > _MOST_FORMER:
-                self._former.popitem(last=False)
-            if self._collecting is not None and partition not in self._collecting[1]:
-                self._collecting[0][group].add(gone.inserted, gone.cleared, gone.tasks)
+            self._count(partition).cleared += partition.table.present_count
+            self._groups.move_to_end(group_of(partition.partition_id))
+            self._gone_count += 1
+            if self._gone_count >= _MOST_FORMER:
+                self._bound()
 
-    def _since_start(self, partition: Partition) -> GroupNumbers:
-        """Return what a partition counts, without what it had when counting began."""
-        numbers = GroupNumbers()
-        totals = {name: task.totals for name, task in partition.tasks.items()}
-        numbers.add(partition.table.next_index, partition.table.removed_count, totals)
-        if (before := self._baselines.get(partition)) is not None:
-            numbers.add(before.inserted, before.cleared, before.tasks, sign=-1)
+    def _count(self, partition: Partition) -> GroupNumbers:
+        """Add the new counts of a partition to its group since the last look, and return the group."""
+        numbers = self._groups.setdefault(group_of(partition.partition_id), GroupNumbers())
+        inserted, cleared, totals = self._counted.get(partition, (0, 0, {}))
+        table = partition.table
+        numbers.inserted += table.next_index - inserted
+        numbers.cleared += table.removed_count - cleared
+        for task in partition.tasks.values():
+            if (before := totals.get(task.name, _NO_TOTALS)) != task.totals:
+                own = numbers.tasks[task.name]
+                for name in _TOTALS:
+                    setattr(own, name, getattr(own, name) + getattr(task.totals, name) - getattr(before, name))
+                totals[task.name] = replace(task.totals)
+        self._counted[partition] = table.next_index, table.removed_count, totals
         return numbers
+
+    def _bound(self) -> None:
+        """Drop the oldest groups without partitions, if there are too many."""
+        self._gone_count = 0
+        there = {group_of(partition.partition_id) for partition in self._catalog.partitions()}
+        former = [group for group in self._groups if group not in there]
+        count = sum(1 + len(self._groups[group].tasks) for group in former)
+        for group in former[:-1]:
+            if count <= _MOST_FORMER:
+                break
+            count -= 1 + len(self._groups.pop(group).tasks)
 
     async def collect(self, slices: Slices) -> dict[str, GroupNumbers]:
         """Return the numbers of all groups, but for what is ready and how old it is.
 
-        Other work has its turns meanwhile; a partition that is removed is counted once all the same, lest a count that
-        falls for one scrape is taken for that of a new process.
+        Other work has its turns between slices.
         """
-        groups: dict[str, GroupNumbers] = defaultdict(GroupNumbers)
-        for group, former in self._former.items():
-            groups[group].add(former.inserted, former.cleared, former.tasks)
-        done: set[Partition] = set()
-        self._collecting = groups, done
-        try:
-            for partition in self._catalog.partitions():
-                if self._catalog.find(partition.partition_id, missing_ok=True) is partition:
-                    done.add(partition)
-                    await self._add(groups[group_of(partition.partition_id)], partition, slices)
-        finally:
-            self._collecting = None
-        return groups
+        self._bound()
+        for numbers in list(self._groups.values()):
+            numbers.states = dict.fromkeys(numbers.states, 0)
+            for each in (numbers, *numbers.tasks.values()):
+                for name, default in _GAUGES[type(each)]:
+                    setattr(each, name, default)
+            await slices.turn()
+        for partition in self._catalog.partitions():
+            if self._catalog.find(partition.partition_id, missing_ok=True) is partition:
+                await self._add(self._count(partition), partition, slices)
+        return dict(self._groups)
 
     async def _add(self, numbers: GroupNumbers, partition: Partition, slices: Slices) -> None:
-        since_start = self._since_start(partition)
-        numbers.add(since_start.inserted, since_start.cleared, since_start.tasks)
+        """Add how a partition is now."""
         numbers.partitions += 1
         for name, state in (("live", LIVE), ("held", HELD), ("failed", FAILED)):
             numbers.states[name] += partition.state_counts[state]

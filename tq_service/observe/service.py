@@ -248,7 +248,7 @@ def _of_storages(counts: Mapping[str, int], lost: int, taken_over: int) -> Itera
 
 
 def _of_cluster(name: str, lags: Mapping[str, int] | None) -> Iterator[Metric]:
-    """Yield what is shown of a cluster; of the others only where this controller leads, and knows their lags."""
+    """Yield the metrics of a cluster; lags of standbys only if this controller leads and knows them."""
     text = "1: this controller leads its cluster."
     yield _gauge("controller_leads", text, {(name,): lags is not None}, ("cluster",))
     if lags is not None:
@@ -258,7 +258,7 @@ def _of_cluster(name: str, lags: Mapping[str, int] | None) -> Iterator[Metric]:
 
 
 def _of_storage(storage_id: str, own: EngineStat, adopted: Sequence[EngineStat]) -> Iterator[Metric]:
-    """Yield what is shown of a storage service and its mirror.
+    """Yield the metrics of a storage service and its mirror.
 
     What was taken over counts with the rest, since the service may have the old name itself, and a name has one series.
     """

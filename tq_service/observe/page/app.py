@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import uvicorn
 from starlette.applications import Starlette
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Mount, Route
@@ -117,7 +117,7 @@ class _Guarded:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+        hosts = Headers(scope=scope).getlist("host")
         if len(hosts) == 1 and self._is_allowed(hosts[0]):
             await self._app(scope, receive, send_with_headers)
             return
@@ -159,7 +159,7 @@ class _Server(uvicorn.Server):
         self._on_started()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await self._feed.close()
+        self._feed.close()
         await super().shutdown(sockets)
 
 

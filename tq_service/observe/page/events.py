@@ -55,8 +55,8 @@ class EventLog:
     def follow(self, update: WatchUpdate, now: float) -> None:
         """Note what an update of a watch says of partitions.
 
-        The whole state, which a watch begins with, is compared with what is known once it is there: after a restart it
-        says what is gone, and in the beginning nothing has happened.
+        The whole state, which a watch begins with, is compared with the known one when it is complete: after a restart
+        it shows which partitions are gone. The first one is no event.
         """
         if update.is_reset:
             self._new_state = {}

@@ -42,11 +42,10 @@ class Feed:
         self._status: ServiceStatus | None = None
         self._seen_at = 0.0
         self._away_since: float | None = None
-        self._problem: tuple[str, str] = ("connecting", "")
+        self._state, self._problem = "connecting", ""
         self._events = EventLog()
         self._frame = b""
-        self._frame_number = 0
-        self._changed = asyncio.Condition()
+        self._changed = asyncio.Event()  # of the next frame, or the end
         self._closed = False
 
     async def run(self) -> None:
@@ -67,7 +66,7 @@ class Feed:
             self._miss(error, began)
         else:
             self._see(status, time.monotonic())
-        await self._publish()
+        self._publish()
 
     async def _follow(self) -> None:
         """Note what happens to partitions between two statuses, too."""
@@ -80,25 +79,24 @@ class Feed:
 
     async def frames(self) -> AsyncIterator[bytes]:
         """Yield the newest frame, JSON of one line, and each one after it; a slow reader gets fewer."""
-        number = 0
+        seen = b""
         while not self._closed:
-            async with self._changed:
-                while self._frame_number == number and not self._closed:
-                    await self._changed.wait()
-            if self._frame_number > number:
-                number = self._frame_number
-                yield self._frame
+            if self._frame is seen:
+                await self._changed.wait()
+            else:
+                seen = self._frame
+                yield seen
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """End all iterators of frames."""
         self._closed = True
-        async with self._changed:
-            self._changed.notify_all()
+        self._changed.set()
 
     def _see(self, status: ServiceStatus, now: float) -> None:
         before, self._status = self._status, status
         self._trends.see(status, now)
-        away_since, self._away_since, self._seen_at, self._problem = self._away_since, None, now, ("", "")
+        self._state, self._problem, self._seen_at = "serving", "", now
+        away_since, self._away_since = self._away_since, None
         if away_since is not None:
             self._events.note(now, "back", f"the service is back after {_span(now - away_since)}")
         if before is not None:
@@ -107,34 +105,32 @@ class Feed:
     def _miss(self, error: TqError, began: float) -> None:
         self._trends.miss()
         is_refused = isinstance(error, UnauthenticatedError | PermissionDeniedError)
-        kind = "refused" if is_refused else "away"
+        self._state = "refused" if is_refused else "away"
         first = error.__cause__ if isinstance(error.__cause__, TqError) else error  # without how often it was tried
-        text = f"no answer within {_ANSWER_SECONDS:g} s" if isinstance(error, DeadlineError) else first.message
+        self._problem = f"no answer within {_ANSWER_SECONDS:g} s" if isinstance(error, DeadlineError) else first.message
         if self._away_since is None:
             self._away_since = began
-            self._events.note(began, kind, f"the service {'refuses this page' if is_refused else 'is away'}: {text}")
-        self._problem = (kind, text)
+            what = "refuses this page" if is_refused else "is away"
+            self._events.note(began, self._state, f"the service {what}: {self._problem}")
 
-    async def _publish(self) -> None:
+    def _publish(self) -> None:
         now = time.monotonic()
-        state, text = self._problem
         document: dict[str, Any] = {
             "run": self._run_id,
             "address": self._client.address,
             "namespace": self._client.namespace,
             "prefix": self._prefix,
             "interval_seconds": self._interval_seconds,
-            "state": state or "serving",
-            "problem": text,
+            "state": self._state,
+            "problem": self._problem,
             "away_seconds": None if self._away_since is None else round(now - self._away_since, 1),
             "seen_seconds": None if self._status is None else round(now - self._seen_at, 1),
             "status": None if self._status is None else status_of(self._status, self._trends, self._seen_at),
             "events": self._events.shown(now),
         }
         self._frame = as_json(document)
-        self._frame_number += 1
-        async with self._changed:
-            self._changed.notify_all()
+        self._changed.set()
+        self._changed = asyncio.Event()
 
 
 def _span(seconds: float) -> str:

@@ -1,6 +1,6 @@
 """What the page shows at one moment, as JSON: all of it each time, so that a browser that comes late misses nothing.
 
-The results of the client are in it under the names of their attributes; beside them stands what takes several statuses.
+Results of the client have the names of their attributes in it. Rates, curves and times of waits come from `trends.py`.
 """
 
 from __future__ import annotations
