@@ -294,9 +294,8 @@ class EtcdBackend:
             return
         self._end_value = end.encode() if end.number else b""
         if has_lost:
-            condition = is_created_at(self._keys.leader, self.leadership.epoch)
             removal = delete(self._keys.log, after(self._keys.log))
-            if not self._etcd.ask(pb.EtcdTxnRequest(compare=[condition], success=[removal])).succeeded:
+            if not self._etcd.ask(pb.EtcdTxnRequest(compare=[self._is_leader()], success=[removal])).succeeded:
                 raise self._superseded()
             end = Position(number - 1, end.epoch, end.chain)
         self._end = end
@@ -385,24 +384,20 @@ class EtcdBackend:
             SupersededError: this controller may not write any more; whether the batch was written is unknown.
             InvalidArgumentError: etcd refuses it for good.
         """
-        if self.leadership is None:
-            raise RuntimeError("the journal takes no records of a standby")
-        batch = self._attempt
-        if batch is None:
-            batch = self._attempt = Batch.of(self._end, self.leadership.epoch, records)
-            self._append(batch, self.leadership)
-        elif not self._is_written(batch):
-            self._append(batch, self.leadership)
+        batch = self._attempt or Batch.of(self._end, self._led_epoch, records)
+        if self._attempt is None or not self._is_written(batch):
+            self._attempt = batch
+            self._append(batch)
         self._end, self._end_value, self._attempt = batch.after, batch.after.encode(), None
         if self._is_loss_accepted:  # else the next start would find the loss again
             self._is_loss_accepted = False
             self.sync_rotated(number)
 
-    def _append(self, batch: Batch, leadership: Leadership) -> None:
+    def _append(self, batch: Batch) -> None:
         first, *others = batch.pieces()
         last = self._keys.last
         unchanged = is_value(last, self._end_value) if self._end_value else is_created_at(last, 0)
-        conditions = [is_created_at(self._keys.leader, leadership.epoch), unchanged]
+        conditions = [self._is_leader(), unchanged]
         writes = [[put(self._keys.batch(batch.first, number), piece)] for number, piece in enumerate(others, 1)]
         writes.append([put(self._keys.batch(batch.first), first), put(last, batch.after.encode())])
         for operations in writes:
@@ -423,12 +418,21 @@ class EtcdBackend:
             raise self._superseded()
         return False
 
+    @property
+    def _led_epoch(self) -> int:
+        if self.leadership is None:
+            raise RuntimeError("the journal takes no records of a standby")
+        return self.leadership.epoch
+
+    def _is_leader(self) -> pb.EtcdCompare:
+        """Return the condition that this controller still leads."""
+        return is_created_at(self._keys.leader, self._led_epoch)
+
     def _superseded(self) -> SupersededError:
-        epoch = 0 if self.leadership is None else self.leadership.epoch
         return SupersededError(
             "another controller leads by now, and this one may not write the journal any more; it has to start again "
             "as a standby",
-            metadata={"epoch": str(epoch)},
+            metadata={"epoch": str(self._led_epoch)},
         )
 
     def close(self) -> None:
@@ -445,8 +449,7 @@ class EtcdBackend:
         """Publish that this controller needs no earlier records; a leader deletes those that two do not need."""
         key = self._keys.snapshots + self._member_id.encode()
         self._etcd.ask(pb.EtcdTxnRequest(success=[put(key, b"%d" % number)]))
-        leadership = self.leadership
-        if leadership is None:
+        if self.leadership is None:
             return
         needed = self._needed_number()
         kept = self._reader.first_key(needed) if needed else 0
@@ -462,7 +465,7 @@ class EtcdBackend:
                 return
             answer: pb.EtcdTxnResponse = self._etcd.ask(
                 pb.EtcdTxnRequest(
-                    compare=[is_created_at(self._keys.leader, leadership.epoch)],
+                    compare=[self._is_leader()],
                     success=[delete(self._keys.log, found.kvs[-1].key + b"\0")],
                 )
             )

@@ -75,7 +75,7 @@ def decode_named(kinds: Mapping[str, type[Value]], name: str, fields: object) ->
     """Return the value of one of some kinds, by its name; arrays in it are not writable.
 
     Raises:
-        NewerVersionError: it is none of them, or has a field that is not known here.
+        NewerVersionError: its kind is unknown, or it has a field that is not known here.
         ValueError, TypeError, KeyError: the fields are not those of the kind.
     """
     kind: Any = kinds.get(name)
@@ -129,7 +129,7 @@ def _union_decoder(kinds: Sequence[Any]) -> Callable[[Any], Any]:
 
 def _dataclass_decoder(kind: Any) -> Callable[[Any], Any]:
     @cache
-    def decoders() -> dict[str, Callable[[Any], Any]]:  # found on first use, so that classes may name each other
+    def decoders() -> dict[str, Callable[[Any], Any]]:  # found on first use: classes may name each other
         hints = typing.get_type_hints(kind)
         return {name: decoder(hints[name]) for name, _ in _encoded_fields(kind)}
 

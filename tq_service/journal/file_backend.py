@@ -1,8 +1,8 @@
 """A log in the files of one directory, as a chain of segments: how they are written, read, checked and cut.
 
 A new segment begins at each start, when one is long, and with each snapshot. The snapshot has the number of its
-segment, and later records are read from that segment on. A segment consists of frames, each of which holds the records
-of one group.
+segment, and later records are read from that segment on. A segment consists of frames, and each of them
+holds the records of one group.
 
     segment: "tqlog004", opening frame, frame ..., closing frame
     frame:   header, body
@@ -85,7 +85,7 @@ class Break(Exception):  # noqa: N818  (a finding, which the reader turns into a
     """The expected frame is missing or not intact.
 
     Attributes:
-        is_torn: whether the file ends here as it does after a kill during a write.
+        is_torn: whether the file ends here in the way of a kill during a write.
     """
 
     def __init__(self, problem: str, *, is_torn: bool = False) -> None:
@@ -123,7 +123,7 @@ class SegmentWriter:
 
     Args:
         path: of the file.
-        flags: beside those that every segment is opened with.
+        flags: of `os.open`, added to those of every segment.
         end: how many bytes of the file stay; the following ones are cut off.
     """
 

@@ -55,7 +55,7 @@ class Pace:
 
 
 class RecordWriter(FileWriter):
-    """Writes records in order, in a thread beside an event loop.
+    """Writes records in order, in a thread that leaves time to an event loop.
 
     Raises:
         OSError: the file cannot be written, or would leave hardly any space on the disk.

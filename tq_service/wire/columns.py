@@ -18,7 +18,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, reduce
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, Final, TypeAlias
@@ -398,14 +398,12 @@ def merge_specs(specs: Sequence[FieldSpec]) -> FieldSpec:
     Raises:
         FieldMismatchError: dtype, number of dimensions, or tensors and objects differ.
     """
-    merged = specs[0]
-    for spec in specs:
-        if spec is not merged and spec != merged:
-            merged = _merge_two(merged, spec)
-    return merged
+    return reduce(_merge_two, specs)
 
 
 def _merge_two(one: FieldSpec, other: FieldSpec) -> FieldSpec:
+    if one is other or one == other:
+        return one
     left, right = one.row_shape or (), other.row_shape or ()
     is_jagged = Layout.JAGGED in (one.layout, other.layout) or left != right
     is_one_kind = one.layout is other.layout or Layout.OBJECT not in (one.layout, other.layout)

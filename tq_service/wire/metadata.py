@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import chain, repeat
+from itertools import chain
+from operator import itemgetter
 from typing import Any, Final, Generic, TypeVar, cast, get_args
 
 import numpy as np
@@ -143,20 +144,16 @@ class CellRuns:
 
 def set_indexes(message: pb.BatchMeta, indexes: Indexes | range) -> None:
     """Name the samples of a batch, which has none yet."""
-    if isinstance(indexes, range):
-        if len(indexes) > _FEW_VALUES:
-            message.index_ranges.first_indexes.append(indexes.start)
-            message.index_ranges.index_counts.append(len(indexes))
+    if len(indexes) > _FEW_VALUES:
+        if isinstance(indexes, range):
+            firsts, counts = [indexes.start], [len(indexes)]
         else:
-            message.global_indexes.extend(indexes)
-        return
-    if indexes.size > _FEW_VALUES:
-        firsts, counts = runs_of(indexes)
-        if firsts.size * _LEAST_MEAN_LENGTH <= indexes.size:
-            message.index_ranges.first_indexes.extend(firsts.tolist())
-            message.index_ranges.index_counts.extend(counts.tolist())
+            firsts, counts = (each.tolist() for each in runs_of(indexes))
+        if len(firsts) * _LEAST_MEAN_LENGTH <= len(indexes):
+            message.index_ranges.first_indexes.extend(firsts)
+            message.index_ranges.index_counts.extend(counts)
             return
-    message.global_indexes.extend(indexes.tolist())
+    message.global_indexes.extend(indexes if isinstance(indexes, range) else indexes.tolist())
 
 
 def read_indexes(message: pb.BatchMeta) -> Indexes:
@@ -498,12 +495,14 @@ def rows_to_meta_columns(rows: Sequence[Mapping[str, Any]]) -> list[MetaColumn]:
         InvalidArgumentError: a value that JSON does not have; names row and key.
     """
     plain = rows if set(map(type, rows)) == {dict} else [_checked(position, row) for position, row in enumerate(rows)]
-    # Most rows have the same names; what is done for each takes no step in Python.
-    has_all = bool(plain) and len(plain[0]) == len(set().union(*plain))
-    names = plain[0] if has_all else dict.fromkeys(chain.from_iterable(plain))
-    get: Any = dict.get
-    present = np.ones(len(plain), np.bool_)
-    return [_column(name, list(map(get, plain, repeat(name), repeat(_NO_VALUE))), present) for name in names]
+    # Most rows have the same names; what is done for each then takes no step in Python.
+    if plain and len(plain[0]) == len(set().union(*plain)) and len(set(map(len, plain))) == 1:
+        present = np.ones(len(plain), np.bool_)
+        return [_column(name, list(map(itemgetter(name), plain)), present) for name in plain[0]]
+    return [
+        _column(name, [row[name] for row in plain if name in row], np.array([name in row for row in plain]))
+        for name in dict.fromkeys(chain.from_iterable(plain))
+    ]
 
 
 def values_to_meta_column(name: str, values: Any) -> MetaColumn:
@@ -542,13 +541,6 @@ def _typed_values(values: NDArray[Any]) -> NDArray[Any] | None:
     return values.astype(np.float64) if kind == "f" and values.dtype.itemsize <= np.float64().itemsize else None
 
 
-class _NoValue:
-    """What a sample has that has no value."""
-
-
-_NO_VALUE: Final = _NoValue()
-
-
 def _checked(position: int, row: Any) -> dict[str, Any]:
     if not isinstance(row, Mapping):
         raise InvalidArgumentError(
@@ -559,13 +551,9 @@ def _checked(position: int, row: Any) -> dict[str, Any]:
 
 
 def _column(name: str, values: list[Any], present: NDArray[np.bool_]) -> MetaColumn:
-    """Return the column of the values of all rows, some of which may have none; `present` is that of none without."""
+    """Return the column of the values of those rows that are present."""
     name = _checked_name(name)
     kinds = set(map(type, values))
-    if _NoValue in kinds:
-        present = np.array([value is not _NO_VALUE for value in values])
-        values = [value for value in values if value is not _NO_VALUE]
-        kinds.remove(_NoValue)
     array = np.array(values, np.object_) if kinds == {str} else exact_numbers(values, kinds)
     if array is not None:
         return _spread(name, array, present)
