@@ -196,14 +196,14 @@ class RecordedPlan:
     def part(self, dp_rank: int = 0) -> RankPlan:
         """Return the part of a rank; without steps it has micro-batches, as many on every rank, empty ones included."""
         start, size = sum(self.sizes[:dp_rank]), self.sizes[dp_rank]
-        steps = self.steps[dp_rank] if self.steps else self._one_step(size)
+        if self.steps:
+            steps = self.steps[dp_rank]
+        else:
+            largest, count = max(self.sizes), self.micro_batch_size
+            is_large = largest > _MOST_REMEMBERED_ROWS or largest > _MOST_REMEMBERED_PACKS * (count or largest)
+            steps = (_one_step if is_large else _remembered_step)(size, largest, count)
         dropped = self.dropped[dp_rank] if self.dropped else _NO_ROWS
         return RankPlan(rows=self.rows[start : start + size], steps=steps, dropped=dropped)
-
-    def _one_step(self, size: int) -> Steps:
-        largest, micro_batch_size = max(self.sizes), self.micro_batch_size
-        is_large = largest > _MOST_REMEMBERED_ROWS or largest > _MOST_REMEMBERED_PACKS * (micro_batch_size or largest)
-        return (_one_step if is_large else _remembered_step)(size, largest, micro_batch_size)
 
 
 def _one_step(count: int, largest: int, micro_batch_size: int | None) -> Steps:
