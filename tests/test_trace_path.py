@@ -17,7 +17,7 @@ import pytest
 SCRIPT = Path(__file__).parent.parent / "scripts" / "trace_path.py"
 
 # The most files of the core, samplers and durable that an operation may pass through.
-MOST = {"put": 14, "put-consumed": 18, "claim": 24, "get": 2, "ack": 14}
+MOST = {"put": 12, "put-consumed": 15, "claim": 19, "get": 2, "ack": 12}
 
 # The most hand-written files of all layers, client and service in memory together.
 MOST_OF_ALL = {"put": 41, "get": 33}

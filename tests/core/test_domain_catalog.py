@@ -19,6 +19,7 @@ from tq_service.errors import (
     StaleIncarnationError,
     UnavailableError,
 )
+from tq_service.machine.samples import check_write
 from tq_service.samplers import PlanRunner, Sampler
 from tq_service.schema import EndCounts, FieldSpec, Layout
 from tq_service.serving.catalog import Catalog, Limits
@@ -245,6 +246,25 @@ async def test_samples_that_each_have_a_put_are_cleared_in_small_steps_with_turn
     assert sum(map(len, freed)) == put_count + 2
     assert others >= len(freed) - 1 == (put_count + 2) // 128
     assert catalog.get("train").table.present_count == 0
+
+
+async def test_a_write_is_checked_once_unless_its_partition_changes(catalog, monkeypatch):
+    checks = []
+    monkeypatch.setattr(
+        "tq_service.serving.catalog.check_write", lambda *arguments: checks.append(1) or check_write(*arguments)
+    )
+    for expected in (1, 1):  # the first one makes the partition
+        write = new_write(3, ("x",))
+        async with catalog.capacity_for("train", b"", write) as checked:
+            catalog.write("train", b"", write, checked)
+        assert len(checks) == expected
+        checks.clear()
+    write = new_write(2, ("x",), keys=["a", "b"])
+    async with catalog.capacity_for("train", b"", write) as checked:
+        catalog.write("train", b"", new_write(1, ("x",), keys=["a"]))
+        written = catalog.write("train", b"", write, checked)
+    assert len(checks) == 3
+    assert list(written.global_indexes) == [6, 7]  # the key that came meanwhile is not new
 
 
 async def test_nothing_more_is_cleared_under_a_name_that_was_used_again(catalog):

@@ -433,8 +433,8 @@ def _reopen(partition: Partition, task: TaskLedger, positions: Indexes, changed:
 # Checks
 
 
-def check_claim(partition: Partition, claim: LeasedClaim, rows: Indexes) -> None:
-    """Refuse a write to samples of a leased claim unless the claim holds them, or has acknowledged them.
+def check_claim(partition: Partition, claim: LeasedClaim | None, rows: Indexes) -> None:
+    """Refuse a write to samples of a leased claim, if one is named, unless it holds or has acknowledged them.
 
     Samples that have failed or were cleared are no reason to refuse it: no other worker will process them.
 
@@ -444,7 +444,8 @@ def check_claim(partition: Partition, claim: LeasedClaim, rows: Indexes) -> None
         PreconditionError: the claim was made without a lease.
         TaskNotFoundError: there is no such task.
     """
-    _check_leased(partition, partition.known_task(claim.task_name), claim.request_id, rows)
+    if claim is not None:
+        _check_leased(partition, partition.known_task(claim.task_name), claim.request_id, rows)
 
 
 def _check_leased(partition: Partition, task: TaskLedger, request_id: bytes, rows: Indexes | None) -> None:

@@ -282,8 +282,7 @@ class MetaSet(Change):
         partition = state.partition(self.partition_id)
         if self.global_indexes.size == 0:
             raise InvalidArgumentError("global_indexes is empty; name at least one sample", field="global_indexes")
-        if self.claim is not None:
-            check_claim(partition, self.claim, self.global_indexes)
+        check_claim(partition, self.claim, self.global_indexes)
         positions = partition.positions_of(self.global_indexes)
         partition.meta.check(self.columns, positions.size)
         return partition, positions
@@ -327,8 +326,7 @@ class SamplesCleared(Change):
     def prepare(self, state: State) -> FoundRows | None:
         """Find those that are there."""
         partition = state.partition(self.partition_id)
-        if self.claim is not None:
-            check_claim(partition, self.claim, self.global_indexes)
+        check_claim(partition, self.claim, self.global_indexes)
         positions = partition.table.find(self.global_indexes)
         positions = distinct(positions[positions >= 0], partition.table.count)
         return (partition, positions) if positions.size else None
@@ -407,8 +405,7 @@ def _set_state(partition: Partition, code: int, positions: Indexes, step: Step) 
 def _skip_rest(partition: Partition, positions: Indexes, step: Step) -> None:
     """Skip, for tasks that keep groups whole, the rest of those that lost one of these rows, or got it too late."""
     for task in partition.tasks.values():
-        if task.kept_groups is not None:
-            skip_lost_groups(partition, task, positions, step)
+        skip_lost_groups(partition, task, positions, step)
 
 
 # What a write means, and whether its rows take it
@@ -503,8 +500,7 @@ def _find_rows(partition: Partition, write: SampleWrite) -> Indexes | None:
     if write.global_indexes is not None:
         if write.keys is not None:
             raise InvalidArgumentError("a write names its samples by index or by key, not by both", field="keys")
-        if write.claim is not None:
-            check_claim(partition, write.claim, write.global_indexes)
+        check_claim(partition, write.claim, write.global_indexes)
         return partition.positions_of(write.global_indexes)
     keys, index = write.keys, partition.key_index
     if keys is None:

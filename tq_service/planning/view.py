@@ -154,18 +154,11 @@ class Readiness:
 
     def known_lengths(self, rows: Indexes) -> Indexes | None:
         """Return token counts, or None if one is unknown or not a token count."""
-        source = self.key[2] or LengthSource()
-        arrays = self.partition.meta.arrays(source.key)
-        if arrays is None and source.field is None:
-            return None
-        if arrays is not None and arrays[0].dtype.kind == "i" and arrays[1][rows].all():  # as mostly
-            values: Indexes = arrays[0][rows]
-            return values if values.min(initial=0) >= 0 else None
-        try:
+        with contextlib.suppress(InvalidArgumentError):
             lengths = self.lengths(rows)
-        except InvalidArgumentError:
-            return None
-        return lengths if bool((lengths >= 0).all()) else None
+            if bool((lengths >= 0).all()):
+                return lengths
+        return None
 
     def field_lengths(self, name: str | None, rows: Rows) -> Indexes:
         """Return the row lengths of a field, see `Field.lengths`; -1 if it has none."""

@@ -628,7 +628,7 @@ class Clearing:
             LeaseExpiredError, InvalidArgumentError: see `check_claim`.
         """
         partition = self.catalog.find(self.partition_id, self.incarnation, missing_ok=self.missing_ok)
-        if partition is not None and self.claim is not None:
+        if partition is not None:
             check_claim(partition, self.claim, self.selection.indexes)
         self._last = self._take()
         while self._part.size or self._place is not None:

@@ -196,14 +196,14 @@ class RecordedPlan:
     def part(self, dp_rank: int = 0) -> RankPlan:
         """Return the part of a rank; without steps it has micro-batches, as many on every rank, empty ones included."""
         start, size = sum(self.sizes[:dp_rank]), self.sizes[dp_rank]
-        steps = self.steps[dp_rank] if self.steps else self._one_step(size)
+        if self.steps:
+            steps = self.steps[dp_rank]
+        else:
+            largest, count = max(self.sizes), self.micro_batch_size
+            is_large = largest > _MOST_REMEMBERED_ROWS or largest > _MOST_REMEMBERED_PACKS * (count or largest)
+            steps = (_one_step if is_large else _remembered_step)(size, largest, count)
         dropped = self.dropped[dp_rank] if self.dropped else _NO_ROWS
         return RankPlan(rows=self.rows[start : start + size], steps=steps, dropped=dropped)
-
-    def _one_step(self, size: int) -> Steps:
-        largest, micro_batch_size = max(self.sizes), self.micro_batch_size
-        is_large = largest > _MOST_REMEMBERED_ROWS or largest > _MOST_REMEMBERED_PACKS * (micro_batch_size or largest)
-        return (_one_step if is_large else _remembered_step)(size, largest, micro_batch_size)
 
 
 def _one_step(count: int, largest: int, micro_batch_size: int | None) -> Steps:
@@ -498,7 +498,7 @@ class TaskLedger(TaskFacts):
             return self.end
         batch = self.batches.get(rank.batch_index)
         if batch is None:
-            raise self._forgotten() if rank.batch_index <= self.last_forgotten else self._cleared()
+            raise self._forgotten_error() if rank.batch_index <= self.last_forgotten else self._cleared_error()
         differs = request.batch_spec.disagreement(batch.batch_spec)
         if differs is not None:
             raise _disagreement(*differs, f"batch_index {rank.batch_index} of task {self.name!r}")
@@ -518,16 +518,16 @@ class TaskLedger(TaskFacts):
         if (past := self.names.past.get(name)) is not None:
             match past.loss:
                 case "cleared":
-                    raise self._cleared()
+                    raise self._cleared_error()
                 case "released":
-                    raise self._released()
+                    raise self._released_error()
                 case "expired":
-                    raise self._expired()
+                    raise self._expired_error()
                 case "forgotten":
-                    raise self._forgotten()
+                    raise self._forgotten_error()
             return past.end
         if request_id in self.ended:
-            raise self._expired() if self.ended.has_expired(request_id) else self._released()
+            raise self._expired_error() if self.ended.has_expired(request_id) else self._released_error()
         found = self.claims.get(request_id)
         if found is not None and name:
             raise InvalidArgumentError(
@@ -537,13 +537,13 @@ class TaskLedger(TaskFacts):
             )
         return None if found is None else self._with_rows(found)
 
-    def _released(self) -> ClaimReleasedError:
+    def _released_error(self) -> ClaimReleasedError:
         return ClaimReleasedError(
             f"this claim of task {self.name!r} was released; ask again under a new request_id, or another claim_name",
             metadata={"task_name": self.name},
         )
 
-    def _expired(self) -> LeaseExpiredError:
+    def _expired_error(self) -> LeaseExpiredError:
         return LeaseExpiredError(
             f"the lease of this claim of task {self.name!r} ran out, and others may have its samples; ask again "
             f"under a new request_id, or another claim_name",
@@ -559,9 +559,9 @@ class TaskLedger(TaskFacts):
     def check_present(self, rows: Indexes) -> None:
         """Refuse an answer of which samples have been cleared since it was planned."""
         if bool((self._table.find(rows) < 0).any()):
-            raise self._cleared()
+            raise self._cleared_error()
 
-    def _cleared(self) -> SamplesClearedError:
+    def _cleared_error(self) -> SamplesClearedError:
         return SamplesClearedError(
             f"what task {self.name!r} was to get here was planned, but samples of it have been cleared since; go on "
             f"with a later batch_index (the next to be planned is {self.next_batch_index}), a queue worker under a new "
@@ -569,7 +569,7 @@ class TaskLedger(TaskFacts):
             metadata={"task_name": self.name, "next_batch_index": str(self.next_batch_index)},
         )
 
-    def _forgotten(self) -> BatchForgottenError:
+    def _forgotten_error(self) -> BatchForgottenError:
         return BatchForgottenError(
             f"what task {self.name!r} was to get here was planned, and is not on record any more: of plans that "
             f"deliver samples without consuming them the last {_MOST_REUSING} are kept; go on with a later batch_index "

@@ -61,12 +61,9 @@ class PartitionSettings:
     samples_per_round: int | None = None
 
     def __post_init__(self) -> None:
-        if self.expected_samples is not None:
-            check_range("expected_samples", self.expected_samples, 0)
-        if self.samples_per_round is not None:
-            check_range("samples_per_round", self.samples_per_round, 1, hint=", or leave it out")
-        if self.max_bytes is not None:
-            check_range("max_bytes", self.max_bytes, 1, hint=", or leave it out")
+        for name, least in (("expected_samples", 0), ("samples_per_round", 1), ("max_bytes", 1)):
+            if (value := getattr(self, name)) is not None:
+                check_range(name, value, least, hint=", or leave it out")
         if self.default_layout is Layout.OBJECT:
             raise InvalidArgumentError(
                 "default_layout is 'object', which holds for no tensor; give 'auto', 'dense' or 'jagged', and declare "
