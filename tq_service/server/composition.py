@@ -23,11 +23,11 @@ from tq_service.samplers import PlanRunner, SamplerRegistry
 from tq_service.schema import CONTROLLER_NAME_BYTES
 from tq_service.server import converters
 from tq_service.server.checkpoints import Checkpoints
-from tq_service.server.commits import Commits
 from tq_service.server.controller_servicer import ControllerServicer
 from tq_service.server.heartbeat import register_storage
 from tq_service.server.listener import Listener
 from tq_service.server.mirroring import Adopted, Mirroring, Registration
+from tq_service.server.puts import Commits
 from tq_service.server.receipts import ReceiptKeys
 from tq_service.server.rpc.limits import RunningCalls, WaitingCalls
 from tq_service.server.rpc.middleware import Middleware
@@ -257,7 +257,7 @@ class Controller:
         embedded = None
         if storage is not None:
             driver = EngineDriver(storage.engine)
-            embedded = EmbeddedStorage(storage.engine, storage.endpoint, driver, controller_id)
+            embedded = EmbeddedStorage(storage.engine, storage.endpoint, driver)
         self.storages = StorageRegistry(
             embedded,
             HEARTBEAT_SECONDS,
@@ -272,7 +272,9 @@ class Controller:
             supervisor=supervisor,
         )
         self.catalog.on_freed = self.storages.puts.free
-        self.commits = Commits(catalog=self.catalog, storages=self.storages, waiting=waiting)
+        self.commits = Commits(
+            catalog=self.catalog, puts=self.storages.puts, endpoint_of=self.storages.endpoint_of, waiting=waiting
+        )
         self.watches = Watches(self.catalog, most=settings.max_watchers, stall_seconds=settings.stall_seconds)
         self.backlogs = Backlogs(self.catalog, runner)
         self.servicer = ControllerServicer(

@@ -267,16 +267,6 @@ class Mirroring:
         await adopted.engine.close()
         adopted.engine.release_all()
 
-    def engine(self, boot_id: bytes) -> StorageEngine | None:
-        """Return the engine of an instance that was taken over, None for another one."""
-        adopted = self.adopted.get(boot_id)
-        return None if adopted is None else adopted.engine
-
-    def keys(self, boot_id: bytes) -> ReceiptKeys | None:
-        """Return the receipt keys of an instance that was taken over, None for another one."""
-        adopted = self.adopted.get(boot_id)
-        return None if adopted is None else adopted.keys
-
     async def close(self) -> None:
         """Leave the engine; objects stay for the storage service that takes over."""
         for adopted in list(self.adopted.values()):

@@ -23,8 +23,8 @@ from tq_service.internal.v1 import put_receipt_pb2, storage_control_pb2, storage
 from tq_service.internal.v1.storage_control_pb2_grpc import StorageControlServiceStub
 from tq_service.log_message import LogMessage
 from tq_service.results import MirrorStatus, StorageStatus
-from tq_service.server.known_puts import KnownPuts, encode_cells, in_messages
 from tq_service.server.peer import Peer, PeerOutage
+from tq_service.server.puts import KnownPuts, encode_cells, in_messages
 from tq_service.server.receipts import ReceiptBook, key_id
 from tq_service.server.supervisor import Supervisor
 from tq_service.storage.index.put import PutCells

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Final, TypeAlias
 
@@ -29,11 +29,10 @@ from tq_service.server.remote_storage import Capacity, RemoteStorage, report_rec
 from tq_service.server.supervisor import Supervisor
 from tq_service.state.cells import CellsSnapshot, Put
 from tq_service.storage.engine import StorageEngine
-from tq_service.storage.index.put import PutCells
 from tq_service.v1.controller_service_pb2 import PlacePutResponse
 from tq_service.v1.metadata_pb2 import StorageEndpoint
 from tq_service.version import BUILD
-from tq_service.wire.columns import ColumnShape, columns_digest
+from tq_service.wire.columns import columns_digest
 from tq_service.wire.credentials import Credentials
 from tq_service.wire.durations import to_duration
 
@@ -54,18 +53,15 @@ class EmbeddedStorage:
         engine: the engine; its owner closes it.
         endpoint: how clients reach it.
         driver: what puts and gets its bytes.
-        controller_id: of the controller.
     """
 
-    def __init__(
-        self, engine: StorageEngine, endpoint: StorageEndpoint, driver: AsyncDriver, controller_id: bytes = b""
-    ) -> None:
+    def __init__(self, engine: StorageEngine, endpoint: StorageEndpoint, driver: AsyncDriver) -> None:
         self.storage_id = engine.storage_id
         self.boot_id = engine.boot_id
         self.endpoint = endpoint
         self.driver = driver
         self.engine = engine
-        self._controller_id = controller_id
+        self.confirm, self.free = engine.confirm, engine.free
 
     def capacity(self) -> Capacity:
         """Return its bytes."""
@@ -104,14 +100,6 @@ class EmbeddedStorage:
             )
         put = self.engine.complete_put(put_id, partition_id)
         return PutReceipt(for_existing_rows=put.for_existing_rows, columns_digest=columns_digest(put.shapes()))
-
-    def reconcile(self, cells: Iterable[PutCells]) -> None:
-        """Say which cells samples have, before anybody is served."""
-        state = self.engine.begin_reconciliation(self._controller_id)
-        self.engine.reconcile(state, cells=cells)
-        for _ in self.engine.finish_reconciliation(state):
-            pass
-        report_reconciled(self.storage_id, state.missing_put_ids, state.missing_count, state.dropped_count)
 
     async def close(self) -> None:
         """Do nothing: the engine's owner closes it."""
@@ -162,11 +150,12 @@ class StorageRegistry:
         self._supervisor = supervisor or Supervisor()
         self.adoptions = Adoptions(self._storages, heartbeat_seconds, self._supervisor, takes_heartbeats)
         self.puts = Puts(
-            None if embedded is None else embedded.engine,
-            self._find_remote,
+            None if embedded is None else embedded.storage_id,
+            self._find,
+            self.require,
             snapshot_cells,
-            after_durable,
-            self._supervisor,
+            after_durable=after_durable,
+            supervisor=self._supervisor,
         )
 
     @property
@@ -185,7 +174,7 @@ class StorageRegistry:
         One that is lost may still count as silent.
         """
         there = sum(storage.capacity() is not None for storage in self._storages.values())
-        return {"available": there, "silent": len(self._storages) - there, "lost": self.adoptions.waiting_count}
+        return {"available": there, "silent": len(self._storages) - there, "lost": len(self.adoptions.lost)}
 
     def adoption_counts(self) -> tuple[int, int]:
         """Return how often storage services with a mirror were lost, and how often their puts were taken over."""
@@ -196,10 +185,15 @@ class StorageRegistry:
 
         Of an instance that is lost for good it is the endpoint now registered under its name, which answers DATA_LOSS.
         """
-        if self.adoptions.is_awaited((storage_id, boot_id)):
+        if self._is_awaited(storage_id, boot_id):
             return None
         storage = self._find(storage_id, boot_id) or self._storages.get(storage_id)
         return None if storage is None else storage.endpoint
+
+    def _is_awaited(self, storage_id: str, boot_id: bytes) -> bool:
+        """Whether it is open yet where an instance is: it is lost, or expected since this controller started."""
+        instance = storage_id, boot_id
+        return instance in self.adoptions.lost or instance in self.adoptions.expected
 
     def _find(self, storage_id: str, boot_id: bytes) -> Storage | None:
         """Return an instance of a storage service, or what has taken it over."""
@@ -208,19 +202,20 @@ class StorageRegistry:
             return self.adoptions.taken.get((storage_id, boot_id))
         return storage
 
-    def _find_remote(self, storage_id: str, boot_id: bytes) -> RemoteStorage | None:
-        storage = self._find(storage_id, boot_id)
-        return None if isinstance(storage, EmbeddedStorage) else storage
-
     def recover(self) -> None:
         """Learn which puts are committed, and tell the embedded storage, once the samples are there again."""
         self.puts.recover()
-        own = None if self.embedded is None else self.embedded.storage_id
-        elsewhere = {instance for instance in self.puts.instances() if instance[0] != own}
+        embedded = self.embedded
+        elsewhere = {each for each in self.puts.instances() if embedded is None or each[0] != embedded.storage_id}
         self.puts.has_some_elsewhere = bool(elsewhere)
         self.adoptions.expect(elsewhere)
-        if self.embedded is not None:
-            self.embedded.reconcile(self.puts.known(self.embedded.storage_id, self.embedded.boot_id).parts())
+        if embedded is not None:
+            engine = embedded.engine
+            state = engine.begin_reconciliation(self.controller_id)
+            engine.reconcile(state, cells=self.puts.known(engine.storage_id, engine.boot_id).parts())
+            for _ in engine.finish_reconciliation(state):
+                pass
+            report_reconciled(engine.storage_id, state.missing_put_ids, state.missing_count, state.dropped_count)
 
     def on_heartbeat(self, request: RegisterStorageRequest) -> RegisterStorageResponse:
         """Register a storage service, and say which of its overdue puts are unknown.
@@ -267,7 +262,7 @@ class StorageRegistry:
         """Register a storage service for the puts that it has taken over."""
         instance = request.storage.storage_id, request.storage.boot_id
         replaced = self._find(*instance)
-        if replaced is not None and replaced.capacity() is not None and not self.adoptions.is_lost(instance):
+        if replaced is not None and replaced.capacity() is not None and instance not in self.adoptions.lost:
             raise PreconditionError(
                 f"the puts of storage service {instance[0]!r} under boot {instance[1].hex()} are at "
                 f"{replaced.endpoint.address}, and that is alive; let go of them"
@@ -398,14 +393,16 @@ class StorageRegistry:
             max_granted_put_bytes=largest_put,
         )
 
-    def open_receipt(self, put: Put, columns: Sequence[ColumnShape], partition_id: str, receipt: bytes) -> PutReceipt:
-        """Return what the receipt of an uncommitted put of a partition says.
+    def require(self, put: Put) -> Storage:
+        """Return the storage service that holds an uncommitted put.
+
+        One that is lost to this controller may live and take puts, which another one may not have found in the mirror.
+        A put that was committed before its storage service was seen to be lost is found there, where it had to have a
+        copy.
 
         Raises:
-            UnavailableError: the storage service has not registered, or the put is being freed.
-            PutNotFoundError: it is not there: never completed, expired, or cleared.
-            InvalidArgumentError: it was put for another partition, or with other columns, or its receipt is not valid.
-            DataLossError: the storage service has restarted.
+            UnavailableError: the storage service has not registered.
+            DataLossError: it has restarted, or is lost.
         """
         storage = self._find(put.storage_id, put.boot_id)
         if storage is None and put.storage_id not in self._storages:
@@ -415,32 +412,13 @@ class StorageRegistry:
                 f"storage service {put.storage_id!r} has restarted since the put; put the data again",
                 metadata={"storage_id": put.storage_id},
             )
-        self.check_not_lost(put)
-        opened = storage.open_receipt(put.put_id, partition_id, receipt)
-        if opened.columns_digest != columns_digest(columns):
-            got = ", ".join(f"{column.spec.name} ({column.spec.describe()})" for column in columns)
-            raise InvalidArgumentError(
-                f"the commit has other columns than put {put.put_id.hex()}, got {got or 'none'}; send those of its "
-                "header as they are",
-                field="columns",
-            )
-        return opened
-
-    def check_not_lost(self, put: Put) -> None:
-        """Refuse a put whose storage service is lost to this controller, though it may live and take puts.
-
-        Another one may have looked into the mirror before the put was written to it. A put that was committed before
-        its storage service was seen to be lost is found there, where it had to have a copy.
-
-        Raises:
-            DataLossError: it is.
-        """
-        if self.adoptions.takes_no_puts(put[:2]):
+        if put[:2] in self.adoptions.lost or put[:2] in self.adoptions.taken:
             raise DataLossError(
                 f"storage service {put.storage_id!r} was lost since the put, and another one takes its puts over; put "
                 "the data again",
                 metadata={"storage_id": put.storage_id},
             )
+        return storage
 
     def driver(self, storage_id: str, boot_id: bytes) -> AsyncDriver:
         """Return what puts and gets bytes at a storage service; a put stays if `Puts.mark_committed` follows.
@@ -448,7 +426,7 @@ class StorageRegistry:
         Raises:
             DataLossError: it is not there under this boot.
         """
-        if self.adoptions.is_awaited((storage_id, boot_id)):
+        if self._is_awaited(storage_id, boot_id):
             raise UnavailableError(f"the puts of storage service {storage_id!r} are being taken over; try again")
         storage = self._find(storage_id, boot_id)
         if storage is None:
