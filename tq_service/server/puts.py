@@ -77,7 +77,10 @@ _NO_ROWS: Final = np.zeros(0, np.int64)
 
 
 class Holder(Protocol):
-    """A storage service that holds puts: the engine of this process, or a `RemoteStorage`."""
+    """A storage service that holds puts: an `EmbeddedStorage` or a `RemoteStorage`."""
+
+    storage_id: str
+    boot_id: bytes
 
     def confirm(self, put_id: bytes) -> object:
         """Make a put stay, soon."""
@@ -104,8 +107,8 @@ class Puts:
     """The puts that samples have or are about to get, and the cells that are to be freed. Confined to the event loop.
 
     Args:
-        embedded_id: name of the storage service of this process; None: it has none.
-        find: returns what holds the puts of an instance of a storage service; None: nothing that is known.
+        embedded: the storage service of this process; None: it has none.
+        find: returns what holds the puts of another instance of a storage service; None: nothing that is known.
         require: returns what holds a put that is to be committed, or raises.
         snapshot_cells: returns the cells that samples have now, by partition.
         after_durable: calls something once all that has changed here so far cannot be lost any more.
@@ -119,7 +122,7 @@ class Puts:
 
     def __init__(
         self,
-        embedded_id: str | None,
+        embedded: Holder | None,
         find: Callable[[str, bytes], Holder | None],
         require: Callable[[Put], Holder],
         snapshot_cells: Callable[[], Sequence[CellsSnapshot]],
@@ -128,7 +131,7 @@ class Puts:
         supervisor: Supervisor,
     ) -> None:
         self.has_some_elsewhere = False
-        self._embedded_id = embedded_id
+        self._embedded = embedded
         self._find = find
         self.require = require
         self._snapshot_cells = snapshot_cells
@@ -231,7 +234,7 @@ class Puts:
                 self._uncommitted[put] = commits
             raise
         # The engine of this process confirms at once: its put comes back from the journal together with the samples.
-        if put.storage_id == self._embedded_id:
+        if self._embedded is not None and put.storage_id == self._embedded.storage_id:
             self._confirm(put)
         else:
             self._when_durable(partial(self._confirm, put))
@@ -253,8 +256,14 @@ class Puts:
                 pass
 
     def _confirm(self, put: Put) -> None:
-        if put in self._committed and (holder := self._find(*put[:2])) is not None:
+        if put in self._committed and (holder := self._holder_of(*put[:2])) is not None:
             holder.confirm(put.put_id)
+
+    def _holder_of(self, storage_id: str, boot_id: bytes) -> Holder | None:
+        embedded = self._embedded
+        if embedded is not None and (embedded.storage_id, embedded.boot_id) == (storage_id, boot_id):
+            return embedded
+        return self._find(storage_id, boot_id)
 
     def _when_durable(self, action: Callable[[], None]) -> None:
         if self.has_some_elsewhere:
@@ -321,7 +330,7 @@ class Puts:
                 self._uncommitted.pop(each.put, None)
             cells_of.setdefault(each.put[:2], []).append(put_cells(each))
         for instance, cells in cells_of.items():
-            if (holder := self._find(*instance)) is not None:
+            if (holder := self._holder_of(*instance)) is not None:
                 holder.free(cells)
 
     async def close(self) -> None:

@@ -51,15 +51,15 @@ from tq_service.storage.index.put_table import (
     RecoveredPut,
     Residents,
     cells_besides,
+    check_sound,
+    lost_error,
     put_of,
 )
 from tq_service.storage.index.reading import (
     Move,
     Reading,
     UnreadableError,
-    check_sound,
     is_light_read,
-    lost_error,
     open_reading,
     open_reading_in_thread,
 )

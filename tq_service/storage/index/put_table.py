@@ -41,7 +41,7 @@ from typing import Final, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
-from tq_service.errors import DiskFailedError, UnavailableError
+from tq_service.errors import DataLossError, DiskFailedError, UnavailableError
 from tq_service.journal import codec
 from tq_service.log_message import LogMessage
 from tq_service.schema import CONTROLLER_NAME_BYTES, FieldSpec
@@ -53,7 +53,8 @@ _log = logging.getLogger(__name__)
 _SHARDS: Final = 1024
 _KEPT_SECONDS: Final = 10.0  # after a read: it may be one of several parts, of which all are to be here at once
 _LOOKED_AT: Final = 256
-_MOST_NAMED: Final = 16
+_MOST_NAMED: Final = 5
+_MOST_LISTED: Final = 100  # the metadata of an answer has capacity for about twice as many
 _SCRUB_BYTES_PER_SECOND: Final = 100e6
 _LEAST_PAUSE_SECONDS: Final = 0.001
 _RETRY_SECONDS: Final = 1.0
@@ -367,7 +368,7 @@ class Reconciliation:
     def miss(self, put_id: bytes) -> None:
         """Count a put that is known, but not here."""
         self.missing_count += 1
-        if len(self.missing_put_ids) < _MOST_NAMED:
+        if len(self.missing_put_ids) < _MOST_LISTED:
             self.missing_put_ids.append(put_id)
 
 
@@ -392,6 +393,28 @@ def cells_besides(put_id: bytes, put: StoredPut, parts: Sequence[PutCells]) -> l
 
 
 # What keeps puts beyond the process
+
+
+def check_sound(put_ids: Iterable[bytes], damaged: Mapping[bytes, str], storage_id: str) -> None:
+    """Refuse to read puts that are damaged.
+
+    Raises:
+        DataLossError: some are; it names them.
+    """
+    lost = [put_id for put_id in put_ids if put_id in damaged] if damaged else []
+    if lost:
+        raise lost_error(lost, damaged[lost[0]], storage_id)
+
+
+def lost_error(put_ids: Sequence[bytes], reason: str, storage_id: str) -> DataLossError:
+    """Return the error of a read of damaged puts, the first of which is so for this reason."""
+    names = ", ".join(put_id.hex() for put_id in put_ids[:_MOST_NAMED])
+    more = f" and {len(put_ids) - _MOST_NAMED} more" if len(put_ids) > _MOST_NAMED else ""
+    return DataLossError(
+        f"storage service {storage_id!r} has lost the bytes of put {names}{more}: {reason}; put them again, or clear "
+        "them",
+        metadata={"storage_id": storage_id, "put_ids": ",".join(put_id.hex() for put_id in put_ids[:_MOST_LISTED])},
+    )
 
 
 class Backing(Generic[SourceT]):

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64
 
-from tq_service.errors import DataLossError, InvalidArgumentError, PutNotFoundError, TqError
+from tq_service.errors import InvalidArgumentError, PutNotFoundError, TqError
 from tq_service.schema import FieldSpec, check_passed_on
 from tq_service.storage.blobs.memory import Blob
 from tq_service.storage.index.put import PutCells, Rows, RowSet, StoredColumn, StoredPut, table_bytes
@@ -59,7 +59,6 @@ _SMALL_TABLE_ROWS: Final = 64
 _LEAST_COLUMN_BYTES: Final = 64 << 10
 _LEAST_MEAN_SLICE_BYTES: Final = 4 << 10
 _MOST_NAMED: Final = 5
-_MOST_LISTED: Final = 100  # the metadata of an answer has capacity for about twice as many
 
 Runs: TypeAlias = Rows | slice
 """Which of the runs: their positions, or all of them."""
@@ -177,28 +176,6 @@ def _owners(put_indexes: Rows) -> tuple[list[int], Rows]:
         return [int(put_indexes[0])], np.zeros(len(put_indexes), np.int64)
     used, owners = np.unique(put_indexes, return_inverse=True)
     return used.tolist(), owners
-
-
-def check_sound(put_ids: Iterable[bytes], damaged: Mapping[bytes, str], storage_id: str) -> None:
-    """Refuse to read puts that are damaged.
-
-    Raises:
-        DataLossError: some are; it names them.
-    """
-    lost = [put_id for put_id in put_ids if put_id in damaged] if damaged else []
-    if lost:
-        raise lost_error(lost, damaged[lost[0]], storage_id)
-
-
-def lost_error(put_ids: Sequence[bytes], reason: str, storage_id: str) -> DataLossError:
-    """Return the error of a read of damaged puts, the first of which is so for this reason."""
-    names = ", ".join(put_id.hex() for put_id in put_ids[:_MOST_NAMED])
-    more = f" and {len(put_ids) - _MOST_NAMED} more" if len(put_ids) > _MOST_NAMED else ""
-    return DataLossError(
-        f"storage service {storage_id!r} has lost the bytes of put {names}{more}: {reason}; put them again, or clear "
-        "them",
-        metadata={"storage_id": storage_id, "put_ids": ",".join(put_id.hex() for put_id in put_ids[:_MOST_LISTED])},
-    )
 
 
 class Reading:
