@@ -40,7 +40,7 @@ from tq_service.serving.backlogs import Backlogs
 from tq_service.serving.catalog import Catalog
 from tq_service.serving.limits import Limits
 from tq_service.state.idempotency import IdempotencyCache
-from tq_service.storage.blobs.memory import BlobStore, DurableBlobStore, MemoryBlobs
+from tq_service.storage.blobs.memory import BlobStore, MemoryBlobs
 from tq_service.storage.blobs.segments import SegmentBlobs
 from tq_service.storage.engine import EngineStat, StorageEngine
 from tq_service.version import BUILD
@@ -461,7 +461,7 @@ def _open_blobs(settings: ServeSettings, store: StateStore | None) -> BlobStore:
             f"blob_store is {name!r}; expected one of auto, {', '.join(BLOB_STORES)}", field="blob_store"
         )
     blobs = BLOB_STORES[name](settings, store)
-    if isinstance(blobs, DurableBlobStore) != (store is not None):
+    if isinstance(blobs, SegmentBlobs) != (store is not None):
         raise InvalidArgumentError(
             f"blob_store {name} goes {'without' if store is not None else 'with'} data_dir only; leave blob_store "
             "auto, so that it follows from data_dir",

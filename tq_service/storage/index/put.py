@@ -21,7 +21,6 @@ from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
-from xxhash import xxh3_64
 
 from tq_service.errors import (
     CallCancelledError,
@@ -496,13 +495,9 @@ class PendingPut:
         put_id: the put.
         on_finish: called with the put when all bytes are there.
         on_abort: called once with what is stored so far, None where it has no memory yet.
-
-    Attributes:
-        checksum: of all its bytes, once they are in a segment.
     """
 
     __slots__ = (
-        "_digest",
         "_filled",
         "_is_ended",
         "_on_abort",
@@ -510,7 +505,6 @@ class PendingPut:
         "_stored",
         "_text_checks",
         "_view",
-        "checksum",
         "put_id",
     )
 
@@ -527,9 +521,7 @@ class PendingPut:
         self._stored: StoredPut | None = None  # as long as it is open
         self._view = memoryview(b"")
         self._filled = 0
-        self._digest: xxh3_64 | None = None
         self._text_checks: Sequence[TextCheck] = ()
-        self.checksum: int | None = None
 
     def begin(self, stored: StoredPut) -> None:
         """Give it the put that it fills: its tables are written, its values are to come.
@@ -549,8 +541,6 @@ class PendingPut:
         ]
         if stored.values.is_local:
             self._view = stored.values.view()
-        if stored.values.number:
-            self._digest = xxh3_64(stored.tables())
 
     async def write(self, data: memoryview | bytes) -> None:
         """Append bytes of the values.
@@ -578,8 +568,6 @@ class PendingPut:
             finally:
                 blob.unpin()
             self.require_open()
-        if self._digest is not None:
-            self._digest.update(data)
         self._filled = end
 
     async def map_fds(self, fds: Sequence[int]) -> None:
@@ -618,8 +606,6 @@ class PendingPut:
                 f"the stream ended {stored.values.size - self._filled} bytes before what its header declared",
                 field="frame",
             )
-        if self._digest is not None:
-            self.checksum = self._digest.intdigest()
         return stored
 
     def finish(self) -> None:

@@ -45,7 +45,8 @@ from tq_service.errors import DataLossError, DiskFailedError, UnavailableError
 from tq_service.journal import codec
 from tq_service.log_message import LogMessage
 from tq_service.schema import CONTROLLER_NAME_BYTES, FieldSpec
-from tq_service.storage.blobs.memory import Blob, DurableBlobStore, LocalBlob, is_temporary
+from tq_service.storage.blobs.memory import Blob, LocalBlob, is_temporary
+from tq_service.storage.blobs.segments import SegmentBlobs
 from tq_service.storage.index.admission import Admission
 from tq_service.storage.index.put import PendingPut, PutCells, Rows, RowSet, StoredColumn, StoredPut
 
@@ -447,7 +448,7 @@ class Backing(Generic[SourceT]):
             deadline: until when to wait, by the engine's clock; None: for as long as the caller is not cancelled.
         """
 
-    def record(self, put_id: bytes, put: StoredPut, checksum: int | None) -> None:
+    def record(self, put_id: bytes, put: StoredPut) -> None:
         """Take note that a put is complete: it was flushed."""
 
     def delete(self, put_id: bytes, blob: Blob) -> None:
@@ -458,7 +459,7 @@ class Backing(Generic[SourceT]):
         """Whether a put may be moved to a smaller blob now."""
         return put_id not in self.damaged and put_id not in self._unfetched
 
-    def move(self, put_id: bytes, old: Blob, moved: StoredPut, checksum: int | None) -> None:
+    def move(self, put_id: bytes, old: Blob, moved: StoredPut) -> None:
         """Take note that a put was compacted and flushed, and release its old blob when it may be."""
         old.release()
 
@@ -647,7 +648,7 @@ class PutJournal(Backing[Blob]):
 
     _log: PutLog  # from `recover` on
 
-    def __init__(self, store: DurableBlobStore) -> None:
+    def __init__(self, store: SegmentBlobs) -> None:
         super().__init__()
         self._store = store
         self.on_looked_at: Callable[[bytes], None] = lambda _: None
@@ -658,7 +659,7 @@ class PutJournal(Backing[Blob]):
     async def flush(self, pending: PendingPut, deadline: float | None = None) -> None:
         """Wait until the bytes of a put are where they outlive this process; see `StorageEngine.flush`."""
         stored = pending.require_complete()
-        values, source = stored.values, None
+        values = stored.values
         if values.store is not self._store:  # shared memory, which no other process will find
             values.pin()  # a put that is aborted meanwhile frees its copy, too
             try:
@@ -667,20 +668,19 @@ class PutJournal(Backing[Blob]):
                 pending.require_open()
             finally:
                 values.unpin()
-            source = memoryview(stored.tables()), values, stored.value_spans()
         try:
-            checksum = await self._store.flush(values.copy or values, source)
+            if values.copy is not None:
+                await self._store.copy(values.copy, memoryview(stored.tables()), values, stored.value_spans())
+            await self._store.flush(values.copy or values)
         except OSError as error:
             raise DiskFailedError(f"the bytes of a put could not be written: {error}; put it again") from error
-        if checksum is not None:
-            pending.checksum = checksum
 
-    def record(self, put_id: bytes, put: StoredPut, checksum: int | None) -> None:
+    def record(self, put_id: bytes, put: StoredPut) -> None:
         """Write down that a put is complete, or was moved."""
         blob = put.values.copy or put.values
-        if blob.store is not self._store or (blob.number and checksum is None):
+        if blob.store is not self._store:
             raise RuntimeError(f"put {put_id.hex()} was finished before it was flushed")
-        record = encode_put(describe_put(put_id, put, checksum=(blob.number and checksum) or 0))
+        record = encode_put(describe_put(put_id, put))
         memory = b"" if blob.number or not isinstance(blob, LocalBlob) else blob.memory
         encoded = self._records[put_id] = record, memory if isinstance(memory, bytes | bytearray) else bytes(memory)
         self._log.append_put(*encoded)
@@ -694,10 +694,10 @@ class PutJournal(Backing[Blob]):
         self._log.append_put(encode_put(PutDropped(put_id=put_id)))
         self._log.after_durable(blob.release)
 
-    def move(self, put_id: bytes, old: Blob, moved: StoredPut, checksum: int | None) -> None:
+    def move(self, put_id: bytes, old: Blob, moved: StoredPut) -> None:
         """Write down a put that was compacted and flushed, and release its old blob once that cannot be lost."""
         try:
-            self.record(put_id, moved, checksum)
+            self.record(put_id, moved)
         except Exception as error:  # the put is in its new place already
             self._log.fatal("a put was moved and could not be written down", error)
             raise
@@ -801,14 +801,8 @@ def left_puts(records: Iterable[bytes]) -> dict[bytes, tuple[PutStored, EncodedP
     return left
 
 
-def describe_put(put_id: bytes, put: StoredPut, *, checksum: int = 0) -> PutStored:
-    """Return the record of a put as it is now.
-
-    Args:
-        put_id: its name.
-        put: the put.
-        checksum: of what is in the file of its bytes, where they are in one.
-    """
+def describe_put(put_id: bytes, put: StoredPut) -> PutStored:
+    """Return the record of a put as it is now."""
     blob = put.values.copy or put.values
     columns = [(column.spec, column.value_bytes) for column in put.columns.values() if column is not None]
     return PutStored(
@@ -823,7 +817,7 @@ def describe_put(put_id: bytes, put: StoredPut, *, checksum: int = 0) -> PutStor
         ),
         size_bytes=blob.size,
         segment=blob.number,
-        checksum=checksum,
+        checksum=blob.checksum,
         left_rows=_left_rows(put),
         for_existing_rows=put.for_existing_rows,
         owner=put.owner,

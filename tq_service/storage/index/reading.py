@@ -23,7 +23,6 @@ from typing import Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-from xxhash import xxh3_64
 
 from tq_service.errors import InvalidArgumentError, PutNotFoundError, TqError
 from tq_service.schema import FieldSpec, check_passed_on
@@ -656,8 +655,8 @@ class Move:
             moved, put.row_count, put.partition_id, for_existing_rows=put.for_existing_rows, owner=put.owner
         )
 
-    def copy(self, smaller: StoredPut) -> int | None:
-        """Copy tables and values, unless it is given up; return the checksum of a blob with a number.
+    def copy(self, smaller: StoredPut) -> None:
+        """Copy tables and values, unless it is given up.
 
         Args:
             smaller: what `plan` returned, placed.
@@ -675,23 +674,19 @@ class Move:
                 moved[0] = 0
                 np.cumsum(offsets[positions + 1] - offsets[positions], out=moved[1:])
                 target.extents(tables)[:] = source.extents(self._put.tables())[positions]
-        digest = xxh3_64(tables) if blob.number else None
         if smaller.values_at and not blob.is_local:
             blob.write_from(tables, 0)
         at = smaller.values_at
         space = np.frombuffer(blob.view(), np.uint8) if blob.is_local else None
         for starts, sizes, unit in self._pieces():
             if self.is_given_up:
-                return None
+                return
             size = int(sizes.sum())
             piece = np.empty(size, np.uint8) if space is None else space[at : at + size]
             gather(self._put.values, starts, sizes, piece, unit)
             if space is None:
                 blob.write_from(piece.data, at)
-            if digest is not None:
-                digest.update(piece.data)
             at += size
-        return None if digest is None else digest.intdigest()
 
     def _pieces(self) -> Iterator[tuple[Rows, Rows, int]]:
         """Yield the slices of the old blob that are kept, some at a time, with the unit they are made up of."""

@@ -309,7 +309,7 @@ class Mirror(Backing[PutObject]):
             if not stored.put_ids:
                 self._writer.remove(stored)
 
-    def record(self, put_id: bytes, put: StoredPut, checksum: int | None) -> None:
+    def record(self, put_id: bytes, put: StoredPut) -> None:
         """Take note that a flushed put is complete."""
         self._copies[put_id] = self._flushed.pop(put_id)
 
