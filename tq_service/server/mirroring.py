@@ -55,7 +55,6 @@ class Adopted:
         mirror: its mirror.
         keys: for its receipts, of which it gives none.
         registration: of it under the old name.
-        search_id: with which the controller asked.
         tasks: what it does in the background.
     """
 
@@ -63,7 +62,6 @@ class Adopted:
     mirror: Mirror
     keys: ReceiptKeys
     registration: Registration
-    search_id: bytes
     tasks: list[asyncio.Task[None]]
 
 
@@ -196,7 +194,7 @@ class Mirroring:
             await asyncio.wait((earlier,))
         known = self.adopted.get(boot_id)
         if known is not None:
-            if known.search_id == search_id:
+            if known.engine.run_id == search_id:
                 return known
             await self.leave(known)
         return await self._adopt(storage_id, boot_id, own, search_id)
@@ -220,9 +218,7 @@ class Mirroring:
         )
         engine.run_id = search_id  # by which the controller knows an heir of this search
         count = engine.take_over(left.objects)
-        adopted = Adopted(
-            engine=engine, mirror=mirror, keys=ReceiptKeys(), registration=registration, search_id=search_id, tasks=[]
-        )
+        adopted = Adopted(engine=engine, mirror=mirror, keys=ReceiptKeys(), registration=registration, tasks=[])
         self.adopted[boot_id] = adopted
         _log.warning(
             LogMessage("took over the puts of a lost storage service", storage=storage_id, boot=boot_id, count=count)

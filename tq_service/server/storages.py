@@ -235,21 +235,21 @@ class StorageRegistry:
         instance = endpoint.storage_id, endpoint.boot_id
         if request.is_adopted:
             storage: Storage | None = self.adoptions.taken.get(instance)
-            if not (isinstance(storage, RemoteStorage) and storage.is_same(request)):
-                self.adoptions.check_heir(instance, endpoint.address, request.run_id)
         else:
             self.adoptions.check_not_taken(instance)
             storage = self._storages.get(endpoint.storage_id)
         if isinstance(storage, RemoteStorage) and storage.is_same(request):
             storage.on_heartbeat(request)
-            if request.is_adopted:
-                self.adoptions.take(instance, storage)
-            else:
-                self.adoptions.on_registered(instance)
         elif request.is_adopted:
+            self.adoptions.check_heir(instance, endpoint.address, request.run_id)
             storage = self._register_heir(request)
         else:
             storage = self._register(request)
+        if request.is_adopted:
+            self.adoptions.take(instance, storage)
+        else:
+            self.adoptions.on_registered(instance)
+        self.puts.has_some_elsewhere = True
         return RegisterStorageResponse(
             heartbeat_interval=to_duration(self.heartbeat_seconds),
             controller_id=self.controller_id,
@@ -267,14 +267,11 @@ class StorageRegistry:
                 f"the puts of storage service {instance[0]!r} under boot {instance[1].hex()} are at "
                 f"{replaced.endpoint.address}, and that is alive; let go of them"
             )
-        storage = self._make(request, replaced if isinstance(replaced, RemoteStorage) else None)
         if replaced is not None:
             self._close(replaced)
-        if replaced is not None and self._storages.get(instance[0]) is replaced:
-            del self._storages[instance[0]]
-        self.adoptions.take(instance, storage)
-        self.puts.has_some_elsewhere = True
-        return storage
+            if self._storages.get(instance[0]) is replaced:
+                del self._storages[instance[0]]
+        return self._make(request, replaced if isinstance(replaced, RemoteStorage) else None)
 
     def _make(self, request: RegisterStorageRequest, replaces: RemoteStorage | None) -> RemoteStorage:
         return RemoteStorage(
@@ -313,12 +310,10 @@ class StorageRegistry:
                 self.adoptions.lose_held_at(replaced.endpoint.address)
             if replaced.boot_id != storage.boot_id and replaced.mirror is not None:
                 self.adoptions.lose((replaced.storage_id, replaced.boot_id), replaced.mirror.url)
-        self.adoptions.on_registered((storage.storage_id, storage.boot_id))
         if storage.mirror is None:
             self.adoptions.forget_expected(storage.storage_id)
         _log.info(LogMessage("storage registered", storage=endpoint.storage_id, address=endpoint.address))
         self._storages[endpoint.storage_id] = storage
-        self.puts.has_some_elsewhere = True
         return storage
 
     def _forget_lost(self) -> None:

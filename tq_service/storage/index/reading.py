@@ -15,10 +15,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from types import TracebackType
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -177,7 +177,7 @@ def _owners(put_indexes: Rows) -> tuple[list[int], Rows]:
     return used.tolist(), owners
 
 
-class Reading:
+class Reading(AbstractContextManager["Reading"]):
     """Cells being read. What it reads stays as it is until `close`, whatever is freed or moved meanwhile.
 
     Attributes:
@@ -268,12 +268,7 @@ class Reading:
         else:
             self._work.add_done_callback(unpin)
 
-    def __enter__(self) -> Reading:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _column_chunks(self, span: Spans) -> Iterator[memoryview]:
