@@ -108,7 +108,7 @@ class Adoptions:
         """Take note that a storage service has started again: what it had taken over is lost with its memory."""
         for instance, heir in self.taken.items():
             if heir.endpoint.address == address:
-                self.lose(instance, "" if heir.mirror is None else heir.mirror.url)
+                self.lose(instance, "" if heir.heard.mirror is None else heir.heard.mirror.url)
 
     def forget_expected(self, storage_id: str) -> None:
         """Take note that what is expected of a name is gone for good: it is back, empty and without a mirror."""
@@ -201,19 +201,19 @@ class Adoptions:
     def _lose_silent(self, remote: Iterable[RemoteStorage], now: float) -> None:
         silent: set[str] = set()  # addresses
         for each in remote:
-            if each.mirror is not None and each.capacity() is None:
+            if each.heard.mirror is not None and each.is_silent:
                 silent.add(each.endpoint.address)
-                self.lose((each.storage_id, each.boot_id), each.mirror.url)
+                self.lose((each.storage_id, each.boot_id), each.heard.mirror.url)
         for instance, heir in list(self.taken.items()):
             # What a lost one had taken over is lost with it, though it was heard of up to a heartbeat later.
-            if heir.capacity() is None or heir.endpoint.address in silent:
-                if heir.put_count:
-                    self.lose(instance, "" if heir.mirror is None else heir.mirror.url)
+            if heir.is_silent or heir.endpoint.address in silent:
+                if heir.heard.put_count:
+                    self.lose(instance, "" if heir.heard.mirror is None else heir.heard.mirror.url)
                 else:  # nothing of it is left
                     del self.taken[instance]
                     self._supervisor.start(f"leaving storage {instance[0]}", heir.close(), may_end=True)
         if self.expected and now > self._expected_until:
-            if any(each.mirror is not None for each in remote):
+            if any(each.heard.mirror is not None for each in remote):
                 for instance in self.expected:
                     self.lose(instance, "")
             self.expected = set()
@@ -225,12 +225,12 @@ class Adoptions:
         if lost.agreed_at is not None and self._clock() - lost.agreed_at < 2 * self._heartbeat_seconds:
             return  # it is about to register
         heirs = [
-            (capacity.free_bytes, each)
+            (each.free_bytes(), each)
             for each in remote
-            if each.mirror is not None
-            and lost.url in {"", each.mirror.url}
+            if each.heard.mirror is not None
+            and lost.url in {"", each.heard.mirror.url}
             and each.storage_id not in lost.refused
-            and (capacity := each.capacity()) is not None
+            and not each.is_silent
         ]
         if not heirs:
             lost.refused.clear()

@@ -25,7 +25,7 @@ from tq_service.log_message import LogMessage
 from tq_service.results import StorageStatus
 from tq_service.server.adoption import Adoptions
 from tq_service.server.puts import Puts
-from tq_service.server.remote_storage import Capacity, RemoteStorage, report_reconciled
+from tq_service.server.remote_storage import UNBOUNDED_BYTES, RemoteStorage, report_reconciled
 from tq_service.server.supervisor import Supervisor
 from tq_service.state.cells import CellsSnapshot, Put
 from tq_service.storage.engine import StorageEngine
@@ -42,7 +42,6 @@ _GRANT_SECONDS: Final = 5.0
 _MOST_GRANTED: Final = 16  # storage services
 _GRANTED_SHARE: Final = 64  # of what is free, so that services fill evenly
 _GRANTED_PUT_BYTES: Final = 1 << 20
-_UNBOUNDED_BYTES: Final = 1 << 62
 _EXPIRED_PER_TURN: Final = 512
 
 
@@ -53,20 +52,26 @@ class EmbeddedStorage:
         engine: the engine; its owner closes it.
         endpoint: how clients reach it.
         driver: what puts and gets its bytes.
+
+    Attributes:
+        placed_bytes: without meaning, since its free bytes are always those of the moment.
     """
+
+    is_silent = False
+    placed_bytes = 0
 
     def __init__(self, engine: StorageEngine, endpoint: StorageEndpoint, driver: AsyncDriver) -> None:
         self.storage_id = engine.storage_id
         self.boot_id = engine.boot_id
+        self.max_bytes = engine.stat().max_bytes
         self.endpoint = endpoint
         self.driver = driver
         self.engine = engine
         self.confirm, self.free = engine.confirm, engine.free
 
-    def capacity(self) -> Capacity:
-        """Return its bytes."""
-        stat = self.engine.stat()
-        return Capacity(max_bytes=stat.max_bytes, used_bytes=stat.used_bytes)
+    def free_bytes(self) -> int:
+        """Return how many bytes are free."""
+        return (UNBOUNDED_BYTES if self.max_bytes is None else self.max_bytes) - self.engine.stat().used_bytes
 
     def status(self) -> StorageStatus:
         """Return what is known of it."""
@@ -81,9 +86,6 @@ class EmbeddedStorage:
             heard_ago_seconds=None,
             is_silent=False,
         )
-
-    def note_placement(self, size_bytes: int) -> None:
-        """Do nothing: the capacity is always that of the moment."""
 
     def open_receipt(self, put_id: bytes, partition_id: str, receipt: bytes) -> PutReceipt:
         """Return what a receipt would say: the put itself is here to be looked at.
@@ -173,7 +175,7 @@ class StorageRegistry:
 
         One that is lost may still count as silent.
         """
-        there = sum(storage.capacity() is not None for storage in self._storages.values())
+        there = sum(not storage.is_silent for storage in self._storages.values())
         return {"available": there, "silent": len(self._storages) - there, "lost": len(self.adoptions.lost)}
 
     def adoption_counts(self) -> tuple[int, int]:
@@ -262,7 +264,7 @@ class StorageRegistry:
         """Register a storage service for the puts that it has taken over."""
         instance = request.storage.storage_id, request.storage.boot_id
         replaced = self._find(*instance)
-        if replaced is not None and replaced.capacity() is not None and instance not in self.adoptions.lost:
+        if replaced is not None and not replaced.is_silent and instance not in self.adoptions.lost:
             raise PreconditionError(
                 f"the puts of storage service {instance[0]!r} under boot {instance[1].hex()} are at "
                 f"{replaced.endpoint.address}, and that is alive; let go of them"
@@ -295,7 +297,7 @@ class StorageRegistry:
                 metadata={"resource_type": "storage", "resource_name": endpoint.storage_id},
             )
         replaced = known if isinstance(known, RemoteStorage) else None
-        if replaced is not None and replaced.has_replaced(request) and replaced.capacity() is not None:
+        if replaced is not None and replaced.has_replaced(request) and not replaced.is_silent:
             raise AlreadyExistsError(
                 f"another storage service has the name {endpoint.storage_id!r}, at {replaced.endpoint.address}, and "
                 f"has registered since this one at {endpoint.address} did; give each another storage_id",
@@ -308,9 +310,9 @@ class StorageRegistry:
             self._close(replaced)
             if replaced.has_restarted(request):
                 self.adoptions.lose_held_at(replaced.endpoint.address)
-            if replaced.boot_id != storage.boot_id and replaced.mirror is not None:
-                self.adoptions.lose((replaced.storage_id, replaced.boot_id), replaced.mirror.url)
-        if storage.mirror is None:
+            if replaced.boot_id != storage.boot_id and replaced.heard.mirror is not None:
+                self.adoptions.lose((replaced.storage_id, replaced.boot_id), replaced.heard.mirror.url)
+        if storage.heard.mirror is None:
             self.adoptions.forget_expected(storage.storage_id)
         _log.info(LogMessage("storage registered", storage=endpoint.storage_id, address=endpoint.address))
         self._storages[endpoint.storage_id] = storage
@@ -319,7 +321,7 @@ class StorageRegistry:
     def _forget_lost(self) -> None:
         """Forget storage services that are silent and hold no samples, such as those of pods that are no more."""
         holders = {storage_id for storage_id, _ in self.puts.instances()}
-        lost = [each for each in self._storages.values() if each.capacity() is None and each.storage_id not in holders]
+        lost = [each for each in self._storages.values() if each.is_silent and each.storage_id not in holders]
         if not lost:
             raise LimitExceededError(
                 f"there would be {len(self._storages) + 1} storage services, at most {_MOST_STORAGES} expected",
@@ -357,28 +359,32 @@ class StorageRegistry:
             UnavailableError: there is no storage service.
             QuotaExceededError: all are too small.
         """
-        known = [(each, capacity) for each in self._storages.values() if (capacity := each.capacity()) is not None]
+        known = [each for each in self._storages.values() if not each.is_silent]
         if not known:
             raise UnavailableError("no storage service has registered; start one with --role storage")
-        fitting = [each for each in known if each[1].max_bytes is None or size_bytes <= each[1].max_bytes]
+        limits = [each.max_bytes for each in known]
+        fitting = [
+            (each.free_bytes(), each)
+            for each, limit in zip(known, limits, strict=True)
+            if limit is None or size_bytes <= limit
+        ]
         if not fitting:
-            largest = max(capacity.max_bytes or 0 for _, capacity in known)
+            largest = max(limit or 0 for limit in limits)
             raise QuotaExceededError(
                 f"a put of {size_bytes} bytes is larger than the largest quota, {largest} bytes; split it, or raise "
                 f"max_bytes",
                 metadata={"limit_name": "max_bytes", "got": str(size_bytes), "limit": str(largest)},
             )
-        fitting.sort(key=lambda each: (each[1].free_bytes, -each[1].used_bytes), reverse=True)
-        first, free_bytes = fitting[0][0], fitting[0][1].free_bytes
-        first.note_placement(size_bytes)
-        granted, granted_bytes, largest_put = [first], _UNBOUNDED_BYTES, _GRANTED_PUT_BYTES
+        fitting.sort(key=lambda each: each[0], reverse=True)
+        free_bytes, first = fitting[0]
+        first.placed_bytes += size_bytes
+        granted, granted_bytes, largest_put = [first], UNBOUNDED_BYTES, _GRANTED_PUT_BYTES
         if self.count == 1:
-            largest_put = _UNBOUNDED_BYTES
+            largest_put = UNBOUNDED_BYTES
         elif first is not self.embedded:
-            alike = [each for each in fitting if each[0] is not self.embedded and 2 * each[1].free_bytes >= free_bytes]
-            granted = [storage for storage, _ in alike[:_MOST_GRANTED]]
-            least_free = alike[:_MOST_GRANTED][-1][1].free_bytes
-            granted_bytes = int(min(_UNBOUNDED_BYTES, max(0, least_free) / _GRANTED_SHARE))
+            others = [each for each in fitting if each[1] is not self.embedded and 2 * each[0] >= free_bytes]
+            granted = [storage for _, storage in others[:_MOST_GRANTED]]
+            granted_bytes = max(0, others[:_MOST_GRANTED][-1][0]) // _GRANTED_SHARE
         return PlacePutResponse(
             storages=[storage.endpoint for storage in granted],
             embedded=first is self.embedded,

@@ -504,7 +504,6 @@ class PendingPut:
         "_on_finish",
         "_stored",
         "_text_checks",
-        "_view",
         "put_id",
     )
 
@@ -519,7 +518,6 @@ class PendingPut:
         self._on_finish = on_finish
         self._on_abort = on_abort
         self._stored: StoredPut | None = None  # as long as it is open
-        self._view = memoryview(b"")
         self._filled = 0
         self._text_checks: Sequence[TextCheck] = ()
 
@@ -539,8 +537,6 @@ class PendingPut:
             for column in stored.columns.values()
             if column is not None and column.spec.encoding is Encoding.TEXT
         ]
-        if stored.values.is_local:
-            self._view = stored.values.view()
 
     async def write(self, data: memoryview | bytes) -> None:
         """Append bytes of the values.
@@ -559,15 +555,12 @@ class PendingPut:
             )
         for check in self._text_checks:
             check.look_at(data, start)
-        if blob.is_local:
-            self._view[start:end] = data
-        else:
-            blob.pin()  # it stays if the put is aborted meanwhile
-            try:
-                await blob.store.write(blob, start, data)
-            finally:
-                blob.unpin()
-            self.require_open()
+        blob.pin()  # it stays if the put is aborted meanwhile
+        try:
+            await blob.store.write(blob, start, data)
+        finally:
+            blob.unpin()
+        self.require_open()
         self._filled = end
 
     async def map_fds(self, fds: Sequence[int]) -> None:
@@ -586,9 +579,10 @@ class PendingPut:
                 "shared memory came for a put whose bytes are to come in frames", field="send_fds"
             )
         self._stored.values.map_fds(fds)
+        view = self._stored.values.view()
         for check in self._text_checks:
             while check.next < check.end:
-                check.look_at(self._view[check.next : check.next + _PIECE_BYTES], check.next)
+                check.look_at(view[check.next : check.next + _PIECE_BYTES], check.next)
                 await asyncio.sleep(0)
                 self.require_open()
         self._filled = self.require_open().values.size
@@ -628,7 +622,7 @@ class PendingPut:
 
     def _end(self) -> None:
         self._is_ended = True
-        self._stored, self._view = None, memoryview(b"")
+        self._stored = None
 
     def require_open(self) -> StoredPut:
         """Return the put that it fills.
