@@ -110,10 +110,6 @@ class Adoptions:
             if heir.endpoint.address == address:
                 self.lose(instance, "" if heir.heard.mirror is None else heir.heard.mirror.url)
 
-    def forget_expected(self, storage_id: str) -> None:
-        """Take note that what is expected of a name is gone for good: it is back, empty and without a mirror."""
-        self.expected -= {each for each in self.expected if each[0] == storage_id}
-
     def lose(self, instance: Instance, url: str) -> None:
         """Take note that an instance is lost, with its mirror."""
         if instance not in self.lost and instance not in self._left_nothing:

@@ -69,6 +69,8 @@ class RemoteStorage:
         replaces: the process of this service that was registered before.
 
     Attributes:
+        run_id: of the process.
+        earlier_run_ids: of those that were registered before under this name.
         heard: what its last heartbeat said.
         placed_bytes: of puts that were to be put there since, so that those of one heartbeat do not all go there.
     """
@@ -89,9 +91,9 @@ class RemoteStorage:
         self.endpoint = request.storage
         self.storage_id = self.endpoint.storage_id
         self.boot_id = self.endpoint.boot_id
-        self._run_id = request.run_id
-        earlier = () if replaces is None else (*replaces._earlier_run_ids, replaces._run_id)
-        self._earlier_run_ids: tuple[bytes, ...] = earlier[-_MOST_EARLIER_RUNS:]
+        self.run_id = request.run_id
+        earlier = () if replaces is None else (*replaces.earlier_run_ids, replaces.run_id)
+        self.earlier_run_ids: tuple[bytes, ...] = earlier[-_MOST_EARLIER_RUNS:]
         self._controller_id = controller_id
         self._epoch = epoch
         self._known = known
@@ -117,18 +119,6 @@ class RemoteStorage:
     def receipt_key(self) -> bytes:
         """What its receipts are sealed with."""
         return self._receipts.key
-
-    def is_same(self, request: storage_registry_pb2.RegisterStorageRequest) -> bool:
-        """Whether it is this run of this service at this address that registers."""
-        return (self.endpoint, self._run_id) == (request.storage, request.run_id)
-
-    def has_restarted(self, request: storage_registry_pb2.RegisterStorageRequest) -> bool:
-        """Whether a heartbeat is of another process than this one."""
-        return request.run_id != self._run_id
-
-    def has_replaced(self, request: storage_registry_pb2.RegisterStorageRequest) -> bool:
-        """Whether this is a process that registered before this one: the two have one name, and both live."""
-        return request.run_id != self._run_id and request.run_id in self._earlier_run_ids
 
     def on_heartbeat(self, request: storage_registry_pb2.RegisterStorageRequest) -> None:
         """Take note of a heartbeat."""

@@ -240,7 +240,7 @@ class StorageRegistry:
         else:
             self.adoptions.check_not_taken(instance)
             storage = self._storages.get(endpoint.storage_id)
-        if isinstance(storage, RemoteStorage) and storage.is_same(request):
+        if isinstance(storage, RemoteStorage) and (storage.endpoint, storage.run_id) == (endpoint, request.run_id):
             storage.on_heartbeat(request)
         elif request.is_adopted:
             self.adoptions.check_heir(instance, endpoint.address, request.run_id)
@@ -297,7 +297,12 @@ class StorageRegistry:
                 metadata={"resource_type": "storage", "resource_name": endpoint.storage_id},
             )
         replaced = known if isinstance(known, RemoteStorage) else None
-        if replaced is not None and replaced.has_replaced(request) and not replaced.is_silent:
+        if (
+            replaced is not None
+            and not replaced.is_silent
+            and request.run_id != replaced.run_id
+            and request.run_id in replaced.earlier_run_ids
+        ):
             raise AlreadyExistsError(
                 f"another storage service has the name {endpoint.storage_id!r}, at {replaced.endpoint.address}, and "
                 f"has registered since this one at {endpoint.address} did; give each another storage_id",
@@ -308,12 +313,13 @@ class StorageRegistry:
         storage = self._make(request, replaced)
         if replaced is not None:
             self._close(replaced)
-            if replaced.has_restarted(request):
+            if replaced.run_id != request.run_id:
                 self.adoptions.lose_held_at(replaced.endpoint.address)
             if replaced.boot_id != storage.boot_id and replaced.heard.mirror is not None:
                 self.adoptions.lose((replaced.storage_id, replaced.boot_id), replaced.heard.mirror.url)
         if storage.heard.mirror is None:
-            self.adoptions.forget_expected(storage.storage_id)
+            # What is expected of the name is gone for good: it is back, empty and without a mirror.
+            self.adoptions.expected -= {each for each in self.adoptions.expected if each[0] == storage.storage_id}
         _log.info(LogMessage("storage registered", storage=endpoint.storage_id, address=endpoint.address))
         self._storages[endpoint.storage_id] = storage
         return storage

@@ -705,7 +705,7 @@ class StorageEngine:
             blob = LocalBlob(self._store, 0, b"")
             blob.charge = values.charge
             self._admission.add(blob.charge)  # before those of the memory are given back: the quota is about all puts
-            self.puts.unload(put_id, blob)
+            self.puts.replace(put_id, RecoveredPut(blob, self.puts.owner_of(put_id)))
             self._residents.spill(put_id, blob)
             values.release()
             excess -= blob.charge

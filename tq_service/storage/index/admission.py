@@ -214,10 +214,11 @@ class Admission:
         except BaseException as error:
             in_front = self._in_front_of(waiter)
             # Capacity may have been granted in the very turn in which the wait was given up.
-            if waiter.is_granted:
+            granted = waiter.granted
+            if granted.done() and not granted.cancelled() and granted.exception() is None:
                 self.release(waiter.size)
             else:
-                waiter.granted.cancel()
+                granted.cancel()
                 self._leave(waiter)
                 self.admit()
             if not isinstance(error, TimeoutError):
@@ -265,8 +266,3 @@ class _Waiter:
         self.for_existing_rows = for_existing_rows
         self.since = since
         self.granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    @property
-    def is_granted(self) -> bool:
-        """Whether it has its capacity."""
-        return self.granted.done() and not self.granted.cancelled() and self.granted.exception() is None

@@ -140,12 +140,8 @@ class PutTable(Mapping[bytes, StoredPut]):
         self._owned[put.owner] += 1
         self.wait(put_id)
 
-    def unload(self, put_id: bytes, values: Blob) -> None:
-        """Have a blob in the place of a put, until it is loaded or replaced."""
-        self._shard(put_id)[put_id] = RecoveredPut(values, self.owner_of(put_id))
-
-    def replace(self, put_id: bytes, put: StoredPut) -> None:
-        """Have what is left of a put in its place."""
+    def replace(self, put_id: bytes, put: StoredPut | RecoveredPut) -> None:
+        """Have what is left of a put in its place, or what it is loaded from when it is needed."""
         self._shard(put_id)[put_id] = put
 
     def pop(self, put_id: bytes) -> Blob:

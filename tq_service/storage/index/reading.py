@@ -108,10 +108,18 @@ def _owned(runs: Sequence[CellRuns], put_count: int) -> tuple[int, list[tuple[li
 def _held(
     puts: Mapping[bytes, StoredPut], put_ids: Sequence[bytes], owned: Sequence[tuple[list[int], Rows]]
 ) -> dict[int, StoredPut]:
-    return {
-        index: _find_put(puts, put_ids[index])
-        for index in dict.fromkeys(chain.from_iterable(used for used, _ in owned))
-    }
+    held = {}
+    for index in dict.fromkeys(chain.from_iterable(used for used, _ in owned)):
+        put = puts.get(put_ids[index])
+        if put is None:
+            check_passed_on("put_ids", put_ids[index])
+            raise PutNotFoundError(
+                f"put {put_ids[index].hex()} is not here: never completed, expired without a commit, cleared or "
+                "overwritten; locate the samples again",
+                metadata={"put_id": put_ids[index].hex()},
+            )
+        held[index] = put
+    return held
 
 
 def _find_spans(
@@ -125,18 +133,6 @@ def _find_spans(
         finder = SpanFinder(fields, [held[index] for index in used], [put_ids[index] for index in used], owners)
         spans.extend(finder.find(name) for name in fields.field_names)
     return spans
-
-
-def _find_put(puts: Mapping[bytes, StoredPut], put_id: bytes) -> StoredPut:
-    put = puts.get(put_id)
-    if put is None:
-        check_passed_on("put_ids", put_id)
-        raise PutNotFoundError(
-            f"put {put_id.hex()} is not here: never completed, expired without a commit, cleared or overwritten; "
-            "locate the samples again",
-            metadata={"put_id": put_id.hex()},
-        )
-    return put
 
 
 def _check_runs(runs: Sequence[CellRuns], put_count: int) -> int:
