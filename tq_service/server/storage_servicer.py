@@ -405,25 +405,23 @@ class StorageServicer:
                 )
 
     async def Get(self, request: pb.GetRequest, context: Context) -> None:
-        async def send(header: bytes, without: Collection[int] = ()) -> None:
-            with self._least_rate.watching(progress):
-                await progress.wait_for(context.write(header))
-                async for part in reading.parts(without):
-                    for frame in iter_frames(part, self._frame_bytes()):
-                        await progress.wait_for(context.write(frame))
-                        progress.moved(sum(map(len, frame)))
-
         progress = Progress(self._stall_seconds, f"fewer than {LEAST_PROGRESS_BYTES} bytes of the answer were taken")
-        with await self._driver.open(request) as reading, contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack:
+            reading = stack.enter_context(await self._driver.open(request))
             self._get_count += 1
             stack.callback(self._end_get)
             session, fds, shared = self._shared_part(request, reading)
-            if session is None:
-                await send(await _encoded(reading))
-                return
-            with contextlib.closing(session.offer(fds)) as offer:
+            offer = None if session is None else stack.enter_context(contextlib.closing(session.offer(fds)))
+            if offer is not None:
                 shared.offer_id = offer.offer_id
-                await send(await _encoded(reading, shared), _indexes(shared))
+            header = await _encoded(reading, shared)
+            with self._least_rate.watching(progress):
+                await progress.wait_for(context.write(header))
+                async for part in reading.parts(_indexes(shared)):
+                    for frame in iter_frames(part, self._frame_bytes()):
+                        await progress.wait_for(context.write(frame))
+                        progress.moved(sum(map(len, frame)))
+            if offer is not None:
                 await progress.wait_for(offer.wait())
 
     def _end_get(self) -> None:
@@ -582,13 +580,13 @@ def _name(part: Part) -> str:
     return "a second header" if isinstance(part, pb.PutHeader) else f"a frame of {len(part)} bytes"
 
 
-def _get_header(reading: Reading, shared: pb.SharedColumns | None = None) -> pb.GetHeader:
+def _get_header(reading: Reading, shared: pb.SharedColumns) -> pb.GetHeader:
     """Say what a reading has."""
-    shared = shared if shared is not None and shared.columns else None
-    return pb.GetHeader(row_count=reading.row_count, columns=map(encode_header, reading.headers), shared=shared)
+    columns = map(encode_header, reading.headers)
+    return pb.GetHeader(row_count=reading.row_count, columns=columns, shared=shared if shared.columns else None)
 
 
-async def _encoded(reading: Reading, shared: pb.SharedColumns | None = None) -> bytes:
+async def _encoded(reading: Reading, shared: pb.SharedColumns) -> bytes:
     """Return the message that says what a reading has; a thread copies the extents of many rows."""
     if reading.row_count < MANY_ROWS:
         return encode_part(_get_header(reading, shared))
