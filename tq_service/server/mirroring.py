@@ -52,14 +52,12 @@ class Adopted:
 
     Attributes:
         engine: has them.
-        mirror: its mirror.
         keys: for its receipts, of which it gives none.
         registration: of it under the old name.
         tasks: what it does in the background.
     """
 
     engine: StorageEngine
-    mirror: Mirror
     keys: ReceiptKeys
     registration: Registration
     tasks: list[asyncio.Task[None]]
@@ -164,7 +162,7 @@ class Mirroring:
         """
         asked_id, task = self._adopting.get(boot_id, (search_id, None))
         if task is None or asked_id != search_id:
-            task = asyncio.get_running_loop().create_task(self._adopt_after(task, storage_id, boot_id, own, search_id))
+            task = asyncio.get_running_loop().create_task(self._adopt(task, storage_id, boot_id, own, search_id))
             self._adopting[boot_id] = search_id, task
             task.add_done_callback(partial(self._end_adopting, boot_id))
         try:
@@ -180,7 +178,7 @@ class Mirroring:
         if not done.cancelled():
             done.exception()  # its callers may have gone
 
-    async def _adopt_after(
+    async def _adopt(
         self,
         earlier: asyncio.Task[Adopted] | None,
         storage_id: str,
@@ -197,9 +195,6 @@ class Mirroring:
             if known.engine.run_id == search_id:
                 return known
             await self.leave(known)
-        return await self._adopt(storage_id, boot_id, own, search_id)
-
-    async def _adopt(self, storage_id: str, boot_id: bytes, own: StorageEngine, search_id: bytes) -> Adopted:
         if not self._opened.is_set():
             raise UnavailableError(f"the mirror {self._url} was not reached yet; try again")
         names = Names(storage_id=storage_id, boot_id=boot_id)
@@ -218,7 +213,7 @@ class Mirroring:
         )
         engine.run_id = search_id  # by which the controller knows an heir of this search
         count = engine.take_over(left.objects)
-        adopted = Adopted(engine=engine, mirror=mirror, keys=ReceiptKeys(), registration=registration, tasks=[])
+        adopted = Adopted(engine=engine, keys=ReceiptKeys(), registration=registration, tasks=[])
         self.adopted[boot_id] = adopted
         _log.warning(
             LogMessage("took over the puts of a lost storage service", storage=storage_id, boot=boot_id, count=count)

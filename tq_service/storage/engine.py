@@ -255,29 +255,22 @@ class StorageEngine:
             for_existing_rows=for_existing_rows,
             owner=owner,
         )
+        store = self._memfds if shared else self._store
+        charge = stored.charge_in(store)
         try:
-            await self._allocate(
-                stored, columns, self._memfds if shared else self._store, (token, partition_id), deadline
+            await self._admission.reserve(
+                charge, producer=(token, partition_id), for_existing_rows=for_existing_rows, deadline=deadline
             )
+            await self._allocate(stored, columns, store, charge)
             pending.begin(stored)
         except BaseException:
             pending.abort()
             raise
         return pending
 
-    async def _allocate(
-        self,
-        stored: StoredPut,
-        columns: Sequence[ColumnShape],
-        store: BlobStore,
-        producer: tuple[str, str],
-        deadline: float | None,
-    ) -> None:
-        """Have the bytes of a put that is to be written counted, and its blobs allocated."""
-        charge, blob = stored.charge_in(store), None
-        await self._admission.reserve(
-            charge, producer=producer, for_existing_rows=stored.for_existing_rows, deadline=deadline
-        )
+    async def _allocate(self, stored: StoredPut, columns: Sequence[ColumnShape], store: BlobStore, charge: int) -> None:
+        """Give a put that is to be written its blob, with its tables; the charge is counted, or given back."""
+        blob = None
         try:
             blob = await store.allocate(stored.blob_bytes(store))
             blob.charge = charge
@@ -698,7 +691,8 @@ class StorageEngine:
         if not excess:
             return
         for put_id in self._residents.coldest():
-            if not self._may_spill(put_id):
+            is_committed = self.puts.state_of(put_id) is PutState.COMMITTED
+            if not (is_committed and self.puts[put_id].is_whole() and self._backing.spill(put_id)):
                 self._residents.put_off(put_id)
                 continue
             values = self.puts[put_id].values
@@ -711,13 +705,6 @@ class StorageEngine:
             excess -= blob.charge
             if excess <= 0:
                 return
-
-    def _may_spill(self, put_id: bytes) -> bool:
-        return (
-            self.puts.state_of(put_id) is PutState.COMMITTED
-            and self.puts[put_id].is_whole()
-            and self._backing.spill(put_id)
-        )
 
     @property
     def damaged(self) -> Mapping[bytes, str]:

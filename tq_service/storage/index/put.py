@@ -264,7 +264,7 @@ class StoredPut:
         self.live_bytes = values.charge
         if not values.store.has_tables or not (is_recovered or values.is_local):
             values.tables = bytearray(self.tables_bytes) if self.tables_bytes else _NO_TABLES
-        placed = [column for column in self.columns.values() if column is not None]
+        placed = self.left_columns()
         for column, start in zip(placed, self._place_values(values.store)[0], strict=True):
             column.values_at = self.values_at + start
         for column, shape in zip(placed, shapes, strict=False):
@@ -277,7 +277,7 @@ class StoredPut:
 
     def _place_values(self, store: BlobStore) -> tuple[list[int], int]:
         """Return where the values of each column start among the values, and where they end."""
-        sizes = [column.value_bytes for column in self.columns.values() if column is not None]
+        sizes = [column.value_bytes for column in self.left_columns()]
         if store.maps_fds:
             return place_columns(sizes)
         *starts, end = accumulate(sizes, initial=0)
@@ -303,14 +303,16 @@ class StoredPut:
 
     def table_views(self) -> list[memoryview]:
         """Return the tables of the columns that are left: one after the other they are those of a copy."""
-        if not self.tables_bytes:
-            return []
         tables = memoryview(self.tables())
-        return [
-            tables[column.table_at : column.table_at + column.tables_size()]
-            for column in self.columns.values()
-            if column is not None and fixed_row_bytes(column.spec) is None
-        ]
+        return [tables[column.table_at :][: column.tables_size()] for column in self.left_columns()]
+
+    def value_spans(self) -> list[Span]:
+        """Return where the values of its columns are in their blob: one after the other they are those of a copy."""
+        return [(column.values_at, column.value_bytes) for column in self.left_columns()]
+
+    def left_columns(self) -> list[StoredColumn]:
+        """Return its columns that were not freed whole."""
+        return [column for column in self.columns.values() if column is not None]
 
     def shapes(self) -> list[ColumnShape]:
         """Return its columns as they were put, as far as nothing of them was freed."""
@@ -321,8 +323,7 @@ class StoredPut:
                 extents=None if fixed_row_bytes(column.spec) is not None else column.extents(self.tables()),
                 value_bytes=column.value_bytes,
             )
-            for column in self.columns.values()
-            if column is not None
+            for column in self.left_columns()
         ]
 
     def column(self, name: str, put_id: bytes) -> StoredColumn:
@@ -367,9 +368,8 @@ class StoredPut:
 
     def compacted_bytes(self) -> int:
         """Return at most how many bytes it takes after compaction."""
-        row_sets = self.row_sets()
-        tables = sum(8 for column in self.columns.values() if column and fixed_row_bytes(column.spec) is None)
-        return self.live_bytes + tables + sum(8 * row_set.live_count for row_set in row_sets)
+        tables = sum(fixed_row_bytes(column.spec) is None for column in self.left_columns())
+        return self.live_bytes + 8 * (tables + sum(row_set.live_count for row_set in self.row_sets()))
 
     def snapshot(self) -> StoredPut:
         """Return it as it is now, for a thread to look at while cells of it are freed; its bytes never change."""
@@ -384,11 +384,7 @@ class StoredPut:
 
     def row_sets(self) -> list[RowSet]:
         """Return the sets of rows that its columns have."""
-        return list({id(column.row_set): column.row_set for column in self.columns.values() if column}.values())
-
-    def value_spans(self) -> list[Span]:
-        """Return where the values of its columns are in their blob: one after the other they are those of a copy."""
-        return [(column.values_at, column.value_bytes) for column in self.columns.values() if column is not None]
+        return list({id(column.row_set): column.row_set for column in self.left_columns()}.values())
 
     def members(self, row_set: RowSet) -> dict[str, StoredColumn]:
         """Return the columns that have these rows."""
@@ -534,8 +530,8 @@ class PendingPut:
         self._filled = stored.values_at
         self._text_checks = [
             TextCheck(column.spec.name, column.offsets(stored.tables()), column.values_at)
-            for column in stored.columns.values()
-            if column is not None and column.spec.encoding is Encoding.TEXT
+            for column in stored.left_columns()
+            if column.spec.encoding is Encoding.TEXT
         ]
 
     async def write(self, data: memoryview | bytes) -> None:

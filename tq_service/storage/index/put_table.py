@@ -800,7 +800,6 @@ def left_puts(records: Iterable[bytes]) -> dict[bytes, tuple[PutStored, EncodedP
 def describe_put(put_id: bytes, put: StoredPut) -> PutStored:
     """Return the record of a put as it is now."""
     blob = put.values.copy or put.values
-    columns = [(column.spec, column.value_bytes) for column in put.columns.values() if column is not None]
     return PutStored(
         put_id=put_id,
         partition_id=put.partition_id,
@@ -809,7 +808,7 @@ def describe_put(put_id: bytes, put: StoredPut) -> PutStored:
             ColumnRecord(
                 spec.name, spec.dtype, spec.layout or "", spec.row_shape or (), value_bytes, spec.encoding or ""
             )
-            for spec, value_bytes in columns
+            for spec, value_bytes in ((column.spec, column.value_bytes) for column in put.left_columns())
         ),
         size_bytes=blob.size,
         segment=blob.number,
