@@ -117,11 +117,11 @@ class Blob:
         raise TypeError(f"{type(self.store).__name__} takes no shared memory")
 
     def pin(self) -> None:
-        """Keep its bytes for a reader, even if it is released."""
+        """Lease its bytes to a reader or a thread: they stay, even if it is released."""
         self._pin_count += 1
 
     def unpin(self) -> None:
-        """End what `pin` began."""
+        """End a lease."""
         self._pin_count -= 1
         if self._is_released and not self._pin_count:
             self.store.free(self)
