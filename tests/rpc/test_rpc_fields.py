@@ -329,7 +329,7 @@ def test_a_repeat_after_a_restart_answers_with_what_is_known(start_server: Start
 def test_all_that_is_known_is_refused_of_more_samples_than_one_answer_is_about(
     start_server: StartServer, loop_thread: LoopThread, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    for module in ("tq_service.server.commits", "tq_service.serving.lookup"):
+    for module in ("tq_service.server.puts", "tq_service.serving.lookup"):
         monkeypatch.setattr(f"{module}.MOST_NAMED", 3)
     server = start_server(role="controller" if way == "apart" else "all")
     if way == "apart":

@@ -116,7 +116,7 @@ def test_what_is_known_is_told_in_pieces_however_much_it_is(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As of millions of puts, which took more than a message may have."""
-    monkeypatch.setattr("tq_service.server.known_puts._MOST_PUTS", 4)
+    monkeypatch.setattr("tq_service.server.puts._MOST_PUTS", 4)
     client = deployment.controller.client()
     for number in range(50):
         client.put(

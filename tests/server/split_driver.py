@@ -12,8 +12,8 @@ import numpy as np
 from tq_service.errors import PutNotFoundError
 from tq_service.internal.v1 import storage_control_pb2
 from tq_service.server import heartbeat
-from tq_service.server.commits import Commits
 from tq_service.server.controller_servicer import ControllerServicer
+from tq_service.server.puts import Commits
 from tq_service.server.receipts import ReceiptKeys
 from tq_service.server.rpc.inbox import WaitingCalls
 from tq_service.server.storage_servicer import StorageServicer, endpoint_of
@@ -204,7 +204,12 @@ class Split:
         )
         self.directories.append(self.directory)
         self.catalog.on_freed = self.directory.puts.free
-        self.commits = Commits(catalog=self.catalog, storages=self.directory, waiting=WaitingCalls())
+        self.commits = Commits(
+            catalog=self.catalog,
+            puts=self.directory.puts,
+            endpoint_of=self.directory.endpoint_of,
+            waiting=WaitingCalls(),
+        )
         self._admitted = self.commits.admitted
         self.commits.admitted = self._admitted_later
         self.controller = ControllerServicer(

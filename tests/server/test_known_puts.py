@@ -12,7 +12,7 @@ from split_driver import split_service
 from tq_service.errors import CallCancelledError, InvalidArgumentError, PutNotFoundError
 from tq_service.internal.v1 import storage_control_pb2
 from tq_service.machine.samples import SamplesCleared
-from tq_service.server.known_puts import KnownPuts
+from tq_service.server.puts import KnownPuts
 from tq_service.state.cells import CellSet, CellsSnapshot, Put, PutTable
 from tq_service.storage.engine import StorageEngine
 from tq_service.storage.index.put import PutCells
@@ -24,7 +24,7 @@ BOOT = b"b" * 16
 
 @pytest.fixture
 async def split(monkeypatch):
-    monkeypatch.setattr("tq_service.server.known_puts._MOST_PUTS", 3)
+    monkeypatch.setattr("tq_service.server.puts._MOST_PUTS", 3)
     async with split_service(monkeypatch) as service:
         yield service
 

@@ -11,7 +11,7 @@ import pytest
 
 from tq_service.client import AsyncClient
 from tq_service.config import ServeSettings
-from tq_service.server import commits, storage_servicer
+from tq_service.server import puts, storage_servicer
 from tq_service.server.app import running
 from tq_service.server.rpc import inbox
 from tq_service.state.table import RowTable
@@ -54,7 +54,7 @@ def threads(monkeypatch):
         monkeypatch.setattr(owner, name, noting)
 
     note(inbox.Requests, "_decoded", _is_large)
-    note(commits, "decode_headers")
+    note(puts, "decode_headers")
     note(StoredPut, "place")
     note(reading, "_join_neighbours")
     note(storage_servicer, "encode_header")

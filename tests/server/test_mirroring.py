@@ -80,7 +80,7 @@ async def test_what_was_taken_over_for_another_controller_is_looked_up_again():
     with pytest.raises(UnavailableError, match="was lost again since"):
         await late
     again = await asking
-    assert again.search_id == b"3" * 16
+    assert again.engine.run_id == b"3" * 16
     assert again.engine.stat().put_count == 1
     assert heir.adopted == {b"b" * 16: again}
     for task in running:

@@ -453,8 +453,8 @@ async def test_whatever_happens_samples_have_their_puts_and_nothing_else_is_left
 
     Every other run says again and again which puts are known, in small pieces.
     """
-    monkeypatch.setattr("tq_service.server.known_puts._MOST_PUTS", 2)
-    monkeypatch.setattr("tq_service.server.known_puts._MOST_RUNS", 2)
+    monkeypatch.setattr("tq_service.server.puts._MOST_PUTS", 2)
+    monkeypatch.setattr("tq_service.server.puts._MOST_RUNS", 2)
     monkeypatch.setattr("tq_service.storage.engine._MOST_WORK", 1)
     monkeypatch.setattr("tq_service.server.puts._FREED_PER_TURN", 1)
     calls = []

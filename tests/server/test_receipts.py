@@ -23,7 +23,16 @@ def book():
 def sealed(book, number=0, put_id=PUT_ID, partition_id="train", *, for_existing_rows=False, columns_digest=b""):
     keys = ReceiptKeys()
     keys.renew(OWNER, book.key)
-    return keys.seal(OWNER, put_id, partition_id, number, for_existing_rows=for_existing_rows, columns_digest=b"")
+    return keys.seal(
+        OWNER,
+        PutReceipt(
+            put_id=put_id,
+            partition_id=partition_id,
+            number=number,
+            for_existing_rows=for_existing_rows,
+            columns_digest=columns_digest,
+        ),
+    )
 
 
 @pytest.mark.parametrize("for_existing_rows", [False, True])
@@ -133,7 +142,7 @@ def test_no_receipt_is_given_for_a_controller_that_is_not_known():
     with pytest.raises(UnavailableError, match="not registered with controller 6363"):
         ReceiptKeys().check_registered(OWNER)
     with pytest.raises(InvalidArgumentError, match="controller_id has 0 bytes, expected 16"):
-        ReceiptKeys().seal(b"", PUT_ID, "train", 0, for_existing_rows=False, columns_digest=b"")
+        ReceiptKeys().seal(b"", PutReceipt(put_id=PUT_ID, partition_id="train"))
 
 
 def test_a_receipt_costs_a_few_microseconds(book):
@@ -143,9 +152,8 @@ def test_a_receipt_costs_a_few_microseconds(book):
     for _ in range(20):
         began = time.perf_counter()
         for number in range(100):
-            book.open(
-                keys.seal(OWNER, PUT_ID, "train", number, for_existing_rows=False, columns_digest=b""), PUT_ID, "train"
-            )
+            receipt = PutReceipt(put_id=PUT_ID, partition_id="train", number=number)
+            book.open(keys.seal(OWNER, receipt), PUT_ID, "train")
         best = min(best, time.perf_counter() - began)
     assert best / 100 < 100e-6  # 10 us when the machine is idle
 

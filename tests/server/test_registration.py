@@ -114,7 +114,7 @@ def lost_and_heirs(count=1):
 
 def ask(registry, instance, heir):
     """Have it noted that a storage service was asked to take over what is lost; it shows that when it registers."""
-    lost = registry.adoptions._lost[instance]
+    lost = registry.adoptions.lost[instance]
     lost.heir = f"heir-{heir.storage.address}"
     heir.run_id = lost.search_id
 
@@ -141,14 +141,14 @@ async def test_no_put_is_committed_at_a_storage_service_that_is_lost():
     put = Put("a", b"1" * 16, os.urandom(16))
     async with registry_of() as registry:
         registry.on_heartbeat(lost)
-        registry.check_not_lost(put)
+        registry.require(put)
         registry.adoptions.lose(put[:2], "file:///m")  # it is silent, and nothing has taken its name
         ask(registry, put[:2], heir)
         for heartbeat in (heir, back):
             with pytest.raises(DataLossError, match=r"was lost since the put.* put the data again"):
-                registry.open_receipt(put, [], "train", b"receipt")
+                registry.require(put)
             registry.on_heartbeat(heartbeat)
-        registry.check_not_lost(Put("a", b"2" * 16, os.urandom(16)))
+        registry.require(Put("a", b"2" * 16, os.urandom(16)))
 
 
 async def test_an_heir_of_before_the_lost_one_was_here_lets_go():
@@ -288,7 +288,7 @@ async def test_one_that_was_silent_may_come_back_until_its_heir_has_registered(m
         assert registry.counts()["lost"] == 1
         registry.on_heartbeat(a)
         assert registry.counts() == {"available": 2, "silent": 0, "lost": 0}
-        registry.check_not_lost(Put("a", b"a" * 16, b"p" * 16))
+        registry.require(Put("a", b"a" * 16, b"p" * 16))
         with pytest.raises(PreconditionError, match="was here under boot"):  # so that it lets go
             registry.on_heartbeat(adopted_by(a, heirs.asked[0][2], ord("b")))
         registry.on_heartbeat(a)

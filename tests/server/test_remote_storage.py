@@ -10,8 +10,9 @@ import pytest
 
 from tq_service.errors import PutNotFoundError, UnavailableError
 from tq_service.internal.v1 import storage_control_pb2
+from tq_service.internal.v1.put_receipt_pb2 import PutReceipt
 from tq_service.internal.v1.storage_registry_pb2 import RegisterStorageRequest
-from tq_service.server.known_puts import KnownPuts
+from tq_service.server.puts import KnownPuts
 from tq_service.server.receipts import ReceiptKeys
 from tq_service.server.remote_storage import RemoteStorage, _typed_errors
 from tq_service.storage.index.put import PutCells
@@ -67,7 +68,7 @@ async def storage():
 def receipt_of(storage, put_id=PUT_ID, partition_id="train", number=0):
     keys = ReceiptKeys()
     keys.renew(b"c", storage.receipt_key)
-    return keys.seal(b"c", put_id, partition_id, number, for_existing_rows=False, columns_digest=b"")
+    return keys.seal(b"c", PutReceipt(put_id=put_id, partition_id=partition_id, number=number))
 
 
 async def test_the_receipt_of_a_put_is_not_taken_while_it_is_being_given_back(storage):

@@ -69,6 +69,8 @@ class Adoptions:
         clock: monotonic seconds.
 
     Attributes:
+        lost: instances that are lost and not taken over yet.
+        expected: those that have cells, and were not heard of since this controller started.
         taken: what others have taken over: the heir, as it registers under the old name.
         lost_count: how often an instance was lost since this controller started.
         taken_over_count: how often the puts of one that was lost were taken over.
@@ -91,50 +93,29 @@ class Adoptions:
         self._clock = clock
         self._looked_at: float | None = None
         self._silence_counts_from = -math.inf  # three heartbeats after this controller could take none
-        self._lost: dict[Instance, _Lost] = {}
+        self.lost: dict[Instance, _Lost] = {}
         self._left_nothing: set[Instance] = set()
         self._present: set[Instance] = set()  # that registered here themselves, and were not taken over since
-        self._expected: set[Instance] = set()
+        self.expected: set[Instance] = set()
         self._expected_until = 0.0
 
     def expect(self, instances: Iterable[Instance]) -> None:
         """Take those for lost that have cells, and do not register within three heartbeats from now."""
-        self._expected = set(instances)
+        self.expected = set(instances)
         self._expected_until = self._clock() + 3 * self._heartbeat_seconds
 
     def lose_held_at(self, address: str) -> None:
         """Take note that a storage service has started again: what it had taken over is lost with its memory."""
         for instance, heir in self.taken.items():
             if heir.endpoint.address == address:
-                self.lose(instance, "" if heir.mirror is None else heir.mirror.url)
-
-    def forget_expected(self, storage_id: str) -> None:
-        """Take note that what is expected of a name is gone for good: it is back, empty and without a mirror."""
-        self._expected -= {each for each in self._expected if each[0] == storage_id}
+                self.lose(instance, "" if heir.heard.mirror is None else heir.heard.mirror.url)
 
     def lose(self, instance: Instance, url: str) -> None:
         """Take note that an instance is lost, with its mirror."""
-        if instance not in self._lost and instance not in self._left_nothing:
+        if instance not in self.lost and instance not in self._left_nothing:
             _log.warning(LogMessage("a storage service is lost", storage=instance[0], boot=instance[1].hex()))
-            self._lost[instance] = _Lost(url, self._clock())
+            self.lost[instance] = _Lost(url, self._clock())
             self.lost_count += 1
-
-    @property
-    def waiting_count(self) -> int:
-        """How many are lost and not taken over yet."""
-        return len(self._lost)
-
-    def is_awaited(self, instance: Instance) -> bool:
-        """Whether it is open yet where an instance is: it is lost, or expected since this controller started."""
-        return instance in self._lost or instance in self._expected
-
-    def is_lost(self, instance: Instance) -> bool:
-        """Whether an instance is lost, and may be taken over yet."""
-        return instance in self._lost
-
-    def takes_no_puts(self, instance: Instance) -> bool:
-        """Whether puts that an instance takes now may be lost: its heir may have looked into the mirror before."""
-        return instance in self._lost or instance in self.taken
 
     def check_not_taken(self, instance: Instance) -> None:
         """Refuse a storage service whose puts were, or are being, taken over.
@@ -161,7 +142,7 @@ class Adoptions:
         Raises:
             PreconditionError: it did, or may have.
         """
-        lost = self._lost.get(instance)
+        lost = self.lost.get(instance)
         if lost is not None and lost.heir:
             if search_id != lost.search_id:
                 raise PreconditionError(
@@ -182,14 +163,14 @@ class Adoptions:
     def take(self, instance: Instance, heir: RemoteStorage) -> None:
         """Take note that an instance was taken over, or that its heir is still there."""
         # An heir that registers again, as with a controller that has started again, has taken nothing over now.
-        self.taken_over_count += instance in self._lost
+        self.taken_over_count += instance in self.lost
         self._present.discard(instance)
         self._found(instance)
         self.taken[instance] = heir
 
     def _found(self, instance: Instance) -> None:
-        self._expected.discard(instance)
-        self._lost.pop(instance, None)
+        self.expected.discard(instance)
+        self.lost.pop(instance, None)
 
     async def run(self) -> None:
         """Look for lost storage services until it is cancelled."""
@@ -210,28 +191,28 @@ class Adoptions:
         remote = [each for each in self._storages.values() if isinstance(each, RemoteStorage)]
         if now >= self._silence_counts_from:
             self._lose_silent(remote, now)
-        for instance, lost in self._lost.items():
+        for instance, lost in self.lost.items():
             self._have_adopted(instance, lost, remote)
 
     def _lose_silent(self, remote: Iterable[RemoteStorage], now: float) -> None:
         silent: set[str] = set()  # addresses
         for each in remote:
-            if each.mirror is not None and each.capacity() is None:
+            if each.heard.mirror is not None and each.is_silent:
                 silent.add(each.endpoint.address)
-                self.lose((each.storage_id, each.boot_id), each.mirror.url)
+                self.lose((each.storage_id, each.boot_id), each.heard.mirror.url)
         for instance, heir in list(self.taken.items()):
             # What a lost one had taken over is lost with it, though it was heard of up to a heartbeat later.
-            if heir.capacity() is None or heir.endpoint.address in silent:
-                if heir.put_count:
-                    self.lose(instance, "" if heir.mirror is None else heir.mirror.url)
+            if heir.is_silent or heir.endpoint.address in silent:
+                if heir.heard.put_count:
+                    self.lose(instance, "" if heir.heard.mirror is None else heir.heard.mirror.url)
                 else:  # nothing of it is left
                     del self.taken[instance]
                     self._supervisor.start(f"leaving storage {instance[0]}", heir.close(), may_end=True)
-        if self._expected and now > self._expected_until:
-            if any(each.mirror is not None for each in remote):
-                for instance in self._expected:
+        if self.expected and now > self._expected_until:
+            if any(each.heard.mirror is not None for each in remote):
+                for instance in self.expected:
                     self.lose(instance, "")
-            self._expected = set()
+            self.expected = set()
 
     def _have_adopted(self, instance: Instance, lost: _Lost, remote: Iterable[RemoteStorage]) -> None:
         """Ask an heir with the same mirror: the one asked before, unless it refused, or that with most free bytes."""
@@ -240,12 +221,12 @@ class Adoptions:
         if lost.agreed_at is not None and self._clock() - lost.agreed_at < 2 * self._heartbeat_seconds:
             return  # it is about to register
         heirs = [
-            (capacity.free_bytes, each)
+            (each.free_bytes(), each)
             for each in remote
-            if each.mirror is not None
-            and lost.url in {"", each.mirror.url}
+            if each.heard.mirror is not None
+            and lost.url in {"", each.heard.mirror.url}
             and each.storage_id not in lost.refused
-            and (capacity := each.capacity()) is not None
+            and not each.is_silent
         ]
         if not heirs:
             lost.refused.clear()
@@ -262,9 +243,9 @@ class Adoptions:
             count = await heir.take_over(instance, lost.search_id)
         except (NotFoundError, DataLossError) as error:
             _log.error(LogMessage("a lost storage service has left nothing", storage=instance[0], error=error))
-            if self._lost.get(instance) is lost:
+            if self.lost.get(instance) is lost:
                 self._left_nothing.add(instance)
-                del self._lost[instance]
+                del self.lost[instance]
         except DeadlineError:
             # It goes on, and is asked again: others would be as slow, and begin from the beginning.
             lost.late_count += 1

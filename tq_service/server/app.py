@@ -33,11 +33,11 @@ from tq_service.samplers import PlanRunner, SamplerRegistry
 from tq_service.schema import CONTROLLER_NAME_BYTES
 from tq_service.server import converters
 from tq_service.server.checkpoints import Checkpoints
-from tq_service.server.commits import Commits
 from tq_service.server.controller_servicer import ControllerServicer
 from tq_service.server.health import Health
 from tq_service.server.listener import Connections, Listener
 from tq_service.server.process import collect_garbage, give_back_freed_memory, tuned_process
+from tq_service.server.puts import Commits
 from tq_service.server.rpc.calls import DurableAnswers, ObservedCalls, RunningCalls, Services
 from tq_service.server.rpc.inbox import WaitingCalls
 from tq_service.server.rpc.methods import Middleware
@@ -196,7 +196,7 @@ class App:
         embedded = None
         if storage is not None:
             driver = EngineDriver(storage.engine)
-            embedded = EmbeddedStorage(storage.engine, storage.endpoint, driver, controller_id)
+            embedded = EmbeddedStorage(storage.engine, storage.endpoint, driver)
         storages = StorageRegistry(
             embedded,
             HEARTBEAT_SECONDS,
@@ -211,7 +211,9 @@ class App:
         catalog.on_freed = storages.puts.free
         return ControllerServicer(
             catalog=catalog,
-            commits=Commits(catalog=catalog, storages=storages, waiting=self.waiting),
+            commits=Commits(
+                catalog=catalog, puts=storages.puts, endpoint_of=storages.endpoint_of, waiting=self.waiting
+            ),
             registry=SamplerRegistry(allow_import=settings.allow_sampler_import),
             runner=runner,
             storages=storages,

@@ -283,7 +283,7 @@ class Checkpoints:
         header.controller_id = self._storages.controller_id
         with self._storages.puts.placing(put):
             await driver.put(header, columns, Seconds(_CAPACITY_SECONDS + header.size_bytes / _BYTES_A_SECOND))
-            self._storages.check_not_lost(put)
+            self._storages.require(put)
         return put
 
     @contextlib.contextmanager

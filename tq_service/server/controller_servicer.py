@@ -23,8 +23,8 @@ from tq_service.samplers import PlanRunner, SamplerRegistry
 from tq_service.schema import check_id, check_name, check_range
 from tq_service.server import converters
 from tq_service.server.checkpoints import Checkpoints
-from tq_service.server.commits import Commits
 from tq_service.server.heartbeat import MOST_OVERDUE_PUTS
+from tq_service.server.puts import Commits
 from tq_service.server.rpc.inbox import WaitingCalls
 from tq_service.server.rpc.methods import Context, shown_partitions
 from tq_service.server.status import Identity, StatusPages, described

@@ -52,18 +52,14 @@ class Adopted:
 
     Attributes:
         engine: has them.
-        mirror: its mirror.
         keys: for its receipts, of which it gives none.
         registration: of it under the old name.
-        search_id: with which the controller asked.
         tasks: what it does in the background.
     """
 
     engine: StorageEngine
-    mirror: Mirror
     keys: ReceiptKeys
     registration: Registration
-    search_id: bytes
     tasks: list[asyncio.Task[None]]
 
 
@@ -166,7 +162,7 @@ class Mirroring:
         """
         asked_id, task = self._adopting.get(boot_id, (search_id, None))
         if task is None or asked_id != search_id:
-            task = asyncio.get_running_loop().create_task(self._adopt_after(task, storage_id, boot_id, own, search_id))
+            task = asyncio.get_running_loop().create_task(self._adopt(task, storage_id, boot_id, own, search_id))
             self._adopting[boot_id] = search_id, task
             task.add_done_callback(partial(self._end_adopting, boot_id))
         try:
@@ -182,7 +178,7 @@ class Mirroring:
         if not done.cancelled():
             done.exception()  # its callers may have gone
 
-    async def _adopt_after(
+    async def _adopt(
         self,
         earlier: asyncio.Task[Adopted] | None,
         storage_id: str,
@@ -196,12 +192,9 @@ class Mirroring:
             await asyncio.wait((earlier,))
         known = self.adopted.get(boot_id)
         if known is not None:
-            if known.search_id == search_id:
+            if known.engine.run_id == search_id:
                 return known
             await self.leave(known)
-        return await self._adopt(storage_id, boot_id, own, search_id)
-
-    async def _adopt(self, storage_id: str, boot_id: bytes, own: StorageEngine, search_id: bytes) -> Adopted:
         if not self._opened.is_set():
             raise UnavailableError(f"the mirror {self._url} was not reached yet; try again")
         names = Names(storage_id=storage_id, boot_id=boot_id)
@@ -220,9 +213,7 @@ class Mirroring:
         )
         engine.run_id = search_id  # by which the controller knows an heir of this search
         count = engine.take_over(left.objects)
-        adopted = Adopted(
-            engine=engine, mirror=mirror, keys=ReceiptKeys(), registration=registration, search_id=search_id, tasks=[]
-        )
+        adopted = Adopted(engine=engine, keys=ReceiptKeys(), registration=registration, tasks=[])
         self.adopted[boot_id] = adopted
         _log.warning(
             LogMessage("took over the puts of a lost storage service", storage=storage_id, boot=boot_id, count=count)
@@ -266,16 +257,6 @@ class Mirroring:
                 task.cancel()
         await adopted.engine.close()
         adopted.engine.release_all()
-
-    def engine(self, boot_id: bytes) -> StorageEngine | None:
-        """Return the engine of an instance that was taken over, None for another one."""
-        adopted = self.adopted.get(boot_id)
-        return None if adopted is None else adopted.engine
-
-    def keys(self, boot_id: bytes) -> ReceiptKeys | None:
-        """Return the receipt keys of an instance that was taken over, None for another one."""
-        adopted = self.adopted.get(boot_id)
-        return None if adopted is None else adopted.keys
 
     async def close(self) -> None:
         """Leave the engine; objects stay for the storage service that takes over."""

@@ -24,6 +24,16 @@ Why no put is lost, and none is left:
   about the others when they are overdue.
 - *A put that is committed just when its storage service asks* is either known by then, or its receipt is void: taking
   note of the bound and answering are one step, and so are looking at the receipt and entering the put here.
+
+A storage service is told what its controller knows in pieces, while puts come and go. What is freed after the moment of
+the list is listed all the same, and freed by a call of its own. What is committed after it was confirmed after the
+storage service had begun to listen, and so stays there; or its commit was under way at that moment, and it is listed.
+
+Insert and Commit end here, and so do puts to a storage service in the process of the controller, which bring their
+commit with them:
+
+    (stored elsewhere: its receipt is checked) -> admitted -> capacity for many rows is reserved in steps
+        -> written and answered in one step -> confirmed there, later
 """
 
 from __future__ import annotations
@@ -31,22 +41,43 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, Protocol
+from itertools import chain, groupby, islice
+from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
-from tq_service.errors import AlreadyExistsError, TqError, UnavailableError
-from tq_service.server.known_puts import KnownPuts, put_cells
+import grpc
+import numpy as np
+
+from tq_service.errors import AlreadyExistsError, InvalidArgumentError, QuotaExceededError, TqError, UnavailableError
+from tq_service.internal.v1 import storage_control_pb2
+from tq_service.internal.v1.put_receipt_pb2 import PutReceipt
+from tq_service.machine.samples import SampleWrite
+from tq_service.schema import check_named_rows
+from tq_service.server import converters
+from tq_service.server.rpc.inbox import WaitingCalls, wait_until
 from tq_service.server.supervisor import Supervisor
+from tq_service.serving.catalog import Catalog
+from tq_service.serving.lookup import MOST_NAMED, first_known
 from tq_service.state.cells import CellSet, CellsSnapshot, Freed, Put, freed_cells, live_cells
 from tq_service.storage.index.put import PutCells
+from tq_service.v1 import commit_pb2, metadata_pb2
+from tq_service.v1 import controller_service_pb2 as pb
+from tq_service.wire.columns import ColumnShape, columns_digest, decode_headers
+from tq_service.wire.metadata import read_indexes, runs_of
 
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Answer = TypeVar("Answer", pb.InsertResponse, commit_pb2.CommitResponse)
+MANY_ROWS: Final = 1 << 15  # threads read what is said of so many, and capacity for them is reserved in steps
 _FREED_PER_TURN: Final = 128  # puts, or parts of some, freed before others have their turns: a millisecond
+_MOST_PUTS: Final = 1024  # in a piece of what is known: some milliseconds' work for the storage service
+_MOST_RUNS: Final = 4096  # of rows in one message
+_NO_ROWS: Final = np.zeros(0, np.int64)
 
 
 class Holder(Protocol):
-    """A storage service that holds puts: the engine of this process, or a `RemoteStorage`."""
+    """A storage service that holds puts: an `EmbeddedStorage` or a `RemoteStorage`."""
 
     storage_id: str
     boot_id: bytes
@@ -55,13 +86,17 @@ class Holder(Protocol):
         """Make a put stay, soon."""
         ...
 
+    def open_receipt(self, put_id: bytes, partition_id: str, receipt: bytes) -> PutReceipt:
+        """Return what the receipt of an uncommitted put of a partition says."""
+        ...
+
     def free(self, cells: Sequence[PutCells]) -> None:
         """Free cells, in order, as soon as it can be reached."""
         ...
 
 
 @dataclass(slots=True, eq=False)
-class _Commits:
+class _Calls:
     """The calls that are about to commit one put: how many, and whether one of them has come to an answer."""
 
     call_count: int = 0
@@ -72,13 +107,15 @@ class Puts:
     """The puts that samples have or are about to get, and the cells that are to be freed. Confined to the event loop.
 
     Args:
-        embedded: the engine of this process; None: it has none.
+        embedded: the storage service of this process; None: it has none.
         find: returns what holds the puts of another instance of a storage service; None: nothing that is known.
+        require: returns what holds a put that is to be committed, or raises.
         snapshot_cells: returns the cells that samples have now, by partition.
         after_durable: calls something once all that has changed here so far cannot be lost any more.
         supervisor: runs the background task.
 
     Attributes:
+        require: as above.
         has_some_elsewhere: whether storage services of other processes hold puts. The one of this process writes to
             the journal of the controller, after the controller: with it alone nothing waits for durability.
     """
@@ -87,17 +124,20 @@ class Puts:
         self,
         embedded: Holder | None,
         find: Callable[[str, bytes], Holder | None],
+        require: Callable[[Put], Holder],
         snapshot_cells: Callable[[], Sequence[CellsSnapshot]],
+        *,
         after_durable: Callable[[Callable[[], None]], None],
         supervisor: Supervisor,
     ) -> None:
         self.has_some_elsewhere = False
         self._embedded = embedded
         self._find = find
+        self.require = require
         self._snapshot_cells = snapshot_cells
         self._after_durable = after_durable
         self._supervisor = supervisor
-        self._uncommitted: dict[Put, _Commits] = {}
+        self._uncommitted: dict[Put, _Calls] = {}
         self._committed: set[Put] = set()
         self._leaving: deque[Freed] = deque()  # cells that no sample has any more, in order
         self._due_count = 0  # of these, those that may be freed now
@@ -155,7 +195,7 @@ class Puts:
             AlreadyExistsError: it is committed.
         """
         self.check_uncommitted(put)
-        commits = self._uncommitted.setdefault(put, _Commits())
+        commits = self._uncommitted.setdefault(put, _Calls())
         commits.call_count += 1
 
         def check() -> None:
@@ -202,7 +242,7 @@ class Puts:
     @contextlib.contextmanager
     def placing(self, put: Put) -> Iterator[None]:
         """Have a put that is made here known until `mark_committed` or `free_now`; the latter if the `with` raises."""
-        self._uncommitted[put] = _Commits(call_count=1)
+        self._uncommitted[put] = _Calls(call_count=1)
         try:
             yield
         except BaseException:
@@ -299,3 +339,306 @@ class Puts:
         if self._freeing is not None:
             self._freeing.cancel()
         await self._free_all()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownPuts:
+    """The puts of a storage service that are known.
+
+    Attributes:
+        storage_id: the storage service.
+        boot_id: its boot.
+        cells: those that samples have, by partition, of all storage services.
+        leaving: those that samples had, and that are not freed yet, of all storage services.
+        uncommitted: its puts whose commit is under way.
+    """
+
+    storage_id: str
+    boot_id: bytes
+    cells: Sequence[CellsSnapshot] = ()
+    leaving: Sequence[Freed] = ()
+    uncommitted: Sequence[bytes] = ()
+
+    def parts(self) -> Iterator[PutCells]:
+        """Yield all known cells once, those of one put one after the other; any thread may do so."""
+        leaving: dict[bytes, list[CellSet]] = {}
+        for cells in map(freed_cells, self.leaving):
+            if self._is_own(cells):
+                leaving.setdefault(cells.put.put_id, []).append(cells)
+        own = filter(self._is_own, chain.from_iterable(map(live_cells, self.cells)))
+        for put_id, parts in groupby(own, key=lambda cells: cells.put.put_id):
+            yield from map(put_cells, parts)
+            yield from map(put_cells, leaving.pop(put_id, ()))
+        yield from map(put_cells, chain.from_iterable(leaving.values()))
+
+    def pieces(self) -> Iterator[storage_control_pb2.ReconcilePutsRequest]:
+        """Yield the messages that follow the first one, each of about a thousand puts; any thread may."""
+        uncommitted = iter(self.uncommitted)
+        while some := list(islice(uncommitted, _MOST_PUTS)):
+            yield storage_control_pb2.ReconcilePutsRequest(uncommitted_put_ids=some)
+        for cells in in_messages(chain.from_iterable(map(encode_cells, self.parts())), _MOST_PUTS):
+            yield storage_control_pb2.ReconcilePutsRequest(cells=cells)
+        yield storage_control_pb2.ReconcilePutsRequest(is_last=True)
+
+    def _is_own(self, cells: CellSet) -> bool:
+        return cells.put[:2] == (self.storage_id, self.boot_id)
+
+
+def put_cells(cells: CellSet) -> PutCells:
+    """Return cells as their storage service names them."""
+    if cells.rows is None:
+        return PutCells(put_id=cells.put.put_id)
+    return PutCells(put_id=cells.put.put_id, field_names=cells.field_names, rows=np.sort(cells.rows))
+
+
+def encode_cells(cells: PutCells) -> Iterator[storage_control_pb2.PutCells]:
+    """Yield cells in parts that each fit into one message."""
+    if cells.rows is None:
+        yield storage_control_pb2.PutCells(put_id=cells.put_id, field_names=cells.field_names)
+        return
+    first_rows, row_counts = runs_of(cells.rows)
+    for start in range(0, first_rows.size, _MOST_RUNS):
+        yield storage_control_pb2.PutCells(
+            put_id=cells.put_id,
+            field_names=cells.field_names,
+            first_rows=first_rows[start : start + _MOST_RUNS].tolist(),
+            row_counts=row_counts[start : start + _MOST_RUNS].tolist(),
+        )
+
+
+def in_messages(
+    cells: Iterable[storage_control_pb2.PutCells], most: int
+) -> Iterator[list[storage_control_pb2.PutCells]]:
+    """Yield cells, some for one message at a time: of `most` puts, with some thousand runs."""
+    message: list[storage_control_pb2.PutCells] = []
+    message_runs = 0
+    for each in cells:
+        run_count = max(1, len(each.first_rows))
+        if message and (message_runs + run_count > _MOST_RUNS or len(message) == most):
+            yield message
+            message, message_runs = [], 0
+        message.append(each)
+        message_runs += run_count
+    if message:
+        yield message
+
+
+# Writing samples
+
+
+async def columns_of(headers: Sequence[metadata_pb2.ColumnHeader], row_count: int) -> list[ColumnShape]:
+    """Return the columns of a put, see `decode_headers`; a thread looks at the extents of many rows."""
+    if row_count < MANY_ROWS:
+        return decode_headers(headers, row_count)
+    return await asyncio.to_thread(decode_headers, headers, row_count)
+
+
+class Commits:
+    """Writes samples to the catalog.
+
+    Args:
+        catalog: what is written to.
+        puts: what is committed.
+        endpoint_of: returns how clients reach an instance of a storage service.
+        waiting: counts the calls that wait for capacity.
+    """
+
+    def __init__(
+        self,
+        *,
+        catalog: Catalog,
+        puts: Puts,
+        endpoint_of: Callable[[str, bytes], metadata_pb2.StorageEndpoint | None],
+        waiting: WaitingCalls,
+    ) -> None:
+        self._catalog = catalog
+        self._puts = puts
+        self._endpoint_of = endpoint_of
+        self._waiting = waiting
+
+    async def insert(self, request: pb.InsertRequest, context: Context) -> pb.InsertResponse:
+        """Add samples without cells."""
+        return await self._write_without_put(request, context, pb.InsertResponse)
+
+    async def commit(self, request: commit_pb2.CommitRequest, context: Context) -> commit_pb2.CommitResponse:
+        """Make a put that came before visible; a put that is refused is freed."""
+        self.check(request)
+        answer = await self._commit(request, context)
+        await self.add_all_meta(request, answer)
+        return answer
+
+    async def _commit(self, request: commit_pb2.CommitRequest, context: Context) -> commit_pb2.CommitResponse:
+        if not request.HasField("placement"):
+            if request.columns:
+                raise InvalidArgumentError("columns came without a placement; say where the put is", field="placement")
+            return await self._write_without_put(request, context, commit_pb2.CommitResponse)
+        put = converters.placement(request.placement)
+        columns = await columns_of(request.columns, request.write.row_count)
+        if (answer := self.recorded(request.request_id)) is not None:
+            # Unless it is committed, it is a second put for the same commit, to be freed, or gone.
+            with contextlib.suppress(TqError):
+                self._open_receipt(request, put, columns)
+                with self._puts.committing(put):
+                    pass
+            return answer
+        self._puts.check_uncommitted(put)
+        opened = self._open_receipt(request, put, columns)
+        with self._puts.committing(put) as check_known:
+
+            def check() -> None:
+                check_known()
+                self._puts.require(put)
+
+            async with self.admitted(request, sum(column.value_bytes for column in columns), context):
+                return await self.commit_stored(
+                    request, put, columns, for_existing_rows=opened.for_existing_rows, check=check
+                )
+
+    def _open_receipt(self, request: commit_pb2.CommitRequest, put: Put, columns: Sequence[ColumnShape]) -> PutReceipt:
+        """Return what the receipt of a put says, which must have these columns.
+
+        Raises:
+            InvalidArgumentError: it has others.
+        """
+        opened = self._puts.require(put).open_receipt(put.put_id, request.write.partition_id, request.placement.receipt)
+        if opened.columns_digest != columns_digest(columns):
+            got = ", ".join(f"{column.spec.name} ({column.spec.describe()})" for column in columns)
+            raise InvalidArgumentError(
+                f"the commit has other columns than put {put.put_id.hex()}, got {got or 'none'}; send those of its "
+                "header as they are",
+                field="columns",
+            )
+        return opened
+
+    def check(self, request: commit_pb2.CommitRequest) -> None:
+        """Refuse a commit that asks for more than one answer is about."""
+        count = request.write.row_count
+        if request.return_all_meta and count > MOST_NAMED:
+            raise InvalidArgumentError(
+                f"return_all_meta is set for {count} samples, at most {MOST_NAMED} expected; put them in several "
+                "calls, or look them up after the put",
+                field="return_all_meta",
+                metadata={"got": str(count), "limit": str(MOST_NAMED)},
+            )
+
+    async def add_all_meta(self, request: commit_pb2.CommitRequest, answer: commit_pb2.CommitResponse) -> None:
+        """Add to the answer of a commit what is known of its samples now, where that is asked for.
+
+        Of many samples it is read part by part, while others have their turns. It is not recorded with the answer: what
+        is recorded is kept for hours, and on disk.
+        """
+        rows = read_indexes(answer.meta) if request.return_all_meta else _NO_ROWS
+        while rows.size:
+            known = first_known(self._catalog, request.write.partition_id, answer.meta.incarnation, rows)
+            if known is None:  # some of them were cleared since
+                answer.ClearField("all_meta")
+                break
+            partition, some = known
+            answer.all_meta.append(converters.all_meta(partition, some, self._endpoint_of))
+            rows = rows[some.size :]
+            if rows.size:
+                await asyncio.sleep(0)
+
+    async def _write_without_put(
+        self, request: pb.InsertRequest | commit_pb2.CommitRequest, context: Context, kind: type[Answer]
+    ) -> Answer:
+        """Write samples without cells, or metadata and state alone."""
+        async with self.admitted(request, 0, context):
+            return await self._write_once(request, kind, converters.sample_write(request.write))
+
+    @contextlib.asynccontextmanager
+    async def admitted(
+        self, request: pb.InsertRequest | commit_pb2.CommitRequest, size_bytes: int, context: Context
+    ) -> AsyncIterator[None]:
+        """Wait until a partition has capacity for new samples, and keep it for the `async with` that writes them.
+
+        Raises:
+            InvalidArgumentError: too many samples have keys or groups.
+            QuotaExceededError, StalenessLimitError: there was none until the call was about to end, or never is.
+            LimitExceededError: too many calls wait.
+        """
+        message = request.write
+        check_named_rows("keys", len(message.keys))
+        check_named_rows("groups", len(message.groups))
+        queue = self._catalog.admission_queue(message.partition_id)
+        if queue is None or self._catalog.recorded(request.request_id) is not None:
+            yield
+            return
+        self._catalog.get(message.partition_id, message.incarnation)
+        write = converters.sample_write(message)
+        with self._waiting.one(context):
+            capacity = await queue.enter(request.request_id, write, size_bytes, wait_until(context))
+        with capacity:
+            yield
+
+    async def commit_stored(
+        self,
+        request: commit_pb2.CommitRequest,
+        put: Put,
+        columns: Sequence[ColumnShape],
+        *,
+        for_existing_rows: bool,
+        check: Callable[[], object],
+    ) -> commit_pb2.CommitResponse:
+        """Make the columns of a stored put visible in one step, once for each request_id.
+
+        Args:
+            request: what is written to which samples.
+            put: what has their cells.
+            columns: of the put.
+            for_existing_rows: whether it may have taken the reserve, so that no samples are made of it.
+            check: raises where the put is not there any more.
+        """
+
+        @contextlib.contextmanager
+        def committing() -> Iterator[None]:
+            check()
+            if for_existing_rows and self.makes_samples(request.write):
+                raise QuotaExceededError(
+                    f"put {put.put_id.hex()} was put as columns for existing samples, which may use a reserve that new "
+                    "ones may not, and its commit makes samples; put it again without for_existing_rows",
+                    metadata={"limit_name": "reserve", "put_id": put.put_id.hex()},
+                )
+            with self._puts.commit(put):
+                yield
+
+        write = converters.sample_write(request.write, put, columns)
+        return await self._write_once(request, commit_pb2.CommitResponse, write, committing)
+
+    async def _write_once(
+        self,
+        request: pb.InsertRequest | commit_pb2.CommitRequest,
+        kind: type[Answer],
+        write: SampleWrite,
+        committing: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> Answer:
+        """Write samples in one step within `committing`, once for each request_id, with capacity reserved for many."""
+        message = request.write
+        where = message.partition_id, message.incarnation
+        recorded: Answer | None = self._catalog.recorded(request.request_id, kind)
+        if recorded is not None:
+            return recorded
+        many = write.row_count >= MANY_ROWS
+        async with self._catalog.capacity_for(*where, write) if many else contextlib.nullcontext() as checked:
+
+            def change() -> Answer:
+                with committing():
+                    return kind(meta=converters.written_meta(self._catalog.write(*where, write, checked)))
+
+            return self._catalog.run_once(request.request_id, change, kind)
+
+    def makes_samples(self, write: commit_pb2.SampleWrite) -> bool:
+        """Whether a write makes samples, as of now; one that is refused anyhow may or may not."""
+        if write.global_indexes:
+            return False
+        if write.key_mode == commit_pb2.KEY_MODE_EXISTING or not write.keys:
+            return not write.keys
+        return not self._catalog.knows_keys(write.partition_id, write.incarnation, write.keys)
+
+    def recorded(self, request_id: bytes) -> commit_pb2.CommitResponse | None:
+        """Return the answer of a commit that was made under this request_id.
+
+        Raises:
+            InvalidArgumentError: it is that of another call.
+        """
+        return self._catalog.recorded(request_id, commit_pb2.CommitResponse)

@@ -96,27 +96,12 @@ class ReceiptKeys:
             check_passed_on("controller_id", controller_id)
             raise not_registered(controller_id)
 
-    def seal(
-        self,
-        controller_id: bytes,
-        put_id: bytes,
-        partition_id: str,
-        number: int,
-        *,
-        for_existing_rows: bool,
-        columns_digest: bytes,
-    ) -> bytes:
+    def seal(self, controller_id: bytes, receipt: PutReceipt) -> bytes:
         """Return the receipt of a put."""
         self.check_registered(controller_id)
         key = self._keys[controller_id]
-        content = PutReceipt(
-            key_id=key_id(key),
-            put_id=put_id,
-            partition_id=partition_id,
-            for_existing_rows=for_existing_rows,
-            number=number,
-            columns_digest=columns_digest,
-        ).SerializeToString()
+        receipt.key_id = key_id(key)
+        content = receipt.SerializeToString()
         return _seal(key, content) + content
 
 

@@ -10,10 +10,10 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import grpc
 
@@ -23,8 +23,8 @@ from tq_service.internal.v1 import put_receipt_pb2, storage_control_pb2, storage
 from tq_service.internal.v1.storage_control_pb2_grpc import StorageControlServiceStub
 from tq_service.log_message import LogMessage
 from tq_service.results import MirrorStatus, StorageStatus
-from tq_service.server.known_puts import KnownPuts, encode_cells, in_messages
 from tq_service.server.peer import Peer, PeerOutage
+from tq_service.server.puts import KnownPuts, encode_cells, in_messages
 from tq_service.server.receipts import ReceiptBook, key_id
 from tq_service.server.supervisor import Supervisor
 from tq_service.storage.index.put import PutCells
@@ -50,19 +50,7 @@ _MOST_FREED_PER_CALL = 1024  # some milliseconds' work for the storage service
 _CONFIRM_SECONDS = 0.05  # how long a confirmation waits for others
 _MOST_NAMED = 5
 _MOST_EARLIER_RUNS = 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Capacity:
-    """Bytes of a storage service: its quota (None: no bound) and what is used."""
-
-    max_bytes: int | None
-    used_bytes: int
-
-    @property
-    def free_bytes(self) -> float:
-        """Bytes that are free, as many as can be where there is no bound."""
-        return float("inf") if self.max_bytes is None else self.max_bytes - self.used_bytes
+UNBOUNDED_BYTES: Final = 1 << 62
 
 
 class RemoteStorage:
@@ -81,9 +69,10 @@ class RemoteStorage:
         replaces: the process of this service that was registered before.
 
     Attributes:
-        mirror: how its mirror was at the last heartbeat; None: it has none.
-        put_count: puts that it stored then.
-        is_adopted: whether it has taken these puts over from another one of the name.
+        run_id: of the process.
+        earlier_run_ids: of those that were registered before under this name.
+        heard: what its last heartbeat said.
+        placed_bytes: of puts that were to be put there since, so that those of one heartbeat do not all go there.
     """
 
     def __init__(
@@ -102,9 +91,9 @@ class RemoteStorage:
         self.endpoint = request.storage
         self.storage_id = self.endpoint.storage_id
         self.boot_id = self.endpoint.boot_id
-        self._run_id = request.run_id
-        earlier = () if replaces is None else (*replaces._earlier_run_ids, replaces._run_id)
-        self._earlier_run_ids: tuple[bytes, ...] = earlier[-_MOST_EARLIER_RUNS:]
+        self.run_id = request.run_id
+        earlier = () if replaces is None else (*replaces.earlier_run_ids, replaces.run_id)
+        self.earlier_run_ids: tuple[bytes, ...] = earlier[-_MOST_EARLIER_RUNS:]
         self._controller_id = controller_id
         self._epoch = epoch
         self._known = known
@@ -131,51 +120,41 @@ class RemoteStorage:
         """What its receipts are sealed with."""
         return self._receipts.key
 
-    def is_same(self, request: storage_registry_pb2.RegisterStorageRequest) -> bool:
-        """Whether it is this run of this service at this address that registers."""
-        return (self.endpoint, self._run_id) == (request.storage, request.run_id)
-
-    def has_restarted(self, request: storage_registry_pb2.RegisterStorageRequest) -> bool:
-        """Whether a heartbeat is of another process than this one."""
-        return request.run_id != self._run_id
-
-    def has_replaced(self, request: storage_registry_pb2.RegisterStorageRequest) -> bool:
-        """Whether this is a process that registered before this one: the two have one name, and both live."""
-        return request.run_id != self._run_id and request.run_id in self._earlier_run_ids
-
     def on_heartbeat(self, request: storage_registry_pb2.RegisterStorageRequest) -> None:
         """Take note of a heartbeat."""
-        self._capacity = Capacity(max_bytes=request.max_bytes or None, used_bytes=request.used_bytes)
-        self.put_count, self._version = request.put_count, request.version
-        self.mirror = read_message(MirrorStatus, request.mirror) if request.HasField("mirror") else None
-        self.is_adopted = request.is_adopted
-        self._placed_bytes = 0  # sent there since then
-        self._heartbeat_at = time.monotonic()
-        self._receipts.void_before(request.receipts_from)
-
-    def note_placement(self, size_bytes: int) -> None:
-        """Count puts that are about to come, so that those of one heartbeat don't all go to one service."""
-        self._placed_bytes += size_bytes
-
-    def capacity(self) -> Capacity | None:
-        """Return the bytes of its last heartbeat, None where that was too long ago."""
-        is_silent = time.monotonic() - self._heartbeat_at > self._silence_seconds
-        return None if is_silent else replace(self._capacity, used_bytes=self._capacity.used_bytes + self._placed_bytes)
-
-    def status(self) -> StorageStatus:
-        """Return what its last heartbeat said."""
-        return StorageStatus(
+        self.heard = StorageStatus(
             storage_id=self.storage_id,
             address=self.endpoint.address,
-            used_bytes=self._capacity.used_bytes,
-            max_bytes=self._capacity.max_bytes,
-            put_count=self.put_count,
-            version=self._version,
-            heard_ago_seconds=time.monotonic() - self._heartbeat_at,
-            is_silent=self.capacity() is None,
-            mirror=self.mirror,
-            is_adopted=self.is_adopted,
+            used_bytes=request.used_bytes,
+            max_bytes=request.max_bytes or None,
+            put_count=request.put_count,
+            version=request.version,
+            heard_ago_seconds=0.0,
+            is_silent=False,
+            mirror=read_message(MirrorStatus, request.mirror) if request.HasField("mirror") else None,
+            is_adopted=request.is_adopted,
         )
+        self._heard_at, self.placed_bytes = time.monotonic(), 0
+        self._receipts.void_before(request.receipts_from)
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether its last heartbeat was too long ago for it to get puts."""
+        return time.monotonic() - self._heard_at > self._silence_seconds
+
+    @property
+    def max_bytes(self) -> int | None:
+        """Its quota."""
+        return self.heard.max_bytes
+
+    def free_bytes(self) -> int:
+        """Return how many bytes are free there."""
+        limit = UNBOUNDED_BYTES if self.heard.max_bytes is None else self.heard.max_bytes
+        return limit - self.heard.used_bytes - self.placed_bytes
+
+    def status(self) -> StorageStatus:
+        """Return what its last heartbeat said, and when it came."""
+        return replace(self.heard, heard_ago_seconds=time.monotonic() - self._heard_at, is_silent=self.is_silent)
 
     def open_receipt(self, put_id: bytes, partition_id: str, receipt: bytes) -> put_receipt_pb2.PutReceipt:
         """Return what a receipt says of an uncommitted put of a partition."""

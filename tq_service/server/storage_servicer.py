@@ -7,7 +7,7 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from itertools import chain
 from typing import Any, Final, TypeAlias
 
@@ -24,10 +24,11 @@ from tq_service.errors import (
     UnavailableError,
 )
 from tq_service.internal.v1 import storage_control_pb2
+from tq_service.internal.v1.put_receipt_pb2 import PutReceipt
 from tq_service.log_message import LogMessage
 from tq_service.schema import check_id, check_name, check_passed_on
-from tq_service.server.commits import MANY_ROWS, Commits, columns_of
 from tq_service.server.mirroring import Mirroring
+from tq_service.server.puts import MANY_ROWS, Commits, columns_of
 from tq_service.server.receipts import ReceiptKeys, not_registered
 from tq_service.server.rpc.inbox import (
     LEAST_PROGRESS_BYTES,
@@ -43,7 +44,6 @@ from tq_service.server.rpc.methods import token_name
 from tq_service.state.cells import Put
 from tq_service.storage.engine import StorageEngine
 from tq_service.storage.index.put import PendingPut, PutCells
-from tq_service.storage.index.put_table import Reconciliation
 from tq_service.storage.index.reading import Reading
 from tq_service.v1 import metadata_pb2
 from tq_service.v1 import storage_service_pb2 as pb
@@ -171,7 +171,7 @@ class EngineDriver:
         """
         if boot_id == self._engine.boot_id:
             return self._engine
-        adopted = None if self._mirroring is None else self._mirroring.engine(boot_id)
+        adopted = None if self._mirroring is None else self._mirroring.adopted.get(boot_id)
         if adopted is None:
             check_passed_on("boot_id", boot_id)
             if self._keys is not None and not self._keys.is_registered:
@@ -184,7 +184,7 @@ class EngineDriver:
                 f"empty; put them again, or clear them",
                 metadata={"storage_id": self._engine.storage_id},
             )
-        return adopted
+        return adopted.engine
 
 
 class StorageServicer:
@@ -313,10 +313,20 @@ class StorageServicer:
         """Reserve capacity for a put, let `receive` write its bytes, commit it; an error leaves nothing of it."""
         check_id("put_id", header.put_id)
         _check_commit(header)
+        commits = self._commits if header.HasField("commit") else None
+        answer = pb.PutResponse(storage=self._endpoint)
         if header.HasField("commit"):
-            answer = self._recorded(header)
-            if answer is not None:
-                return await self._completed(header, answer)
+            if commits is None:
+                raise InvalidArgumentError(
+                    "this storage service has no controller in its process; send Commit to the controller after the "
+                    "put",
+                    field="commit",
+                )
+            commits.check(header.commit)
+            if (recorded := commits.recorded(header.commit.request_id)) is not None:
+                answer.commit.CopyFrom(recorded)
+                await commits.add_all_meta(header.commit, answer.commit)
+                return answer
         columns = await columns_of(header.columns, header.row_count)
         if header.size_bytes != sum(column.value_bytes for column in columns):
             raise InvalidArgumentError(
@@ -326,33 +336,59 @@ class StorageServicer:
             )
         self._check_controller(header)
         self._check_put_counts(header)
-        async with self._admitted(header, context):
+        # Puts without a commit wait for the capacity of their partition in Commit.
+        admitted = commits.admitted(header.commit, header.size_bytes, context) if commits else contextlib.nullcontext()
+        async with admitted:
             async with self._driver.storing(
                 header,
                 columns,
                 until=wait_until(context),
-                for_existing_rows=self._takes_reserve(header),
+                # What the client says is not believed: Commit refuses to make samples of a put that takes the reserve.
+                for_existing_rows=header.for_existing_rows
+                and not (commits and commits.makes_samples(header.commit.write)),
                 shared=shared,
                 waiting=self._waiting.one(context),
             ) as pending:
                 if pending is None:
-                    await self._engine.check([header.put_id])  # what this header says is not compared
-                    columns = self._engine.complete_put(header.put_id, header.partition_id).shapes()
+                    await self._engine.check([header.put_id])
                 else:
                     await receive(pending)
             try:
-                answer = await self._done(header, columns)
+                stored = self._engine.complete_put(header.put_id, header.partition_id)
+                if commits is not None:
+                    answer.commit.CopyFrom(
+                        await commits.commit_stored(
+                            header.commit,
+                            Put(self._engine.storage_id, self._engine.boot_id, header.put_id),
+                            columns if pending is not None else stored.shapes(),  # a retry's header is not compared
+                            for_existing_rows=stored.for_existing_rows,
+                            check=lambda: self._engine.complete_put(header.put_id, header.partition_id),
+                        )
+                    )
+                elif self._commits is None:
+                    answer.receipt = self._receipt(header)
             except BaseException:
                 if pending is not None:  # else it is that of a call before, and waits for its own commit
                     self._engine.delete_waiting(header.put_id)
                 raise
-        return await self._completed(header, answer)
-
-    async def _completed(self, header: pb.PutHeader, answer: pb.PutResponse) -> pb.PutResponse:
-        """Return the answer of a put with all that its commit asks for."""
-        if self._commits is not None and header.HasField("commit"):
-            await self._commits.add_all_meta(header.commit, answer.commit)
+        if commits is not None:
+            await commits.add_all_meta(header.commit, answer.commit)
         return answer
+
+    def _receipt(self, header: pb.PutHeader) -> bytes:
+        """Return the receipt of a complete put, empty for one that is committed."""
+        number = self._engine.receipt_number(header.put_id)
+        if number is None:
+            return b""
+        put = self._engine.complete_put(header.put_id, header.partition_id)
+        receipt = PutReceipt(
+            put_id=header.put_id,
+            partition_id=header.partition_id,
+            number=number,
+            for_existing_rows=put.for_existing_rows,
+            columns_digest=columns_digest(put.shapes()),
+        )
+        return self._keys.seal(header.controller_id, receipt)
 
     def _check_controller(self, header: pb.PutHeader) -> None:
         """Refuse a put for another controller than those of this storage service; in its process there is only one."""
@@ -363,12 +399,6 @@ class StorageServicer:
             check_passed_on("controller_id", header.controller_id)
             raise not_registered(header.controller_id)
         header.controller_id = self._controller_id
-
-    def _admitted(self, header: pb.PutHeader, context: Context) -> contextlib.AbstractAsyncContextManager[None]:
-        """Wait until the partition has capacity for the samples of the put's own commit; other puts wait in Commit."""
-        if self._commits is None or not header.HasField("commit"):
-            return contextlib.nullcontext()
-        return self._commits.admitted(header.commit, header.size_bytes, context)
 
     def _check_put_counts(self, header: pb.PutHeader) -> None:
         """Refuse one put too many, other than one that is here already."""
@@ -385,83 +415,28 @@ class StorageServicer:
                     metadata={"limit_name": limit_name, "got": str(count + 1), "limit": str(limit)},
                 )
 
-    def _takes_reserve(self, header: pb.PutHeader) -> bool:
-        """Whether a put may use the reserve for columns of existing samples; its commit is looked at, where it is here.
-
-        What its client says is not believed: Commit refuses to make samples of a put that may.
-        """
-        if self._commits is None or not header.HasField("commit") or not header.for_existing_rows:
-            return header.for_existing_rows
-        return not self._commits.makes_samples(header.commit.write)
-
-    def _recorded(self, header: pb.PutHeader) -> pb.PutResponse | None:
-        if self._commits is None:
-            raise InvalidArgumentError(
-                "this storage service has no controller in its process; send Commit to the controller after the put",
-                field="commit",
-            )
-        self._commits.check(header.commit)
-        recorded = self._commits.recorded(header.commit.request_id)
-        return None if recorded is None else pb.PutResponse(storage=self._endpoint, commit=recorded)
-
-    async def _done(self, header: pb.PutHeader, columns: Sequence[ColumnShape]) -> pb.PutResponse:
-        """Answer a put whose bytes are all there; its commit makes it visible and stay in one step."""
-        if self._commits is None:
-            return pb.PutResponse(storage=self._endpoint, receipt=self._receipt(header))
-        if not header.HasField("commit"):
-            return pb.PutResponse(storage=self._endpoint)
-        put = Put(self._engine.storage_id, self._engine.boot_id, header.put_id)
-        answer = await self._commits.commit_stored(
-            header.commit,
-            put,
-            columns,
-            for_existing_rows=self._engine.complete_put(header.put_id, header.partition_id).for_existing_rows,
-            check=lambda: self._engine.complete_put(header.put_id, header.partition_id),
-        )
-        return pb.PutResponse(storage=self._endpoint, commit=answer)
-
-    def _receipt(self, header: pb.PutHeader) -> bytes:
-        """Return the receipt of a complete put, empty for one that is committed."""
-        number = self._engine.receipt_number(header.put_id)
-        if number is None:
-            return b""
-        put = self._engine.complete_put(header.put_id, header.partition_id)
-        return self._keys.seal(
-            header.controller_id,
-            header.put_id,
-            header.partition_id,
-            number,
-            for_existing_rows=put.for_existing_rows,
-            columns_digest=columns_digest(put.shapes()),
-        )
-
     async def Get(self, request: pb.GetRequest, context: Context) -> None:
-        async def send(header: bytes, without: Collection[int] = ()) -> None:
+        progress = Progress(self._stall_seconds, f"fewer than {LEAST_PROGRESS_BYTES} bytes of the answer were taken")
+        with contextlib.ExitStack() as stack:
+            reading = stack.enter_context(await self._driver.open(request))
+            self._get_count += 1
+            stack.callback(self._end_get)
+            session, fds, shared = self._shared_part(request, reading)
+            offer = None if session is None else stack.enter_context(contextlib.closing(session.offer(fds)))
+            if offer is not None:
+                shared.offer_id = offer.offer_id
+            header = await _encoded(reading, shared)
             with self._least_rate.watching(progress):
                 await progress.wait_for(context.write(header))
-                async for part in reading.parts(without):
+                async for part in reading.parts(_indexes(shared)):
                     for frame in iter_frames(part, self._frame_bytes()):
                         await progress.wait_for(context.write(frame))
                         progress.moved(sum(map(len, frame)))
-
-        progress = Progress(self._stall_seconds, f"fewer than {LEAST_PROGRESS_BYTES} bytes of the answer were taken")
-        with await self._driver.open(request) as reading, self._counted_get():
-            session, fds, shared = self._shared_part(request, reading)
-            if session is None:
-                await send(await _encoded(reading))
-                return
-            with contextlib.closing(session.offer(fds)) as offer:
-                shared.offer_id = offer.offer_id
-                await send(await _encoded(reading, shared), _indexes(shared))
+            if offer is not None:
                 await progress.wait_for(offer.wait())
 
-    @contextlib.contextmanager
-    def _counted_get(self) -> Iterator[None]:
-        self._get_count += 1
-        try:
-            yield
-        finally:
-            self._get_count -= 1
+    def _end_get(self) -> None:
+        self._get_count -= 1
 
     def _frame_bytes(self) -> int:
         """Return the size of the next frame of a get: each of them has one in memory until its client takes it."""
@@ -520,7 +495,8 @@ class StorageServicer:
                     receipts_from=engine.puts.oldest_number,
                 )
 
-            keys = self._keys if self._mirroring is None else self._mirroring.keys(request.boot_id) or self._keys
+            adopted = None if self._mirroring is None else self._mirroring.adopted.get(request.boot_id)
+            keys = self._keys if adopted is None else adopted.keys
             return keys.update_once(request.controller_id, request.key_id, request.number, update)
         return storage_control_pb2.UpdatePutsResponse()
 
@@ -545,7 +521,11 @@ class StorageServicer:
                 )
                 if part.is_last:
                     self._keys.check_epoch(controller_id, epoch)  # another one may have come meanwhile
-                    return await self._finish_reconciliation(engine, state)
+                    for _ in engine.finish_reconciliation(state):
+                        await asyncio.sleep(0)
+                    if state.dropped_count:
+                        _log.warning(LogMessage("dropped puts unknown to the controller", count=state.dropped_count))
+                    return to_message(storage_control_pb2.ReconcilePutsResponse, state)
                 await asyncio.sleep(0)  # what has come already is read without a turn for others
         finally:
             if state is not None:
@@ -553,15 +533,6 @@ class StorageServicer:
         raise InvalidArgumentError(
             "the stream ended before its last message; nothing is dropped, send all of it again", field="is_last"
         )
-
-    async def _finish_reconciliation(
-        self, engine: StorageEngine, state: Reconciliation
-    ) -> storage_control_pb2.ReconcilePutsResponse:
-        for _ in engine.finish_reconciliation(state):
-            await asyncio.sleep(0)
-        if state.dropped_count:
-            _log.warning(LogMessage("dropped puts unknown to the controller", count=state.dropped_count))
-        return to_message(storage_control_pb2.ReconcilePutsResponse, state)
 
     async def Adopt(
         self, request: storage_control_pb2.AdoptRequest, context: Context
@@ -620,13 +591,13 @@ def _name(part: Part) -> str:
     return "a second header" if isinstance(part, pb.PutHeader) else f"a frame of {len(part)} bytes"
 
 
-def _get_header(reading: Reading, shared: pb.SharedColumns | None = None) -> pb.GetHeader:
+def _get_header(reading: Reading, shared: pb.SharedColumns) -> pb.GetHeader:
     """Say what a reading has."""
-    shared = shared if shared is not None and shared.columns else None
-    return pb.GetHeader(row_count=reading.row_count, columns=map(encode_header, reading.headers), shared=shared)
+    columns = map(encode_header, reading.headers)
+    return pb.GetHeader(row_count=reading.row_count, columns=columns, shared=shared if shared.columns else None)
 
 
-async def _encoded(reading: Reading, shared: pb.SharedColumns | None = None) -> bytes:
+async def _encoded(reading: Reading, shared: pb.SharedColumns) -> bytes:
     """Return the message that says what a reading has; a thread copies the extents of many rows."""
     if reading.row_count < MANY_ROWS:
         return encode_part(_get_header(reading, shared))

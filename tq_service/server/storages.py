@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Final, TypeAlias
 
@@ -25,15 +25,14 @@ from tq_service.log_message import LogMessage
 from tq_service.results import StorageStatus
 from tq_service.server.adoption import Adoptions
 from tq_service.server.puts import Puts
-from tq_service.server.remote_storage import Capacity, RemoteStorage, report_reconciled
+from tq_service.server.remote_storage import UNBOUNDED_BYTES, RemoteStorage, report_reconciled
 from tq_service.server.supervisor import Supervisor
 from tq_service.state.cells import CellsSnapshot, Put
 from tq_service.storage.engine import StorageEngine
-from tq_service.storage.index.put import PutCells
 from tq_service.v1.controller_service_pb2 import PlacePutResponse
 from tq_service.v1.metadata_pb2 import StorageEndpoint
 from tq_service.version import BUILD
-from tq_service.wire.columns import ColumnShape, columns_digest
+from tq_service.wire.columns import columns_digest
 from tq_service.wire.connection import Credentials
 from tq_service.wire.messages import to_duration
 
@@ -43,7 +42,6 @@ _GRANT_SECONDS: Final = 5.0
 _MOST_GRANTED: Final = 16  # storage services
 _GRANTED_SHARE: Final = 64  # of what is free, so that services fill evenly
 _GRANTED_PUT_BYTES: Final = 1 << 20
-_UNBOUNDED_BYTES: Final = 1 << 62
 _EXPIRED_PER_TURN: Final = 512
 
 
@@ -54,23 +52,26 @@ class EmbeddedStorage:
         engine: the engine; its owner closes it.
         endpoint: how clients reach it.
         driver: what puts and gets its bytes.
-        controller_id: of the controller.
+
+    Attributes:
+        placed_bytes: without meaning, since its free bytes are always those of the moment.
     """
 
-    def __init__(
-        self, engine: StorageEngine, endpoint: StorageEndpoint, driver: AsyncDriver, controller_id: bytes = b""
-    ) -> None:
+    is_silent = False
+    placed_bytes = 0
+
+    def __init__(self, engine: StorageEngine, endpoint: StorageEndpoint, driver: AsyncDriver) -> None:
         self.storage_id = engine.storage_id
         self.boot_id = engine.boot_id
+        self.max_bytes = engine.stat().max_bytes
         self.endpoint = endpoint
         self.driver = driver
         self.engine = engine
-        self._controller_id = controller_id
+        self.confirm, self.free = engine.confirm, engine.free
 
-    def capacity(self) -> Capacity:
-        """Return its bytes."""
-        stat = self.engine.stat()
-        return Capacity(max_bytes=stat.max_bytes, used_bytes=stat.used_bytes)
+    def free_bytes(self) -> int:
+        """Return how many bytes are free."""
+        return (UNBOUNDED_BYTES if self.max_bytes is None else self.max_bytes) - self.engine.stat().used_bytes
 
     def status(self) -> StorageStatus:
         """Return what is known of it."""
@@ -85,9 +86,6 @@ class EmbeddedStorage:
             heard_ago_seconds=None,
             is_silent=False,
         )
-
-    def note_placement(self, size_bytes: int) -> None:
-        """Do nothing: the capacity is always that of the moment."""
 
     def open_receipt(self, put_id: bytes, partition_id: str, receipt: bytes) -> PutReceipt:
         """Return what a receipt would say: the put itself is here to be looked at.
@@ -104,14 +102,6 @@ class EmbeddedStorage:
             )
         put = self.engine.complete_put(put_id, partition_id)
         return PutReceipt(for_existing_rows=put.for_existing_rows, columns_digest=columns_digest(put.shapes()))
-
-    def reconcile(self, cells: Iterable[PutCells]) -> None:
-        """Say which cells samples have, before anybody is served."""
-        state = self.engine.begin_reconciliation(self._controller_id)
-        self.engine.reconcile(state, cells=cells)
-        for _ in self.engine.finish_reconciliation(state):
-            pass
-        report_reconciled(self.storage_id, state.missing_put_ids, state.missing_count, state.dropped_count)
 
     async def close(self) -> None:
         """Do nothing: the engine's owner closes it."""
@@ -162,11 +152,12 @@ class StorageRegistry:
         self._supervisor = supervisor or Supervisor()
         self.adoptions = Adoptions(self._storages, heartbeat_seconds, self._supervisor, takes_heartbeats)
         self.puts = Puts(
-            None if embedded is None else embedded.engine,
-            self._find_remote,
+            embedded,
+            self._find,
+            self.require,
             snapshot_cells,
-            after_durable,
-            self._supervisor,
+            after_durable=after_durable,
+            supervisor=self._supervisor,
         )
 
     @property
@@ -184,8 +175,8 @@ class StorageRegistry:
 
         One that is lost may still count as silent.
         """
-        there = sum(storage.capacity() is not None for storage in self._storages.values())
-        return {"available": there, "silent": len(self._storages) - there, "lost": self.adoptions.waiting_count}
+        there = sum(not storage.is_silent for storage in self._storages.values())
+        return {"available": there, "silent": len(self._storages) - there, "lost": len(self.adoptions.lost)}
 
     def adoption_counts(self) -> tuple[int, int]:
         """Return how often storage services with a mirror were lost, and how often their puts were taken over."""
@@ -196,10 +187,15 @@ class StorageRegistry:
 
         Of an instance that is lost for good it is the endpoint now registered under its name, which answers DATA_LOSS.
         """
-        if self.adoptions.is_awaited((storage_id, boot_id)):
+        if self._is_awaited(storage_id, boot_id):
             return None
         storage = self._find(storage_id, boot_id) or self._storages.get(storage_id)
         return None if storage is None else storage.endpoint
+
+    def _is_awaited(self, storage_id: str, boot_id: bytes) -> bool:
+        """Whether it is open yet where an instance is: it is lost, or expected since this controller started."""
+        instance = storage_id, boot_id
+        return instance in self.adoptions.lost or instance in self.adoptions.expected
 
     def _find(self, storage_id: str, boot_id: bytes) -> Storage | None:
         """Return an instance of a storage service, or what has taken it over."""
@@ -208,19 +204,20 @@ class StorageRegistry:
             return self.adoptions.taken.get((storage_id, boot_id))
         return storage
 
-    def _find_remote(self, storage_id: str, boot_id: bytes) -> RemoteStorage | None:
-        storage = self._find(storage_id, boot_id)
-        return None if isinstance(storage, EmbeddedStorage) else storage
-
     def recover(self) -> None:
         """Learn which puts are committed, and tell the embedded storage, once the samples are there again."""
         self.puts.recover()
-        own = None if self.embedded is None else self.embedded.storage_id
-        elsewhere = {instance for instance in self.puts.instances() if instance[0] != own}
+        embedded = self.embedded
+        elsewhere = {each for each in self.puts.instances() if embedded is None or each[0] != embedded.storage_id}
         self.puts.has_some_elsewhere = bool(elsewhere)
         self.adoptions.expect(elsewhere)
-        if self.embedded is not None:
-            self.embedded.reconcile(self.puts.known(self.embedded.storage_id, self.embedded.boot_id).parts())
+        if embedded is not None:
+            engine = embedded.engine
+            state = engine.begin_reconciliation(self.controller_id)
+            engine.reconcile(state, cells=self.puts.known(engine.storage_id, engine.boot_id).parts())
+            for _ in engine.finish_reconciliation(state):
+                pass
+            report_reconciled(engine.storage_id, state.missing_put_ids, state.missing_count, state.dropped_count)
 
     def on_heartbeat(self, request: RegisterStorageRequest) -> RegisterStorageResponse:
         """Register a storage service, and say which of its overdue puts are unknown.
@@ -240,21 +237,21 @@ class StorageRegistry:
         instance = endpoint.storage_id, endpoint.boot_id
         if request.is_adopted:
             storage: Storage | None = self.adoptions.taken.get(instance)
-            if not (isinstance(storage, RemoteStorage) and storage.is_same(request)):
-                self.adoptions.check_heir(instance, endpoint.address, request.run_id)
         else:
             self.adoptions.check_not_taken(instance)
             storage = self._storages.get(endpoint.storage_id)
-        if isinstance(storage, RemoteStorage) and storage.is_same(request):
+        if isinstance(storage, RemoteStorage) and (storage.endpoint, storage.run_id) == (endpoint, request.run_id):
             storage.on_heartbeat(request)
-            if request.is_adopted:
-                self.adoptions.take(instance, storage)
-            else:
-                self.adoptions.on_registered(instance)
         elif request.is_adopted:
+            self.adoptions.check_heir(instance, endpoint.address, request.run_id)
             storage = self._register_heir(request)
         else:
             storage = self._register(request)
+        if request.is_adopted:
+            self.adoptions.take(instance, storage)
+        else:
+            self.adoptions.on_registered(instance)
+        self.puts.has_some_elsewhere = True
         return RegisterStorageResponse(
             heartbeat_interval=to_duration(self.heartbeat_seconds),
             controller_id=self.controller_id,
@@ -267,19 +264,16 @@ class StorageRegistry:
         """Register a storage service for the puts that it has taken over."""
         instance = request.storage.storage_id, request.storage.boot_id
         replaced = self._find(*instance)
-        if replaced is not None and replaced.capacity() is not None and not self.adoptions.is_lost(instance):
+        if replaced is not None and not replaced.is_silent and instance not in self.adoptions.lost:
             raise PreconditionError(
                 f"the puts of storage service {instance[0]!r} under boot {instance[1].hex()} are at "
                 f"{replaced.endpoint.address}, and that is alive; let go of them"
             )
-        storage = self._make(request, replaced if isinstance(replaced, RemoteStorage) else None)
         if replaced is not None:
             self._close(replaced)
-        if replaced is not None and self._storages.get(instance[0]) is replaced:
-            del self._storages[instance[0]]
-        self.adoptions.take(instance, storage)
-        self.puts.has_some_elsewhere = True
-        return storage
+            if self._storages.get(instance[0]) is replaced:
+                del self._storages[instance[0]]
+        return self._make(request, replaced if isinstance(replaced, RemoteStorage) else None)
 
     def _make(self, request: RegisterStorageRequest, replaces: RemoteStorage | None) -> RemoteStorage:
         return RemoteStorage(
@@ -303,7 +297,12 @@ class StorageRegistry:
                 metadata={"resource_type": "storage", "resource_name": endpoint.storage_id},
             )
         replaced = known if isinstance(known, RemoteStorage) else None
-        if replaced is not None and replaced.has_replaced(request) and replaced.capacity() is not None:
+        if (
+            replaced is not None
+            and not replaced.is_silent
+            and request.run_id != replaced.run_id
+            and request.run_id in replaced.earlier_run_ids
+        ):
             raise AlreadyExistsError(
                 f"another storage service has the name {endpoint.storage_id!r}, at {replaced.endpoint.address}, and "
                 f"has registered since this one at {endpoint.address} did; give each another storage_id",
@@ -314,22 +313,21 @@ class StorageRegistry:
         storage = self._make(request, replaced)
         if replaced is not None:
             self._close(replaced)
-            if replaced.has_restarted(request):
+            if replaced.run_id != request.run_id:
                 self.adoptions.lose_held_at(replaced.endpoint.address)
-            if replaced.boot_id != storage.boot_id and replaced.mirror is not None:
-                self.adoptions.lose((replaced.storage_id, replaced.boot_id), replaced.mirror.url)
-        self.adoptions.on_registered((storage.storage_id, storage.boot_id))
-        if storage.mirror is None:
-            self.adoptions.forget_expected(storage.storage_id)
+            if replaced.boot_id != storage.boot_id and replaced.heard.mirror is not None:
+                self.adoptions.lose((replaced.storage_id, replaced.boot_id), replaced.heard.mirror.url)
+        if storage.heard.mirror is None:
+            # What is expected of the name is gone for good: it is back, empty and without a mirror.
+            self.adoptions.expected -= {each for each in self.adoptions.expected if each[0] == storage.storage_id}
         _log.info(LogMessage("storage registered", storage=endpoint.storage_id, address=endpoint.address))
         self._storages[endpoint.storage_id] = storage
-        self.puts.has_some_elsewhere = True
         return storage
 
     def _forget_lost(self) -> None:
         """Forget storage services that are silent and hold no samples, such as those of pods that are no more."""
         holders = {storage_id for storage_id, _ in self.puts.instances()}
-        lost = [each for each in self._storages.values() if each.capacity() is None and each.storage_id not in holders]
+        lost = [each for each in self._storages.values() if each.is_silent and each.storage_id not in holders]
         if not lost:
             raise LimitExceededError(
                 f"there would be {len(self._storages) + 1} storage services, at most {_MOST_STORAGES} expected",
@@ -367,28 +365,32 @@ class StorageRegistry:
             UnavailableError: there is no storage service.
             QuotaExceededError: all are too small.
         """
-        known = [(each, capacity) for each in self._storages.values() if (capacity := each.capacity()) is not None]
+        known = [each for each in self._storages.values() if not each.is_silent]
         if not known:
             raise UnavailableError("no storage service has registered; start one with --role storage")
-        fitting = [each for each in known if each[1].max_bytes is None or size_bytes <= each[1].max_bytes]
+        limits = [each.max_bytes for each in known]
+        fitting = [
+            (each.free_bytes(), each)
+            for each, limit in zip(known, limits, strict=True)
+            if limit is None or size_bytes <= limit
+        ]
         if not fitting:
-            largest = max(capacity.max_bytes or 0 for _, capacity in known)
+            largest = max(limit or 0 for limit in limits)
             raise QuotaExceededError(
                 f"a put of {size_bytes} bytes is larger than the largest quota, {largest} bytes; split it, or raise "
                 f"max_bytes",
                 metadata={"limit_name": "max_bytes", "got": str(size_bytes), "limit": str(largest)},
             )
-        fitting.sort(key=lambda each: (each[1].free_bytes, -each[1].used_bytes), reverse=True)
-        first, free_bytes = fitting[0][0], fitting[0][1].free_bytes
-        first.note_placement(size_bytes)
-        granted, granted_bytes, largest_put = [first], _UNBOUNDED_BYTES, _GRANTED_PUT_BYTES
+        fitting.sort(key=lambda each: each[0], reverse=True)
+        free_bytes, first = fitting[0]
+        first.placed_bytes += size_bytes
+        granted, granted_bytes, largest_put = [first], UNBOUNDED_BYTES, _GRANTED_PUT_BYTES
         if self.count == 1:
-            largest_put = _UNBOUNDED_BYTES
+            largest_put = UNBOUNDED_BYTES
         elif first is not self.embedded:
-            alike = [each for each in fitting if each[0] is not self.embedded and 2 * each[1].free_bytes >= free_bytes]
-            granted = [storage for storage, _ in alike[:_MOST_GRANTED]]
-            least_free = alike[:_MOST_GRANTED][-1][1].free_bytes
-            granted_bytes = int(min(_UNBOUNDED_BYTES, max(0, least_free) / _GRANTED_SHARE))
+            others = [each for each in fitting if each[1] is not self.embedded and 2 * each[0] >= free_bytes]
+            granted = [storage for _, storage in others[:_MOST_GRANTED]]
+            granted_bytes = max(0, others[:_MOST_GRANTED][-1][0]) // _GRANTED_SHARE
         return PlacePutResponse(
             storages=[storage.endpoint for storage in granted],
             embedded=first is self.embedded,
@@ -398,14 +400,16 @@ class StorageRegistry:
             max_granted_put_bytes=largest_put,
         )
 
-    def open_receipt(self, put: Put, columns: Sequence[ColumnShape], partition_id: str, receipt: bytes) -> PutReceipt:
-        """Return what the receipt of an uncommitted put of a partition says.
+    def require(self, put: Put) -> Storage:
+        """Return the storage service that holds an uncommitted put.
+
+        One that is lost to this controller may live and take puts, which another one may not have found in the mirror.
+        A put that was committed before its storage service was seen to be lost is found there, where it had to have a
+        copy.
 
         Raises:
-            UnavailableError: the storage service has not registered, or the put is being freed.
-            PutNotFoundError: it is not there: never completed, expired, or cleared.
-            InvalidArgumentError: it was put for another partition, or with other columns, or its receipt is not valid.
-            DataLossError: the storage service has restarted.
+            UnavailableError: the storage service has not registered.
+            DataLossError: it has restarted, or is lost.
         """
         storage = self._find(put.storage_id, put.boot_id)
         if storage is None and put.storage_id not in self._storages:
@@ -415,32 +419,13 @@ class StorageRegistry:
                 f"storage service {put.storage_id!r} has restarted since the put; put the data again",
                 metadata={"storage_id": put.storage_id},
             )
-        self.check_not_lost(put)
-        opened = storage.open_receipt(put.put_id, partition_id, receipt)
-        if opened.columns_digest != columns_digest(columns):
-            got = ", ".join(f"{column.spec.name} ({column.spec.describe()})" for column in columns)
-            raise InvalidArgumentError(
-                f"the commit has other columns than put {put.put_id.hex()}, got {got or 'none'}; send those of its "
-                "header as they are",
-                field="columns",
-            )
-        return opened
-
-    def check_not_lost(self, put: Put) -> None:
-        """Refuse a put whose storage service is lost to this controller, though it may live and take puts.
-
-        Another one may have looked into the mirror before the put was written to it. A put that was committed before
-        its storage service was seen to be lost is found there, where it had to have a copy.
-
-        Raises:
-            DataLossError: it is.
-        """
-        if self.adoptions.takes_no_puts(put[:2]):
+        if put[:2] in self.adoptions.lost or put[:2] in self.adoptions.taken:
             raise DataLossError(
                 f"storage service {put.storage_id!r} was lost since the put, and another one takes its puts over; put "
                 "the data again",
                 metadata={"storage_id": put.storage_id},
             )
+        return storage
 
     def driver(self, storage_id: str, boot_id: bytes) -> AsyncDriver:
         """Return what puts and gets bytes at a storage service; a put stays if `Puts.mark_committed` follows.
@@ -448,7 +433,7 @@ class StorageRegistry:
         Raises:
             DataLossError: it is not there under this boot.
         """
-        if self.adoptions.is_awaited((storage_id, boot_id)):
+        if self._is_awaited(storage_id, boot_id):
             raise UnavailableError(f"the puts of storage service {storage_id!r} are being taken over; try again")
         storage = self._find(storage_id, boot_id)
         if storage is None:

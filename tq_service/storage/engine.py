@@ -29,13 +29,13 @@ from tq_service.storage.blobs.memory import (
     SMALL_BYTES,
     Blob,
     BlobStore,
-    DurableBlobStore,
     LocalBlob,
     MemfdBlobs,
     MemoryBlobs,
     in_thread,
     is_temporary,
 )
+from tq_service.storage.blobs.segments import SegmentBlobs
 from tq_service.storage.index.admission import Admission
 from tq_service.storage.index.put import PendingPut, PutCells, RowSet, StoredColumn, StoredPut
 from tq_service.storage.index.put_table import (
@@ -51,15 +51,15 @@ from tq_service.storage.index.put_table import (
     RecoveredPut,
     Residents,
     cells_besides,
+    check_sound,
+    lost_error,
     put_of,
 )
 from tq_service.storage.index.reading import (
     Move,
     Reading,
     UnreadableError,
-    check_sound,
     is_light_read,
-    lost_error,
     open_reading,
     open_reading_in_thread,
 )
@@ -177,7 +177,7 @@ class StorageEngine:
         self._memfds = MemfdBlobs()
         for store in (self._store, self._memfds):
             store.on_freed = self._admission.release
-        self._journal = PutJournal(self._store) if isinstance(self._store, DurableBlobStore) else None
+        self._journal = PutJournal(self._store) if isinstance(self._store, SegmentBlobs) else None
         self._mirror = mirror
         self._backing: Backing[Any] = mirror or self._journal or Backing()
         self._backing.may_fetch = self._admission.has_memory
@@ -194,7 +194,7 @@ class StorageEngine:
         self._pending: dict[bytes, PendingPut] = {}
         self._holed: dict[bytes, None] = {}  # puts with dead cells that still take memory
         self._due: dict[bytes, None] = {}  # those of them that are to be compacted next
-        self._lacking_bytes = 0  # what is to be gained by compacting others, for a put that waits
+        self._is_short = False  # whether others are to be compacted for puts that wait
         self._moves: dict[bytes, Move] = {}  # puts that are being compacted
         self._compaction: asyncio.Task[None] | None = None
         self._is_closed = False
@@ -255,29 +255,22 @@ class StorageEngine:
             for_existing_rows=for_existing_rows,
             owner=owner,
         )
+        store = self._memfds if shared else self._store
+        charge = stored.charge_in(store)
         try:
-            await self._allocate(
-                stored, columns, self._memfds if shared else self._store, (token, partition_id), deadline
+            await self._admission.reserve(
+                charge, producer=(token, partition_id), for_existing_rows=for_existing_rows, deadline=deadline
             )
+            await self._allocate(stored, columns, store, charge)
             pending.begin(stored)
         except BaseException:
             pending.abort()
             raise
         return pending
 
-    async def _allocate(
-        self,
-        stored: StoredPut,
-        columns: Sequence[ColumnShape],
-        store: BlobStore,
-        producer: tuple[str, str],
-        deadline: float | None,
-    ) -> None:
-        """Have the bytes of a put that is to be written counted, and its blobs allocated."""
-        charge, blob = stored.charge_in(store), None
-        await self._admission.reserve(
-            charge, producer=producer, for_existing_rows=stored.for_existing_rows, deadline=deadline
-        )
+    async def _allocate(self, stored: StoredPut, columns: Sequence[ColumnShape], store: BlobStore, charge: int) -> None:
+        """Give a put that is to be written its blob, with its tables; the charge is counted, or given back."""
+        blob = None
         try:
             blob = await store.allocate(stored.blob_bytes(store))
             blob.charge = charge
@@ -627,15 +620,16 @@ class StorageEngine:
         Returns:
             How many puts there are.
         """
-        journal = self._needed_journal
-        puts = journal.recover(records, log)
+        if self._journal is None:
+            raise RuntimeError("this engine's store of blobs does not outlive the process")
+        puts = self._journal.recover(records, log)
         self.puts.recover(puts)
         self._admission.add(sum(put.values.charge for put in puts.values()))
         return len(puts)
 
     def put_records(self) -> Sequence[EncodedPut]:
         """Return what is written down of each put, as of now."""
-        return self._needed_journal.records()
+        return [] if self._journal is None else self._journal.records()
 
     async def check(self, put_ids: Collection[bytes]) -> None:
         """Have the bytes of recovered and spilled puts here, and look at those of the first, before they are read."""
@@ -697,43 +691,31 @@ class StorageEngine:
         if not excess:
             return
         for put_id in self._residents.coldest():
-            if not self._may_spill(put_id):
+            is_committed = self.puts.state_of(put_id) is PutState.COMMITTED
+            if not (is_committed and self.puts[put_id].is_whole() and self._backing.spill(put_id)):
                 self._residents.put_off(put_id)
                 continue
             values = self.puts[put_id].values
             blob = LocalBlob(self._store, 0, b"")
             blob.charge = values.charge
             self._admission.add(blob.charge)  # before those of the memory are given back: the quota is about all puts
-            self.puts.unload(put_id, blob)
+            self.puts.replace(put_id, RecoveredPut(blob, self.puts.owner_of(put_id)))
             self._residents.spill(put_id, blob)
             values.release()
             excess -= blob.charge
             if excess <= 0:
                 return
 
-    def _may_spill(self, put_id: bytes) -> bool:
-        return (
-            self.puts.state_of(put_id) is PutState.COMMITTED
-            and self.puts[put_id].is_whole()
-            and self._backing.spill(put_id)
-        )
-
     @property
     def damaged(self) -> Mapping[bytes, str]:
         """Puts whose bytes are lost, and why; what was not looked at since the start is not known to be."""
         return self._backing.damaged
 
-    @property
-    def _needed_journal(self) -> PutJournal:
-        if self._journal is None:
-            raise RuntimeError("this engine's store of blobs does not outlive the process")
-        return self._journal
-
     # Parts of the above
 
     def _finish(self, pending: PendingPut, stored: StoredPut) -> None:
         del self._pending[pending.put_id]
-        self._backing.record(pending.put_id, stored, pending.checksum)
+        self._backing.record(pending.put_id, stored)
         self.puts.add(pending.put_id, stored)
         self._written_bytes += stored.values.charge
         self._residents.add(pending.put_id)
@@ -786,11 +768,12 @@ class StorageEngine:
         smaller = move.plan()
         size = smaller.blob_bytes(self._store)
         self._place(smaller, LocalBlob(self._store, size, bytearray(size)))
-        self._replace(put_id, smaller, move.copy(smaller))
+        move.copy(smaller)
+        self._replace(put_id, smaller)
 
-    def _relieve(self, lacking_bytes: int) -> None:
-        """Compact puts that are dead by an eighth or more until a waiting put has gained these bytes."""
-        self._lacking_bytes = lacking_bytes
+    def _relieve(self) -> None:
+        """Compact puts that are dead by an eighth or more, for as long as puts wait for capacity."""
+        self._is_short = True
         if self._holed:
             self._start_compaction()
 
@@ -810,36 +793,33 @@ class StorageEngine:
                 put_id = next(iter(self._due))
                 del self._due[put_id]
                 await self._compact(put_id)
-            elif self._lacking_bytes > 0:
+            elif self._is_short:
                 await self._compact_holed()
             else:
                 return
 
     async def _compact_holed(self) -> None:
-        """Compact puts until the lacking bytes are gained, or each put was looked at."""
+        """Compact puts until none waits for capacity, or each was looked at."""
         for number, put_id in enumerate(list(self._holed), 1):
-            if self._lacking_bytes <= 0 or self._due or self._is_closed:
+            if not self._admission.has_waiting:
+                break
+            if self._due or self._is_closed:
                 return
             if number % _HOLED_A_TURN == 0:
                 await asyncio.sleep(0)
-            if put_id not in self._holed:
-                continue
-            put = self.puts[put_id]
-            gain = put.values.charge - put.compacted_bytes()
-            if gain * 8 >= put.values.charge > 0:
-                self._lacking_bytes -= gain  # a release in between sets it anew
-                if not await self._compact(put_id):
-                    self._lacking_bytes += gain
-        self._lacking_bytes = 0
+            put = self.puts[put_id] if put_id in self._holed else None
+            if put is not None and (put.values.charge - put.compacted_bytes()) * 8 >= put.values.charge > 0:
+                await self._compact(put_id)
+        self._is_short = False
 
-    async def _compact(self, put_id: bytes) -> bool:
-        """Move the live cells of a put to a smaller blob, while it is read and freed; return whether it was possible.
+    async def _compact(self, put_id: bytes) -> None:
+        """Move the live cells of a put to a smaller blob, where that is possible, while it is read and freed.
 
         A thread copies. Cells freed during the copy are freed in the old blob at once, and in the new one at the end.
         """
         put = self.puts.get(put_id)
         if put is None or not self._backing.may_compact(put_id):
-            return False
+            return
         move = self._moves[put_id] = Move(put)
         old, blob, is_moved = put.values, None, False
         old.pin()
@@ -847,14 +827,17 @@ class StorageEngine:
             smaller = await in_thread(_COPIER, move.plan, pinned=[old])
             blob = await self._store.allocate(smaller.blob_bytes(self._store))
             self._place(smaller, blob)
-            checksum = await in_thread(_COPIER, move.copy, smaller, pinned=[old, blob])
-            if isinstance(self._store, DurableBlobStore):
+            await in_thread(_COPIER, move.copy, smaller, pinned=[old, blob])
+            if isinstance(self._store, SegmentBlobs):
                 await self._store.flush(blob)
             if not move.is_given_up:
                 del self._moves[put_id]
-                self._replace(put_id, smaller, checksum)
+                self._replace(put_id, smaller)
                 is_moved = True
-                self._free_moved(put_id, move.freed)
+                for cells in move.freed:
+                    self.puts[put_id].free(cells)
+                if move.freed:
+                    self._note_hole(put_id)
         except UnreadableError as error:
             _log.warning(LogMessage("could not compact a put", put_id=put_id, error=error.cause))
             self._on_unreadable(put_id, error.blob, error.cause)
@@ -868,22 +851,15 @@ class StorageEngine:
                 del self._moves[put_id]
             if blob is not None and not is_moved:
                 blob.release()
-        return is_moved
 
     def _place(self, smaller: StoredPut, blob: Blob) -> None:
         blob.charge = smaller.charge_in(self._store)
         self._admission.add(blob.charge)
         smaller.place(blob)
 
-    def _replace(self, put_id: bytes, smaller: StoredPut, checksum: int | None) -> None:
+    def _replace(self, put_id: bytes, smaller: StoredPut) -> None:
         """Put the copy in the place of a put."""
         old = self.puts[put_id].values
         self.puts.replace(put_id, smaller)
         self._holed.pop(put_id, None)
-        self._backing.move(put_id, old, smaller, checksum)
-
-    def _free_moved(self, put_id: bytes, freed: Sequence[PutCells]) -> None:
-        for cells in freed:
-            self.puts[put_id].free(cells)
-        if freed:
-            self._note_hole(put_id)
+        self._backing.move(put_id, old, smaller)

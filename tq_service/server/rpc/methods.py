@@ -151,7 +151,7 @@ def listed_names(answer: Descriptor) -> Mapping[str, Callable[[Any], str | None]
 def _reader(path: str, message: Descriptor, kind: int) -> Callable[[Any], Any]:
     """Return what reads the value at a path of a message, None if a message on the way is absent, or it is another one.
 
-    The decoder of a stream may return a part of a message instead of the message, as those of wire/frames.py do; the
+    The decoder of a stream may return a part of a message instead of the message, as those of wire/columns.py do; the
     value is then looked for in that part.
 
     Raises:

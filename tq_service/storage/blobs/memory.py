@@ -5,7 +5,7 @@ store gives the bytes back when it is released and no longer pinned. A new place
 in the registry. What a store can do beyond that, it says:
 
 - `maps_fds`: its blobs take shared memory that a client has made (`Blob.map_fds`), instead of being written.
-- `DurableBlobStore`: its blobs outlive the process; so each begins with the tables of its put (`has_tables`).
+- `has_tables`: its blobs outlive the process (`SegmentBlobs`); so each begins with the tables of its put.
 
 And each blob says whether its bytes are memory of this process (`is_local`): the event loop reads and writes those
 through `view`. All others are read by threads, and written with `BlobStore.write`.
@@ -55,6 +55,7 @@ class Blob:
     Attributes:
         is_local: whether its bytes are memory of this process.
         number: what names it after a restart; 0: nothing does.
+        checksum: XXH3 of what was written, from its beginning on, where it has a number; else 0.
         store: what allocated it.
         size: bytes allocated.
         charge: bytes of the quota that it takes until it is freed; its owner may change them.
@@ -69,6 +70,7 @@ class Blob:
 
     is_local: ClassVar[bool] = False
     number: int = 0
+    checksum: int = 0
     fds: Sequence[int] = ()
     segment_bytes: int = 0
 
@@ -115,11 +117,11 @@ class Blob:
         raise TypeError(f"{type(self.store).__name__} takes no shared memory")
 
     def pin(self) -> None:
-        """Keep its bytes for a reader, even if it is released."""
+        """Lease its bytes to a reader or a thread: they stay, even if it is released."""
         self._pin_count += 1
 
     def unpin(self) -> None:
-        """End what `pin` began."""
+        """End a lease."""
         self._pin_count -= 1
         if self._is_released and not self._pin_count:
             self.store.free(self)
@@ -130,10 +132,6 @@ class Blob:
             self._is_released = True
             if not self._pin_count:
                 self.store.free(self)
-
-
-CopySource: TypeAlias = tuple[memoryview, Blob, Sequence[Span]]
-"""What a blob is a copy of: a beginning, and after it spans of another blob."""
 
 
 class BlobStore(ABC):
@@ -176,53 +174,6 @@ class BlobStore(ABC):
 
     async def close(self) -> None:  # noqa: B027  (most stores have nothing to close)
         """End what the store itself has, such as threads or connections; its blobs may still be released."""
-
-
-class DurableBlobStore(BlobStore):
-    """A store whose blobs outlive the process: by their number, or, without one, with the record of their put.
-
-    Blobs begin with the tables of their puts, so that one number and one checksum stand for all of a put.
-    """
-
-    has_tables = True
-
-    @abstractmethod
-    async def flush(self, blob: Blob, source: CopySource | None = None) -> int | None:
-        """Wait until a blob outlives this process; where the caller is cancelled, the work ends by itself.
-
-        Args:
-            blob: all of it is written, but for a copy.
-            source: what it is to be a copy of; None: of nothing.
-
-        Returns:
-            The checksum of a copy.
-
-        Raises:
-            OSError: the bytes cannot be written.
-        """
-
-    @abstractmethod
-    async def checksum(self, blob: Blob, tables_bytes: int) -> int:
-        """Return the checksum of a recovered blob that has a number, and have its tables in memory from now on.
-
-        Args:
-            blob: the blob; its bytes are read as they are stored.
-            tables_bytes: size of the tables that it begins with.
-
-        Raises:
-            OSError: they cannot be read.
-        """
-
-    @abstractmethod
-    def recover(self, blobs: Iterable[tuple[int, int]]) -> list[Blob | None]:
-        """Take over the blobs of an earlier process; those that are not listed are there for reuse.
-
-        Args:
-            blobs: the number and size of each. Of those that have one number the first has the bytes.
-
-        Returns:
-            The blobs; None for one that is missing.
-        """
 
 
 def is_temporary(error: OSError) -> bool:

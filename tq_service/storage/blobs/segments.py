@@ -13,7 +13,7 @@ import errno
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,8 +27,6 @@ from tq_service.storage.blobs.memory import (
     SMALL_BYTES,
     Blob,
     Buffer,
-    CopySource,
-    DurableBlobStore,
     PooledBlob,
     PooledStore,
     Span,
@@ -112,13 +110,18 @@ class Segment:
 class SegmentBlob(PooledBlob[Segment]):
     """A blob in a file."""
 
-    __slots__ = ("number",)
+    __slots__ = ("_digest", "number")
 
     is_local = False
 
     def __init__(self, store: SegmentBlobs, size: int, segment: Segment) -> None:
         super().__init__(store, size, b"", segment)
         self.number = segment.number
+        self._digest = xxhash.xxh3_64()
+
+    @property
+    def checksum(self) -> int:  # type: ignore[override]
+        return self._digest.intdigest()
 
     def view(self) -> memoryview:
         raise TypeError("a blob in a segment has no local view")
@@ -132,6 +135,7 @@ class SegmentBlob(PooledBlob[Segment]):
                 read_into(fd, target, start)
 
     def write_from(self, data: Buffer, start: int) -> None:
+        self._digest.update(data)
         left = memoryview(data)
         with self.backing.open() as fd:
             while left:
@@ -139,9 +143,10 @@ class SegmentBlob(PooledBlob[Segment]):
                 start, left = start + written, left[written:]
 
 
-class SegmentBlobs(PooledStore[Segment], DurableBlobStore):
+class SegmentBlobs(PooledStore[Segment]):
     """A directory of segments; small blobs are memory, to be written down with the records of their puts.
 
+    Blobs begin with the tables of their puts, so that one number and one checksum stand for all of a put.
     A few threads write files, so that the event loop does not wait for a disk.
 
     Args:
@@ -149,6 +154,8 @@ class SegmentBlobs(PooledStore[Segment], DurableBlobStore):
         sync: whether a flushed blob is on the disk; else with the operating system.
         min_free_bytes: what is left free of the disk.
     """
+
+    has_tables = True
 
     def __init__(self, directory: Path, *, sync: bool = False, min_free_bytes: int = MIN_FREE_BYTES) -> None:
         super().__init__()
@@ -245,14 +252,33 @@ class SegmentBlobs(PooledStore[Segment], DurableBlobStore):
 
     # What outlives the process
 
-    async def flush(self, blob: Blob, source: CopySource | None = None) -> int | None:
-        sync = blob.backing.sync if isinstance(blob, SegmentBlob) and self._sync else None
-        if source is None and sync is None:
-            return None
-        pinned = [blob] if source is None else [blob, source[1]]
-        return await in_thread(self._executor, _flush, blob, source, sync, pinned=pinned)
+    async def flush(self, blob: Blob) -> None:
+        """Wait until all that was written of a blob is on the disk; where the caller is cancelled it goes on.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        if isinstance(blob, SegmentBlob) and self._sync:
+            await in_thread(self._executor, blob.backing.sync, pinned=[blob])
+
+    async def copy(self, target: Blob, head: memoryview, source: Blob, spans: Sequence[Span]) -> None:
+        """Write a beginning, and after it spans of another blob.
+
+        Raises:
+            OSError: they cannot be read or written.
+        """
+        await in_thread(self._executor, _copy, target, head, source, spans, pinned=[target, source])
 
     async def checksum(self, blob: Blob, tables_bytes: int) -> int:
+        """Return the checksum of a recovered blob as it is stored, and have its tables in memory from now on.
+
+        Args:
+            blob: one that has a number.
+            tables_bytes: size of the tables that it begins with.
+
+        Raises:
+            OSError: they cannot be read.
+        """
         if not isinstance(blob, SegmentBlob):
             raise TypeError("only blobs in segments have a checksum")
         checksum, tables = await in_thread(self._executor, _look_at, blob, tables_bytes, pinned=[blob])
@@ -260,6 +286,14 @@ class SegmentBlobs(PooledStore[Segment], DurableBlobStore):
         return checksum
 
     def recover(self, blobs: Iterable[tuple[int, int]]) -> list[Blob | None]:
+        """Take over the blobs of an earlier process; those that are not listed are there for reuse.
+
+        Args:
+            blobs: the number and size of each. Of those that have one number the first has the bytes.
+
+        Returns:
+            The blobs; None for one that is missing.
+        """
         with os.scandir(self._directory) as entries:
             found = {int(entry.name[:-4]) for entry in entries if _NAME.fullmatch(entry.name)}
         recovered: list[Blob | None] = []
@@ -284,27 +318,16 @@ class SegmentBlobs(PooledStore[Segment], DurableBlobStore):
         return recovered
 
 
-def _flush(blob: Blob, source: CopySource | None, sync: Callable[[], None] | None) -> int | None:
-    checksum = None if source is None else _copy(blob, *source)
-    if sync is not None:
-        sync()
-    return checksum
-
-
-def _copy(target: Blob, head: memoryview, blob: Blob, spans: Sequence[Span]) -> int:
-    """Copy a beginning, and spans of a blob after it; return the checksum of both."""
+def _copy(target: Blob, head: memoryview, source: Blob, spans: Sequence[Span]) -> None:
     target.write_from(head, 0)
     at = len(head)
-    digest = xxhash.xxh3_64(head)
     buffer = memoryview(bytearray(min(_COPY_BYTES, max((size for _, size in spans), default=0))))
     for start, size in spans:
         for done in range(0, size, _COPY_BYTES):
             part = buffer[: size - done]
-            blob.read_into(part, start + done)
-            digest.update(part)  # while it is in the cache
-            target.write_from(part, at)
+            source.read_into(part, start + done)
+            target.write_from(part, at)  # while it is in the cache
             at += len(part)
-    return digest.intdigest()
 
 
 def _look_at(blob: SegmentBlob, tables_bytes: int) -> tuple[int, bytearray]:

@@ -29,7 +29,7 @@ class Admission:
         max_bytes: the quota; None: no bound.
         reserve_share: share of the quota that new rows leave free.
         clock: what deadlines are measured with.
-        on_shortage: called with the bytes that the first in the queue lacks; may `release` some.
+        on_shortage: called when the first in the queue lacks bytes; may `release` some.
         memory_bytes: those of the quota that may be in memory; None: all.
 
     Attributes:
@@ -41,7 +41,7 @@ class Admission:
         max_bytes: int | None,
         reserve_share: float,
         clock: Callable[[], float],
-        on_shortage: Callable[[int], None] = lambda _: None,
+        on_shortage: Callable[[], None] = lambda: None,
         memory_bytes: int | None = None,
     ) -> None:
         self.max_bytes = max_bytes
@@ -139,26 +139,25 @@ class Admission:
         """Admit the puts that fit, or that fit after relief."""
         if not self._waiting:
             return
-        lacking = self._admit_fitting()
-        if lacking and not self._is_relieving:
+        if not self._admit_fitting() and not self._is_relieving:
             self._is_relieving = True
             try:
-                self._on_shortage(lacking)
+                self._on_shortage()
             finally:
                 self._is_relieving = False
             self._admit_fitting()
         self._set_timer()
 
-    def _admit_fitting(self) -> int:
-        """Admit the puts that fit; return how many bytes the first of the others lacks, 0 if none waits.
+    def _admit_fitting(self) -> bool:
+        """Admit the puts that fit; return whether the first of the others, if any waits, lacks no bytes.
 
         Bytes are freed in thousands of parts, so the puts are looked at only if one of them may fit.
         """
         holder = self._turn.holder
-        if isinstance(holder, _Waiter) and (lacking := self._lacking(holder)) > 0:
-            return lacking
+        if isinstance(holder, _Waiter) and self._lacking(holder) > 0:
+            return False
         if self._first is not None and self.used_bytes > self._fits_at:
-            return self._lacking(self._first)
+            return False
         for waiter in [each for each in self._waiters() if each.granted.done()]:
             self._leave(waiter)  # its wait has ended, but its task has not run since
         by_kind = sorted(self._waiters(), key=lambda waiter: not waiter.for_existing_rows)  # stable
@@ -175,7 +174,7 @@ class Admission:
         left = [waiter for waiter in by_kind if not waiter.granted.done()]
         self._first = left[0] if left else None
         self._fits_at = max((each.limit - each.size for each in left if each.limit is not None), default=0)
-        return 0 if self._first is None else max(0, self._lacking(self._first))
+        return self._first is None or self._lacking(self._first) <= 0
 
     def _lacking(self, waiter: _Waiter) -> int:
         """Return how many bytes a put lacks, 0 or less if it fits."""
@@ -215,10 +214,11 @@ class Admission:
         except BaseException as error:
             in_front = self._in_front_of(waiter)
             # Capacity may have been granted in the very turn in which the wait was given up.
-            if waiter.is_granted:
+            granted = waiter.granted
+            if granted.done() and not granted.cancelled() and granted.exception() is None:
                 self.release(waiter.size)
             else:
-                waiter.granted.cancel()
+                granted.cancel()
                 self._leave(waiter)
                 self.admit()
             if not isinstance(error, TimeoutError):
@@ -266,8 +266,3 @@ class _Waiter:
         self.for_existing_rows = for_existing_rows
         self.since = since
         self.granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    @property
-    def is_granted(self) -> bool:
-        """Whether it has its capacity."""
-        return self.granted.done() and not self.granted.cancelled() and self.granted.exception() is None

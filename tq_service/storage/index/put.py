@@ -21,7 +21,6 @@ from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
-from xxhash import xxh3_64
 
 from tq_service.errors import (
     CallCancelledError,
@@ -265,7 +264,7 @@ class StoredPut:
         self.live_bytes = values.charge
         if not values.store.has_tables or not (is_recovered or values.is_local):
             values.tables = bytearray(self.tables_bytes) if self.tables_bytes else _NO_TABLES
-        placed = [column for column in self.columns.values() if column is not None]
+        placed = self.left_columns()
         for column, start in zip(placed, self._place_values(values.store)[0], strict=True):
             column.values_at = self.values_at + start
         for column, shape in zip(placed, shapes, strict=False):
@@ -278,7 +277,7 @@ class StoredPut:
 
     def _place_values(self, store: BlobStore) -> tuple[list[int], int]:
         """Return where the values of each column start among the values, and where they end."""
-        sizes = [column.value_bytes for column in self.columns.values() if column is not None]
+        sizes = [column.value_bytes for column in self.left_columns()]
         if store.maps_fds:
             return place_columns(sizes)
         *starts, end = accumulate(sizes, initial=0)
@@ -304,14 +303,16 @@ class StoredPut:
 
     def table_views(self) -> list[memoryview]:
         """Return the tables of the columns that are left: one after the other they are those of a copy."""
-        if not self.tables_bytes:
-            return []
         tables = memoryview(self.tables())
-        return [
-            tables[column.table_at : column.table_at + column.tables_size()]
-            for column in self.columns.values()
-            if column is not None and fixed_row_bytes(column.spec) is None
-        ]
+        return [tables[column.table_at :][: column.tables_size()] for column in self.left_columns()]
+
+    def value_spans(self) -> list[Span]:
+        """Return where the values of its columns are in their blob: one after the other they are those of a copy."""
+        return [(column.values_at, column.value_bytes) for column in self.left_columns()]
+
+    def left_columns(self) -> list[StoredColumn]:
+        """Return its columns that were not freed whole."""
+        return [column for column in self.columns.values() if column is not None]
 
     def shapes(self) -> list[ColumnShape]:
         """Return its columns as they were put, as far as nothing of them was freed."""
@@ -322,8 +323,7 @@ class StoredPut:
                 extents=None if fixed_row_bytes(column.spec) is not None else column.extents(self.tables()),
                 value_bytes=column.value_bytes,
             )
-            for column in self.columns.values()
-            if column is not None
+            for column in self.left_columns()
         ]
 
     def column(self, name: str, put_id: bytes) -> StoredColumn:
@@ -368,9 +368,8 @@ class StoredPut:
 
     def compacted_bytes(self) -> int:
         """Return at most how many bytes it takes after compaction."""
-        row_sets = self.row_sets()
-        tables = sum(8 for column in self.columns.values() if column and fixed_row_bytes(column.spec) is None)
-        return self.live_bytes + tables + sum(8 * row_set.live_count for row_set in row_sets)
+        tables = sum(fixed_row_bytes(column.spec) is None for column in self.left_columns())
+        return self.live_bytes + 8 * (tables + sum(row_set.live_count for row_set in self.row_sets()))
 
     def snapshot(self) -> StoredPut:
         """Return it as it is now, for a thread to look at while cells of it are freed; its bytes never change."""
@@ -385,11 +384,7 @@ class StoredPut:
 
     def row_sets(self) -> list[RowSet]:
         """Return the sets of rows that its columns have."""
-        return list({id(column.row_set): column.row_set for column in self.columns.values() if column}.values())
-
-    def value_spans(self) -> list[Span]:
-        """Return where the values of its columns are in their blob: one after the other they are those of a copy."""
-        return [(column.values_at, column.value_bytes) for column in self.columns.values() if column is not None]
+        return list({id(column.row_set): column.row_set for column in self.left_columns()}.values())
 
     def members(self, row_set: RowSet) -> dict[str, StoredColumn]:
         """Return the columns that have these rows."""
@@ -496,21 +491,15 @@ class PendingPut:
         put_id: the put.
         on_finish: called with the put when all bytes are there.
         on_abort: called once with what is stored so far, None where it has no memory yet.
-
-    Attributes:
-        checksum: of all its bytes, once they are in a segment.
     """
 
     __slots__ = (
-        "_digest",
         "_filled",
         "_is_ended",
         "_on_abort",
         "_on_finish",
         "_stored",
         "_text_checks",
-        "_view",
-        "checksum",
         "put_id",
     )
 
@@ -525,11 +514,8 @@ class PendingPut:
         self._on_finish = on_finish
         self._on_abort = on_abort
         self._stored: StoredPut | None = None  # as long as it is open
-        self._view = memoryview(b"")
         self._filled = 0
-        self._digest: xxh3_64 | None = None
         self._text_checks: Sequence[TextCheck] = ()
-        self.checksum: int | None = None
 
     def begin(self, stored: StoredPut) -> None:
         """Give it the put that it fills: its tables are written, its values are to come.
@@ -544,13 +530,9 @@ class PendingPut:
         self._filled = stored.values_at
         self._text_checks = [
             TextCheck(column.spec.name, column.offsets(stored.tables()), column.values_at)
-            for column in stored.columns.values()
-            if column is not None and column.spec.encoding is Encoding.TEXT
+            for column in stored.left_columns()
+            if column.spec.encoding is Encoding.TEXT
         ]
-        if stored.values.is_local:
-            self._view = stored.values.view()
-        if stored.values.number:
-            self._digest = xxh3_64(stored.tables())
 
     async def write(self, data: memoryview | bytes) -> None:
         """Append bytes of the values.
@@ -569,17 +551,12 @@ class PendingPut:
             )
         for check in self._text_checks:
             check.look_at(data, start)
-        if blob.is_local:
-            self._view[start:end] = data
-        else:
-            blob.pin()  # it stays if the put is aborted meanwhile
-            try:
-                await blob.store.write(blob, start, data)
-            finally:
-                blob.unpin()
-            self.require_open()
-        if self._digest is not None:
-            self._digest.update(data)
+        blob.pin()  # it stays if the put is aborted meanwhile
+        try:
+            await blob.store.write(blob, start, data)
+        finally:
+            blob.unpin()
+        self.require_open()
         self._filled = end
 
     async def map_fds(self, fds: Sequence[int]) -> None:
@@ -598,9 +575,10 @@ class PendingPut:
                 "shared memory came for a put whose bytes are to come in frames", field="send_fds"
             )
         self._stored.values.map_fds(fds)
+        view = self._stored.values.view()
         for check in self._text_checks:
             while check.next < check.end:
-                check.look_at(self._view[check.next : check.next + _PIECE_BYTES], check.next)
+                check.look_at(view[check.next : check.next + _PIECE_BYTES], check.next)
                 await asyncio.sleep(0)
                 self.require_open()
         self._filled = self.require_open().values.size
@@ -618,8 +596,6 @@ class PendingPut:
                 f"the stream ended {stored.values.size - self._filled} bytes before what its header declared",
                 field="frame",
             )
-        if self._digest is not None:
-            self.checksum = self._digest.intdigest()
         return stored
 
     def finish(self) -> None:
@@ -642,7 +618,7 @@ class PendingPut:
 
     def _end(self) -> None:
         self._is_ended = True
-        self._stored, self._view = None, memoryview(b"")
+        self._stored = None
 
     def require_open(self) -> StoredPut:
         """Return the put that it fills.

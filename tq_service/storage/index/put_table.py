@@ -41,11 +41,12 @@ from typing import Final, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
-from tq_service.errors import DiskFailedError, UnavailableError
+from tq_service.errors import DataLossError, DiskFailedError, UnavailableError
 from tq_service.journal import codec
 from tq_service.log_message import LogMessage
 from tq_service.schema import CONTROLLER_NAME_BYTES, FieldSpec
-from tq_service.storage.blobs.memory import Blob, DurableBlobStore, LocalBlob, is_temporary
+from tq_service.storage.blobs.memory import Blob, LocalBlob, is_temporary
+from tq_service.storage.blobs.segments import SegmentBlobs
 from tq_service.storage.index.admission import Admission
 from tq_service.storage.index.put import PendingPut, PutCells, Rows, RowSet, StoredColumn, StoredPut
 
@@ -53,7 +54,8 @@ _log = logging.getLogger(__name__)
 _SHARDS: Final = 1024
 _KEPT_SECONDS: Final = 10.0  # after a read: it may be one of several parts, of which all are to be here at once
 _LOOKED_AT: Final = 256
-_MOST_NAMED: Final = 16
+_MOST_NAMED: Final = 5
+_MOST_LISTED: Final = 100  # the metadata of an answer has capacity for about twice as many
 _SCRUB_BYTES_PER_SECOND: Final = 100e6
 _LEAST_PAUSE_SECONDS: Final = 0.001
 _RETRY_SECONDS: Final = 1.0
@@ -138,12 +140,8 @@ class PutTable(Mapping[bytes, StoredPut]):
         self._owned[put.owner] += 1
         self.wait(put_id)
 
-    def unload(self, put_id: bytes, values: Blob) -> None:
-        """Have a blob in the place of a put, until it is loaded or replaced."""
-        self._shard(put_id)[put_id] = RecoveredPut(values, self.owner_of(put_id))
-
-    def replace(self, put_id: bytes, put: StoredPut) -> None:
-        """Have what is left of a put in its place."""
+    def replace(self, put_id: bytes, put: StoredPut | RecoveredPut) -> None:
+        """Have what is left of a put in its place, or what it is loaded from when it is needed."""
         self._shard(put_id)[put_id] = put
 
     def pop(self, put_id: bytes) -> Blob:
@@ -367,7 +365,7 @@ class Reconciliation:
     def miss(self, put_id: bytes) -> None:
         """Count a put that is known, but not here."""
         self.missing_count += 1
-        if len(self.missing_put_ids) < _MOST_NAMED:
+        if len(self.missing_put_ids) < _MOST_LISTED:
             self.missing_put_ids.append(put_id)
 
 
@@ -392,6 +390,28 @@ def cells_besides(put_id: bytes, put: StoredPut, parts: Sequence[PutCells]) -> l
 
 
 # What keeps puts beyond the process
+
+
+def check_sound(put_ids: Iterable[bytes], damaged: Mapping[bytes, str], storage_id: str) -> None:
+    """Refuse to read puts that are damaged.
+
+    Raises:
+        DataLossError: some are; it names them.
+    """
+    lost = [put_id for put_id in put_ids if put_id in damaged] if damaged else []
+    if lost:
+        raise lost_error(lost, damaged[lost[0]], storage_id)
+
+
+def lost_error(put_ids: Sequence[bytes], reason: str, storage_id: str) -> DataLossError:
+    """Return the error of a read of damaged puts, the first of which is so for this reason."""
+    names = ", ".join(put_id.hex() for put_id in put_ids[:_MOST_NAMED])
+    more = f" and {len(put_ids) - _MOST_NAMED} more" if len(put_ids) > _MOST_NAMED else ""
+    return DataLossError(
+        f"storage service {storage_id!r} has lost the bytes of put {names}{more}: {reason}; put them again, or clear "
+        "them",
+        metadata={"storage_id": storage_id, "put_ids": ",".join(put_id.hex() for put_id in put_ids[:_MOST_LISTED])},
+    )
 
 
 class Backing(Generic[SourceT]):
@@ -424,7 +444,7 @@ class Backing(Generic[SourceT]):
             deadline: until when to wait, by the engine's clock; None: for as long as the caller is not cancelled.
         """
 
-    def record(self, put_id: bytes, put: StoredPut, checksum: int | None) -> None:
+    def record(self, put_id: bytes, put: StoredPut) -> None:
         """Take note that a put is complete: it was flushed."""
 
     def delete(self, put_id: bytes, blob: Blob) -> None:
@@ -435,7 +455,7 @@ class Backing(Generic[SourceT]):
         """Whether a put may be moved to a smaller blob now."""
         return put_id not in self.damaged and put_id not in self._unfetched
 
-    def move(self, put_id: bytes, old: Blob, moved: StoredPut, checksum: int | None) -> None:
+    def move(self, put_id: bytes, old: Blob, moved: StoredPut) -> None:
         """Take note that a put was compacted and flushed, and release its old blob when it may be."""
         old.release()
 
@@ -624,7 +644,7 @@ class PutJournal(Backing[Blob]):
 
     _log: PutLog  # from `recover` on
 
-    def __init__(self, store: DurableBlobStore) -> None:
+    def __init__(self, store: SegmentBlobs) -> None:
         super().__init__()
         self._store = store
         self.on_looked_at: Callable[[bytes], None] = lambda _: None
@@ -635,7 +655,7 @@ class PutJournal(Backing[Blob]):
     async def flush(self, pending: PendingPut, deadline: float | None = None) -> None:
         """Wait until the bytes of a put are where they outlive this process; see `StorageEngine.flush`."""
         stored = pending.require_complete()
-        values, source = stored.values, None
+        values = stored.values
         if values.store is not self._store:  # shared memory, which no other process will find
             values.pin()  # a put that is aborted meanwhile frees its copy, too
             try:
@@ -644,20 +664,19 @@ class PutJournal(Backing[Blob]):
                 pending.require_open()
             finally:
                 values.unpin()
-            source = memoryview(stored.tables()), values, stored.value_spans()
         try:
-            checksum = await self._store.flush(values.copy or values, source)
+            if values.copy is not None:
+                await self._store.copy(values.copy, memoryview(stored.tables()), values, stored.value_spans())
+            await self._store.flush(values.copy or values)
         except OSError as error:
             raise DiskFailedError(f"the bytes of a put could not be written: {error}; put it again") from error
-        if checksum is not None:
-            pending.checksum = checksum
 
-    def record(self, put_id: bytes, put: StoredPut, checksum: int | None) -> None:
+    def record(self, put_id: bytes, put: StoredPut) -> None:
         """Write down that a put is complete, or was moved."""
         blob = put.values.copy or put.values
-        if blob.store is not self._store or (blob.number and checksum is None):
+        if blob.store is not self._store:
             raise RuntimeError(f"put {put_id.hex()} was finished before it was flushed")
-        record = encode_put(describe_put(put_id, put, checksum=(blob.number and checksum) or 0))
+        record = encode_put(describe_put(put_id, put))
         memory = b"" if blob.number or not isinstance(blob, LocalBlob) else blob.memory
         encoded = self._records[put_id] = record, memory if isinstance(memory, bytes | bytearray) else bytes(memory)
         self._log.append_put(*encoded)
@@ -671,10 +690,10 @@ class PutJournal(Backing[Blob]):
         self._log.append_put(encode_put(PutDropped(put_id=put_id)))
         self._log.after_durable(blob.release)
 
-    def move(self, put_id: bytes, old: Blob, moved: StoredPut, checksum: int | None) -> None:
+    def move(self, put_id: bytes, old: Blob, moved: StoredPut) -> None:
         """Write down a put that was compacted and flushed, and release its old blob once that cannot be lost."""
         try:
-            self.record(put_id, moved, checksum)
+            self.record(put_id, moved)
         except Exception as error:  # the put is in its new place already
             self._log.fatal("a put was moved and could not be written down", error)
             raise
@@ -778,16 +797,9 @@ def left_puts(records: Iterable[bytes]) -> dict[bytes, tuple[PutStored, EncodedP
     return left
 
 
-def describe_put(put_id: bytes, put: StoredPut, *, checksum: int = 0) -> PutStored:
-    """Return the record of a put as it is now.
-
-    Args:
-        put_id: its name.
-        put: the put.
-        checksum: of what is in the file of its bytes, where they are in one.
-    """
+def describe_put(put_id: bytes, put: StoredPut) -> PutStored:
+    """Return the record of a put as it is now."""
     blob = put.values.copy or put.values
-    columns = [(column.spec, column.value_bytes) for column in put.columns.values() if column is not None]
     return PutStored(
         put_id=put_id,
         partition_id=put.partition_id,
@@ -796,11 +808,11 @@ def describe_put(put_id: bytes, put: StoredPut, *, checksum: int = 0) -> PutStor
             ColumnRecord(
                 spec.name, spec.dtype, spec.layout or "", spec.row_shape or (), value_bytes, spec.encoding or ""
             )
-            for spec, value_bytes in columns
+            for spec, value_bytes in ((column.spec, column.value_bytes) for column in put.left_columns())
         ),
         size_bytes=blob.size,
         segment=blob.number,
-        checksum=checksum,
+        checksum=blob.checksum,
         left_rows=_left_rows(put),
         for_existing_rows=put.for_existing_rows,
         owner=put.owner,

@@ -15,17 +15,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from types import TracebackType
 from typing import Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-from xxhash import xxh3_64
 
-from tq_service.errors import DataLossError, InvalidArgumentError, PutNotFoundError, TqError
+from tq_service.errors import InvalidArgumentError, PutNotFoundError, TqError
 from tq_service.schema import FieldSpec, check_passed_on
 from tq_service.storage.blobs.memory import Blob
 from tq_service.storage.index.put import PutCells, Rows, RowSet, StoredColumn, StoredPut, table_bytes
@@ -60,7 +59,6 @@ _SMALL_TABLE_ROWS: Final = 64
 _LEAST_COLUMN_BYTES: Final = 64 << 10
 _LEAST_MEAN_SLICE_BYTES: Final = 4 << 10
 _MOST_NAMED: Final = 5
-_MOST_LISTED: Final = 100  # the metadata of an answer has capacity for about twice as many
 
 Runs: TypeAlias = Rows | slice
 """Which of the runs: their positions, or all of them."""
@@ -111,10 +109,18 @@ def _owned(runs: Sequence[CellRuns], put_count: int) -> tuple[int, list[tuple[li
 def _held(
     puts: Mapping[bytes, StoredPut], put_ids: Sequence[bytes], owned: Sequence[tuple[list[int], Rows]]
 ) -> dict[int, StoredPut]:
-    return {
-        index: _find_put(puts, put_ids[index])
-        for index in dict.fromkeys(chain.from_iterable(used for used, _ in owned))
-    }
+    held = {}
+    for index in dict.fromkeys(chain.from_iterable(used for used, _ in owned)):
+        put = puts.get(put_ids[index])
+        if put is None:
+            check_passed_on("put_ids", put_ids[index])
+            raise PutNotFoundError(
+                f"put {put_ids[index].hex()} is not here: never completed, expired without a commit, cleared or "
+                "overwritten; locate the samples again",
+                metadata={"put_id": put_ids[index].hex()},
+            )
+        held[index] = put
+    return held
 
 
 def _find_spans(
@@ -128,18 +134,6 @@ def _find_spans(
         finder = SpanFinder(fields, [held[index] for index in used], [put_ids[index] for index in used], owners)
         spans.extend(finder.find(name) for name in fields.field_names)
     return spans
-
-
-def _find_put(puts: Mapping[bytes, StoredPut], put_id: bytes) -> StoredPut:
-    put = puts.get(put_id)
-    if put is None:
-        check_passed_on("put_ids", put_id)
-        raise PutNotFoundError(
-            f"put {put_id.hex()} is not here: never completed, expired without a commit, cleared or overwritten; "
-            "locate the samples again",
-            metadata={"put_id": put_id.hex()},
-        )
-    return put
 
 
 def _check_runs(runs: Sequence[CellRuns], put_count: int) -> int:
@@ -180,29 +174,7 @@ def _owners(put_indexes: Rows) -> tuple[list[int], Rows]:
     return used.tolist(), owners
 
 
-def check_sound(put_ids: Iterable[bytes], damaged: Mapping[bytes, str], storage_id: str) -> None:
-    """Refuse to read puts that are damaged.
-
-    Raises:
-        DataLossError: some are; it names them.
-    """
-    lost = [put_id for put_id in put_ids if put_id in damaged] if damaged else []
-    if lost:
-        raise lost_error(lost, damaged[lost[0]], storage_id)
-
-
-def lost_error(put_ids: Sequence[bytes], reason: str, storage_id: str) -> DataLossError:
-    """Return the error of a read of damaged puts, the first of which is so for this reason."""
-    names = ", ".join(put_id.hex() for put_id in put_ids[:_MOST_NAMED])
-    more = f" and {len(put_ids) - _MOST_NAMED} more" if len(put_ids) > _MOST_NAMED else ""
-    return DataLossError(
-        f"storage service {storage_id!r} has lost the bytes of put {names}{more}: {reason}; put them again, or clear "
-        "them",
-        metadata={"storage_id": storage_id, "put_ids": ",".join(put_id.hex() for put_id in put_ids[:_MOST_LISTED])},
-    )
-
-
-class Reading:
+class Reading(AbstractContextManager["Reading"]):
     """Cells being read. What it reads stays as it is until `close`, whatever is freed or moved meanwhile.
 
     Attributes:
@@ -293,12 +265,7 @@ class Reading:
         else:
             self._work.add_done_callback(unpin)
 
-    def __enter__(self) -> Reading:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _column_chunks(self, span: Spans) -> Iterator[memoryview]:
@@ -680,8 +647,8 @@ class Move:
             moved, put.row_count, put.partition_id, for_existing_rows=put.for_existing_rows, owner=put.owner
         )
 
-    def copy(self, smaller: StoredPut) -> int | None:
-        """Copy tables and values, unless it is given up; return the checksum of a blob with a number.
+    def copy(self, smaller: StoredPut) -> None:
+        """Copy tables and values, unless it is given up.
 
         Args:
             smaller: what `plan` returned, placed.
@@ -699,23 +666,19 @@ class Move:
                 moved[0] = 0
                 np.cumsum(offsets[positions + 1] - offsets[positions], out=moved[1:])
                 target.extents(tables)[:] = source.extents(self._put.tables())[positions]
-        digest = xxh3_64(tables) if blob.number else None
         if smaller.values_at and not blob.is_local:
             blob.write_from(tables, 0)
         at = smaller.values_at
         space = np.frombuffer(blob.view(), np.uint8) if blob.is_local else None
         for starts, sizes, unit in self._pieces():
             if self.is_given_up:
-                return None
+                return
             size = int(sizes.sum())
             piece = np.empty(size, np.uint8) if space is None else space[at : at + size]
             gather(self._put.values, starts, sizes, piece, unit)
             if space is None:
                 blob.write_from(piece.data, at)
-            if digest is not None:
-                digest.update(piece.data)
             at += size
-        return None if digest is None else digest.intdigest()
 
     def _pieces(self) -> Iterator[tuple[Rows, Rows, int]]:
         """Yield the slices of the old blob that are kept, some at a time, with the unit they are made up of."""

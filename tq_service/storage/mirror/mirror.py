@@ -48,30 +48,24 @@ class _Copy:
 
     Attributes:
         put_id: the put.
-        kind: its owner and partition.
         stored: what it is in, once it is written.
         record: what is written of it besides its bytes.
         parts: its bytes, until they are written.
         blob: what these are in, pinned until then.
         size: of the bytes.
-        made_count: copies that it got when it was last written without those required.
         is_needed: whether the put is still there.
         batch: what it is written with, until it is.
-        written: done once it is.
         replaces: an older copy, dropped then.
     """
 
     put_id: bytes
-    kind: _Kind
     stored: PutObject | None = None
     record: bytes = b""
     parts: Sequence[Buffer] = _NOTHING
     blob: Blob | None = None
     size: int = 0
-    made_count: int = 0
     is_needed: bool = True
     batch: _Batch | None = None
-    written: asyncio.Future[None] | None = None
     replaces: _Copy | None = None
 
 
@@ -80,11 +74,17 @@ class _Batch:
     """Puts that are written as one object.
 
     Attributes:
+        kind: their owner and partition.
+        written: done once they are.
         copies: of these puts.
+        made_count: copies that they got when they were last written without those required.
         task: writes them, once it has begun.
     """
 
+    kind: _Kind
+    written: asyncio.Future[None]
     copies: list[_Copy] = field(default_factory=list)
+    made_count: int = 0
     task: asyncio.Task[None] | None = None
 
 
@@ -155,8 +155,8 @@ class Mirror(Backing[PutObject]):
         """Wait until all puts have their copies, for so long at most; return the bytes of those that have not."""
         loop = asyncio.get_running_loop()
         end = loop.time() + seconds
-        for kind, batch in list(self._gathered.items()):
-            self._send(kind, batch)
+        for batch in list(self._gathered.values()):
+            self._send(batch)
         while self._tasks and loop.time() < end:
             await asyncio.wait(self._tasks, timeout=end - loop.time())
         return self._unmirrored_bytes
@@ -179,35 +179,34 @@ class Mirror(Backing[PutObject]):
         """
         copy = self._begin(pending.put_id, pending.require_complete())
         try:
-            if self._required:
-                await self._wait(copy, deadline)
+            if self._required and copy.batch is not None:
+                await self._wait(copy.batch, copy.size, deadline)
             pending.require_open()
         except BaseException:
             self._abandon(copy)
             raise
         self._flushed[pending.put_id] = copy
 
-    async def _wait(self, copy: _Copy, deadline: float | None) -> None:
-        copy.written = asyncio.get_running_loop().create_future()
+    async def _wait(self, batch: _Batch, size: int, deadline: float | None) -> None:
         try:
             async with asyncio.timeout(None if deadline is None else deadline - self._clock()):
-                await copy.written
+                await asyncio.shield(batch.written)
         except TimeoutError:
             raise QuotaExceededError(
-                f"a put of {copy.size} bytes has {copy.made_count} of the {self._required} copies required on other "
+                f"a put of {size} bytes has {batch.made_count} of the {self._required} copies required on other "
                 f"nodes at the deadline: {self._writer.error or 'the mirror is slow'}; put it again, give the mirror "
                 "more capacity or nodes, or lower mirror_required",
                 retry_after_seconds=RETRY_AFTER_SECONDS,
                 metadata={
                     "limit_name": "mirror_required",
-                    "got": str(copy.made_count),
+                    "got": str(batch.made_count),
                     "limit": str(self._required),
                 },
             ) from None
 
     def _begin(self, put_id: bytes, put: StoredPut) -> _Copy:
         """Begin to mirror a put as it is now, together with others where it is small."""
-        copy = _Copy(put_id, (put.owner, put.partition_id))
+        copy = _Copy(put_id)
         copy.record = encode_put(describe_put(put_id, put))
         view = put.values.view()
         values = [view[start : start + size] for start, size in put.value_spans() if size]
@@ -216,29 +215,26 @@ class Mirror(Backing[PutObject]):
         copy.blob = put.values
         copy.blob.pin()
         self._unmirrored_bytes += copy.size
-        if copy.size < SMALL_PUT_BYTES:
-            self._gather(copy)
-        else:
-            batch = copy.batch = _Batch()
-            batch.copies.append(copy)
-            self._start(batch)
-        return copy
-
-    def _gather(self, copy: _Copy) -> None:
-        """Have a small put written with others: at once where no small ones are being written, else soon."""
-        batch = self._gathered.get(copy.kind)
+        kind, is_small = (put.owner, put.partition_id), copy.size < SMALL_PUT_BYTES
+        loop = asyncio.get_running_loop()
+        batch = self._gathered.get(kind) if is_small else None
         if batch is None:
-            batch = self._gathered[copy.kind] = _Batch()
-            delay = _GATHER_SECONDS if self._small_count else 0.0
-            asyncio.get_running_loop().call_later(delay, self._send, copy.kind, batch)
+            batch = _Batch(kind, loop.create_future())
+            if is_small:  # at once where no small ones are being written, else soon
+                self._gathered[kind] = batch
+                loop.call_later(_GATHER_SECONDS if self._small_count else 0.0, self._send, batch)
         copy.batch = batch
         batch.copies.append(copy)
-        if len(batch.copies) >= _MOST_GATHERED:
-            self._send(copy.kind, batch)
+        if not is_small:
+            self._start(batch)
+        elif len(batch.copies) >= _MOST_GATHERED:
+            self._send(batch)
+        return copy
 
-    def _send(self, kind: _Kind, batch: _Batch) -> None:
-        if self._gathered.get(kind) is batch and not self._is_closed:
-            del self._gathered[kind]
+    def _send(self, batch: _Batch) -> None:
+        """Begin to write small puts that were gathered, unless that has begun."""
+        if self._gathered.get(batch.kind) is batch and not self._is_closed:
+            del self._gathered[batch.kind]
             self._small_count += 1
             self._start(batch).add_done_callback(self._end_small)
 
@@ -246,24 +242,23 @@ class Mirror(Backing[PutObject]):
         self._small_count -= 1
 
     def _start(self, batch: _Batch) -> asyncio.Task[None]:
-        task = batch.task = asyncio.get_running_loop().create_task(self._write(batch.copies))
+        task = batch.task = asyncio.get_running_loop().create_task(self._write(batch))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(lambda _: self._end(batch.copies))
         return task
 
-    async def _write(self, copies: Sequence[_Copy]) -> None:
+    async def _write(self, batch: _Batch) -> None:
         """Write an object again and again, until it has its copies or none of its puts is needed any more."""
         pause = _FIRST_PAUSE_SECONDS
-        while needed := [copy for copy in copies if copy.is_needed]:
-            owner, partition_id = needed[0].kind
+        while needed := [copy for copy in batch.copies if copy.is_needed]:
             parts = pack_puts([(copy.record, copy.parts) for copy in needed])
-            stored, made = await self._writer.write(owner, partition_id, [copy.put_id for copy in needed], parts)
+            stored, made = await self._writer.write(*batch.kind, [copy.put_id for copy in needed], parts)
             if stored is not None:
-                self._written(needed, stored)
+                self._take_written(needed, stored)
+                batch.written.set_result(None)
                 return
-            for copy in needed:
-                copy.made_count = made
+            batch.made_count = made
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LAST_PAUSE_SECONDS)
 
@@ -275,15 +270,13 @@ class Mirror(Backing[PutObject]):
                 copy.blob.unpin()
                 copy.blob = None
 
-    def _written(self, copies: Sequence[_Copy], stored: PutObject) -> None:
+    def _take_written(self, copies: Sequence[_Copy], stored: PutObject) -> None:
         for copy in copies:
             copy.stored = stored
             self._short_put_count += stored.is_short
             if not copy.is_needed:
                 self._leave(copy)
                 continue
-            if copy.written is not None and not copy.written.done():
-                copy.written.set_result(None)
             if copy.replaces is not None:
                 self._abandon(copy.replaces)
                 copy.replaces = None
@@ -309,7 +302,7 @@ class Mirror(Backing[PutObject]):
             if not stored.put_ids:
                 self._writer.remove(stored)
 
-    def record(self, put_id: bytes, put: StoredPut, checksum: int | None) -> None:
+    def record(self, put_id: bytes, put: StoredPut) -> None:
         """Take note that a flushed put is complete."""
         self._copies[put_id] = self._flushed.pop(put_id)
 
@@ -356,7 +349,7 @@ class Mirror(Backing[PutObject]):
             for put_id in list(stored.put_ids):
                 if (older := self._copies.get(put_id)) is not None:
                     self._abandon(older)
-                self._copies[put_id] = _Copy(put_id, (stored.owner, stored.partition_id), stored)
+                self._copies[put_id] = _Copy(put_id, stored)
                 self._short_put_count += stored.is_short
                 self._unfetched[put_id] = stored
                 self._to_scrub[put_id] = None

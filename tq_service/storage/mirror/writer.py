@@ -147,23 +147,22 @@ class ObjectWriter:
             if made < self._required:
                 self.on_error(UnavailableError(f"an object got {made} copies, at least {self._required} are required"))
                 return made
-        self._on_success()
+        if self.is_reachable is False:
+            _log.info(LogMessage("the mirror takes objects again"))
+        self.is_reachable, self.error = True, ""
         return made
 
     async def _take_number(self) -> int:
         """Return a number that no object had, once a list leads to it."""
-        while not self._can_number():
+        while self._listed_number is None or self._next_number >= self._listed_number + WINDOW:
             self._may_number.clear()
             self._list_due.set()
             await self._may_number.wait()
         number = self._next_number
         self._next_number += 1
-        if self._listed_number is not None and number >= self._listed_number + WINDOW // 4:
+        if number >= self._listed_number + WINDOW // 4:
             self._list_due.set()
         return number
-
-    def _can_number(self) -> bool:
-        return self._listed_number is not None and self._next_number < self._listed_number + WINDOW
 
     def remove(self, stored: PutObject) -> None:
         """Have an object removed, soon."""
@@ -175,11 +174,6 @@ class ObjectWriter:
         if self.is_reachable is not False:
             _log.warning(LogMessage("the mirror does not take objects; puts wait", error=error.message))
         self.is_reachable, self.error = False, error.message
-
-    def _on_success(self) -> None:
-        if self.is_reachable is False:
-            _log.info(LogMessage("the mirror takes objects again"))
-        self.is_reachable, self.error = True, ""
 
     # Lists
 
