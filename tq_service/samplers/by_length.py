@@ -167,46 +167,60 @@ class TokenBudgetSampler(LengthSampler):
                 with `overlong="error"`, more tokens than a rank or, in one of its samples, a micro-batch may have.
         """
         self.check(request)
-        groups, is_full = self._take(view, request)
+        is_full = True
+        groups = take_groups(self.ready_groups(view), replace(request, min_size=request.total_size))
+        if groups is None:
+            is_full = False
+            groups = self.ready_groups(view)(request.total_size, unit=request.batch_unit)
         if not groups.rows.size:
             return None
+        unit_count = len(groups) if request.batch_unit == "group" else groups.rows.size
+        has_enough = is_full or unit_count >= request.min_size
         lengths = self.read_lengths(view, groups.rows)
-        if self.overlong == "drop" and (is_dropped := self._is_overlong(groups, lengths)).any():
-            return self._plan_without(groups, lengths, is_dropped, is_full, request)
-        return self._plan_all(groups, lengths, is_full, request)
-
-    def _plan_all(self, groups: Groups, lengths: Indexes, is_full: bool, request: PlanRequest) -> Plan | None:
-        """Return the plan of as many of some groups as fit."""
-        units = np.ones(len(groups), np.int64) if request.batch_unit == "group" else groups.sizes
-        fitting = self._fitting_count(groups, lengths, units <= request.batch_size)
-        if not fitting:
-            raise self._oversized(groups, lengths, request.batch_size)
-        assignment = self._assign(np.add.reduceat(lengths, groups.starts)[:fitting], units[:fitting], request)
-        is_full |= sum(part.size for part in assignment) < len(groups)
-        is_full |= int(lengths.sum()) >= self.tokens_per_rank * request.rank_count
-        if not is_full and int(units.sum()) < request.min_size:
+        is_dropped = self._is_overlong(groups, lengths)
+        group_of = np.repeat(np.arange(len(groups)), groups.sizes)
+        kept_ids, sizes = np.unique(group_of[~is_dropped], return_counts=True)
+        kept, lengths = Groups(rows=groups.rows[~is_dropped], sizes=sizes), lengths[~is_dropped]
+        assignment = self._assign(kept, lengths, request)
+        taken_count = sum(part.size for part in assignment)
+        has_enough |= taken_count < len(kept) or int(lengths.sum()) >= self.tokens_per_rank * request.rank_count
+        if not has_enough:
             return None
-        plan = Plan.of(rows_of_ranks(groups, assignment))
-        if self.tokens_per_micro_batch is None:
-            return plan
-        # The lengths of a rank's samples, in the order of its rows.
-        lengths_of_ranks = rows_of_ranks(Groups(rows=lengths, sizes=groups.sizes), assignment)
-        return _split(plan, lengths_of_ranks, self.tokens_per_micro_batch)
+        plan = Plan.of(rows_of_ranks(kept, assignment))
+        if self.tokens_per_micro_batch is not None and taken_count:
+            # The lengths of a rank's samples, in the order of its rows.
+            lengths_of_ranks = rows_of_ranks(Groups(rows=lengths, sizes=kept.sizes), assignment)
+            plan = _split(plan, lengths_of_ranks, self.tokens_per_micro_batch)
+        # What is dropped goes with its group, or in turn. Of groups behind the first that does not fit nothing is
+        # dropped yet.
+        rank_of = np.arange(len(groups)) % request.rank_count
+        for rank, part in enumerate(assignment):
+            rank_of[kept_ids[part]] = rank
+        goes = is_dropped & (group_of < kept_ids[taken_count:].min(initial=len(groups)))
+        dropped = (groups.rows[goes & (rank_of[group_of] == rank)] for rank in range(request.rank_count))
+        return Plan(ranks=tuple(replace(part, dropped=rows) for part, rows in zip(plan.ranks, dropped, strict=True)))
 
-    def _assign(self, tokens: Indexes, units: Indexes, request: PlanRequest) -> list[Indexes]:
-        """Assign the first groups, as many as can be found to fit, with token totals as equal as can be.
+    def _assign(self, groups: Groups, lengths: Indexes, request: PlanRequest) -> list[Indexes]:
+        """Return positions of the groups of each rank, ascending; together the first ones, as many as fit.
 
-        Assigning one by one to the least loaded rank tells how many surely fit. Between that number and what the
-        budgets of all ranks together would hold, the largest number is searched that still fits when it is balanced.
+        Token totals are as equal as can be. Assigning one by one to the least loaded rank tells how many surely fit.
+        Between that number and what the budgets of all ranks together would hold, the largest number is searched that
+        still fits when it is balanced.
 
-        Args:
-            tokens: tokens of each group, `(n,)`, none above the limit.
-            units: samples or groups (1) that each counts as, `(n,)`.
-            request: the number of ranks, and the most units of each.
-
-        Returns:
-            Positions of the groups of each rank, ascending; together 0 to some number.
+        Raises:
+            InvalidArgumentError: the first group fits no rank.
         """
+        if not len(groups):
+            return [groups.sizes] * request.rank_count
+        tokens = np.add.reduceat(lengths, groups.starts)
+        units = np.ones(len(groups), np.int64) if request.batch_unit == "group" else groups.sizes
+        too_large = (units > request.batch_size) | (tokens > self.tokens_per_rank)
+        if self.tokens_per_micro_batch is not None:
+            too_large |= np.maximum.reduceat(lengths, groups.starts) > self.tokens_per_micro_batch
+        if too_large[0]:
+            raise self._oversized(groups, lengths, request.batch_size)
+        if too_large.any():
+            tokens, units = tokens[: too_large.argmax()], units[: too_large.argmax()]
         fits = np.cumsum(tokens) <= self.tokens_per_rank * request.rank_count
         fits &= np.cumsum(units) <= request.total_size
         most = int(fits.sum())
@@ -246,55 +260,14 @@ class TokenBudgetSampler(LengthSampler):
                 return parts
         return None
 
-    def _plan_without(
-        self, groups: Groups, lengths: Indexes, is_dropped: NDArray[np.bool_], is_full: bool, request: PlanRequest
-    ) -> Plan | None:
-        """Return the plan of the members of groups that are not dropped; what is dropped goes with them, or in turn.
-
-        Of groups behind the first that does not fit nothing is dropped yet.
-        """
-        group_of = np.repeat(np.arange(len(groups)), groups.sizes)
-        kept_ids, kept_sizes = np.unique(group_of[~is_dropped], return_counts=True)
-        units = len(groups) if request.batch_unit == "group" else groups.rows.size
-        kept = Groups(rows=groups.rows[~is_dropped], sizes=kept_sizes)
-        plan: Plan | None = Plan.of([groups.rows[:0]] * request.rank_count)
-        if len(kept):
-            has_enough = is_full or units >= request.min_size
-            plan = self._plan_all(kept, lengths[~is_dropped], has_enough, request)
-        elif not is_full and units < request.min_size:
-            return None
-        if plan is None:
-            return None
-        rank_of = np.arange(len(groups)) % request.rank_count
-        group_of_row = dict(zip(groups.rows.tolist(), group_of.tolist(), strict=True))
-        taken = [[group_of_row[row] for row in part.rows.tolist()] for part in plan.ranks]
-        for rank, ids in enumerate(taken):
-            rank_of[ids] = rank
-        left = np.setdiff1d(kept_ids, [group for ids in taken for group in ids])
-        goes = is_dropped & (group_of < left.min(initial=len(groups)))
-        dropped = (groups.rows[goes & (rank_of[group_of] == rank)] for rank in range(request.rank_count))
-        return Plan(ranks=tuple(replace(part, dropped=rows) for part, rows in zip(plan.ranks, dropped, strict=True)))
-
     def _is_overlong(self, groups: Groups, lengths: Indexes) -> NDArray[np.bool_]:
         """Return which members of groups are dropped: those too long by themselves, and all of groups that are."""
+        if self.overlong == "error":
+            return np.zeros(lengths.size, np.bool_)
         is_dropped = lengths > min(self.tokens_per_rank, self.tokens_per_micro_batch or self.tokens_per_rank)
         totals = np.add.reduceat(np.where(is_dropped, 0, lengths), groups.starts)
         dropped: NDArray[np.bool_] = is_dropped | np.repeat(totals > self.tokens_per_rank, groups.sizes)
         return dropped
-
-    def _take(self, view: View, request: PlanRequest) -> tuple[Groups, bool]:
-        """Return the next whole groups, and whether they are all that `batch_size` allows."""
-        full = take_groups(self.ready_groups(view), replace(request, min_size=request.total_size))
-        if full is not None:
-            return full, True
-        return self.ready_groups(view)(request.total_size, unit=request.batch_unit), False
-
-    def _fitting_count(self, groups: Groups, lengths: Indexes, is_few: NDArray[np.bool_]) -> int:
-        """Return how many groups come before the first that fits no rank, or whose samples fit no micro-batch."""
-        too_large = ~is_few | (np.add.reduceat(lengths, groups.starts) > self.tokens_per_rank)
-        if self.tokens_per_micro_batch is not None:
-            too_large |= np.maximum.reduceat(lengths, groups.starts) > self.tokens_per_micro_batch
-        return int(too_large.argmax()) if too_large.any() else len(groups)
 
     def _oversized(self, groups: Groups, lengths: Indexes, batch_size: int) -> InvalidArgumentError:
         """Return the error of a first group that no rank can have."""

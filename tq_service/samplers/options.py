@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import re
@@ -85,7 +86,17 @@ def build_sampler(name: str, kind: type[Sampler], config: Mapping[str, object]) 
             metadata={"option": missing[0]},
         )
     hints = _type_hints(kind)
-    options = {option: _converted(name, option, value, hints.get(option, Any)) for option, value in config.items()}
+    options: dict[str, object] = {}
+    for option, value in config.items():
+        try:
+            options[option] = _converted(value, hints.get(option, Any))
+        except ValueError:
+            got, expected = json.dumps(value, default=repr), _words(hints[option])
+            raise InvalidArgumentError(
+                f"sampler_config: sampler {name!r}, option {option!r}: got {got:.200}, expected {expected}",
+                field=_FIELD,
+                metadata={"option": option, "got": got, "expected": expected},
+            ) from None
     try:
         sampler = kind(**options)
     except (TypeError, ValueError) as error:
@@ -125,19 +136,6 @@ def _type_hints(kind: type[Sampler]) -> dict[str, Any]:
         return {}
 
 
-def _converted(sampler: str, option: str, value: object, hint: Any) -> object:
-    """Return the value as the hint wants it: numbers of a JSON-like config are all doubles on the wire."""
-    matches, converted = _match(value, hint)
-    if matches:
-        return converted
-    got = json.dumps(value, default=repr)
-    raise InvalidArgumentError(
-        f"sampler_config: sampler {sampler!r}, option {option!r}: got {got:.200}, expected {_words(hint)}",
-        field=_FIELD,
-        metadata={"option": option, "got": got, "expected": _words(hint)},
-    )
-
-
 _WORDS: Final[Mapping[Any, str]] = {
     int: "a whole number", float: "a number", bool: "a truth value", str: "text", type(None): "null", None: "null",
 }  # fmt: skip
@@ -155,25 +153,29 @@ def _words(hint: Any) -> str:
     return _WORDS.get(hint, "")
 
 
-def _match(value: object, hint: Any) -> tuple[bool, object]:
-    if get_origin(hint) in (Union, types.UnionType):
-        return next((result for part in get_args(hint) if (result := _match(value, part))[0]), (False, value))
-    if get_origin(hint) is Literal:
-        return next(
-            ((True, known) for known in get_args(hint) if _match(value, type(known)) == (True, known)), (False, value)
-        )
-    if get_origin(hint) in _LISTS:
-        parts = [_match(each, get_args(hint)[0]) for each in value] if isinstance(value, list | tuple) else None
-        return parts is not None and all(matches for matches, _ in parts), [each for _, each in parts or ()]
-    if hint in (type(None), None):
-        return value is None, value
-    if hint is int:
-        if isinstance(value, float) and value.is_integer():
-            return True, int(value)
-        return isinstance(value, int) and not isinstance(value, bool), value
-    if hint is float:
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        return is_number, float(value) if isinstance(value, (int, float)) else value
-    if hint in (bool, str):
-        return isinstance(value, hint), value
-    return True, value  # other annotations are the constructor's to check
+def _converted(value: object, hint: Any) -> object:
+    """Return a value as the hint wants it: numbers of a JSON-like config are all doubles on the wire.
+
+    Raises:
+        ValueError: it does not match.
+    """
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType, Literal):
+        for each in arguments:
+            with contextlib.suppress(ValueError):
+                converted = _converted(value, type(each) if origin is Literal else each)
+                if origin is not Literal or converted == each:
+                    return converted
+    elif origin in _LISTS:
+        if isinstance(value, list | tuple):
+            return [_converted(each, arguments[0]) for each in value]
+    elif hint in (int, float):
+        if (
+            isinstance(value, int | float)
+            and not isinstance(value, bool)
+            and (hint is float or not isinstance(value, float) or value.is_integer())
+        ):
+            return hint(value)
+    elif hint not in (bool, str, None, type(None)) or isinstance(value, type(None) if hint is None else hint):
+        return value  # other annotations are the constructor's to check
+    raise ValueError

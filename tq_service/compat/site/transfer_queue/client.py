@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial, wraps
+from functools import partial, update_wrapper
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
@@ -704,26 +704,21 @@ class TransferQueueClient:
 
     Attributes:
         client_id: a name of this client, for logs of its user.
+        address: where the service is.
     """
 
     def __init__(
         self, address: str, *, namespace: str, token: str | None, asking: Asking, timeout: float = 60.0
     ) -> None:
         self.client_id = f"{type(self).__name__}_{secrets.token_hex(4)}"
-        self._arguments: dict[str, Any] = {
-            "address": address,
-            "namespace": namespace,
-            "token": token,
-            "asking": asking,
-            "timeout": timeout,
-        }
+        self.address = address
+        self._options: dict[str, Any] = {"namespace": namespace, "token": token, "asking": asking, "timeout": timeout}
         reached: dict[str, Any] = {"address": address, "namespace": namespace or False, "timeout": timeout}
         if token is not None:
             reached |= {"token": token, "insecure": True}
         self.sync_client, self.async_client = tq.Client(**reached), tq.AsyncClient(**reached)
-        self.sync_calls = Calls(
-            Awaitables(self.sync_client), namespace=namespace, asking=asking, sleep=Awaitables(time).sleep
-        )
+        made, pause = Awaitables(self.sync_client), Awaitables(time).sleep
+        self.sync_calls = Calls(made, namespace=namespace, asking=asking, sleep=pause)
         self.async_calls = Calls(self.async_client, namespace=namespace, asking=asking, sleep=asyncio.sleep)
 
     if TYPE_CHECKING:  # the methods are made below
@@ -731,14 +726,14 @@ class TransferQueueClient:
         def __getattr__(self, name: str) -> Callable[..., Any]: ...
 
     def polling(self) -> Callable[..., TransferQueueClient]:
-        """Return what makes a client for workers: it answers an empty batch if too few samples are ready.
+        """Return what makes a worker's client of an address: it answers an empty batch if too few samples are ready.
 
         It can be pickled where the service samples.
         """
-        asking = replace(self._arguments["asking"], polling_mode=True, wait_seconds=0.0)
+        asking = replace(self._options["asking"], polling_mode=True, wait_seconds=0.0)
         if service_samples(asking.sampler):
             asking = replace(asking, controller=None)
-        return partial(_client_of, {**self._arguments, "asking": asking})
+        return partial(TransferQueueClient, **{**self._options, "asking": asking})
 
     def wait_at_most(self, seconds: float) -> None:
         """Set how long `get_meta` waits for samples from now on."""
@@ -749,32 +744,22 @@ class TransferQueueClient:
         self.sync_client.close()
 
 
-def _client_of(arguments: Mapping[str, Any], _address: str | None = None) -> TransferQueueClient:
-    return TransferQueueClient(**arguments)
+def _add_forms(name: str) -> None:
+    """Give clients the method of a call, and the one to be awaited."""
 
-
-def sync_form(name: str) -> Callable[..., Any]:
-    """Return the method of a client that makes a call of `Calls`."""
-
-    @wraps(getattr(Calls, name))
     def call(client: TransferQueueClient, *arguments: Any, **keywords: Any) -> Any:
         return finished(getattr(client.sync_calls, name)(*arguments, **keywords))
 
-    return call
-
-
-def async_form(name: str) -> Callable[..., Any]:
-    """Return the method of a client that makes a call of `Calls`, to be awaited."""
-
-    @wraps(getattr(Calls, name))
-    async def call(client: TransferQueueClient, *arguments: Any, **keywords: Any) -> Any:
+    async def async_call(client: TransferQueueClient, *arguments: Any, **keywords: Any) -> Any:
         return await getattr(client.async_calls, name)(*arguments, **keywords)
 
-    return call
+    for form, its_name in ((call, name), (async_call, f"async_{name}")):
+        update_wrapper(form, getattr(Calls, name))
+        form.__name__ = form.__qualname__ = its_name
+        setattr(TransferQueueClient, its_name, form)
 
 
 for _name in [name for name in vars(Calls) if not name.startswith("_")]:
-    setattr(TransferQueueClient, _name, sync_form(_name))
-    setattr(TransferQueueClient, f"async_{_name}", async_form(_name))
+    _add_forms(_name)
 
 AsyncTransferQueueClient = TransferQueueClient

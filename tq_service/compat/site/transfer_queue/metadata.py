@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -21,8 +20,6 @@ _log = logging.getLogger(__name__)
 # it is right: a row of theirs has shape () here.
 _nrl_scalar_schema_patched = True
 _IMMUTABLE: Final = (str, int, float, bytes, type(None))
-
-Part = TypeVar("Part", "BatchMeta", "KVBatchMeta")
 
 
 class BatchMeta:
@@ -93,7 +90,10 @@ class BatchMeta:
     @property
     def samples(self) -> Sequence[SampleView]:
         """A read-only view of each sample."""
-        return [SampleView(self, position) for position in range(self.size)]
+        fields = MappingProxyType({name: MappingProxyType(each) for name, each in self.field_schema.items()})
+        statuses, tags = self.production_status.tolist(), map(MappingProxyType, self.custom_meta)
+        columns = zip(self.global_indexes, self.partition_ids, statuses, tags, strict=True)
+        return [SampleView(*known, fields) for known in columns]
 
     def get_dtypes(self, field_name: str) -> list[Any]:
         """Return the dtype of a field, once for each sample; KeyError for an unknown one."""
@@ -211,7 +211,7 @@ class BatchMeta:
             ValueError: they are not each position once.
         """
         _check_order(indices, self.size)
-        ordered = self.select_samples(indices)
+        ordered = self._of(indices)
         for name in ("global_indexes", "partition_ids", "production_status", "custom_meta"):
             setattr(self, name, getattr(ordered, name))
 
@@ -239,8 +239,9 @@ class BatchMeta:
         if not other or not self:
             return (self or other).copy()
         for what in ("global_indexes", "partition_ids"):
-            if getattr(self, what) != getattr(other, what):
-                raise ValueError(f"{what} differ: {getattr(self, what)} and {getattr(other, what)}")
+            mine, its = getattr(self, what), getattr(other, what)
+            if mine != its:
+                raise ValueError(f"{what} differ: {mine} and {its}")
         united = self.copy()
         united.field_schema |= copy.deepcopy(other.field_schema)
         united.production_status = united.production_status & other.production_status
@@ -255,7 +256,7 @@ class BatchMeta:
         Raises:
             ValueError: they differ in fields or in dtypes of fields (with `validate`), or in values of `extra_info`.
         """
-        parts = _not_empty(data)
+        parts = [part for part in data if part]
         if not parts:
             return cls.empty()
         first = parts[0]
@@ -269,8 +270,8 @@ class BatchMeta:
                         f"{part.field_schema[name].get('dtype')}"
                     )
         return cls(
-            itertools.chain.from_iterable(part.global_indexes for part in parts),
-            itertools.chain.from_iterable(part.partition_ids for part in parts),
+            [index for part in parts for index in part.global_indexes],
+            [name for part in parts for name in part.partition_ids],
             {name: _merged_schema([part.field_schema.get(name, {}) for part in parts]) for name in first.field_schema},
             np.concatenate([part.production_status for part in parts]),
             _merged_extra_info([part.extra_info for part in parts]),
@@ -285,37 +286,22 @@ class BatchMeta:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class SampleView:
-    """One sample of a batch, read-only."""
+class SampleView(NamedTuple):
+    """One sample of a batch, read-only.
 
-    batch: BatchMeta
-    position: int
+    Attributes:
+        global_index: its index.
+        partition_id: its partition.
+        production_status: 1 where it has all of the fields.
+        custom_meta: what is known of it.
+        fields: the schemas of its fields.
+    """
 
-    @property
-    def global_index(self) -> int:
-        """Its index."""
-        return self.batch.global_indexes[self.position]
-
-    @property
-    def partition_id(self) -> str:
-        """Its partition."""
-        return self.batch.partition_ids[self.position]
-
-    @property
-    def production_status(self) -> int:
-        """1 where it has all of the fields."""
-        return int(self.batch.production_status[self.position])
-
-    @property
-    def custom_meta(self) -> Mapping[str, Any]:
-        """What is known of it."""
-        return MappingProxyType(self.batch.custom_meta[self.position])
-
-    @property
-    def fields(self) -> Mapping[str, Mapping[str, Any]]:
-        """The schemas of its fields."""
-        return MappingProxyType({name: MappingProxyType(each) for name, each in self.batch.field_schema.items()})
+    global_index: int
+    partition_id: str
+    production_status: int
+    custom_meta: Mapping[str, Any]
+    fields: Mapping[str, Mapping[str, Any]]
 
 
 @dataclass
@@ -393,7 +379,7 @@ class KVBatchMeta:
         Raises:
             ValueError: they differ in partition or fields, or in values of `extra_info`.
         """
-        parts = _not_empty(data)
+        parts = [part for part in data if part]
         if not parts:
             return cls()
         first = parts[0]
@@ -418,14 +404,19 @@ def extract_field_schema(data: TensorDict) -> dict[str, dict[str, Any]]:
 
 def _schema_of_column(column: Any) -> dict[str, Any]:
     if not isinstance(column, torch.Tensor):
-        return {"dtype": None, "shape": None, "is_nested": False, "is_non_tensor": True}
-    shape = _row_shape(column) if column.is_nested else tuple(column.shape[1:])
-    return {"dtype": column.dtype, "shape": shape, "is_nested": column.is_nested, "is_non_tensor": False}
+        return schema_of(None, None, is_non_tensor=True)
+    shapes = [tuple(row.shape) for row in column.unbind()] if column.is_nested else [tuple(column.shape[1:])]
+    return schema_of(column.dtype, _common_shape(shapes), is_nested=column.is_nested)
 
 
-def _row_shape(column: torch.Tensor) -> tuple[int, ...]:
-    sizes = zip(*(tuple(row.shape) for row in column.unbind()), strict=True)
-    return tuple(each[0] if len(set(each)) == 1 else -1 for each in sizes)
+def schema_of(dtype: Any, shape: Any, *, is_nested: bool = False, is_non_tensor: bool = False) -> dict[str, Any]:
+    """Return the schema of a field."""
+    return {"dtype": dtype, "shape": shape, "is_nested": is_nested, "is_non_tensor": is_non_tensor}
+
+
+def _common_shape(shapes: Iterable[Sequence[int]]) -> tuple[int, ...]:
+    """Return what shapes have in common, -1 where they differ."""
+    return tuple(sizes[0] if len(set(sizes)) == 1 else -1 for sizes in zip(*shapes, strict=True))
 
 
 def _merged_schema(schemas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -433,7 +424,7 @@ def _merged_schema(schemas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     merged = dict(schemas[0])
     merged["is_nested"] = len(shapes) > 1 or any(schema.get("is_nested") for schema in schemas)
     if len(shapes) > 1 and len({shape and len(shape) for shape in shapes}) == 1:
-        merged["shape"] = tuple(sizes[0] if len(set(sizes)) == 1 else -1 for sizes in zip(*shapes, strict=True))
+        merged["shape"] = _common_shape([shape or () for shape in shapes])
     return merged
 
 
@@ -463,10 +454,6 @@ def _copied(rows: Sequence[Any]) -> list[Any]:
         else copy.deepcopy(row)
         for row in rows
     ]
-
-
-def _not_empty(data: Iterable[Part]) -> list[Part]:
-    return [part for part in data if part]
 
 
 def _even_parts(size: int, count: int) -> Iterator[list[int]]:
