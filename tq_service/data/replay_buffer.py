@@ -28,9 +28,6 @@ class ReplayBuffer:
         self._kept_bytes = 0
         self._is_full = max_bytes == 0
 
-    def __len__(self) -> int:
-        return len(self._batches)
-
     def following(self, batch_index: int) -> list[FetchedBatch]:
         """Return the batches that are kept from `batch_index` on, up to the first one that is not."""
         indexes = itertools.takewhile(self._batches.__contains__, itertools.count(batch_index))

@@ -405,23 +405,24 @@ class PackedSampler(LengthSampler):
 
 def _as_plan(groups: Groups, group_of: Indexes, packs: PackPlan) -> Plan:
     """Return the plan in rows; samples that are dropped go with their group, or in turn."""
+    samples_of_ranks = [
+        np.array(sorted(sample for step in steps for pack in step for sample in pack), np.int64)
+        for steps in packs.packs
+    ]
     rank_of_group = np.arange(len(groups)) % packs.dp_size
-    for rank, steps in enumerate(packs.packs):
-        rank_of_group[group_of[[sample for step in steps for pack in step for sample in pack]]] = rank
-    rank_of = rank_of_group[group_of]
-    is_dropped = np.zeros(groups.rows.size, np.bool_)
-    is_dropped[packs.dropped] = True
-    ranks = []
-    for rank, steps in enumerate(packs.packs):
-        samples = np.flatnonzero((rank_of == rank) & ~is_dropped)
-        ranks.append(
+    for rank, samples in enumerate(samples_of_ranks):
+        rank_of_group[group_of[samples]] = rank
+    rank_of_dropped = rank_of_group[group_of[packs.dropped]]
+    return Plan(
+        ranks=tuple(
             RankPlan(
                 rows=groups.rows[samples],
-                dropped=groups.rows[(rank_of == rank) & is_dropped],
-                steps=tuple(tuple(_as_pack(samples, pack, packs) for pack in step) for step in steps),
+                dropped=groups.rows[packs.dropped[rank_of_dropped == rank]],
+                steps=tuple(tuple(_as_pack(samples, pack, packs) for pack in step) for step in packs.packs[rank]),
             )
+            for rank, samples in enumerate(samples_of_ranks)
         )
-    return Plan(ranks=tuple(ranks))
+    )
 
 
 def _as_pack(samples: Indexes, pack: list[int], packs: PackPlan) -> Pack:

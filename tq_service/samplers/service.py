@@ -169,11 +169,10 @@ def _import_class(name: str) -> Any:
 
 
 def _check_class(name: str, kind: Any) -> type[Sampler]:
-    if not inspect.isclass(kind) or not callable(getattr(kind, "plan", None)):
-        raise ValueError(f"sampler {name!r}: got {kind!r}, expected a class with a method plan(view, request)")
-    if not issubclass(kind, Sampler):
+    if not inspect.isclass(kind) or not issubclass(kind, Sampler):
         raise ValueError(
-            f"sampler {name!r}: got {kind.__qualname__}, expected a subclass of tq_service.samplers.Sampler"
+            f"sampler {name!r}: got {kind!r}, expected a class with a method plan(view, request), a subclass of "
+            "tq_service.samplers.Sampler"
         )
     return kind
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -22,7 +23,43 @@ _nrl_scalar_schema_patched = True
 _IMMUTABLE: Final = (str, int, float, bytes, type(None))
 
 
-class BatchMeta:
+class _Batch(ABC):
+    """Samples with attributes that have one value for each of them, the first of which names the samples."""
+
+    _PER_SAMPLE: ClassVar[tuple[str, ...]]
+
+    @abstractmethod
+    def _of(self, positions: Sequence[int]) -> Self:
+        """Return the samples at these positions, with what is known of the batch."""
+
+    @property
+    def size(self) -> int:
+        """Number of samples."""
+        return len(getattr(self, self._PER_SAMPLE[0]))
+
+    def __len__(self) -> int:
+        return self.size
+
+    def reorder(self, indexes: Sequence[int]) -> None:
+        """Put the samples into the order of these positions, in place.
+
+        Raises:
+            ValueError: they are not each position once.
+        """
+        if sorted(indexes) != list(range(self.size)):
+            raise ValueError(f"the order is {list(indexes)}, expected each of the positions 0 to {self.size - 1} once")
+        ordered = self._of(indexes)
+        for name in self._PER_SAMPLE:
+            setattr(self, name, getattr(ordered, name))
+
+    def chunk(self, chunks: int) -> list[Self]:
+        """Return `chunks` batches of neighbours, as equal as can be, the larger ones first."""
+        if self.size < chunks:
+            _log.warning("%d samples are cut into %d parts, some of which are empty", self.size, chunks)
+        return [self._of(part.tolist()) for part in np.array_split(np.arange(self.size), chunks)]
+
+
+class BatchMeta(_Batch):
     """Samples by their indexes, and what is known of them.
 
     Attributes:
@@ -34,6 +71,8 @@ class BatchMeta:
         extra_info: what is known of the batch as a whole.
         custom_meta: one mapping for each sample.
     """
+
+    _PER_SAMPLE = ("global_indexes", "partition_ids", "production_status", "custom_meta")
 
     # What the loader of tq_service asks of the meta of a batch.
     status = "batch"
@@ -60,22 +99,14 @@ class BatchMeta:
         self.custom_meta = [dict(each) for each in custom_meta or ({} for _ in self.global_indexes)]
         # Of the partitions, as far as they are known, so that a later one of the same name is never taken for them.
         self.incarnations = dict(incarnations or {})
-        for what in ("partition_ids", "production_status", "custom_meta"):
-            if len(getattr(self, what)) != self.size:
-                raise ValueError(f"{what} is for {len(getattr(self, what))} samples, expected {self.size}")
+        for what in self._PER_SAMPLE[1:]:
+            if (count := len(getattr(self, what))) != self.size:
+                raise ValueError(f"{what} is for {count} samples, expected {self.size}")
 
     @classmethod
     def empty(cls, extra_info: Mapping[str, Any] | None = None) -> BatchMeta:
         """Return a batch without samples."""
         return cls(extra_info=extra_info)
-
-    @property
-    def size(self) -> int:
-        """Number of samples."""
-        return len(self.global_indexes)
-
-    def __len__(self) -> int:
-        return self.size
 
     @property
     def field_names(self) -> list[str]:
@@ -204,27 +235,12 @@ class BatchMeta:
             self.incarnations,
         )
 
-    def reorder(self, indices: Sequence[int]) -> None:
-        """Put the samples into the order of these positions, in place.
-
-        Raises:
-            ValueError: they are not each position once.
-        """
-        _check_order(indices, self.size)
-        ordered = self._of(indices)
-        for name in ("global_indexes", "partition_ids", "production_status", "custom_meta"):
-            setattr(self, name, getattr(ordered, name))
-
     def __getitem__(self, item: Any) -> BatchMeta:
         if isinstance(item, slice):
             return self._of(range(self.size)[item])
         if isinstance(item, int | np.integer):
             return self._of([range(self.size)[item]])
         raise TypeError(f"got an index of type {type(item).__name__}, expected an integer or a slice")
-
-    def chunk(self, chunks: int) -> list[BatchMeta]:
-        """Return `chunks` batches of neighbours, as equal as can be, the larger ones first."""
-        return [self._of(part) for part in _even_parts(self.size, chunks)]
 
     def chunk_by_partition(self) -> list[BatchMeta]:
         """Return a batch for each partition, in the order of their first samples."""
@@ -305,7 +321,7 @@ class SampleView(NamedTuple):
 
 
 @dataclass
-class KVBatchMeta:
+class KVBatchMeta(_Batch):
     """Samples of one partition by their keys.
 
     Attributes:
@@ -315,6 +331,8 @@ class KVBatchMeta:
         fields: names of the fields that all have; None where not known.
         extra_info: what is known of the batch as a whole.
     """
+
+    _PER_SAMPLE = ("keys", "tags")
 
     keys: list[str] = field(default_factory=list)
     tags: list[dict[str, Any]] = field(default_factory=list)
@@ -331,14 +349,6 @@ class KVBatchMeta:
         # Parts of a batch are changed independently of it.
         self.tags = _copied(self.tags)
         self.extra_info = copy.deepcopy(self.extra_info)
-
-    @property
-    def size(self) -> int:
-        """Number of samples."""
-        return len(self.keys)
-
-    def __len__(self) -> int:
-        return len(self.keys)
 
     def __str__(self) -> str:
         return f"KVBatchMeta(size={self.size}, field_names={self.fields}, extra_info={self.extra_info})"
@@ -357,20 +367,6 @@ class KVBatchMeta:
             raise RuntimeError(f"the batch has no keys {sorted(unknown)}")
         position_of = {key: position for position, key in enumerate(self.keys)}
         return self._of([position_of[key] for key in keys_to_select])
-
-    def reorder(self, indexes: Sequence[int]) -> None:
-        """Put the samples into the order of these positions, in place.
-
-        Raises:
-            ValueError: they are not each position once.
-        """
-        _check_order(indexes, self.size)
-        self.keys = [self.keys[position] for position in indexes]
-        self.tags = [self.tags[position] for position in indexes]
-
-    def chunk(self, chunks: int) -> list[KVBatchMeta]:
-        """Return `chunks` batches of neighbours, as equal as can be, the larger ones first."""
-        return [self._of(part) for part in _even_parts(self.size, chunks)]
 
     @classmethod
     def concat(cls, data: Sequence[KVBatchMeta]) -> KVBatchMeta:
@@ -454,17 +450,6 @@ def _copied(rows: Sequence[Any]) -> list[Any]:
         else copy.deepcopy(row)
         for row in rows
     ]
-
-
-def _even_parts(size: int, count: int) -> Iterator[list[int]]:
-    if size < count:
-        _log.warning("%d samples are cut into %d parts, some of which are empty", size, count)
-    return (part.tolist() for part in np.array_split(np.arange(size), count))
-
-
-def _check_order(positions: Sequence[int], size: int) -> None:
-    if sorted(positions) != list(range(size)):
-        raise ValueError(f"the order is {list(positions)}, expected each of the positions 0 to {size - 1} once")
 
 
 def positions_of(names: Sequence[str]) -> dict[str, list[int]]:
