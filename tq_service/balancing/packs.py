@@ -164,12 +164,9 @@ def plan_packs(
     """
     started = time.perf_counter()
     lengths = check_lengths(seqlens)
-    for name, value in (
-        ("dp_size", dp_size),
-        ("optimizer_steps", optimizer_steps),
-        ("pack_max_length", pack_max_length),
-    ):
-        check_count(name, value)
+    check_count("dp_size", dp_size)
+    check_count("optimizer_steps", optimizer_steps)
+    check_count("pack_max_length", pack_max_length)
     kept, truncated, dropped = _apply_overlong(lengths, pack_max_length, overlong)
     lengths = np.minimum(lengths, pack_max_length)
     lengths[dropped] = 0
@@ -393,7 +390,6 @@ class _TreeSearch:
     def __init__(self, sizes: Int64s, capacity: int, bin_count: int) -> None:
         self._order: list[int] = np.argsort(-sizes, kind="stable").tolist()
         self._sizes: list[int] = sizes[self._order].tolist()
-        self._capacity = capacity
         self._free = [capacity] * bin_count
         self._bins: Bins = [[] for _ in range(bin_count)]
         self._spare = bin_count * capacity - int(sizes.sum())
@@ -407,7 +403,9 @@ class _TreeSearch:
         if at == len(self._order):
             return True
         self._nodes += 1
-        if self._nodes > _MOST_NODES or self._wasted(at) > self._spare:
+        # Bins that are too full for the smallest item left waste what they have free.
+        wasted = sum(free for free in self._free if free < self._sizes[-1])
+        if self._nodes > _MOST_NODES or wasted > self._spare:
             return False
         size = self._sizes[at]
         tried = set()
@@ -425,8 +423,3 @@ class _TreeSearch:
             if free == size:  # no other bin can do better with this item
                 return False
         return False
-
-    def _wasted(self, at: int) -> int:
-        """Return the free capacity of the bins that are too full for the smallest item left."""
-        smallest = self._sizes[-1]
-        return sum(free for free in self._free if free < smallest) if at < len(self._sizes) else 0

@@ -253,21 +253,14 @@ def _partition(lengths: Int64s, k: int, equal_size: bool) -> list[Int64s]:
     if equal_size:
         differencing.seed_full_rows()
     final = differencing.run()
-    owner = _follow(differencing.parent)
+    owner = differencing.parent
+    while not np.array_equal(owner[owner], owner):  # to the end of each chain of pointers
+        owner = owner[owner]
     column_of = np.empty(lengths.size, np.int64)
     column_of[owner[final.ids[::-1]]] = np.arange(k)
     labels = column_of[owner]
     order = np.argsort(labels, kind="stable")
     return np.split(order, np.cumsum(np.bincount(labels, minlength=k))[:-1])
-
-
-def _follow(parent: Int64s) -> Int64s:
-    """Return the end of each chain of pointers."""
-    while True:
-        grandparent = parent[parent]
-        if np.array_equal(grandparent, parent):
-            return parent
-        parent = grandparent
 
 
 class _Partial(NamedTuple):
@@ -427,7 +420,7 @@ class _Sets:
             return self._values[other]
         return np.append(self._values[other], np.int64(0))
 
-    def _first_exchange(self, heaviest: int, others: Int64s) -> tuple[int, int, int | None] | None:
+    def _first_exchange(self, heaviest: int, others: Int64s) -> tuple[int, int, int] | None:
         """Return the best exchange with the first of the other sets that offers one."""
         given = self._values[heaviest]
         for other in others.tolist():
@@ -442,11 +435,10 @@ class _Sets:
             moved = np.concatenate([given, given]) - offered[places]
             best = int(np.abs(2 * moved - gap).argmin())
             if 0 < moved[best] < gap:
-                place = int(places[best])
-                return other, best % given.size, place if place < self.items[other].size else None
+                return other, best % given.size, int(places[best])
         return None
 
-    def _any_exchange(self, heaviest: int, others: Int64s) -> tuple[int, int, int | None] | None:
+    def _any_exchange(self, heaviest: int, others: Int64s) -> tuple[int, int, int] | None:
         """Return the best exchange with any of the other sets: that after which the heavier of the two is lightest."""
         given = self._values[heaviest]
         offered = [self._offered(heaviest, other) for other in others.tolist()]
@@ -461,19 +453,19 @@ class _Sets:
         if heavier[given_place, flat] >= self._sums[heaviest]:
             return None
         other = int(owners[flat])
-        place = flat - int((owners == other).argmax())
-        return other, given_place, place if place < self.items[other].size else None
+        return other, given_place, flat - int((owners == other).argmax())
 
-    def _make(self, heaviest: int, other: int, given: int, returned: int | None) -> None:
-        """Give the item at place `given` for that at place `returned` of the other set, or for nothing."""
+    def _make(self, heaviest: int, other: int, given: int, returned: int) -> None:
+        """Give the item at place `given` for that at place `returned` of the other set, behind its last for nothing."""
+        is_swap = returned < self.items[other].size
         moved = int(self._values[heaviest][given])
         for columns in (self.items, self._values):
             heavy, light = columns[heaviest], columns[other]
-            if returned is None:
+            if not is_swap:
                 columns[heaviest], columns[other] = np.delete(heavy, given), np.append(light, heavy[given])
             else:
                 heavy[given], light[returned] = light[returned], heavy[given]
-        if returned is not None:
+        if is_swap:
             moved -= int(self._values[heaviest][given])
         self._sums[heaviest] -= moved
         self._sums[other] += moved

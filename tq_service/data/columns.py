@@ -107,38 +107,32 @@ def build(flat: FlatBatch) -> TensorDict:
     return TensorDict(fields, batch_size=[flat.row_count])
 
 
-def _flatten_nested(nested: torch.Tensor, patterns: list[RowPattern]) -> FlatColumn:
+def _flatten_nested(nested: Any, patterns: list[RowPattern]) -> FlatColumn:
     """Return the column of a nested tensor; its pattern is one of those known, or added to them."""
-    if nested.layout is not torch.jagged:
+    is_jagged = nested.layout is torch.jagged
+    if is_jagged and nested.lengths() is None:
+        dim = nested._ragged_idx - 1  # torch has no public name for it
+        values, offsets = nested.values(), nested.offsets()
+        first, last = int(offsets[0]), int(offsets[-1])
+        if first != 0 or last != values.shape[dim]:
+            values, offsets = values.narrow(dim, first, last - first), offsets - first
+    else:
         rows = list(nested.unbind())
         ragged = {dim for row in rows for dim, size in enumerate(row.shape) if size != rows[0].shape[dim]} or {0}
         if len(ragged) > 1:
             return rows
-        ragged_dim = ragged.pop()
-        lengths = np.array([row.shape[ragged_dim] for row in rows], np.int64)
-        values = torch.cat(rows, dim=ragged_dim) if rows else nested.new_empty(0)
-        nested = RowPattern.of_lengths(lengths, device=values.device).nested(values, ragged_dim + 1)
-    values, offsets, ragged_dim = _without_gaps(nested)
+        dim = nested._ragged_idx - 1 if is_jagged else ragged.pop()
+        if rows:
+            values = torch.cat(rows, dim=dim)
+        else:
+            values = nested.values().narrow(dim, 0, 0) if is_jagged else nested.new_empty(0)
+        lengths = np.array([row.shape[dim] for row in rows], np.int64)
+        offsets = RowPattern.of_lengths(lengths, device=values.device).offsets
     pattern = next((each for each in patterns if each.offsets is offsets or torch.equal(each.offsets, offsets)), None)
     if pattern is None:
         pattern = RowPattern.of_offsets(offsets)
         patterns.append(pattern)
-    return JaggedColumn(values, pattern, ragged_dim)
-
-
-def _without_gaps(nested: Any) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Return values, offsets and the ragged dimension of a jagged tensor, compacted if its rows have gaps."""
-    ragged_dim: int = nested._ragged_idx  # torch has no public name for it
-    values, offsets, lengths = nested.values(), nested.offsets(), nested.lengths()
-    if lengths is not None:
-        rows = [values.narrow(ragged_dim - 1, int(at), int(size)) for at, size in zip(offsets, lengths, strict=False)]
-        values = torch.cat(rows, dim=ragged_dim - 1) if rows else values.narrow(ragged_dim - 1, 0, 0)
-        offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-        return values, offsets, ragged_dim
-    first, last = int(offsets[0]), int(offsets[-1])
-    if first != 0 or last != values.shape[ragged_dim - 1]:
-        values, offsets = values.narrow(ragged_dim - 1, first, last - first), offsets - first
-    return values, offsets, ragged_dim
+    return JaggedColumn(values, pattern, dim + 1)
 
 
 def object_bytes(value: Any) -> int:

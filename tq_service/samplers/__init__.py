@@ -3,7 +3,6 @@
 from tq_service.samplers.by_length import PackedSampler, SeqlenBalancedSampler, TokenBudgetSampler
 from tq_service.samplers.by_order import ChosenSampler, GRPOGroupNSampler, RankAwareSampler, SequentialSampler
 from tq_service.samplers.list_view import ListView
-from tq_service.samplers.options import SamplerInfo
 from tq_service.samplers.service import PlanRunner, SamplerRegistry
 from tq_service.state.plan import (
     Groups,
@@ -32,7 +31,6 @@ __all__ = [
     "RankAwareSampler",
     "RankPlan",
     "Sampler",
-    "SamplerInfo",
     "SamplerRegistry",
     "SeqlenBalancedSampler",
     "SequentialSampler",

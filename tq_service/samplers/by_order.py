@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -44,14 +43,7 @@ class SequentialSampler(Sampler):
                 return None
             return Plan.of(rows_of_ranks(groups, assign_blocks(groups, request.rank_count)))
         rows = view.ready(request.total_size)
-        return Plan.of(_even_blocks(rows, request.rank_count)) if rows.size >= max(request.min_size, 1) else None
-
-
-def _even_blocks(rows: Indexes, count: int) -> list[Indexes]:
-    """Return blocks of neighbours, the first ones longer by one where the rows do not divide."""
-    size, longer = divmod(rows.size, count)
-    ends = [size * block + min(block, longer) for block in range(count + 1)]
-    return [rows[start:end] for start, end in itertools.pairwise(ends)]
+        return Plan.of(np.array_split(rows, request.rank_count)) if rows.size >= max(request.min_size, 1) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,9 +168,8 @@ class RankAwareSampler(GroupSampler):
         ranks = request.rank_count
         if self.n_samples_per_prompt is None and request.batch_unit == "sample":
             rows = view.ready(request.total_size)
-            return (
-                Plan.of([rows[rank::ranks] for rank in range(ranks)]) if rows.size >= max(request.min_size, 1) else None
-            )
+            is_enough = rows.size >= max(request.min_size, 1)
+            return Plan.of([rows[rank::ranks] for rank in range(ranks)]) if is_enough else None
         groups = take_groups(self.ready_groups(view), request)
         return None if groups is None else Plan.of(rows_of_ranks(groups, assign_round_robin(groups, ranks)))
 

@@ -8,32 +8,18 @@ import json
 import re
 import types
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import is_dataclass
 from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
 from tq_service.errors import InvalidArgumentError, UnknownSamplerError, nearest
-from tq_service.results import SamplerOption
+from tq_service.results import SamplerDescription, SamplerOption
 from tq_service.state.plan import Sampler
 
-_FIELD = "sampler_config"
+_FIELD: Final = "sampler_config"
+_REQUIRED: Final = inspect.Parameter.empty
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplerInfo:
-    """A sampler for a listing.
-
-    Attributes:
-        name: what `get_meta(sampler=...)` takes.
-        summary: the first sentence of its docstring.
-        options: its options, those that must be given first.
-    """
-
-    name: str
-    summary: str
-    options: tuple[SamplerOption, ...] = ()
-
-
-def describe_sampler(name: str, kind: type[Sampler]) -> SamplerInfo:
+def describe_sampler(name: str, kind: type[Sampler]) -> SamplerDescription:
     """Return name, first docstring sentence and options of a sampler."""
     first_paragraph = " ".join((inspect.getdoc(kind) or "").split("\n\n")[0].split())
     sentence, stop, _ = first_paragraph.partition(". ")
@@ -43,12 +29,12 @@ def describe_sampler(name: str, kind: type[Sampler]) -> SamplerInfo:
         SamplerOption(
             name=option,
             type=_words(hints.get(option, Any)).removeprefix("a "),
-            default_json=None if _is_required(parameter) else json.dumps(parameter.default, default=repr),
+            default_json=None if parameter.default is _REQUIRED else json.dumps(parameter.default, default=repr),
             summary=texts.get(option, ""),
         )
-        for option, parameter in sorted(parameters.items(), key=lambda each: not _is_required(each[1]))
+        for option, parameter in sorted(parameters.items(), key=lambda each: each[1].default is not _REQUIRED)
     ]
-    return SamplerInfo(name=name, summary=sentence + stop.strip(), options=tuple(options))
+    return SamplerDescription(name=name, summary=sentence + stop.strip(), options=tuple(options))
 
 
 def _documented(kind: type[Sampler]) -> dict[str, str]:
@@ -77,7 +63,9 @@ def build_sampler(name: str, kind: type[Sampler], config: Mapping[str, object]) 
                 field=_FIELD,
                 metadata={"sampler": name, "option": option},
             )
-    missing = [option for option, parameter in parameters.items() if _is_required(parameter) and option not in config]
+    missing = [
+        option for option, parameter in parameters.items() if parameter.default is _REQUIRED and option not in config
+    ]
     if missing:
         raise InvalidArgumentError(
             f"sampler_config: sampler {name!r} needs {', '.join(map(repr, missing))}, got "
@@ -116,10 +104,6 @@ def _parameters(kind: type[Sampler]) -> tuple[dict[str, inspect.Parameter], bool
         {parameter.name: parameter for parameter in parameters if parameter.kind in by_keyword},
         any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters),
     )
-
-
-def _is_required(parameter: inspect.Parameter) -> bool:
-    return parameter.default is inspect.Parameter.empty
 
 
 def _type_hints(kind: type[Sampler]) -> dict[str, Any]:

@@ -21,9 +21,10 @@ import numpy as np
 
 from tq_service.daemon_threads import run_in_daemon_thread, start_daemon_thread
 from tq_service.errors import SamplerError, SamplerTimeoutError, TqError, UnknownSamplerError, nearest
+from tq_service.results import SamplerDescription
 from tq_service.samplers.by_length import PackedSampler, SeqlenBalancedSampler, TokenBudgetSampler
 from tq_service.samplers.by_order import ChosenSampler, GRPOGroupNSampler, RankAwareSampler, SequentialSampler
-from tq_service.samplers.options import SamplerInfo, build_sampler, describe_sampler
+from tq_service.samplers.options import build_sampler, describe_sampler
 from tq_service.schema import MOST_SAMPLES
 from tq_service.state.plan import Indexes, LengthSource, MustBeAwaited, Pack, Plan, PlanRequest, RankPlan, Sampler, View
 
@@ -105,11 +106,12 @@ class SamplerRegistry:
     async def _class(self, name: str) -> type[Sampler]:
         return self._classes.get(name) or self._imported.get(name) or await self._load(name)
 
-    def describe(self) -> list[SamplerInfo]:
+    def describe(self) -> list[SamplerDescription]:
         """Return the samplers by name; those of packages not used yet are listed without being loaded."""
         infos = {name: describe_sampler(name, kind) for name, kind in (self._imported | self._classes).items()}
         for name, entry_point in self._entry_points.items():
-            infos.setdefault(name, SamplerInfo(name=name, summary=f"Of an installed package: {entry_point.value}."))
+            summary = f"Of an installed package: {entry_point.value}."
+            infos.setdefault(name, SamplerDescription(name=name, summary=summary, options=()))
         return [infos[name] for name in sorted(infos)]
 
     @functools.cached_property
@@ -126,19 +128,16 @@ class SamplerRegistry:
         elif ":" in name and self._allow_import:
             kind = await _import(name, functools.partial(_import_class, name))
         else:
-            raise self._unknown(name)
+            known = nearest(name, {*self._classes, *self._entry_points}, all_known=True)
+            why = "which is unknown"
+            if ":" in name:
+                why = (
+                    "but this server does not import samplers by module:Class; allow it (allow_sampler_import), or "
+                    f"install the sampler as an entry point of {ENTRY_POINT_GROUP!r}"
+                )
+            raise _not_loaded(name, f"sampler: got {name!r}, {why}; {known}")
         self._imported[name] = kind
         return kind
-
-    def _unknown(self, name: str) -> UnknownSamplerError:
-        known = nearest(name, {*self._classes, *self._entry_points}, all_known=True)
-        why = "which is unknown"
-        if ":" in name:
-            why = (
-                "but this server does not import samplers by module:Class; allow it (allow_sampler_import), or install "
-                f"the sampler as an entry point of {ENTRY_POINT_GROUP!r}"
-            )
-        return _not_loaded(name, f"sampler: got {name!r}, {why}; {known}")
 
 
 async def _import(name: str, load: Callable[[], Any]) -> type[Sampler]:

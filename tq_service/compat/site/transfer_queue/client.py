@@ -92,7 +92,7 @@ class Calls:
     def __init__(
         self, client: Any, *, namespace: str, asking: Asking, sleep: Callable[[float], Awaitable[None]]
     ) -> None:
-        self._client = client
+        self._client: tq.AsyncClient = client
         self._sleep = sleep
         self._namespace = namespace
         self._asking = asking
@@ -160,8 +160,12 @@ class Calls:
             known = await self._lookup(partition_id, task_name=task_name)
             if known.incarnation:
                 tags = dict(zip(known.global_indexes, known.custom_meta, strict=True))
+                produced, nothing = known.produced, np.zeros(known.size, np.bool_)
+                is_ready = np.logical_and.reduce([produced.get(name, nothing) for name in data_fields])
+                # `consumed` is there, since the task was named.
+                ready = known.indexes[is_ready & ~known.consumed].tolist() if known.size else []
                 choice = ask(
-                    "sample", _ready(known, data_fields), batch_size, partition_id, task_name, tags, config,
+                    "sample", ready, batch_size, partition_id, task_name, tags, config,
                     incarnation=known.incarnation, replaced=replaced,
                 )  # fmt: skip
                 if choice.incarnation != known.incarnation:
@@ -193,7 +197,9 @@ class Calls:
         if not choice.consumed:
             return True
         # Replicas of a rank claim the same samples, by a name that no other samples ever get.
-        named = {} if config.get("dp_rank") is None else {"claim_name": _name_of(choice, config)}
+        named = {}
+        if config.get("dp_rank") is not None:
+            named["claim_name"] = f"{claim_name(config)}, samples from {min(choice.consumed)}"
         try:
             meta = await self._client.get_meta(
                 **claim,
@@ -206,7 +212,7 @@ class Calls:
             )
         except (tq.StaleIncarnationError, tq.PartitionClearedError, tq.PartitionNotFoundError):
             return False
-        return bool(meta.status == "batch")
+        return meta.status == "batch"
 
     async def get_data(self, metadata: BatchMeta) -> TensorDict:
         """Return the fields of a batch: rows of one dimension or more as nested tensors, objects as NonTensorStack.
@@ -216,29 +222,25 @@ class Calls:
         """
         if not metadata or not metadata.field_names:
             return TensorDict({}, batch_size=0)
+        samples_of = self._samples(metadata)
         try:
             parts = [
                 await self._client.get_data(samples, data_fields=metadata.field_names, layout="jagged")
-                for _, samples in self._samples(metadata)
+                for _, samples in samples_of
             ]
         except _CLEARED as error:
             raise StorageKeyNotFoundError(str(error)) from error
         except tq.FieldNotFoundError as error:  # a field goes with the last sample that has it
-            if await self._are_stored(metadata):
+            found = [
+                await self._lookup(samples.partition_id, global_indexes=samples.indexes) for _, samples in samples_of
+            ]
+            if sum(meta.size for meta in found) == len(metadata):
                 raise
             raise StorageKeyNotFoundError(f"samples of the batch were cleared: {error}") from error
         if len(parts) > 1:
-            places = np.argsort(np.concatenate([positions for positions, _ in self._samples(metadata)]))
+            places = np.argsort(np.concatenate([positions for positions, _ in samples_of]))
             parts = [_taken(parts, places.tolist())]
         return _as_transfer_queue(parts[0])
-
-    async def _are_stored(self, metadata: BatchMeta) -> bool:
-        """Return whether none of the samples was cleared."""
-        found = [
-            await self._lookup(samples.partition_id, global_indexes=samples.indexes)
-            for _, samples in self._samples(metadata)
-        ]
-        return sum(meta.size for meta in found) == len(metadata)
 
     async def put(
         self,
@@ -276,7 +278,7 @@ class Calls:
     async def _put(self, data: TensorDict | None, **more: Any) -> tq.BatchMeta:
         """Put columns, converted to their fields' dtypes, or to objects, if the fields are of others."""
         try:
-            written = await self._client.put(data, **more)
+            return await self._client.put(data, **more)
         except tq.FieldMismatchError:
             samples: tq.BatchMeta | None = more.get("metadata")
             partition_id = more["partition_id"] if samples is None else samples.partition_id
@@ -285,9 +287,7 @@ class Calls:
             except tq.PartitionNotFoundError:  # cleared meanwhile
                 fields = ()
             specs = {each.spec.name: each.spec for each in fields}
-            written = await self._client.put(_fitted(data, specs), **more)
-        result: tq.BatchMeta = written
-        return result
+            return await self._client.put(_fitted(data, specs), **more)
 
     async def set_custom_meta(self, metadata: BatchMeta) -> None:
         """Write the custom_meta of a batch."""
@@ -334,25 +334,22 @@ class Calls:
     async def check_consumption_status(self, task_name: str, partition_id: str) -> bool:
         """Return whether there are samples, and a task has consumed all of them; cleared ones need not be."""
         status = await self._client.check_consumption(partition_id, task_name, missing_ok=True)
-        return bool(0 < _expected(status.total_count - status.skipped_count) <= status.consumed_count)
+        return 0 < _expected(status.total_count - status.skipped_count) <= status.consumed_count
 
     async def check_production_status(self, data_fields: Sequence[str], partition_id: str) -> bool:
         """Return whether there are samples, and all of them have these fields."""
         status = await self._client.check_production(partition_id, data_fields, missing_ok=True)
-        return bool(0 < _expected(status.total_count) <= status.produced_count)
+        return 0 < _expected(status.total_count) <= status.produced_count
 
     async def reset_consumption(self, partition_id: str, task_name: str | None = None) -> bool:
         """Have a task, or all of them, consume a partition again."""
         try:
-            tasks = [task_name] if task_name else await self._tasks(partition_id)
-            for name in tasks:
+            known = () if task_name else (await self._client.describe_partition(partition_id)).tasks
+            for name in [task_name] if task_name else [task.task_name for task in known]:
                 await self._client.reset_consumption(partition_id, name)
         except tq.NotFoundError:  # nothing was consumed that could be again
             pass
         return True
-
-    async def _tasks(self, partition_id: str) -> list[str]:
-        return [task.task_name for task in (await self._client.describe_partition(partition_id)).tasks]
 
     # Keys
 
@@ -380,7 +377,11 @@ class Calls:
         """Return the keys of one partition, or of all, with their tags: by partition, then by key."""
         names = [partition_id] if partition_id is not None else await self.get_partition_list()
         metas = [await self._lookup(name) for name in names]
-        return {name: _tags_by_key(meta) for name, meta in zip(names, metas, strict=True) if meta.incarnation}
+        listed = {name: meta for name, meta in zip(names, metas, strict=True) if meta.incarnation}
+        return {
+            name: {key: tag for key, tag in zip(meta.keys, meta.custom_meta, strict=True) if key is not None}
+            for name, meta in listed.items()
+        }
 
     async def kv_put(
         self,
@@ -396,7 +397,14 @@ class Calls:
             ValueError: neither fields nor a tag is given, or fields are of several rows.
         """
         if isinstance(fields, dict):
-            fields = TensorDict({name: _as_row(name, value) for name, value in fields.items()}, batch_size=[1])
+            nested = [name for name, each in fields.items() if isinstance(each, torch.Tensor) and each.is_nested]
+            if nested:
+                raise ValueError(f"field {nested[0]!r} is a nested tensor, of several rows; put it with kv_batch_put")
+            rows = {
+                name: value.unsqueeze(0) if isinstance(value, torch.Tensor) else NonTensorStack(value)
+                for name, value in fields.items()
+            }
+            fields = TensorDict(rows, batch_size=[1])
         elif fields is not None and not isinstance(fields, TensorDict):
             raise ValueError(f"fields is a {type(fields).__name__}, expected a dict or a TensorDict")
         return await self.kv_batch_put([key], partition_id, fields, None if tag is None else [tag], data_parser)
@@ -492,8 +500,7 @@ class Calls:
 
     async def _lookup(self, partition_id: str, **which: Any) -> tq.BatchMeta:
         meta, _ = await self._client.lookup_samples(partition_id, missing_ok=True, **which)
-        result: tq.BatchMeta = meta
-        return result
+        return meta
 
     def _samples(self, metadata: BatchMeta) -> list[tuple[list[int], tq.BatchMeta]]:
         """Return for each partition of a batch the positions of its samples, and these."""
@@ -527,25 +534,6 @@ def _of_samples(meta: tq.BatchMeta, data_fields: Sequence[str] | None = None) ->
         custom_meta=meta.custom_meta,
         incarnations={meta.partition_id: meta.incarnation},
     )
-
-
-def _ready(known: tq.BatchMeta, data_fields: Sequence[str]) -> list[int]:
-    """Return the samples that have all of the fields and are not consumed by the task of the look-up."""
-    produced, nothing = known.produced, np.zeros(known.size, np.bool_)
-    is_ready = np.logical_and.reduce([produced.get(name, nothing) for name in data_fields])
-    consumed: Any = known.consumed  # there, since the task was named
-    ready: list[int] = known.indexes[is_ready & ~consumed].tolist() if known.size else []
-    return ready
-
-
-def _name_of(choice: Choice, config: Mapping[str, Any]) -> str:
-    return f"{claim_name(config)}, samples from {min(choice.consumed)}"
-
-
-def _tags_by_key(meta: tq.BatchMeta) -> dict[str, Row]:
-    tags: dict[Any, Row] = dict(zip(meta.keys, meta.custom_meta, strict=True))
-    tags.pop(None, None)  # of samples without a key
-    return tags
 
 
 def _schema_of(spec: tq.FieldSpec | None) -> Row:
@@ -583,14 +571,6 @@ def _stored(tags: Sequence[Mapping[str, Any]]) -> list[Row]:
     return [{name: tq.JSON_NULL if value is None else value for name, value in tag.items()} for tag in tags]
 
 
-def _as_row(name: str, value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return NonTensorStack(value)
-    if value.is_nested:
-        raise ValueError(f"field {name!r} is a nested tensor, of several rows; put it with kv_batch_put")
-    return value.unsqueeze(0)
-
-
 def _parsed(data: TensorDict, data_parser: Callable[[Row], Any] | None) -> TensorDict:
     """Return data as a parser changes it: columns of tensors as they are, others and nested ones as lists.
 
@@ -600,21 +580,18 @@ def _parsed(data: TensorDict, data_parser: Callable[[Row], Any] | None) -> Tenso
     if data_parser is None:
         return data
     names: Any = data.keys()  # tensordict iterates rows
-    columns: Row = {name: _rows_of(data.get(name)) for name in names}
+    columns: Row = {name: data.get(name) for name in names}
+    ragged = {name: getattr(column, "_ragged_idx", 1) for name, column in columns.items()}
+    for name, column in columns.items():
+        if not isinstance(column, torch.Tensor) or column.is_nested:
+            columns[name] = list(_unbound(column))
     counts = {name: len(column) for name, column in columns.items()}
     data_parser(columns)
     if {name: len(column) for name, column in columns.items()} != counts:
         raise ValueError("data_parser has changed which columns there are, or the number of their rows")
-    ragged = {name: getattr(data.get(name), "_ragged_idx", 1) for name in columns}
     return TensorDict(
         {name: _column_of(column, ragged[name]) for name, column in columns.items()}, batch_size=data.batch_size
     )
-
-
-def _rows_of(column: Any) -> Any:
-    if isinstance(column, torch.Tensor):
-        return list(column.unbind()) if column.is_nested else column
-    return column.tolist()
 
 
 def _column_of(rows: Any, ragged_dimension: int = 1) -> Any:
@@ -670,13 +647,10 @@ def _fitted(data: TensorDict | None, specs: Mapping[str, tq.FieldSpec]) -> Tenso
         elif spec.dtype and not column.is_complex():
             converted = column.to(getattr(torch, spec.dtype))
             may_round = converted.is_floating_point() or converted.is_complex()
-            if may_round or _are_equal(converted.to(column.dtype), column):
+            same = zip(converted.to(column.dtype).unbind(), column.unbind(), strict=True)
+            if may_round or all(torch.equal(one, other) for one, other in same):
                 columns[name] = converted
     return TensorDict(columns, batch_size=data.batch_size)
-
-
-def _are_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
-    return all(torch.equal(one, other) for one, other in zip(left.unbind(), right.unbind(), strict=True))
 
 
 def _unbound(column: Any) -> Any:
