@@ -73,7 +73,7 @@ class FlatBatch:
 def flatten(batch: TensorDict) -> FlatBatch:
     """Return the columns of a batch; only nested tensors that are strided or have gaps between rows are copied.
 
-    A strided nested tensor becomes what a put makes of it: a jagged column, or rows where several dimensions differ.
+    As in a put, a strided nested tensor becomes a jagged column, or rows if several dimensions differ.
 
     Raises:
         ValueError: the batch has not exactly one batch dimension, or non-tensor data has another number of items.
@@ -183,7 +183,7 @@ def select_rows(flat: FlatBatch, positions: Positions) -> FlatBatch:
 
 
 def check_positions(row_count: int, positions: Positions) -> None:
-    """Raise IndexError where one of the positions `(m,)` is outside a batch of so many rows."""
+    """Raise IndexError if one of the positions `(m,)` is outside a batch of `row_count` rows."""
     if positions.size and (positions.min() < 0 or positions.max() >= row_count):
         raise IndexError(
             f"got positions {positions.min()} to {positions.max()} of a batch of {row_count} rows; "
@@ -214,7 +214,7 @@ def _copied(values: torch.Tensor, dim: int, ranges: Sequence[tuple[int, int]]) -
     """Return a copy of ranges of a tensor, one after the other.
 
     In this thread and by numpy: torch shares a copy out over its pool of threads, which takes longer than the copy of a
-    micro-batch, and much longer where the CPUs are busy.
+    micro-batch, and much longer if the CPUs are busy.
     """
     if values.device.type != "cpu" or values.requires_grad or values.is_conj() or values.is_neg():
         return torch.cat([values.narrow(dim, start, stop - start) for start, stop in ranges], dim=dim)
@@ -237,7 +237,7 @@ def split_micro_batches(
     Args:
         data: the batch, `meta.size` rows.
         meta: the samples of `data`.
-        micro_batch_size: samples a micro-batch where the meta has no steps; None: the batch is one micro-batch.
+        micro_batch_size: samples per micro-batch if the meta lacks steps; None: the batch is one micro-batch.
 
     Raises:
         ValueError: the batch has another number of rows than the meta.
@@ -254,7 +254,7 @@ def split_micro_batches(
 
 
 def steps_of(meta: BatchMeta, micro_batch_size: int | None) -> tuple[Step, ...]:
-    """Return the steps of a batch; where its plan has none, one of micro-batches of `micro_batch_size` samples."""
+    """Return the steps of a batch; without any in its plan, one of micro-batches of `micro_batch_size` samples."""
     if meta.steps:
         return meta.steps
     size = micro_batch_size or max(meta.size, 1)

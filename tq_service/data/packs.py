@@ -1,6 +1,6 @@
 """Packs: samples as one sequence of a fixed number of tokens, the options for that, and a batch split into packs.
 
-Padding tokens are laid out as short sequences of their own: attention costs the square of a sequence's length, so one
+Padding tokens are laid out as short separate sequences: attention costs the square of a sequence's length, so one
 long padding sequence would cost as much as a long sample.
 """
 

@@ -98,8 +98,8 @@ class SeqlenBalancedSampler(LengthSampler):
 
     def runs_inline(self, request: PlanRequest) -> bool:
         """Whether few groups are to be balanced."""
-        group_size = (self.n_samples_per_prompt or 1) if request.batch_unit == "sample" else 1
-        return request.total_size <= _QUICK_BALANCED_GROUPS * group_size
+        group_size = self.n_samples_per_prompt if request.batch_unit == "sample" else 1
+        return request.total_size <= _QUICK_BALANCED_GROUPS * (group_size or 1)
 
     def plan(self, view: View, request: PlanRequest) -> Plan | None:
         """Return a balanced share for each rank, or None where too few groups are ready.
@@ -359,11 +359,10 @@ class PackedSampler(LengthSampler):
 
     def runs_inline(self, request: PlanRequest) -> bool:
         """Whether few samples are to be packed for few steps."""
-        if request.batch_unit == "group" and self.n_samples_per_prompt is None:
-            return False  # of any number of samples
-        group_size = (self.n_samples_per_prompt or 1) if request.batch_unit == "group" else 1
-        step_count = self.optimizer_steps * request.rank_count
-        return request.total_size * group_size <= _QUICK_PACKED_SAMPLES and step_count <= _QUICK_STEPS
+        group_size = self.n_samples_per_prompt if request.batch_unit == "group" else 1
+        if group_size is None or self.optimizer_steps * request.rank_count > _QUICK_STEPS:
+            return False
+        return request.total_size * group_size <= _QUICK_PACKED_SAMPLES
 
     def plan(self, view: View, request: PlanRequest) -> Plan | None:
         """Return steps and packs for each rank, or None where too few groups are ready.

@@ -208,10 +208,6 @@ class ChosenSampler(Sampler):
                 field="batch_size",
             )
 
-    def runs_inline(self, request: PlanRequest) -> bool:
-        """Return False: all that is ready is looked at."""
-        return False
-
     def plan(self, view: View, request: PlanRequest) -> Plan | None:
         """Return the rows, or None where one of them is not ready."""
         self.check(request)

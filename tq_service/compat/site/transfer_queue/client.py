@@ -1,6 +1,6 @@
 """`TransferQueueClient`: TransferQueue's calls, each one of the service's or few. Sync, and as `async_...` for asyncio.
 
-What a call does is written once, as a coroutine of `Calls`: over an `AsyncClient` it is awaited; over a `Client`, whose
+Each call is written once, as a coroutine of `Calls`: over an `AsyncClient` it is awaited; over a `Client`, whose
 calls never wait for a loop, `finished` runs it to its end.
 """
 
@@ -33,7 +33,7 @@ Row = dict[str, Any]
 
 
 def finished(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine that never waits, and return what it returns."""
+    """Run a coroutine that never waits, and return its result."""
     try:
         coroutine.send(None)
     except StopIteration as end:
@@ -80,7 +80,7 @@ class Calls:
     """TransferQueue's calls over one client of the service.
 
     Args:
-        client: what is awaited: an `AsyncClient`, or `Awaitables` of a `Client`.
+        client: an `AsyncClient`, or `Awaitables` of a `Client`.
         namespace: that of the client.
         asking: how batches are asked for.
         sleep: waits for some seconds.
@@ -301,7 +301,7 @@ class Calls:
             await self._client.clear_samples(samples, missing_ok=True)
 
     async def clear_partition(self, partition_id: str) -> None:
-        """Remove a partition, if it is there."""
+        """Remove a partition, if it exists."""
         await self._client.clear_partition(partition_id, missing_ok=True)
 
     async def get_partition_list(self) -> list[str]:
@@ -496,7 +496,7 @@ class Calls:
         """Remove samples by key; unknown keys and partitions are ignored."""
         await self._client.clear_samples(partition_id=partition_id, keys=_listed("keys", keys, str), missing_ok=True)
 
-    # What the service's calls take
+    # Arguments of the service's calls
 
     async def _lookup(self, partition_id: str, **which: Any) -> tq.BatchMeta:
         meta, _ = await self._client.lookup_samples(partition_id, missing_ok=True, **which)
@@ -553,7 +553,7 @@ def _expected(total_count: int) -> int:
 
 
 def _listed(what: str, values: Any, kind: type) -> list[Any]:
-    """Return a list of what may be a single value.
+    """Return the values, or the single value, as a list.
 
     Raises:
         ValueError: it is empty. TypeError: it has other values.
@@ -567,7 +567,7 @@ def _listed(what: str, values: Any, kind: type) -> list[Any]:
 
 
 def _stored(tags: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """Return tags with null where they have None, which would remove a value."""
+    """Return tags with null instead of None, which would remove a value."""
     return [{name: tq.JSON_NULL if value is None else value for name, value in tag.items()} for tag in tags]
 
 
@@ -667,12 +667,12 @@ def _as_transfer_queue(data: TensorDict) -> TensorDict:
 
 
 class TransferQueueClient:
-    """TransferQueue's low-level calls; each is there as `name` and, to be awaited, as `async_name`.
+    """TransferQueue's low-level calls, each as `name` and, to be awaited, as `async_name`.
 
     Args:
         address: where the service is.
         namespace: of the run; empty: none.
-        token: for the service; None: as the environment says.
+        token: for the service; None: that of the environment.
         asking: how batches are asked for.
         timeout: seconds in which a call tries to reach a service that does not answer.
 
@@ -700,9 +700,9 @@ class TransferQueueClient:
         def __getattr__(self, name: str) -> Callable[..., Any]: ...
 
     def polling(self) -> Callable[..., TransferQueueClient]:
-        """Return what makes a worker's client of an address: it answers an empty batch if too few samples are ready.
+        """Return a factory of workers' clients, given an address: they answer an empty batch if too few are ready.
 
-        It can be pickled where the service samples.
+        It can be pickled if the service samples.
         """
         asking = replace(self._options["asking"], polling_mode=True, wait_seconds=0.0)
         if service_samples(asking.sampler):

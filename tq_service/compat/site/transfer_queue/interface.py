@@ -51,7 +51,7 @@ def save_checkpoint(
     `controller.checkpoint_dir`, else under a name made of the path. `checkpoint_dir` gets a file that says so.
 
     Args:
-        checkpoint_dir: the directory; made where it is not there.
+        checkpoint_dir: the directory; made if it does not exist.
         include_storage: not looked at: the data is always included.
         metadata: what `metadata.json` there has as "user_metadata".
 

@@ -24,13 +24,13 @@ _IMMUTABLE: Final = (str, int, float, bytes, type(None))
 
 
 class _Batch(ABC):
-    """Samples with attributes that have one value for each of them, the first of which names the samples."""
+    """Samples with attributes that have one value per sample; the first attribute names the samples."""
 
     _PER_SAMPLE: ClassVar[tuple[str, ...]]
 
     @abstractmethod
     def _of(self, positions: Sequence[int]) -> Self:
-        """Return the samples at these positions, with what is known of the batch."""
+        """Return the samples at these positions, with the fields and extra_info of the batch."""
 
     @property
     def size(self) -> int:
@@ -308,8 +308,8 @@ class SampleView(NamedTuple):
     Attributes:
         global_index: its index.
         partition_id: its partition.
-        production_status: 1 where it has all of the fields.
-        custom_meta: what is known of it.
+        production_status: 1 if it has all of the fields.
+        custom_meta: its mapping.
         fields: the schemas of its fields.
     """
 
