@@ -88,12 +88,11 @@ def build_sampler(name: str, kind: type[Sampler], config: Mapping[str, object]) 
     try:
         return kind(**options)
     except (TypeError, ValueError) as error:
+        message = f"sampler_config: sampler {name!r} refuses {json.dumps(options, default=repr)}: {error}"
         option = str(error).partition(":")[0]
-        raise InvalidArgumentError(
-            f"sampler_config: sampler {name!r} refuses {json.dumps(options, default=repr)}: {error}",
-            field=_FIELD,
-            metadata={"option": option} if option in parameters else None,
-        ) from error
+        if option not in parameters:
+            raise InvalidArgumentError(message, field=_FIELD) from error
+        raise InvalidArgumentError(message, field=_FIELD, metadata={"option": option}) from error
 
 
 def _parameters(kind: type[Sampler]) -> tuple[dict[str, inspect.Parameter], bool]:
