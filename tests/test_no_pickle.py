@@ -50,7 +50,7 @@ IMPORTERS = {
     "__init__.py",  # names of this package
     "cli/__init__.py",  # names of commands
     "objects/registry.py",  # engines, built in or of installed packages
-    "samplers/registry.py",  # samplers that the operator allows
+    "samplers/service.py",  # samplers that the operator allows
 }
 
 

@@ -26,7 +26,7 @@ MOST_OF_ALL = {"put": 41, "get": 33}
 EXPECTED = {
     "put": ("state/partition.py", "state/table.py", "durable/", "storage/engine.py", "wire/columns.py", "client/"),
     "put-consumed": ("state/partition.py", "state/ledger.py", "durable/"),
-    "claim": ("serving/catalog.py", "planning/", "samplers/sequential.py", "durable/"),
+    "claim": ("serving/catalog.py", "planning/", "samplers/by_order.py", "durable/"),
     "get": ("dataplane/driver.py", "storage/engine.py", "wire/decoding.py", "client/reads.py"),
     "ack": ("serving/catalog.py", "state/ledger.py", "durable/", "server/controller_servicer.py"),
 }
@@ -55,7 +55,7 @@ def test_no_path_is_longer_than_it_may_be() -> None:
         for path in expected:
             assert any(file.startswith(path) for file in found[operation]), (operation, path)
     assert all("server/app.py" not in files for files in found.values())  # it ran before, and loads everything
-    assert [operation for operation in found if "samplers/sequential.py" in found[operation]] == ["claim"]
+    assert [operation for operation in found if "samplers/by_order.py" in found[operation]] == ["claim"]
 
 
 def test_no_path_through_all_layers_is_longer_than_it_may_be() -> None:

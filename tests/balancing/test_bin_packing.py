@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tq_service.balancing.bin_packing import best_fit_decreasing, count_bins_at_least, pack_into
+from tq_service.balancing.packs import best_fit_decreasing, count_bins_at_least, pack_into
 
 CAPACITY = 20
 item_sizes = st.lists(st.integers(0, CAPACITY), max_size=40)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tq_service.errors import InvalidArgumentError
 from tq_service.samplers import PlanRequest, TokenBudgetSampler
-from tq_service.samplers.plan_runner import check_plan
+from tq_service.samplers.service import check_plan
 
 BUDGET = 100
 

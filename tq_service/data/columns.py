@@ -72,7 +72,7 @@ class FlatBatch:
 def flatten(batch: TensorDict) -> FlatBatch:
     """Return the columns of a batch; only nested tensors that are strided or have gaps between rows are copied.
 
-    A strided nested tensor becomes what a put makes of it: a jagged column, or rows where several dimensions differ.
+    As in a put, a strided nested tensor becomes a jagged column, or rows if several dimensions differ.
 
     Raises:
         ValueError: the batch has not exactly one batch dimension, or non-tensor data has another number of items.
@@ -106,38 +106,32 @@ def build(flat: FlatBatch) -> TensorDict:
     return TensorDict(fields, batch_size=[flat.row_count])
 
 
-def _flatten_nested(nested: torch.Tensor, patterns: list[RowPattern]) -> FlatColumn:
+def _flatten_nested(nested: Any, patterns: list[RowPattern]) -> FlatColumn:
     """Return the column of a nested tensor; its pattern is one of those known, or added to them."""
-    if nested.layout is not torch.jagged:
+    is_jagged = nested.layout is torch.jagged
+    if is_jagged and nested.lengths() is None:
+        dim = nested._ragged_idx - 1  # torch has no public name for it
+        values, offsets = nested.values(), nested.offsets()
+        first, last = int(offsets[0]), int(offsets[-1])
+        if first != 0 or last != values.shape[dim]:
+            values, offsets = values.narrow(dim, first, last - first), offsets - first
+    else:
         rows = list(nested.unbind())
         ragged = {dim for row in rows for dim, size in enumerate(row.shape) if size != rows[0].shape[dim]} or {0}
         if len(ragged) > 1:
             return rows
-        ragged_dim = ragged.pop()
-        lengths = np.array([row.shape[ragged_dim] for row in rows], np.int64)
-        values = torch.cat(rows, dim=ragged_dim) if rows else nested.new_empty(0)
-        nested = RowPattern.of_lengths(lengths, device=values.device).nested(values, ragged_dim + 1)
-    values, offsets, ragged_dim = _without_gaps(nested)
+        dim = nested._ragged_idx - 1 if is_jagged else ragged.pop()
+        if rows:
+            values = torch.cat(rows, dim=dim)
+        else:
+            values = nested.values().narrow(dim, 0, 0) if is_jagged else nested.new_empty(0)
+        lengths = np.array([row.shape[dim] for row in rows], np.int64)
+        offsets = RowPattern.of_lengths(lengths, device=values.device).offsets
     pattern = next((each for each in patterns if each.offsets is offsets or torch.equal(each.offsets, offsets)), None)
     if pattern is None:
         pattern = RowPattern.of_offsets(offsets)
         patterns.append(pattern)
-    return JaggedColumn(values, pattern, ragged_dim)
-
-
-def _without_gaps(nested: Any) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Return values, offsets and the ragged dimension of a jagged tensor, compacted if its rows have gaps."""
-    ragged_dim: int = nested._ragged_idx  # torch has no public name for it
-    values, offsets, lengths = nested.values(), nested.offsets(), nested.lengths()
-    if lengths is not None:
-        rows = [values.narrow(ragged_dim - 1, int(at), int(size)) for at, size in zip(offsets, lengths, strict=False)]
-        values = torch.cat(rows, dim=ragged_dim - 1) if rows else values.narrow(ragged_dim - 1, 0, 0)
-        offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-        return values, offsets, ragged_dim
-    first, last = int(offsets[0]), int(offsets[-1])
-    if first != 0 or last != values.shape[ragged_dim - 1]:
-        values, offsets = values.narrow(ragged_dim - 1, first, last - first), offsets - first
-    return values, offsets, ragged_dim
+    return JaggedColumn(values, pattern, dim + 1)
 
 
 def object_bytes(value: Any) -> int:
@@ -188,7 +182,7 @@ def select_rows(flat: FlatBatch, positions: Positions) -> FlatBatch:
 
 
 def check_positions(row_count: int, positions: Positions) -> None:
-    """Raise IndexError where one of the positions `(m,)` is outside a batch of so many rows."""
+    """Raise IndexError if one of the positions `(m,)` is outside a batch of `row_count` rows."""
     if positions.size and (positions.min() < 0 or positions.max() >= row_count):
         raise IndexError(
             f"got positions {positions.min()} to {positions.max()} of a batch of {row_count} rows; "
@@ -219,7 +213,7 @@ def _copied(values: torch.Tensor, dim: int, ranges: Sequence[tuple[int, int]]) -
     """Return a copy of ranges of a tensor, one after the other.
 
     In this thread and by numpy: torch shares a copy out over its pool of threads, which takes longer than the copy of a
-    micro-batch, and much longer where the CPUs are busy.
+    micro-batch, and much longer if the CPUs are busy.
     """
     if values.device.type != "cpu" or values.requires_grad or values.is_conj() or values.is_neg():
         return torch.cat([values.narrow(dim, start, stop - start) for start, stop in ranges], dim=dim)
@@ -242,7 +236,7 @@ def split_micro_batches(
     Args:
         data: the batch, `meta.size` rows.
         meta: the samples of `data`.
-        micro_batch_size: samples a micro-batch where the meta has no steps; None: the batch is one micro-batch.
+        micro_batch_size: samples per micro-batch if the meta lacks steps; None: the batch is one micro-batch.
 
     Raises:
         ValueError: the batch has another number of rows than the meta.
@@ -259,7 +253,7 @@ def split_micro_batches(
 
 
 def steps_of(meta: BatchMeta, micro_batch_size: int | None) -> tuple[Step, ...]:
-    """Return the steps of a batch; where its plan has none, one of micro-batches of `micro_batch_size` samples."""
+    """Return the steps of a batch; without any in its plan, one of micro-batches of `micro_batch_size` samples."""
     if meta.steps:
         return meta.steps
     size = micro_batch_size or max(meta.size, 1)

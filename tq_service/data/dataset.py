@@ -225,7 +225,7 @@ class StreamingDataset(IterableDataset[Any]):
         self._buffer = ReplayBuffer(replay_buffer_bytes)
         self._replicas = None if replica_group is None else ReplicaGroup(replica_group)
         self._batch_index = start_batch_index
-        # What was delivered last: the batch, and how many of its micro-batches; (batch_index, 0) between batches.
+        # The last delivery: the batch, and how many of its micro-batches; (batch_index, 0) between batches.
         self._delivered = (start_batch_index, 0)
         self._identity: StreamIdentity | None = None
         self._warned_of: StreamIdentity | None = None
@@ -419,7 +419,7 @@ class StreamingDataset(IterableDataset[Any]):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue behind the last micro-batch that was delivered when the state was saved.
 
-        Where the partition was cleared or the task reset meanwhile, the next batch raises `StaleIncarnationError` or
+        If the partition was cleared or the task reset since then, the next batch raises `StaleIncarnationError` or
         `StaleEpochError`.
 
         Raises:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from multiprocessing.context import BaseContext
-from types import TracebackType
 from typing import Any
 
 from tq_service.data.dataset import StreamingDataset
@@ -174,7 +173,5 @@ class StreamingDataLoader:
     def __enter__(self) -> StreamingDataLoader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()

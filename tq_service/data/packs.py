@@ -1,6 +1,6 @@
 """Packs: samples as one sequence of a fixed number of tokens, the options for that, and a batch split into packs.
 
-Padding tokens are laid out as short sequences of their own: attention costs the square of a sequence's length, so one
+Padding tokens are laid out as short separate sequences: attention costs the square of a sequence's length, so one
 long padding sequence would cost as much as a long sample.
 """
 
@@ -89,7 +89,10 @@ class PackOptions:
         if self.overlong not in get_args(Overlong):
             raise _invalid("overlong", repr(self.overlong), "'error' or 'truncate'")
         for name in ("label_fields", "token_fields", "repeat_fields", "keep_fields"):
-            object.__setattr__(self, name, _names(name, getattr(self, name)))
+            names: Iterable[str] = getattr(self, name)
+            if isinstance(names, str):
+                raise _invalid(name, repr(names), "a list of field names")
+            object.__setattr__(self, name, tuple(names))
         twice = {self.input_field} & {*self.label_fields, *self.repeat_fields, *self.keep_fields}
         twice |= set(self.repeat_fields) & set(self.keep_fields)
         twice |= {*self.label_fields, *self.token_fields} & {*self.repeat_fields, *self.keep_fields}
@@ -107,12 +110,6 @@ class PackOptions:
         if isinstance(name, str) and name in self.pad_values:
             return self.pad_values[name]
         return LABEL_PADDING if name in self.label_fields else 0
-
-
-def _names(option: str, names: Iterable[str]) -> tuple[str, ...]:
-    if isinstance(names, str):
-        raise _invalid(option, repr(names), "a list of field names")
-    return tuple(names)
 
 
 def _invalid(name: str, got: object, expected: str) -> InvalidArgumentError:
@@ -396,7 +393,16 @@ class _Packing:
     def _use(self, key: FieldKey, column: FlatColumn) -> FieldUse:
         options = self._options
         if isinstance(column, list):
-            raise ValueError(_why_no_objects(key, column))
+            if column and all(isinstance(row, torch.Tensor) for row in column):
+                raise ValueError(
+                    f"field {key!r} has rows that differ in several dimensions, or did so in some put; expected one "
+                    "ragged dimension: declare it before the first put, such as FieldSpec(name, layout='jagged', "
+                    "row_shape=(3, -1))"
+                )
+            raise ValueError(
+                f"field {key!r} holds objects, which no pack can hold; leave it out of data_fields, and fetch it by "
+                "the pack's meta where it is needed"
+            )
         if isinstance(column, JaggedColumn):
             if key in options.repeat_fields:
                 raise ValueError(
@@ -559,18 +565,6 @@ def _filled(like: torch.Tensor, shape: list[int], value: bool | int | float, nam
             "give it another value in pad_values"
         )
     return scalar.to(like.device).expand(shape)
-
-
-def _why_no_objects(key: FieldKey, rows: list[Any]) -> str:
-    if rows and all(isinstance(row, torch.Tensor) for row in rows):
-        return (
-            f"field {key!r} has rows that differ in several dimensions, or did so in some put; expected one ragged "
-            "dimension: declare it before the first put, such as FieldSpec(name, layout='jagged', row_shape=(3, -1))"
-        )
-    return (
-        f"field {key!r} holds objects, which no pack can hold; leave it out of data_fields, and fetch it by the pack's "
-        "meta where it is needed"
-    )
 
 
 def unpack_sequences(packed: PackedSequences) -> TensorDict:

@@ -23,13 +23,8 @@ class ReplayBuffer:
     """
 
     def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
         self._batches: dict[int, FetchedBatch] = {}
-        self._kept_bytes = 0
-        self._is_full = max_bytes == 0
-
-    def __len__(self) -> int:
-        return len(self._batches)
+        self._max_bytes = self._left_bytes = max_bytes
 
     def following(self, batch_index: int) -> list[FetchedBatch]:
         """Return the batches that are kept from `batch_index` on, up to the first one that is not."""
@@ -38,13 +33,13 @@ class ReplayBuffer:
 
     def add(self, batch: FetchedBatch) -> None:
         """Keep the batch if it fits; once one does not, none after it is kept, which a replay would not reach."""
-        if self._is_full or batch.index in self._batches:
+        if not self._left_bytes or batch.index in self._batches:
             return
         size_bytes = batch.size_bytes
-        if self._kept_bytes + size_bytes > self._max_bytes:
-            self._is_full = True
+        if size_bytes > self._left_bytes:
+            self._left_bytes = 0
             return
-        self._kept_bytes += size_bytes
+        self._left_bytes -= size_bytes
         self._batches[batch.index] = replace(batch, micro_batches=None, on_consumed=None)
 
     def pairs(self) -> list[tuple[Any, Any]]:
@@ -54,8 +49,7 @@ class ReplayBuffer:
     def clear(self) -> None:
         """Drop all batches."""
         self._batches.clear()
-        self._kept_bytes = 0
-        self._is_full = self._max_bytes == 0
+        self._left_bytes = self._max_bytes
 
 
 class ReplayStream:

@@ -143,9 +143,9 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
             "batch_size": batch_size,
         }
         deadline = time.monotonic() + timeout_s
-        meta = self._used_client.get_meta(**claim, max_wait=timeout_s) if blocking else None
-        while blocking and _is_not_there_yet(meta) and time.monotonic() < deadline:
-            meta = self._used_client.get_meta(**claim, max_wait=max(deadline - time.monotonic(), 0.0))
+        meta: BatchMeta | None = None
+        while blocking and (meta is None or meta.status == "not_yet") and (left := deadline - time.monotonic()) > 0:
+            meta = self._used_client.get_meta(**claim, max_wait=left)
         if meta is None or meta.status != "batch":
             meta = self._used_client.get_meta(**claim, min_batch_size=1, max_wait=_LEAST_WAIT_SECONDS)
         if meta.status == "batch":
@@ -277,10 +277,6 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
     def close(self) -> None:
         """Close the client. Idempotent; the service and what it holds stay."""
         self._client.close()
-
-
-def _is_not_there_yet(meta: BatchMeta | None) -> bool:
-    return meta is not None and meta.status == "not_yet"
 
 
 def _stored(tags: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:

@@ -40,7 +40,7 @@ class ListView:
         self._produced[np.asarray(unproduced, np.int64)] = False
         self._left = np.ones(self._lengths.size, np.bool_)
         self._uses = np.zeros(self._lengths.size, np.int64)
-        self._plan_count = 0
+        self.plan_count = 0
         self._group_size = group_size
         self._meta = {name: np.asarray(column) for name, column in (meta or {}).items()}
         if group_size is not None and group_size < 1:
@@ -60,17 +60,12 @@ class ListView:
         """Consume and drop rows, and count deliveries, as the service does with `get_meta(max_uses=)`."""
         rows = np.concatenate([part.rows for part in plan.ranks])
         np.add.at(self._uses, rows, 1)
-        self._plan_count += 1
+        self.plan_count += 1
         if plan.consumed is not None:
             self.consume(plan.consumed)
         if plan.consumed is None or max_uses > 1:
             self.consume(rows[self._uses[rows] >= max_uses])
         self.consume(np.concatenate([part.dropped for part in plan.ranks]))
-
-    @property
-    def plan_count(self) -> int:
-        """Number of plans that were recorded."""
-        return self._plan_count
 
     def use_counts(self, rows: Indexes) -> Indexes:
         """Return how often each row was delivered by plans that were recorded `(n,)`."""
@@ -82,11 +77,7 @@ class ListView:
 
     def ready(self, limit: int | None = None) -> Indexes:
         """Return up to `limit` samples that are produced and not consumed, in order."""
-        return np.flatnonzero(self._is_ready)[:limit]
-
-    @property
-    def _is_ready(self) -> NDArray[np.bool_]:
-        return self._produced & self._left
+        return np.flatnonzero(self._produced & self._left)[:limit]
 
     def ready_groups(
         self,
@@ -106,7 +97,7 @@ class ListView:
             starts = starts[starts >= 0]
         elif self._group_size is None:  # a block is complete with its last sample, an explicit group as it is
             starts = starts[starts + size <= rows.size]
-        is_ready = self._is_ready
+        is_ready = self._produced & self._left
         starts = np.array([start for start in starts if is_ready[start : start + size].all()], np.int64)
         sizes = np.minimum(starts + size, rows.size) - starts
         if limit is not None:

@@ -2,37 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import re
 import types
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import is_dataclass
 from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
 from tq_service.errors import InvalidArgumentError, UnknownSamplerError, nearest
-from tq_service.results import SamplerOption
+from tq_service.results import SamplerDescription, SamplerOption
 from tq_service.state.plan import Sampler
 
-_FIELD = "sampler_config"
+_FIELD: Final = "sampler_config"
+_REQUIRED: Final = inspect.Parameter.empty
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplerInfo:
-    """A sampler for a listing.
-
-    Attributes:
-        name: what `get_meta(sampler=...)` takes.
-        summary: the first sentence of its docstring.
-        options: its options, those that must be given first.
-    """
-
-    name: str
-    summary: str
-    options: tuple[SamplerOption, ...] = ()
-
-
-def describe_sampler(name: str, kind: type[Sampler]) -> SamplerInfo:
+def describe_sampler(name: str, kind: type[Sampler]) -> SamplerDescription:
     """Return name, first docstring sentence and options of a sampler."""
     first_paragraph = " ".join((inspect.getdoc(kind) or "").split("\n\n")[0].split())
     sentence, stop, _ = first_paragraph.partition(". ")
@@ -42,12 +29,12 @@ def describe_sampler(name: str, kind: type[Sampler]) -> SamplerInfo:
         SamplerOption(
             name=option,
             type=_words(hints.get(option, Any)).removeprefix("a "),
-            default_json=None if _is_required(parameter) else json.dumps(parameter.default, default=repr),
+            default_json=None if parameter.default is _REQUIRED else json.dumps(parameter.default, default=repr),
             summary=texts.get(option, ""),
         )
-        for option, parameter in sorted(parameters.items(), key=lambda each: not _is_required(each[1]))
+        for option, parameter in sorted(parameters.items(), key=lambda each: each[1].default is not _REQUIRED)
     ]
-    return SamplerInfo(name=name, summary=sentence + stop.strip(), options=tuple(options))
+    return SamplerDescription(name=name, summary=sentence + stop.strip(), options=tuple(options))
 
 
 def _documented(kind: type[Sampler]) -> dict[str, str]:
@@ -76,7 +63,9 @@ def build_sampler(name: str, kind: type[Sampler], config: Mapping[str, object]) 
                 field=_FIELD,
                 metadata={"sampler": name, "option": option},
             )
-    missing = [option for option, parameter in parameters.items() if _is_required(parameter) and option not in config]
+    missing = [
+        option for option, parameter in parameters.items() if parameter.default is _REQUIRED and option not in config
+    ]
     if missing:
         raise InvalidArgumentError(
             f"sampler_config: sampler {name!r} needs {', '.join(map(repr, missing))}, got "
@@ -85,20 +74,25 @@ def build_sampler(name: str, kind: type[Sampler], config: Mapping[str, object]) 
             metadata={"option": missing[0]},
         )
     hints = _type_hints(kind)
-    options = {option: _converted(name, option, value, hints.get(option, Any)) for option, value in config.items()}
+    options: dict[str, object] = {}
+    for option, value in config.items():
+        try:
+            options[option] = _converted(value, hints.get(option, Any))
+        except ValueError:
+            got, expected = json.dumps(value, default=repr), _words(hints[option])
+            raise InvalidArgumentError(
+                f"sampler_config: sampler {name!r}, option {option!r}: got {got:.200}, expected {expected}",
+                field=_FIELD,
+                metadata={"option": option, "got": got, "expected": expected},
+            ) from None
     try:
-        sampler = kind(**options)
+        return kind(**options)
     except (TypeError, ValueError) as error:
         message = f"sampler_config: sampler {name!r} refuses {json.dumps(options, default=repr)}: {error}"
         option = str(error).partition(":")[0]
         if option not in parameters:
             raise InvalidArgumentError(message, field=_FIELD) from error
         raise InvalidArgumentError(message, field=_FIELD, metadata={"option": option}) from error
-    if not callable(getattr(sampler, "plan", None)):
-        raise InvalidArgumentError(
-            f"sampler: {name!r} makes a {type(sampler).__name__} without plan()", field="sampler"
-        )
-    return sampler
 
 
 def _parameters(kind: type[Sampler]) -> tuple[dict[str, inspect.Parameter], bool]:
@@ -111,10 +105,6 @@ def _parameters(kind: type[Sampler]) -> tuple[dict[str, inspect.Parameter], bool
     )
 
 
-def _is_required(parameter: inspect.Parameter) -> bool:
-    return parameter.default is inspect.Parameter.empty
-
-
 def _type_hints(kind: type[Sampler]) -> dict[str, Any]:
     # A dataclass may inherit options whose types only the module of its base class imports; those of the class are
     # looked up in the module of each base, those of the generated constructor only in the module of the last.
@@ -123,19 +113,6 @@ def _type_hints(kind: type[Sampler]) -> dict[str, Any]:
         return get_type_hints(annotated)
     except (NameError, TypeError):  # names that only a type checker imports: the constructor checks for itself
         return {}
-
-
-def _converted(sampler: str, option: str, value: object, hint: Any) -> object:
-    """Return the value as the hint wants it: numbers of a JSON-like config are all doubles on the wire."""
-    matches, converted = _match(value, hint)
-    if matches:
-        return converted
-    got = json.dumps(value, default=repr)
-    raise InvalidArgumentError(
-        f"sampler_config: sampler {sampler!r}, option {option!r}: got {got:.200}, expected {_words(hint)}",
-        field=_FIELD,
-        metadata={"option": option, "got": got, "expected": _words(hint)},
-    )
 
 
 _WORDS: Final[Mapping[Any, str]] = {
@@ -155,25 +132,29 @@ def _words(hint: Any) -> str:
     return _WORDS.get(hint, "")
 
 
-def _match(value: object, hint: Any) -> tuple[bool, object]:
-    if get_origin(hint) in (Union, types.UnionType):
-        return next((result for part in get_args(hint) if (result := _match(value, part))[0]), (False, value))
-    if get_origin(hint) is Literal:
-        return next(
-            ((True, known) for known in get_args(hint) if _match(value, type(known)) == (True, known)), (False, value)
-        )
-    if get_origin(hint) in _LISTS:
-        parts = [_match(each, get_args(hint)[0]) for each in value] if isinstance(value, list | tuple) else None
-        return parts is not None and all(matches for matches, _ in parts), [each for _, each in parts or ()]
-    if hint in (type(None), None):
-        return value is None, value
-    if hint is int:
-        if isinstance(value, float) and value.is_integer():
-            return True, int(value)
-        return isinstance(value, int) and not isinstance(value, bool), value
-    if hint is float:
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        return is_number, float(value) if isinstance(value, (int, float)) else value
-    if hint in (bool, str):
-        return isinstance(value, hint), value
-    return True, value  # other annotations are the constructor's to check
+def _converted(value: object, hint: Any) -> object:
+    """Return a value as the hint wants it: numbers of a JSON-like config are all doubles on the wire.
+
+    Raises:
+        ValueError: it does not match.
+    """
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType, Literal):
+        for each in arguments:
+            with contextlib.suppress(ValueError):
+                converted = _converted(value, type(each) if origin is Literal else each)
+                if origin is not Literal or converted == each:
+                    return converted
+    elif origin in _LISTS:
+        if isinstance(value, list | tuple):
+            return [_converted(each, arguments[0]) for each in value]
+    elif hint in (int, float):
+        if (
+            isinstance(value, int | float)
+            and not isinstance(value, bool)
+            and (hint is float or not isinstance(value, float) or value.is_integer())
+        ):
+            return hint(value)
+    elif hint not in (bool, str, None, type(None)) or isinstance(value, type(None) if hint is None else hint):
+        return value  # other annotations are the constructor's to check
+    raise ValueError

@@ -1,6 +1,6 @@
 """`TransferQueueClient`: TransferQueue's calls, each one of the service's or few. Sync, and as `async_...` for asyncio.
 
-What a call does is written once, as a coroutine of `Calls`: over an `AsyncClient` it is awaited; over a `Client`, whose
+Each call is written once, as a coroutine of `Calls`: over an `AsyncClient` it is awaited; over a `Client`, whose
 calls never wait for a loop, `finished` runs it to its end.
 """
 
@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial, wraps
+from functools import partial, update_wrapper
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
@@ -33,7 +33,7 @@ Row = dict[str, Any]
 
 
 def finished(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine that never waits, and return what it returns."""
+    """Run a coroutine that never waits, and return its result."""
     try:
         coroutine.send(None)
     except StopIteration as end:
@@ -80,7 +80,7 @@ class Calls:
     """TransferQueue's calls over one client of the service.
 
     Args:
-        client: what is awaited: an `AsyncClient`, or `Awaitables` of a `Client`.
+        client: an `AsyncClient`, or `Awaitables` of a `Client`.
         namespace: that of the client.
         asking: how batches are asked for.
         sleep: waits for some seconds.
@@ -92,7 +92,7 @@ class Calls:
     def __init__(
         self, client: Any, *, namespace: str, asking: Asking, sleep: Callable[[float], Awaitable[None]]
     ) -> None:
-        self._client = client
+        self._client: tq.AsyncClient = client
         self._sleep = sleep
         self._namespace = namespace
         self._asking = asking
@@ -160,8 +160,12 @@ class Calls:
             known = await self._lookup(partition_id, task_name=task_name)
             if known.incarnation:
                 tags = dict(zip(known.global_indexes, known.custom_meta, strict=True))
+                produced, nothing = known.produced, np.zeros(known.size, np.bool_)
+                is_ready = np.logical_and.reduce([produced.get(name, nothing) for name in data_fields])
+                # `consumed` is there, since the task was named.
+                ready = known.indexes[is_ready & ~known.consumed].tolist() if known.size else []
                 choice = ask(
-                    "sample", _ready(known, data_fields), batch_size, partition_id, task_name, tags, config,
+                    "sample", ready, batch_size, partition_id, task_name, tags, config,
                     incarnation=known.incarnation, replaced=replaced,
                 )  # fmt: skip
                 if choice.incarnation != known.incarnation:
@@ -193,7 +197,9 @@ class Calls:
         if not choice.consumed:
             return True
         # Replicas of a rank claim the same samples, by a name that no other samples ever get.
-        named = {} if config.get("dp_rank") is None else {"claim_name": _name_of(choice, config)}
+        named = {}
+        if config.get("dp_rank") is not None:
+            named["claim_name"] = f"{claim_name(config)}, samples from {min(choice.consumed)}"
         try:
             meta = await self._client.get_meta(
                 **claim,
@@ -206,7 +212,7 @@ class Calls:
             )
         except (tq.StaleIncarnationError, tq.PartitionClearedError, tq.PartitionNotFoundError):
             return False
-        return bool(meta.status == "batch")
+        return meta.status == "batch"
 
     async def get_data(self, metadata: BatchMeta) -> TensorDict:
         """Return the fields of a batch: rows of one dimension or more as nested tensors, objects as NonTensorStack.
@@ -216,29 +222,25 @@ class Calls:
         """
         if not metadata or not metadata.field_names:
             return TensorDict({}, batch_size=0)
+        samples_of = self._samples(metadata)
         try:
             parts = [
                 await self._client.get_data(samples, data_fields=metadata.field_names, layout="jagged")
-                for _, samples in self._samples(metadata)
+                for _, samples in samples_of
             ]
         except _CLEARED as error:
             raise StorageKeyNotFoundError(str(error)) from error
         except tq.FieldNotFoundError as error:  # a field goes with the last sample that has it
-            if await self._are_stored(metadata):
+            found = [
+                await self._lookup(samples.partition_id, global_indexes=samples.indexes) for _, samples in samples_of
+            ]
+            if sum(meta.size for meta in found) == len(metadata):
                 raise
             raise StorageKeyNotFoundError(f"samples of the batch were cleared: {error}") from error
         if len(parts) > 1:
-            places = np.argsort(np.concatenate([positions for positions, _ in self._samples(metadata)]))
+            places = np.argsort(np.concatenate([positions for positions, _ in samples_of]))
             parts = [_taken(parts, places.tolist())]
         return _as_transfer_queue(parts[0])
-
-    async def _are_stored(self, metadata: BatchMeta) -> bool:
-        """Return whether none of the samples was cleared."""
-        found = [
-            await self._lookup(samples.partition_id, global_indexes=samples.indexes)
-            for _, samples in self._samples(metadata)
-        ]
-        return sum(meta.size for meta in found) == len(metadata)
 
     async def put(
         self,
@@ -276,7 +278,7 @@ class Calls:
     async def _put(self, data: TensorDict | None, **more: Any) -> tq.BatchMeta:
         """Put columns, converted to their fields' dtypes, or to objects, if the fields are of others."""
         try:
-            written = await self._client.put(data, **more)
+            return await self._client.put(data, **more)
         except tq.FieldMismatchError:
             samples: tq.BatchMeta | None = more.get("metadata")
             partition_id = more["partition_id"] if samples is None else samples.partition_id
@@ -285,9 +287,7 @@ class Calls:
             except tq.PartitionNotFoundError:  # cleared meanwhile
                 fields = ()
             specs = {each.spec.name: each.spec for each in fields}
-            written = await self._client.put(_fitted(data, specs), **more)
-        result: tq.BatchMeta = written
-        return result
+            return await self._client.put(_fitted(data, specs), **more)
 
     async def set_custom_meta(self, metadata: BatchMeta) -> None:
         """Write the custom_meta of a batch."""
@@ -301,7 +301,7 @@ class Calls:
             await self._client.clear_samples(samples, missing_ok=True)
 
     async def clear_partition(self, partition_id: str) -> None:
-        """Remove a partition, if it is there."""
+        """Remove a partition, if it exists."""
         await self._client.clear_partition(partition_id, missing_ok=True)
 
     async def get_partition_list(self) -> list[str]:
@@ -334,25 +334,22 @@ class Calls:
     async def check_consumption_status(self, task_name: str, partition_id: str) -> bool:
         """Return whether there are samples, and a task has consumed all of them; cleared ones need not be."""
         status = await self._client.check_consumption(partition_id, task_name, missing_ok=True)
-        return bool(0 < _expected(status.total_count - status.skipped_count) <= status.consumed_count)
+        return 0 < _expected(status.total_count - status.skipped_count) <= status.consumed_count
 
     async def check_production_status(self, data_fields: Sequence[str], partition_id: str) -> bool:
         """Return whether there are samples, and all of them have these fields."""
         status = await self._client.check_production(partition_id, data_fields, missing_ok=True)
-        return bool(0 < _expected(status.total_count) <= status.produced_count)
+        return 0 < _expected(status.total_count) <= status.produced_count
 
     async def reset_consumption(self, partition_id: str, task_name: str | None = None) -> bool:
         """Have a task, or all of them, consume a partition again."""
         try:
-            tasks = [task_name] if task_name else await self._tasks(partition_id)
-            for name in tasks:
+            known = () if task_name else (await self._client.describe_partition(partition_id)).tasks
+            for name in [task_name] if task_name else [task.task_name for task in known]:
                 await self._client.reset_consumption(partition_id, name)
         except tq.NotFoundError:  # nothing was consumed that could be again
             pass
         return True
-
-    async def _tasks(self, partition_id: str) -> list[str]:
-        return [task.task_name for task in (await self._client.describe_partition(partition_id)).tasks]
 
     # Keys
 
@@ -380,7 +377,11 @@ class Calls:
         """Return the keys of one partition, or of all, with their tags: by partition, then by key."""
         names = [partition_id] if partition_id is not None else await self.get_partition_list()
         metas = [await self._lookup(name) for name in names]
-        return {name: _tags_by_key(meta) for name, meta in zip(names, metas, strict=True) if meta.incarnation}
+        listed = {name: meta for name, meta in zip(names, metas, strict=True) if meta.incarnation}
+        return {
+            name: {key: tag for key, tag in zip(meta.keys, meta.custom_meta, strict=True) if key is not None}
+            for name, meta in listed.items()
+        }
 
     async def kv_put(
         self,
@@ -396,7 +397,14 @@ class Calls:
             ValueError: neither fields nor a tag is given, or fields are of several rows.
         """
         if isinstance(fields, dict):
-            fields = TensorDict({name: _as_row(name, value) for name, value in fields.items()}, batch_size=[1])
+            nested = [name for name, each in fields.items() if isinstance(each, torch.Tensor) and each.is_nested]
+            if nested:
+                raise ValueError(f"field {nested[0]!r} is a nested tensor, of several rows; put it with kv_batch_put")
+            rows = {
+                name: value.unsqueeze(0) if isinstance(value, torch.Tensor) else NonTensorStack(value)
+                for name, value in fields.items()
+            }
+            fields = TensorDict(rows, batch_size=[1])
         elif fields is not None and not isinstance(fields, TensorDict):
             raise ValueError(f"fields is a {type(fields).__name__}, expected a dict or a TensorDict")
         return await self.kv_batch_put([key], partition_id, fields, None if tag is None else [tag], data_parser)
@@ -488,12 +496,11 @@ class Calls:
         """Remove samples by key; unknown keys and partitions are ignored."""
         await self._client.clear_samples(partition_id=partition_id, keys=_listed("keys", keys, str), missing_ok=True)
 
-    # What the service's calls take
+    # Arguments of the service's calls
 
     async def _lookup(self, partition_id: str, **which: Any) -> tq.BatchMeta:
         meta, _ = await self._client.lookup_samples(partition_id, missing_ok=True, **which)
-        result: tq.BatchMeta = meta
-        return result
+        return meta
 
     def _samples(self, metadata: BatchMeta) -> list[tuple[list[int], tq.BatchMeta]]:
         """Return for each partition of a batch the positions of its samples, and these."""
@@ -529,25 +536,6 @@ def _of_samples(meta: tq.BatchMeta, data_fields: Sequence[str] | None = None) ->
     )
 
 
-def _ready(known: tq.BatchMeta, data_fields: Sequence[str]) -> list[int]:
-    """Return the samples that have all of the fields and are not consumed by the task of the look-up."""
-    produced, nothing = known.produced, np.zeros(known.size, np.bool_)
-    is_ready = np.logical_and.reduce([produced.get(name, nothing) for name in data_fields])
-    consumed: Any = known.consumed  # there, since the task was named
-    ready: list[int] = known.indexes[is_ready & ~consumed].tolist() if known.size else []
-    return ready
-
-
-def _name_of(choice: Choice, config: Mapping[str, Any]) -> str:
-    return f"{claim_name(config)}, samples from {min(choice.consumed)}"
-
-
-def _tags_by_key(meta: tq.BatchMeta) -> dict[str, Row]:
-    tags: dict[Any, Row] = dict(zip(meta.keys, meta.custom_meta, strict=True))
-    tags.pop(None, None)  # of samples without a key
-    return tags
-
-
 def _schema_of(spec: tq.FieldSpec | None) -> Row:
     if spec is None:
         return {"dtype": None, "shape": None, "is_nested": False, "is_non_tensor": False}
@@ -565,7 +553,7 @@ def _expected(total_count: int) -> int:
 
 
 def _listed(what: str, values: Any, kind: type) -> list[Any]:
-    """Return a list of what may be a single value.
+    """Return the values, or the single value, as a list.
 
     Raises:
         ValueError: it is empty. TypeError: it has other values.
@@ -579,16 +567,8 @@ def _listed(what: str, values: Any, kind: type) -> list[Any]:
 
 
 def _stored(tags: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """Return tags with null where they have None, which would remove a value."""
+    """Return tags with null instead of None, which would remove a value."""
     return [{name: tq.JSON_NULL if value is None else value for name, value in tag.items()} for tag in tags]
-
-
-def _as_row(name: str, value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return NonTensorStack(value)
-    if value.is_nested:
-        raise ValueError(f"field {name!r} is a nested tensor, of several rows; put it with kv_batch_put")
-    return value.unsqueeze(0)
 
 
 def _parsed(data: TensorDict, data_parser: Callable[[Row], Any] | None) -> TensorDict:
@@ -600,21 +580,18 @@ def _parsed(data: TensorDict, data_parser: Callable[[Row], Any] | None) -> Tenso
     if data_parser is None:
         return data
     names: Any = data.keys()  # tensordict iterates rows
-    columns: Row = {name: _rows_of(data.get(name)) for name in names}
+    columns: Row = {name: data.get(name) for name in names}
+    ragged = {name: getattr(column, "_ragged_idx", 1) for name, column in columns.items()}
+    for name, column in columns.items():
+        if not isinstance(column, torch.Tensor) or column.is_nested:
+            columns[name] = list(_unbound(column))
     counts = {name: len(column) for name, column in columns.items()}
     data_parser(columns)
     if {name: len(column) for name, column in columns.items()} != counts:
         raise ValueError("data_parser has changed which columns there are, or the number of their rows")
-    ragged = {name: getattr(data.get(name), "_ragged_idx", 1) for name in columns}
     return TensorDict(
         {name: _column_of(column, ragged[name]) for name, column in columns.items()}, batch_size=data.batch_size
     )
-
-
-def _rows_of(column: Any) -> Any:
-    if isinstance(column, torch.Tensor):
-        return list(column.unbind()) if column.is_nested else column
-    return column.tolist()
 
 
 def _column_of(rows: Any, ragged_dimension: int = 1) -> Any:
@@ -670,13 +647,10 @@ def _fitted(data: TensorDict | None, specs: Mapping[str, tq.FieldSpec]) -> Tenso
         elif spec.dtype and not column.is_complex():
             converted = column.to(getattr(torch, spec.dtype))
             may_round = converted.is_floating_point() or converted.is_complex()
-            if may_round or _are_equal(converted.to(column.dtype), column):
+            same = zip(converted.to(column.dtype).unbind(), column.unbind(), strict=True)
+            if may_round or all(torch.equal(one, other) for one, other in same):
                 columns[name] = converted
     return TensorDict(columns, batch_size=data.batch_size)
-
-
-def _are_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
-    return all(torch.equal(one, other) for one, other in zip(left.unbind(), right.unbind(), strict=True))
 
 
 def _unbound(column: Any) -> Any:
@@ -693,37 +667,32 @@ def _as_transfer_queue(data: TensorDict) -> TensorDict:
 
 
 class TransferQueueClient:
-    """TransferQueue's low-level calls; each is there as `name` and, to be awaited, as `async_name`.
+    """TransferQueue's low-level calls, each as `name` and, to be awaited, as `async_name`.
 
     Args:
         address: where the service is.
         namespace: of the run; empty: none.
-        token: for the service; None: as the environment says.
+        token: for the service; None: that of the environment.
         asking: how batches are asked for.
         timeout: seconds in which a call tries to reach a service that does not answer.
 
     Attributes:
         client_id: a name of this client, for logs of its user.
+        address: where the service is.
     """
 
     def __init__(
         self, address: str, *, namespace: str, token: str | None, asking: Asking, timeout: float = 60.0
     ) -> None:
         self.client_id = f"{type(self).__name__}_{secrets.token_hex(4)}"
-        self._arguments: dict[str, Any] = {
-            "address": address,
-            "namespace": namespace,
-            "token": token,
-            "asking": asking,
-            "timeout": timeout,
-        }
+        self.address = address
+        self._options: dict[str, Any] = {"namespace": namespace, "token": token, "asking": asking, "timeout": timeout}
         reached: dict[str, Any] = {"address": address, "namespace": namespace or False, "timeout": timeout}
         if token is not None:
             reached |= {"token": token, "insecure": True}
         self.sync_client, self.async_client = tq.Client(**reached), tq.AsyncClient(**reached)
-        self.sync_calls = Calls(
-            Awaitables(self.sync_client), namespace=namespace, asking=asking, sleep=Awaitables(time).sleep
-        )
+        made, pause = Awaitables(self.sync_client), Awaitables(time).sleep
+        self.sync_calls = Calls(made, namespace=namespace, asking=asking, sleep=pause)
         self.async_calls = Calls(self.async_client, namespace=namespace, asking=asking, sleep=asyncio.sleep)
 
     if TYPE_CHECKING:  # the methods are made below
@@ -731,14 +700,14 @@ class TransferQueueClient:
         def __getattr__(self, name: str) -> Callable[..., Any]: ...
 
     def polling(self) -> Callable[..., TransferQueueClient]:
-        """Return what makes a client for workers: it answers an empty batch if too few samples are ready.
+        """Return a factory of workers' clients, given an address: they answer an empty batch if too few are ready.
 
-        It can be pickled where the service samples.
+        It can be pickled if the service samples.
         """
-        asking = replace(self._arguments["asking"], polling_mode=True, wait_seconds=0.0)
+        asking = replace(self._options["asking"], polling_mode=True, wait_seconds=0.0)
         if service_samples(asking.sampler):
             asking = replace(asking, controller=None)
-        return partial(_client_of, {**self._arguments, "asking": asking})
+        return partial(TransferQueueClient, **{**self._options, "asking": asking})
 
     def wait_at_most(self, seconds: float) -> None:
         """Set how long `get_meta` waits for samples from now on."""
@@ -749,32 +718,22 @@ class TransferQueueClient:
         self.sync_client.close()
 
 
-def _client_of(arguments: Mapping[str, Any], _address: str | None = None) -> TransferQueueClient:
-    return TransferQueueClient(**arguments)
+def _add_forms(name: str) -> None:
+    """Give clients the method of a call, and the one to be awaited."""
 
-
-def sync_form(name: str) -> Callable[..., Any]:
-    """Return the method of a client that makes a call of `Calls`."""
-
-    @wraps(getattr(Calls, name))
     def call(client: TransferQueueClient, *arguments: Any, **keywords: Any) -> Any:
         return finished(getattr(client.sync_calls, name)(*arguments, **keywords))
 
-    return call
-
-
-def async_form(name: str) -> Callable[..., Any]:
-    """Return the method of a client that makes a call of `Calls`, to be awaited."""
-
-    @wraps(getattr(Calls, name))
-    async def call(client: TransferQueueClient, *arguments: Any, **keywords: Any) -> Any:
+    async def async_call(client: TransferQueueClient, *arguments: Any, **keywords: Any) -> Any:
         return await getattr(client.async_calls, name)(*arguments, **keywords)
 
-    return call
+    for form, its_name in ((call, name), (async_call, f"async_{name}")):
+        update_wrapper(form, getattr(Calls, name))
+        form.__name__ = form.__qualname__ = its_name
+        setattr(TransferQueueClient, its_name, form)
 
 
 for _name in [name for name in vars(Calls) if not name.startswith("_")]:
-    setattr(TransferQueueClient, _name, sync_form(_name))
-    setattr(TransferQueueClient, f"async_{_name}", async_form(_name))
+    _add_forms(_name)
 
 AsyncTransferQueueClient = TransferQueueClient

@@ -10,59 +10,36 @@ from inspect import Signature, signature
 from pathlib import Path
 from typing import Any, Final
 
-from transfer_queue.client import Calls, finished
+from transfer_queue.client import TransferQueueClient
 from transfer_queue.controller import OWN_CHECKPOINT_DIR
-from transfer_queue.session import close, current, get_client, init, setting
+from transfer_queue.session import close, current, get_client, init, setting  # noqa: F401  (TransferQueue has them here)
 
-__all__ = [
-    "async_kv_batch_get",
-    "async_kv_batch_get_by_meta",
-    "async_kv_batch_put",
-    "async_kv_clear",
-    "async_kv_list",
-    "async_kv_put",
-    "close",
-    "get_client",
-    "get_metrics_endpoint",
-    "init",
-    "kv_batch_get",
-    "kv_batch_get_by_meta",
-    "kv_batch_put",
-    "kv_clear",
-    "kv_list",
-    "kv_put",
-    "load_checkpoint",
-    "save_checkpoint",
-]
 METADATA_FILE: Final = "metadata.json"
 _LONGEST_NAME: Final = 200
 
 
-def _forms(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return the sync and the async function that make a call of this process's client."""
-    described = wraps(getattr(Calls, name))
-    parameters = list(signature(getattr(Calls, name)).parameters.values())
+def _of_client(name: str) -> Callable[..., Any]:
+    """Return the function that makes a call of this process's client; one named `async_...` is to be awaited."""
+    method = getattr(TransferQueueClient, name)
 
-    @described
+    @wraps(method)
     def call(*arguments: Any, **keywords: Any) -> Any:
-        return finished(getattr(current().client.sync_calls, name)(*arguments, **keywords))
+        return getattr(current().client, name)(*arguments, **keywords)
 
-    @described
-    async def async_call(*arguments: Any, **keywords: Any) -> Any:
-        return await getattr(current().client.async_calls, name)(*arguments, **keywords)
-
-    for function, its_name in ((call, name), (async_call, f"async_{name}")):
-        function.__dict__["__signature__"] = Signature(parameters[1:])  # without the method's own object
-        function.__name__ = function.__qualname__ = its_name
-    return call, async_call
+    parameters = list(signature(method).parameters.values())
+    call.__dict__["__signature__"] = Signature(parameters[1:])  # without the client
+    return call
 
 
-kv_put, async_kv_put = _forms("kv_put")
-kv_batch_put, async_kv_batch_put = _forms("kv_batch_put")
-kv_batch_get, async_kv_batch_get = _forms("kv_batch_get")
-kv_batch_get_by_meta, async_kv_batch_get_by_meta = _forms("kv_batch_get_by_meta")
-kv_list, async_kv_list = _forms("kv_list")
-kv_clear, async_kv_clear = _forms("kv_clear")
+kv_put, async_kv_put = _of_client("kv_put"), _of_client("async_kv_put")
+kv_batch_put, async_kv_batch_put = _of_client("kv_batch_put"), _of_client("async_kv_batch_put")
+kv_batch_get, async_kv_batch_get = _of_client("kv_batch_get"), _of_client("async_kv_batch_get")
+kv_batch_get_by_meta, async_kv_batch_get_by_meta = (
+    _of_client("kv_batch_get_by_meta"),
+    _of_client("async_kv_batch_get_by_meta"),
+)
+kv_list, async_kv_list = _of_client("kv_list"), _of_client("async_kv_list")
+kv_clear, async_kv_clear = _of_client("kv_clear"), _of_client("async_kv_clear")
 
 
 def save_checkpoint(
@@ -74,7 +51,7 @@ def save_checkpoint(
     `controller.checkpoint_dir`, else under a name made of the path. `checkpoint_dir` gets a file that says so.
 
     Args:
-        checkpoint_dir: the directory; made where it is not there.
+        checkpoint_dir: the directory; made if it does not exist.
         include_storage: not looked at: the data is always included.
         metadata: what `metadata.json` there has as "user_metadata".
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Final, TypeVar
+from typing import Any, ClassVar, Final, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -22,10 +22,44 @@ _log = logging.getLogger(__name__)
 _nrl_scalar_schema_patched = True
 _IMMUTABLE: Final = (str, int, float, bytes, type(None))
 
-Part = TypeVar("Part", "BatchMeta", "KVBatchMeta")
+
+class _Batch(ABC):
+    """Samples with attributes that have one value per sample; the first attribute names the samples."""
+
+    _PER_SAMPLE: ClassVar[tuple[str, ...]]
+
+    @abstractmethod
+    def _of(self, positions: Sequence[int]) -> Self:
+        """Return the samples at these positions, with the fields and extra_info of the batch."""
+
+    @property
+    def size(self) -> int:
+        """Number of samples."""
+        return len(getattr(self, self._PER_SAMPLE[0]))
+
+    def __len__(self) -> int:
+        return self.size
+
+    def reorder(self, indexes: Sequence[int]) -> None:
+        """Put the samples into the order of these positions, in place.
+
+        Raises:
+            ValueError: they are not each position once.
+        """
+        if sorted(indexes) != list(range(self.size)):
+            raise ValueError(f"the order is {list(indexes)}, expected each of the positions 0 to {self.size - 1} once")
+        ordered = self._of(indexes)
+        for name in self._PER_SAMPLE:
+            setattr(self, name, getattr(ordered, name))
+
+    def chunk(self, chunks: int) -> list[Self]:
+        """Return `chunks` batches of neighbours, as equal as can be, the larger ones first."""
+        if self.size < chunks:
+            _log.warning("%d samples are cut into %d parts, some of which are empty", self.size, chunks)
+        return [self._of(part.tolist()) for part in np.array_split(np.arange(self.size), chunks)]
 
 
-class BatchMeta:
+class BatchMeta(_Batch):
     """Samples by their indexes, and what is known of them.
 
     Attributes:
@@ -37,6 +71,8 @@ class BatchMeta:
         extra_info: what is known of the batch as a whole.
         custom_meta: one mapping for each sample.
     """
+
+    _PER_SAMPLE = ("global_indexes", "partition_ids", "production_status", "custom_meta")
 
     # What the loader of tq_service asks of the meta of a batch.
     status = "batch"
@@ -63,22 +99,14 @@ class BatchMeta:
         self.custom_meta = [dict(each) for each in custom_meta or ({} for _ in self.global_indexes)]
         # Of the partitions, as far as they are known, so that a later one of the same name is never taken for them.
         self.incarnations = dict(incarnations or {})
-        for what in ("partition_ids", "production_status", "custom_meta"):
-            if len(getattr(self, what)) != self.size:
-                raise ValueError(f"{what} is for {len(getattr(self, what))} samples, expected {self.size}")
+        for what in self._PER_SAMPLE[1:]:
+            if (count := len(getattr(self, what))) != self.size:
+                raise ValueError(f"{what} is for {count} samples, expected {self.size}")
 
     @classmethod
     def empty(cls, extra_info: Mapping[str, Any] | None = None) -> BatchMeta:
         """Return a batch without samples."""
         return cls(extra_info=extra_info)
-
-    @property
-    def size(self) -> int:
-        """Number of samples."""
-        return len(self.global_indexes)
-
-    def __len__(self) -> int:
-        return self.size
 
     @property
     def field_names(self) -> list[str]:
@@ -93,7 +121,10 @@ class BatchMeta:
     @property
     def samples(self) -> Sequence[SampleView]:
         """A read-only view of each sample."""
-        return [SampleView(self, position) for position in range(self.size)]
+        fields = MappingProxyType({name: MappingProxyType(each) for name, each in self.field_schema.items()})
+        statuses, tags = self.production_status.tolist(), map(MappingProxyType, self.custom_meta)
+        columns = zip(self.global_indexes, self.partition_ids, statuses, tags, strict=True)
+        return [SampleView(*known, fields) for known in columns]
 
     def get_dtypes(self, field_name: str) -> list[Any]:
         """Return the dtype of a field, once for each sample; KeyError for an unknown one."""
@@ -204,27 +235,12 @@ class BatchMeta:
             self.incarnations,
         )
 
-    def reorder(self, indices: Sequence[int]) -> None:
-        """Put the samples into the order of these positions, in place.
-
-        Raises:
-            ValueError: they are not each position once.
-        """
-        _check_order(indices, self.size)
-        ordered = self.select_samples(indices)
-        for name in ("global_indexes", "partition_ids", "production_status", "custom_meta"):
-            setattr(self, name, getattr(ordered, name))
-
     def __getitem__(self, item: Any) -> BatchMeta:
         if isinstance(item, slice):
             return self._of(range(self.size)[item])
         if isinstance(item, int | np.integer):
             return self._of([range(self.size)[item]])
         raise TypeError(f"got an index of type {type(item).__name__}, expected an integer or a slice")
-
-    def chunk(self, chunks: int) -> list[BatchMeta]:
-        """Return `chunks` batches of neighbours, as equal as can be, the larger ones first."""
-        return [self._of(part) for part in _even_parts(self.size, chunks)]
 
     def chunk_by_partition(self) -> list[BatchMeta]:
         """Return a batch for each partition, in the order of their first samples."""
@@ -239,8 +255,9 @@ class BatchMeta:
         if not other or not self:
             return (self or other).copy()
         for what in ("global_indexes", "partition_ids"):
-            if getattr(self, what) != getattr(other, what):
-                raise ValueError(f"{what} differ: {getattr(self, what)} and {getattr(other, what)}")
+            mine, its = getattr(self, what), getattr(other, what)
+            if mine != its:
+                raise ValueError(f"{what} differ: {mine} and {its}")
         united = self.copy()
         united.field_schema |= copy.deepcopy(other.field_schema)
         united.production_status = united.production_status & other.production_status
@@ -255,7 +272,7 @@ class BatchMeta:
         Raises:
             ValueError: they differ in fields or in dtypes of fields (with `validate`), or in values of `extra_info`.
         """
-        parts = _not_empty(data)
+        parts = [part for part in data if part]
         if not parts:
             return cls.empty()
         first = parts[0]
@@ -269,8 +286,8 @@ class BatchMeta:
                         f"{part.field_schema[name].get('dtype')}"
                     )
         return cls(
-            itertools.chain.from_iterable(part.global_indexes for part in parts),
-            itertools.chain.from_iterable(part.partition_ids for part in parts),
+            [index for part in parts for index in part.global_indexes],
+            [name for part in parts for name in part.partition_ids],
             {name: _merged_schema([part.field_schema.get(name, {}) for part in parts]) for name in first.field_schema},
             np.concatenate([part.production_status for part in parts]),
             _merged_extra_info([part.extra_info for part in parts]),
@@ -285,41 +302,26 @@ class BatchMeta:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class SampleView:
-    """One sample of a batch, read-only."""
+class SampleView(NamedTuple):
+    """One sample of a batch, read-only.
 
-    batch: BatchMeta
-    position: int
+    Attributes:
+        global_index: its index.
+        partition_id: its partition.
+        production_status: 1 if it has all of the fields.
+        custom_meta: its mapping.
+        fields: the schemas of its fields.
+    """
 
-    @property
-    def global_index(self) -> int:
-        """Its index."""
-        return self.batch.global_indexes[self.position]
-
-    @property
-    def partition_id(self) -> str:
-        """Its partition."""
-        return self.batch.partition_ids[self.position]
-
-    @property
-    def production_status(self) -> int:
-        """1 where it has all of the fields."""
-        return int(self.batch.production_status[self.position])
-
-    @property
-    def custom_meta(self) -> Mapping[str, Any]:
-        """What is known of it."""
-        return MappingProxyType(self.batch.custom_meta[self.position])
-
-    @property
-    def fields(self) -> Mapping[str, Mapping[str, Any]]:
-        """The schemas of its fields."""
-        return MappingProxyType({name: MappingProxyType(each) for name, each in self.batch.field_schema.items()})
+    global_index: int
+    partition_id: str
+    production_status: int
+    custom_meta: Mapping[str, Any]
+    fields: Mapping[str, Mapping[str, Any]]
 
 
 @dataclass
-class KVBatchMeta:
+class KVBatchMeta(_Batch):
     """Samples of one partition by their keys.
 
     Attributes:
@@ -329,6 +331,8 @@ class KVBatchMeta:
         fields: names of the fields that all have; None where not known.
         extra_info: what is known of the batch as a whole.
     """
+
+    _PER_SAMPLE = ("keys", "tags")
 
     keys: list[str] = field(default_factory=list)
     tags: list[dict[str, Any]] = field(default_factory=list)
@@ -345,14 +349,6 @@ class KVBatchMeta:
         # Parts of a batch are changed independently of it.
         self.tags = _copied(self.tags)
         self.extra_info = copy.deepcopy(self.extra_info)
-
-    @property
-    def size(self) -> int:
-        """Number of samples."""
-        return len(self.keys)
-
-    def __len__(self) -> int:
-        return len(self.keys)
 
     def __str__(self) -> str:
         return f"KVBatchMeta(size={self.size}, field_names={self.fields}, extra_info={self.extra_info})"
@@ -372,20 +368,6 @@ class KVBatchMeta:
         position_of = {key: position for position, key in enumerate(self.keys)}
         return self._of([position_of[key] for key in keys_to_select])
 
-    def reorder(self, indexes: Sequence[int]) -> None:
-        """Put the samples into the order of these positions, in place.
-
-        Raises:
-            ValueError: they are not each position once.
-        """
-        _check_order(indexes, self.size)
-        self.keys = [self.keys[position] for position in indexes]
-        self.tags = [self.tags[position] for position in indexes]
-
-    def chunk(self, chunks: int) -> list[KVBatchMeta]:
-        """Return `chunks` batches of neighbours, as equal as can be, the larger ones first."""
-        return [self._of(part) for part in _even_parts(self.size, chunks)]
-
     @classmethod
     def concat(cls, data: Sequence[KVBatchMeta]) -> KVBatchMeta:
         """Return the samples of several batches one after the other; empty ones are left out.
@@ -393,7 +375,7 @@ class KVBatchMeta:
         Raises:
             ValueError: they differ in partition or fields, or in values of `extra_info`.
         """
-        parts = _not_empty(data)
+        parts = [part for part in data if part]
         if not parts:
             return cls()
         first = parts[0]
@@ -418,14 +400,19 @@ def extract_field_schema(data: TensorDict) -> dict[str, dict[str, Any]]:
 
 def _schema_of_column(column: Any) -> dict[str, Any]:
     if not isinstance(column, torch.Tensor):
-        return {"dtype": None, "shape": None, "is_nested": False, "is_non_tensor": True}
-    shape = _row_shape(column) if column.is_nested else tuple(column.shape[1:])
-    return {"dtype": column.dtype, "shape": shape, "is_nested": column.is_nested, "is_non_tensor": False}
+        return schema_of(None, None, is_non_tensor=True)
+    shapes = [tuple(row.shape) for row in column.unbind()] if column.is_nested else [tuple(column.shape[1:])]
+    return schema_of(column.dtype, _common_shape(shapes), is_nested=column.is_nested)
 
 
-def _row_shape(column: torch.Tensor) -> tuple[int, ...]:
-    sizes = zip(*(tuple(row.shape) for row in column.unbind()), strict=True)
-    return tuple(each[0] if len(set(each)) == 1 else -1 for each in sizes)
+def schema_of(dtype: Any, shape: Any, *, is_nested: bool = False, is_non_tensor: bool = False) -> dict[str, Any]:
+    """Return the schema of a field."""
+    return {"dtype": dtype, "shape": shape, "is_nested": is_nested, "is_non_tensor": is_non_tensor}
+
+
+def _common_shape(shapes: Iterable[Sequence[int]]) -> tuple[int, ...]:
+    """Return what shapes have in common, -1 where they differ."""
+    return tuple(sizes[0] if len(set(sizes)) == 1 else -1 for sizes in zip(*shapes, strict=True))
 
 
 def _merged_schema(schemas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -433,7 +420,7 @@ def _merged_schema(schemas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     merged = dict(schemas[0])
     merged["is_nested"] = len(shapes) > 1 or any(schema.get("is_nested") for schema in schemas)
     if len(shapes) > 1 and len({shape and len(shape) for shape in shapes}) == 1:
-        merged["shape"] = tuple(sizes[0] if len(set(sizes)) == 1 else -1 for sizes in zip(*shapes, strict=True))
+        merged["shape"] = _common_shape([shape or () for shape in shapes])
     return merged
 
 
@@ -463,21 +450,6 @@ def _copied(rows: Sequence[Any]) -> list[Any]:
         else copy.deepcopy(row)
         for row in rows
     ]
-
-
-def _not_empty(data: Iterable[Part]) -> list[Part]:
-    return [part for part in data if part]
-
-
-def _even_parts(size: int, count: int) -> Iterator[list[int]]:
-    if size < count:
-        _log.warning("%d samples are cut into %d parts, some of which are empty", size, count)
-    return (part.tolist() for part in np.array_split(np.arange(size), count))
-
-
-def _check_order(positions: Sequence[int], size: int) -> None:
-    if sorted(positions) != list(range(size)):
-        raise ValueError(f"the order is {list(positions)}, expected each of the positions 0 to {size - 1} once")
 
 
 def positions_of(names: Sequence[str]) -> dict[str, list[int]]:

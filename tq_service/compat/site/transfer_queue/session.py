@@ -164,7 +164,7 @@ def _end(session: Session) -> None:
     run = session.run
     is_cleared = setting(run.conf, "controller", "clear_on_close", default=True)
     if run.namespace and is_cleared and not run.is_service_owned:
-        client = session.client.polling()()  # users may have closed that of the run
+        client = session.client.polling()(run.address)  # users may have closed that of the run
         try:
             for partition in client.get_partition_list():
                 client.clear_partition(partition)

@@ -78,7 +78,9 @@ class StreamingDataset(data.StreamingDataset):
         self.fetch_batch_fn = fetch_batch_fn or default_fetch_batch_fn
         self.process_batch_fn = process_batch_fn or chunk_batch_fn
         self.sampling_config = {"dp_rank": dp_rank, "task_name": task_name}
+        client = current().client
         super().__init__(
+            client.address,
             batch_size=batch_size,
             micro_batch_size=micro_batch_size,
             data_fields=data_fields,
@@ -90,7 +92,7 @@ class StreamingDataset(data.StreamingDataset):
             fetch_batch_fn=FetchBatch(self.fetch_batch_fn, self.sampling_config),
             process_batch_fn=self.process_batch_fn,
             replay_buffer_bytes=sys.maxsize,
-            client_factory=current().client.polling(),
+            client_factory=client.polling(),
         )
 
     @property

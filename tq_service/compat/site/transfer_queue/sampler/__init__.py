@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from tq_service.balancing import get_seqlen_balanced_partitions
@@ -68,10 +68,17 @@ class BaseSampler(ABC):
         """Go on from what `save_checkpoint` returned."""
         self._states = state["_states"]
 
-    def _batches(self, partition_id: str, task_name: str, dp_rank: Any) -> dict[Any, Any]:
+    def _batches(self, partition_id: str, task_name: str, dp_rank: Any) -> dict[Any, Sampled]:
         """Return the choices for a rank by batch."""
         tasks = self._states.setdefault(partition_id, {})
         return tasks.setdefault(task_name, {}).setdefault(dp_rank, {})
+
+    def _recalled(self, batches: dict[Any, Sampled], batch_index: Any, choose: Callable[[], Indexes]) -> Sampled:
+        """Return the choice for a batch: that of before where the rank asks again, else a new one if there is one."""
+        if batch_index not in batches and (chosen := choose()):
+            batches[batch_index] = chosen, list(chosen)
+        sampled, consumed = batches.get(batch_index, ((), ()))
+        return list(sampled), list(consumed)
 
 
 class SequentialSampler(BaseSampler):
@@ -111,11 +118,8 @@ class RankAwareSampler(BaseSampler):
         """
         claim_name({"dp_rank": dp_rank, "batch_index": batch_index})
         batches = self._batches(partition_id, task_name, dp_rank)
-        if batch_index not in batches:
-            if len(ready_indexes) < batch_size:
-                return [], []
-            batches[batch_index] = ready_indexes[:batch_size]
-        return list(batches[batch_index]), list(batches[batch_index])
+        chosen = ready_indexes[:batch_size] if len(ready_indexes) >= batch_size else []
+        return self._recalled(batches, batch_index, lambda: chosen)
 
 
 class GRPOGroupNSampler(BaseSampler):
@@ -156,20 +160,20 @@ class GRPOGroupNSampler(BaseSampler):
         if kwargs.get("dp_rank") is None:
             taken = self._take_groups(ready_indexes, batch_size)
             return taken, list(taken)
-        batches, batch_index = self._batches(partition_id, task_name, kwargs["dp_rank"]), kwargs.get("batch_index")
-        if batch_index not in batches:
-            taken = self._take_groups(ready_indexes, batch_size)
-            if not taken:
-                return [], []
-            batches[batch_index] = taken, list(taken)
-        sampled, consumed = batches[batch_index]
-        return list(sampled), list(consumed)
+        batches = self._batches(partition_id, task_name, kwargs["dp_rank"])
+        return self._recalled(batches, kwargs.get("batch_index"), lambda: self._take_groups(ready_indexes, batch_size))
 
     def _take_groups(self, ready_indexes: Indexes, count: int) -> Indexes:
         if count % self.n_samples_per_prompt:
             raise ValueError(f"batch_size is {count}, expected a multiple of n_samples_per_prompt, {self._groups()}")
-        taken = [index for group in _runs(ready_indexes, self.n_samples_per_prompt) for index in group][:count]
-        return taken if len(taken) == count else []
+        taken: Indexes = []
+        run: Indexes = []
+        for index in sorted(ready_indexes):  # groups are of consecutive indexes, from the lowest on
+            run = [*run, index] if run and index == run[-1] + 1 else [index]
+            if len(run) == self.n_samples_per_prompt:
+                taken += run
+                run = []
+        return taken[:count] if len(taken) >= count else []
 
 
 class SeqlenBalancedSampler(GRPOGroupNSampler):
@@ -205,11 +209,11 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
     ) -> Sampled:
         """Return the share of the rank that asks; that of the others is remembered until they do."""
         rank, batch_index = kwargs.get("dp_rank") or 0, kwargs.get("batch_index") or 0
-        if batch_index not in self._batches(partition_id, task_name, rank):
+        batches = self._batches(partition_id, task_name, rank)
+        if batch_index not in batches:
             for each, share in enumerate(self._shares(ready_indexes, batch_size, kwargs.get("partition"))):
                 self._batches(partition_id, task_name, each)[batch_index] = share, list(share)
-        sampled, consumed = self._batches(partition_id, task_name, rank).get(batch_index, ((), ()))
-        return list(sampled), list(consumed)
+        return self._recalled(batches, batch_index, list)
 
     def _shares(self, ready_indexes: Indexes, batch_size: int, partition: Any) -> list[Indexes]:
         taken = self._take_groups(ready_indexes, batch_size * self.dp_size)
@@ -240,13 +244,3 @@ def claim_name(config: Config) -> str:
     if rank is None or batch is None or rank < 0:
         raise ValueError(f"sampling_config has dp_rank {rank} and batch_index {batch}; expected both, from 0 on")
     return f"rank {rank}, batch {batch}"
-
-
-def _runs(indexes: Iterable[int], size: int) -> Iterator[Sequence[int]]:
-    """Yield groups of so many consecutive indexes, from the lowest on."""
-    run: Indexes = []
-    for index in sorted(indexes):
-        run = [*run, index] if run and index == run[-1] + 1 else [index]
-        if len(run) == size:
-            yield run
-            run = []

@@ -1,0 +1,425 @@
+"""Samples to ranks, to optimizer steps, to packs of one size: planned from lengths alone, for all ranks at once.
+
+Packs are bins: best fit decreasing, then a search for one bin less. S. Martello, P. Toth, "Knapsack Problems", chapter
+8, 1990 (bounds, branch and bound); J. N. D. Gupta, J. C. Ho, "A new heuristic algorithm for the one-dimensional
+bin-packing problem", 1999 (filling bin after bin as full as can be).
+"""
+
+from __future__ import annotations
+
+import bisect
+import time
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+import numpy as np
+
+from tq_service.balancing.partitions import (
+    Cost,
+    Int64s,
+    Lengths,
+    check_count,
+    check_lengths,
+    get_costs,
+    get_even_partitions,
+    get_free_partitions,
+)
+
+Bins = list[list[int]]
+Overlong = Literal["error", "truncate", "drop"]
+
+# Effort of the search for one bin less: bits of the tables of reachable sums, and nodes of the search tree.
+_MOST_BITS = 2**24
+_MOST_FILL_ITEMS = 192
+_MOST_NODES = 4_000
+_MOST_TREE_ITEMS = 48
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackPlan:
+    """Which samples form which pack of which optimizer step on which rank.
+
+    Attributes:
+        packs: `packs[dp_rank][step][pack]` are indexes of samples; an empty list is a pack of padding only. All ranks
+            have the same number of steps, and within a step the same number of packs, at least 1.
+        lengths: the token count of every sample in its pack, `(n,)`: cut where `truncated`, 0 where `dropped`.
+        pack_max_length: tokens that every pack is filled up to.
+        truncated: indexes of the samples that were cut to `pack_max_length`, ascending.
+        dropped: indexes of the samples that are in no pack since they are too long, ascending.
+        rank_costs: cost of the samples of each rank, `(dp_size,)`, in the units of the cost function or a multiple.
+        pack_count_lower_bound: packs, over all ranks and steps, that no plan for these ranks and steps can do without.
+        seconds: what the planning took.
+    """
+
+    packs: list[list[list[list[int]]]] = field(repr=False)
+    lengths: Int64s
+    pack_max_length: int
+    truncated: Int64s
+    dropped: Int64s
+    rank_costs: Int64s
+    pack_count_lower_bound: int
+    seconds: float
+
+    @property
+    def dp_size(self) -> int:
+        """Number of ranks."""
+        return len(self.packs)
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Number of optimizer steps."""
+        return len(self.packs[0])
+
+    @property
+    def tokens(self) -> Int64s:
+        """Tokens of samples by rank and step, `(dp_size, optimizer_steps)`."""
+        return np.array(
+            [[sum(self.pack_tokens(pack) for pack in step) for step in steps] for steps in self.packs], np.int64
+        )
+
+    @property
+    def packs_by_step(self) -> list[int]:
+        """Packs in each step of each rank."""
+        return [len(step) for step in self.packs[0]]
+
+    @property
+    def pack_count(self) -> int:
+        """Packs over all ranks and steps."""
+        return self.dp_size * sum(self.packs_by_step)
+
+    @property
+    def padding_tokens(self) -> int:
+        """Tokens of padding over all packs, those of padding only included."""
+        return self.pack_count * self.pack_max_length - int(self.lengths.sum())
+
+    @property
+    def fill_ratio(self) -> float:
+        """Share of the packs' tokens that are samples'; 0.0 to 1.0."""
+        return float(self.lengths.sum()) / (self.pack_count * self.pack_max_length)
+
+    @property
+    def imbalance(self) -> float:
+        """How far the cost of the heaviest rank is above the mean: 0.01 is 1 %."""
+        return _above_mean(self.rank_costs)
+
+    @property
+    def step_imbalance(self) -> float:
+        """How far, in the worst step, the tokens of the heaviest rank are above the mean of the step."""
+        return max(_above_mean(of_ranks) for of_ranks in self.tokens.T)
+
+    def pack_tokens(self, pack: list[int]) -> int:
+        """Return the tokens of a pack's samples."""
+        return int(self.lengths[pack].sum()) if pack else 0
+
+
+def _above_mean(values: Int64s) -> float:
+    mean = float(values.mean())
+    return float(values.max()) / mean - 1 if mean else 0.0
+
+
+def plan_packs(
+    seqlens: Lengths,
+    *,
+    dp_size: int,
+    optimizer_steps: int,
+    pack_max_length: int,
+    groups: Sequence[Hashable | None] | None = None,
+    overlong: Overlong = "error",
+    cost: Cost | None = None,
+    even_steps: bool = True,
+) -> PackPlan:
+    """Plan the packs of a batch for all ranks, with the same number of packs in a step on every rank.
+
+    1. Samples, or groups, are spread over the ranks: their numbers are equal or differ by at most one, their costs
+       are balanced by Karmarkar-Karp and its refinement.
+    2. The samples of a rank are spread over the optimizer steps so that their tokens are as equal as can be. Steps are
+       in the order of their tokens on every rank, heaviest first, so that heavy ones meet.
+    3. The samples of a rank's step are packed: best fit decreasing; then, while a rank needs more packs than
+       its lower bound and the others need fewer, a search for one pack less. Ranks with fewer packs than others get
+       packs of padding only, and every step has at least one pack. Packs of a step are in the order of their tokens,
+       heaviest first.
+
+    Args:
+        seqlens: token count of each sample, `(n,)`; n may be anything, also 0.
+        dp_size: number of ranks.
+        optimizer_steps: number of optimizer steps, always exactly so many.
+        pack_max_length: tokens that a pack holds; no pack has more.
+        groups: the group of each sample, `(n,)`; samples of one group stay on one rank, though not in one step. None
+            in it: a sample of its own. None: no groups.
+        overlong: what to do with a sample longer than `pack_max_length`: refuse it, cut it to `pack_max_length`, or
+            leave it out; the plan says which were cut and left out.
+        cost: what is balanced over the ranks, see `get_costs`; None: tokens.
+        even_steps: whether the steps of a rank get as equal numbers of tokens as can be. Where a step of each rank
+            would fill few packs that may cost much padding: tokens for 2.1 packs take 3. False: all samples of a rank
+            are packed first and its packs are assigned to the steps, whose numbers of packs then differ by at most one.
+
+    Returns:
+        The plan with its figures. The same arguments give the same packs.
+
+    Raises:
+        ValueError: lengths that are negative, not integers or not one-dimensional, counts below 1, a number of
+            groups that is not that of the samples, an unknown policy or cost; with `overlong="error"` a sample longer
+            than `pack_max_length`, named by its index.
+    """
+    started = time.perf_counter()
+    lengths = check_lengths(seqlens)
+    check_count("dp_size", dp_size)
+    check_count("optimizer_steps", optimizer_steps)
+    check_count("pack_max_length", pack_max_length)
+    kept, truncated, dropped = _apply_overlong(lengths, pack_max_length, overlong)
+    lengths = np.minimum(lengths, pack_max_length)
+    lengths[dropped] = 0
+    costs = get_costs(lengths, cost)
+    units = _units(groups, lengths.size, kept)
+    parts = get_even_partitions(np.array([costs[unit].sum() for unit in units], np.int64), dp_size)
+    ranks = [np.sort(np.concatenate([kept[:0], *(units[position] for position in part)])) for part in parts]
+    if even_steps:
+        cells = [_spread_over_steps(samples, lengths, optimizer_steps) for samples in ranks]
+        steps = [_pack(of_ranks, lengths, pack_max_length) for of_ranks in zip(*cells, strict=True)]
+        packs = [[step[rank] for step in steps] for rank in range(dp_size)]
+    else:
+        packed = _pack(ranks, lengths, pack_max_length, spread=True)
+        # Fullest first, to the steps in turn: numbers differ by at most one, and each is at least one.
+        filled = [of_rank + [[] for _ in range(optimizer_steps - len(of_rank))] for of_rank in packed]
+        packs = [[of_rank[step::optimizer_steps] for step in range(optimizer_steps)] for of_rank in filled]
+    least_of_rank = -(-count_bins_at_least(lengths[kept], pack_max_length) // dp_size)
+    return PackPlan(
+        packs=packs,
+        lengths=lengths,
+        pack_max_length=pack_max_length,
+        truncated=truncated,
+        dropped=dropped,
+        rank_costs=np.array([costs[samples].sum() for samples in ranks], np.int64),
+        pack_count_lower_bound=dp_size * max(optimizer_steps, least_of_rank),
+        seconds=time.perf_counter() - started,
+    )
+
+
+def check_overlong(overlong: str) -> None:
+    """Raise ValueError where there is no such policy."""
+    if overlong not in get_args(Overlong):
+        raise ValueError(f"overlong: got {overlong!r}, expected 'error', 'truncate' or 'drop'")
+
+
+def _apply_overlong(lengths: Int64s, pack_max_length: int, overlong: Overlong) -> tuple[Int64s, Int64s, Int64s]:
+    """Return the samples that are packed, those that are cut and those that are left out."""
+    check_overlong(overlong)
+    too_long, none = np.flatnonzero(lengths > pack_max_length), np.zeros(0, np.int64)
+    if too_long.size and overlong == "error":
+        first = int(too_long[0])
+        raise ValueError(
+            f"seqlens: got {lengths[first]} tokens for sample {first}, expected at most pack_max_length "
+            f"({pack_max_length}); {too_long.size} of {lengths.size} samples are longer; raise pack_max_length, or "
+            "pass overlong='truncate' or overlong='drop'"
+        )
+    if overlong == "drop":
+        return np.flatnonzero(lengths <= pack_max_length), none, too_long
+    return np.arange(lengths.size, dtype=np.int64), too_long, none
+
+
+def _units(groups: Sequence[Hashable | None] | None, count: int, kept: Int64s) -> list[Int64s]:
+    """Return what stays together: the samples of each group, in the order of first members."""
+    if groups is None:
+        return list(kept[:, None])
+    if len(groups) != count:
+        raise ValueError(f"groups: got {len(groups)} for {count} samples, expected one for each; None: no group")
+    members: dict[tuple[bool, Hashable], list[int]] = {}
+    for sample in kept.tolist():
+        group = groups[sample]
+        members.setdefault((True, sample) if group is None else (False, group), []).append(sample)
+    return [np.array(unit, np.int64) for unit in members.values()]
+
+
+def _spread_over_steps(samples: Int64s, lengths: Int64s, optimizer_steps: int) -> list[Int64s]:
+    parts = [samples[part] for part in get_free_partitions(lengths[samples], optimizer_steps)]
+    return sorted(parts, key=lambda part: -int(lengths[part].sum()))
+
+
+def _pack(of_ranks: Sequence[Int64s], lengths: Int64s, pack_max_length: int, *, spread: bool = False) -> list[Bins]:
+    """Return the packs of the samples of every rank, as many for each."""
+    packed = pack_ranks_equally([lengths[samples] for samples in of_ranks], pack_max_length, spread=spread)
+    return [
+        [np.sort(samples[pack]).tolist() for pack in packs] for samples, packs in zip(of_ranks, packed, strict=True)
+    ]
+
+
+def pack_ranks_equally(sizes_of_ranks: Sequence[Int64s], capacity: int, *, spread: bool = False) -> list[Bins]:
+    """Pack the items of every rank into as few bins as can be found, the same number for every rank.
+
+    Best fit decreasing gives a first number of bins for each rank. The ranks with the most bins are then packed into
+    one bin less, by a search of bounded effort, for as long as that succeeds for all of them.
+
+    Args:
+        sizes_of_ranks: for each rank the sizes of its items, none above `capacity`.
+        capacity: what a bin holds.
+        spread: whether to spread the items of a rank evenly over its bins instead of filling some and leaving the
+            others empty.
+
+    Returns:
+        For each rank its bins, at least one, the fullest first; what is missing are empty bins at the end.
+    """
+    packed = [best_fit_decreasing(sizes, capacity) for sizes in sizes_of_ranks]
+    at_least = max([1, *(count_bins_at_least(sizes, capacity) for sizes in sizes_of_ranks)])
+    _try_fewer(packed, sizes_of_ranks, capacity, at_least)
+    count = max([1, *map(len, packed)])
+    if spread:
+        packed = [_spread(sizes, bins, capacity, count) for sizes, bins in zip(sizes_of_ranks, packed, strict=True)]
+    fullest_first = (
+        sorted(bins, key=lambda items: -int(sizes[items].sum()))
+        for sizes, bins in zip(sizes_of_ranks, packed, strict=True)
+    )
+    return [bins + [[] for _ in range(count - len(bins))] for bins in fullest_first]
+
+
+def _try_fewer(packed: list[Bins], sizes_of_ranks: Sequence[Int64s], capacity: int, at_least: int) -> None:
+    while (count := max(map(len, packed), default=0)) > at_least:
+        fewer: dict[int, Bins] = {}
+        for rank, bins in enumerate(packed):
+            if len(bins) == count:
+                better = pack_into(sizes_of_ranks[rank], capacity, count - 1)
+                if better is None:
+                    return
+                fewer[rank] = better
+        for rank, better in fewer.items():
+            packed[rank] = better
+
+
+def _spread(sizes: Int64s, bins: Bins, capacity: int, count: int) -> Bins:
+    """Return the items in so many bins of nearly equal sums, or the bins as they are where one would overflow."""
+    even = [part for part in get_free_partitions(sizes, count) if part]
+    return even if all(int(sizes[part].sum()) <= capacity for part in even) else bins
+
+
+def count_bins_at_least(sizes: Int64s, capacity: int) -> int:
+    """Return a lower bound of the bins that items need.
+
+    No two items above half the capacity share a bin; and for every threshold t, those above `capacity - t` share one
+    with no item of at least t, so that the items from t to half the capacity need bins of their own beside what the
+    others leave free.
+    """
+    if not sizes.size:
+        return 0
+    ascending = np.sort(sizes)
+    total = np.concatenate([np.zeros(1, np.int64), np.cumsum(ascending)])
+    bound = max(-(-int(total[-1]) // capacity), 1)
+    half = int(np.searchsorted(2 * ascending, capacity, side="right"))  # items from here on are above half
+    thresholds = np.unique(ascending[:half])
+    thresholds = thresholds[thresholds > 0]
+    large_from = np.searchsorted(ascending, capacity - thresholds, side="right")  # these leave less than t
+    small_from = np.searchsorted(ascending, thresholds, side="left")
+    middle_free = (large_from - half) * capacity - (total[large_from] - total[half])
+    missing = np.maximum(total[half] - total[small_from] - middle_free, 0)
+    return max(bound, ascending.size - half + int((-(-missing // capacity)).max(initial=0)))
+
+
+def best_fit_decreasing(sizes: Int64s, capacity: int) -> Bins:
+    """Return bins, made by putting item after item, largest first, into the fullest bin that it fits into."""
+    bins: Bins = []
+    free: list[tuple[int, int]] = []  # (free capacity, bin), ascending
+    listed = sizes.tolist()
+    for item in np.argsort(-sizes, kind="stable").tolist():
+        size = listed[item]
+        at = bisect.bisect_left(free, (size, -1))
+        if at == len(free):
+            bins.append([item])
+            bisect.insort(free, (capacity - size, len(bins) - 1))
+        else:
+            left, chosen = free.pop(at)
+            bins[chosen].append(item)
+            bisect.insort(free, (left - size, chosen))
+    return bins
+
+
+def pack_into(sizes: Int64s, capacity: int, bin_count: int) -> Bins | None:
+    """Look for a way to pack items into so many bins, with bounded effort.
+
+    Returns:
+        At most `bin_count` bins, or None where none was found, which does not mean that there is none.
+    """
+    if count_bins_at_least(sizes, capacity) > bin_count:
+        return None
+    bins = _fill_one_by_one(sizes, capacity, bin_count)
+    if bins is None and sizes.size <= _MOST_TREE_ITEMS:
+        bins = _TreeSearch(sizes, capacity, bin_count).run()
+    return bins
+
+
+def _fill_one_by_one(sizes: Int64s, capacity: int, bin_count: int) -> Bins | None:
+    """Fill bin after bin: the largest item left, then those of the largest sum that fits beside it."""
+    listed = sizes.tolist()
+    left = np.argsort(-sizes, kind="stable").tolist()
+    most_items = min(_MOST_FILL_ITEMS, max(8, _MOST_BITS // (capacity + 1)))
+    spare = bin_count * capacity - int(sizes.sum())
+    bins: Bins = []
+    while left:
+        if len(bins) == bin_count:
+            return None
+        largest = left[0]
+        others = [item for item in left[1:] if listed[item] <= capacity - listed[largest]]
+        chosen = [largest, *_fullest_subset(others[:most_items], listed, capacity - listed[largest])]
+        spare -= capacity - sum(listed[item] for item in chosen)
+        if spare < 0:
+            return None
+        taken = set(chosen)
+        left = [item for item in left if item not in taken]
+        bins.append(chosen)
+    return bins
+
+
+def _fullest_subset(items: list[int], listed: list[int], capacity: int) -> list[int]:
+    """Return items whose sum comes nearest to `capacity` from below; bit s of a table: sum s can be made."""
+    window = (1 << (capacity + 1)) - 1
+    tables = [1]
+    for item in items:
+        tables.append((tables[-1] | (tables[-1] << listed[item])) & window)
+        if tables[-1] >> capacity:
+            break
+    rest = tables[-1].bit_length() - 1
+    chosen = []
+    for place in range(len(tables) - 2, -1, -1):
+        if not tables[place] >> rest & 1:  # this sum needs the item
+            chosen.append(items[place])
+            rest -= listed[items[place]]
+    return chosen
+
+
+class _TreeSearch:
+    """Depth-first search over the bins of each item, largest item first, fullest bin first."""
+
+    def __init__(self, sizes: Int64s, capacity: int, bin_count: int) -> None:
+        self._order: list[int] = np.argsort(-sizes, kind="stable").tolist()
+        self._sizes: list[int] = sizes[self._order].tolist()
+        self._free = [capacity] * bin_count
+        self._bins: Bins = [[] for _ in range(bin_count)]
+        self._spare = bin_count * capacity - int(sizes.sum())
+        self._nodes = 0
+
+    def run(self) -> Bins | None:
+        """Return the bins that have items, or None where the effort was spent."""
+        return [found for found in self._bins if found] if self._place(0) else None
+
+    def _place(self, at: int) -> bool:
+        if at == len(self._order):
+            return True
+        self._nodes += 1
+        # Bins that are too full for the smallest item left waste what they have free.
+        wasted = sum(free for free in self._free if free < self._sizes[-1])
+        if self._nodes > _MOST_NODES or wasted > self._spare:
+            return False
+        size = self._sizes[at]
+        tried = set()
+        for chosen in sorted(range(len(self._free)), key=self._free.__getitem__):
+            free = self._free[chosen]
+            if free < size or free in tried:
+                continue
+            tried.add(free)
+            self._free[chosen] -= size
+            self._bins[chosen].append(self._order[at])
+            if self._place(at + 1):
+                return True
+            self._free[chosen] += size
+            self._bins[chosen].pop()
+            if free == size:  # no other bin can do better with this item
+                return False
+        return False

@@ -1,0 +1,471 @@
+"""Items into k partitions of nearly equal cost: largest differencing after Karmarkar and Karp, then a refinement.
+
+N. Karmarkar, R. M. Karp, "The differencing method of set partitioning", UCB/CSD 82/113, 1982; the k-way form is that of
+R. E. Korf, "Multi-way number partitioning", IJCAI 2009.
+
+A partial solution has up to k columns, each a set of items with its sum. The two partial solutions with the widest
+spread (largest sum minus smallest) are merged, heaviest column with lightest, until one is left. Columns are kept as
+sorted numpy sums with the id of one item each; merging two columns points one id at the other, and following the
+pointers at the end tells which items share a column. So a merge costs what k columns cost, however many items they
+hold. The refinement makes moves and swaps from the heaviest set to lighter ones until none helps.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal, NamedTuple, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int64s = NDArray[np.int64]
+Lengths = Sequence[int] | NDArray[np.integer]
+CostName = Literal["tokens", "attention"]
+Cost = CostName | Callable[[Int64s], NDArray[Any]]
+
+# Sums of all lengths, or costs, must stay exact in int64.
+_LARGEST_TOTAL = 2**62
+# Costs that are no integers are counted in steps of the largest one divided by this.
+_STEPS = 2**40
+# The heaviest set is tried against so many of the lightest sets, one by one, before it is tried against all others at
+# once. The latter compares every pair of items; where these are more than this, the others too are tried one by one.
+_LIGHTEST_FIRST = 32
+_MOST_PAIRS = 1_000_000
+# A heaviest set within this share of the lower bound meets it: the last few tokens of a million cost most of the time.
+_TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionCost:
+    """Cost of a sequence of L tokens, `linear * L + quadratic * L**2`.
+
+    The linear part stands for the matrix products, which cost the same for every token, the quadratic part for the
+    attention of every token to those before it. The defaults are the ratio for a hidden size of 4,096 that balancing
+    code of the field uses: the two parts are equal at 24,576 tokens.
+
+    Attributes:
+        linear: cost of a token.
+        quadratic: cost of a pair of tokens.
+    """
+
+    linear: float = 24_576
+    quadratic: float = 1
+
+    def __post_init__(self) -> None:
+        if not (self.linear >= 0 and self.quadratic >= 0 and 0 < self.linear + self.quadratic < float("inf")):
+            raise ValueError(
+                f"got linear={self.linear}, quadratic={self.quadratic}, expected finite numbers of at least 0, one of "
+                "them above 0"
+            )
+
+    def __call__(self, lengths: Int64s) -> NDArray[np.float64]:
+        """Return the costs `(n,)` of sequences of these lengths `(n,)`."""
+        exact = lengths.astype(np.float64)
+        return np.asarray(exact * (self.linear + self.quadratic * exact), np.float64)
+
+
+_ATTENTION: Final = AttentionCost()
+
+
+def get_costs(lengths: Int64s, cost: Cost | None = None) -> Int64s:
+    """Return what samples of these lengths cost, as integers whose ratios are those of the cost function.
+
+    Args:
+        lengths: token counts, `(n,)`.
+        cost: "tokens", "attention" (`AttentionCost` with its defaults), or a function from lengths `(n,)` to costs
+            `(n,)`, integers or not; None: tokens.
+
+    Returns:
+        Costs `(n,)`; those that are no integers are scaled so that the largest is 2**40, and rounded.
+
+    Raises:
+        ValueError: the name is unknown, or the function returns another shape, no numbers, or numbers that are
+            negative, not finite, or too large to add up exactly.
+    """
+    if isinstance(cost, str):
+        check_cost_name(cost)
+        cost = None if cost == "tokens" else _ATTENTION
+    elif cost is not None and not callable(cost):
+        raise ValueError(f"cost: got {cost!r}, expected a name or a function of lengths")
+    costs = lengths if cost is None else np.asarray(cost(lengths))
+    if costs.shape != lengths.shape:
+        raise ValueError(f"cost: got an array of shape {costs.shape} for {lengths.size} lengths, expected one each")
+    if costs.dtype.kind not in "iuf":
+        raise ValueError(f"cost: got values of dtype {costs.dtype}, expected integers or floats")
+    if not costs.size:
+        return np.zeros(0, np.int64)
+    is_bad = ~np.isfinite(costs) | (costs < 0)
+    if is_bad.any():
+        at = int(is_bad.argmax())
+        raise ValueError(f"cost: got {costs[at]} for a length of {lengths[at]}, expected a finite number of at least 0")
+    if costs.dtype.kind == "f":
+        largest = float(costs.max())
+        costs = np.rint(costs * (_STEPS / largest)) if largest > 0 else costs
+    if float(costs.sum(dtype=np.float64)) >= _LARGEST_TOTAL:
+        raise ValueError(f"cost: got a total of 2**62 or more, expected less; the largest is {costs.max()}")
+    return costs.astype(np.int64)
+
+
+def check_cost_name(cost: str) -> None:
+    """Raise ValueError where there is no cost function of this name."""
+    if cost not in get_args(CostName):
+        raise ValueError(f"cost: got {cost!r}, expected one of {', '.join(map(repr, get_args(CostName)))}")
+
+
+def check_lengths(seqlen_list: Lengths) -> NDArray[np.int64]:
+    """Return the lengths as an int64 array `(n,)`.
+
+    Raises:
+        ValueError: not one-dimensional, not integers, negative, or too large to add up exactly.
+    """
+    try:
+        lengths = np.asarray(seqlen_list)
+    except ValueError as error:
+        raise ValueError(
+            f"seqlen_list: got rows of different sizes, expected a flat list of integers ({error})"
+        ) from error
+    if lengths.ndim != 1:
+        raise ValueError(f"seqlen_list: got an array of shape {lengths.shape}, expected one dimension")
+    if lengths.size == 0:
+        return np.zeros(0, np.int64)
+    if lengths.dtype.kind not in "iu":
+        raise ValueError(
+            f"seqlen_list: got {_first_non_integer(lengths)} (dtype {lengths.dtype}), expected integers; "
+            "convert lengths with int() first"
+        )
+    if lengths.min() < 0:
+        position = int(np.argmax(lengths < 0))
+        raise ValueError(f"seqlen_list: got {lengths[position]} at position {position}, expected lengths of at least 0")
+    if float(lengths.sum(dtype=np.float64)) >= _LARGEST_TOTAL:
+        raise ValueError(f"seqlen_list: got a total of 2**62 or more, expected less; the largest is {lengths.max()}")
+    return lengths.astype(np.int64)
+
+
+def check_count(name: str, value: int) -> int:
+    """Return a number of partitions, ranks, steps or tokens.
+
+    Raises:
+        ValueError: it is not an integer, or below 1.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
+        raise ValueError(f"{name}: got {value!r}, expected an integer of at least 1")
+    return int(value)
+
+
+def _first_non_integer(lengths: NDArray[np.generic]) -> str:
+    for position, value in enumerate(lengths.tolist()):
+        if isinstance(value, bool) or not isinstance(value, int) or not -(2**63) <= value < 2**63:
+            return f"{value!r} at position {position}"
+    return "other values"
+
+
+def karmarkar_karp(seqlen_list: Lengths, k_partitions: int, equal_size: bool) -> list[list[int]]:
+    """Split items into partitions of nearly equal total length by largest differencing.
+
+    Args:
+        seqlen_list: length of each item, `(n,)`.
+        k_partitions: number of partitions.
+        equal_size: whether every partition gets `n / k_partitions` items; else sizes are free, at least 1.
+
+    Returns:
+        The item positions of each partition, ascending; every position once; the heaviest partition first. The same
+        arguments give the same answer.
+
+    Raises:
+        ValueError: lengths that are negative, not integers or not one-dimensional, fewer items than partitions,
+            `k_partitions` below 1, or with `equal_size` a number of items that does not divide.
+    """
+    lengths, k = _check(seqlen_list, k_partitions, equal_size)
+    return _as_lists(_partition(lengths, k, equal_size))
+
+
+def get_seqlen_balanced_partitions(
+    seqlen_list: Lengths, k_partitions: int, equal_size: bool, *, cost: Cost | None = None
+) -> list[list[int]]:
+    """Split items into partitions of nearly equal total cost: `karmarkar_karp`, then refined by moves and swaps.
+
+    Arguments, result and errors are those of `karmarkar_karp`, but for the order of the partitions, which is that of
+    the sums before the refinement, and `cost`: what is balanced, see `get_costs`; None: the lengths.
+    """
+    lengths, k = _check(seqlen_list, k_partitions, equal_size)
+    costs = get_costs(lengths, cost)
+    return _as_lists(refine_partitions(costs, _partition(costs, k, equal_size), equal_size=equal_size))
+
+
+def get_even_partitions(seqlen_list: Lengths, k_partitions: int) -> list[list[int]]:
+    """Split items into partitions of nearly equal total length whose sizes are equal, or differ by at most one.
+
+    Serves any number of items, also fewer than partitions.
+
+    Raises:
+        ValueError: as `karmarkar_karp`, without its conditions on the number of items.
+    """
+    return _padded_partitions(seqlen_list, k_partitions, equal_size=True)
+
+
+def get_free_partitions(seqlen_list: Lengths, k_partitions: int) -> list[list[int]]:
+    """Split items into partitions of nearly equal total length, of any sizes.
+
+    Serves any number of items, also fewer than partitions; partitions may be empty.
+
+    Raises:
+        ValueError: as `karmarkar_karp`, without its conditions on the number of items.
+    """
+    return _padded_partitions(seqlen_list, k_partitions, equal_size=False)
+
+
+def _padded_partitions(seqlen_list: Lengths, k_partitions: int, *, equal_size: bool) -> list[list[int]]:
+    """Fill the number of items up with items of length 0, which are left out of the result.
+
+    With equal sizes no two of them get into one partition.
+    """
+    lengths, k = check_lengths(seqlen_list), check_count("k_partitions", k_partitions)
+    missing = -lengths.size % k if equal_size else max(k - lengths.size, 0)
+    padded = np.concatenate([lengths, np.zeros(missing, np.int64)])
+    if not padded.size:
+        return [[] for _ in range(k)]
+    parts = [part[part < lengths.size] for part in _partition(padded, k, equal_size)]
+    return _as_lists(refine_partitions(lengths, parts, equal_size=equal_size))
+
+
+def _check(seqlen_list: Lengths, k_partitions: int, equal_size: bool) -> tuple[Int64s, int]:
+    lengths, k = check_lengths(seqlen_list), check_count("k_partitions", k_partitions)
+    if lengths.size < k:
+        raise ValueError(f"seqlen_list: got {lengths.size} items for {k} partitions, expected at least {k}")
+    if equal_size and lengths.size % k:
+        raise ValueError(
+            f"seqlen_list: got {lengths.size} items for {k} partitions of equal size, expected a multiple of {k}; "
+            "drop or add items, or pass equal_size=False"
+        )
+    return lengths, k
+
+
+def _as_lists(parts: list[Int64s]) -> list[list[int]]:
+    return [np.sort(part).tolist() for part in parts]
+
+
+def _partition(lengths: Int64s, k: int, equal_size: bool) -> list[Int64s]:
+    if k == 1:
+        return [np.arange(lengths.size, dtype=np.int64)]
+    differencing = _Differencing(lengths, k)
+    if equal_size:
+        differencing.seed_full_rows()
+    final = differencing.run()
+    owner = differencing.parent
+    while not np.array_equal(owner[owner], owner):  # to the end of each chain of pointers
+        owner = owner[owner]
+    column_of = np.empty(lengths.size, np.int64)
+    column_of[owner[final.ids[::-1]]] = np.arange(k)
+    labels = column_of[owner]
+    order = np.argsort(labels, kind="stable")
+    return np.split(order, np.cumsum(np.bincount(labels, minlength=k))[:-1])
+
+
+class _Partial(NamedTuple):
+    """Up to k columns: their sums, ascending, and the id of each column; columns not there are empty."""
+
+    sums: Int64s
+    ids: Int64s
+
+
+class _Differencing:
+    """The run of the algorithm: partial solutions in a heap, single items beside it in descending order.
+
+    Singles are partial solutions of one column, with a spread of their length. Keeping them out of the heap lets runs
+    of them be taken at once, which is where most of the merges of the free-size method are.
+    """
+
+    def __init__(self, lengths: Int64s, k: int) -> None:
+        self.parent: Int64s = np.arange(lengths.size, dtype=np.int64)
+        self._k = k
+        self._heap: list[tuple[int, int, _Partial]] = []
+        self._pushed = 0
+        self._single_ids: Int64s = np.argsort(-lengths, kind="stable")
+        self._single_lengths: Int64s = lengths[self._single_ids]
+        self._negated: Int64s = -self._single_lengths
+        self._next = 0
+
+    def seed_full_rows(self) -> None:
+        """Make rows of k consecutive items each, so that every partition gets one item of every row."""
+        rows = zip(self._single_lengths.reshape(-1, self._k), self._single_ids.reshape(-1, self._k), strict=True)
+        for sums, ids in rows:
+            self._push(_Partial(sums[::-1], ids[::-1]))
+        self._next = self._single_ids.size
+
+    def run(self) -> _Partial:
+        """Merge the two partial solutions of the widest spread until one is left."""
+        while True:
+            top = self._pop()
+            singles = self._singles_ahead()
+            if singles and top.sums.size < self._k:
+                self._push(self._fill(top, min(singles, self._k - top.sums.size)))
+            elif singles:
+                self._push(self._absorb(top))
+            elif self._heap:
+                self._push(self._merge(top, self._pop()))
+            else:
+                return top
+
+    def _push(self, partial: _Partial) -> None:
+        lowest = int(partial.sums[0]) if partial.sums.size == self._k else 0
+        heapq.heappush(self._heap, (lowest - int(partial.sums[-1]), self._pushed, partial))
+        self._pushed += 1
+
+    def _pop(self) -> _Partial:
+        if self._singles_ahead():
+            at, self._next = self._next, self._next + 1
+            return _Partial(self._single_lengths[at : at + 1], self._single_ids[at : at + 1])
+        return heapq.heappop(self._heap)[2]
+
+    def _singles_ahead(self) -> int:
+        """Count the singles that come before the partial solutions in the heap."""
+        end = self._negated.size if not self._heap else self._negated.searchsorted(self._heap[0][0], side="right")
+        return max(int(end) - self._next, 0)
+
+    def _fill(self, partial: _Partial, count: int) -> _Partial:
+        """Merge with `count` singles that go into empty columns; until all are taken the spread stays the widest."""
+        taken = slice(self._next, self._next + count)
+        self._next += count
+        sums = np.concatenate([partial.sums, self._single_lengths[taken]])
+        return _ordered(sums, np.concatenate([partial.ids, self._single_ids[taken]]))
+
+    def _absorb(self, partial: _Partial) -> _Partial:
+        """Merge with singles, each into the lightest column, for as long as these are the two of the widest spread."""
+        columns = list(zip(partial.sums.tolist(), partial.ids.tolist(), strict=True))  # ascending, so a heap already
+        heaviest, widest_in_heap = columns[-1][0], -self._heap[0][0] if self._heap else 0
+        lengths, ids = self._single_lengths, self._single_ids
+        while self._next < ids.size:
+            length = int(lengths[self._next])
+            if length < widest_in_heap or heaviest - columns[0][0] < length:
+                break
+            total, column = columns[0]
+            heapq.heapreplace(columns, (total + length, column))
+            heaviest = max(heaviest, total + length)
+            self.parent[ids[self._next]] = column
+            self._next += 1
+        return _ordered(np.array([total for total, _ in columns]), np.array([column for _, column in columns]))
+
+    def _merge(self, first: _Partial, second: _Partial) -> _Partial:
+        """Merge heaviest with lightest columns; a column that is merged with an empty one stays as it is."""
+        shared = max(first.sums.size + second.sums.size - self._k, 0)
+        self.parent[second.ids[:shared]] = first.ids[:shared][::-1]
+        sums = np.concatenate(
+            [first.sums[:shared] + second.sums[:shared][::-1], first.sums[shared:], second.sums[shared:]]
+        )
+        return _ordered(sums, np.concatenate([first.ids, second.ids[shared:]]))
+
+
+def _ordered(sums: Int64s, ids: Int64s) -> _Partial:
+    order = np.argsort(sums, kind="stable")
+    return _Partial(sums[order], ids[order])
+
+
+def refine_partitions(lengths: Int64s, partitions: list[Int64s], *, equal_size: bool) -> list[Int64s]:
+    """Exchange items until none relieves the heaviest set, or that set meets the lower bound to 0.001 %.
+
+    The bound is max(mean, longest item); with `equal_size` it counts the shortest items that must go with the longest.
+    An exchange gives one item of the heaviest set for a shorter one of another set, or, where sizes are free, for
+    nothing; it is made where both sets end below the old maximum. So the sorted sums fall with each exchange, and their
+    number is limited besides, to four for each set.
+
+    Args:
+        lengths: length of each item, `(n,)`.
+        partitions: item positions of each set; a set may be empty.
+        equal_size: whether the sets keep their sizes.
+
+    Returns:
+        The sets in the given order.
+    """
+    sets = _Sets(lengths, partitions, keep_sizes=equal_size)
+    for _ in range(4 * len(partitions)):
+        if not sets.relieve_heaviest():
+            break
+    return sets.items
+
+
+class _Sets:
+    """Sets of items with their sums; `values[s]` are the lengths of `items[s]`."""
+
+    def __init__(self, lengths: Int64s, partitions: list[Int64s], *, keep_sizes: bool) -> None:
+        self.items = [part.copy() for part in partitions]
+        self._values = [lengths[part] for part in partitions]
+        self._sums: Int64s = np.array([values.sum() for values in self._values], dtype=np.int64)
+        self._keep_sizes = keep_sizes
+        mean = -(-int(self._sums.sum()) // max(len(partitions), 1))
+        companions = min((part.size for part in partitions if part.size), default=1) - 1 if keep_sizes else 0
+        ascending = np.sort(lengths)
+        lower_bound = max(mean, int(ascending[:companions].sum() + ascending[-1:].sum()))
+        self._good_enough = lower_bound + int(lower_bound * _TOLERANCE)
+
+    def relieve_heaviest(self) -> bool:
+        """Make the best exchange of the heaviest set; tell whether there was one to make."""
+        heaviest = int(np.argmax(self._sums))
+        if self._sums[heaviest] <= self._good_enough:
+            return False
+        others = self._sums.argsort(kind="stable")
+        others = others[self._sums[others] < self._sums[heaviest] - 1]
+        exchange = self._first_exchange(heaviest, others[:_LIGHTEST_FIRST]) or self._any_exchange(
+            heaviest, others[_LIGHTEST_FIRST:]
+        )
+        if exchange is None:
+            return False
+        self._make(heaviest, *exchange)
+        return True
+
+    def _offered(self, heaviest: int, other: int) -> Int64s:
+        """Return the lengths the other set can give back, last a 0 for nothing where sizes are free."""
+        if self._keep_sizes or self.items[heaviest].size < 2:
+            return self._values[other]
+        return np.append(self._values[other], np.int64(0))
+
+    def _first_exchange(self, heaviest: int, others: Int64s) -> tuple[int, int, int] | None:
+        """Return the best exchange with the first of the other sets that offers one."""
+        given = self._values[heaviest]
+        for other in others.tolist():
+            offered = self._offered(heaviest, other)
+            if not offered.size:
+                continue
+            gap = int(self._sums[heaviest] - self._sums[other])
+            order = offered.argsort(kind="stable")
+            # The nearest lengths on both sides of those that would make the two sets equal.
+            above = (2 * offered[order]).searchsorted(2 * given - gap).clip(max=order.size - 1)
+            places = order[np.concatenate([above, (above - 1).clip(min=0)])]
+            moved = np.concatenate([given, given]) - offered[places]
+            best = int(np.abs(2 * moved - gap).argmin())
+            if 0 < moved[best] < gap:
+                return other, best % given.size, int(places[best])
+        return None
+
+    def _any_exchange(self, heaviest: int, others: Int64s) -> tuple[int, int, int] | None:
+        """Return the best exchange with any of the other sets: that after which the heavier of the two is lightest."""
+        given = self._values[heaviest]
+        offered = [self._offered(heaviest, other) for other in others.tolist()]
+        owners = np.repeat(others, [values.size for values in offered]) if offered else others
+        if not owners.size:
+            return None
+        if given.size * owners.size > _MOST_PAIRS:
+            return self._first_exchange(heaviest, others)
+        moved = given[:, None] - np.concatenate(offered)[None, :]
+        heavier = np.maximum(self._sums[heaviest] - moved, self._sums[owners][None, :] + moved)
+        given_place, flat = divmod(int(heavier.argmin()), owners.size)
+        if heavier[given_place, flat] >= self._sums[heaviest]:
+            return None
+        other = int(owners[flat])
+        return other, given_place, flat - int((owners == other).argmax())
+
+    def _make(self, heaviest: int, other: int, given: int, returned: int) -> None:
+        """Give the item at place `given` for that at place `returned` of the other set, behind its last for nothing."""
+        is_swap = returned < self.items[other].size
+        moved = int(self._values[heaviest][given])
+        for columns in (self.items, self._values):
+            heavy, light = columns[heaviest], columns[other]
+            if not is_swap:
+                columns[heaviest], columns[other] = np.delete(heavy, given), np.append(light, heavy[given])
+            else:
+                heavy[given], light[returned] = light[returned], heavy[given]
+        if is_swap:
+            moved -= int(self._values[heaviest][given])
+        self._sums[heaviest] -= moved
+        self._sums[other] += moved

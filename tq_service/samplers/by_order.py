@@ -1,0 +1,300 @@
+"""Samplers that take ready samples, or whole groups, in order; what all samplers of whole groups share."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tq_service.errors import InvalidArgumentError
+from tq_service.schema import Blocks
+from tq_service.state.plan import Groups, Indexes, Plan, PlanRequest, Sampler, View
+
+IncompleteGroups = Literal["skip", "take"]
+
+# For each rank, the positions of its groups.
+Assignment = Sequence[NDArray[np.int64]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequentialSampler(Sampler):
+    """Takes ready samples in index order, or in the order of `order_by`.
+
+    Each rank gets a block of neighbours: `batch_size` of them, and of a short last batch as even a share as can be.
+    With `batch_unit="group"` the blocks are of whole groups.
+    """
+
+    name: ClassVar[str] = "sequential"
+
+    def runs_inline(self, request: PlanRequest) -> bool:
+        """Return True: the plan is a slice."""
+        return True
+
+    def plan(self, view: View, request: PlanRequest) -> Plan | None:
+        """Return blocks of neighbours, or None where fewer than `request.min_size` are ready."""
+        if request.batch_unit == "group":
+            groups = take_groups(view.ready_groups, request)
+            if groups is None:
+                return None
+            return Plan.of(rows_of_ranks(groups, assign_blocks(groups, request.rank_count)))
+        rows = view.ready(request.total_size)
+        return Plan.of(np.array_split(rows, request.rank_count)) if rows.size >= max(request.min_size, 1) else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSampler(Sampler):
+    """A sampler that takes whole groups, in the order of their first members.
+
+    Attributes:
+        n_samples_per_prompt: members of a group that declared no size, and without explicit groups the length of the
+            blocks of consecutive indexes; without it: explicit groups, or else single samples.
+        incomplete_groups: what to do with a group of which members failed or were cleared: skip it, or take the
+            rest.
+        blocks: where blocks of consecutive indexes begin: aligned to multiples of their length, or anywhere: any so
+            many ready samples whose indexes follow each other are a group.
+    """
+
+    n_samples_per_prompt: int | None = None
+    incomplete_groups: IncompleteGroups = "skip"
+    blocks: Blocks = "aligned"
+
+    # Subclasses that check more call this by its class: `super()` means a class that `slots=True` has replaced.
+    def __post_init__(self) -> None:
+        if self.n_samples_per_prompt is not None and self.n_samples_per_prompt < 1:
+            raise ValueError(f"n_samples_per_prompt: got {self.n_samples_per_prompt}, expected at least 1")
+        if self.incomplete_groups not in ("skip", "take"):
+            raise ValueError(f"incomplete_groups: got {self.incomplete_groups!r}, expected 'skip' or 'take'")
+        if self.blocks not in ("aligned", "anywhere"):
+            raise ValueError(f"blocks: got {self.blocks!r}, expected 'aligned' or 'anywhere'")
+        if self.blocks == "anywhere" and self.incomplete_groups == "take":
+            raise ValueError(
+                "incomplete_groups: got 'take' with blocks 'anywhere', expected 'skip', since such groups are found "
+                "among the ready samples; name the groups to take the rest of them"
+            )
+
+    def check(self, request: PlanRequest) -> None:
+        """Raise InvalidArgumentError where `batch_size` counts samples and is not a multiple of the group size."""
+        group_size = self.n_samples_per_prompt
+        if request.batch_unit == "group" or group_size is None or request.batch_size % group_size == 0:
+            return
+        raise InvalidArgumentError(
+            f"batch_size: got {request.batch_size} samples for sampler {self.name!r}, expected a multiple of "
+            f"n_samples_per_prompt ({group_size}), since groups stay whole; or count groups with batch_unit group",
+            field="batch_size",
+        )
+
+    def ready_groups(self, view: View) -> Callable[..., Groups]:
+        """Return `view.ready_groups` of the groups that the options name, to be given a limit and its unit."""
+        return partial(
+            view.ready_groups,
+            block_size=self.n_samples_per_prompt,
+            take_incomplete=self.incomplete_groups == "take",
+            blocks=self.blocks,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GRPOGroupNSampler(GroupSampler):
+    """Takes whole groups of `n_samples_per_prompt` samples, in the order of their first member.
+
+    Groups of equal size are assigned in blocks of neighbours, so that each rank gets exactly `batch_size` samples.
+    Where sizes differ (closed groups, `incomplete_groups="take"`), groups stay whole and the ranks' shares are as even
+    as that allows.
+
+    Attributes:
+        n_samples_per_prompt: members of a group that declared no size, and without explicit groups the length of the
+            blocks of consecutive indexes; it must be given.
+    """
+
+    name: ClassVar[str] = "grpo_group_n"
+
+    n_samples_per_prompt: int
+
+    def runs_inline(self, request: PlanRequest) -> bool:
+        """Return True: groups are assigned, not searched."""
+        return True
+
+    def plan(self, view: View, request: PlanRequest) -> Plan | None:
+        """Return whole groups for each rank, or None where too few are ready."""
+        self.check(request)
+        groups = take_groups(self.ready_groups(view), request)
+        if groups is None:
+            return None
+        if (groups.sizes == groups.sizes[:1]).all():
+            assignment = assign_blocks(groups, request.rank_count)
+        elif request.batch_unit == "group":
+            assignment = assign_round_robin(groups, request.rank_count, largest_first=True)
+        else:
+            assignment = assign_to_least_loaded(groups, request.rank_count)
+        return Plan.of(rows_of_ranks(groups, assignment))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankAwareSampler(GroupSampler):
+    """Assigns ready samples, or whole groups, round-robin to the ranks, so that all get the same mixture of ages.
+
+    Every replica of a rank gets the same samples for a batch_index, other ranks get others. A short last batch is
+    spread evenly. For trainer ranks only.
+
+    Attributes:
+        n_samples_per_prompt: keep groups of so many samples whole; without it single samples are assigned,
+            or explicit groups with batch_unit group.
+    """
+
+    name: ClassVar[str] = "rank_aware"
+
+    def check(self, request: PlanRequest) -> None:
+        """Raise InvalidArgumentError for a queue worker, and where `batch_size` does not hold whole groups."""
+        if not request.ranked:
+            raise InvalidArgumentError(
+                f"sampler: got {self.name!r} without dp_rank, expected dp_rank, dp_size and batch_index; queue workers "
+                "use 'sequential' or 'grpo_group_n'",
+                field="sampler",
+            )
+        GroupSampler.check(self, request)
+
+    def runs_inline(self, request: PlanRequest) -> bool:
+        """Return True: samples are assigned, not searched."""
+        return True
+
+    def plan(self, view: View, request: PlanRequest) -> Plan | None:
+        """Return the share of each rank, or None where too few are ready."""
+        self.check(request)
+        ranks = request.rank_count
+        if self.n_samples_per_prompt is None and request.batch_unit == "sample":
+            rows = view.ready(request.total_size)
+            is_enough = rows.size >= max(request.min_size, 1)
+            return Plan.of([rows[rank::ranks] for rank in range(ranks)]) if is_enough else None
+        groups = take_groups(self.ready_groups(view), request)
+        return None if groups is None else Plan.of(rows_of_ranks(groups, assign_round_robin(groups, ranks)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChosenSampler(Sampler):
+    """Takes the samples that its options name, in this order, once all of them are ready.
+
+    For queue workers that choose by themselves, after a look-up: what another has claimed meanwhile makes no batch.
+
+    Attributes:
+        rows: global indexes, each once; `batch_size` is their number.
+    """
+
+    name: ClassVar[str] = "chosen"
+
+    rows: Sequence[int]
+
+    def __post_init__(self) -> None:
+        if not self.rows:
+            raise ValueError("rows: got none, expected at least one global index")
+        if len(set(self.rows)) != len(self.rows):
+            raise ValueError("rows: one comes twice; name each once")
+
+    def check(self, request: PlanRequest) -> None:
+        """Raise InvalidArgumentError for trainer ranks, and where `batch_size` is not the number of rows."""
+        if request.ranked or request.batch_unit != "sample":
+            raise InvalidArgumentError(
+                f"sampler: got {self.name!r} for {'trainer ranks' if request.ranked else 'groups'}, expected a queue "
+                "worker that asks for samples",
+                field="sampler",
+            )
+        if request.batch_size != len(self.rows):
+            raise InvalidArgumentError(
+                f"batch_size: got {request.batch_size} with {len(self.rows)} rows in sampler_config, expected as many",
+                field="batch_size",
+            )
+
+    def plan(self, view: View, request: PlanRequest) -> Plan | None:
+        """Return the rows, or None where one of them is not ready."""
+        self.check(request)
+        rows = np.array(self.rows, np.int64)
+        return Plan.of([rows]) if np.isin(rows, view.ready()).all() else None
+
+
+def take_groups(ready_groups: Callable[..., Groups], request: PlanRequest) -> Groups | None:
+    """Return the next whole groups, as many as the request holds, or None where too few are ready.
+
+    They are enough where they reach `request.min_size`, or where the next ready group would exceed
+    `request.total_size`: waiting would bring nothing more then. To tell that from "no further group is ready yet", the
+    view is asked for one group more than fit.
+
+    Args:
+        ready_groups: `View.ready_groups`, to be given a limit and its unit.
+        request: what the plan is asked for.
+
+    Raises:
+        InvalidArgumentError: the first group alone is larger than the whole batch, so that no plan can ever take it.
+    """
+    unit, total = request.batch_unit, request.total_size
+    groups = ready_groups(total, unit=unit)
+    size = len(groups) if unit == "group" else groups.rows.size
+    if len(groups) and size >= request.min_size:
+        return groups
+    if unit == "group":
+        return None  # groups count one each: a group more always fits
+    more = ready_groups(len(groups) + 1, unit="group")
+    ends = np.cumsum(more.sizes)
+    count = int(np.searchsorted(ends, total, side="right"))
+    fitting = Groups(rows=more.rows[: int(ends[count - 1]) if count else 0], sizes=more.sizes[:count])
+    if count == len(more):
+        # Groups may have become ready between the two questions.
+        return fitting if count and fitting.rows.size >= request.min_size else None
+    if not count:
+        raise InvalidArgumentError(
+            f"batch_size: got {request.batch_size} samples for {request.rank_count} rank(s), {total} together, "
+            f"expected at least {int(more.sizes[0])}: the group of sample {int(more.rows[0])} has so many and stays "
+            "whole; raise batch_size or count groups with batch_unit group",
+            field="batch_size",
+        )
+    return fitting
+
+
+def rows_of_ranks(groups: Groups, assignment: Assignment) -> list[Indexes]:
+    """Return the rows of each rank: the members of its groups, in the order of the assignment."""
+    members = np.split(groups.rows, groups.starts[1:])
+    empty = np.zeros(0, np.int64)
+    return [np.concatenate([empty, *(members[position] for position in part.tolist())]) for part in assignment]
+
+
+def assign_blocks(groups: Groups, rank_count: int) -> Assignment:
+    """Assign neighbouring groups to each rank, counts equal or differing by at most one."""
+    return np.array_split(np.arange(len(groups)), rank_count)
+
+
+def assign_to_least_loaded(groups: Groups, rank_count: int) -> Assignment:
+    """Assign group after group, largest first, to the rank with the fewest samples."""
+    loads = [(0, rank) for rank in range(rank_count)]
+    rank_of = np.empty(len(groups), np.int64)
+    sizes = groups.sizes.tolist()
+    for position in np.argsort(-groups.sizes, kind="stable").tolist():
+        load, rank = loads[0]
+        rank_of[position] = rank
+        heapq.heapreplace(loads, (load + sizes[position], rank))
+    return _positions_by_rank(rank_of, rank_count)
+
+
+def assign_round_robin(groups: Groups, rank_count: int, *, largest_first: bool = False) -> Assignment:
+    """Assign one group to each rank in every round, so that counts are equal or differ by at most one.
+
+    Groups of one round follow each other in order of arrival (or of size). Within a round the larger groups go to the
+    ranks that have fewer samples; groups of equal size go round-robin.
+    """
+    order = np.argsort(-groups.sizes, kind="stable") if largest_first else np.arange(len(groups))
+    loads = np.zeros(rank_count, np.int64)
+    rank_of = np.empty(len(groups), np.int64)
+    for first in range(0, len(groups), rank_count):
+        taken = order[first : first + rank_count]
+        taken = taken[np.argsort(-groups.sizes[taken], kind="stable")]
+        ranks = np.argsort(loads, kind="stable")[: taken.size]
+        rank_of[taken] = ranks
+        loads[ranks] += groups.sizes[taken]
+    return _positions_by_rank(rank_of, rank_count)
+
+
+def _positions_by_rank(rank_of: NDArray[np.int64], rank_count: int) -> Assignment:
+    order = np.argsort(rank_of, kind="stable")
+    return np.split(order, np.cumsum(np.bincount(rank_of, minlength=rank_count))[:-1])

@@ -1,0 +1,487 @@
+"""What the service does with samplers: finds them by name, and runs them guarded.
+
+Samplers are built in, registered, of installed packages, or of any module. One that raises, hangs or answers nonsense
+harms its own request only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import importlib
+import importlib.metadata
+import inspect
+import json
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping
+from importlib.metadata import EntryPoint
+from typing import Any, Final, TypeVar
+
+import numpy as np
+
+from tq_service.daemon_threads import run_in_daemon_thread, start_daemon_thread
+from tq_service.errors import SamplerError, SamplerTimeoutError, TqError, UnknownSamplerError, nearest
+from tq_service.results import SamplerDescription
+from tq_service.samplers.by_length import PackedSampler, SeqlenBalancedSampler, TokenBudgetSampler
+from tq_service.samplers.by_order import ChosenSampler, GRPOGroupNSampler, RankAwareSampler, SequentialSampler
+from tq_service.samplers.options import build_sampler, describe_sampler
+from tq_service.schema import MOST_SAMPLES
+from tq_service.state.plan import Indexes, LengthSource, MustBeAwaited, Pack, Plan, PlanRequest, RankPlan, Sampler, View
+
+T = TypeVar("T")
+ENTRY_POINT_GROUP: Final = "tq_service.samplers"
+BUILT_IN: Final[tuple[type[Sampler], ...]] = (
+    SequentialSampler,
+    GRPOGroupNSampler,
+    RankAwareSampler,
+    SeqlenBalancedSampler,
+    TokenBudgetSampler,
+    PackedSampler,
+    ChosenSampler,
+)
+_LARGEST_INT64: Final = 2**63 - 1
+
+
+class SamplerRegistry:
+    """Samplers by name, with their options checked.
+
+    A name is that of a built-in or registered sampler, of an entry point of group `tq_service.samplers`, or, where
+    allowed, `module:Class`. Code of others is imported in a thread, on its first use. Samplers have no state, so one
+    instance serves all requests with the same options. Belongs to one event loop.
+    """
+
+    def __init__(self, *, allow_import: bool = False, max_instances: int = 256) -> None:
+        """Make a registry of the built-in samplers.
+
+        Args:
+            allow_import: whether `module:Class` may name any importable class. A client then decides what code the
+                server imports.
+            max_instances: how many resolved samplers to keep.
+        """
+        self._allow_import = allow_import
+        self._max_instances = max_instances
+        self._classes: dict[str, type[Sampler]] = {kind.name: kind for kind in BUILT_IN}
+        self._imported: dict[str, type[Sampler]] = {}
+        self._instances: OrderedDict[tuple[str, str], Sampler] = OrderedDict()
+
+    def register(self, name: str, cls: type[Sampler]) -> None:
+        """Add a sampler under a name.
+
+        Raises:
+            ValueError: the name is empty, has a colon or is taken, or the class has no `plan`.
+        """
+        if not name or ":" in name:
+            raise ValueError(f"name: got {name!r}, expected a name that is not empty and has no colon")
+        if self._classes.get(name, cls) is not cls:
+            raise ValueError(f"name: {name!r} is taken by {self._classes[name].__qualname__}; choose another name")
+        _check_class(name, cls)
+        self._classes[name] = cls
+
+    async def resolve(self, name: str, config: Mapping[str, object] | None = None) -> Sampler:
+        """Return the sampler of this name with these options.
+
+        Raises:
+            UnknownSamplerError: there is no such sampler, it cannot be loaded, or it has no such option.
+            InvalidArgumentError: an option is missing, or its type or value is wrong.
+        """
+        config = dict(config or {})
+        try:
+            config_json = json.dumps(config, sort_keys=True)
+        except (TypeError, ValueError):  # it cannot be compared with others
+            return build_sampler(name, await self._class(name), config)
+        return await self.resolve_json(name, config_json)
+
+    async def resolve_json(self, name: str, config_json: str) -> Sampler:
+        """Return the sampler of this name with options as canonical JSON (keys sorted); see `resolve`."""
+        key = (name, config_json)
+        sampler = self._instances.get(key)
+        if sampler is None:
+            sampler = build_sampler(name, await self._class(name), json.loads(config_json))
+            self._instances[key] = sampler
+            if len(self._instances) > self._max_instances:
+                self._instances.popitem(last=False)
+        self._instances.move_to_end(key)
+        return sampler
+
+    async def _class(self, name: str) -> type[Sampler]:
+        return self._classes.get(name) or self._imported.get(name) or await self._load(name)
+
+    def describe(self) -> list[SamplerDescription]:
+        """Return the samplers by name; those of packages not used yet are listed without being loaded."""
+        infos = {name: describe_sampler(name, kind) for name, kind in (self._imported | self._classes).items()}
+        for name, entry_point in self._entry_points.items():
+            summary = f"Of an installed package: {entry_point.value}."
+            infos.setdefault(name, SamplerDescription(name=name, summary=summary, options=()))
+        return [infos[name] for name in sorted(infos)]
+
+    @functools.cached_property
+    def _entry_points(self) -> dict[str, EntryPoint]:
+        found = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
+        return {entry_point.name: entry_point for entry_point in found}
+
+    async def _load(self, name: str) -> type[Sampler]:
+        # Two calls may load one name at the same time: Python imports a module once, so both get the same class.
+        if "_entry_points" not in vars(self):  # reads the metadata of all installed packages
+            await run_in_daemon_thread(lambda: self._entry_points, thread_name="tq-sampler-entry-points")
+        if name in self._entry_points:
+            kind = await _import(name, self._entry_points[name].load)
+        elif ":" in name and self._allow_import:
+            kind = await _import(name, functools.partial(_import_class, name))
+        else:
+            known = nearest(name, {*self._classes, *self._entry_points}, all_known=True)
+            why = "which is unknown"
+            if ":" in name:
+                why = (
+                    "but this server does not import samplers by module:Class; allow it (allow_sampler_import), or "
+                    f"install the sampler as an entry point of {ENTRY_POINT_GROUP!r}"
+                )
+            raise _not_loaded(name, f"sampler: got {name!r}, {why}; {known}")
+        self._imported[name] = kind
+        return kind
+
+
+async def _import(name: str, load: Callable[[], Any]) -> type[Sampler]:
+    try:
+        kind = await run_in_daemon_thread(load, thread_name=f"tq-import-{name}")
+        return _check_class(name, kind)
+    except asyncio.CancelledError:
+        raise
+    except ImportError as error:
+        raise _not_loaded(
+            name,
+            f"sampler: {name!r} cannot be imported by the service: {type(error).__name__}: {error}; is it installed "
+            "where the service runs, or on the service's PYTHONPATH?",
+        ) from error
+    except BaseException as error:  # code of others: it may raise anything, also SystemExit
+        raise _not_loaded(
+            name, f"sampler: {name!r} cannot be loaded by the service: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _not_loaded(name: str, message: str) -> UnknownSamplerError:
+    return UnknownSamplerError(message, field="sampler", metadata={"sampler": name})
+
+
+def _import_class(name: str) -> Any:
+    module_name, _, path = name.partition(":")
+    return functools.reduce(getattr, path.split("."), importlib.import_module(module_name))
+
+
+def _check_class(name: str, kind: Any) -> type[Sampler]:
+    if not inspect.isclass(kind) or not issubclass(kind, Sampler):
+        raise ValueError(
+            f"sampler {name!r}: got {kind!r}, expected a class with a method plan(view, request), a subclass of "
+            "tq_service.samplers.Sampler"
+        )
+    return kind
+
+
+class PlanRunner:
+    """Runs `plan` of samplers: those that say so inline, others in threads, async ones on the event loop.
+
+    A hung thread cannot be killed, so heavy plans have threads of their own, at most `max_threads`. While some of them
+    hang the others serve; while all hang, heavy plans are refused at once. A thread that ends after all is free again.
+    Threads are daemons and do not keep the process from exiting. Belongs to one event loop.
+    """
+
+    def __init__(self, *, max_threads: int = 4, timeout_seconds: float = 30.0) -> None:
+        """Make a runner.
+
+        Args:
+            max_threads: how many heavy plans may run at the same time, hung ones included.
+            timeout_seconds: how long a plan may take, the wait for a thread included.
+        """
+        if max_threads < 1:
+            raise ValueError(f"max_threads: got {max_threads}, expected at least 1")
+        if not timeout_seconds > 0:
+            raise ValueError(f"timeout_seconds: got {timeout_seconds}, expected more than 0")
+        self._timeout_seconds = timeout_seconds
+        self._max_threads = max_threads
+        self._free_threads = asyncio.Semaphore(max_threads)
+        # Names and deadlines of plans in threads; one has hung once the loop's clock has passed its deadline.
+        self._running: list[tuple[str, float]] = []
+
+    @property
+    def hung_samplers(self) -> list[str]:
+        """Names of the samplers whose threads are past their deadline, one for each thread."""
+        now = asyncio.get_running_loop().time()
+        return sorted(name for name, deadline in self._running if deadline <= now)
+
+    def check(self, sampler: Sampler, request: PlanRequest) -> None:
+        """Let the sampler check the request.
+
+        Raises:
+            TqError: the sampler's own, where the request does not fit its options.
+            SamplerError: it raised anything else.
+        """
+        _guarded(sampler, lambda: sampler.check(request))
+
+    def length(self, sampler: Sampler) -> LengthSource | None:
+        """Return the length that a sampler needs.
+
+        Raises:
+            TqError: the sampler's own.
+            SamplerError: it raised anything else.
+        """
+        return _guarded(sampler, lambda: sampler.length)
+
+    def run_inline(self, sampler: Sampler, view: View, request: PlanRequest) -> Plan | None:
+        """Return the plan of a sampler that runs inline, well formed, or None where not enough is ready.
+
+        Raises:
+            MustBeAwaited: it does not run inline, its plan is a coroutine, or the view says so.
+            TqError: the sampler's own.
+            SamplerError: it raised anything else, or returned what is no plan for this request.
+        """
+        runs_inline = _guarded(sampler, lambda: sampler.runs_inline(request))
+        if not runs_inline or inspect.iscoroutinefunction(sampler.plan):
+            raise MustBeAwaited
+        outcome = _guarded(sampler, lambda: sampler.plan(view, request))
+        if inspect.isawaitable(outcome):
+            asyncio.ensure_future(outcome).cancel()
+            raise MustBeAwaited
+        return _guarded(sampler, lambda: check_plan(sampler.name, outcome, request))
+
+    async def run(self, sampler: Sampler, view: View, request: PlanRequest) -> Plan | None:
+        """Return the sampler's plan, well formed, or None where not enough is ready.
+
+        It runs in a thread, whether or not it may run inline; a coroutine is awaited on the event loop.
+
+        Raises:
+            TqError: the sampler's own.
+            SamplerError: it raised anything else, or returned what is no plan for this request.
+            SamplerTimeoutError: it took too long, or all threads are taken by hung samplers.
+        """
+        deadline = asyncio.get_running_loop().time() + self._timeout_seconds
+        if inspect.iscoroutinefunction(sampler.plan):
+            outcome = _guarded(sampler, lambda: sampler.plan(view, request))
+        else:
+            outcome = await self._run_in_thread(sampler, view, request, deadline)
+        if inspect.isawaitable(outcome):
+            outcome = await self._wait_for(sampler, outcome, deadline)
+        return _guarded(sampler, lambda: check_plan(sampler.name, outcome, request))
+
+    async def _run_in_thread(
+        self, sampler: Sampler, view: View, request: PlanRequest, deadline: float
+    ) -> Plan | Awaitable[Plan | None] | None:
+        await self._take_thread(sampler, deadline)
+        running = (sampler.name, deadline)
+        self._running.append(running)
+
+        def free(_: object) -> None:
+            self._running.remove(running)
+            self._free_threads.release()
+
+        # The thread is free when it ends, which may be long after its caller has gone.
+        finished = start_daemon_thread(lambda: sampler.plan(view, request), thread_name=f"tq-plan-{sampler.name}")
+        finished.add_done_callback(free)
+        await self._wait(sampler, finished, deadline)
+        return _guarded(sampler, finished.result())
+
+    async def _take_thread(self, sampler: Sampler, deadline: float) -> None:
+        hung = self.hung_samplers
+        if len(hung) == self._max_threads:
+            names = sorted(set(hung))
+            raise SamplerTimeoutError(
+                f"sampler {sampler.name!r} cannot run: all {self._max_threads} threads for planning hang in "
+                f"{', '.join(map(repr, names))}; fix these samplers and restart the server",
+                metadata={"sampler": sampler.name, "hung": ",".join(names)},
+            )
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._free_threads.acquire()
+        except TimeoutError:
+            raise SamplerTimeoutError(
+                f"sampler {sampler.name!r} got none of the {self._max_threads} threads for planning within "
+                f"{self._timeout_seconds} s; allow more threads, or plan smaller batches",
+                metadata={"sampler": sampler.name},
+            ) from None
+
+    async def _wait_for(self, sampler: Sampler, plan: Awaitable[Plan | None], deadline: float) -> Plan | None:
+        task = asyncio.ensure_future(_guarded_await(sampler, plan))
+        task.add_done_callback(_retrieve)
+        try:
+            await self._wait(sampler, task, deadline)
+        finally:
+            task.cancel()
+        if task.cancelled():  # by the sampler itself: a task that is done cannot be cancelled
+            raise _failure(sampler, asyncio.CancelledError())
+        return task.result()
+
+    async def _wait(self, sampler: Sampler, future: asyncio.Future[T], deadline: float) -> None:
+        """Wait until the future is done, without cancelling it: a sampler may ignore a cancellation."""
+        loop = asyncio.get_running_loop()
+        done, _ = await asyncio.wait([future], timeout=max(deadline - loop.time(), 0.0))
+        if not done:
+            raise SamplerTimeoutError(
+                f"sampler {sampler.name!r} has not returned within {self._timeout_seconds} s; nothing was consumed; "
+                "make it faster, or ask for smaller batches",
+                metadata={"sampler": sampler.name},
+            )
+
+
+def _guarded(sampler: Sampler, call: Callable[[], T]) -> T:
+    try:
+        return call()
+    except (TqError, KeyboardInterrupt, MustBeAwaited):
+        raise
+    except BaseException as error:  # a sampler may raise anything, also SystemExit
+        raise _failure(sampler, error) from error
+
+
+async def _guarded_await(sampler: Sampler, plan: Awaitable[T]) -> T:
+    try:
+        return await plan
+    except (TqError, KeyboardInterrupt, asyncio.CancelledError):
+        raise
+    except BaseException as error:
+        raise _failure(sampler, error) from error
+
+
+def _retrieve(task: asyncio.Future[T]) -> None:
+    """Retrieve the exception of a task that is not awaited, lest asyncio logs it as never retrieved."""
+    if not task.cancelled():
+        task.exception()
+
+
+def _failure(sampler: Sampler, error: BaseException) -> SamplerError:
+    return SamplerError(
+        f"sampler {sampler.name!r} raised {type(error).__name__}: {error}; nothing was consumed",
+        metadata={"sampler": sampler.name, "exception": type(error).__name__},
+    )
+
+
+# Checks of what a sampler returned, before anything is recorded of it
+
+
+def check_plan(sampler: str, plan: object, request: PlanRequest) -> Plan | None:
+    """Return the plan if it is well formed; whether its rows are ready is for the planner to see.
+
+    The plan that is returned can be written down and sent: that must not fail once its rows are consumed. It has plain
+    integers for those of numpy, and objects of `tq_service.state.plan` for those of subclasses.
+
+    Raises:
+        SamplerError: it is no plan, has not one part for each rank, has no rows, a row twice although it does not say
+            which it consumes, positions outside a rank's rows or twice, numbers of steps or packs that differ between
+            ranks, or anything that is not of the type `tq_service.state.plan` says.
+    """
+    try:
+        return None if plan is None else _checked(plan, request)
+    except _MalformedPlanError as error:
+        got, expected = error.args
+        raise SamplerError(
+            f"sampler {sampler!r} returned {got}, expected {expected}; nothing was consumed",
+            metadata={"sampler": sampler},
+        ) from None
+
+
+class _MalformedPlanError(Exception):
+    """What a sampler returned, and what was expected."""
+
+
+def _checked(plan: object, request: PlanRequest) -> Plan:
+    if not isinstance(plan, Plan):
+        raise _MalformedPlanError(f"a {type(plan).__name__}", "a Plan or None")
+    if not isinstance(plan.ranks, tuple) or not all(isinstance(rank, RankPlan) for rank in plan.ranks):
+        raise _MalformedPlanError(f"ranks of {plan.ranks!r:.80}", "a tuple of RankPlan; Plan.of(parts) makes it")
+    if len(plan.ranks) != request.rank_count:
+        raise _MalformedPlanError(f"parts for {len(plan.ranks)} ranks", f"one for each of {request.rank_count}")
+    for rank, part in enumerate(plan.ranks):
+        _check_array(f"rows of rank {rank}", part.rows)
+        _check_array(f"dropped rows of rank {rank}", part.dropped)
+    rows = np.concatenate([part.rows for part in plan.ranks])
+    dropped = np.concatenate([part.dropped for part in plan.ranks])
+    if not rows.size and not dropped.size:
+        raise _MalformedPlanError("a plan without rows", "at least one row, or None where not enough is ready")
+    if plan.consumed is None:
+        remedy = "every row at most once over all ranks, or `consumed` beside them"
+        _check_unique("row", rows, remedy)
+    else:
+        _check_array("consumed", plan.consumed)
+        _check_unique("consumed row", plan.consumed.copy(), "every row at most once")
+        rows = np.union1d(rows, plan.consumed)
+        if rows.size > MOST_SAMPLES:  # of which each may come as often as a sampler likes
+            raise _MalformedPlanError(f"{rows.size} rows", f"at most {MOST_SAMPLES} over all ranks")
+    if dropped.size:
+        remedy = "every row at most once, and none that is delivered or consumed"
+        _check_unique("dropped row", np.concatenate([np.unique(rows), dropped]), remedy)
+    _check_shape_of_steps(plan)
+    for rank, part in enumerate(plan.ranks):
+        _check_packs(rank, part)
+    return Plan(ranks=tuple(map(_plain, plan.ranks)), consumed=plan.consumed)
+
+
+def _plain(part: RankPlan) -> RankPlan:
+    steps = tuple(
+        tuple(
+            Pack(positions=pack.positions, lengths=pack.lengths, padding_tokens=int(pack.padding_tokens))
+            for pack in step
+        )
+        for step in part.steps
+    )
+    return RankPlan(rows=part.rows, steps=steps, dropped=part.dropped)
+
+
+def _check_unique(what: str, rows: Indexes, remedy: str) -> None:
+    """Refuse rows of which one comes twice; sorts them."""
+    rows.sort()
+    is_repeated = rows[1:] == rows[:-1]
+    if is_repeated.any():
+        raise _MalformedPlanError(f"{what} {rows[is_repeated.argmax()]} more than once", remedy)
+
+
+def _check_shape_of_steps(plan: Plan) -> None:
+    for rank, part in enumerate(plan.ranks):
+        if not isinstance(part.steps, tuple) or not all(isinstance(step, tuple) for step in part.steps):
+            raise _MalformedPlanError(
+                f"steps of rank {rank} as {part.steps!r:.80}", "a tuple of steps, each a tuple of Pack"
+            )
+    shapes = [[len(step) for step in part.steps] for part in plan.ranks]
+    for rank, shape in enumerate(shapes):
+        if shape != shapes[0]:
+            raise _MalformedPlanError(
+                f"packs by step {shapes[0]} for rank 0 and {shape} for rank {rank}",
+                "the same numbers of steps and packs for every rank; fill up with empty packs",
+            )
+
+
+def _check_packs(rank: int, part: RankPlan) -> None:
+    packs = [pack for step in part.steps for pack in step]
+    for pack in packs:
+        if not isinstance(pack, Pack):
+            raise _MalformedPlanError(f"a {type(pack).__name__} among the packs of rank {rank}", "Pack objects")
+        _check_array(f"positions of rank {rank}", pack.positions)
+        if pack.lengths is not None:
+            _check_array(f"lengths of rank {rank}", pack.lengths)
+            if pack.lengths.shape != pack.positions.shape:
+                raise _MalformedPlanError(
+                    f"{pack.lengths.size} lengths for {pack.positions.size} positions", "one for each"
+                )
+            if pack.lengths.min(initial=0) < 0:
+                raise _MalformedPlanError(f"a length of {pack.lengths.min()} for rank {rank}", "lengths of 0 or more")
+        padding: Any = pack.padding_tokens
+        if isinstance(padding, bool) or not isinstance(padding, int | np.integer):
+            raise _MalformedPlanError(f"padding_tokens as {type(padding).__name__}", "an int")
+        if not 0 <= padding <= _LARGEST_INT64:
+            raise _MalformedPlanError(f"padding_tokens of {padding}", "an int of 0 to 2**63 - 1")
+    if not packs:
+        return
+    positions = np.concatenate([pack.positions for pack in packs])
+    if positions.size and (positions.min() < 0 or positions.max() >= part.rows.size):
+        raise _MalformedPlanError(
+            f"positions {positions.min()} to {positions.max()} for rank {rank}",
+            f"positions in [0, {part.rows.size}), which index the rank's rows",
+        )
+    if np.bincount(positions).max(initial=0) > 1:
+        raise _MalformedPlanError(
+            f"position {np.bincount(positions).argmax()} of rank {rank} in two packs", "one at most"
+        )
+
+
+def _check_array(what: str, array: Any) -> None:
+    if type(array) is not np.ndarray:  # one with masked values is of another class, and cannot be sent
+        raise _MalformedPlanError(
+            f"{what} as {type(array).__name__}", "a numpy array of int64; Plan.of(parts) converts"
+        )
+    if array.ndim != 1 or array.dtype != np.int64:
+        raise _MalformedPlanError(f"{what} as {array.dtype} of shape {array.shape}", "one dimension of int64")
