@@ -83,7 +83,7 @@ def test_parts_and_their_order():
         meta[5]
     with pytest.raises(TypeError, match="type str"):
         meta["x"]
-    meta.reorder([4, 3, 2, 1, 0])
+    meta.reorder(indices=[4, 3, 2, 1, 0])
     assert (meta.global_indexes[0], meta.custom_meta[0]) == (14, {"n": 14})
     for wrong in ([0, 1], [0, 0, 1, 2, 3], [1, 2, 3, 4, 5]):
         with pytest.raises(ValueError, match="each of the positions 0 to 4 once"):
@@ -154,7 +154,7 @@ def test_keyed_batches():
     assert [part.keys for part in meta.chunk(2)] == [["k0", "k1", "k2"], ["k3", "k4"]]
     joined = KVBatchMeta.concat([*meta.chunk(3), KVBatchMeta()])
     assert (joined.keys, joined.tags, joined.extra_info, joined.fields) == (meta.keys, meta.tags, {"t": 1.0}, ["x"])
-    joined.reorder([4, 3, 2, 1, 0])
+    joined.reorder(indexes=[4, 3, 2, 1, 0])
     assert (joined.keys[0], joined.tags[0]) == ("k4", {"n": 4})
     chosen = meta.select_keys(["k3", "k1"])
     chosen.tags[0]["n"] = 0

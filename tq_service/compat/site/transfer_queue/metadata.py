@@ -40,7 +40,7 @@ class _Batch(ABC):
     def __len__(self) -> int:
         return self.size
 
-    def reorder(self, indexes: Sequence[int]) -> None:
+    def _reorder(self, indexes: Sequence[int]) -> None:
         """Put the samples into the order of these positions, in place.
 
         Raises:
@@ -220,6 +220,10 @@ class BatchMeta(_Batch):
         selected.field_schema = {name: selected.field_schema[name] for name in field_names if name in self.field_schema}
         return selected
 
+    def reorder(self, indices: Sequence[int]) -> None:
+        """Put the samples into the order of these positions, each once, in place."""
+        self._reorder(indices)
+
     def copy(self) -> BatchMeta:
         """Return a deep copy."""
         return self._of(range(self.size))
@@ -356,6 +360,10 @@ class KVBatchMeta(_Batch):
     def _of(self, positions: Sequence[int]) -> KVBatchMeta:
         keys, tags = [self.keys[at] for at in positions], [self.tags[at] for at in positions]
         return replace(self, keys=keys, tags=tags)
+
+    def reorder(self, indexes: Sequence[int]) -> None:
+        """Put the samples into the order of these positions, each once, in place."""
+        self._reorder(indexes)
 
     def select_keys(self, keys_to_select: Sequence[str]) -> KVBatchMeta:
         """Return the samples of these keys, in this order.
