@@ -18,6 +18,7 @@ from live_server import CLIENT_KINDS
 import tq_service as tq
 from tq_service import cli
 from tq_service.durable import state_store
+from tq_service.durable.data_dir import DataDir
 from tq_service.durable.state_store import StateStore
 from tq_service.serving.catalog import Catalog
 from tq_service.testing import ServiceProcess
@@ -232,7 +233,7 @@ def test_a_kill_at_any_stage_leaves_what_was_there_or_what_was_restored(durable,
         (StateStore, "_write_to_disk"),
         (Catalog, "replace"),
         (Catalog, "end_replacement"),
-        (StateStore, "_remove_unneeded"),
+        (DataDir, "remove_unneeded"),
     ]
     taken = images(monkeypatch, tmp_path, stages)
     client.restore("one", replace=True)

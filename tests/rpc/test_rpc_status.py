@@ -311,7 +311,7 @@ def test_storage_services_that_run_apart_are_listed(loop_thread: LoopThread) -> 
                 assert not status.is_silent
                 assert app.controller is not None
                 known: Any = app.controller.storages._storages["apart"]
-                known._heartbeat_at -= 60.0
+                known._heard_at -= 60.0
                 (status,) = (await client.status()).storages
                 assert status.is_silent
                 assert (await client.status()).service.role == "controller"

@@ -42,7 +42,7 @@ def find_fault(address: str, tls: Tls | None) -> str | None:
     for (ip, port), host in list(targets.items())[:_MOST_ADDRESSES]:
         shown = f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}"
         try:
-            first = socket.create_connection((ip, port), _STEP_SECONDS)
+            first = _connected(_any_service(), (ip, port))
         except OSError:
             continue
         try:
@@ -54,7 +54,7 @@ def find_fault(address: str, tls: Tls | None) -> str | None:
     return None
 
 
-def _fault_of(first: socket.socket, shown: str, host: str, tls: Tls | None) -> str | None:
+def _fault_of(first: ssl.SSLSocket, shown: str, host: str, tls: Tls | None) -> str | None:
     target = first.getpeername()[:2]
     if _speaks_tls(first):
         if tls is None:
@@ -80,8 +80,9 @@ def _fault_of_certificate(target: tuple[str, int], host: str, tls: Tls) -> str |
             context.load_cert_chain(tls.cert, tls.key)
         context.set_alpn_protocols(["h2"])
         # With TLS 1.3 a server sees the client's certificate after the client's part of the handshake.
-        with socket.create_connection(target, _STEP_SECONDS) as connection:
-            answer = _greet(context.wrap_socket(connection, server_hostname=host))
+        with _connected(context, target, host) as connection:
+            connection.do_handshake()
+            answer = _greet(connection)
     except ssl.SSLCertVerificationError as error:
         cause = cause_of(str(error))
         return cause if error.verify_code == _EXPIRED else f"{cause} ({error.verify_message})"
@@ -92,17 +93,36 @@ def _fault_of_certificate(target: tuple[str, int], host: str, tls: Tls) -> str |
     return "the service ends connections without a client's certificate; give cert and key in tls="
 
 
-def _speaks_tls(connection: socket.socket) -> bool:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # nothing is sent
-    context.set_alpn_protocols(["h2"])
+def _speaks_tls(connection: ssl.SSLSocket) -> bool:
     try:
-        with connection, context.wrap_socket(connection):
+        with connection:
+            connection.do_handshake()
             return True
     except ssl.SSLError as error:
         return "ALERT" in (error.reason or "")
     except ConnectionError:
         return False
+
+
+def _any_service() -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # nothing is sent
+    context.set_alpn_protocols(["h2"])
+    return context
+
+
+def _connected(context: ssl.SSLContext, target: tuple[str, int], host: str | None = None) -> ssl.SSLSocket:
+    """Return a connection before its handshake, which checks `host` if the context requires that."""
+    family = socket.AF_INET6 if ":" in target[0] else socket.AF_INET
+    # Wrapped before it is connected: `wrap_socket` does not close a connection that is reset meanwhile.
+    secured = context.wrap_socket(socket.socket(family), server_hostname=host, do_handshake_on_connect=False)
+    try:
+        secured.settimeout(_STEP_SECONDS)
+        secured.connect(target)
+    except BaseException:
+        secured.close()
+        raise
+    return secured
 
 
 def _greet(connection: socket.socket) -> bytes:
