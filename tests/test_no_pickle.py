@@ -83,7 +83,7 @@ def findings(tree: ast.Module) -> list[str]:
 
 
 def test_nothing_is_unpickled_or_evaluated() -> None:
-    assert len(FILES) > 300
+    assert len(FILES) > 200
     assert [f"{relative(path)}: {each}" for path in FILES for each in violations(path)] == []
 
 

@@ -16,11 +16,8 @@ import pytest
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "trace_path.py"
 
-# The most files of the core, samplers and durable that an operation may pass through.
-MOST = {"put": 12, "put-consumed": 15, "claim": 19, "get": 2, "ack": 12}
-
-# The most hand-written files of all layers, client and service in memory together.
-MOST_OF_ALL = {"put": 41, "get": 33}
+# The most hand-written files of client and service, with a data directory, that an operation may execute.
+MOST = {"put": 34, "put-consumed": 37, "claim": 32, "get": 23, "ack": 24}
 
 # What surely is on each path, so that a tracer that sees nothing fails: files, and directories that have one.
 EXPECTED = {
@@ -41,8 +38,7 @@ def traced(*arguments: str) -> subprocess.CompletedProcess[str]:
 def files_by_operation(output: str) -> dict[str, set[str]]:
     _, *blocks = output.split("\n\n")
     return {
-        operation: {line.strip() for line in lines if line != "  also:"}
-        for operation, *lines in (block.splitlines() for block in blocks)
+        operation: {line.strip() for line in lines} for operation, *lines in (block.splitlines() for block in blocks)
     }
 
 
@@ -58,36 +54,25 @@ def test_no_path_is_longer_than_it_may_be() -> None:
     assert [operation for operation in found if "samplers/by_order.py" in found[operation]] == ["claim"]
 
 
-def test_no_path_through_all_layers_is_longer_than_it_may_be() -> None:
-    most = [f"{operation}={most}" for operation, most in MOST_OF_ALL.items()]
-    done = traced("--in-memory", "--files", "--most-of-all", *most)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = files_by_operation(done.stdout)
-    assert not any(file.startswith("durable/") for file in found["put"])
-    assert "dataplane/driver.py" in found["put"] & found["get"]
-
-
 PATHS = {"put": ["state/a.py", "state/b.py", "client/c.py", "v1/d_pb2.py"], "ack": ["state/a.py"]}
 
 
 def test_a_path_that_is_too_long_is_named(trace_path: Any) -> None:
-    core = "put: 2 files of state, planning, machine, serving, samplers, durable, journal, expected 1 at most"
-    assert trace_path.too_long(PATHS, [("put", 1), ("ack", 1)], []) == [core]
-    assert trace_path.too_long(PATHS, [("put", 2), ("ack", 1)], [("put", 3)]) == []
-    assert trace_path.too_long(PATHS, [], [("put", 2)]) == ["put: 3 files of all layers, expected 2 at most"]
+    assert trace_path.too_long(PATHS, [("put", 2), ("ack", 1)]) == ["put: 3 files, expected 2 at most"]
+    assert trace_path.too_long(PATHS, [("put", 3), ("ack", 1)]) == []
 
 
 def test_a_path_that_is_too_long_fails(
     trace_path: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def trace(directory: Path, *, in_memory: bool) -> dict[str, list[str]]:
+    async def trace(directory: Path) -> dict[str, list[str]]:
         return PATHS
 
     monkeypatch.setattr(trace_path, "trace", trace)
-    for limits, code in ((["--most", "put=1", "ack=1"], 1), (["--most", "put=2", "--most-of-all", "put=3"], 0)):
-        monkeypatch.setattr(sys, "argv", ["trace_path.py", *limits])
+    for most, code in (("put=2", 1), ("put=3", 0)):
+        monkeypatch.setattr(sys, "argv", ["trace_path.py", "--most", most, "ack=1"])
         assert trace_path.main() == code
-        assert capsys.readouterr().err.startswith("put: 2 files") is bool(code)
+        assert capsys.readouterr().err.startswith("put: 3 files") is bool(code)
 
 
 def test_a_limit_for_nothing_is_refused(trace_path: Any) -> None:

@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import grpc
 from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescriptor
@@ -24,10 +24,12 @@ from google.protobuf.message_factory import GetMessageClass
 
 from tq_service.errors import TqError
 from tq_service.internal.v1 import cluster_pb2, storage_control_pb2, storage_registry_pb2
-from tq_service.server.credential_files import Token
 from tq_service.v1 import controller_service_pb2, method_rule_pb2, storage_service_pb2
 from tq_service.v1.method_rule_pb2 import PARTITIONS_ALL, PARTITIONS_LISTED, PARTITIONS_UNSPECIFIED, MethodRule
 from tq_service.wire.connection import ROLES, Role
+
+if TYPE_CHECKING:  # the rules are read without the server's packages, too
+    from tq_service.server.credential_files import Token
 
 Read: TypeAlias = Callable[[Any], Sequence[Any]]
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
