@@ -15,10 +15,10 @@
 Why no put is lost, and none is left:
 
 - *A commit under way* makes a put known: the storage service is not told to drop the put, and asks again.
-- *A commit after the answer "unknown"* has a void receipt: the heartbeat that asked had the number of the first valid
-  receipt, and all overdue puts have lower ones.
-- *A commit again after the put was freed* is refused: until the storage service has answered that it freed the put the
-  receipt is not taken at all, and from then on only one that was given later, to bytes that came again.
+- *A commit after the answer "unknown"* has a void receipt: the heartbeat that asked said until when receipts are void,
+  and those of all overdue puts were given before.
+- *A commit again after the put was freed* is refused for as long as a receipt that it had may be valid. What a client
+  puts again has another id: so cells may be freed late, or twice.
 - *A controller that has started again*, or a standby that took over, has other receipt keys, and all committed puts
   from its journal. It lists them to the storage service, which drops committed puts that are not listed, and asks
   about the others when they are overdue.
@@ -50,7 +50,14 @@ from typing import Any, Final, Protocol, TypeAlias, TypeVar
 import grpc
 import numpy as np
 
-from tq_service.errors import AlreadyExistsError, InvalidArgumentError, QuotaExceededError, TqError, UnavailableError
+from tq_service.errors import (
+    AlreadyExistsError,
+    InvalidArgumentError,
+    PutNotFoundError,
+    QuotaExceededError,
+    TqError,
+    UnavailableError,
+)
 from tq_service.internal.v1 import storage_control_pb2
 from tq_service.internal.v1.put_receipt_pb2 import PutReceipt
 from tq_service.machine.samples import SampleWrite
@@ -200,7 +207,11 @@ class Puts:
 
         def check() -> None:
             if put not in self._committed and self._uncommitted.get(put) is not commits:
-                raise UnavailableError(f"put {put.put_id.hex()} was freed while it was committed again; put it again")
+                raise PutNotFoundError(
+                    f"put {put.put_id.hex()} was freed while it was committed again; put the data again under another "
+                    "put_id",
+                    metadata={"put_id": put.put_id.hex()},
+                )
 
         try:
             yield check
@@ -318,7 +329,7 @@ class Puts:
         self._free(freed_cells(self._leaving.popleft()) for _ in range(count))
 
     def free_now(self, puts: Iterable[Put]) -> None:
-        """Free puts that were not committed at once: they may be sent again, and must be gone by then."""
+        """Free puts that were not committed, at once."""
         self._free(CellSet(put=put) for put in puts)
 
     def _free(self, freed: Iterable[CellSet]) -> None:

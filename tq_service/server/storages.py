@@ -231,7 +231,6 @@ class StorageRegistry:
             PreconditionError: its puts were taken over.
         """
         if request.controller_id != self.controller_id:
-            request.ClearField("receipts_from")
             request.ClearField("overdue_put_ids")
         endpoint = request.storage
         instance = endpoint.storage_id, endpoint.boot_id

@@ -331,21 +331,21 @@ class StorageEngine:
         check_sound([put_id], self.damaged, self.storage_id)
         return self.puts[put_id]
 
-    def receipt_number(self, put_id: bytes) -> int | None:
-        """Return the number for the receipt of a complete put, None where it needs none: it is committed.
+    def receipt_time(self, put_id: bytes) -> float | None:
+        """Return the time for the receipt of a complete put, None where it needs none: it is committed.
 
         Raises:
             PutNotFoundError: some of its cells were freed, so that it was committed before, maybe with a controller
                 that has restarted since and knows nothing of it.
         """
-        number = self.puts.receipt_number(put_id)
+        given_at = self.puts.receipt_time(put_id)
         was_freed = put_id in self._when_fetched or not (put_id in self.damaged or self.puts[put_id].is_whole())
-        if number is not None and was_freed:
+        if given_at is not None and was_freed:
             raise PutNotFoundError(
                 f"put {put_id.hex()} was committed before, and some of its cells were cleared since; put it again",
                 metadata={"put_id": put_id.hex()},
             )
-        return number
+        return given_at
 
     def on_answer(self, asked: Overdue, unknown: Iterable[bytes]) -> int:
         """Drop overdue puts that a controller does not know, and return how many these are.

@@ -11,9 +11,9 @@ A put's life in its storage service:
 
 A controller in another process commits a put on the strength of its receipt and confirms it a short time later. So a
 put that is overdue may be committed all the same, and its controller is asked before it is dropped. It must not commit
-the put once it has answered that it does not know it: receipts are numbered, and the question says from which number on
-they are valid. A put that is asked for again by its client gets another receipt then. The controller's side, and why
-no put is lost: `server/puts.py`.
+the put once it has answered that it does not know it: a receipt says when it was given, and the question until when
+receipts are void. A put that is asked for again by its client gets another receipt, and waits anew. The controller's
+side, and why no put is lost: `server/puts.py`.
 
 With a store that outlives the process (`PutJournal`):
 
@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import struct
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -71,23 +72,16 @@ class PutState(Enum):
     COMMITTED = "committed"
 
 
-class _Waiting(NamedTuple):
-    """Until when a put waits, by the clock, and the number of its receipt."""
-
-    until: float
-    number: int
-
-
 class Overdue(NamedTuple):
     """The question to a controller.
 
     Attributes:
         put_ids: puts that are overdue.
-        receipts_from: receipts with lower numbers are void from now on, those of all overdue puts among them.
+        void_until: receipts that were given until then are void from now on, those of all overdue puts among them.
     """
 
     put_ids: list[bytes]
-    receipts_from: int
+    void_until: float
 
 
 class RecoveredPut(NamedTuple):
@@ -108,24 +102,19 @@ class PutTable(Mapping[bytes, StoredPut]):
         ttl_seconds: how long a put waits for its confirmation.
         clock: what that is measured with.
         load: makes the put of a blob when it is needed.
-
-    Attributes:
-        next_number: that of the next receipt.
     """
 
     def __init__(
         self, ttl_seconds: float, clock: Callable[[], float], load: Callable[[bytes, Blob], StoredPut]
     ) -> None:
         self._ttl_seconds = ttl_seconds
-        self._clock = clock
+        self.clock = clock
         self._load = load
         self._shards: list[dict[bytes, StoredPut | RecoveredPut]] = [{} for _ in range(_SHARDS)]
         self._owned: Counter[bytes] = Counter()  # puts by owner
         self._absent_since: dict[bytes, float] = {}  # owners that no controller is
-        self._waiting: dict[bytes, _Waiting] = {}  # in the order of their times and numbers
+        self._waiting: dict[bytes, float] = {}  # since when, ascending: their receipts were given until then
         self._recovered: set[bytes] = set()
-        self.next_number = 0
-        self._valid_from = 0  # controllers are told to take no receipts with lower numbers
 
     def recover(self, puts: Mapping[bytes, RecoveredPut]) -> None:
         """Take over puts of an earlier process."""
@@ -165,51 +154,35 @@ class PutTable(Mapping[bytes, StoredPut]):
         return PutState.RECOVERED if put_id in self._recovered else PutState.COMMITTED
 
     def wait(self, put_id: bytes) -> None:
-        """Have a put wait from now on, with another receipt."""
+        """Have a put wait from now on."""
         self.confirm(put_id)
-        self._waiting[put_id] = _Waiting(self._clock() + self._ttl_seconds, self.next_number)
-        self.next_number += 1
+        self._waiting[put_id] = self.clock()
 
     def confirm(self, put_id: bytes) -> None:
         """Have a put wait no more: it is committed, or gone."""
         self._waiting.pop(put_id, None)
         self._recovered.discard(put_id)
 
-    @property
-    def oldest_number(self) -> int:
-        """The number of the oldest receipt of a put that waits."""
-        return next((each.number for each in self._waiting.values()), self.next_number)
-
-    def receipt_number(self, put_id: bytes) -> int | None:
-        """Return the number for a receipt of a put, None if it is committed.
-
-        If the one that it had is void, it waits anew, with another number.
-        """
-        state = self.state_of(put_id)
-        if state is PutState.COMMITTED:
+    def receipt_time(self, put_id: bytes) -> float | None:
+        """Return the time for a receipt of a put, from which on it waits anew; None if it is committed."""
+        if self.state_of(put_id) is PutState.COMMITTED:
             return None
-        if state is PutState.RECOVERED or self._waiting[put_id].number < self._valid_from:
-            self.wait(put_id)
-        return self._waiting[put_id].number
+        self.wait(put_id)
+        return self._waiting[put_id]
 
     def overdue(self, owner: bytes, most: int | None = None) -> Overdue:
         """Return up to so many of an owner's puts that have waited for too long; None: all. Their receipts are void."""
-        now = self._clock()
-        self._valid_from = next((each.number for each in self._waiting.values() if each.until > now), self.next_number)
-        overdue = takewhile(lambda put_id: self._waiting[put_id].until <= now, self._waiting)
+        void_until = self.clock() - self._ttl_seconds
+        overdue = takewhile(lambda put_id: self._waiting[put_id] <= void_until, self._waiting)
         own = (put_id for put_id in overdue if self.owner_of(put_id) == owner)
-        return Overdue(list(islice(own, most)), self._valid_from)
+        return Overdue(list(islice(own, most)), void_until)
 
     def on_answer(self, asked: Overdue, unknown: Collection[bytes]) -> list[bytes]:
         """Return the puts to be dropped, which the controller does not know; other ones that were asked for wait anew.
 
         A put that has got another receipt since stays as it is: it may be committed with that.
         """
-        old = [
-            put_id
-            for put_id in asked.put_ids
-            if put_id in self._waiting and self._waiting[put_id].number < asked.receipts_from
-        ]
+        old = [put_id for put_id in asked.put_ids if self._waiting.get(put_id, math.inf) <= asked.void_until]
         for put_id in old:
             if put_id not in unknown:
                 self.wait(put_id)
@@ -226,7 +199,7 @@ class PutTable(Mapping[bytes, StoredPut]):
 
         And at once those that are an earlier start of one of them, which kept nothing.
         """
-        now = self._clock()
+        now = self.clock()
         names = {controller[:CONTROLLER_NAME_BYTES] for controller in controllers}
         absent = (owner for owner in +self._owned if owner not in controllers)
         self._absent_since = {owner: self._absent_since.get(owner, now) for owner in absent}
