@@ -36,7 +36,7 @@ class Stub:
     """Answers as a storage service whose answers to frees get lost until the test says otherwise."""
 
     def __init__(self):
-        self.calls, self.missing = [], []
+        self.calls = []
         self.is_answering = asyncio.Event()
 
     def ReconcilePuts(self, **_):  # noqa: N802  (the name of the rpc)
@@ -48,7 +48,7 @@ class Stub:
         if request.committed_put_ids:
             self.calls.append(("confirm", list(request.committed_put_ids)))
         self.calls += [("free", cells.put_id) for cells in request.freed]
-        return storage_control_pb2.UpdatePutsResponse(missing_put_ids=self.missing, freed_at=1.0)
+        return storage_control_pb2.UpdatePutsResponse(freed_at=1.0)
 
 
 @pytest.fixture
@@ -125,13 +125,6 @@ async def test_many_puts_and_scattered_rows_are_freed_in_calls_of_some_milliseco
         rows.setdefault(cells.put_id, []).extend(cells.first_rows)
     assert rows == {cells.put_id: cells.rows.tolist() for cells in scattered}
     assert sum(not cells.first_rows for request in requests for cells in request.freed) == 5_000
-
-
-async def test_a_committed_put_that_is_not_there_is_logged(storage, caplog):
-    storage._peer.stub.missing = [PUT_ID]
-    storage.confirm(PUT_ID)
-    await storage._delivering
-    assert caplog.messages == [f"storage lost puts that samples need storage=s count=1 put_ids={PUT_ID.hex()}"]
 
 
 async def test_frees_are_told_again_until_they_are_heard_and_the_log_says_so_once(storage, monkeypatch, caplog):

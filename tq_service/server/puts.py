@@ -114,8 +114,8 @@ class Puts:
     """The puts that samples have or are about to get, and the cells that are to be freed. Confined to the event loop.
 
     Args:
-        embedded: the storage service of this process; None: it has none.
-        find: returns what holds the puts of another instance of a storage service; None: nothing that is known.
+        embedded_id: name of the storage service of this process; None: it has none.
+        find: returns what holds the puts of an instance of a storage service; None: nothing that is known.
         require: returns what holds a put that is to be committed, or raises.
         snapshot_cells: returns the cells that samples have now, by partition.
         after_durable: calls something once all that has changed here so far cannot be lost any more.
@@ -129,7 +129,7 @@ class Puts:
 
     def __init__(
         self,
-        embedded: Holder | None,
+        embedded_id: str | None,
         find: Callable[[str, bytes], Holder | None],
         require: Callable[[Put], Holder],
         snapshot_cells: Callable[[], Sequence[CellsSnapshot]],
@@ -138,7 +138,7 @@ class Puts:
         supervisor: Supervisor,
     ) -> None:
         self.has_some_elsewhere = False
-        self._embedded = embedded
+        self._embedded_id = embedded_id
         self._find = find
         self.require = require
         self._snapshot_cells = snapshot_cells
@@ -245,7 +245,7 @@ class Puts:
                 self._uncommitted[put] = commits
             raise
         # The engine of this process confirms at once: its put comes back from the journal together with the samples.
-        if self._embedded is not None and put.storage_id == self._embedded.storage_id:
+        if put.storage_id == self._embedded_id:
             self._confirm(put)
         else:
             self._when_durable(partial(self._confirm, put))
@@ -267,14 +267,8 @@ class Puts:
                 pass
 
     def _confirm(self, put: Put) -> None:
-        if put in self._committed and (holder := self._holder_of(*put[:2])) is not None:
+        if put in self._committed and (holder := self._find(*put[:2])) is not None:
             holder.confirm(put.put_id)
-
-    def _holder_of(self, storage_id: str, boot_id: bytes) -> Holder | None:
-        embedded = self._embedded
-        if embedded is not None and (embedded.storage_id, embedded.boot_id) == (storage_id, boot_id):
-            return embedded
-        return self._find(storage_id, boot_id)
 
     def _when_durable(self, action: Callable[[], None]) -> None:
         if self.has_some_elsewhere:
@@ -341,7 +335,7 @@ class Puts:
                 self._uncommitted.pop(each.put, None)
             cells_of.setdefault(each.put[:2], []).append(put_cells(each))
         for instance, cells in cells_of.items():
-            if (holder := self._holder_of(*instance)) is not None:
+            if (holder := self._find(*instance)) is not None:
                 holder.free(cells)
 
     async def close(self) -> None:

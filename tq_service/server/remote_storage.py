@@ -284,7 +284,6 @@ class RemoteStorage:
                 freed=cells,
             )
             answer = await self._repeat("cannot be sent updates of puts", partial(self._update, request))
-            report_reconciled(self.storage_id, answer.missing_put_ids, len(answer.missing_put_ids), 0)
             whole = [each.put_id for each in cells if not (each.first_rows or each.field_names)]
             self._receipts.on_freed(whole, answer.freed_at)
 

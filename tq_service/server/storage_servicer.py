@@ -488,10 +488,10 @@ class StorageServicer:
             adopted = None if self._mirroring is None else self._mirroring.adopted.get(request.boot_id)
             keys = self._keys if adopted is None else adopted.keys
             keys.check_key(request.controller_id, request.key_id)
-            freed_ids = {each.put_id for each in cells}  # by a call that is repeated some may be gone already
-            missing = [each for each in request.committed_put_ids if not (engine.confirm(each) or each in freed_ids)]
+            for put_id in request.committed_put_ids:
+                engine.confirm(put_id)
             engine.free(cells)
-            return storage_control_pb2.UpdatePutsResponse(missing_put_ids=missing, freed_at=engine.puts.clock())
+            return storage_control_pb2.UpdatePutsResponse(freed_at=engine.puts.clock())
         return storage_control_pb2.UpdatePutsResponse()
 
     async def ReconcilePuts(

@@ -152,7 +152,7 @@ class StorageRegistry:
         self._supervisor = supervisor or Supervisor()
         self.adoptions = Adoptions(self._storages, heartbeat_seconds, self._supervisor, takes_heartbeats)
         self.puts = Puts(
-            embedded,
+            None if embedded is None else embedded.storage_id,
             self._find,
             self.require,
             snapshot_cells,

@@ -172,7 +172,8 @@ class StorageEngine:
             else quota_of._admission
         )
         can_spill = memory_bytes is not None or quota_of is not None
-        self._residents = Residents(self._admission, clock, can_spill=can_spill)
+        self._residents = Residents(clock, can_spill=can_spill)
+        self._spilled_bytes = 0
         self._store = MemoryBlobs() if blobs is None else blobs
         self._memfds = MemfdBlobs()
         for store in (self._store, self._memfds):
@@ -371,8 +372,9 @@ class StorageEngine:
         """Free the memory of all puts, and leave what the mirror has of them; call it after `close`."""
         for put_ids in self.puts.slices():
             for put_id in put_ids:
-                self._residents.remove(put_id)
-                self.puts.pop(put_id).release()
+                put = self.puts.pop(put_id)
+                self._note_replaced(put)
+                put.values.release()
 
     def partition_of(self, put_id: bytes) -> str | None:
         """Return the partition that a complete put is for, None where it is not here."""
@@ -603,7 +605,7 @@ class StorageEngine:
             damaged_put_count=len(self.damaged),
             written_bytes=self._written_bytes,
             read_bytes=self._read_bytes,
-            mirror=None if self._mirror is None else self._mirror.stat(self._residents),
+            mirror=None if self._mirror is None else self._mirror.stat(self._spilled_bytes),
         )
 
     # Outliving the process
@@ -663,8 +665,11 @@ class StorageEngine:
         self._admission.add(blob.charge)
         put.place(blob)
         put.tables()[:] = data[: put.tables_bytes]
-        self.puts.replace(record.put_id, put)
-        self._residents.fetched(record.put_id)
+        unfetched = self.puts.replace(record.put_id, put)
+        self._note_replaced(unfetched)
+        unfetched.values.release()
+        self._residents.add(record.put_id)
+        self._residents.use([record.put_id])
         self._end_deferral(record.put_id)
         return self.puts.get(record.put_id)
 
@@ -700,11 +705,21 @@ class StorageEngine:
             blob.charge = values.charge
             self._admission.add(blob.charge)  # before those of the memory are given back: the quota is about all puts
             self.puts.replace(put_id, RecoveredPut(blob, self.puts.owner_of(put_id)))
-            self._residents.spill(put_id, blob)
+            self._residents.remove(put_id)
+            self._count_spilled(blob.charge)
             values.release()
             excess -= blob.charge
             if excess <= 0:
                 return
+
+    def _note_replaced(self, put: StoredPut | RecoveredPut) -> None:
+        """Take note that a put is gone, or in memory again; one that was taken over and not fetched counts nothing."""
+        if self._mirror is not None and isinstance(put, RecoveredPut):
+            self._count_spilled(-put.values.charge)
+
+    def _count_spilled(self, size: int) -> None:
+        self._spilled_bytes += size
+        self._admission.spilled_bytes += size
 
     @property
     def damaged(self) -> Mapping[bytes, str]:
@@ -729,14 +744,15 @@ class StorageEngine:
 
     def _delete(self, put_id: bytes) -> None:
         self._note_freed(put_id)
-        blob = self.puts.pop(put_id)
+        put = self.puts.pop(put_id)
         self._residents.remove(put_id)
+        self._note_replaced(put)
         self._holed.pop(put_id, None)
         self._due.pop(put_id, None)
         if (move := self._moves.pop(put_id, None)) is not None:
             move.is_given_up = True
         self._when_fetched.pop(put_id, None)
-        self._backing.delete(put_id, blob)
+        self._backing.delete(put_id, put.values)
 
     def _note_freed(self, put_id: bytes) -> None:
         for state in self._reconciliations.values():

@@ -221,20 +221,14 @@ class UpdatePutsResponse(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    MISSING_PUT_IDS_FIELD_NUMBER: builtins.int
     FREED_AT_FIELD_NUMBER: builtins.int
     freed_at: builtins.float
     """Until when receipts of the puts freed by this call were given, in seconds of the clock of the storage service."""
-    @property
-    def missing_put_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
-        """Committed puts of the request that the storage service does not hold: their bytes are lost."""
-
     def __init__(
         self,
         *,
-        missing_put_ids: collections.abc.Iterable[builtins.bytes] | None = ...,
         freed_at: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["freed_at", b"freed_at", "missing_put_ids", b"missing_put_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["freed_at", b"freed_at"]) -> None: ...
 
 global___UpdatePutsResponse = UpdatePutsResponse

@@ -48,7 +48,6 @@ from tq_service.log_message import LogMessage
 from tq_service.schema import CONTROLLER_NAME_BYTES, FieldSpec
 from tq_service.storage.blobs.memory import Blob, LocalBlob, is_temporary
 from tq_service.storage.blobs.segments import SegmentBlobs
-from tq_service.storage.index.admission import Admission
 from tq_service.storage.index.put import PendingPut, PutCells, Rows, RowSet, StoredColumn, StoredPut
 
 _log = logging.getLogger(__name__)
@@ -129,16 +128,18 @@ class PutTable(Mapping[bytes, StoredPut]):
         self._owned[put.owner] += 1
         self.wait(put_id)
 
-    def replace(self, put_id: bytes, put: StoredPut | RecoveredPut) -> None:
-        """Have what is left of a put in its place, or what it is loaded from when it is needed."""
-        self._shard(put_id)[put_id] = put
+    def replace(self, put_id: bytes, put: StoredPut | RecoveredPut) -> StoredPut | RecoveredPut:
+        """Have what is left of a put in its place, or what it is loaded from; return what was there."""
+        shard = self._shard(put_id)
+        replaced, shard[put_id] = shard[put_id], put
+        return replaced
 
-    def pop(self, put_id: bytes) -> Blob:
-        """Remove a put and return the blob of its values."""
+    def pop(self, put_id: bytes) -> StoredPut | RecoveredPut:
+        """Remove a put and return it."""
         self.confirm(put_id)
         put = self._shard(put_id).pop(put_id)
         self._owned[put.owner] -= 1
-        return put.values
+        return put
 
     # Which are committed
 
@@ -236,27 +237,19 @@ class PutTable(Mapping[bytes, StoredPut]):
 
 
 class Residents:
-    """The puts of one engine that are in memory, those used longest ago first, and the spilled ones.
+    """The puts of one engine that are in memory and may leave it, those used longest ago first.
 
     complete -> in memory -> spilled (its bytes are in the mirror alone) -> fetched when it is read -> in memory
 
     Args:
-        admission: counts the memory that they share with other engines.
         clock: seconds.
-        can_spill: whether any of them may leave memory; else all stay, and nothing is counted.
-
-    Attributes:
-        spilled_bytes: bytes of the spilled puts.
-        spilled: for each of them the blob with its charge.
+        can_spill: whether any of them may leave memory.
     """
 
-    def __init__(self, admission: Admission, clock: Callable[[], float], *, can_spill: bool) -> None:
-        self._admission = admission
+    def __init__(self, clock: Callable[[], float], *, can_spill: bool) -> None:
         self._clock = clock
         self._can_spill = can_spill
         self._kept_until: dict[bytes, float] = {}  # in the order of their last use
-        self.spilled: dict[bytes, Blob] = {}
-        self.spilled_bytes = 0
 
     def add(self, put_id: bytes) -> None:
         """Take note of a put that has come, and may leave at once."""
@@ -270,30 +263,9 @@ class Residents:
                 if self._kept_until.pop(put_id, None) is not None:
                     self._kept_until[put_id] = self._clock() + _KEPT_SECONDS
 
-    def fetched(self, put_id: bytes) -> None:
-        """Take note that a put is in memory again, with its charge, and release what stood for it."""
-        if (blob := self.remove(put_id)) is not None:
-            blob.release()
-        self.add(put_id)
-        self.use([put_id])
-
-    def remove(self, put_id: bytes) -> Blob | None:
-        """Forget a put; return what stood for it where it was spilled, to be released."""
+    def remove(self, put_id: bytes) -> None:
+        """Forget a put, which has left memory."""
         self._kept_until.pop(put_id, None)
-        blob = self.spilled.pop(put_id, None)
-        if blob is not None:
-            self._count_spilled(-blob.charge)
-        return blob
-
-    def spill(self, put_id: bytes, blob: Blob) -> None:
-        """Take note that a put is spilled, and what stands for it."""
-        del self._kept_until[put_id]
-        self.spilled[put_id] = blob
-        self._count_spilled(blob.charge)
-
-    def _count_spilled(self, size: int) -> None:
-        self.spilled_bytes += size
-        self._admission.spilled_bytes += size
 
     def coldest(self) -> list[bytes]:
         """Return some puts that may leave, in order. Those that cannot, `put_off`."""
