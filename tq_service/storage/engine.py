@@ -71,7 +71,7 @@ from tq_service.wire.metadata import CellRuns
 _log = logging.getLogger(__name__)
 _MOST_WORK: Final = 4096  # puts that are looked at before others have their turn; some milliseconds
 _DROP_WORK: Final = 8  # what to drop one costs, in puts looked at
-_PLACED_AT_ONCE: Final = 1 << 15  # rows whose tables the loop makes; a thread those of more
+_FILLED_AT_ONCE: Final = 1 << 15  # rows whose tables the loop makes; a thread those of more
 _HOLED_A_TURN: Final = 256  # puts whose gain is calculated before others have their turn
 # One at a time: the copies that there are beside the quota are those of one put.
 _COPIER: Final = ThreadPoolExecutor(1, thread_name_prefix="tq-compact")
@@ -275,10 +275,11 @@ class StorageEngine:
         try:
             blob = await store.allocate(stored.blob_bytes(store))
             blob.charge = charge
-            if stored.row_count < _PLACED_AT_ONCE:
-                stored.place(blob, columns)
+            stored.place(blob)
+            if stored.row_count < _FILLED_AT_ONCE:
+                stored.fill_tables(columns)
             else:
-                await in_thread(None, stored.place, blob, columns, pinned=[blob])
+                await in_thread(None, stored.fill_tables, columns, pinned=[blob])
             if stored.values_at and not blob.is_local:
                 await store.write(blob, 0, stored.tables())
         except BaseException:
