@@ -88,7 +88,6 @@ def test_garbled_calls_between_services_never_end_in_an_internal_error(
             boot_id=boot_id,
             controller_id=b"c" * 16,
             key_id=key_id(b"k" * 32),
-            number=1,
             committed_put_ids=[new_id()],
             freed=[cells],
         ),

@@ -177,7 +177,7 @@ def test_puts_that_the_storage_service_has_lost_are_told_and_named(deployment: D
     cells = storage_control_pb2.PutCells(put_id=located.meta.locations.puts[0].put_id)
     ((controller_id, key),) = deployment.storage.app.storage.keys._keys.items()
     free = storage_control_pb2.UpdatePutsRequest(
-        boot_id=boot_id, freed=[cells], controller_id=controller_id, key_id=key_id(key), number=1 << 40
+        boot_id=boot_id, freed=[cells], controller_id=controller_id, key_id=key_id(key)
     )
     deployment.storage.control.UpdatePuts(free, metadata=deployment.storage.as_service)
     deployment.restart_storage()

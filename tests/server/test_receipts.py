@@ -7,7 +7,6 @@ import pytest
 
 from tq_service.errors import DataLossError, InvalidArgumentError, PutNotFoundError, UnavailableError
 from tq_service.internal.v1.put_receipt_pb2 import PutReceipt
-from tq_service.internal.v1.storage_control_pb2 import UpdatePutsResponse
 from tq_service.server.receipts import ReceiptBook, ReceiptKeys, key_id
 from tq_service.server.storage_servicer import EngineDriver
 from tq_service.storage.engine import StorageEngine
@@ -20,7 +19,7 @@ def book():
     return ReceiptBook()
 
 
-def sealed(book, number=0, put_id=PUT_ID, partition_id="train", *, for_existing_rows=False, columns_digest=b""):
+def sealed(book, given_at=1.0, put_id=PUT_ID, partition_id="train", *, for_existing_rows=False, columns_digest=b""):
     keys = ReceiptKeys()
     keys.renew(OWNER, book.key)
     return keys.seal(
@@ -28,7 +27,7 @@ def sealed(book, number=0, put_id=PUT_ID, partition_id="train", *, for_existing_
         PutReceipt(
             put_id=put_id,
             partition_id=partition_id,
-            number=number,
+            given_at=given_at,
             for_existing_rows=for_existing_rows,
             columns_digest=columns_digest,
         ),
@@ -37,10 +36,10 @@ def sealed(book, number=0, put_id=PUT_ID, partition_id="train", *, for_existing_
 
 @pytest.mark.parametrize("for_existing_rows", [False, True])
 def test_a_receipt_says_what_was_sealed_as_often_as_it_is_opened(book, for_existing_rows):
-    receipt = sealed(book, 3, for_existing_rows=for_existing_rows, columns_digest=b"")
+    receipt = sealed(book, 3.0, for_existing_rows=for_existing_rows, columns_digest=b"")
     for _ in range(2):
         said = book.open(receipt, PUT_ID, "train")
-        assert (said.for_existing_rows, said.number) == (for_existing_rows, 3)
+        assert (said.for_existing_rows, said.given_at) == (for_existing_rows, 3.0)
 
 
 def test_no_bit_of_a_receipt_can_be_changed(book):
@@ -88,24 +87,29 @@ def test_the_receipt_of_another_registration_is_refused(book):
 def test_a_receipt_is_taken_until_it_is_void_or_revoked(book):
     put_ids = [bytes([number]) * 16 for number in range(8)]
     receipts = [sealed(book, number, put_id) for number, put_id in enumerate(put_ids)]
-    book.revoke(put_ids[3])
-    with pytest.raises(UnavailableError, match="is being given back"):
-        book.open(receipts[3], put_ids[3], "train")
-    book.on_freed([put_ids[3], put_ids[6]], 8)
-    book.void_before(2)
-    book.void_before(1)
-    taken = []
-    for number, (put_id, receipt) in enumerate(zip(put_ids, receipts, strict=True)):
-        try:
-            book.open(receipt, put_id, "train")
-            taken.append(number)
-        except PutNotFoundError as error:
-            assert ("waited" in error.message) == (number < 2)
-    assert taken == [2, 4, 5, 7]
-    assert book.open(sealed(book, 8, put_ids[3]), put_ids[3], "train").number == 8  # of bytes that were put again
-    book.void_before(8)
-    assert not book._freed
-    assert not book._leaving
+    for number in (3, 6):
+        book.revoke(put_ids[number])
+
+    def check():
+        taken = []
+        for number, (put_id, receipt) in enumerate(zip(put_ids, receipts, strict=True)):
+            try:
+                book.open(receipt, put_id, "train")
+                taken.append(number)
+            except PutNotFoundError as error:
+                assert ("waited" in error.message) == (number < 2)
+                assert ("was freed" in error.message) == (number in {3, 6})
+        assert taken == [2, 4, 5, 7]
+
+    book.void_until(1.0)
+    book.void_until(0.0)
+    check()
+    book.on_freed([put_ids[3], put_ids[6]], 8.0)
+    check()
+    with pytest.raises(PutNotFoundError, match="was freed"):  # of bytes that were put again under its id
+        book.open(sealed(book, 8.5, put_ids[3]), put_ids[3], "train")
+    book.void_until(8.0)
+    assert not book._revoked
 
 
 def test_only_what_was_freed_since_the_oldest_valid_receipt_is_remembered(book):
@@ -114,28 +118,18 @@ def test_only_what_was_freed_since_the_oldest_valid_receipt_is_remembered(book):
         book.revoke(put_id)
         book.on_freed([put_id], number + 1)
         if number % 1000 == 999:
-            book.void_before(number - 100)
-            assert len(book._freed) <= 101
-    assert not book._leaving
+            book.void_until(number - 100)
+            assert len(book._revoked) <= 101
 
 
-def test_an_update_is_done_once_and_answered_again():
-    keys, done = ReceiptKeys(), []
-
-    def update():
-        done.append(len(done))
-        return UpdatePutsResponse(next_receipt_number=len(done))
-
+def test_only_the_present_key_of_a_controller_is_taken():
+    keys = ReceiptKeys()
     keys.renew(OWNER, b"k" * 32)
-    key = key_id(b"k" * 32)
-    answers = [keys.update_once(OWNER, key, number, update).next_receipt_number for number in (1, 1, 2, 2, 1)]
-    assert answers == [1, 1, 2, 2, 2]
-    keys.renew(OWNER, b"k" * 32)
-    assert keys.update_once(OWNER, key, 2, update).next_receipt_number == 2
+    keys.check_key(OWNER, key_id(b"k" * 32))
     keys.renew(OWNER, b"l" * 32)
-    with pytest.raises(UnavailableError, match="is not registered with controller"):
-        keys.update_once(OWNER, key, 3, update)
-    assert len(done) == 2
+    for controller_id, key in ((OWNER, b"k" * 32), (b"d" * 16, b"l" * 32)):
+        with pytest.raises(UnavailableError, match="is not registered with controller"):
+            keys.check_key(controller_id, key_id(key))
 
 
 def test_no_receipt_is_given_for_a_controller_that_is_not_known():
@@ -152,7 +146,7 @@ def test_a_receipt_costs_a_few_microseconds(book):
     for _ in range(20):
         began = time.perf_counter()
         for number in range(100):
-            receipt = PutReceipt(put_id=PUT_ID, partition_id="train", number=number)
+            receipt = PutReceipt(put_id=PUT_ID, partition_id="train", given_at=number + 1)
             book.open(keys.seal(OWNER, receipt), PUT_ID, "train")
         best = min(best, time.perf_counter() - began)
     assert best / 100 < 100e-6  # 10 us when the machine is idle

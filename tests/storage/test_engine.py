@@ -235,25 +235,25 @@ async def test_unconfirmed_puts_expire_and_confirmed_ones_stay():
 async def test_an_overdue_put_goes_where_its_controller_does_not_know_it_and_no_other():
     clock = Clock()
     engine = StorageEngine(max_bytes=None, put_ttl_seconds=10, clock=clock)
+    began_at = clock.now
     for number in range(6):
         await put(engine, number, SMALL, confirm=False)
-        assert engine.receipt_number(put_id(number)) == number
-    assert engine.puts.overdue(b"", 9) == Overdue(put_ids=[], receipts_from=0)
+        assert engine.receipt_time(put_id(number)) == began_at
+    assert engine.puts.overdue(b"", 9) == Overdue(put_ids=[], void_until=began_at - 10)
     clock.now += 10
     await put(engine, 6, SMALL, confirm=False)
-    assert engine.receipt_number(put_id(6)) == 6
+    assert engine.receipt_time(put_id(6)) == began_at + 10
     asked = engine.puts.overdue(b"", 5)
-    assert asked == Overdue(put_ids=[put_id(number) for number in range(5)], receipts_from=6)
+    assert asked == Overdue(put_ids=[put_id(number) for number in range(5)], void_until=began_at)
     engine.free([cells(4)])
     engine.confirm(put_id(0))
     assert engine.on_answer(asked, unknown=[put_id(0), put_id(1), put_id(4)]) == 1
     assert engine.stat().uncommitted_put_count == 4  # 0 is committed, 1 and 4 are gone
     assert engine.puts.overdue(b"", 9).put_ids == [put_id(5)]  # the others later
-    assert engine.receipt_number(put_id(0)) is None
-    assert engine.receipt_number(put_id(2)) == 7  # the one before is void
-    assert engine.receipt_number(put_id(2)) == 7
+    assert engine.receipt_time(put_id(0)) is None
+    assert engine.receipt_time(put_id(2)) == began_at + 10  # the one before is void
     clock.now += 10
-    assert engine.puts.overdue(b"", 9).put_ids == [put_id(number) for number in (5, 6, 2, 3)]
+    assert engine.puts.overdue(b"", 9).put_ids == [put_id(number) for number in (5, 6, 3, 2)]
     with pytest.raises(PutNotFoundError):
         engine.complete_put(put_id(1), PARTITION)
 
@@ -262,12 +262,13 @@ async def test_a_put_that_gets_another_receipt_while_it_is_asked_for_stays():
     clock = Clock()
     engine = StorageEngine(max_bytes=None, put_ttl_seconds=10, clock=clock)
     await put(engine, 1, SMALL, confirm=False)
-    assert engine.receipt_number(put_id(1)) == 0
+    began_at = clock.now
+    assert engine.receipt_time(put_id(1)) == began_at
     clock.now += 10
     asked = engine.puts.overdue(b"", 9)
-    assert engine.receipt_number(put_id(1)) == 1
+    assert engine.receipt_time(put_id(1)) == began_at + 10
     assert engine.on_answer(asked, unknown=[put_id(1)]) == 0
-    assert engine.puts.overdue(b"", 9) == Overdue(put_ids=[], receipts_from=1)
+    assert engine.puts.overdue(b"", 9) == Overdue(put_ids=[], void_until=began_at)
 
 
 async def test_a_put_that_its_controller_knows_outlasts_a_reconciliation_of_before():
@@ -283,15 +284,17 @@ async def test_a_put_that_its_controller_knows_outlasts_a_reconciliation_of_befo
     assert engine.stat().put_count == 1
 
 
-async def test_void_receipts_are_replaced():
+async def test_a_put_waits_anew_from_each_receipt_on():
     clock = Clock()
     engine = StorageEngine(max_bytes=None, put_ttl_seconds=10, clock=clock)
     await put(engine, 1, SMALL, confirm=False)
     await put(engine, 2, SMALL, confirm=False)
-    assert [engine.receipt_number(put_id(number)) for number in (1, 2, 2)] == [0, 1, 1]
-    clock.now += 10
-    engine.puts.overdue(b"")
-    assert [engine.receipt_number(put_id(number)) for number in (2, 1, 2)] == [2, 3, 2]
+    clock.now += 9
+    assert engine.receipt_time(put_id(1)) == clock.now
+    clock.now += 1
+    assert engine.puts.overdue(b"").put_ids == [put_id(2)]
+    clock.now += 9
+    assert engine.puts.overdue(b"").put_ids == [put_id(2), put_id(1)]
 
 
 async def test_of_owners_that_are_no_controller_all_goes_in_time_and_of_others_nothing():

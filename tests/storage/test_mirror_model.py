@@ -12,6 +12,7 @@ from property_settings import examples
 
 from tq_service.errors import NotFoundError, UnavailableError
 from tq_service.storage.index import put_table
+from tq_service.storage.index.put_table import RecoveredPut
 from tq_service.storage.mirror import adoption, layout, mirror, writer
 from tq_service.wire import shared_memory
 
@@ -132,14 +133,18 @@ class Model:
     async def spill(self):
         """What is over the memory there is leaves it, as far as the mirror has it and nothing of it is freed."""
         self.engine.trim()
-        its = self.engine._residents
+        entries = {put_id: put for shard in self.engine.puts._shards for put_id, put in shard.items()}
+        spilled = {
+            put_id: put for put_id, put in entries.items() if isinstance(put, RecoveredPut) and put.values.charge
+        }
+        stat = self.engine.stat()
         assert (
-            its.spilled_bytes
+            stat.mirror.spilled_bytes
             == self.engine._admission.spilled_bytes
-            == sum(blob.charge for blob in its.spilled.values())
+            == sum(put.values.charge for put in spilled.values())
         )
-        assert self.engine.stat().used_bytes >= its.spilled_bytes
-        assert all(self.nodes.mirror.is_unfetched(each) for each in its.spilled)
+        assert stat.used_bytes >= stat.mirror.spilled_bytes
+        assert all(self.nodes.mirror.is_unfetched(each) for each in spilled)
 
     async def list(self):
         await self.nodes.listed()

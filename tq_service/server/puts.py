@@ -15,10 +15,10 @@
 Why no put is lost, and none is left:
 
 - *A commit under way* makes a put known: the storage service is not told to drop the put, and asks again.
-- *A commit after the answer "unknown"* has a void receipt: the heartbeat that asked had the number of the first valid
-  receipt, and all overdue puts have lower ones.
-- *A commit again after the put was freed* is refused: until the storage service has answered that it freed the put the
-  receipt is not taken at all, and from then on only one that was given later, to bytes that came again.
+- *A commit after the answer "unknown"* has a void receipt: the heartbeat that asked said until when receipts are void,
+  and those of all overdue puts were given before.
+- *A commit again after the put was freed* is refused for as long as a receipt that it had may be valid. What a client
+  puts again has another id: so cells may be freed late, or twice.
 - *A controller that has started again*, or a standby that took over, has other receipt keys, and all committed puts
   from its journal. It lists them to the storage service, which drops committed puts that are not listed, and asks
   about the others when they are overdue.
@@ -50,7 +50,14 @@ from typing import Any, Final, Protocol, TypeAlias, TypeVar
 import grpc
 import numpy as np
 
-from tq_service.errors import AlreadyExistsError, InvalidArgumentError, QuotaExceededError, TqError, UnavailableError
+from tq_service.errors import (
+    AlreadyExistsError,
+    InvalidArgumentError,
+    PutNotFoundError,
+    QuotaExceededError,
+    TqError,
+    UnavailableError,
+)
 from tq_service.internal.v1 import storage_control_pb2
 from tq_service.internal.v1.put_receipt_pb2 import PutReceipt
 from tq_service.machine.samples import SampleWrite
@@ -107,8 +114,8 @@ class Puts:
     """The puts that samples have or are about to get, and the cells that are to be freed. Confined to the event loop.
 
     Args:
-        embedded: the storage service of this process; None: it has none.
-        find: returns what holds the puts of another instance of a storage service; None: nothing that is known.
+        embedded_id: name of the storage service of this process; None: it has none.
+        find: returns what holds the puts of an instance of a storage service; None: nothing that is known.
         require: returns what holds a put that is to be committed, or raises.
         snapshot_cells: returns the cells that samples have now, by partition.
         after_durable: calls something once all that has changed here so far cannot be lost any more.
@@ -122,7 +129,7 @@ class Puts:
 
     def __init__(
         self,
-        embedded: Holder | None,
+        embedded_id: str | None,
         find: Callable[[str, bytes], Holder | None],
         require: Callable[[Put], Holder],
         snapshot_cells: Callable[[], Sequence[CellsSnapshot]],
@@ -131,7 +138,7 @@ class Puts:
         supervisor: Supervisor,
     ) -> None:
         self.has_some_elsewhere = False
-        self._embedded = embedded
+        self._embedded_id = embedded_id
         self._find = find
         self.require = require
         self._snapshot_cells = snapshot_cells
@@ -200,7 +207,11 @@ class Puts:
 
         def check() -> None:
             if put not in self._committed and self._uncommitted.get(put) is not commits:
-                raise UnavailableError(f"put {put.put_id.hex()} was freed while it was committed again; put it again")
+                raise PutNotFoundError(
+                    f"put {put.put_id.hex()} was freed while it was committed again; put the data again under another "
+                    "put_id",
+                    metadata={"put_id": put.put_id.hex()},
+                )
 
         try:
             yield check
@@ -234,7 +245,7 @@ class Puts:
                 self._uncommitted[put] = commits
             raise
         # The engine of this process confirms at once: its put comes back from the journal together with the samples.
-        if self._embedded is not None and put.storage_id == self._embedded.storage_id:
+        if put.storage_id == self._embedded_id:
             self._confirm(put)
         else:
             self._when_durable(partial(self._confirm, put))
@@ -256,14 +267,8 @@ class Puts:
                 pass
 
     def _confirm(self, put: Put) -> None:
-        if put in self._committed and (holder := self._holder_of(*put[:2])) is not None:
+        if put in self._committed and (holder := self._find(*put[:2])) is not None:
             holder.confirm(put.put_id)
-
-    def _holder_of(self, storage_id: str, boot_id: bytes) -> Holder | None:
-        embedded = self._embedded
-        if embedded is not None and (embedded.storage_id, embedded.boot_id) == (storage_id, boot_id):
-            return embedded
-        return self._find(storage_id, boot_id)
 
     def _when_durable(self, action: Callable[[], None]) -> None:
         if self.has_some_elsewhere:
@@ -318,7 +323,7 @@ class Puts:
         self._free(freed_cells(self._leaving.popleft()) for _ in range(count))
 
     def free_now(self, puts: Iterable[Put]) -> None:
-        """Free puts that were not committed at once: they may be sent again, and must be gone by then."""
+        """Free puts that were not committed, at once."""
         self._free(CellSet(put=put) for put in puts)
 
     def _free(self, freed: Iterable[CellSet]) -> None:
@@ -330,7 +335,7 @@ class Puts:
                 self._uncommitted.pop(each.put, None)
             cells_of.setdefault(each.put[:2], []).append(put_cells(each))
         for instance, cells in cells_of.items():
-            if (holder := self._holder_of(*instance)) is not None:
+            if (holder := self._find(*instance)) is not None:
                 holder.free(cells)
 
     async def close(self) -> None:

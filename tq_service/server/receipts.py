@@ -4,17 +4,18 @@
 
 The controller makes a random key for each registration of a storage service and tells it in the answer. So a key
 belongs to one process of each of the two: what was sealed for another controller, by another storage service, or before
-either restarted opens nowhere. Receipts under one key are numbered: a heartbeat says from which number on they are
-valid. A put that is freed has its receipts revoked: all of them until the storage service has freed it, then those
-that it gave before.
+either restarted opens nowhere. A receipt says when it was given, by the clock of its storage service, and a heartbeat
+until when receipts are void by now. A put that is freed has its receipts revoked for as long as one that it had may be
+valid: its id is not used for another one.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import math
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import takewhile
 from typing import Final
 
@@ -22,7 +23,6 @@ from google.protobuf.message import DecodeError
 
 from tq_service.errors import InvalidArgumentError, PreconditionError, PutNotFoundError, UnavailableError
 from tq_service.internal.v1.put_receipt_pb2 import PutReceipt
-from tq_service.internal.v1.storage_control_pb2 import UpdatePutsResponse
 from tq_service.schema import check_passed_on
 
 KEY_BYTES: Final = 32
@@ -34,7 +34,6 @@ class ReceiptKeys:
 
     def __init__(self) -> None:
         self._keys: dict[bytes, bytes] = {}
-        self._updates: dict[bytes, tuple[int, UpdatePutsResponse]] = {}  # by controller: its last one, and the answer
         self._epochs: dict[bytes, int] = {}  # by controller: the highest that was seen
 
     @property
@@ -59,19 +58,10 @@ class ReceiptKeys:
 
     def renew(self, controller_id: bytes, key: bytes) -> None:
         """Take the key of a controller."""
-        if self._keys.get(controller_id) != key:
-            self._keys[controller_id], self._updates[controller_id] = key, (0, UpdatePutsResponse())
+        self._keys[controller_id] = key
 
-    def update_once(
-        self, controller_id: bytes, key: bytes, number: int, update: Callable[[], UpdatePutsResponse]
-    ) -> UpdatePutsResponse:
-        """Return the answer to an update of puts; one that was done before could free what was stored since.
-
-        Args:
-            controller_id: the caller.
-            key: the `key_id` of the key under which it is numbered.
-            number: its number.
-            update: does it.
+    def check_key(self, controller_id: bytes, key: bytes) -> None:
+        """Refuse a controller that is not registered with a key of this `key_id`, as one that has started again since.
 
         Raises:
             UnavailableError: this service does not have the key, any more or yet.
@@ -81,9 +71,6 @@ class ReceiptKeys:
                 f"this storage service is not registered with controller {controller_id.hex() or '(none given)'} under "
                 "such a key; try again after its next heartbeat"
             )
-        if number > self._updates[controller_id][0]:
-            self._updates[controller_id] = number, update()
-        return self._updates[controller_id][1]
 
     def check_registered(self, controller_id: bytes) -> None:
         """Refuse a put that could not be given a receipt.
@@ -114,30 +101,28 @@ class ReceiptBook:
 
     def __init__(self) -> None:
         self.key = secrets.token_bytes(KEY_BYTES)
-        self._valid_from = 0
-        self._leaving: set[bytes] = set()  # puts of which it is not known yet that they were freed
-        self._freed: dict[bytes, int] = {}  # with the number of the next receipt since, ascending
+        self._void_until = 0.0
+        self._revoked: dict[bytes, float] = {}  # puts that are to be freed, or were: when, if it is known
 
-    def void_before(self, number: int) -> None:
-        """Take no receipts with lower numbers any more."""
-        self._valid_from = max(self._valid_from, number)
-        for put_id in list(takewhile(lambda put_id: self._freed[put_id] <= self._valid_from, self._freed)):
-            del self._freed[put_id]
+    def void_until(self, given_at: float) -> None:
+        """Take no receipts any more that were given until then."""
+        self._void_until = max(self._void_until, given_at)
+        for put_id in list(takewhile(lambda put_id: self._revoked[put_id] <= self._void_until, self._revoked)):
+            del self._revoked[put_id]
 
     def revoke(self, put_id: bytes) -> None:
-        """Take no receipt of a put that is to be freed, until `on_freed`."""
-        self._leaving.add(put_id)
+        """Take no receipt of a put any more that is to be freed."""
+        self._revoked[put_id] = math.inf
 
-    def is_leaving(self, put_id: bytes) -> bool:
-        """Whether a put is to be freed, and may be freed late, or twice."""
-        return put_id in self._leaving
+    def is_revoked(self, put_id: bytes) -> bool:
+        """Whether a put is to be freed, or was, and may be freed again."""
+        return put_id in self._revoked
 
-    def on_freed(self, put_ids: Iterable[bytes], next_number: int) -> None:
-        """Take note that puts were freed before the receipt with that number; later ones are of bytes put again."""
+    def on_freed(self, put_ids: Iterable[bytes], freed_at: float) -> None:
+        """Take note that puts were freed, so that their receipts were given until then."""
         for put_id in put_ids:
-            self._leaving.discard(put_id)
-            if self._freed.pop(put_id, 0) < next_number > self._valid_from:
-                self._freed[put_id] = next_number
+            del self._revoked[put_id]
+            self._revoked[put_id] = freed_at
 
     def open(self, receipt: bytes, put_id: bytes, partition_id: str) -> PutReceipt:
         """Return what a receipt says.
@@ -148,13 +133,10 @@ class ReceiptBook:
             partition_id: what the put must be for.
 
         Raises:
-            UnavailableError: the put is being freed.
             InvalidArgumentError: its seal is wrong, or it is for another put or partition.
             PutNotFoundError: it was given before this controller or the storage service started, is expired or revoked;
                 or there is none, as where the put was committed before.
         """
-        if put_id in self._leaving:
-            raise UnavailableError(f"put {put_id.hex()} is being given back to its storage service; put it again")
         seal, content = receipt[:_SEAL_BYTES], receipt[_SEAL_BYTES:]
         if not receipt:
             raise PutNotFoundError(
@@ -184,14 +166,10 @@ class ReceiptBook:
                 "header named",
                 field="partition_id",
             )
-        if said.number < self._valid_from:
+        if said.given_at <= self._void_until or put_id in self._revoked:
+            why = "was freed" if put_id in self._revoked else "waited for too long for its commit"
             raise PutNotFoundError(
-                f"put {put_id.hex()} waited for too long for its commit; put it again",
-                metadata={"put_id": put_id.hex()},
-            )
-        if said.number < self._freed.get(put_id, 0):
-            raise PutNotFoundError(
-                f"put {put_id.hex()} was freed since its receipt was given; put it again",
+                f"put {put_id.hex()} {why}; put the data again under another put_id",
                 metadata={"put_id": put_id.hex()},
             )
         return said

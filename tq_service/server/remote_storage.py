@@ -107,7 +107,6 @@ class RemoteStorage:
         self._bulk: Peer[AsyncGrpcDriver] | None = None  # apart, lest confirmations wait behind bytes
         self._to_confirm: dict[bytes, None] = {}
         self._to_free: list[storage_control_pb2.PutCells] = []
-        self._update_count = 0
         self._delivering: asyncio.Task[None] | None = None
         self._is_closed = False
         self.on_heartbeat(request)
@@ -135,7 +134,7 @@ class RemoteStorage:
             is_adopted=request.is_adopted,
         )
         self._heard_at, self.placed_bytes = time.monotonic(), 0
-        self._receipts.void_before(request.receipts_from)
+        self._receipts.void_until(request.receipts_void_until)
 
     @property
     def is_silent(self) -> bool:
@@ -162,7 +161,7 @@ class RemoteStorage:
 
     def confirm(self, put_id: bytes) -> None:
         """Say that a put is committed, soon and with others."""
-        if not self._is_closed and not self._receipts.is_leaving(put_id):
+        if not self._is_closed and not self._receipts.is_revoked(put_id):
             self._to_confirm[put_id] = None
             self._deliver()
 
@@ -204,7 +203,7 @@ class RemoteStorage:
         """Give cells back as soon as the service can be reached."""
         if self._is_closed:  # the list of known puts has it, once this controller has restarted
             return
-        cells = [each for each in cells if not self._receipts.is_leaving(each.put_id)]
+        cells = [each for each in cells if not self._receipts.is_revoked(each.put_id)]
         for each in cells:
             self._to_free += encode_cells(each)
             if each.is_whole:
@@ -276,21 +275,17 @@ class RemoteStorage:
                 del self._to_confirm[put_id]
             cells = next(in_messages(self._to_free, _MOST_FREED_PER_CALL), [])  # both sides do them in one step
             del self._to_free[: len(cells)]
-            self._update_count += 1
             request = storage_control_pb2.UpdatePutsRequest(
                 boot_id=self.boot_id,
                 controller_id=self._controller_id,
                 key_id=key_id(self.receipt_key),
-                number=self._update_count,
                 epoch=self._epoch,
                 committed_put_ids=put_ids,
                 freed=cells,
             )
             answer = await self._repeat("cannot be sent updates of puts", partial(self._update, request))
-            report_reconciled(self.storage_id, answer.missing_put_ids, len(answer.missing_put_ids), 0)
             whole = [each.put_id for each in cells if not (each.first_rows or each.field_names)]
-            self._receipts.on_freed(whole, answer.next_receipt_number)
-            self._receipts.void_before(answer.receipts_from)
+            self._receipts.on_freed(whole, answer.freed_at)
 
     async def _update(self, request: storage_control_pb2.UpdatePutsRequest) -> storage_control_pb2.UpdatePutsResponse:
         return await self._peer.stub.UpdatePuts(request, timeout=_CALL_SECONDS, metadata=self._peer.metadata())

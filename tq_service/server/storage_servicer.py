@@ -377,14 +377,14 @@ class StorageServicer:
 
     def _receipt(self, header: pb.PutHeader) -> bytes:
         """Return the receipt of a complete put, empty for one that is committed."""
-        number = self._engine.receipt_number(header.put_id)
-        if number is None:
+        given_at = self._engine.receipt_time(header.put_id)
+        if given_at is None:
             return b""
         put = self._engine.complete_put(header.put_id, header.partition_id)
         receipt = PutReceipt(
             put_id=header.put_id,
             partition_id=header.partition_id,
-            number=number,
+            given_at=given_at,
             for_existing_rows=put.for_existing_rows,
             columns_digest=columns_digest(put.shapes()),
         )
@@ -485,19 +485,13 @@ class StorageServicer:
         cells = [_put_cells(cells) for cells in request.freed]
         with contextlib.suppress(DataLossError):  # of another boot there is nothing to change
             engine = self._driver.engine_of(request.boot_id)
-
-            def update() -> storage_control_pb2.UpdatePutsResponse:
-                missing = [put_id for put_id in request.committed_put_ids if not engine.confirm(put_id)]
-                engine.free(cells)
-                return storage_control_pb2.UpdatePutsResponse(
-                    missing_put_ids=missing,
-                    next_receipt_number=engine.puts.next_number,
-                    receipts_from=engine.puts.oldest_number,
-                )
-
             adopted = None if self._mirroring is None else self._mirroring.adopted.get(request.boot_id)
             keys = self._keys if adopted is None else adopted.keys
-            return keys.update_once(request.controller_id, request.key_id, request.number, update)
+            keys.check_key(request.controller_id, request.key_id)
+            for put_id in request.committed_put_ids:
+                engine.confirm(put_id)
+            engine.free(cells)
+            return storage_control_pb2.UpdatePutsResponse(freed_at=engine.puts.clock())
         return storage_control_pb2.UpdatePutsResponse()
 
     async def ReconcilePuts(

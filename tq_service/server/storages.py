@@ -152,7 +152,7 @@ class StorageRegistry:
         self._supervisor = supervisor or Supervisor()
         self.adoptions = Adoptions(self._storages, heartbeat_seconds, self._supervisor, takes_heartbeats)
         self.puts = Puts(
-            embedded,
+            None if embedded is None else embedded.storage_id,
             self._find,
             self.require,
             snapshot_cells,
@@ -231,7 +231,6 @@ class StorageRegistry:
             PreconditionError: its puts were taken over.
         """
         if request.controller_id != self.controller_id:
-            request.ClearField("receipts_from")
             request.ClearField("overdue_put_ids")
         endpoint = request.storage
         instance = endpoint.storage_id, endpoint.boot_id

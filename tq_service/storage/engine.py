@@ -71,7 +71,7 @@ from tq_service.wire.metadata import CellRuns
 _log = logging.getLogger(__name__)
 _MOST_WORK: Final = 4096  # puts that are looked at before others have their turn; some milliseconds
 _DROP_WORK: Final = 8  # what to drop one costs, in puts looked at
-_PLACED_AT_ONCE: Final = 1 << 15  # rows whose tables the loop makes; a thread those of more
+_FILLED_AT_ONCE: Final = 1 << 15  # rows whose tables the loop makes; a thread those of more
 _HOLED_A_TURN: Final = 256  # puts whose gain is calculated before others have their turn
 # One at a time: the copies that there are beside the quota are those of one put.
 _COPIER: Final = ThreadPoolExecutor(1, thread_name_prefix="tq-compact")
@@ -172,7 +172,8 @@ class StorageEngine:
             else quota_of._admission
         )
         can_spill = memory_bytes is not None or quota_of is not None
-        self._residents = Residents(self._admission, clock, can_spill=can_spill)
+        self._residents = Residents(clock, can_spill=can_spill)
+        self._spilled_bytes = 0
         self._store = MemoryBlobs() if blobs is None else blobs
         self._memfds = MemfdBlobs()
         for store in (self._store, self._memfds):
@@ -274,10 +275,11 @@ class StorageEngine:
         try:
             blob = await store.allocate(stored.blob_bytes(store))
             blob.charge = charge
-            if stored.row_count < _PLACED_AT_ONCE:
-                stored.place(blob, columns)
+            stored.place(blob)
+            if stored.row_count < _FILLED_AT_ONCE:
+                stored.fill_tables(columns)
             else:
-                await in_thread(None, stored.place, blob, columns, pinned=[blob])
+                await in_thread(None, stored.fill_tables, columns, pinned=[blob])
             if stored.values_at and not blob.is_local:
                 await store.write(blob, 0, stored.tables())
         except BaseException:
@@ -331,21 +333,21 @@ class StorageEngine:
         check_sound([put_id], self.damaged, self.storage_id)
         return self.puts[put_id]
 
-    def receipt_number(self, put_id: bytes) -> int | None:
-        """Return the number for the receipt of a complete put, None where it needs none: it is committed.
+    def receipt_time(self, put_id: bytes) -> float | None:
+        """Return the time for the receipt of a complete put, None where it needs none: it is committed.
 
         Raises:
             PutNotFoundError: some of its cells were freed, so that it was committed before, maybe with a controller
                 that has restarted since and knows nothing of it.
         """
-        number = self.puts.receipt_number(put_id)
+        given_at = self.puts.receipt_time(put_id)
         was_freed = put_id in self._when_fetched or not (put_id in self.damaged or self.puts[put_id].is_whole())
-        if number is not None and was_freed:
+        if given_at is not None and was_freed:
             raise PutNotFoundError(
                 f"put {put_id.hex()} was committed before, and some of its cells were cleared since; put it again",
                 metadata={"put_id": put_id.hex()},
             )
-        return number
+        return given_at
 
     def on_answer(self, asked: Overdue, unknown: Iterable[bytes]) -> int:
         """Drop overdue puts that a controller does not know, and return how many these are.
@@ -371,8 +373,9 @@ class StorageEngine:
         """Free the memory of all puts, and leave what the mirror has of them; call it after `close`."""
         for put_ids in self.puts.slices():
             for put_id in put_ids:
-                self._residents.remove(put_id)
-                self.puts.pop(put_id).release()
+                put = self.puts.pop(put_id)
+                self._note_replaced(put)
+                put.values.release()
 
     def partition_of(self, put_id: bytes) -> str | None:
         """Return the partition that a complete put is for, None where it is not here."""
@@ -603,7 +606,7 @@ class StorageEngine:
             damaged_put_count=len(self.damaged),
             written_bytes=self._written_bytes,
             read_bytes=self._read_bytes,
-            mirror=None if self._mirror is None else self._mirror.stat(self._residents),
+            mirror=None if self._mirror is None else self._mirror.stat(self._spilled_bytes),
         )
 
     # Outliving the process
@@ -663,8 +666,11 @@ class StorageEngine:
         self._admission.add(blob.charge)
         put.place(blob)
         put.tables()[:] = data[: put.tables_bytes]
-        self.puts.replace(record.put_id, put)
-        self._residents.fetched(record.put_id)
+        unfetched = self.puts.replace(record.put_id, put)
+        self._note_replaced(unfetched)
+        unfetched.values.release()
+        self._residents.add(record.put_id)
+        self._residents.use([record.put_id])
         self._end_deferral(record.put_id)
         return self.puts.get(record.put_id)
 
@@ -700,11 +706,21 @@ class StorageEngine:
             blob.charge = values.charge
             self._admission.add(blob.charge)  # before those of the memory are given back: the quota is about all puts
             self.puts.replace(put_id, RecoveredPut(blob, self.puts.owner_of(put_id)))
-            self._residents.spill(put_id, blob)
+            self._residents.remove(put_id)
+            self._count_spilled(blob.charge)
             values.release()
             excess -= blob.charge
             if excess <= 0:
                 return
+
+    def _note_replaced(self, put: StoredPut | RecoveredPut) -> None:
+        """Take note that a put is gone, or in memory again; one that was taken over and not fetched counts nothing."""
+        if self._mirror is not None and isinstance(put, RecoveredPut):
+            self._count_spilled(-put.values.charge)
+
+    def _count_spilled(self, size: int) -> None:
+        self._spilled_bytes += size
+        self._admission.spilled_bytes += size
 
     @property
     def damaged(self) -> Mapping[bytes, str]:
@@ -729,14 +745,15 @@ class StorageEngine:
 
     def _delete(self, put_id: bytes) -> None:
         self._note_freed(put_id)
-        blob = self.puts.pop(put_id)
+        put = self.puts.pop(put_id)
         self._residents.remove(put_id)
+        self._note_replaced(put)
         self._holed.pop(put_id, None)
         self._due.pop(put_id, None)
         if (move := self._moves.pop(put_id, None)) is not None:
             move.is_given_up = True
         self._when_fetched.pop(put_id, None)
-        self._backing.delete(put_id, blob)
+        self._backing.delete(put_id, put.values)
 
     def _note_freed(self, put_id: bytes) -> None:
         for state in self._reconciliations.values():

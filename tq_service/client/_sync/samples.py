@@ -216,7 +216,7 @@ class SampleCalls(Base):
     def _put_columns(
         self, header: PutHeader, request: commit_pb2.CommitRequest, columns: Sequence[Column], deadline: Deadline
     ) -> commit_pb2.CommitResponse:
-        """Put columns and commit them, all again under the same ids where a service is unavailable in the middle."""
+        """Put columns and commit them, all again where a service is unavailable in the middle."""
         loss_count = 0
 
         def attempt() -> commit_pb2.CommitResponse:
@@ -229,6 +229,7 @@ class SampleCalls(Base):
                 if not isinstance(error, DataLossError | PutNotFoundError) or loss_count == _MOST_LOSSES:
                     raise
                 loss_count += 1
+                header.put_id = new_id()  # the service may be freeing what it has under the one before
                 raise UnavailableError(error.message) from error
 
         return self._calls.retried(attempt, deadline)

@@ -14,7 +14,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n(tq_service/internal/v1/put_receipt.proto\x12\x16tq_service.internal.v1\"\x85\x01\n\nPutReceipt\x12\x0e\n\x06key_id\x18\x01 \x01(\x0c\x12\x0e\n\x06put_id\x18\x02 \x01(\x0c\x12\x14\n\x0cpartition_id\x18\x03 \x01(\t\x12\x19\n\x11\x66or_existing_rows\x18\x04 \x01(\x08\x12\x0e\n\x06number\x18\x05 \x01(\x03\x12\x16\n\x0e\x63olumns_digest\x18\x06 \x01(\x0c\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n(tq_service/internal/v1/put_receipt.proto\x12\x16tq_service.internal.v1\"\x87\x01\n\nPutReceipt\x12\x0e\n\x06key_id\x18\x01 \x01(\x0c\x12\x0e\n\x06put_id\x18\x02 \x01(\x0c\x12\x14\n\x0cpartition_id\x18\x03 \x01(\t\x12\x19\n\x11\x66or_existing_rows\x18\x04 \x01(\x08\x12\x10\n\x08given_at\x18\x05 \x01(\x01\x12\x16\n\x0e\x63olumns_digest\x18\x06 \x01(\x0c\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -22,5 +22,5 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tq_service.internal.v1.put_
 if _descriptor._USE_C_DESCRIPTORS == False:
   DESCRIPTOR._options = None
   _globals['_PUTRECEIPT']._serialized_start=69
-  _globals['_PUTRECEIPT']._serialized_end=202
+  _globals['_PUTRECEIPT']._serialized_end=204
 # @@protoc_insertion_point(module_scope)

@@ -20,7 +20,7 @@ class PutReceipt(google.protobuf.message.Message):
     PUT_ID_FIELD_NUMBER: builtins.int
     PARTITION_ID_FIELD_NUMBER: builtins.int
     FOR_EXISTING_ROWS_FIELD_NUMBER: builtins.int
-    NUMBER_FIELD_NUMBER: builtins.int
+    GIVEN_AT_FIELD_NUMBER: builtins.int
     COLUMNS_DIGEST_FIELD_NUMBER: builtins.int
     key_id: builtins.bytes
     """The first 8 bytes of the SHA-256 of the key."""
@@ -32,8 +32,8 @@ class PutReceipt(google.protobuf.message.Message):
     """Whether the put may have used the reserve that is kept for columns of existing samples; such a put makes no new
     ones.
     """
-    number: builtins.int
-    """Counts the receipts under one key. A registration says from which number on receipts are valid."""
+    given_at: builtins.float
+    """When it was given, in seconds of the clock of the storage service. A registration says which are void by now."""
     columns_digest: builtins.bytes
     """Digest of the columns that the put has, so that a commit of others is refused."""
     def __init__(
@@ -43,9 +43,9 @@ class PutReceipt(google.protobuf.message.Message):
         put_id: builtins.bytes = ...,
         partition_id: builtins.str = ...,
         for_existing_rows: builtins.bool = ...,
-        number: builtins.int = ...,
+        given_at: builtins.float = ...,
         columns_digest: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["columns_digest", b"columns_digest", "for_existing_rows", b"for_existing_rows", "key_id", b"key_id", "number", b"number", "partition_id", b"partition_id", "put_id", b"put_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["columns_digest", b"columns_digest", "for_existing_rows", b"for_existing_rows", "given_at", b"given_at", "key_id", b"key_id", "partition_id", b"partition_id", "put_id", b"put_id"]) -> None: ...
 
 global___PutReceipt = PutReceipt

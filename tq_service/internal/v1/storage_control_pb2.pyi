@@ -182,7 +182,6 @@ class UpdatePutsRequest(google.protobuf.message.Message):
     BOOT_ID_FIELD_NUMBER: builtins.int
     CONTROLLER_ID_FIELD_NUMBER: builtins.int
     KEY_ID_FIELD_NUMBER: builtins.int
-    NUMBER_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
     COMMITTED_PUT_IDS_FIELD_NUMBER: builtins.int
     FREED_FIELD_NUMBER: builtins.int
@@ -192,8 +191,6 @@ class UpdatePutsRequest(google.protobuf.message.Message):
     """The controller that calls; only its puts are changed."""
     key_id: builtins.bytes
     """The first 8 bytes of the SHA-256 of the receipt key that it gave with its present registration."""
-    number: builtins.int
-    """Counts the calls under one key, from 1."""
     epoch: builtins.int
     """The epoch of the controller, as in RegisterStorageResponse."""
     @property
@@ -210,12 +207,11 @@ class UpdatePutsRequest(google.protobuf.message.Message):
         boot_id: builtins.bytes = ...,
         controller_id: builtins.bytes = ...,
         key_id: builtins.bytes = ...,
-        number: builtins.int = ...,
         epoch: builtins.int = ...,
         committed_put_ids: collections.abc.Iterable[builtins.bytes] | None = ...,
         freed: collections.abc.Iterable[global___PutCells] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "committed_put_ids", b"committed_put_ids", "controller_id", b"controller_id", "epoch", b"epoch", "freed", b"freed", "key_id", b"key_id", "number", b"number"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "committed_put_ids", b"committed_put_ids", "controller_id", b"controller_id", "epoch", b"epoch", "freed", b"freed", "key_id", b"key_id"]) -> None: ...
 
 global___UpdatePutsRequest = UpdatePutsRequest
 
@@ -225,24 +221,14 @@ class UpdatePutsResponse(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    MISSING_PUT_IDS_FIELD_NUMBER: builtins.int
-    NEXT_RECEIPT_NUMBER_FIELD_NUMBER: builtins.int
-    RECEIPTS_FROM_FIELD_NUMBER: builtins.int
-    next_receipt_number: builtins.int
-    """The number of the next receipt: all receipts of puts freed by this call have lower ones."""
-    receipts_from: builtins.int
-    """Puts whose receipts have lower numbers are not waiting for their commit any more: their receipts are void."""
-    @property
-    def missing_put_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
-        """Committed puts of the request that the storage service does not hold: their bytes are lost."""
-
+    FREED_AT_FIELD_NUMBER: builtins.int
+    freed_at: builtins.float
+    """Until when receipts of the puts freed by this call were given, in seconds of the clock of the storage service."""
     def __init__(
         self,
         *,
-        missing_put_ids: collections.abc.Iterable[builtins.bytes] | None = ...,
-        next_receipt_number: builtins.int = ...,
-        receipts_from: builtins.int = ...,
+        freed_at: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["missing_put_ids", b"missing_put_ids", "next_receipt_number", b"next_receipt_number", "receipts_from", b"receipts_from"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["freed_at", b"freed_at"]) -> None: ...
 
 global___UpdatePutsResponse = UpdatePutsResponse

@@ -42,10 +42,9 @@ class StorageControlServiceServicer(object):
 
     def UpdatePuts(self, request, context):
         """Marks puts as committed, and frees cells that were cleared, overwritten or failed. The controller repeats each
-        call until it is answered, and before the next one. A repeated number changes nothing and gets the answer of the
-        first call, since other bytes may have been stored meanwhile under the id of a freed put. Unknown puts, and puts
-        under another boot, are ignored. Does not block. Errors: UNAVAILABLE (the key is not that of the present
-        registration).
+        call until it is answered, and before the next one. A repeat does no harm, since no put is committed under the id
+        of one that is being freed. Unknown puts, and puts under another boot, are ignored. Does not block. Errors:
+        UNAVAILABLE (the key is not that of the present registration).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -29,10 +29,9 @@ class StorageControlServiceStub:
         tq_service.internal.v1.storage_control_pb2.UpdatePutsResponse,
     ]
     """Marks puts as committed, and frees cells that were cleared, overwritten or failed. The controller repeats each
-    call until it is answered, and before the next one. A repeated number changes nothing and gets the answer of the
-    first call, since other bytes may have been stored meanwhile under the id of a freed put. Unknown puts, and puts
-    under another boot, are ignored. Does not block. Errors: UNAVAILABLE (the key is not that of the present
-    registration).
+    call until it is answered, and before the next one. A repeat does no harm, since no put is committed under the id
+    of one that is being freed. Unknown puts, and puts under another boot, are ignored. Does not block. Errors:
+    UNAVAILABLE (the key is not that of the present registration).
     """
 
     ReconcilePuts: grpc.StreamUnaryMultiCallable[
@@ -72,10 +71,9 @@ class StorageControlServiceAsyncStub:
         tq_service.internal.v1.storage_control_pb2.UpdatePutsResponse,
     ]
     """Marks puts as committed, and frees cells that were cleared, overwritten or failed. The controller repeats each
-    call until it is answered, and before the next one. A repeated number changes nothing and gets the answer of the
-    first call, since other bytes may have been stored meanwhile under the id of a freed put. Unknown puts, and puts
-    under another boot, are ignored. Does not block. Errors: UNAVAILABLE (the key is not that of the present
-    registration).
+    call until it is answered, and before the next one. A repeat does no harm, since no put is committed under the id
+    of one that is being freed. Unknown puts, and puts under another boot, are ignored. Does not block. Errors:
+    UNAVAILABLE (the key is not that of the present registration).
     """
 
     ReconcilePuts: grpc.aio.StreamUnaryMultiCallable[
@@ -117,10 +115,9 @@ class StorageControlServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[tq_service.internal.v1.storage_control_pb2.UpdatePutsResponse, collections.abc.Awaitable[tq_service.internal.v1.storage_control_pb2.UpdatePutsResponse]]:
         """Marks puts as committed, and frees cells that were cleared, overwritten or failed. The controller repeats each
-        call until it is answered, and before the next one. A repeated number changes nothing and gets the answer of the
-        first call, since other bytes may have been stored meanwhile under the id of a freed put. Unknown puts, and puts
-        under another boot, are ignored. Does not block. Errors: UNAVAILABLE (the key is not that of the present
-        registration).
+        call until it is answered, and before the next one. A repeat does no harm, since no put is committed under the id
+        of one that is being freed. Unknown puts, and puts under another boot, are ignored. Does not block. Errors:
+        UNAVAILABLE (the key is not that of the present registration).
         """
 
     @abc.abstractmethod

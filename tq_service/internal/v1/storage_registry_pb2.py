@@ -17,7 +17,7 @@ from tq_service.v1 import metadata_pb2 as tq__service_dot_v1_dot_metadata__pb2
 from tq_service.v1 import method_rule_pb2 as tq__service_dot_v1_dot_method__rule__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n-tq_service/internal/v1/storage_registry.proto\x12\x16tq_service.internal.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1ctq_service/v1/metadata.proto\x1a\x1ftq_service/v1/method_rule.proto\"\xac\x02\n\x16RegisterStorageRequest\x12/\n\x07storage\x18\x01 \x01(\x0b\x32\x1e.tq_service.v1.StorageEndpoint\x12\x11\n\tmax_bytes\x18\x02 \x01(\x03\x12\x12\n\nused_bytes\x18\x03 \x01(\x03\x12\x0e\n\x06run_id\x18\x04 \x01(\x0c\x12\x17\n\x0foverdue_put_ids\x18\x05 \x03(\x0c\x12\x15\n\rreceipts_from\x18\x06 \x01(\x03\x12\x15\n\rcontroller_id\x18\x07 \x01(\x0c\x12\x11\n\tput_count\x18\x08 \x01(\x03\x12\x0f\n\x07version\x18\t \x01(\t\x12+\n\x06mirror\x18\n \x01(\x0b\x32\x1b.tq_service.v1.MirrorStatus\x12\x12\n\nis_adopted\x18\x0b \x01(\x08\"\xa4\x01\n\x17RegisterStorageResponse\x12\x35\n\x12heartbeat_interval\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x15\n\rcontroller_id\x18\x02 \x01(\x0c\x12\x17\n\x0funknown_put_ids\x18\x03 \x03(\x0c\x12\x13\n\x0breceipt_key\x18\x04 \x01(\x0c\x12\r\n\x05\x65poch\x18\x05 \x01(\x03\x32\x9b\x01\n\x16StorageRegistryService\x12\x80\x01\n\x0fRegisterStorage\x12..tq_service.internal.v1.RegisterStorageRequest\x1a/.tq_service.internal.v1.RegisterStorageResponse\"\x0c\x90\x02\x02\xd2\xd7\x1b\x05\n\x01\x05\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n-tq_service/internal/v1/storage_registry.proto\x12\x16tq_service.internal.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1ctq_service/v1/metadata.proto\x1a\x1ftq_service/v1/method_rule.proto\"\xb2\x02\n\x16RegisterStorageRequest\x12/\n\x07storage\x18\x01 \x01(\x0b\x32\x1e.tq_service.v1.StorageEndpoint\x12\x11\n\tmax_bytes\x18\x02 \x01(\x03\x12\x12\n\nused_bytes\x18\x03 \x01(\x03\x12\x0e\n\x06run_id\x18\x04 \x01(\x0c\x12\x17\n\x0foverdue_put_ids\x18\x05 \x03(\x0c\x12\x1b\n\x13receipts_void_until\x18\x06 \x01(\x01\x12\x15\n\rcontroller_id\x18\x07 \x01(\x0c\x12\x11\n\tput_count\x18\x08 \x01(\x03\x12\x0f\n\x07version\x18\t \x01(\t\x12+\n\x06mirror\x18\n \x01(\x0b\x32\x1b.tq_service.v1.MirrorStatus\x12\x12\n\nis_adopted\x18\x0b \x01(\x08\"\xa4\x01\n\x17RegisterStorageResponse\x12\x35\n\x12heartbeat_interval\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x15\n\rcontroller_id\x18\x02 \x01(\x0c\x12\x17\n\x0funknown_put_ids\x18\x03 \x03(\x0c\x12\x13\n\x0breceipt_key\x18\x04 \x01(\x0c\x12\r\n\x05\x65poch\x18\x05 \x01(\x03\x32\x9b\x01\n\x16StorageRegistryService\x12\x80\x01\n\x0fRegisterStorage\x12..tq_service.internal.v1.RegisterStorageRequest\x1a/.tq_service.internal.v1.RegisterStorageResponse\"\x0c\x90\x02\x02\xd2\xd7\x1b\x05\n\x01\x05\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -27,9 +27,9 @@ if _descriptor._USE_C_DESCRIPTORS == False:
   _globals['_STORAGEREGISTRYSERVICE'].methods_by_name['RegisterStorage']._options = None
   _globals['_STORAGEREGISTRYSERVICE'].methods_by_name['RegisterStorage']._serialized_options = b'\220\002\002\322\327\033\005\n\001\005\020\003'
   _globals['_REGISTERSTORAGEREQUEST']._serialized_start=169
-  _globals['_REGISTERSTORAGEREQUEST']._serialized_end=469
-  _globals['_REGISTERSTORAGERESPONSE']._serialized_start=472
-  _globals['_REGISTERSTORAGERESPONSE']._serialized_end=636
-  _globals['_STORAGEREGISTRYSERVICE']._serialized_start=639
-  _globals['_STORAGEREGISTRYSERVICE']._serialized_end=794
+  _globals['_REGISTERSTORAGEREQUEST']._serialized_end=475
+  _globals['_REGISTERSTORAGERESPONSE']._serialized_start=478
+  _globals['_REGISTERSTORAGERESPONSE']._serialized_end=642
+  _globals['_STORAGEREGISTRYSERVICE']._serialized_start=645
+  _globals['_STORAGEREGISTRYSERVICE']._serialized_end=800
 # @@protoc_insertion_point(module_scope)

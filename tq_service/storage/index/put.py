@@ -249,25 +249,25 @@ class StoredPut:
         """Return the size of the blob of its values, and of its tables where it begins with them."""
         return self.charge_in(store) - (0 if store.has_tables else self.tables_bytes)
 
-    def place(self, values: Blob, shapes: Sequence[ColumnShape] = (), *, is_recovered: bool = False) -> None:
-        """Lay it out in a blob of `blob_bytes`.
+    def place(self, values: Blob, *, is_recovered: bool = False) -> None:
+        """Lay it out in a blob of `blob_bytes`, whose `charge` is that of the put.
 
-        Args:
-            values: the blob; its `charge` is that of the put.
-            shapes: of a new put, whose tables are made from them; none where these are there, or follow.
-            is_recovered: whether the blob has its tables already.
-
-        Raises:
-            InvalidArgumentError: a row of msgpack is empty.
+        Its tables follow, unless it is recovered: the blob has them already.
         """
         self.values = values
         self.live_bytes = values.charge
         if not values.store.has_tables or not (is_recovered or values.is_local):
             values.tables = bytearray(self.tables_bytes) if self.tables_bytes else _NO_TABLES
-        placed = self.left_columns()
-        for column, start in zip(placed, self._place_values(values.store)[0], strict=True):
+        for column, start in zip(self.left_columns(), self._place_values(values.store)[0], strict=True):
             column.values_at = self.values_at + start
-        for column, shape in zip(placed, shapes, strict=False):
+
+    def fill_tables(self, shapes: Sequence[ColumnShape]) -> None:
+        """Make the tables of its columns, once it is placed; any thread may.
+
+        Raises:
+            InvalidArgumentError: a row of msgpack is empty.
+        """
+        for column, shape in zip(self.left_columns(), shapes, strict=True):
             if shape.extents is not None:
                 tables = self.tables()
                 column.offsets(tables)[:] = shape.row_offsets()

@@ -11,9 +11,9 @@ A put's life in its storage service:
 
 A controller in another process commits a put on the strength of its receipt and confirms it a short time later. So a
 put that is overdue may be committed all the same, and its controller is asked before it is dropped. It must not commit
-the put once it has answered that it does not know it: receipts are numbered, and the question says from which number on
-they are valid. A put that is asked for again by its client gets another receipt then. The controller's side, and why
-no put is lost: `server/puts.py`.
+the put once it has answered that it does not know it: a receipt says when it was given, and the question until when
+receipts are void. A put that is asked for again by its client gets another receipt, and waits anew. The controller's
+side, and why no put is lost: `server/puts.py`.
 
 With a store that outlives the process (`PutJournal`):
 
@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import struct
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -47,7 +48,6 @@ from tq_service.log_message import LogMessage
 from tq_service.schema import CONTROLLER_NAME_BYTES, FieldSpec
 from tq_service.storage.blobs.memory import Blob, LocalBlob, is_temporary
 from tq_service.storage.blobs.segments import SegmentBlobs
-from tq_service.storage.index.admission import Admission
 from tq_service.storage.index.put import PendingPut, PutCells, Rows, RowSet, StoredColumn, StoredPut
 
 _log = logging.getLogger(__name__)
@@ -71,23 +71,16 @@ class PutState(Enum):
     COMMITTED = "committed"
 
 
-class _Waiting(NamedTuple):
-    """Until when a put waits, by the clock, and the number of its receipt."""
-
-    until: float
-    number: int
-
-
 class Overdue(NamedTuple):
     """The question to a controller.
 
     Attributes:
         put_ids: puts that are overdue.
-        receipts_from: receipts with lower numbers are void from now on, those of all overdue puts among them.
+        void_until: receipts that were given until then are void from now on, those of all overdue puts among them.
     """
 
     put_ids: list[bytes]
-    receipts_from: int
+    void_until: float
 
 
 class RecoveredPut(NamedTuple):
@@ -108,24 +101,19 @@ class PutTable(Mapping[bytes, StoredPut]):
         ttl_seconds: how long a put waits for its confirmation.
         clock: what that is measured with.
         load: makes the put of a blob when it is needed.
-
-    Attributes:
-        next_number: that of the next receipt.
     """
 
     def __init__(
         self, ttl_seconds: float, clock: Callable[[], float], load: Callable[[bytes, Blob], StoredPut]
     ) -> None:
         self._ttl_seconds = ttl_seconds
-        self._clock = clock
+        self.clock = clock
         self._load = load
         self._shards: list[dict[bytes, StoredPut | RecoveredPut]] = [{} for _ in range(_SHARDS)]
         self._owned: Counter[bytes] = Counter()  # puts by owner
         self._absent_since: dict[bytes, float] = {}  # owners that no controller is
-        self._waiting: dict[bytes, _Waiting] = {}  # in the order of their times and numbers
+        self._waiting: dict[bytes, float] = {}  # since when, ascending: their receipts were given until then
         self._recovered: set[bytes] = set()
-        self.next_number = 0
-        self._valid_from = 0  # controllers are told to take no receipts with lower numbers
 
     def recover(self, puts: Mapping[bytes, RecoveredPut]) -> None:
         """Take over puts of an earlier process."""
@@ -140,16 +128,18 @@ class PutTable(Mapping[bytes, StoredPut]):
         self._owned[put.owner] += 1
         self.wait(put_id)
 
-    def replace(self, put_id: bytes, put: StoredPut | RecoveredPut) -> None:
-        """Have what is left of a put in its place, or what it is loaded from when it is needed."""
-        self._shard(put_id)[put_id] = put
+    def replace(self, put_id: bytes, put: StoredPut | RecoveredPut) -> StoredPut | RecoveredPut:
+        """Have what is left of a put in its place, or what it is loaded from; return what was there."""
+        shard = self._shard(put_id)
+        replaced, shard[put_id] = shard[put_id], put
+        return replaced
 
-    def pop(self, put_id: bytes) -> Blob:
-        """Remove a put and return the blob of its values."""
+    def pop(self, put_id: bytes) -> StoredPut | RecoveredPut:
+        """Remove a put and return it."""
         self.confirm(put_id)
         put = self._shard(put_id).pop(put_id)
         self._owned[put.owner] -= 1
-        return put.values
+        return put
 
     # Which are committed
 
@@ -165,51 +155,35 @@ class PutTable(Mapping[bytes, StoredPut]):
         return PutState.RECOVERED if put_id in self._recovered else PutState.COMMITTED
 
     def wait(self, put_id: bytes) -> None:
-        """Have a put wait from now on, with another receipt."""
+        """Have a put wait from now on."""
         self.confirm(put_id)
-        self._waiting[put_id] = _Waiting(self._clock() + self._ttl_seconds, self.next_number)
-        self.next_number += 1
+        self._waiting[put_id] = self.clock()
 
     def confirm(self, put_id: bytes) -> None:
         """Have a put wait no more: it is committed, or gone."""
         self._waiting.pop(put_id, None)
         self._recovered.discard(put_id)
 
-    @property
-    def oldest_number(self) -> int:
-        """The number of the oldest receipt of a put that waits."""
-        return next((each.number for each in self._waiting.values()), self.next_number)
-
-    def receipt_number(self, put_id: bytes) -> int | None:
-        """Return the number for a receipt of a put, None if it is committed.
-
-        If the one that it had is void, it waits anew, with another number.
-        """
-        state = self.state_of(put_id)
-        if state is PutState.COMMITTED:
+    def receipt_time(self, put_id: bytes) -> float | None:
+        """Return the time for a receipt of a put, from which on it waits anew; None if it is committed."""
+        if self.state_of(put_id) is PutState.COMMITTED:
             return None
-        if state is PutState.RECOVERED or self._waiting[put_id].number < self._valid_from:
-            self.wait(put_id)
-        return self._waiting[put_id].number
+        self.wait(put_id)
+        return self._waiting[put_id]
 
     def overdue(self, owner: bytes, most: int | None = None) -> Overdue:
         """Return up to so many of an owner's puts that have waited for too long; None: all. Their receipts are void."""
-        now = self._clock()
-        self._valid_from = next((each.number for each in self._waiting.values() if each.until > now), self.next_number)
-        overdue = takewhile(lambda put_id: self._waiting[put_id].until <= now, self._waiting)
+        void_until = self.clock() - self._ttl_seconds
+        overdue = takewhile(lambda put_id: self._waiting[put_id] <= void_until, self._waiting)
         own = (put_id for put_id in overdue if self.owner_of(put_id) == owner)
-        return Overdue(list(islice(own, most)), self._valid_from)
+        return Overdue(list(islice(own, most)), void_until)
 
     def on_answer(self, asked: Overdue, unknown: Collection[bytes]) -> list[bytes]:
         """Return the puts to be dropped, which the controller does not know; other ones that were asked for wait anew.
 
         A put that has got another receipt since stays as it is: it may be committed with that.
         """
-        old = [
-            put_id
-            for put_id in asked.put_ids
-            if put_id in self._waiting and self._waiting[put_id].number < asked.receipts_from
-        ]
+        old = [put_id for put_id in asked.put_ids if self._waiting.get(put_id, math.inf) <= asked.void_until]
         for put_id in old:
             if put_id not in unknown:
                 self.wait(put_id)
@@ -226,7 +200,7 @@ class PutTable(Mapping[bytes, StoredPut]):
 
         And at once those that are an earlier start of one of them, which kept nothing.
         """
-        now = self._clock()
+        now = self.clock()
         names = {controller[:CONTROLLER_NAME_BYTES] for controller in controllers}
         absent = (owner for owner in +self._owned if owner not in controllers)
         self._absent_since = {owner: self._absent_since.get(owner, now) for owner in absent}
@@ -263,27 +237,19 @@ class PutTable(Mapping[bytes, StoredPut]):
 
 
 class Residents:
-    """The puts of one engine that are in memory, those used longest ago first, and the spilled ones.
+    """The puts of one engine that are in memory and may leave it, those used longest ago first.
 
     complete -> in memory -> spilled (its bytes are in the mirror alone) -> fetched when it is read -> in memory
 
     Args:
-        admission: counts the memory that they share with other engines.
         clock: seconds.
-        can_spill: whether any of them may leave memory; else all stay, and nothing is counted.
-
-    Attributes:
-        spilled_bytes: bytes of the spilled puts.
-        spilled: for each of them the blob with its charge.
+        can_spill: whether any of them may leave memory.
     """
 
-    def __init__(self, admission: Admission, clock: Callable[[], float], *, can_spill: bool) -> None:
-        self._admission = admission
+    def __init__(self, clock: Callable[[], float], *, can_spill: bool) -> None:
         self._clock = clock
         self._can_spill = can_spill
         self._kept_until: dict[bytes, float] = {}  # in the order of their last use
-        self.spilled: dict[bytes, Blob] = {}
-        self.spilled_bytes = 0
 
     def add(self, put_id: bytes) -> None:
         """Take note of a put that has come, and may leave at once."""
@@ -297,30 +263,9 @@ class Residents:
                 if self._kept_until.pop(put_id, None) is not None:
                     self._kept_until[put_id] = self._clock() + _KEPT_SECONDS
 
-    def fetched(self, put_id: bytes) -> None:
-        """Take note that a put is in memory again, with its charge, and release what stood for it."""
-        if (blob := self.remove(put_id)) is not None:
-            blob.release()
-        self.add(put_id)
-        self.use([put_id])
-
-    def remove(self, put_id: bytes) -> Blob | None:
-        """Forget a put; return what stood for it where it was spilled, to be released."""
+    def remove(self, put_id: bytes) -> None:
+        """Forget a put, which has left memory."""
         self._kept_until.pop(put_id, None)
-        blob = self.spilled.pop(put_id, None)
-        if blob is not None:
-            self._count_spilled(-blob.charge)
-        return blob
-
-    def spill(self, put_id: bytes, blob: Blob) -> None:
-        """Take note that a put is spilled, and what stands for it."""
-        del self._kept_until[put_id]
-        self.spilled[put_id] = blob
-        self._count_spilled(blob.charge)
-
-    def _count_spilled(self, size: int) -> None:
-        self.spilled_bytes += size
-        self._admission.spilled_bytes += size
 
     def coldest(self) -> list[bytes]:
         """Return some puts that may leave, in order. Those that cannot, `put_off`."""

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from tq_service.errors import InvalidArgumentError, PutNotFoundError, TqError
 from tq_service.schema import FieldSpec, check_passed_on
 from tq_service.storage.blobs.memory import Blob
-from tq_service.storage.index.put import PutCells, Rows, RowSet, StoredColumn, StoredPut, table_bytes
+from tq_service.storage.index.put import PutCells, Rows, RowSet, StoredColumn, StoredPut
 from tq_service.v1.storage_service_pb2 import SharedColumn
 from tq_service.wire.columns import (
     DEFAULT_FRAME_BYTES,
@@ -40,7 +40,7 @@ from tq_service.wire.columns import (
     fixed_row_bytes,
     merge_specs,
 )
-from tq_service.wire.metadata import CellRuns, expand_runs, runs_of
+from tq_service.wire.metadata import CellRuns, expand_runs
 
 _FEW_CELLS: Final = 1 << 16
 _SMALL_BYTES: Final = 1024
@@ -610,12 +610,9 @@ def _gather_from(source: Octets, starts: Rows, sizes: Rows, target: Octets, unit
 
 # Compaction
 
-_Moved: TypeAlias = tuple[StoredColumn, StoredColumn, Rows]
-"""A column, the smaller one that it becomes, and the positions of its rows that are kept."""
-
 
 class Move:
-    """One put that is moved. Threads plan and copy, while cells of the put are read and freed.
+    """One put that is moved: its live cells are read, and become a smaller put. Threads plan and copy meanwhile.
 
     Args:
         put: the put; its blob has to be pinned until the end.
@@ -627,24 +624,24 @@ class Move:
 
     def __init__(self, put: StoredPut) -> None:
         self._put = put.snapshot()
-        self._columns: list[_Moved] = []
+        self._spans: dict[str, Spans] = {}
         self.freed: list[PutCells] = []
         self.is_given_up = False
 
     def plan(self) -> StoredPut:
-        """Return the smaller put with the live cells only; it still has to be placed."""
+        """Find the live cells, and return the put with these only; it still has to be placed."""
         put = self._put
-        kept = {id(row_set): row_set.live_positions() for row_set in put.row_sets()}
-        row_sets = {id(row_set): row_set.compacted() for row_set in put.row_sets()}
-        moved: dict[str, StoredColumn | None] = dict.fromkeys(put.columns)
-        for name, column in put.columns.items():
-            if column is not None:
-                positions = kept[id(column.row_set)]
-                value_bytes = column.bytes_of(put, positions) - len(positions) * table_bytes(column.spec)
-                moved[name] = target = StoredColumn(column.spec, row_sets[id(column.row_set)], value_bytes)
-                self._columns.append((column, target, positions))
+        columns: dict[str, StoredColumn | None] = dict.fromkeys(put.columns)
+        for row_set in put.row_sets():
+            kept, names = row_set.compacted(), tuple(put.members(row_set))
+            rows = np.arange(put.row_count) if kept.rows is None else kept.rows
+            runs = CellRuns.of_rows(names, np.zeros_like(rows), rows)
+            finder = SpanFinder(runs, [put], [b""], runs.put_indexes)
+            for name in names:
+                shape = (spans := finder.find(name)).column
+                self._spans[name], columns[name] = spans, StoredColumn(shape.spec, kept, shape.value_bytes)
         return StoredPut(
-            moved, put.row_count, put.partition_id, for_existing_rows=put.for_existing_rows, owner=put.owner
+            columns, put.row_count, put.partition_id, for_existing_rows=put.for_existing_rows, owner=put.owner
         )
 
     def copy(self, smaller: StoredPut) -> None:
@@ -657,41 +654,21 @@ class Move:
             UnreadableError: the old blob cannot be read.
             OSError: the new one cannot be written.
         """
-        blob, tables = smaller.values, smaller.tables()
+        found = [self._spans[column.spec.name] for column in smaller.left_columns()]
+        smaller.fill_tables([spans.column for spans in found])
         smaller.live_bytes = self._put.live_bytes
-        for source, target, positions in self._columns:
-            if fixed_row_bytes(source.spec) is None:
-                offsets = source.offsets(self._put.tables())
-                moved = target.offsets(tables)
-                moved[0] = 0
-                np.cumsum(offsets[positions + 1] - offsets[positions], out=moved[1:])
-                target.extents(tables)[:] = source.extents(self._put.tables())[positions]
-        if smaller.values_at and not blob.is_local:
-            blob.write_from(tables, 0)
-        at = smaller.values_at
+        blob, at = smaller.values, smaller.values_at
+        if at and not blob.is_local:
+            blob.write_from(smaller.tables(), 0)
         space = np.frombuffer(blob.view(), np.uint8) if blob.is_local else None
-        for starts, sizes, unit in self._pieces():
-            if self.is_given_up:
-                return
-            size = int(sizes.sum())
-            piece = np.empty(size, np.uint8) if space is None else space[at : at + size]
-            gather(self._put.values, starts, sizes, piece, unit)
-            if space is None:
-                blob.write_from(piece.data, at)
-            at += size
-
-    def _pieces(self) -> Iterator[tuple[Rows, Rows, int]]:
-        """Yield the slices of the old blob that are kept, some at a time, with the unit they are made up of."""
-        for source, _, positions in self._columns:
-            firsts, counts = runs_of(positions)
-            row_bytes = fixed_row_bytes(source.spec)
-            if row_bytes is not None:
-                starts, sizes = firsts * row_bytes, counts * row_bytes
-            else:
-                offsets = source.offsets(self._put.tables())
-                starts = offsets[firsts]
-                sizes = offsets[firsts + counts] - starts
-            full = sizes > 0
-            starts, sizes, unit = starts[full] + source.values_at, sizes[full], _unit_of(source.spec)
-            for _, some_starts, some_sizes in _blocks(np.zeros_like(starts), starts, sizes, unit):
-                yield some_starts, some_sizes, unit
+        for spans in found:
+            unit = _unit_of(spans.column.spec)
+            for _, starts, sizes in _blocks(spans.put_indexes, spans.starts, spans.sizes, unit):
+                if self.is_given_up:
+                    return
+                size = int(sizes.sum())
+                piece = np.empty(size, np.uint8) if space is None else space[at : at + size]
+                gather(self._put.values, starts, sizes, piece, unit)
+                if space is None:
+                    blob.write_from(piece.data, at)
+                at += size

@@ -25,7 +25,7 @@ from tq_service.objects.base import LARGEST_OBJECT_BYTES, Buffer
 from tq_service.results import MirrorStatus
 from tq_service.storage.blobs.memory import RETRY_AFTER_SECONDS, Blob
 from tq_service.storage.index.put import PendingPut, StoredPut
-from tq_service.storage.index.put_table import Backing, PutStored, Residents, decode_put, describe_put, encode_put
+from tq_service.storage.index.put_table import Backing, PutStored, decode_put, describe_put, encode_put
 from tq_service.storage.mirror.layout import PutObject, pack_puts, unpack_heads
 from tq_service.storage.mirror.writer import ObjectWriter
 
@@ -126,15 +126,14 @@ class Mirror(Backing[PutObject]):
         self._unmirrored_bytes = self._short_put_count = 0
         self._is_closed = False
 
-    def stat(self, residents: Residents | None = None) -> MirrorStatus:
-        """Return how it is, with the puts that its engine has spilled."""
-        spilled_count, spilled_bytes = (len(residents.spilled), residents.spilled_bytes) if residents else (0, 0)
+    def stat(self, spilled_bytes: int = 0) -> MirrorStatus:
+        """Return how it is, with the bytes of the puts that its engine has spilled."""
         return MirrorStatus(
             url=self._url,
             is_reachable=self._writer.is_reachable,
             unmirrored_bytes=self._unmirrored_bytes,
             short_put_count=self._short_put_count,
-            unfetched_put_count=len(self._unfetched) - spilled_count,
+            unfetched_put_count=len(self._to_scrub),
             spilled_bytes=spilled_bytes,
         )
 
