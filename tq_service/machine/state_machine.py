@@ -36,7 +36,7 @@ from tq_service.journal import codec
 from tq_service.log_message import LogMessage
 from tq_service.schema import check_id
 from tq_service.state.cells import Freed
-from tq_service.state.ledger import QueueClaim, RecordedPlan
+from tq_service.state.ledger import Claim, RecordedPlan
 from tq_service.state.partition import Partition
 from tq_service.state.plan import Indexes
 
@@ -216,7 +216,7 @@ class Step:
 
     at_seconds: float
     freed: list[Freed] = field(default_factory=list)
-    leases: list[tuple[Partition, str, QueueClaim]] = field(default_factory=list)
+    leases: list[tuple[Partition, str, Claim]] = field(default_factory=list)
     delivered: list[tuple[Partition, str, RecordedPlan]] = field(default_factory=list)
     changed: dict[Partition, None] = field(default_factory=dict)
     consumed: dict[Partition, None] = field(default_factory=dict)

@@ -58,7 +58,7 @@ from tq_service.serving.admission import AdmissionQueue, starvation
 from tq_service.serving.history import ChangeHistory
 from tq_service.serving.planner import Answer, LoopYielder, NotYet, Planner, RunsPlans
 from tq_service.state.cells import CellsSnapshot, Freed
-from tq_service.state.ledger import QueueClaim, TaskLedger, check_epoch
+from tq_service.state.ledger import Claim, TaskLedger, check_epoch
 from tq_service.state.partition import Listeners, Partition, PartitionSettings, PartitionSnapshot
 from tq_service.state.plan import ClaimRequest
 from tq_service.wait_clock import Waiting
@@ -201,7 +201,7 @@ class LeaseTimer:
         self._most_deadlines = _LEAST_STALE_DEADLINES
         self._timer: asyncio.Handle | None = None
 
-    def start(self, task_name: str, claim: QueueClaim) -> None:
+    def start(self, task_name: str, claim: Claim) -> None:
         """Have what a claim has leased expire after its full time from now on."""
         if claim.lease is None:
             return
@@ -692,7 +692,7 @@ class Catalog:
                 for claim in task.leases.values():
                     self._start_lease(partition, task.name, claim)
 
-    def _start_lease(self, partition: Partition, task_name: str, claim: QueueClaim) -> None:
+    def _start_lease(self, partition: Partition, task_name: str, claim: Claim) -> None:
         if claim.lease is None or self._is_draining or self._partitions.get(partition.partition_id) is not partition:
             return
         self._serving_of(partition).lease_timer.start(task_name, claim)

@@ -52,7 +52,7 @@ from tq_service.machine.state_machine import Change
 from tq_service.planning.view import NOT_LOOKED, EndFound, Found, Miss, Planned, Readiness, ScanStarts, Search
 from tq_service.results import RecentBatch
 from tq_service.schema import EndCounts
-from tq_service.state.ledger import QueueClaim, RecordedPlan, TaskLedger
+from tq_service.state.ledger import Claim, RecordedPlan, TaskLedger
 from tq_service.state.partition import Partition
 from tq_service.state.plan import (
     ClaimRequest,
@@ -86,7 +86,7 @@ class NotYet:
     """Nothing to deliver within the wait; never recorded."""
 
 
-Answer = RankPlan | QueueClaim | EndCounts | NotYet
+Answer = RankPlan | Claim | EndCounts | NotYet
 
 
 class LoopYielder:
@@ -139,7 +139,7 @@ class Waiter:
         """Whether the call was answered with a queue claim."""
         ended = self.answer
         is_answered = ended.done() and not (ended.cancelled() or ended.exception())
-        return is_answered and isinstance(ended.result(), QueueClaim)
+        return is_answered and isinstance(ended.result(), Claim)
 
     @property
     def batch_index(self) -> int:
@@ -549,12 +549,10 @@ class Planner:
                 timer = loop.call_later(max_wait_seconds, waiter.end, NotYet())
             with Waiting():
                 answer = await waiter.answer
-            if isinstance(answer, RankPlan | QueueClaim) and self._partition.table.removed_count != removed_count:
+            if isinstance(answer, RankPlan | Claim) and self._partition.table.removed_count != removed_count:
                 self.task.check_present(answer.rows)
             if (
-                isinstance(answer, QueueClaim)
-                and answer.lease
-                and self.task.claims.get(answer.request_id) is not answer
+                isinstance(answer, Claim) and answer.lease and self.task.claims.get(answer.request_id) is not answer
             ):  # it ended after its record was made, in a turn of the loop before this one
                 self.task.recorded(request)  # raises if it was released or has expired
                 raise LeaseExpiredError(
@@ -585,7 +583,7 @@ class Planner:
         if claim.answer_count == 0:
             self._commit(ClaimReleased(**self._names, request_id=request_id, is_final=False), None)
 
-    def _recorded(self, request: ClaimRequest) -> RankPlan | QueueClaim | EndCounts | None:
+    def _recorded(self, request: ClaimRequest) -> RankPlan | Claim | EndCounts | None:
         """Return the recorded answer of a call, or None; a queue claim counts the calls it answers.
 
         Raises:
@@ -603,7 +601,7 @@ class Planner:
                 field="batch_index",
                 metadata={"got": str(request.rank.batch_index), "expected": f"0 to {most}"},
             )
-        if isinstance(recorded, QueueClaim):
+        if isinstance(recorded, Claim):
             recorded.answer_count += 1
         return recorded
 
@@ -761,7 +759,7 @@ class Planner:
             self._review(each for each in line if each.batch_index == batch_index or is_end or disagrees)
         return answer
 
-    def _record_for_worker(self, request: ClaimRequest, found: Planned | EndFound) -> QueueClaim | EndCounts:
+    def _record_for_worker(self, request: ClaimRequest, found: Planned | EndFound) -> Claim | EndCounts:
         """Record what a queue worker gets; an end is of this one only, or of all that ask under its name."""
         name = request.claim_name
         if name:
@@ -783,7 +781,7 @@ class Planner:
             claim_name=name,
             batch_spec=request.batch_spec if name else None,
         )
-        claim: QueueClaim = self._commit(change, (self._partition, self.task, found.positions))
+        claim: Claim = self._commit(change, (self._partition, self.task, found.positions))
         claim.answer_count = 1
         return claim
 
