@@ -112,7 +112,6 @@ class SamplesClaimed(TaskChange):
     def make(self, partition: Partition, task: TaskLedger, found: Indexes, step: Step) -> Claim:
         """Record the plan and what it consumes."""
         step.consumed[partition] = None
-        step.delivered.append((partition, task.name, self.plan))
         claim = task.deliver(
             self.plan,
             found,

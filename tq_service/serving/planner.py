@@ -78,6 +78,7 @@ _MOST_BATCHES_A_TURN = 64
 _MOST_PLAN_SECONDS = 0.25  # of a plan off the loop, before others have their turns and the next one may begin
 _CLOSED_AT_ONCE = 1 << 12  # rows that changed, as many as gaps are closed for in a step
 _MOST_BATCHES_AHEAD = 256  # loaders ask for prefetch_factor * num_workers; the batches before it are planned as well
+_RATE_SECONDS: Final = 10.0
 _FEW_ROWS = 1 << 13  # whose end the event loop looks for by itself
 
 
@@ -398,6 +399,30 @@ def _padding_of_micro_batches(plan: RecordedPlan, lengths: Indexes, ends: Sequen
     return int(sum(map(mul, longest, counts))) - total
 
 
+class DeliveryRate:
+    """A sum of deliveries to a task, each of which counts for less as it gets older, by a factor e every 10 seconds.
+
+    It takes the same memory and time however many there were. Times are in seconds on one clock, and never go back.
+    """
+
+    __slots__ = ("_at_seconds", "_count")
+
+    def __init__(self) -> None:
+        self._count = self._at_seconds = 0.0
+
+    def add(self, count: int, at_seconds: float) -> None:
+        """Count samples that were delivered."""
+        self._count = self._left(at_seconds) + count
+        self._at_seconds = at_seconds
+
+    def per_second(self, at_seconds: float) -> float:
+        """Return how many are delivered a second, lately."""
+        return self._left(at_seconds) / _RATE_SECONDS
+
+    def _left(self, at_seconds: float) -> float:
+        return self._count * math.exp((self._at_seconds - at_seconds) / _RATE_SECONDS) if self._count else 0.0
+
+
 _log = logging.getLogger(__name__)
 
 
@@ -428,6 +453,7 @@ class Planner:
     Attributes:
         task: its ledger.
         last_request: the claim that was made last, None where this process has seen none.
+        deliveries: the rate of samples that this process has delivered.
     """
 
     def __init__(
@@ -455,6 +481,7 @@ class Planner:
         self._on_batch = on_batch
         self._recent: deque[RecentBatch] = deque(maxlen=MOST_BATCHES)  # of this epoch
         self.last_request: ClaimRequest | None = None
+        self.deliveries = DeliveryRate()
         self._names: dict[str, Any] = {"partition_id": partition.partition_id, "task_name": task.name}
         self._starts = ScanStarts(partition, task.name)
         self._epoch = task.epoch  # of which calls wait
@@ -736,6 +763,8 @@ class Planner:
         A batch, or the end, is of all ranks: the claims that wait for it are answered, and those that disagree refused.
         """
         self._queue.is_stale = True  # the end of others may have come
+        if isinstance(found, Planned):
+            self.deliveries.add(found.plan.rows.size, time.monotonic())
         if request.rank is None:
             return self._record_for_worker(request, found)
         task, spec, batch_index, is_end = self.task, request.spec, self.task.next_batch_index, False

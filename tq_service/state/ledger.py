@@ -212,12 +212,6 @@ class RecordedPlan:
         """Return which samples it consumes."""
         return np.ones(rows.size, np.bool_) if self.consumed is None else np.isin(rows, self.consumed)
 
-    def consuming(self, spent: Indexes) -> RecordedPlan:
-        """Return the plan that consumes these rows, and beside them only what its sampler said."""
-        consumed = np.unique(spent) if self.consumed is None else np.union1d(spent, self.consumed)
-        is_all = np.array_equal(np.sort(self.rows), consumed)
-        return replace(self, consumed=None if is_all else consumed)
-
     def part(self, dp_rank: int = 0) -> RankPlan:
         """Return the part of a rank; without steps it has micro-batches, as many on every rank, empty ones included."""
         start, size = sum(self.sizes[:dp_rank]), self.sizes[dp_rank]
@@ -399,6 +393,7 @@ class TaskLedger(TaskFacts):
         uses: how often each row was delivered, under a lease also acknowledged, and not consumed.
         skipped: which rows are skipped, see the module.
         leased_count: rows that are leased.
+        redelivered_count: rows that were delivered more than once in this epoch, see `deliveries`.
         batches: recorded batches by batch_index, in the order of these; also the few kept without rows.
         claims: claims of queue workers by their request_id.
         leases: those of them that lease samples, in the order of their delivery.
@@ -409,7 +404,7 @@ class TaskLedger(TaskFacts):
 
     def __init__(self, name: str, table: RowTable, state: Column, *, backlog: int) -> None:
         super().__init__(name=name, backlog=backlog)
-        self.leased_count = 0
+        self.leased_count = self.redelivered_count = 0
         claim, deliveries, uses, skipped = task_columns(name)
         self.claim = table.column(claim, np.int64, UNCLAIMED)
         self.deliveries = table.column(deliveries, np.int32, 0)
@@ -470,6 +465,7 @@ class TaskLedger(TaskFacts):
         specs: dict[BatchSpec | None, BatchSpec | None] = {}  # thousands of claims share a few
         serials, counts = count_values(self.claim[: self._table.count])
         rows_of = dict(zip(serials.tolist(), counts.tolist(), strict=True))
+        self.redelivered_count = int(np.count_nonzero(self.deliveries[: self._table.count] > 1))
         for claim in chain(snapshot.batches, snapshot.claims):
             claim.batch_spec = specs.setdefault(claim.batch_spec, claim.batch_spec)
             self._add(claim)
@@ -551,6 +547,20 @@ class TaskLedger(TaskFacts):
 
     # Claims
 
+    def using_up(self, plan: RecordedPlan, max_uses: int) -> RecordedPlan:
+        """Return a plan that consumes what it delivers for the last time, and beside it what its sampler said.
+
+        Without `max_uses`, only rows that the sampler names are consumed, or all.
+        """
+        if max_uses == 1:
+            spent = plan.rows if plan.consumed is None else plan.consumed
+        else:
+            spent, counts = np.unique(plan.rows, return_counts=True)
+            spent = spent[self.uses[self._table.find(spent)] + counts >= max_uses]
+        consumed = np.unique(spent) if plan.consumed is None else np.union1d(spent, plan.consumed)
+        is_all = np.array_equal(np.sort(plan.rows), consumed)
+        return replace(plan, consumed=None if is_all else consumed)
+
     def deliver(
         self,
         plan: RecordedPlan,
@@ -622,14 +632,19 @@ class TaskLedger(TaskFacts):
             delivered = positions[is_delivered]
         claim.delivery_counts = self.deliveries[delivered] + np.int32(1)
         self.totals.redelivered += int(np.count_nonzero(claim.delivery_counts > 1))
-        self.deliveries.write(delivered, claim.delivery_counts)
+        self._write_deliveries(delivered, claim.delivery_counts)
         if claim.plan.is_reusing:  # in which a sample may come twice
             claim.delivery_counts = self.deliveries[self._table.find(claim.rows)]
         if dropped.size:
-            self.deliveries.write(dropped, self.deliveries[dropped] + np.int32(1))
+            self._write_deliveries(dropped, self.deliveries[dropped] + np.int32(1))
             delivered = np.concatenate([delivered, dropped])
         self._count_leased(claim, delivered.size)
         self._consume(delivered, claim.mark)
+
+    def _write_deliveries(self, positions: Indexes, counts: NDArray[np.int32] | np.int32) -> None:
+        """Write how often rows were delivered, and count those that were more than once."""
+        self.redelivered_count += int(np.sum(counts > 1)) - int(np.count_nonzero(self.deliveries[positions] > 1))
+        self.deliveries.write(positions, counts)
 
     def _count_uses(self, rows: Indexes, by: int) -> None:
         """Count deliveries of rows, as often as they are given and as far as they are there."""
@@ -692,7 +707,7 @@ class TaskLedger(TaskFacts):
         self.claim.write(consumed, claim.serial)
         self._count_leased(claim, -consumed.size)
         if returned.size:
-            self.deliveries.write(returned, 0)
+            self._write_deliveries(returned, np.int32(0))
             before = returned[:0] if claim.returned is None else claim.returned
             claim.returned = np.concatenate([before, self._table.index[returned]])
             self._reopen(returned)
@@ -709,7 +724,7 @@ class TaskLedger(TaskFacts):
             if claim.plan.is_reusing:
                 self._count_uses(claim.rows, -1)
         else:
-            self.deliveries.write(positions, self.deliveries[positions] - np.int32(1))
+            self._write_deliveries(positions, self.deliveries[positions] - np.int32(1))
         self._reopen(positions)
         self._lose(claim, count)
 
@@ -783,7 +798,7 @@ class TaskLedger(TaskFacts):
 
     def requeue(self, positions: Indexes) -> None:
         """Have dead-lettered rows claimable, as if they had never been delivered."""
-        self.deliveries.write(positions, 0)
+        self._write_deliveries(positions, np.int32(0))
         self.dead_lettered_count -= positions.size
         self._reopen(positions)
 
@@ -855,7 +870,7 @@ class TaskLedger(TaskFacts):
             self.deliveries.write(slice(0, self._table.count), 0)
         if not keep_consumed and not self.uses.is_blank:
             self.uses.write(slice(0, self._table.count), 0)
-        self.leased_count = self.dead_lettered_count = self.dropped_count = 0
+        self.leased_count = self.redelivered_count = self.dead_lettered_count = self.dropped_count = 0
         self.last_forgotten = -1
         self._forget_records()
         if keep_consumed:
@@ -892,6 +907,8 @@ class TaskLedger(TaskFacts):
 
     def on_rows_cleared(self, positions: Indexes) -> None:
         """Drop the records whose last rows are being cleared."""
+        if self.redelivered_count:
+            self._write_deliveries(positions, np.int32(0))
         serials, counts = count_values(self.claim[positions])
         for serial, count in zip(serials.tolist(), counts.tolist(), strict=True):
             if (claim := self._by_serial.get(serial)) is not None:
