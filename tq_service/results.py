@@ -242,7 +242,7 @@ class TaskStatus:
         dead_lettered_indexes: the first hundred of them that are not cleared.
         pending_count: samples left for it: live or held, neither consumed nor dead-lettered.
         redelivered_count: samples that were delivered more than once in this epoch, since leases on them ran out;
-            neither released nor cleared ones; 0 in what `watch` yields.
+            neither released nor cleared ones.
         delivered_per_second: samples delivered a second, lately: each delivery counts for less as it gets older, by a
             factor e every 10 seconds. It starts from 0 with each start of the service.
         recent_batches: the last 16 batches that were planned for its ranks in this epoch, in order; a start of the

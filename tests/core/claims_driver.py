@@ -48,7 +48,7 @@ from tq_service.serving.catalog import Catalog
 from tq_service.serving.status import consumption_of
 from tq_service.state import ledger
 from tq_service.state.cells import ColumnWrite
-from tq_service.state.ledger import QueueClaim
+from tq_service.state.ledger import Claim
 from tq_service.state.partition import PartitionSettings
 from tq_service.state.plan import Condition, LeaseTerms, Order, RankPlan
 from tq_service.state.table import DEAD_LETTERED, STATE_NAMES, UNCLAIMED
@@ -139,7 +139,7 @@ class Call:
             return
         self.answer = claimed.answer
         self.answer_epoch = driver.model.task(self.task).epoch
-        if isinstance(self.answer, QueueClaim):
+        if isinstance(self.answer, Claim):
             driver.receivers[driver.life, self.task, self.request_id] += 1
         elif isinstance(self.answer, RankPlan):
             assert self.rank is not None
@@ -213,13 +213,8 @@ class Driver:
 
     def _watch(self, task, name, partition):
         """Have the model look at every record in the moment it is made."""
-        claim_batch, reach_end, reach_named_end = task.claim_batch, task.reach_end, task.reach_named_end
-        claim_samples, nack, expire = task.claim_samples, task.nack, task.expire
-
-        def batch(batch_spec, plan, positions):
-            if partition is self.partition:
-                self.on_batch(name, batch_spec, plan)
-            claim_batch(batch_spec, plan, positions)
+        deliver, reach_end, reach_named_end = task.deliver, task.reach_end, task.reach_named_end
+        nack, expire = task.nack, task.expire
 
         def end(dp_size, end):
             if partition is self.partition:
@@ -234,9 +229,11 @@ class Driver:
                 self.on_named_end(name, claim_name, end)
             reach_named_end(claim_name, end)
 
-        def queue_claim(request_id, plan, positions, lease=None, **named):
-            claim = claim_samples(request_id, plan, positions, lease, **named)
-            if partition is self.partition:
+        def delivered(plan, positions, *, request_id=b"", batch_spec=None, **terms):
+            if partition is self.partition and not request_id:
+                self.on_batch(name, batch_spec, plan)
+            claim = deliver(plan, positions, request_id=request_id, batch_spec=batch_spec, **terms)
+            if partition is self.partition and request_id:
                 self.on_queue_claim(name, claim)
             return claim
 
@@ -254,8 +251,8 @@ class Driver:
                 self.model.expire(model, claim.request_id)
             return expire(claim, positions, at_seconds)
 
-        task.claim_batch, task.reach_end, task.reach_named_end = batch, end, named_end
-        task.claim_samples, task.nack, task.expire = queue_claim, released, expired
+        task.deliver, task.reach_end, task.reach_named_end = delivered, end, named_end
+        task.nack, task.expire = released, expired
 
     def sampler(self, asking):
         return self.samplers.setdefault(asking, sampler_of(asking))
@@ -503,7 +500,7 @@ class Driver:
 
     def _check_replay(self, call):
         """A rank is told what is recorded; a record may have changed its epoch since. As is a call for a name."""
-        if call.name and isinstance(call.answer, QueueClaim):
+        if call.name and isinstance(call.answer, Claim):
             assert call.answer.rows.tolist() in self.named_answers[call.life, call.task, call.name]
             task = self.model.task(call.task)
             if call.life == self.life and call.name in task.names and call.answer_epoch == task.epoch:
@@ -635,7 +632,8 @@ class Driver:
         assert {key: claim.rows.tolist() for key, claim in real.claims.items()} == {
             key: claim.rows for key, claim in task.claims.items()
         }
-        assert sum(batch.remaining > 0 for batch in real.batches.values()) == len(with_rows)
+        going = [batch for batch in real.batches.values() if not batch.plan.is_reusing]
+        assert sum(batch.remaining > 0 for batch in going) == len(with_rows)
         assert real.names.claims == task.names
         assert {key: past.end or past.loss for key, past in real.names.past.items()} == task.past_names
         for request_id in [key for key, claim in real.claims.items() if not claim.name]:

@@ -23,7 +23,7 @@ from tq_service.errors import ClaimReleasedError, InvalidArgumentError, LeaseExp
 from tq_service.schema import EndCounts
 from tq_service.state import ledger
 from tq_service.state import table as table_module
-from tq_service.state.ledger import QueueClaim
+from tq_service.state.ledger import Claim
 from tq_service.state.plan import RankPlan
 
 STEPS = (
@@ -426,7 +426,7 @@ class Interleaving:
             self._acknowledge(name)
             kinds = {type(call.error or call.answer) for call in calls}
             assert len(kinds) == 1, "ranks got answers of different kinds"
-            if not kinds <= {RankPlan, QueueClaim}:
+            if not kinds <= {RankPlan, Claim}:
                 break
         await driver.check()
         assert all(isinstance(call.answer, EndCounts) or driver_refuses(call) for call in calls)

@@ -488,11 +488,11 @@ def test_records_of_plans_that_do_not_consume_what_they_deliver_are_bounded_in_r
     insert(train, 4)
     for size in (4, 4, 4, 12, 4):
         plan = replace(plan_of(np.arange(size) % 4), consumed=np.zeros(0, np.int64))
-        task.claim_batch(batch_spec(), plan, np.arange(4))
+        task.deliver(plan, np.arange(4), batch_spec=batch_spec())
     assert (list(task.batches), task.last_forgotten) == ([4], 3)
     assert task.uses[:4].tolist() == [7, 7, 7, 7]
     for _ in range(2):
-        task.claim_batch(batch_spec(), plan, np.arange(4))
+        task.deliver(plan, np.arange(4), batch_spec=batch_spec())
     assert list(task.batches) == [5, 6]
 
 

@@ -47,7 +47,7 @@ def open_rows(train, task):
 def claim(train, task, indexes, request_id=None):
     rows = np.array(indexes, np.int64)
     request_id = request_id or new_id()
-    task.claim_samples(request_id, plan_of(rows), train.table.find(rows))
+    task.deliver(plan_of(rows), train.table.find(rows), request_id=request_id)
     return request_id
 
 
@@ -237,7 +237,7 @@ def test_a_partition_that_lives_for_weeks_stays_small():
         rows = np.array(fresh)
         claim(train, reward, fresh)
         request = asks((0, 1, step), task="trainer")
-        trainer.claim_batch(request.batch_spec, plan_of(rows), train.table.find(rows))
+        trainer.deliver(plan_of(rows), train.table.find(rows), batch_spec=request.batch_spec)
         clear(train, rows)
     assert train.inserted_count == 4800
     assert train.table.index.data.size <= 2400

@@ -185,7 +185,7 @@ async def test_a_call_that_got_not_yet_takes_nothing_back_when_it_leaves(bench):
     waiter.end(NotYet())
     bench.insert(2)
     second = asks(request_id=request_id)
-    bench.task.claim_samples(request_id, plan_of([0, 1]), np.array([0, 1]))
+    bench.task.deliver(plan_of([0, 1]), np.array([0, 1]), request_id=request_id)
     first.cancel()
     await asyncio.wait([first])
     assert bench.task.recorded(second).rows.tolist() == [0, 1]

@@ -44,7 +44,7 @@ def record(train, *parts, index=None, **bound):
     task = task_of(train, "t")
     request = asks((0, len(parts), task.next_batch_index), **bound)
     rows = np.array([row for part in parts for row in part], np.int64)
-    task.claim_batch(request.batch_spec, plan_of(*parts), train.table.find(rows))
+    task.deliver(plan_of(*parts), train.table.find(rows), batch_spec=request.batch_spec)
     return task
 
 
@@ -112,7 +112,7 @@ def test_a_batch_with_cleared_samples_is_not_given_as_if_whole(train):
 
 def test_a_queue_claim_with_cleared_samples_is_not_given_as_if_whole(train):
     task, request = task_of(train, "t"), asks()
-    task.claim_samples(request.request_id, plan_of([0, 1]), np.array([0, 1]))
+    task.deliver(plan_of([0, 1]), np.array([0, 1]), request_id=request.request_id)
     assert task.recorded(request).rows.tolist() == [0, 1]
     clear(train, np.array([1]))
     with pytest.raises(SamplesClearedError):
@@ -129,7 +129,7 @@ def test_records_go_with_the_last_of_their_rows(train):
     task = record(train, [0, 1], [2, 3])
     record(train, [4], [5])
     request_id = new_id()
-    task.claim_samples(request_id, plan_of([6, 7]), np.array([6, 7]))
+    task.deliver(plan_of([6, 7]), np.array([6, 7]), request_id=request_id)
     assert len(task._by_serial) == 3
     clear(train, np.array([0, 1, 2, 4, 6]))
     assert len(task._by_serial) == 3
@@ -145,7 +145,7 @@ def test_records_go_with_the_last_of_their_rows(train):
 @pytest.mark.parametrize("keep_consumed", [False, True])
 def test_a_reset_starts_an_epoch(train, keep_consumed):
     task = record(train, [0, 1], [2, 3])
-    task.claim_samples(new_id(), plan_of([4]), np.array([4]))
+    task.deliver(plan_of([4]), np.array([4]), request_id=new_id())
     task.reach_end(2, EndCounts(consumed_count=5, cleared_count=7))
     assert reset(train, task, keep_consumed=keep_consumed) == 1
     task.check_epoch(1)
@@ -162,7 +162,7 @@ def test_a_reset_starts_an_epoch(train, keep_consumed):
 
 def test_a_released_claim_is_claimable_again_and_refused(train):
     task, request = task_of(train, "t"), asks()
-    task.claim_samples(request.request_id, plan_of([3, 4]), np.array([3, 4]))
+    task.deliver(plan_of([3, 4]), np.array([3, 4]), request_id=request.request_id)
     assert release(train, task, request.request_id) == 2
     assert (task.consumed_count, task.backlog) == (0, 12)
     with pytest.raises(ClaimReleasedError):
@@ -272,7 +272,7 @@ def test_few_batches_are_kept_without_rows(train):
     for step in range(40):
         rows = np.array(insert(train, 1))
         batch_spec = asks((0, 2, step), task="trainer").batch_spec
-        task.claim_batch(batch_spec, plan_of(rows, rows[:0]), train.table.find(rows))
+        task.deliver(plan_of(rows, rows[:0]), train.table.find(rows), batch_spec=batch_spec)
         clear(train, rows)
     assert len(task.batches) == 16
     assert min(task.batches) == 24
@@ -282,7 +282,9 @@ def test_of_batches_without_rows_those_of_the_latest_indexes_are_kept_whatever_w
     task = task_of(train, "trainer")
     batches = [np.array(insert(train, 1)) for _ in range(40)]
     for step, rows in enumerate(batches):
-        task.claim_batch(asks((0, 2, step), task="trainer").batch_spec, plan_of(rows, rows[:0]), train.table.find(rows))
+        task.deliver(
+            plan_of(rows, rows[:0]), train.table.find(rows), batch_spec=asks((0, 2, step), task="trainer").batch_spec
+        )
     for rows in reversed(batches):
         clear(train, rows)
     assert list(task.batches) == [*range(24, 40)]

@@ -75,7 +75,7 @@ def groups(
 def consume(train, *indexes):
     task = task_of(train, "t")
     rows = np.array(indexes, np.int64)
-    task.claim_samples(asks().request_id, plan_of(rows), train.table.find(rows))
+    task.deliver(plan_of(rows), train.table.find(rows), request_id=asks().request_id)
 
 
 # Ready rows
@@ -271,7 +271,7 @@ def test_the_start_is_lowered_when_an_early_row_becomes_ready(train):
 def test_a_released_claim_is_found_again(train):
     insert(train, 4)
     request, task = asks(), task_of(train, "t")
-    task.claim_samples(request.request_id, plan_of([0, 1]), np.array([0, 1]))
+    task.deliver(plan_of([0, 1]), np.array([0, 1]), request_id=request.request_id)
     assert ready(train, 1) == [2]
     release(train, task, request.request_id)
     assert ready(train) == [0, 1, 2, 3]

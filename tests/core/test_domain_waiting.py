@@ -19,7 +19,7 @@ from tq_service.serving import planner
 from tq_service.serving import planner as waiters
 from tq_service.serving.catalog import Catalog
 from tq_service.serving.planner import LineState, LoopYielder, NotYet, Waiter, WaitQueue
-from tq_service.state.ledger import QueueClaim
+from tq_service.state.ledger import Claim
 from tq_service.state.partition import PartitionSettings
 from tq_service.state.plan import Condition
 
@@ -333,7 +333,7 @@ async def test_a_claim_far_ahead_leaves_their_turn_to_others_of_its_task(bench):
     while not all(call.done() for call in (worker, look, replay)):
         await turns(1)
     assert not far.done()
-    assert isinstance(look.result(), QueueClaim)
+    assert isinstance(look.result(), Claim)
     assert rows(replay) == [0]
     await far
 

@@ -25,14 +25,14 @@ def plan_that_drops(*ranks):
 def record(train, *ranks):
     task, plan = task_of(train, "t"), plan_that_drops(*ranks)
     request = asks((0, len(ranks), task.next_batch_index))
-    task.claim_batch(request.batch_spec, plan, train.table.find(plan.named))
+    task.deliver(plan, train.table.find(plan.named), batch_spec=request.batch_spec)
     return task
 
 
 def claim(train, rows, dropped, lease=None):
     plan, request_id = plan_that_drops((rows, dropped)), new_id()
     task = task_of(train, "t")
-    task.claim_samples(request_id, plan, train.table.find(plan.named), lease)
+    task.deliver(plan, train.table.find(plan.named), request_id=request_id, lease=lease)
     return task, request_id
 
 

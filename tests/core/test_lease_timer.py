@@ -8,7 +8,7 @@ from domain_support import ack, asks, expire, extend, insert, plan_of, seal
 from planner_bench import Bench, finished, rows
 
 from tq_service.serving.catalog import LeaseTimer
-from tq_service.state.ledger import QueueClaim
+from tq_service.state.ledger import Claim
 from tq_service.state.plan import LeaseTerms
 
 
@@ -134,7 +134,7 @@ def test_a_lease_that_is_due_while_another_begins_on_uvloop():
     """A uvloop timer for a time that has come is a handle that cannot tell its time."""
 
     def claim(serial, seconds):
-        return QueueClaim(
+        return Claim(
             request_id=bytes([serial]), serial=serial, plan=plan_of([0]), lease=LeaseTerms(seconds=seconds),
             leased_count=1,
         )  # fmt: skip

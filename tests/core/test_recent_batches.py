@@ -105,4 +105,4 @@ async def test_a_partition_that_was_cleared_has_none(bench):
     clear(bench.catalog, np.array([0, 1]))
     assert len(bench.planner.recent_batches) == 1
     bench.catalog.remove("train", b"")
-    assert bench.catalog.recent_batches(bench.partition, "t") == ()
+    assert bench.catalog.known_planner(bench.partition, "t") is None

@@ -18,7 +18,7 @@ from tq_service.samplers import PlanRunner
 from tq_service.serving.catalog import Catalog
 from tq_service.state import ledger
 from tq_service.state import table as table_module
-from tq_service.state.ledger import QueueClaim
+from tq_service.state.ledger import Claim
 from tq_service.state.partition import Partition
 
 
@@ -49,7 +49,7 @@ class Twin:
         except Exception as error:
             return type(error), str(error)
         claim = claimed.answer
-        if not isinstance(claim, QueueClaim):
+        if not isinstance(claim, Claim):
             return repr(claim)
         return record_of(claim)
 

@@ -161,7 +161,7 @@ def test_a_fault_within_a_change_ends_the_service_and_its_step_is_not_written_do
         before = service.state()
         service.catalog.write("train", b"", new_write(3, ("x",)))  # of the same step, and nobody was answered
         unanswered = asyncio.ensure_future(service.store.wait_durable()) if sync else None
-        monkeypatch.setattr(TaskLedger, "claim_samples", half_done)
+        monkeypatch.setattr(TaskLedger, "deliver", half_done)
         later = []
         service.store.after_durable(lambda: later.append("called"))
         with caplog.at_level(logging.CRITICAL), pytest.raises(ZeroDivisionError):

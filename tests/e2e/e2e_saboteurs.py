@@ -25,5 +25,5 @@ class BreaksClaims(Sampler):
     """From its first plan on, claims fail when they are made in part."""
 
     def plan(self, view: View, request: PlanRequest) -> Plan | None:
-        TaskLedger.claim_samples = _fail  # type: ignore[assignment,method-assign]
+        TaskLedger.deliver = _fail  # type: ignore[assignment,method-assign]
         return None

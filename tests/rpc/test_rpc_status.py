@@ -22,7 +22,7 @@ from tq_service.config import load_settings
 from tq_service.results import ServiceStatus, TaskStatus, WaitCode
 from tq_service.server import status as status_pages
 from tq_service.server.app import running
-from tq_service.serving.catalog import DeliveryRate
+from tq_service.serving.planner import DeliveryRate
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.version import BUILD
 

@@ -38,7 +38,7 @@ from tq_service.journal.record_file import (
 )
 from tq_service.machine.state_machine import Entry
 from tq_service.state.cells import Put
-from tq_service.state.ledger import Batch, PastName, QueueClaim, RecordedPlan, Steps, TaskFacts, TaskSnapshot
+from tq_service.state.ledger import Claim, PastName, RecordedPlan, Steps, TaskFacts, TaskSnapshot
 from tq_service.state.partition import PartitionFacts, PartitionSnapshot
 from tq_service.state.plan import BatchSpec, Indexes
 from tq_service.state.table import ColumnSnapshot, TableSnapshot
@@ -152,7 +152,7 @@ class Batches:
     dropped: list[tuple[Indexes, ...]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, batch_spec: BatchSpec, batches: Sequence[Batch]) -> Batches:
+    def of(cls, batch_spec: BatchSpec, batches: Sequence[Claim]) -> Batches:
         """Return the record of some batches."""
         plans = [batch.plan for batch in batches]
         return cls(
@@ -166,7 +166,7 @@ class Batches:
             dropped=[plan.dropped for plan in plans] if any(plan.dropped for plan in plans) else [],
         )
 
-    def all(self) -> Iterator[Batch]:
+    def all(self) -> Iterator[Claim]:
         """Yield the batches."""
         spec, end = self.batch_spec, 0
         consumed_of, dropped_of = self.consumed or repeat(None), self.dropped or repeat(())
@@ -182,14 +182,14 @@ class Batches:
                 consumed=consumed,
                 dropped=dropped,
             )
-            yield Batch(serial=serial, batch_spec=spec, plan=plan, batch_index=batch_index)
+            yield Claim(serial=serial, batch_spec=spec, plan=plan, batch_index=batch_index)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskRecords:
     """More entries for the lists of a `TaskSnapshot` that have the same names."""
 
-    claims: list[QueueClaim] = field(default_factory=list)
+    claims: list[Claim] = field(default_factory=list)
     names: list[tuple[str, bytes]] = field(default_factory=list)
     past_names: list[tuple[str, PastName]] = field(default_factory=list)
     reusing: list[int] = field(default_factory=list)

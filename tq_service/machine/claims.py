@@ -16,7 +16,7 @@ from tq_service.errors import InvalidArgumentError, LeaseExpiredError, Precondit
 from tq_service.machine.state_machine import Change, State, Step
 from tq_service.planning.grouping import Grouping, groups_in_runs
 from tq_service.schema import EndCounts
-from tq_service.state.ledger import QueueClaim, RecordedPlan, TaskLedger
+from tq_service.state.ledger import Claim, RecordedPlan, TaskLedger
 from tq_service.state.partition import Partition
 from tq_service.state.plan import BatchSpec, Indexes, LeasedClaim, LeaseTerms
 from tq_service.state.table import DEAD_LETTERED, DROPPED, FAILED, LIVE, distinct, is_open
@@ -109,15 +109,16 @@ class SamplesClaimed(TaskChange):
         """Find the positions of all rows of the plan; raises TqError where one is gone."""
         return partition.positions_of(self.plan.named)
 
-    def make(self, partition: Partition, task: TaskLedger, found: Indexes, step: Step) -> QueueClaim | None:
-        """Record the plan and what it consumes; return the claim of a queue worker."""
+    def make(self, partition: Partition, task: TaskLedger, found: Indexes, step: Step) -> Claim:
+        """Record the plan and what it consumes."""
         step.consumed[partition] = None
-        step.delivered.append((partition, task.name, self.plan))
-        if not self.request_id and self.batch_spec is not None:
-            task.claim_batch(self.batch_spec, self.plan, found)
-            return None
-        claim = task.claim_samples(
-            self.request_id, self.plan, found, self.lease, name=self.claim_name, batch_spec=self.batch_spec
+        claim = task.deliver(
+            self.plan,
+            found,
+            request_id=self.request_id,
+            batch_spec=self.batch_spec,
+            lease=self.lease,
+            name=self.claim_name,
         )
         if self.lease is not None:
             step.leases.append((partition, task.name, claim))
@@ -165,7 +166,7 @@ class ClaimReleased(TaskChange):
     global_indexes: Indexes | None = None
     is_final: bool = True
 
-    def check(self, partition: Partition, task: TaskLedger) -> tuple[QueueClaim | None, Indexes] | None:
+    def check(self, partition: Partition, task: TaskLedger) -> tuple[Claim | None, Indexes] | None:
         """Find the claim and what is released; None where nothing is, and the request_id stays as it is.
 
         Raises:
@@ -180,7 +181,7 @@ class ClaimReleased(TaskChange):
         positions = _left(partition, task, claim, rows)
         return None if rows is not None and claim.lease is not None and not positions.size else (claim, positions)
 
-    def make(self, partition: Partition, task: TaskLedger, found: tuple[QueueClaim | None, Indexes], step: Step) -> int:
+    def make(self, partition: Partition, task: TaskLedger, found: tuple[Claim | None, Indexes], step: Step) -> int:
         """Release the samples; return how many can be claimed again at once."""
         claim, positions = found
         if self.is_final:
@@ -202,7 +203,7 @@ class ClaimAcked(TaskChange):
     request_id: bytes
     global_indexes: Indexes | None = None
 
-    def check(self, partition: Partition, task: TaskLedger) -> tuple[QueueClaim, Indexes] | None:
+    def check(self, partition: Partition, task: TaskLedger) -> tuple[Claim, Indexes] | None:
         """Find the samples that are leased; None where none of them is.
 
         Raises:
@@ -217,7 +218,7 @@ class ClaimAcked(TaskChange):
         positions = _left(partition, task, claim, self.global_indexes)
         return (claim, positions) if positions.size else None
 
-    def make(self, partition: Partition, task: TaskLedger, found: tuple[QueueClaim, Indexes], step: Step) -> int:
+    def make(self, partition: Partition, task: TaskLedger, found: tuple[Claim, Indexes], step: Step) -> int:
         """Consume the samples for good, or return them for their next use; return how many they are."""
         returned = task.ack(*found)
         _reopen(partition, task, returned, returned, step)
@@ -232,7 +233,7 @@ class ClaimExtended(TaskChange):
     request_id: bytes
     lease_seconds: float
 
-    def check(self, partition: Partition, task: TaskLedger) -> tuple[QueueClaim, LeaseTerms]:
+    def check(self, partition: Partition, task: TaskLedger) -> tuple[Claim, LeaseTerms]:
         """Find the claim, and say how long it lasts.
 
         Raises:
@@ -251,7 +252,7 @@ class ClaimExtended(TaskChange):
             )
         return claim, lease
 
-    def make(self, partition: Partition, task: TaskLedger, found: tuple[QueueClaim, LeaseTerms], step: Step) -> int:
+    def make(self, partition: Partition, task: TaskLedger, found: tuple[Claim, LeaseTerms], step: Step) -> int:
         """Change how long the lease lasts; return how many samples are left of it."""
         claim, lease = found
         claim.lease = lease
@@ -265,14 +266,14 @@ class LeaseExpired(TaskChange):
 
     request_id: bytes
 
-    def check(self, partition: Partition, task: TaskLedger) -> tuple[QueueClaim, Indexes]:
+    def check(self, partition: Partition, task: TaskLedger) -> tuple[Claim, Indexes]:
         """Find what is left; raises LookupError where that is nothing."""
         claim = task.claims.get(self.request_id)
         if claim is None or claim.leased_count == 0:
             raise LookupError(f"task {task.name!r} has leased nothing under request_id {self.request_id.hex()}")
         return claim, task.left(claim)
 
-    def make(self, partition: Partition, task: TaskLedger, found: tuple[QueueClaim, Indexes], step: Step) -> None:
+    def make(self, partition: Partition, task: TaskLedger, found: tuple[Claim, Indexes], step: Step) -> None:
         """Take the samples from the worker."""
         step.note_change(partition)  # what is dead-lettered may bring the end, or let the rest of its group go
         _reopen(partition, task, task.expire(*found, step.at_seconds), found[1], step)
@@ -479,7 +480,7 @@ def _check_leased(partition: Partition, task: TaskLedger, request_id: bytes, row
         raise _lease_over_error(task, lost)
 
 
-def _left(partition: Partition, task: TaskLedger, claim: QueueClaim, rows: Indexes | None) -> Indexes:
+def _left(partition: Partition, task: TaskLedger, claim: Claim, rows: Indexes | None) -> Indexes:
     """Return the positions of what a claim holds of some samples, of all where none are named.
 
     A row that its plan drops goes with the other members of its group that are left: all parts of a batch name
@@ -519,7 +520,7 @@ def _left(partition: Partition, task: TaskLedger, claim: QueueClaim, rows: Index
     return positions[is_named]
 
 
-def _group_ids(partition: Partition, task: TaskLedger, claim: QueueClaim, positions: Indexes) -> Indexes:
+def _group_ids(partition: Partition, task: TaskLedger, claim: Claim, positions: Indexes) -> Indexes:
     """Return the id of the group that each row of a leased claim is in; without groups each row has its own."""
     block_size = None if claim.lease is None else claim.lease.group_block_size
     if claim.lease is None or block_size is None:
@@ -531,7 +532,7 @@ def _group_ids(partition: Partition, task: TaskLedger, claim: QueueClaim, positi
     return Grouping(partition, task, block_size or None).ids(positions)
 
 
-def _lease_of(task: TaskLedger, claim: QueueClaim) -> LeaseTerms:
+def _lease_of(task: TaskLedger, claim: Claim) -> LeaseTerms:
     if claim.lease is None:
         raise PreconditionError(
             f"this claim of task {task.name!r} has no lease, so its samples were done when they were delivered; ask "

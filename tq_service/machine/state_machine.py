@@ -36,7 +36,7 @@ from tq_service.journal import codec
 from tq_service.log_message import LogMessage
 from tq_service.schema import check_id
 from tq_service.state.cells import Freed
-from tq_service.state.ledger import QueueClaim, RecordedPlan
+from tq_service.state.ledger import Claim
 from tq_service.state.partition import Partition
 from tq_service.state.plan import Indexes
 
@@ -204,7 +204,6 @@ class Step:
         at_seconds: when, in seconds (see `StateMachine.now_seconds`); the same when the change is applied again.
         freed: cells that no sample has any more.
         leases: claims of which the lease began, or got more time, with the partition and the name of their task.
-        delivered: plans that were recorded, with the partition and the name of the task that they were made for.
         changed: partitions in which waiting claims may find more samples.
         consumed: partitions of which a task has fewer samples left, so that writes may have capacity.
         created: partitions that are there from now on.
@@ -216,8 +215,7 @@ class Step:
 
     at_seconds: float
     freed: list[Freed] = field(default_factory=list)
-    leases: list[tuple[Partition, str, QueueClaim]] = field(default_factory=list)
-    delivered: list[tuple[Partition, str, RecordedPlan]] = field(default_factory=list)
+    leases: list[tuple[Partition, str, Claim]] = field(default_factory=list)
     changed: dict[Partition, None] = field(default_factory=dict)
     consumed: dict[Partition, None] = field(default_factory=dict)
     created: list[Partition] = field(default_factory=list)

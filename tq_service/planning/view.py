@@ -739,10 +739,7 @@ class Search:
                 metadata={"sampler": sampler},
             )
         if self._spec.max_uses > 1 or recorded.is_reusing:
-            rows, counts = np.unique(recorded.rows, return_counts=True)
-            is_spent = self._task.uses[self._rows.table.find(rows)] + counts >= self._spec.max_uses
-            # Without `max_uses`, only rows that the sampler names are consumed.
-            recorded = recorded.consuming(rows[is_spent] if self._spec.max_uses > 1 else rows[:0])
+            recorded = self._task.using_up(recorded, self._spec.max_uses)
             positions = self._rows.table.find(recorded.named)
         return Planned(recorded, positions, self.view.grouping, self._length)
 

@@ -36,7 +36,7 @@ from tq_service.serving.explain import Explainer
 from tq_service.serving.lookup import Clearing, find_names, find_page, locate, wait_for_samples
 from tq_service.serving.planner import NotYet
 from tq_service.serving.status import consumption_of, production_of, summary_of
-from tq_service.state.ledger import QueueClaim
+from tq_service.state.ledger import Claim
 from tq_service.state.partition import Partition, PartitionSettings
 from tq_service.state.plan import Indexes
 from tq_service.v1 import commit_pb2, controller_service_pb2_grpc
@@ -249,7 +249,7 @@ class ControllerServicer(
             request.partition_id, claimed, claim.task_name, spec.data_fields, self.storages.endpoint_of,
             now=asyncio.get_running_loop().time(),
         )  # fmt: skip
-        if claimed.partition is not None and isinstance(claimed.answer, QueueClaim):
+        if claimed.partition is not None and isinstance(claimed.answer, Claim):
             self._retract_if_unsent(context, claimed.partition, claim.task_name, claim.request_id)
         if not (request.explain and isinstance(claimed.answer, NotYet)):
             return pb.GetMetaResponse(meta=meta)

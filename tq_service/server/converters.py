@@ -21,7 +21,7 @@ from tq_service.serving.catalog import Claimed
 from tq_service.serving.lookup import Page, Selection, no_page_token
 from tq_service.serving.status import consumption_states
 from tq_service.state.cells import CellRuns, ColumnWrite, Put
-from tq_service.state.ledger import QueueClaim
+from tq_service.state.ledger import Claim
 from tq_service.state.partition import Partition
 from tq_service.state.plan import (
     BatchSpec,
@@ -285,15 +285,15 @@ def claim_meta(
     if partition is None:
         return metadata_pb2.BatchMeta(status=metadata_pb2.BATCH_STATUS_NOT_YET, partition_id=partition_id)
     epoch = partition.tasks[task_name].epoch
-    if isinstance(answer, RankPlan | QueueClaim):
+    if isinstance(answer, RankPlan | Claim):
         part = answer if isinstance(answer, RankPlan) else answer.plan.part()
         meta = samples_meta(partition, part.rows, data_fields, endpoints)
         meta.epoch = epoch
         _add_steps(meta, part)
         meta.dropped_indexes.extend(part.dropped.tolist())
-        if isinstance(answer, QueueClaim) and (answer.name or answer.delivery_counts is not None):
+        if isinstance(answer, Claim) and (answer.name or answer.delivery_counts is not None):
             meta.claim_request_id = answer.request_id
-        if isinstance(answer, QueueClaim) and answer.delivery_counts is not None:
+        if isinstance(answer, Claim) and answer.delivery_counts is not None:
             meta.lease.CopyFrom(to_duration(answer.leased_seconds(now)))
             meta.delivery_counts.extend(answer.delivery_counts.tolist())
         return meta

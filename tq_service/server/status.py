@@ -60,7 +60,7 @@ class Identity:
 
 async def described(catalog: Catalog, backlogs: Backlogs, partition: Partition) -> pb.DescribePartitionResponse:
     """Return a partition with its fields and tasks; other work of the event loop has its turns meanwhile."""
-    description = await description_of(catalog, backlogs, partition)
+    description = description_of(catalog, backlogs, partition)
     await asyncio.sleep(0)
     tasks = []
     for task in description.tasks:

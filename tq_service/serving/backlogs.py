@@ -21,6 +21,7 @@ from tq_service.serving.planner import RunsPlans
 from tq_service.serving.sweep import Slices, sweep
 from tq_service.state.ledger import TaskLedger
 from tq_service.state.partition import Partition
+from tq_service.state.plan import ClaimRequest
 from tq_service.state.table import LIVE
 
 _SHARE_OF_TIME: Final = 0.02
@@ -136,13 +137,17 @@ class Backlogs:
 
     def _marks(self, partition: Partition, task: TaskLedger) -> Marks:
         """Return what is equal at two moments where the backlog is the same."""
-        request = self._catalog.last_request(partition, task.name)
+        request = self._last_request(partition, task)
         kind = None if request is None else request.spec
         removed_count = partition.table.removed_count
         return *partition.version, task.serial, task.leased_count, task.epoch, removed_count, kind
 
+    def _last_request(self, partition: Partition, task: TaskLedger) -> ClaimRequest | None:
+        planner = self._catalog.known_planner(partition, task.name)
+        return None if planner is None else planner.last_request
+
     def _readiness(self, partition: Partition, task: TaskLedger) -> Readiness | None:
-        request = self._catalog.last_request(partition, task.name)
+        request = self._last_request(partition, task)
         if request is None:
             return None
         try:

@@ -11,7 +11,6 @@ import contextlib
 import heapq
 import math
 import os
-from collections import defaultdict
 from collections.abc import (
     AsyncIterator,
     Callable,
@@ -52,13 +51,12 @@ from tq_service.machine.samples import (
     check_write,
 )
 from tq_service.machine.state_machine import Change, IdempotencyCache, RequestAnswered, State, StateMachine, Step
-from tq_service.results import RecentBatch
 from tq_service.schema import check_name, check_passed_on
 from tq_service.serving.admission import AdmissionQueue, starvation
 from tq_service.serving.history import ChangeHistory
 from tq_service.serving.planner import Answer, LoopYielder, NotYet, Planner, RunsPlans
 from tq_service.state.cells import CellsSnapshot, Freed
-from tq_service.state.ledger import QueueClaim, TaskLedger, check_epoch
+from tq_service.state.ledger import Claim, TaskLedger, check_epoch
 from tq_service.state.partition import Listeners, Partition, PartitionSettings, PartitionSnapshot
 from tq_service.state.plan import ClaimRequest
 from tq_service.wait_clock import Waiting
@@ -66,7 +64,6 @@ from tq_service.wait_clock import Waiting
 _LEAST_STALE_DEADLINES = 64
 _MOST_EXPIRED_A_TURN = 64
 _FREED_AT_ONCE: Final = 1 << 16  # samples
-_RATE_SECONDS: Final = 10.0
 
 _NUMBER_BYTES = 8
 # What is named in a partition, by argument: the limit of its number, what it is called, and what to do instead.
@@ -201,7 +198,7 @@ class LeaseTimer:
         self._most_deadlines = _LEAST_STALE_DEADLINES
         self._timer: asyncio.Handle | None = None
 
-    def start(self, task_name: str, claim: QueueClaim) -> None:
+    def start(self, task_name: str, claim: Claim) -> None:
         """Have what a claim has leased expire after its full time from now on."""
         if claim.lease is None:
             return
@@ -258,30 +255,6 @@ class Claimed:
     answer: Answer
 
 
-class DeliveryRate:
-    """A sum of deliveries to a task, each of which counts for less as it gets older, by a factor e every 10 seconds.
-
-    It takes the same memory and time however many there were. Times are in seconds on one clock, and never go back.
-    """
-
-    __slots__ = ("_at_seconds", "_count")
-
-    def __init__(self) -> None:
-        self._count = self._at_seconds = 0.0
-
-    def add(self, count: int, at_seconds: float) -> None:
-        """Count samples that were delivered."""
-        self._count = self._left(at_seconds) + count
-        self._at_seconds = at_seconds
-
-    def per_second(self, at_seconds: float) -> float:
-        """Return how many are delivered a second, lately."""
-        return self._left(at_seconds) / _RATE_SECONDS
-
-    def _left(self, at_seconds: float) -> float:
-        return self._count * math.exp((self._at_seconds - at_seconds) / _RATE_SECONDS) if self._count else 0.0
-
-
 class _Serving:
     """What serves the calls of one partition, made on first use; unlike its state it does not outlive the process."""
 
@@ -291,7 +264,6 @@ class _Serving:
         self.admission_queue = AdmissionQueue(partition, self._deadlock) if partition.settings.is_bounded else None
         self.lease_timer = LeaseTimer(partition.tasks, expire)
         self.enders: set[Callable[[Callable[[], TqError]], None]] = set()  # of look-ups that wait
-        self.delivery_rates: defaultdict[str, DeliveryRate] = defaultdict(DeliveryRate)  # by task
 
     def _deadlock(self, task_name: str, asking: ClaimRequest | None) -> str:
         """Return why a task cannot consume before more samples come; of no task in particular, any such; "" if none."""
@@ -381,9 +353,6 @@ class Catalog:
             self._disappear(partition)
         for partition, task_name, claim in step.leases:
             self._start_lease(partition, task_name, claim)
-        for partition, task_name, plan in step.delivered:
-            if (serving := self._serving.get(partition)) is not None:  # else it was cleared since
-                serving.delivery_rates[task_name].add(plan.rows.size, step.at_seconds)
         for partition in step.changed:
             partition.on_change()
         for partition in step.consumed:
@@ -657,7 +626,7 @@ class Catalog:
 
     def _forget_unused(self, partition: Partition, task_name: str) -> None:
         """Forget a task after a call of it was refused, if nothing is on record of it and no other call waits."""
-        planner = self._known_planner(partition, task_name)
+        planner = self.known_planner(partition, task_name)
         is_over = planner is None or self._is_draining or self.machine.refusal is not None
         if is_over or planner is None or not planner.is_idle or not partition.tasks[task_name].is_unused:
             return
@@ -676,10 +645,11 @@ class Catalog:
         """Release a queue claim whose answer did not reach its client; see `Planner.retract`."""
         if self.machine.refusal is not None:
             self._retracted.append((partition, task_name, request_id))
-        elif (planner := self._known_planner(partition, task_name)) is not None:
+        elif (planner := self.known_planner(partition, task_name)) is not None:
             planner.retract(request_id)
 
-    def _known_planner(self, partition: Partition, task_name: str) -> Planner | None:
+    def known_planner(self, partition: Partition, task_name: str) -> Planner | None:
+        """Return the planner of a task, None where this process has seen no call of it."""
         serving = self._serving.get(partition)
         return None if serving is None else serving.planners.get(task_name)
 
@@ -692,7 +662,7 @@ class Catalog:
                 for claim in task.leases.values():
                     self._start_lease(partition, task.name, claim)
 
-    def _start_lease(self, partition: Partition, task_name: str, claim: QueueClaim) -> None:
+    def _start_lease(self, partition: Partition, task_name: str, claim: Claim) -> None:
         if claim.lease is None or self._is_draining or self._partitions.get(partition.partition_id) is not partition:
             return
         self._serving_of(partition).lease_timer.start(task_name, claim)
@@ -721,24 +691,8 @@ class Catalog:
 
     def waiting_count(self, partition: Partition, task_name: str) -> int:
         """Return the number of calls that wait for a task."""
-        planner = self._known_planner(partition, task_name)
+        planner = self.known_planner(partition, task_name)
         return 0 if planner is None else planner.waiting_count
-
-    def delivered_per_second(self, partition: Partition, task_name: str) -> float:
-        """Return the rate at which samples are delivered to a task, see `DeliveryRate`."""
-        serving = self._serving.get(partition)
-        rate = None if serving is None else serving.delivery_rates.get(task_name)
-        return 0.0 if rate is None else rate.per_second(self.machine.now_seconds())
-
-    def last_request(self, partition: Partition, task_name: str) -> ClaimRequest | None:
-        """Return the last claim of a task that this process has seen, None where there was none."""
-        planner = self._known_planner(partition, task_name)
-        return None if planner is None else planner.last_request
-
-    def recent_batches(self, partition: Partition, task_name: str) -> tuple[RecentBatch, ...]:
-        """Return the last batches that this process planned for the ranks of a task in its epoch."""
-        planner = self._known_planner(partition, task_name)
-        return () if planner is None else planner.recent_batches
 
     async def claim(
         self, partition_id: str, incarnation: bytes, request: ClaimRequest, max_wait_seconds: float

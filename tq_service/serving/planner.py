@@ -52,7 +52,7 @@ from tq_service.machine.state_machine import Change
 from tq_service.planning.view import NOT_LOOKED, EndFound, Found, Miss, Planned, Readiness, ScanStarts, Search
 from tq_service.results import RecentBatch
 from tq_service.schema import EndCounts
-from tq_service.state.ledger import QueueClaim, RecordedPlan, TaskLedger
+from tq_service.state.ledger import Claim, RecordedPlan, TaskLedger
 from tq_service.state.partition import Partition
 from tq_service.state.plan import (
     ClaimRequest,
@@ -78,6 +78,7 @@ _MOST_BATCHES_A_TURN = 64
 _MOST_PLAN_SECONDS = 0.25  # of a plan off the loop, before others have their turns and the next one may begin
 _CLOSED_AT_ONCE = 1 << 12  # rows that changed, as many as gaps are closed for in a step
 _MOST_BATCHES_AHEAD = 256  # loaders ask for prefetch_factor * num_workers; the batches before it are planned as well
+_RATE_SECONDS: Final = 10.0
 _FEW_ROWS = 1 << 13  # whose end the event loop looks for by itself
 
 
@@ -86,7 +87,7 @@ class NotYet:
     """Nothing to deliver within the wait; never recorded."""
 
 
-Answer = RankPlan | QueueClaim | EndCounts | NotYet
+Answer = RankPlan | Claim | EndCounts | NotYet
 
 
 class LoopYielder:
@@ -139,7 +140,7 @@ class Waiter:
         """Whether the call was answered with a queue claim."""
         ended = self.answer
         is_answered = ended.done() and not (ended.cancelled() or ended.exception())
-        return is_answered and isinstance(ended.result(), QueueClaim)
+        return is_answered and isinstance(ended.result(), Claim)
 
     @property
     def batch_index(self) -> int:
@@ -398,6 +399,30 @@ def _padding_of_micro_batches(plan: RecordedPlan, lengths: Indexes, ends: Sequen
     return int(sum(map(mul, longest, counts))) - total
 
 
+class DeliveryRate:
+    """A sum of deliveries to a task, each of which counts for less as it gets older, by a factor e every 10 seconds.
+
+    It takes the same memory and time however many there were. Times are in seconds on one clock, and never go back.
+    """
+
+    __slots__ = ("_at_seconds", "_count")
+
+    def __init__(self) -> None:
+        self._count = self._at_seconds = 0.0
+
+    def add(self, count: int, at_seconds: float) -> None:
+        """Count samples that were delivered."""
+        self._count = self._left(at_seconds) + count
+        self._at_seconds = at_seconds
+
+    def per_second(self, at_seconds: float) -> float:
+        """Return how many are delivered a second, lately."""
+        return self._left(at_seconds) / _RATE_SECONDS
+
+    def _left(self, at_seconds: float) -> float:
+        return self._count * math.exp((self._at_seconds - at_seconds) / _RATE_SECONDS) if self._count else 0.0
+
+
 _log = logging.getLogger(__name__)
 
 
@@ -428,6 +453,7 @@ class Planner:
     Attributes:
         task: its ledger.
         last_request: the claim that was made last, None where this process has seen none.
+        deliveries: the rate of samples that this process has delivered.
     """
 
     def __init__(
@@ -455,6 +481,7 @@ class Planner:
         self._on_batch = on_batch
         self._recent: deque[RecentBatch] = deque(maxlen=MOST_BATCHES)  # of this epoch
         self.last_request: ClaimRequest | None = None
+        self.deliveries = DeliveryRate()
         self._names: dict[str, Any] = {"partition_id": partition.partition_id, "task_name": task.name}
         self._starts = ScanStarts(partition, task.name)
         self._epoch = task.epoch  # of which calls wait
@@ -549,12 +576,10 @@ class Planner:
                 timer = loop.call_later(max_wait_seconds, waiter.end, NotYet())
             with Waiting():
                 answer = await waiter.answer
-            if isinstance(answer, RankPlan | QueueClaim) and self._partition.table.removed_count != removed_count:
+            if isinstance(answer, RankPlan | Claim) and self._partition.table.removed_count != removed_count:
                 self.task.check_present(answer.rows)
             if (
-                isinstance(answer, QueueClaim)
-                and answer.lease
-                and self.task.claims.get(answer.request_id) is not answer
+                isinstance(answer, Claim) and answer.lease and self.task.claims.get(answer.request_id) is not answer
             ):  # it ended after its record was made, in a turn of the loop before this one
                 self.task.recorded(request)  # raises if it was released or has expired
                 raise LeaseExpiredError(
@@ -585,7 +610,7 @@ class Planner:
         if claim.answer_count == 0:
             self._commit(ClaimReleased(**self._names, request_id=request_id, is_final=False), None)
 
-    def _recorded(self, request: ClaimRequest) -> RankPlan | QueueClaim | EndCounts | None:
+    def _recorded(self, request: ClaimRequest) -> RankPlan | Claim | EndCounts | None:
         """Return the recorded answer of a call, or None; a queue claim counts the calls it answers.
 
         Raises:
@@ -603,7 +628,7 @@ class Planner:
                 field="batch_index",
                 metadata={"got": str(request.rank.batch_index), "expected": f"0 to {most}"},
             )
-        if isinstance(recorded, QueueClaim):
+        if isinstance(recorded, Claim):
             recorded.answer_count += 1
         return recorded
 
@@ -738,6 +763,8 @@ class Planner:
         A batch, or the end, is of all ranks: the claims that wait for it are answered, and those that disagree refused.
         """
         self._queue.is_stale = True  # the end of others may have come
+        if isinstance(found, Planned):
+            self.deliveries.add(found.plan.rows.size, time.monotonic())
         if request.rank is None:
             return self._record_for_worker(request, found)
         task, spec, batch_index, is_end = self.task, request.spec, self.task.next_batch_index, False
@@ -761,7 +788,7 @@ class Planner:
             self._review(each for each in line if each.batch_index == batch_index or is_end or disagrees)
         return answer
 
-    def _record_for_worker(self, request: ClaimRequest, found: Planned | EndFound) -> QueueClaim | EndCounts:
+    def _record_for_worker(self, request: ClaimRequest, found: Planned | EndFound) -> Claim | EndCounts:
         """Record what a queue worker gets; an end is of this one only, or of all that ask under its name."""
         name = request.claim_name
         if name:
@@ -783,7 +810,7 @@ class Planner:
             claim_name=name,
             batch_spec=request.batch_spec if name else None,
         )
-        claim: QueueClaim = self._commit(change, (self._partition, self.task, found.positions))
+        claim: Claim = self._commit(change, (self._partition, self.task, found.positions))
         claim.answer_count = 1
         return claim
 

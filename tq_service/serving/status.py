@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,11 +27,10 @@ from tq_service.schema import SampleConsumption
 from tq_service.serving.backlogs import NO_BACKLOG, Backlog, Backlogs, tasks_with_versions
 from tq_service.serving.catalog import Catalog
 from tq_service.serving.lookup import check_fields
-from tq_service.serving.sweep import Slices, sweep
 from tq_service.state.ledger import TaskLedger
 from tq_service.state.partition import Partition
 from tq_service.state.plan import Indexes
-from tq_service.state.table import CLEARED, DEAD_LETTERED, DROPPED, FAILED, HELD, LIVE, UNCLAIMED
+from tq_service.state.table import DEAD_LETTERED, DROPPED, FAILED, HELD, LIVE, UNCLAIMED
 
 _MOST_DEAD_LETTERED: Final = 100  # named in a status
 _MOST_LEASES: Final = 20  # as above
@@ -144,45 +144,11 @@ def summary_of(partition: Partition) -> PartitionSummary:
     )
 
 
-class Redelivery:
-    """What became of samples of a task whose leases ran out, as far as it was asked of a sweep.
+def description_of(catalog: Catalog, backlogs: Backlogs, partition: Partition) -> PartitionDescription:
+    """Return a partition with its fields and tasks, all of one moment.
 
-    Attributes:
-        redelivered_count: samples that were delivered more than once.
-        dead_lettered_indexes: the first of those that were delivered too often.
+    But for the versions, which are those that were last seen (`Backlogs.refresh`).
     """
-
-    cost = 1
-
-    def __init__(self, partition: Partition, task: TaskLedger) -> None:
-        self.redelivered_count = 0
-        self.dead_lettered_indexes: list[int] = []
-        self._table = partition.table
-        self._task = task
-
-    def look(self, rows: slice) -> None:
-        """Look at the rows of a slice."""
-        is_there = self._table.state.data[rows] != CLEARED
-        self.redelivered_count += int(np.count_nonzero(is_there & (self._task.deliveries.data[rows] > 1)))
-        self.look_for_dead_letters(rows)
-
-    def look_for_dead_letters(self, rows: slice) -> None:
-        """Look for dead-lettered samples alone."""
-        left = _MOST_DEAD_LETTERED - len(self.dead_lettered_indexes)
-        if self._task.dead_lettered_count and left:
-            found = np.flatnonzero(self._task.claim.data[rows] == DEAD_LETTERED)[:left]
-            self.dead_lettered_indexes += self._table.index.data[rows][found].tolist()
-
-
-async def description_of(catalog: Catalog, backlogs: Backlogs, partition: Partition) -> PartitionDescription:
-    """Return a partition with its fields and tasks.
-
-    It is of one moment, but for the samples that were redelivered and dead-lettered, which are looked for before, with
-    turns for others; and for the versions, which are those that were last seen (`Backlogs.refresh`).
-    """
-    tasks = [task for task in partition.tasks.values() if not task.deliveries.is_blank]
-    redeliveries = {task: Redelivery(partition, task) for task in tasks}
-    await sweep(partition.table, list(redeliveries.values()), Slices())
     with_versions = {task for _, task in tasks_with_versions(partition)}
     return PartitionDescription(
         summary=summary_of(partition),
@@ -200,7 +166,6 @@ async def description_of(catalog: Catalog, backlogs: Backlogs, partition: Partit
                 catalog,
                 partition,
                 task,
-                redelivery=redeliveries.get(task) or Redelivery(partition, task),
                 backlog=(backlogs.of(task) if task in with_versions else None) or NO_BACKLOG,
                 leases=_leases_of(task),
             )
@@ -222,7 +187,6 @@ def status_of(
     partition: Partition,
     task: TaskLedger,
     *,
-    redelivery: Redelivery | None = None,
     backlog: Backlog = NO_BACKLOG,
     leases: tuple[ClaimLease, ...] = (),
 ) -> TaskStatus:
@@ -232,14 +196,17 @@ def status_of(
         catalog: has the partition.
         partition: has the task.
         task: its ledger.
-        redelivery: what was looked for in its rows; None: its first dead-lettered samples are looked for now, and
-            redelivered ones are not counted.
         backlog: what was last seen of the versions of its samples.
         leases: the first of its claims that lease samples.
     """
-    if redelivery is None:
-        redelivery = Redelivery(partition, task)
-        redelivery.look_for_dead_letters(slice(0, partition.table.count))
+    dead_lettered = partition.table.index[task.dead_lettered()[:_MOST_DEAD_LETTERED]]
+    live: dict[str, Any] = {"waiting_count": 0}
+    if (planner := catalog.known_planner(partition, task.name)) is not None:
+        live = {
+            "waiting_count": planner.waiting_count,
+            "delivered_per_second": planner.deliveries.per_second(time.monotonic()),
+            "recent_batches": planner.recent_batches,
+        }
     return TaskStatus(
         task_name=task.name,
         epoch=task.epoch,
@@ -247,19 +214,17 @@ def status_of(
         skipped_count=_skipped_count(partition, task),
         planned_batch_count=task.next_batch_index,
         dp_size=task.dp_size or 0,
-        waiting_count=catalog.waiting_count(partition, task.name),
         complete=_is_complete(partition, task),
         leased_count=task.leased_count,
         dead_lettered_count=task.dead_lettered_count,
-        dead_lettered_indexes=tuple(redelivery.dead_lettered_indexes),
+        dead_lettered_indexes=tuple(dead_lettered.tolist()),
         pending_count=task.backlog,
-        redelivered_count=redelivery.redelivered_count,
-        delivered_per_second=catalog.delivered_per_second(partition, task.name),
-        recent_batches=catalog.recent_batches(partition, task.name),
+        redelivered_count=task.redelivered_count,
         oldest_version=backlog.oldest_version,
         staleness_versions=backlog.staleness_versions,
         leasing_claim_count=len(task.leases),
         leases=leases,
+        **live,
     )
 
 

@@ -12,11 +12,11 @@ One column, `claim`, says of each row what became of it, and only the ledger wri
 Another column, `skipped`, marks rows at 0 that are in a group which lost a member for good, while the task keeps groups
 whole: they are not pending. Samplers see them as before, so a task that takes the rest of such groups can have them.
 
-    0 --claim_batch, claim_samples---------------------------> n    (nack of a claim without a lease: back to 0)
-    0 --claim_samples with a lease--> -n --ack, row is gone--> n
+    0 --deliver----------------------------------------------> n    (nack of a claim without a lease: back to 0)
+    0 --deliver with a lease--------> -n --ack, row is gone--> n
                                       -n --nack, expire------> 0    (expire of one delivered too often: -1)
     -1 --requeue--> 0
-    0 --claim_batch, claim_samples, of what the plan drops---> -2   (under a lease: -n, and -2 with its ack)
+    0 --deliver, of what the plan drops----------------------> -2   (under a lease: -n, and -2 with its ack)
     any --reset--> 0, or 1 what was consumed and is kept so
 
 A plan may consume other samples than it delivers (`RecordedPlan.consumed`). What it only delivers stays at 0, or under
@@ -33,9 +33,11 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections import OrderedDict
+from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
+from itertools import chain
 from typing import Final, Literal, TypeAlias
 
 import numpy as np
@@ -50,6 +52,7 @@ from tq_service.errors import (
     RankDisagreementError,
     SamplesClearedError,
     StaleEpochError,
+    TqError,
 )
 from tq_service.schema import EndCounts
 from tq_service.state.plan import BatchSpec, ClaimRequest, Indexes, LeaseTerms, Pack, Plan, RankPlan, shown
@@ -82,6 +85,28 @@ MOST_PAST_NAMES: Final = 65_536
 """Most names of a task that stand for no claim any more and are remembered; the oldest ones are forgotten."""
 
 Loss: TypeAlias = Literal["cleared", "released", "expired", "forgotten"]
+_LOSSES: Final[Mapping[Loss, tuple[type[TqError], str]]] = {
+    "released": (
+        ClaimReleasedError,
+        "this claim of task {task!r} was released; ask again under a new request_id, or another claim_name",
+    ),
+    "expired": (
+        LeaseExpiredError,
+        "the lease of this claim of task {task!r} ran out, and others may have its samples; ask again under a new "
+        "request_id, or another claim_name",
+    ),
+    "cleared": (
+        SamplesClearedError,
+        "what task {task!r} was to get here was planned, but samples of it have been cleared since; go on with a later "
+        "batch_index (the next to be planned is {next}), a queue worker under a new request_id, or another claim_name",
+    ),
+    "forgotten": (
+        BatchForgottenError,
+        "what task {task!r} was to get here was planned, and is not on record any more: of plans that deliver samples "
+        "without consuming them the last {most} are kept; go on with a later batch_index (the next to be "
+        "planned is {next}), a queue worker under another claim_name",
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,12 +212,6 @@ class RecordedPlan:
         """Return which samples it consumes."""
         return np.ones(rows.size, np.bool_) if self.consumed is None else np.isin(rows, self.consumed)
 
-    def consuming(self, spent: Indexes) -> RecordedPlan:
-        """Return the plan that consumes these rows, and beside them only what its sampler said."""
-        consumed = np.unique(spent) if self.consumed is None else np.union1d(spent, self.consumed)
-        is_all = np.array_equal(np.sort(self.rows), consumed)
-        return replace(self, consumed=None if is_all else consumed)
-
     def part(self, dp_rank: int = 0) -> RankPlan:
         """Return the part of a rank; without steps it has micro-batches, as many on every rank, empty ones included."""
         start, size = sum(self.sizes[:dp_rank]), self.sizes[dp_rank]
@@ -218,33 +237,22 @@ _remembered_step = lru_cache(maxsize=256)(_one_step)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Batch:
-    """A recorded plan for all ranks.
-
-    Attributes:
-        remaining: its samples that are not cleared; 0 for one that does not go with its samples.
-    """
-
-    serial: int
-    batch_spec: BatchSpec
-    plan: RecordedPlan
-    batch_index: int
-    remaining: int = 0
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class QueueClaim:
-    """What a queue worker got.
+class Claim:
+    """What a plan delivered: to all ranks as a batch, or to a queue worker.
 
     Attributes:
         serial: its number in the task.
         plan: the samples, and how they are used.
-        name: what its caller calls it; empty: it has no name.
-        batch_spec: what all calls under its name have to ask for alike; None where it was made without a name.
+        request_id: of the call of a queue worker; empty: it is a batch.
+        batch_index: of a batch; -1: it is of a queue worker.
+        name: what the caller of a queue worker calls it; empty: it has no name.
+        batch_spec: what all ranks, or all calls under its name, have to ask for alike; None: it is of a queue worker
+            and has no name.
         lease: the terms, also once nothing is leased any more; None: its samples were done when they were delivered.
         delivery_counts: for each sample of a claim with a lease how often it was delivered, this time included.
         returned: samples of a claim with a lease that it acknowledged and did not consume; None: there are none.
-        remaining: its samples that are neither cleared nor released.
+        remaining: its samples that are neither cleared nor released; of a plan that may deliver what it does not
+            consume those that it consumed, if it leased none.
         leased_count: its samples that are leased: neither acknowledged, failed, cleared nor released.
         deadline: when these expire, by the clock of the event loop; set by the lease timer, which no replay has.
         delivered_at: when its lease first began in this instance of the service, by the same clock; set likewise.
@@ -252,9 +260,10 @@ class QueueClaim:
             its answer was sent releases the claim only if no retry was given the same.
     """
 
-    request_id: bytes
     serial: int
     plan: RecordedPlan
+    request_id: bytes = b""
+    batch_index: int = -1
     name: str = ""
     batch_spec: BatchSpec | None = None
     lease: LeaseTerms | None = None
@@ -363,8 +372,8 @@ class TaskSnapshot:
     """A task at one moment, but for its columns, from which follows how many rows are left of each record."""
 
     facts: TaskFacts
-    batches: list[Batch] = field(default_factory=list)
-    claims: list[QueueClaim] = field(default_factory=list)
+    batches: list[Claim] = field(default_factory=list)
+    claims: list[Claim] = field(default_factory=list)
     names: list[tuple[str, bytes]] = field(default_factory=list)
     past_names: list[tuple[str, PastName]] = field(default_factory=list)
     reusing: list[int] = field(default_factory=list)  # serials of records, the oldest first
@@ -384,6 +393,7 @@ class TaskLedger(TaskFacts):
         uses: how often each row was delivered, under a lease also acknowledged, and not consumed.
         skipped: which rows are skipped, see the module.
         leased_count: rows that are leased.
+        redelivered_count: rows that were delivered more than once in this epoch, see `deliveries`.
         batches: recorded batches by batch_index, in the order of these; also the few kept without rows.
         claims: claims of queue workers by their request_id.
         leases: those of them that lease samples, in the order of their delivery.
@@ -394,7 +404,7 @@ class TaskLedger(TaskFacts):
 
     def __init__(self, name: str, table: RowTable, state: Column, *, backlog: int) -> None:
         super().__init__(name=name, backlog=backlog)
-        self.leased_count = 0
+        self.leased_count = self.redelivered_count = 0
         claim, deliveries, uses, skipped = task_columns(name)
         self.claim = table.column(claim, np.int64, UNCLAIMED)
         self.deliveries = table.column(deliveries, np.int32, 0)
@@ -408,14 +418,14 @@ class TaskLedger(TaskFacts):
 
     def _forget_records(self) -> None:
         """Have no records, as at the beginning of an epoch."""
-        self.batches: dict[int, Batch] = {}
-        self.claims: dict[bytes, QueueClaim] = {}
-        self.leases: dict[bytes, QueueClaim] = {}
+        self.batches: dict[int, Claim] = {}
+        self.claims: dict[bytes, Claim] = {}
+        self.leases: dict[bytes, Claim] = {}
         self.names = ClaimNames()
         self._without_rows: list[int] = []  # batch indexes, the lowest first
-        self._reusing: dict[int, Batch | QueueClaim] = {}  # those that lease nothing, by serial
+        self._reusing: dict[int, Claim] = {}  # those that lease nothing, by serial
         self._reusing_row_count = 0
-        self._by_serial: dict[int, Batch | QueueClaim] = {}
+        self._by_serial: dict[int, Claim] = {}
 
     @property
     def is_unused(self) -> bool:
@@ -455,29 +465,19 @@ class TaskLedger(TaskFacts):
         specs: dict[BatchSpec | None, BatchSpec | None] = {}  # thousands of claims share a few
         serials, counts = count_values(self.claim[: self._table.count])
         rows_of = dict(zip(serials.tolist(), counts.tolist(), strict=True))
-        for batch in snapshot.batches:
-            self.batches[batch.batch_index] = batch
-            if not batch.plan.is_reusing:
-                batch.remaining = rows_of.get(batch.serial, 0)
-                self._by_serial[batch.serial] = batch
-                if not batch.remaining:
-                    self._without_rows.append(batch.batch_index)
-        for claim in snapshot.claims:
+        self.redelivered_count = int(np.count_nonzero(self.deliveries[: self._table.count] > 1))
+        for claim in chain(snapshot.batches, snapshot.claims):
             claim.batch_spec = specs.setdefault(claim.batch_spec, claim.batch_spec)
-            claim.leased_count = rows_of.get(-claim.serial, 0)
+            self._add(claim)
+            self._count_leased(claim, rows_of.get(-claim.serial, 0))
             claim.remaining = rows_of.get(claim.serial, 0) + claim.leased_count
-            self.claims[claim.request_id] = claim
-            self.leased_count += claim.leased_count
-            if claim.leased_count:
-                self.leases[claim.request_id] = claim
-            if claim.goes_with_rows:
-                self._by_serial[claim.serial] = claim
-            elif claim.plan.consumed is not None:
+            if claim.plan.consumed is not None and claim.lease is None:
                 claim.remaining = claim.plan.consumed.size
-        records: list[Batch | QueueClaim] = [*snapshot.batches, *snapshot.claims]
-        by_serial = {record.serial: record for record in records}
+            elif not (claim.request_id or claim.remaining):
+                self._without_rows.append(claim.batch_index)
+        by_serial = {claim.serial: claim for claim in chain(self.batches.values(), self.claims.values())}
         self._reusing = {serial: by_serial[serial] for serial in snapshot.reusing}
-        self._reusing_row_count = sum(record.plan.rows.size for record in self._reusing.values())
+        self._reusing_row_count = sum(claim.rows.size for claim in self._reusing.values())
 
     # Recorded answers
 
@@ -485,7 +485,7 @@ class TaskLedger(TaskFacts):
         """Refuse a caller that means another epoch."""
         check_epoch(self.name, self.epoch, epoch)
 
-    def recorded(self, request: ClaimRequest) -> RankPlan | QueueClaim | EndCounts | None:
+    def recorded(self, request: ClaimRequest) -> RankPlan | Claim | EndCounts | None:
         """Return the recorded answer to a request, None where there is none yet."""
         if request.rank is None:
             return self._recorded_claim(request)
@@ -498,162 +498,132 @@ class TaskLedger(TaskFacts):
             return self.end
         batch = self.batches.get(rank.batch_index)
         if batch is None:
-            raise self._forgotten_error() if rank.batch_index <= self.last_forgotten else self._cleared_error()
-        differs = request.batch_spec.disagreement(batch.batch_spec)
-        if differs is not None:
-            raise _disagreement(*differs, f"batch_index {rank.batch_index} of task {self.name!r}")
+            raise self._loss_error("forgotten" if rank.batch_index <= self.last_forgotten else "cleared")
+        self._check_alike(request, batch, f"batch_index {rank.batch_index}")
         part = batch.plan.part(rank.dp_rank)
-        if batch.remaining < batch.plan.rows.size:
-            self.check_present(part.rows)
+        self.check_present(part.rows)
         return part
 
-    def _recorded_claim(self, request: ClaimRequest) -> QueueClaim | EndCounts | None:
+    def _recorded_claim(self, request: ClaimRequest) -> Claim | EndCounts | None:
         name, request_id = request.claim_name, request.request_id
-        if name in self.names.claims:
-            claim = self.claims[self.names.claims[name]]
-            differs = None if claim.batch_spec is None else request.batch_spec.disagreement(claim.batch_spec)
-            if differs is not None:
-                raise _disagreement(*differs, f"claim_name {name!r} of task {self.name!r}")
-            return self._with_rows(claim)
         if (past := self.names.past.get(name)) is not None:
-            match past.loss:
-                case "cleared":
-                    raise self._cleared_error()
-                case "released":
-                    raise self._released_error()
-                case "expired":
-                    raise self._expired_error()
-                case "forgotten":
-                    raise self._forgotten_error()
+            if past.loss is not None:
+                raise self._loss_error(past.loss)
             return past.end
-        if request_id in self.ended:
-            raise self._expired_error() if self.ended.has_expired(request_id) else self._released_error()
-        found = self.claims.get(request_id)
-        if found is not None and name:
+        named = self.names.claims.get(name)
+        if named is None and request_id in self.ended:
+            raise self._loss_error("expired" if self.ended.has_expired(request_id) else "released")
+        claim = self.claims.get(named or request_id)
+        if claim is None:
+            return None
+        if named is not None:
+            self._check_alike(request, claim, f"claim_name {name!r}")
+        elif name:
             raise InvalidArgumentError(
                 f"request_id {request_id.hex()} is that of another claim of task {self.name!r} than {name!r}; make one "
                 f"for each claim_name",
                 field="request_id",
             )
-        return None if found is None else self._with_rows(found)
-
-    def _released_error(self) -> ClaimReleasedError:
-        return ClaimReleasedError(
-            f"this claim of task {self.name!r} was released; ask again under a new request_id, or another claim_name",
-            metadata={"task_name": self.name},
-        )
-
-    def _expired_error(self) -> LeaseExpiredError:
-        return LeaseExpiredError(
-            f"the lease of this claim of task {self.name!r} ran out, and others may have its samples; ask again "
-            f"under a new request_id, or another claim_name",
-            metadata={"task_name": self.name},
-        )
-
-    def _with_rows(self, claim: QueueClaim) -> QueueClaim:
-        """Return a claim whose samples are all there."""
-        if claim.plan.is_reusing or claim.remaining < claim.rows.size:
-            self.check_present(claim.rows)
+        self.check_present(claim.rows)
         return claim
+
+    def _check_alike(self, request: ClaimRequest, claim: Claim, what: str) -> None:
+        """Refuse a call that asks for something else than the one for which its answer was recorded."""
+        differs = None if claim.batch_spec is None else request.batch_spec.disagreement(claim.batch_spec)
+        if differs is not None:
+            raise _disagreement(*differs, f"{what} of task {self.name!r}")
 
     def check_present(self, rows: Indexes) -> None:
         """Refuse an answer of which samples have been cleared since it was planned."""
         if bool((self._table.find(rows) < 0).any()):
-            raise self._cleared_error()
+            raise self._loss_error("cleared")
 
-    def _cleared_error(self) -> SamplesClearedError:
-        return SamplesClearedError(
-            f"what task {self.name!r} was to get here was planned, but samples of it have been cleared since; go on "
-            f"with a later batch_index (the next to be planned is {self.next_batch_index}), a queue worker under a new "
-            f"request_id, or another claim_name",
-            metadata={"task_name": self.name, "next_batch_index": str(self.next_batch_index)},
-        )
-
-    def _forgotten_error(self) -> BatchForgottenError:
-        return BatchForgottenError(
-            f"what task {self.name!r} was to get here was planned, and is not on record any more: of plans that "
-            f"deliver samples without consuming them the last {_MOST_REUSING} are kept; go on with a later batch_index "
-            f"(the next to be planned is {self.next_batch_index}), a queue worker under another claim_name",
+    def _loss_error(self, loss: Loss) -> TqError:
+        kind, text = _LOSSES[loss]
+        return kind(
+            text.format(task=self.name, next=self.next_batch_index, most=_MOST_REUSING),
             metadata={"task_name": self.name, "next_batch_index": str(self.next_batch_index)},
         )
 
     # Claims
 
-    def claim_batch(self, batch_spec: BatchSpec, plan: RecordedPlan, positions: Indexes) -> None:
-        """Record the plan of the next batch_index, and what it consumes.
+    def using_up(self, plan: RecordedPlan, max_uses: int) -> RecordedPlan:
+        """Return a plan that consumes what it delivers for the last time, and beside it what its sampler said.
+
+        Without `max_uses`, only rows that the sampler names are consumed, or all.
+        """
+        if max_uses == 1:
+            spent = plan.rows if plan.consumed is None else plan.consumed
+        else:
+            spent, counts = np.unique(plan.rows, return_counts=True)
+            spent = spent[self.uses[self._table.find(spent)] + counts >= max_uses]
+        consumed = np.unique(spent) if plan.consumed is None else np.union1d(spent, plan.consumed)
+        is_all = np.array_equal(np.sort(plan.rows), consumed)
+        return replace(plan, consumed=None if is_all else consumed)
+
+    def deliver(
+        self,
+        plan: RecordedPlan,
+        positions: Indexes,
+        *,
+        request_id: bytes = b"",
+        batch_spec: BatchSpec | None = None,
+        lease: LeaseTerms | None = None,
+        name: str = "",
+    ) -> Claim:
+        """Record what a plan delivers, as the next batch of the ranks or to a queue worker, and what it consumes.
 
         Args:
-            batch_spec: what the ranks ask for.
             plan: the plan.
             positions: those of `plan.named`.
+            request_id: of the call of a queue worker; empty: it is a batch.
+            batch_spec: of a batch, or a claim with a name: what was asked for.
+            lease: how its samples are leased; None: they are done.
+            name: that of the claim; empty: it has none.
         """
         self.serial += 1
-        batch = self.batches[self.next_batch_index] = Batch(
-            serial=self.serial, batch_spec=batch_spec, plan=plan, batch_index=self.next_batch_index
+        claim = Claim(
+            serial=self.serial, plan=plan, request_id=request_id, name=name, batch_spec=batch_spec, lease=lease
         )
-        self.next_batch_index += 1
+        if not request_id:
+            claim.batch_index = self.next_batch_index
+            self.next_batch_index += 1
+            self.dp_size = len(plan.sizes)
+        elif name:
+            self.names.claims[name] = request_id
+        self._add(claim)
         self.totals.delivered += plan.rows.size
-        self.dp_size = len(plan.sizes)
-        positions, dropped = np.split(positions, [positions.size - plan.dropped_count])
+        used, dropped = np.split(positions, [positions.size - plan.dropped_count])
+        if lease is not None:
+            claim.remaining = positions.size
+            self._lease(claim, used, dropped)
+            return claim
+        consumed = used[plan.consumes(plan.used)] if plan.is_reusing else used
         self._consume(dropped, DROPPED)
+        self._consume(consumed, claim.serial)
+        claim.remaining = consumed.size
         if plan.is_reusing:
-            self._use(batch, positions)
-            return
-        batch.remaining = positions.size
-        self._by_serial[batch.serial] = batch
-        self._consume(positions, batch.serial)
-        if not batch.remaining:
-            self._drop_batch(batch)
+            self._count_uses(plan.rows, 1)
+        if plan.is_reusing or (request_id and not consumed.size):
+            self._keep_reusing(claim)
+        else:
+            self._on_fewer_rows(claim)
+        return claim
+
+    def _add(self, claim: Claim) -> None:
+        if claim.request_id:
+            self.claims[claim.request_id] = claim
+        else:
+            self.batches[claim.batch_index] = claim
+        if claim.goes_with_rows:
+            self._by_serial[claim.serial] = claim
 
     def reach_end(self, dp_size: int, end: EndCounts) -> None:
         """Record that no batch follows, for all ranks and batch indexes from the next on."""
         self.dp_size = dp_size
         self.end = end
 
-    def claim_samples(
-        self,
-        request_id: bytes,
-        plan: RecordedPlan,
-        positions: Indexes,
-        lease: LeaseTerms | None = None,
-        *,
-        name: str = "",
-        batch_spec: BatchSpec | None = None,
-    ) -> QueueClaim:
-        """Record what a queue worker gets, leased where terms are given; a named claim with what was asked for.
-
-        `positions` are those of `plan.named`.
-        """
-        self.serial += 1
-        claim = self.claims[request_id] = QueueClaim(
-            request_id=request_id,
-            serial=self.serial,
-            plan=plan,
-            name=name,
-            batch_spec=batch_spec,
-            lease=lease,
-            remaining=positions.size,
-        )
-        positions, dropped = np.split(positions, [positions.size - plan.dropped_count])
-        if lease is None:
-            self._consume(dropped, DROPPED)
-            claim.remaining = positions.size
-        self.totals.delivered += plan.rows.size
-        if name:
-            self.names.claims[name] = request_id
-        if claim.goes_with_rows:
-            self._by_serial[claim.serial] = claim
-        if lease is not None:
-            self._lease(claim, positions, dropped)
-        elif plan.is_reusing:
-            self._use(claim, positions)
-        else:
-            self._consume(positions, claim.serial)
-            if not positions.size:
-                self._keep_reusing(claim)
-        return claim
-
-    def _lease(self, claim: QueueClaim, positions: Indexes, dropped: Indexes) -> None:
+    def _lease(self, claim: Claim, positions: Indexes, dropped: Indexes) -> None:
         """Lease what a claim delivers and what it drops; what it consumes without delivering it is done."""
         delivered = positions
         if claim.plan.is_reusing:
@@ -662,23 +632,19 @@ class TaskLedger(TaskFacts):
             delivered = positions[is_delivered]
         claim.delivery_counts = self.deliveries[delivered] + np.int32(1)
         self.totals.redelivered += int(np.count_nonzero(claim.delivery_counts > 1))
-        self.deliveries.write(delivered, claim.delivery_counts)
+        self._write_deliveries(delivered, claim.delivery_counts)
         if claim.plan.is_reusing:  # in which a sample may come twice
             claim.delivery_counts = self.deliveries[self._table.find(claim.rows)]
         if dropped.size:
-            self.deliveries.write(dropped, self.deliveries[dropped] + np.int32(1))
+            self._write_deliveries(dropped, self.deliveries[dropped] + np.int32(1))
             delivered = np.concatenate([delivered, dropped])
         self._count_leased(claim, delivered.size)
         self._consume(delivered, claim.mark)
 
-    def _use(self, record: Batch | QueueClaim, positions: Indexes) -> None:
-        """Consume what a plan consumes, count what it delivers, and keep its record."""
-        consumed = positions[record.plan.consumes(record.plan.used)]
-        self._consume(consumed, record.serial)
-        self._count_uses(record.plan.rows, 1)
-        if isinstance(record, QueueClaim):
-            record.remaining = consumed.size
-        self._keep_reusing(record)
+    def _write_deliveries(self, positions: Indexes, counts: NDArray[np.int32] | np.int32) -> None:
+        """Write how often rows were delivered, and count those that were more than once."""
+        self.redelivered_count += int(np.sum(counts > 1)) - int(np.count_nonzero(self.deliveries[positions] > 1))
+        self.deliveries.write(positions, counts)
 
     def _count_uses(self, rows: Indexes, by: int) -> None:
         """Count deliveries of rows, as often as they are given and as far as they are there."""
@@ -700,24 +666,21 @@ class TaskLedger(TaskFacts):
         else:
             self.consumed_count += positions.size
 
-    def _keep_reusing(self, record: Batch | QueueClaim) -> None:
-        """Keep a record whose rows others may get too, and drop the oldest of those where they are many."""
-        self._reusing[record.serial] = record
-        self._reusing_row_count += record.plan.rows.size
+    def _keep_reusing(self, claim: Claim) -> None:
+        """Keep a claim whose rows others may get too, and drop the oldest of those where they are many."""
+        self._reusing[claim.serial] = claim
+        self._reusing_row_count += claim.rows.size
         while len(self._reusing) > 1 and (
             len(self._reusing) > _MOST_REUSING or self._reusing_row_count > _MOST_REUSING_ROWS
         ):
             oldest = next(iter(self._reusing.values()))
-            if isinstance(oldest, Batch):
+            if not oldest.request_id:
                 self.last_forgotten = oldest.batch_index
-                self._drop(oldest)
-                del self.batches[oldest.batch_index]
-            else:
-                self._drop_claim(oldest, "forgotten")
+            self._drop(oldest, "forgotten")
 
     # What becomes of a claim
 
-    def left(self, claim: QueueClaim) -> Indexes:
+    def left(self, claim: Claim) -> Indexes:
         """Return the positions of the samples that a claim holds: leased ones, without a lease those not cleared."""
         rows = claim.plan.named
         positions = self._table.find(rows)
@@ -727,7 +690,7 @@ class TaskLedger(TaskFacts):
         held: Indexes = positions[is_held]
         return held
 
-    def ack(self, claim: QueueClaim, positions: Indexes) -> Indexes:
+    def ack(self, claim: Claim, positions: Indexes) -> Indexes:
         """Have leased rows consumed or dropped for good, or used once more; return those that can be claimed again."""
         plan, dropped = claim.plan, positions[:0]
         if plan.dropped:
@@ -744,14 +707,14 @@ class TaskLedger(TaskFacts):
         self.claim.write(consumed, claim.serial)
         self._count_leased(claim, -consumed.size)
         if returned.size:
-            self.deliveries.write(returned, 0)
+            self._write_deliveries(returned, np.int32(0))
             before = returned[:0] if claim.returned is None else claim.returned
             claim.returned = np.concatenate([before, self._table.index[returned]])
             self._reopen(returned)
         self._lose(claim, returned.size + dropped.size)
         return returned
 
-    def nack(self, claim: QueueClaim, positions: Indexes) -> None:
+    def nack(self, claim: Claim, positions: Indexes) -> None:
         """Release rows of a claim as if they had not been delivered; all that are left where it has no lease."""
         count = positions.size
         self.names.lose(claim.name, claim.request_id, "released")
@@ -761,11 +724,11 @@ class TaskLedger(TaskFacts):
             if claim.plan.is_reusing:
                 self._count_uses(claim.rows, -1)
         else:
-            self.deliveries.write(positions, self.deliveries[positions] - np.int32(1))
+            self._write_deliveries(positions, self.deliveries[positions] - np.int32(1))
         self._reopen(positions)
         self._lose(claim, count)
 
-    def expire(self, claim: QueueClaim, positions: Indexes, at_seconds: float) -> Indexes:
+    def expire(self, claim: Claim, positions: Indexes, at_seconds: float) -> Indexes:
         """Take all that is leased; return the positions that can be claimed again, not the dead-lettered."""
         most = None if claim.lease is None else claim.lease.max_deliveries
         is_spent = self.deliveries[positions] >= (np.iinfo(np.int32).max if most is None else most)
@@ -785,7 +748,7 @@ class TaskLedger(TaskFacts):
         states = self._state[positions]
         self.backlog += int(np.count_nonzero(is_open(states)))
 
-    def _count_leased(self, claim: QueueClaim, count: int) -> None:
+    def _count_leased(self, claim: Claim, count: int) -> None:
         """Count rows that are leased from now on; fewer than 0: not any more."""
         self.leased_count += count
         claim.leased_count += count
@@ -794,7 +757,7 @@ class TaskLedger(TaskFacts):
         elif count > 0:
             self.leases[claim.request_id] = claim
 
-    def _lose(self, claim: QueueClaim, count: int) -> None:
+    def _lose(self, claim: Claim, count: int) -> None:
         """Count off rows that are no longer consumed by a claim, nor leased to it."""
         if claim.lease is not None:
             self._count_leased(claim, -count)
@@ -802,22 +765,30 @@ class TaskLedger(TaskFacts):
         claim.remaining -= count
         self._on_fewer_rows(claim)
 
-    def _on_fewer_rows(self, claim: QueueClaim) -> None:
-        """Drop a claim that has no rows left; one that returned some is kept with those whose rows others may get."""
+    def _on_fewer_rows(self, claim: Claim) -> None:
+        """Drop a claim that has no rows left; one that returned some is kept with those whose rows others may get.
+
+        Of the batches in which a rank had no rows the last few are kept: it still gets its answer.
+        """
         if claim.remaining == 0 and claim.returned is None:
-            self._drop_claim(claim, "cleared")
+            if not claim.request_id and 0 in claim.plan.sizes:
+                insort(self._without_rows, claim.batch_index)
+                if len(self._without_rows) <= _MOST_BATCHES_WITHOUT_ROWS:
+                    return
+                claim = self.batches[self._without_rows.pop(0)]
+            self._drop(claim, "cleared")
         elif claim.plan.is_reusing and not claim.leased_count and claim.serial not in self._reusing:
             self._keep_reusing(claim)
 
-    def _drop_claim(self, claim: QueueClaim, loss: Loss) -> None:
-        self.names.lose(claim.name, claim.request_id, loss)
-        self._drop(claim)
-        del self.claims[claim.request_id]
-
-    def _drop(self, record: Batch | QueueClaim) -> None:
-        self._by_serial.pop(record.serial, None)
-        if self._reusing.pop(record.serial, None) is not None:
-            self._reusing_row_count -= record.plan.rows.size
+    def _drop(self, claim: Claim, loss: Loss) -> None:
+        self._by_serial.pop(claim.serial, None)
+        if self._reusing.pop(claim.serial, None) is not None:
+            self._reusing_row_count -= claim.rows.size
+        if claim.request_id:
+            self.names.lose(claim.name, claim.request_id, loss)
+            del self.claims[claim.request_id]
+        else:
+            del self.batches[claim.batch_index]
 
     def dead_lettered(self) -> Indexes:
         """Return the positions of the rows that are dead-lettered and not cleared."""
@@ -827,7 +798,7 @@ class TaskLedger(TaskFacts):
 
     def requeue(self, positions: Indexes) -> None:
         """Have dead-lettered rows claimable, as if they had never been delivered."""
-        self.deliveries.write(positions, 0)
+        self._write_deliveries(positions, np.int32(0))
         self.dead_lettered_count -= positions.size
         self._reopen(positions)
 
@@ -899,7 +870,7 @@ class TaskLedger(TaskFacts):
             self.deliveries.write(slice(0, self._table.count), 0)
         if not keep_consumed and not self.uses.is_blank:
             self.uses.write(slice(0, self._table.count), 0)
-        self.leased_count = self.dead_lettered_count = self.dropped_count = 0
+        self.leased_count = self.redelivered_count = self.dead_lettered_count = self.dropped_count = 0
         self.last_forgotten = -1
         self._forget_records()
         if keep_consumed:
@@ -930,32 +901,19 @@ class TaskLedger(TaskFacts):
         serials, counts = count_values(-claims[is_leased])
         self.claim.write(positions[is_leased], -claims[is_leased])
         for serial, count in zip(serials.tolist(), counts.tolist(), strict=True):
-            if isinstance(claim := self._by_serial[serial], QueueClaim):  # as all are that have leased rows
-                self._count_leased(claim, -count)
-                self._on_fewer_rows(claim)
+            claim = self._by_serial[serial]
+            self._count_leased(claim, -count)
+            self._on_fewer_rows(claim)
 
     def on_rows_cleared(self, positions: Indexes) -> None:
         """Drop the records whose last rows are being cleared."""
+        if self.redelivered_count:
+            self._write_deliveries(positions, np.int32(0))
         serials, counts = count_values(self.claim[positions])
         for serial, count in zip(serials.tolist(), counts.tolist(), strict=True):
-            record = self._by_serial.get(serial)
-            if record is None:
-                continue
-            record.remaining -= count
-            if isinstance(record, QueueClaim):
-                self._on_fewer_rows(record)
-            elif record.remaining == 0:
-                self._drop_batch(record)
-
-    def _drop_batch(self, batch: Batch) -> None:
-        """Drop a batch whose rows are gone, but for the last few in which a rank had none: it still gets its answer."""
-        if 0 in batch.plan.sizes:
-            insort(self._without_rows, batch.batch_index)
-            if len(self._without_rows) <= _MOST_BATCHES_WITHOUT_ROWS:
-                return
-            batch = self.batches[self._without_rows.pop(0)]
-        self._drop(batch)
-        del self.batches[batch.batch_index]
+            if (claim := self._by_serial.get(serial)) is not None:
+                claim.remaining -= count
+                self._on_fewer_rows(claim)
 
 
 def task_columns(name: str) -> tuple[str, str, str, str]:
