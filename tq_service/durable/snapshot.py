@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import groupby, repeat
+from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -127,49 +127,34 @@ class ColumnPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batches:
-    """Batches of a task that have one spec, in columns: reading a hundred thousand one by one takes long.
+    """Batches of a task that have one spec: reading a hundred thousand one by one takes long.
 
     Attributes:
-        serials: of each batch.
-        batch_indexes: of each batch.
         rows: of all plans, concatenated.
-        sizes: of each plan.
-        steps: of each plan.
-        consumed: of each plan, or empty for none of them.
-        dropped: of each plan, or empty for none of them.
+        others: of each batch its serial and index; of its plan the sizes, steps, consumed and dropped.
     """
 
     batch_spec: BatchSpec
-    serials: list[int]
-    batch_indexes: list[int]
     rows: Indexes
-    sizes: list[tuple[int, ...]]
-    steps: list[tuple[Steps, ...]]
-    consumed: list[Indexes | None] = field(default_factory=list)
-    dropped: list[tuple[Indexes, ...]] = field(default_factory=list)
+    others: list[tuple[int, int, tuple[int, ...], tuple[Steps, ...], Indexes | None, tuple[Indexes, ...]]]
 
     @classmethod
     def of(cls, batch_spec: BatchSpec, batches: Sequence[Batch]) -> Batches:
         """Return the record of some batches."""
-        plans = [batch.plan for batch in batches]
         return cls(
             batch_spec=batch_spec,
-            serials=[batch.serial for batch in batches],
-            batch_indexes=[batch.batch_index for batch in batches],
-            rows=np.concatenate([plan.rows for plan in plans]),
-            sizes=[plan.sizes for plan in plans],
-            steps=[plan.steps for plan in plans],
-            consumed=[plan.consumed for plan in plans] if any(plan.is_reusing for plan in plans) else [],
-            dropped=[plan.dropped for plan in plans] if any(plan.dropped for plan in plans) else [],
+            rows=np.concatenate([batch.plan.rows for batch in batches]),
+            others=[
+                (each.serial, each.batch_index, plan.sizes, plan.steps, plan.consumed, plan.dropped)
+                for each in batches
+                for plan in (each.plan,)
+            ],
         )
 
     def all(self) -> Iterator[Batch]:
         """Yield the batches."""
         spec, end = self.batch_spec, 0
-        consumed_of, dropped_of = self.consumed or repeat(None), self.dropped or repeat(())
-        for serial, batch_index, sizes, steps, consumed, dropped in zip(
-            self.serials, self.batch_indexes, self.sizes, self.steps, consumed_of, dropped_of, strict=False
-        ):
+        for serial, batch_index, sizes, steps, consumed, dropped in self.others:
             start, end = end, end + sum(sizes)
             plan = RecordedPlan(
                 rows=self.rows[start:end].copy(),  # else each batch would keep the rows of all

@@ -40,7 +40,7 @@ from tq_service.dataplane.shared_memory.client import HostLink
 from tq_service.errors import CallCancelledError, PreconditionError, TqError, UnavailableError
 from tq_service.schema import FieldSpec
 from tq_service.v1 import controller_service_pb2 as pb
-from tq_service.wire.connection import Controllers, Credentials, Metadata, Signature, Tls, async_open_channel
+from tq_service.wire.connection import Controllers, Credentials, Metadata, Signature, Tls, open_channel
 from tq_service.wire.error_table import status_from_trailers
 from tq_service.wire.messages import in_parts
 from tq_service.wire.metadata import decode_spec
@@ -61,7 +61,7 @@ class AsyncEndpoint:
     def __init__(self, address: str, calls: AsyncCalls) -> None:
         self.address = address
         options = CLUSTER_CHANNEL_OPTIONS if calls.controllers.has_several else CHANNEL_OPTIONS
-        self.channel = async_open_channel(address, calls.credentials, options)
+        self.channel = open_channel(grpc.aio, address, calls.credentials, options)
         self.link = HostLink()
         self.driver = AsyncGrpcDriver(self.channel, metadata=self.metadata, errors=self.errors, link=self.link)
         self._calls = calls
@@ -200,9 +200,8 @@ class AsyncCalls:
         """Make a unary call; `is_retried` tells whether the caller tries again while the service is unavailable."""
         endpoint, name = self.endpoint(address), method_of(kind.DESCRIPTOR).name
         parts = in_parts(request.SerializeToString(), name)
-        channel: Any = endpoint.channel
         with endpoint.errors(deadline, is_retried=is_retried):
-            opened = channel.unary_unary if len(parts) == 1 else channel.stream_unary
+            opened = endpoint.channel.unary_unary if len(parts) == 1 else endpoint.channel.stream_unary
             answer: Response = await opened(name, response_deserializer=kind.FromString)(
                 parts[0] if len(parts) == 1 else iter(parts),
                 timeout=deadline.remaining(),
@@ -269,7 +268,7 @@ class AsyncBase:
     async def _ask(
         self, kind: type[Response], timeout: float | None, *, batch: BatchMeta | None = None, **arguments: Any
     ) -> Response:
-        """Make a call to the controller, tried again until the timeout.
+        """Make a call to the controller, tried again until the timeout; of a list return all pages as one answer.
 
         Args:
             kind: the answer, which tells the call and its request.
@@ -282,7 +281,10 @@ class AsyncBase:
         elif "partition_id" in arguments:
             arguments["partition_id"] = self._namespace.full_name(arguments["partition_id"])
         request = request_of(method_of(kind.DESCRIPTOR).request, **arguments)
-        return await self._calls.unary(kind, request, self._deadline(timeout))
+        answer = kind()
+        async for page in self._pages(kind, request, self._deadline(timeout)):
+            answer.MergeFrom(page)
+        return answer
 
     async def _fields_of(self, full_partition_id: str, deadline: Deadline) -> dict[str, FieldSpec]:
         """Return the fields of a partition, by name."""
@@ -293,13 +295,13 @@ class AsyncBase:
     async def _pages(
         self, kind: type[Response], request: Any, deadline: Deadline, first: Response | None = None
     ) -> AsyncIterator[Response]:
-        """Make a call to the controller for each page of a list but one that is there, and yield the answers."""
+        """Make a call to the controller, for each page of a list but one that is there, and yield the answers."""
         answer: Any = first
         while True:
             if answer is None:
                 answer = await self._calls.unary(kind, request, deadline)
             yield answer
-            if not answer.next_page_token:
+            if not getattr(answer, "next_page_token", ""):
                 return
             request.page_token, answer = answer.next_page_token, None
 

@@ -62,7 +62,7 @@ class Endpoint:
     def __init__(self, address: str, calls: Calls) -> None:
         self.address = address
         options = CLUSTER_CHANNEL_OPTIONS if calls.controllers.has_several else CHANNEL_OPTIONS
-        self.channel = open_channel(address, calls.credentials, options)
+        self.channel = open_channel(grpc, address, calls.credentials, options)
         self.link = HostLink()
         self.driver = GrpcDriver(self.channel, metadata=self.metadata, errors=self.errors, link=self.link)
         self._calls = calls
@@ -201,9 +201,8 @@ class Calls:
         """Make a unary call; `is_retried` tells whether the caller tries again while the service is unavailable."""
         endpoint, name = self.endpoint(address), method_of(kind.DESCRIPTOR).name
         parts = in_parts(request.SerializeToString(), name)
-        channel: Any = endpoint.channel
         with endpoint.errors(deadline, is_retried=is_retried):
-            opened = channel.unary_unary if len(parts) == 1 else channel.stream_unary
+            opened = endpoint.channel.unary_unary if len(parts) == 1 else endpoint.channel.stream_unary
             answer: Response = opened(name, response_deserializer=kind.FromString)(
                 parts[0] if len(parts) == 1 else iter(parts),
                 timeout=deadline.remaining(),
@@ -270,7 +269,7 @@ class Base:
     def _ask(
         self, kind: type[Response], timeout: float | None, *, batch: BatchMeta | None = None, **arguments: Any
     ) -> Response:
-        """Make a call to the controller, tried again until the timeout.
+        """Make a call to the controller, tried again until the timeout; of a list return all pages as one answer.
 
         Args:
             kind: the answer, which tells the call and its request.
@@ -283,7 +282,10 @@ class Base:
         elif "partition_id" in arguments:
             arguments["partition_id"] = self._namespace.full_name(arguments["partition_id"])
         request = request_of(method_of(kind.DESCRIPTOR).request, **arguments)
-        return self._calls.unary(kind, request, self._deadline(timeout))
+        answer = kind()
+        for page in self._pages(kind, request, self._deadline(timeout)):
+            answer.MergeFrom(page)
+        return answer
 
     def _fields_of(self, full_partition_id: str, deadline: Deadline) -> dict[str, FieldSpec]:
         """Return the fields of a partition, by name."""
@@ -294,13 +296,13 @@ class Base:
     def _pages(
         self, kind: type[Response], request: Any, deadline: Deadline, first: Response | None = None
     ) -> Iterator[Response]:
-        """Make a call to the controller for each page of a list but one that is there, and yield the answers."""
+        """Make a call to the controller, for each page of a list but one that is there, and yield the answers."""
         answer: Any = first
         while True:
             if answer is None:
                 answer = self._calls.unary(kind, request, deadline)
             yield answer
-            if not answer.next_page_token:
+            if not getattr(answer, "next_page_token", ""):
                 return
             request.page_token, answer = answer.next_page_token, None
 

@@ -205,10 +205,8 @@ class PartitionCalls(Base):
                 partition that is waited for.
             timeout: seconds until the call fails; None: the client's.
         """
-        request = request_of(pb.GetStatusRequest, prefix=self._namespace.prefix + prefix, explain=explain)
-        answer = pb.GetStatusResponse()
-        for page in self._pages(pb.GetStatusResponse, request, self._deadline(timeout)):
-            answer.MergeFrom(page)
+        full_prefix = self._namespace.prefix + prefix
+        answer = self._ask(pb.GetStatusResponse, timeout, prefix=full_prefix, explain=explain)
         named: list[Any] = [*(described.summary for described in answer.partitions), *answer.waits]
         for each in named:
             each.partition_id = self._namespace.own_name(each.partition_id)
@@ -216,8 +214,8 @@ class PartitionCalls(Base):
 
     def list_samplers(self, *, timeout: float | None = None) -> list[SamplerDescription]:
         """Return the samplers that `get_meta` takes, with their options."""
-        pages = self._pages(pb.ListSamplersResponse, pb.ListSamplersRequest(), self._deadline(timeout))
-        return [read_message(SamplerDescription, one) for page in pages for one in page.samplers]
+        answer = self._ask(pb.ListSamplersResponse, timeout)
+        return [read_message(SamplerDescription, one) for one in answer.samplers]
 
     def checkpoint(
         self, name: str, *, metadata: Mapping[str, Any] | None = None, timeout: float | None = None
@@ -255,12 +253,10 @@ class PartitionCalls(Base):
         Raises:
             PreconditionError: the service has no `checkpoint_dir`.
         """
-        request = request_of(pb.ListCheckpointsRequest, prefix=prefix)
-        pages = self._pages(pb.ListCheckpointsResponse, request, self._deadline(timeout))
+        answer = self._ask(pb.ListCheckpointsResponse, timeout, prefix=prefix)
         return [
             read_message(CheckpointSummary, one, metadata=decode_json_object(one.metadata))
-            for page in pages
-            for one in page.checkpoints
+            for one in answer.checkpoints
         ]
 
     def restore(self, name: str, *, replace: bool = False, timeout: float | None = None) -> RestoredCheckpoint:
