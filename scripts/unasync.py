@@ -20,7 +20,7 @@ FIRST_PARTY = 'lint.isort.known-first-party = ["tq_service"]'
 # In this order.
 SUBSTITUTIONS = [
     (r"\b_async\b", "_sync"),
-    (r"grpc\.aio\.", "grpc."),
+    (r"grpc\.aio\b", "grpc"),
     (r"Awaitable\[(\w+)\]", r"\1"),
     (r"__a(enter|exit|iter|next)__", r"__\1__"),
     (r"\bStopAsyncIteration\b", "StopIteration"),

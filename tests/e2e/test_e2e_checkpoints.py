@@ -391,12 +391,12 @@ def with_a_column_more(path):
     records = [found.data for found in read_records(path)]
     with RecordWriter(path) as writer:
         for data in records:
-            if b"dtypes" in data:  # that of a partition
+            if b"PartitionHeader" in data:
                 kind, header = codec.unpack(data)
                 rows = header["tables"]["rows"]
-                rows["dtypes"]["priority"] = "<i4"
+                rows["columns"] += ("priority",)
                 writer.write(codec.encode((kind, header)))
-                part = {"table": "rows", "column": "priority", "part": ("same", (rows["size"], 7))}
+                part = {"table": "rows", "column": "priority", "values": np.full(rows["size"], 7, np.int32)}
                 writer.write(codec.encode(("ColumnPart", part)))
             else:
                 writer.write(data)

@@ -21,12 +21,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import grpc
 import numpy as np
+from google.protobuf.descriptor import Descriptor
+from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from grpc.experimental import ChannelOptions
+from grpc_health.v1 import health_pb2
 
 from tq_service.addresses import DEFAULT_ADDRESS, cause_of, parse_address
 from tq_service.client.connection_check import find_fault
@@ -34,25 +37,15 @@ from tq_service.errors import DeadlineError, ForkedClientError, NotLeaderError, 
 from tq_service.log_message import LogMessage
 from tq_service.results import WaitReason
 from tq_service.v1 import controller_service_pb2, storage_service_pb2
-from tq_service.v1.controller_service_pb2_grpc import ControllerServiceStub
 from tq_service.wire.columns import is_tensor
 from tq_service.wire.connection import CONNECTION_OPTIONS, TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, Tls, cluster_options
 from tq_service.wire.error_table import from_rpc_error, status_from_trailers
-
-if TYPE_CHECKING:
-    from tq_service.v1.controller_service_pb2_grpc import ControllerServiceAsyncStub
-
-    AsyncControllerStub = ControllerServiceAsyncStub
-    ControllerStub = ControllerServiceStub
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 ADDRESS_VARIABLE: Final = "TQ_ADDRESS"
 MAX_MESSAGE_BYTES: Final = 256 << 20
-
-CONTROLLER_STUB: Final[Any] = ControllerServiceStub
-"""The calls of the controller on a channel, sync or asyncio."""
 
 CHANNEL_OPTIONS: Final = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -69,15 +62,22 @@ CLUSTER_CHANNEL_OPTIONS: Final = cluster_options(CHANNEL_OPTIONS)
 """Of channels to controllers of a cluster: another one takes over while one that is paused still holds its calls."""
 
 
+class Method(NamedTuple):
+    """A method of the services, by its full name, and the class of its requests."""
+
+    name: str
+    request: type[Message]
+
+
 @cache
-def method_for(request_name: str) -> tuple[str, Callable[[bytes], Any]]:
-    """Return the full name of the method that takes a request of this full name, and what reads its answer."""
+def method_of(answer: Descriptor) -> Method:
+    """Return the method that answers with messages of a kind: no two of them answer with the same."""
     return next(
-        (f"/{service.full_name}/{method.name}", GetMessageClass(method.output_type).FromString)
-        for module in (controller_service_pb2, storage_service_pb2)
+        Method(f"/{service.full_name}/{method.name}", GetMessageClass(method.input_type))
+        for module in (controller_service_pb2, storage_service_pb2, health_pb2)
         for service in module.DESCRIPTOR.services_by_name.values()
         for method in service.methods
-        if method.input_type.full_name == request_name
+        if method.output_type is answer
     )
 
 

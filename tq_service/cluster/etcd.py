@@ -168,7 +168,7 @@ class Etcd:
     def _channel(self, address: str) -> grpc.Channel:
         with self._lock:
             if address not in self._channels:
-                self._channels[address] = open_channel(address, self._credentials, _OPTIONS)
+                self._channels[address] = open_channel(grpc, address, self._credentials, _OPTIONS)
             return self._channels[address]
 
     def _member(self) -> str:

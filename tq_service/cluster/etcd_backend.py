@@ -119,17 +119,73 @@ class Batch:
         return unpacked(self.body, self.first)
 
 
-class BatchReader:
-    """Reads batches of the log of a cluster. Blocks; may be used by several threads.
+def _header_of(first: int, value: bytes) -> _Header:
+    if len(value) < _HEADER.size:
+        raise _damaged(first, "is cut off")
+    header = _Header._make(_HEADER.unpack_from(value))
+    if header.magic != _MAGIC:
+        raise NewerVersionError(f"the batch of record {first} was written by a newer version: install that one")
+    return header
+
+
+def _truncated(number: int) -> PreconditionError:
+    return PreconditionError(
+        f"what follows record {number} was given up for a snapshot that holds it; begin with that one"
+    )
+
+
+def _damaged(first: int, problem: str) -> JournalDamagedError:
+    return JournalDamagedError(
+        f"the journal in etcd is damaged: the batch of record {first} {problem}; restore a checkpoint into another "
+        "cluster, or restore etcd",
+        metadata={"after_record": str(first - 1)},
+    )
+
+
+_log = logging.getLogger(__name__)
+_LOOK_SECONDS: Final = 0.1
+_KEYS_A_DELETION: Final = 1000
+_BATCHES_A_READ: Final = 64
+_POSITION_FILE: Final = "etcd-position"
+
+
+class EtcdBackend:
+    """A `LogBackend` in etcd. A standby follows the log; a leader writes to it once it has read the rest.
 
     Args:
-        etcd: stores the log.
+        etcd: closed by its owner.
         keys: of the cluster.
+        member_id: of this controller.
+        directory: where this controller remembers the last position that it has seen.
+        accept_loss: whether `read` continues without records that etcd has lost, instead of raising.
+
+    Attributes:
+        leadership: of this controller; None for a standby.
     """
 
-    def __init__(self, etcd: Etcd, keys: ClusterKeys) -> None:
+    is_blocking = True
+    group_bytes = 512 << 10
+    segment_bytes = math.inf
+    patience_seconds = 10.0
+    is_disk_low = False  # etcd only reports that it is full
+
+    def __init__(
+        self, etcd: Etcd, keys: ClusterKeys, *, member_id: str, directory: Path, accept_loss: bool = False
+    ) -> None:
         self._etcd = etcd
         self._keys = keys
+        self._member_id = member_id
+        self._position_path = directory / _POSITION_FILE
+        self._accept_loss = accept_loss
+        self.leadership: Leadership | None = None
+        self._seen = BEGINNING  # end of the log as a follower knows it
+        self._end = BEGINNING  # the same for the leader, and
+        self._end_value = b""  # of its key in etcd, to compare
+        self._attempt: Batch | None = None  # may have been written
+        self._followed_from = 0  # first record that a standby needs; a snapshot has the earlier ones
+        self._is_loss_accepted = False
+
+    # Reading; what follows is for any thread
 
     def end(self) -> Position:
         """Return the end of the log."""
@@ -194,76 +250,6 @@ class BatchReader:
             key = answer.kvs[-1].key + b"\0"
             limit = min(2 * limit, _MOST_KEYS) if answer.ByteSize() < _ANSWER_BYTES else max(limit // 2, 1)
 
-
-def _header_of(first: int, value: bytes) -> _Header:
-    if len(value) < _HEADER.size:
-        raise _damaged(first, "is cut off")
-    header = _Header._make(_HEADER.unpack_from(value))
-    if header.magic != _MAGIC:
-        raise NewerVersionError(f"the batch of record {first} was written by a newer version: install that one")
-    return header
-
-
-def _truncated(number: int) -> PreconditionError:
-    return PreconditionError(
-        f"what follows record {number} was given up for a snapshot that holds it; begin with that one"
-    )
-
-
-def _damaged(first: int, problem: str) -> JournalDamagedError:
-    return JournalDamagedError(
-        f"the journal in etcd is damaged: the batch of record {first} {problem}; restore a checkpoint into another "
-        "cluster, or restore etcd",
-        metadata={"after_record": str(first - 1)},
-    )
-
-
-_log = logging.getLogger(__name__)
-_LOOK_SECONDS: Final = 0.1
-_KEYS_A_DELETION: Final = 1000
-_BATCHES_A_READ: Final = 64
-_POSITION_FILE: Final = "etcd-position"
-
-
-class EtcdBackend:
-    """A `LogBackend` in etcd. A standby follows the log; a leader writes to it once it has read the rest.
-
-    Args:
-        etcd: closed by its owner.
-        keys: of the cluster.
-        member_id: of this controller.
-        directory: where this controller remembers the last position that it has seen.
-        accept_loss: whether `read` continues without records that etcd has lost, instead of raising.
-
-    Attributes:
-        leadership: of this controller; None for a standby.
-    """
-
-    is_blocking = True
-    group_bytes = 512 << 10
-    segment_bytes = math.inf
-    patience_seconds = 10.0
-    is_disk_low = False  # etcd only reports that it is full
-
-    def __init__(
-        self, etcd: Etcd, keys: ClusterKeys, *, member_id: str, directory: Path, accept_loss: bool = False
-    ) -> None:
-        self._etcd = etcd
-        self._keys = keys
-        self._member_id = member_id
-        self._position_path = directory / _POSITION_FILE
-        self._accept_loss = accept_loss
-        self._reader = BatchReader(etcd, keys)
-        self.leadership: Leadership | None = None
-        self._seen = BEGINNING  # end of the log as a follower knows it
-        self._end = BEGINNING  # the same for the leader, and
-        self._end_value = b""  # of its key in etcd, to compare
-        self._attempt: Batch | None = None  # may have been written
-        self._followed_from = 0  # first record that a standby needs; a snapshot has the earlier ones
-        self._is_loss_accepted = False
-
-    # Reading
-
     @property
     def last_number(self) -> int | None:
         """Last number in use, once `read` is exhausted; None for a standby."""
@@ -283,10 +269,10 @@ class EtcdBackend:
             SupersededError: another controller leads.
             JournalUnreachableError: etcd does not answer.
         """
-        end = self._reader.end()
+        end = self.end()
         has_lost = self.has_lost(number, end)
         if not has_lost:
-            for batch in self._reader.batches(number, end):
+            for batch in self.batches(number, end):
                 for record in batch.records():
                     if record.number >= number:
                         yield record
@@ -310,13 +296,13 @@ class EtcdBackend:
         Raises:
             JournalDamagedError: records are missing, and that was not accepted.
         """
-        end = end or self._reader.end()
+        end = end or self.end()
         seen, is_another = BEGINNING, False
         with contextlib.suppress(FileNotFoundError):
             seen = Position.decode(self._position_path.read_bytes())
         if seen.number and end.number >= seen.number:
             with contextlib.suppress(PreconditionError):  # the following batch was truncated: nothing can be compared
-                following = next(self._reader.batches(seen.number + 1, end), None)
+                following = next(self.batches(seen.number + 1, end), None)
                 found = end if following is None else following.before
                 # This controller saw the end of a batch; in another log a batch may end elsewhere.
                 is_another = (found.number, found.chain) != (seen.number, seen.chain)
@@ -371,8 +357,8 @@ class EtcdBackend:
 
     def _next_batches(self, number: int) -> tuple[Position, list[Batch]]:
         """Return the end of the log, and the next batches: few enough to apply them before others have their turns."""
-        end = self._reader.end()
-        return end, list(islice(self._reader.batches(number, end), _BATCHES_A_READ))
+        end = self.end()
+        return end, list(islice(self.batches(number, end), _BATCHES_A_READ))
 
     # Writing
 
@@ -452,7 +438,7 @@ class EtcdBackend:
         if self.leadership is None:
             return
         needed = self._needed_number()
-        kept = self._reader.first_key(needed) if needed else 0
+        kept = self.first_key(needed) if needed else 0
         while kept:
             request = pb.EtcdRangeRequest(
                 key=self._keys.log,

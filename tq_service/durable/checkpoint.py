@@ -131,10 +131,11 @@ def read_facts(path: Path) -> CheckpointFacts:
         OSError: it cannot be read.
     """
     with reading(path, is_checkpoint=True, kinds=_KINDS) as reader:
-        return _facts_of(next(reader.values()))
+        return _read_facts(reader)
 
 
-def _facts_of(record: object) -> CheckpointFacts:
+def _read_facts(reader: SnapshotReader) -> CheckpointFacts:
+    record = next(reader.values())
     if not isinstance(record, CheckpointFacts):
         raise ValueError(f"a {type(record).__name__} follows the header, expected the facts of the checkpoint")
     return record
@@ -196,7 +197,7 @@ class Block:
         puts: the puts that hold them, all of one storage service.
         runs: where they are in these puts.
         global_indexes: their samples `(n,)`.
-        value_bytes: their bytes, to be set once they were read.
+        value_bytes: their bytes, set once they are written.
     """
 
     partition_id: str
@@ -312,9 +313,9 @@ def _put_together(cells_of_fields: Mapping[str, ColumnSnapshot]) -> list[tuple[l
 
 
 class CheckpointWriter:
-    """Writes a checkpoint: its blocks one after the other, then the state.
+    """Writes a checkpoint: what a list says of it, its blocks one after the other, then the state.
 
-    Its methods are for threads, one call at a time; the caller that opened it finishes or aborts it.
+    It is for threads, one call at a time; whoever makes it calls `abort` at the end.
 
     Raises:
         DiskFullError: the disk has no space.
@@ -326,30 +327,22 @@ class CheckpointWriter:
         self._aborting = contextlib.ExitStack()
         self._writer: RecordWriter
 
-    def open(self) -> None:
-        """Begin the file; its directory is made where it is not there."""
+    def begin(self, facts: CheckpointFacts) -> None:
+        """Begin the file with what a list says of it; its directory is made where it is not there."""
         with self._explained():
             make_directory(self._path.parent)
             self._writer = RecordWriter(self._path)
             self._aborting.callback(self._writer.abort)
             write_record(self._writer, Header(format_version=FORMAT_VERSION, is_checkpoint=True))
-
-    def describe(self, facts: CheckpointFacts) -> None:
-        """Write what a list of checkpoints says of it, before anything else."""
-        with self._explained():
             write_record(self._writer, facts)
 
-    def begin_block(self, block: Block, columns: Sequence[ColumnShape]) -> None:
-        """Begin a block, whose bytes are to come."""
-        stored = StoredBlock(
-            partition_id=block.partition_id, row_count=block.global_indexes.size, columns=tuple(columns)
-        )
+    def add(self, block: Block, values: Iterable[tuple[ColumnShape, memoryview]]) -> None:
+        """Write a block: its columns with their bytes."""
+        columns, chunks = zip(*values, strict=True)
+        stored = StoredBlock(partition_id=block.partition_id, row_count=block.global_indexes.size, columns=columns)
+        block.value_bytes = stored.size_bytes
         with self._explained():
             write_record(self._writer, stored)
-
-    def add(self, chunks: Iterable[memoryview]) -> None:
-        """Append bytes of the block."""
-        with self._explained():
             for some in gathered(_cut(chunks), _RECORD_BYTES, len):
                 self._writer.write(*some)
 
@@ -434,7 +427,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """
     try:
         with reading(path, is_checkpoint=True, kinds=_KINDS) as reader:
-            facts = _facts_of(next(reader.values()))
+            facts = _read_facts(reader)
             blocks: list[StoredBlock] = []
             state = read_state(_beyond_blocks(reader, blocks))
             _check_blocks(state.partitions, blocks)

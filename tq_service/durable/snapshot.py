@@ -13,10 +13,9 @@ lose all later changes.
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import groupby, repeat
+from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -28,11 +27,8 @@ from tq_service.errors import NewerVersionError, TqError
 from tq_service.journal import codec
 from tq_service.journal.record_file import (
     Found,
-    Part,
     RecordWriter,
     damaged,
-    decode_part,
-    encode_column,
     gathered,
     read_records,
 )
@@ -44,9 +40,10 @@ from tq_service.state.plan import BatchSpec, Indexes
 from tq_service.state.table import ColumnSnapshot, TableSnapshot
 from tq_service.wire.objects import no_collection
 
-FORMAT_VERSION: Final = 6
+FORMAT_VERSION: Final = 7
 _CLAIMS_A_RECORD: Final = 256  # encoding more would block other threads
 _IDS_A_RECORD: Final = 1024
+_NUMBERS_A_RECORD: Final = 1 << 16
 _PUT_BYTES_A_RECORD: Final = 1 << 18
 
 
@@ -105,10 +102,10 @@ class Header:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableHeader:
-    """The number of values of each column of a table, and the dtypes of these by name."""
+    """The number of values of each column of a table, and the names of these."""
 
     size: int
-    dtypes: Mapping[str, str]
+    columns: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,58 +118,43 @@ class PartitionHeader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColumnPart:
-    """The next values of a column."""
+    """The next values of a column; without any where it has none."""
 
     table: str
     column: str
-    part: Part
+    values: Any  # an array `(n,)`; to be encoded, as `codec.compact` has it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batches:
-    """Batches of a task that have one spec, in columns: reading a hundred thousand one by one takes long.
+    """Batches of a task that have one spec: reading a hundred thousand one by one takes long.
 
     Attributes:
-        serials: of each batch.
-        batch_indexes: of each batch.
         rows: of all plans, concatenated.
-        sizes: of each plan.
-        steps: of each plan.
-        consumed: of each plan, or empty for none of them.
-        dropped: of each plan, or empty for none of them.
+        others: of each batch its serial and index; of its plan the sizes, steps, consumed and dropped.
     """
 
     batch_spec: BatchSpec
-    serials: list[int]
-    batch_indexes: list[int]
     rows: Indexes
-    sizes: list[tuple[int, ...]]
-    steps: list[tuple[Steps, ...]]
-    consumed: list[Indexes | None] = field(default_factory=list)
-    dropped: list[tuple[Indexes, ...]] = field(default_factory=list)
+    others: list[tuple[int, int, tuple[int, ...], tuple[Steps, ...], Indexes | None, tuple[Indexes, ...]]]
 
     @classmethod
     def of(cls, batch_spec: BatchSpec, batches: Sequence[Claim]) -> Batches:
         """Return the record of some batches."""
-        plans = [batch.plan for batch in batches]
         return cls(
             batch_spec=batch_spec,
-            serials=[batch.serial for batch in batches],
-            batch_indexes=[batch.batch_index for batch in batches],
-            rows=np.concatenate([plan.rows for plan in plans]),
-            sizes=[plan.sizes for plan in plans],
-            steps=[plan.steps for plan in plans],
-            consumed=[plan.consumed for plan in plans] if any(plan.is_reusing for plan in plans) else [],
-            dropped=[plan.dropped for plan in plans] if any(plan.dropped for plan in plans) else [],
+            rows=np.concatenate([batch.plan.rows for batch in batches]),
+            others=[
+                (each.serial, each.batch_index, plan.sizes, plan.steps, plan.consumed, plan.dropped)
+                for each in batches
+                for plan in (each.plan,)
+            ],
         )
 
     def all(self) -> Iterator[Claim]:
         """Yield the batches."""
         spec, end = self.batch_spec, 0
-        consumed_of, dropped_of = self.consumed or repeat(None), self.dropped or repeat(())
-        for serial, batch_index, sizes, steps, consumed, dropped in zip(
-            self.serials, self.batch_indexes, self.sizes, self.steps, consumed_of, dropped_of, strict=False
-        ):
+        for serial, batch_index, sizes, steps, consumed, dropped in self.others:
             start, end = end, end + sum(sizes)
             plan = RecordedPlan(
                 rows=self.rows[start:end].copy(),  # else each batch would keep the rows of all
@@ -204,7 +186,7 @@ class ServiceRecords:
     puts: list[bytes] = field(default_factory=list)
 
 
-_Parts: TypeAlias = defaultdict[tuple[str, str], list[NDArray[Any]]]  # by table and column
+_Parts: TypeAlias = dict[str, dict[str, list[NDArray[Any]]]]  # by table and column
 _KINDS: Final = (Header, PartitionHeader, ColumnPart, TaskFacts, Batches, TaskRecords, ServiceRecords)
 
 
@@ -291,17 +273,16 @@ def read_state(records: Iterable[Any]) -> ServiceSnapshot:
     partitions: list[tuple[PartitionHeader, _Parts, list[TaskSnapshot]]] = []
     answers: list[Entry] = []
     puts: list[bytes] = []
+    storages: dict[tuple[str, bytes], tuple[str, bytes]] = {}
     for record in records:
         match record:
             case PartitionHeader():
-                partitions.append((record, defaultdict(list), []))
-            case ColumnPart(table=table, column=column, part=part):
-                header, parts, _ = partitions[-1]
-                dtype = np.dtype(header.tables[table].dtypes[column])
-                try:
-                    parts[table, column].append(decode_part(part, dtype, Put._make))
-                except (ValueError, NewerVersionError) as error:
-                    raise type(error)(f"column {column!r}: {error}") from error
+                empty: _Parts = {name: {column: [] for column in each.columns} for name, each in record.tables.items()}
+                partitions.append((record, empty, []))
+            case ColumnPart(table=name, column=column, values=values):
+                if values.dtype.hasobject:
+                    values = _with_puts(values, storages)
+                partitions[-1][1][name][column].append(values)
             case TaskFacts():
                 partitions[-1][2].append(TaskSnapshot(facts=record))
             case Batches():
@@ -315,36 +296,52 @@ def read_state(records: Iterable[Any]) -> ServiceSnapshot:
             case _:
                 raise ValueError(f"it has a {type(record).__name__} within the state")
     restored = [
-        PartitionSnapshot(facts=header.facts, tables=_tables(header, parts), tasks=tasks)
+        PartitionSnapshot(
+            facts=header.facts,
+            tables={name: _table(table.size, parts[name]) for name, table in header.tables.items()},
+            tasks=tasks,
+        )
         for header, parts, tasks in partitions
     ]
     return ServiceSnapshot(partitions=restored, answers=answers, puts=puts)
 
 
-def _tables(header: PartitionHeader, parts: _Parts) -> dict[str, TableSnapshot]:
-    """Return the tables of a partition, whose columns are made of their parts."""
-    tables = {}
-    for table_name, table in header.tables.items():
-        columns = {}
-        for name, dtype in table.dtypes.items():
-            values = np.concatenate([np.empty(0, dtype), *parts.pop((table_name, name), ())])
-            if values.size != table.size:
-                raise ValueError(f"column {name!r} has {values.size} values, its table has {table.size} rows")
-            columns[name] = ColumnSnapshot(values, table.size)
-        tables[table_name] = TableSnapshot(size=table.size, columns=columns)
-    return tables
+def _with_puts(values: NDArray[Any], storages: dict[tuple[str, bytes], tuple[str, bytes]]) -> NDArray[Any]:
+    """Return objects with puts for tuples; the many puts of one storage service share its name."""
+    puts = (
+        Put(*storages.setdefault(each[:2], each[:2]), each[2]) if isinstance(each, tuple) else each
+        for each in values.tolist()
+    )
+    return np.fromiter(puts, np.object_, values.size)
+
+
+def _table(size: int, parts: Mapping[str, Sequence[NDArray[Any]]]) -> TableSnapshot:
+    """Return a table, whose columns are made of their parts."""
+    columns = {}
+    for column, some in parts.items():
+        values = np.concatenate(some) if some else np.empty(0)
+        if values.size != size:
+            raise ValueError(f"column {column!r} has {values.size} values, its table has {size} rows")
+        columns[column] = ColumnSnapshot(values, size)
+    return TableSnapshot(size=size, columns=columns)
+
+
+def _column_parts(column: ColumnSnapshot) -> Iterator[NDArray[Any]]:
+    """Yield the values of a column, some ten thousand numbers or fewer objects at a time; at least one part."""
+    if not column.size:
+        yield np.empty(0, column.dtype)
+    yield from map(
+        np.concatenate, gathered(column.blocks(), 1 if column.dtype.hasobject else _NUMBERS_A_RECORD, np.size)
+    )
 
 
 def _partition_records(partition: PartitionSnapshot) -> Iterator[object]:
-    tables = {
-        name: TableHeader(size=table.size, dtypes={each: column.dtype.str for each, column in table.columns.items()})
-        for name, table in partition.tables.items()
-    }
+    tables = {name: TableHeader(size=each.size, columns=tuple(each.columns)) for name, each in partition.tables.items()}
     yield PartitionHeader(facts=partition.facts, tables=tables)
     for table_name, table in partition.tables.items():
         for name, column in table.columns.items():
-            for part in encode_column(column.dtype, column.blocks()):
-                yield ColumnPart(table=table_name, column=name, part=part)
+            for values in _column_parts(column):
+                yield ColumnPart(table=table_name, column=name, values=codec.compact(values))
     for task in partition.tasks:
         yield task.facts
         for batch_spec, batches in groupby(task.batches, attrgetter("batch_spec")):

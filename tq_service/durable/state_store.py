@@ -207,20 +207,12 @@ class StateStore:
         """
         self._catalog, self._engine = catalog, engine
         started_at = time.perf_counter()
-        snapshot, puts = self._restore_newest()
+        number, puts = self._restore_newest()
         self._cost.log_seconds += _FILE_SECONDS * len(segment_numbers(self.data_dir.path))  # every start leaves one
-        record_count = 0
-        for record in self._log.read(snapshot):
-            record_count += 1
-            self._cost.add(_stream_of(record), len(record.data))
-            if record.stream == Stream.PUTS:
-                puts.append(record.data)
-            else:
-                self._apply_again(record)
-        self._quarantine_after(snapshot)
+        record_count = self._replay(self._log.read(number), puts)
+        self._quarantine_after(number)
         put_count = self._recover_puts(puts)
-        if catalog is not None:
-            catalog.machine.log, catalog.machine.fatal = self, self.fatal
+        self._begin_writing()
         return Recovered(
             partition_count=0 if catalog is None else len(catalog.names()),
             sample_count=self._sample_count(),
@@ -263,15 +255,11 @@ class StateStore:
         """
         async with contextlib.aclosing(cast("AsyncGenerator[Record, None]", records)) as following:
             async for record in following:
-                self._apply_as_standby(record)
+                self._replay([record])
+                self._next = record.number + 1
                 self._begin_snapshot_when_due()
                 if record.number % _RECORDS_A_TURN == 0:
                     await asyncio.sleep(0)
-
-    def _apply_as_standby(self, record: Record) -> None:
-        self._apply_again(record)
-        self._cost.add(Stream.CHANGES, len(record.data))
-        self._next = record.number + 1
 
     async def take_over(self) -> int:
         """Apply the rest of the log, now that this controller leads, and write down every change from now on.
@@ -285,13 +273,10 @@ class StateStore:
         """
         while self._snapshot is not None:
             await asyncio.wait([self._snapshot])
-        rest = await asyncio.to_thread(list, self._log.read(self._next or 1))
-        for record in rest:
-            self._apply_as_standby(record)
+        count = self._replay(await asyncio.to_thread(list, self._log.read(self._next or 1)))
         self._next = None
-        if self._catalog is not None:
-            self._catalog.machine.log, self._catalog.machine.fatal = self, self.fatal
-        return len(rest)
+        self._begin_writing()
+        return count
 
     def _restore_newest(self) -> tuple[int, list[bytes]]:
         """Take over the newest snapshot that is whole; return its number, and the puts in it.
@@ -319,23 +304,28 @@ class StateStore:
             raise damages[0]
         return 0, []
 
-    def _apply_again(self, record: Record) -> None:
-        if self._catalog is None:
-            raise self._of_another_role("the partitions of a controller")
-        kind = "which cannot be read"
-        try:
-            at_seconds, changes = decode_group(record.data)
-            for change in changes:
-                kind = type(change).__name__
-                self._catalog.machine.replay(change, at_seconds)
-        except NewerVersionError:
-            raise
-        except (TqError, LookupError, ValueError, TypeError, struct.error) as error:
-            raise JournalDamagedError(
-                f"record {record.number} of the journal ({kind}) does not fit the state before it: {error}; restore a "
-                f"checkpoint into an empty data directory",
-                metadata={"record": str(record.number)},
-            ) from error
+    def _begin_writing(self) -> None:
+        if self._catalog is not None:
+            self._catalog.machine.log, self._catalog.machine.fatal = self, self.fatal
+
+    def _replay(self, records: Iterable[Record], puts: list[bytes] | None = None) -> int:
+        """Apply records again, and add those about puts to others, for a storage engine; return how many there were."""
+        count = 0
+        for record in records:
+            count += 1
+            if record.stream not in _RECORD_SECONDS:
+                raise NewerVersionError(
+                    f"record {record.number} of the journal is of the unknown stream {record.stream}; it was written "
+                    "by a newer version: install that one"
+                )
+            self._cost.add(Stream(record.stream), len(record.data))
+            if record.stream == Stream.PUTS and puts is not None:
+                puts.append(record.data)
+            elif self._catalog is None:
+                raise self._of_another_role("the partitions of a controller")
+            else:
+                _apply_again(self._catalog, record)
+        return count
 
     def _recover_puts(self, puts: Iterable[bytes]) -> int:
         if self._engine is not None:
@@ -588,11 +578,18 @@ class StateStore:
         self.data_dir.close()
 
 
-def _stream_of(record: Record) -> Stream:
+def _apply_again(catalog: Catalog, record: Record) -> None:
+    kind = "which cannot be read"
     try:
-        return Stream(record.stream)
-    except ValueError:
-        raise NewerVersionError(
-            f"record {record.number} of the journal is of the unknown stream {record.stream}; it was written by a "
-            "newer version: install that one"
-        ) from None
+        at_seconds, changes = decode_group(record.data)
+        for change in changes:
+            kind = type(change).__name__
+            catalog.machine.replay(change, at_seconds)
+    except NewerVersionError:
+        raise
+    except (TqError, LookupError, ValueError, TypeError, struct.error) as error:
+        raise JournalDamagedError(
+            f"record {record.number} of the journal ({kind}) does not fit the state before it: {error}; restore a "
+            f"checkpoint into an empty data directory",
+            metadata={"record": str(record.number)},
+        ) from error

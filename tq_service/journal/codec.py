@@ -3,8 +3,10 @@
 A dataclass becomes a msgpack map of its fields by name; fields that have their default are left out, as are those
 declared with `field(metadata={"is_encoded": False})`. Reading goes by the types in the declaration. So a field may be
 added with a default, and what was written before it is read as before; a field that the class does not have was written
-by a newer version, which is said so. Arrays are bytes: whole numbers that follow each other take two numbers, however
-many they are.
+by a newer version, which is said so.
+
+Arrays are bytes: whole numbers that follow each other take two numbers, however many they are. `compact` finds forms of
+fewer bytes, which takes longer. Objects in arrays are None, text or tuples.
 """
 
 from __future__ import annotations
@@ -26,13 +28,12 @@ from numpy.typing import NDArray
 from tq_service.errors import NewerVersionError
 
 Value = TypeVar("Value")
-_RANGE: Final = 1  # int64: first and count
-_TEXTS: Final = 2  # objects: None or text
-_SHAPED: Final = 3  # of other than one dimension: shape and values
-_DTYPES: Final = dict(enumerate(map(np.dtype, ("<i8", "<f8", "<i4", "?", "u1", "<u2", "<u4", "<u8", "i1", "<i2")), 4))
+_RANGE, _OBJECTS, _SHAPED, _RUNS, _NEAR = range(5)
+_DTYPES: Final = dict(enumerate(map(np.dtype, ("<i8", "<f8", "<i4", "?", "u1", "<u2", "<u4", "<u8", "i1", "<i2")), 5))
 _CODES: Final = {dtype: code for code, dtype in _DTYPES.items()}
 _LEAST_RANGE: Final = 16
 _BOUNDS: Final = struct.Struct("<qq")
+_RUN_BYTES: Final = 12
 _MOST_KEPT_BYTES: Final = 1 << 20
 _local = threading.local()  # has the packer of a thread, and its buffer: making one takes longer than packing a change
 
@@ -172,7 +173,7 @@ def _plain(value: Any) -> Any:
 def _packed_array(values: NDArray[Any]) -> msgpack.ExtType:
     size = values.size
     if values.ndim == 1 and values.dtype == np.object_:
-        return msgpack.ExtType(_TEXTS, msgpack.packb(values.tolist()))
+        return msgpack.ExtType(_OBJECTS, msgpack.packb(values.tolist()))
     if values.dtype not in _CODES:
         raise TypeError(f"an array of {values.dtype} with {values.ndim} dimensions has no bytes")
     if values.ndim != 1:
@@ -183,23 +184,56 @@ def _packed_array(values: NDArray[Any]) -> msgpack.ExtType:
     return msgpack.ExtType(_CODES[values.dtype], values.tobytes())
 
 
+def compact(values: NDArray[Any]) -> Any:
+    """Return what `encode` shall take for an array `(n,)`, so that the same array is read again from fewer bytes.
+
+    Integers and truth values become runs that count up by 1, or their distances from the least of them, of few bytes
+    each, and of none where all are the same. Others stay what they are.
+    """
+    if values.dtype.kind not in "iub" or not values.size:
+        return values
+    numbers = values.view(np.uint8) if values.dtype == np.bool_ else values
+    base = int(numbers.min())
+    span = int(numbers.max()) - base
+    width = next(width for width in (0, 1, 2, 4, 8) if span < 1 << (8 * width))
+    if width > 1:
+        heads = np.flatnonzero(np.diff(numbers, prepend=numbers[:1]) != 1)
+        if heads.size * _RUN_BYTES < width * numbers.size:
+            runs = numbers[heads], np.diff(heads, append=numbers.size).astype(np.int32)
+            return msgpack.ExtType(_RUNS, msgpack.packb(runs, default=_plain))
+    if width >= values.itemsize:
+        return values
+    distances = (numbers - numbers.dtype.type(base)).astype(f"<u{width}").tobytes() if width else b""
+    near = _CODES[values.dtype], numbers.size, base, distances
+    return msgpack.ExtType(_NEAR, msgpack.packb(near))
+
+
 def _array(code: int, data: bytes) -> NDArray[Any]:
     """Return the array of an extension of msgpack."""
     if code in _DTYPES:
         return np.frombuffer(data, _DTYPES[code])
+    if code > _NEAR:
+        raise NewerVersionError(f"values of the unknown kind {code} were written by a newer version: install it")
     values: NDArray[Any]
-    match code:
-        case 1:
-            first, count = _BOUNDS.unpack(data)
-            values = np.arange(first, first + count)
-        case 2:
-            texts = msgpack.unpackb(data)
-            values = np.empty(len(texts), np.object_)
-            values[:] = texts
-        case 3:
-            shape, values = unpack(data)
-            return values.reshape(shape)
-        case _:
-            raise NewerVersionError(f"values of the unknown kind {code} were written by a newer version: install it")
+    content = _BOUNDS.unpack(data) if code == _RANGE else unpack(data)
+    if code == _RANGE:
+        first, count = content
+        values = np.arange(first, first + count)
+    elif code == _RUNS:
+        firsts, lengths = content
+        ends = np.cumsum(lengths, dtype=np.int64)
+        counted = np.repeat(firsts.astype(np.int64) - (ends - lengths), lengths) + np.arange(ends[-1])
+        values = counted.astype(firsts.dtype, copy=False)
+    elif code == _OBJECTS:
+        values = np.fromiter(content, np.object_, len(content))
+    elif code == _SHAPED:
+        shape, values = content
+        return values.reshape(shape)
+    else:
+        number, size, base, distances = content
+        values = np.full(size, base, np.uint64 if base >= 0 else np.int64)
+        if distances:
+            values += np.frombuffer(distances, f"<u{len(distances) // size}").astype(values.dtype)
+        values = values.astype(_DTYPES[number], copy=False)
     values.flags.writeable = False
     return values

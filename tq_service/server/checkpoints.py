@@ -97,19 +97,14 @@ class Checkpoints:
         await _in_thread(check_json_object, "metadata", metadata)
         path = await _in_thread(checkpoint_path, self._checkpoint_dir, name)
         with self._alone("written"):
-            writer = CheckpointWriter(path)
-            try:
-                async with _pauses() as pauses:
-                    await _in_thread(writer.open)
-                    answer = await self._copy(writer, metadata or "{}", prefix)
-            finally:
-                await _in_thread(writer.abort)
+            async with _pauses() as pauses:
+                answer = await self._copy(path, metadata or "{}", prefix)
         _log.info(LogMessage("wrote a checkpoint", name=name, path=path))
         answer.name = name
         answer.pause.CopyFrom(to_duration(max(pauses)))
         return answer
 
-    async def _copy(self, writer: CheckpointWriter, metadata: str, prefix: str) -> pb.CheckpointResponse:
+    async def _copy(self, path: Path, metadata: str, prefix: str) -> pb.CheckpointResponse:
         """Write the bytes of all samples of this moment, and then the state; return what was written."""
         with self._storages.puts.holding_frees():
             # In one step with the line above.
@@ -123,16 +118,19 @@ class Checkpoints:
                 sample_count=_sample_count(partitions),
                 metadata=metadata,
             )
-            await _in_thread(writer.describe, facts)
             answer = pb.CheckpointResponse(partition_count=facts.partition_count, sample_count=facts.sample_count)
-            for partition in partitions:
-                plan = await _in_thread(PartitionPlan, partition)
-                for block in plan.blocks:
-                    await self._copy_block(writer, block)
-                    answer.value_bytes += block.value_bytes
-                copied.append(plan.partition())
-                answer.put_count += len(plan.blocks)
-        await _in_thread(writer.finish, ServiceSnapshot(partitions=copied, answers=answers))
+            async with contextlib.AsyncExitStack() as ending:
+                writer = CheckpointWriter(path)
+                ending.push_async_callback(_in_thread, writer.abort)
+                await _in_thread(writer.begin, facts)
+                for partition in partitions:
+                    plan = await _in_thread(PartitionPlan, partition)
+                    for block in plan.blocks:
+                        await self._copy_block(writer, block)
+                        answer.value_bytes += block.value_bytes
+                    copied.append(plan.partition())
+                    answer.put_count += len(plan.blocks)
+                await _in_thread(writer.finish, ServiceSnapshot(partitions=copied, answers=answers))
         return answer
 
     async def _copy_block(self, writer: CheckpointWriter, block: Block) -> None:
@@ -144,10 +142,7 @@ class Checkpoints:
             received = await driver.get(request, block.runs.row_count, Seconds(_BLOCK_SECONDS))
         except (DataLossError, PutNotFoundError, FieldNotFoundError) as error:
             raise _lost(block, error) from error
-        columns = [column for column, _ in received]
-        block.value_bytes = sum(column.value_bytes for column in columns)
-        await _in_thread(writer.begin_block, block, columns)
-        await _in_thread(writer.add, (values.data for _, values in received))
+        await _in_thread(writer.add, block, [(column, values.data) for column, values in received])
 
     # Listing
 

@@ -32,7 +32,7 @@ from tq_service.cluster.election import (
     published,
 )
 from tq_service.cluster.etcd import ClusterKeys, Etcd, EtcdAccess
-from tq_service.cluster.etcd_backend import BatchReader, EtcdBackend
+from tq_service.cluster.etcd_backend import EtcdBackend
 from tq_service.config import ServeSettings
 from tq_service.durable.data_dir import DataDir
 from tq_service.durable.state_store import StateStore
@@ -121,7 +121,6 @@ class ClusterMember:
             on_error.pop_all()
         self.name = settings.cluster
         self.member_id = f"{socket.gethostname()}-{data_dir.identity.storage_boot_id.hex()[:8]}"
-        self._reader = BatchReader(self._etcd, self._keys)
         self._backend = EtcdBackend(
             self._etcd,
             self._keys,
@@ -248,8 +247,8 @@ class ClusterMember:
         number = max(snapshot_numbers(self.store.data_dir.path), default=0)
 
         def has_log_since() -> bool:
-            end = self._reader.end().number
-            return number > end or not end or self._reader.first_key(max(number, 1)) != 0
+            end = self._backend.end().number
+            return number > end or not end or self._backend.first_key(max(number, 1)) != 0
 
         if not await asyncio.to_thread(has_log_since):
             number = await self._fetch(number + 1)
@@ -310,7 +309,7 @@ class ClusterMember:
         """
         while not following.done():
             with contextlib.suppress(JournalUnreachableError):
-                end_number = (await asyncio.to_thread(self._reader.end)).number
+                end_number = (await asyncio.to_thread(self._backend.end)).number
                 if end_number - self._backend.seen_number <= _NEAR_RECORDS:
                     return
                 leader = await asyncio.to_thread(self._election.leader)

@@ -13,7 +13,7 @@ import grpc
 from tq_service.addresses import cause_of
 from tq_service.errors import InvalidArgumentError
 from tq_service.log_message import LogMessage
-from tq_service.wire.connection import CONNECTION_OPTIONS, Credentials, Metadata, async_open_channel
+from tq_service.wire.connection import CONNECTION_OPTIONS, Credentials, Metadata, open_channel
 
 _log = logging.getLogger(__name__)
 Stub = TypeVar("Stub")
@@ -49,7 +49,7 @@ class Peer(Generic[Stub]):
         self._make_stub = make_stub
         self._closing: set[asyncio.Task[None]] = set()
         self._opened_with = credentials.signature()
-        self._channel = async_open_channel(address, credentials, options)
+        self._channel = open_channel(grpc.aio, address, credentials, options)
         self.stub: Stub = make_stub(self._channel)
 
     def metadata(self) -> Metadata | None:
@@ -66,7 +66,7 @@ class Peer(Generic[Stub]):
         if signature == self._opened_with:
             return
         try:
-            channel = async_open_channel(self._address, self._credentials, self._options)
+            channel = open_channel(grpc.aio, self._address, self._credentials, self._options)
         except InvalidArgumentError as error:  # they are being replaced; the next failure finds them
             _log.warning(
                 LogMessage("the connection keeps the certificates read before", address=self._address, error=error)

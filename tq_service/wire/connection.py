@@ -233,28 +233,16 @@ class Credentials:
         return f"Credentials(has_token={self.has_token}, tls={self.tls})"
 
 
-def open_channel(address: str, credentials: Credentials, options: Sequence[tuple[str, Any]]) -> grpc.Channel:
-    """Open a channel for threads.
+def open_channel(api: Any, address: str, credentials: Credentials, options: Sequence[tuple[str, Any]]) -> Any:
+    """Open a channel for threads or for asyncio, as `api` says: `grpc` or `grpc.aio`.
 
     Raises:
         InvalidArgumentError: the credentials cannot be used for this address.
     """
     credentials.check_target(address)
     if credentials.tls is None:
-        return grpc.insecure_channel(address, options=options)
-    return grpc.secure_channel(address, credentials.tls.channel_credentials(), options=options)
-
-
-def async_open_channel(address: str, credentials: Credentials, options: Sequence[tuple[str, Any]]) -> grpc.aio.Channel:
-    """Open a channel for asyncio.
-
-    Raises:
-        InvalidArgumentError: the credentials cannot be used for this address.
-    """
-    credentials.check_target(address)
-    if credentials.tls is None:
-        return grpc.aio.insecure_channel(address, options=options)
-    return grpc.aio.secure_channel(address, credentials.tls.channel_credentials(), options=options)
+        return api.insecure_channel(address, options=options)
+    return api.secure_channel(address, credentials.tls.channel_credentials(), options=options)
 
 
 def is_loopback_target(address: str) -> bool:

@@ -10,18 +10,16 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeVar
+from typing import Any, Final, Literal, Self, TypeVar
 
 import grpc
 from google.protobuf.message import Message
-from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from tq_service.client.batch_meta import NO_NAMESPACE, BatchMeta, Namespace
 from tq_service.client.requests import PlacementGrant, request_of, seconds
 from tq_service.client.transport import (
     CHANNEL_OPTIONS,
     CLUSTER_CHANNEL_OPTIONS,
-    CONTROLLER_STUB,
     AsyncBackgroundCalls,
     Backoff,
     Deadline,
@@ -33,7 +31,7 @@ from tq_service.client.transport import (
     async_sleep,
     error_of,
     import_tensordict,
-    method_for,
+    method_of,
     resolve_address,
 )
 from tq_service.client_probes import carriers
@@ -42,15 +40,13 @@ from tq_service.dataplane.shared_memory.client import HostLink
 from tq_service.errors import CallCancelledError, PreconditionError, TqError, UnavailableError
 from tq_service.schema import FieldSpec
 from tq_service.v1 import controller_service_pb2 as pb
-from tq_service.wire.connection import Controllers, Credentials, Metadata, Signature, Tls, async_open_channel
+from tq_service.wire.connection import Controllers, Credentials, Metadata, Signature, Tls, open_channel
 from tq_service.wire.error_table import status_from_trailers
-from tq_service.wire.messages import PART_BYTES, in_parts
+from tq_service.wire.messages import in_parts
 from tq_service.wire.metadata import decode_spec
 
 T = TypeVar("T")
-
-if TYPE_CHECKING:
-    from tq_service.client.transport import AsyncControllerStub
+Response = TypeVar("Response", bound=Message)
 
 DEFAULT_TIMEOUT_SECONDS = 60.0
 
@@ -65,9 +61,7 @@ class AsyncEndpoint:
     def __init__(self, address: str, calls: AsyncCalls) -> None:
         self.address = address
         options = CLUSTER_CHANNEL_OPTIONS if calls.controllers.has_several else CHANNEL_OPTIONS
-        self.channel = async_open_channel(address, calls.credentials, options)
-        self.controller: AsyncControllerStub = CONTROLLER_STUB(self.channel)
-        self.health: Any = HealthStub(self.channel)
+        self.channel = open_channel(grpc.aio, address, calls.credentials, options)
         self.link = HostLink()
         self.driver = AsyncGrpcDriver(self.channel, metadata=self.metadata, errors=self.errors, link=self.link)
         self._calls = calls
@@ -101,13 +95,6 @@ class AsyncEndpoint:
             if self._calls.closed and async_is_of_closing(error):
                 raise CallCancelledError(f"the client was closed during a call (calling {self.address})") from None
             raise
-
-
-if TYPE_CHECKING:
-    Request = TypeVar("Request", bound=Message)
-    Response = TypeVar("Response")
-    Picks = Callable[[AsyncEndpoint], grpc.aio.UnaryUnaryMultiCallable[Request, Response]]
-    Method = Callable[[AsyncControllerStub], grpc.aio.UnaryUnaryMultiCallable[Request, Response]]
 
 
 async def async_close_all(endpoints: dict[Any, AsyncEndpoint]) -> None:
@@ -197,30 +184,29 @@ class AsyncCalls:
             if time.monotonic() - asked < _SHORT_POLL_SECONDS:
                 await async_sleep(min(backoff.pause(), wait.remaining()))
 
-    async def unary(
-        self, pick: Picks[Request, Response], request: Request, deadline: Deadline, address: str = ""
-    ) -> Response:
-        """Make a unary call, tried again until the deadline."""
-        return await self.retried(lambda: self.unary_once(pick, request, deadline, address), deadline)
+    async def unary(self, kind: type[Response], request: Message, deadline: Deadline, address: str = "") -> Response:
+        """Make the unary call that answers with such a message, tried again until the deadline."""
+        return await self.retried(lambda: self.unary_once(kind, request, deadline, address), deadline)
 
     async def unary_once(
         self,
-        pick: Picks[Request, Response],
-        request: Request,
+        kind: type[Response],
+        request: Message,
         deadline: Deadline,
         address: str = "",
         *,
         is_retried: bool = True,
     ) -> Response:
         """Make a unary call; `is_retried` tells whether the caller tries again while the service is unavailable."""
-        endpoint = self.endpoint(address)
+        endpoint, name = self.endpoint(address), method_of(kind.DESCRIPTOR).name
+        parts = in_parts(request.SerializeToString(), name)
         with endpoint.errors(deadline, is_retried=is_retried):
-            if request.ByteSize() < PART_BYTES:
-                return await pick(endpoint)(request, timeout=deadline.remaining(), metadata=endpoint.metadata())
-            name, read_answer = method_for(request.DESCRIPTOR.full_name)
-            ask: Any = endpoint.channel.stream_unary(name, response_deserializer=read_answer)
-            parts = in_parts(request.SerializeToString(), name)
-            answer: Response = await ask(iter(parts), timeout=deadline.remaining(), metadata=endpoint.metadata())
+            opened = endpoint.channel.unary_unary if len(parts) == 1 else endpoint.channel.stream_unary
+            answer: Response = await opened(name, response_deserializer=kind.FromString)(
+                parts[0] if len(parts) == 1 else iter(parts),
+                timeout=deadline.remaining(),
+                metadata=endpoint.metadata(),
+            )
             return answer
 
     def _check_open(self) -> None:
@@ -280,19 +266,12 @@ class AsyncBase:
         return Deadline.after(span + more_seconds)
 
     async def _ask(
-        self,
-        pick: Method[Request, Response],
-        kind: type[Request],
-        timeout: float | None,
-        *,
-        batch: BatchMeta | None = None,
-        **arguments: Any,
+        self, kind: type[Response], timeout: float | None, *, batch: BatchMeta | None = None, **arguments: Any
     ) -> Response:
-        """Make a call to the controller, tried again until the timeout.
+        """Make a call to the controller, tried again until the timeout; of a list return all pages as one answer.
 
         Args:
-            pick: the method.
-            kind: its request.
+            kind: the answer, which tells the call and its request.
             timeout: seconds; None: the client's.
             batch: of the partition; None: `partition_id` is its name in the client's namespace, if given.
             **arguments: those of `request_of`.
@@ -301,25 +280,28 @@ class AsyncBase:
             arguments["partition_id"] = batch.full_partition_id
         elif "partition_id" in arguments:
             arguments["partition_id"] = self._namespace.full_name(arguments["partition_id"])
-        request = request_of(kind, **arguments)
-        return await self._calls.unary(lambda to: pick(to.controller), request, self._deadline(timeout))
+        request = request_of(method_of(kind.DESCRIPTOR).request, **arguments)
+        answer = kind()
+        async for page in self._pages(kind, request, self._deadline(timeout)):
+            answer.MergeFrom(page)
+        return answer
 
     async def _fields_of(self, full_partition_id: str, deadline: Deadline) -> dict[str, FieldSpec]:
         """Return the fields of a partition, by name."""
         request = pb.DescribePartitionRequest(partition_id=full_partition_id)
-        answer = await self._calls.unary(lambda to: to.controller.DescribePartition, request, deadline)
+        answer = await self._calls.unary(pb.DescribePartitionResponse, request, deadline)
         return {field.spec.name: decode_spec(field.spec) for field in answer.fields}
 
     async def _pages(
-        self, pick: Method[Any, Response], request: Any, deadline: Deadline, first: Response | None = None
+        self, kind: type[Response], request: Any, deadline: Deadline, first: Response | None = None
     ) -> AsyncIterator[Response]:
-        """Make a call to the controller for each page of a list but one that is there, and yield the answers."""
+        """Make a call to the controller, for each page of a list but one that is there, and yield the answers."""
         answer: Any = first
         while True:
             if answer is None:
-                answer = await self._calls.unary(lambda to: pick(to.controller), request, deadline)
+                answer = await self._calls.unary(kind, request, deadline)
             yield answer
-            if not answer.next_page_token:
+            if not getattr(answer, "next_page_token", ""):
                 return
             request.page_token, answer = answer.next_page_token, None
 

@@ -176,7 +176,7 @@ class AsyncClaimCalls(AsyncBase):
                 max_wait = min(max_wait, reports.seconds_left())
             request.max_wait.CopyFrom(to_duration(max_wait))
             request.explain = reports.lasts_after(max_wait) if explain is None else explain
-            answer = await self._calls.unary_once(lambda to: to.controller.GetMeta, request, deadline)
+            answer = await self._calls.unary_once(pb.GetMetaResponse, request, deadline)
             # When the wait is spent, the caller gets the reason with the answer.
             if explain is not False and answer.HasField("reason") and reports.is_due_after(0) and wait.remaining():
                 reports.made()
@@ -198,8 +198,7 @@ class AsyncClaimCalls(AsyncBase):
             timeout: seconds until the call fails; None: the client's.
         """
         answer = await self._ask(
-            lambda to: to.Explain,
-            pb.ExplainRequest,
+            pb.ExplainResponse,
             timeout,
             partition_id=partition_id,
             task_name=task_name or "",
@@ -216,7 +215,7 @@ class AsyncClaimCalls(AsyncBase):
             claim_request_id=claim.request_id,
         )
         deadline = Deadline.after(RELEASE_SECONDS)
-        await self._calls.unary_once(lambda to: to.controller.ReleaseClaim, request, deadline, is_retried=False)
+        await self._calls.unary_once(pb.ReleaseClaimResponse, request, deadline, is_retried=False)
 
     async def ack(self, metadata: BatchMeta, *, timeout: float | None = None) -> int:
         """Say that the work on leased samples is done: they are not delivered again, whatever becomes of the lease.
@@ -242,8 +241,7 @@ class AsyncClaimCalls(AsyncBase):
         if not metadata.handled_indexes.size:
             return 0
         answer = await self._ask(
-            lambda to: to.AckClaim,
-            pb.AckClaimRequest,
+            pb.AckClaimResponse,
             timeout,
             batch=metadata,
             task_name=metadata.task_name,
@@ -272,8 +270,7 @@ class AsyncClaimCalls(AsyncBase):
         """
         check_leased(metadata)
         answer = await self._ask(
-            lambda to: to.ExtendClaim,
-            pb.ExtendClaimRequest,
+            pb.ExtendClaimResponse,
             timeout,
             batch=metadata,
             task_name=metadata.task_name,
@@ -304,8 +301,7 @@ class AsyncClaimCalls(AsyncBase):
         if not metadata.claim_id or not metadata.size:
             return 0
         answer = await self._ask(
-            lambda to: to.ReleaseClaim,
-            pb.ReleaseClaimRequest,
+            pb.ReleaseClaimResponse,
             timeout,
             batch=metadata,
             task_name=metadata.task_name,
@@ -332,8 +328,7 @@ class AsyncClaimCalls(AsyncBase):
                 created for other tasks.
         """
         answer = await self._ask(
-            lambda to: to.CheckConsumption,
-            pb.CheckConsumptionRequest,
+            pb.CheckConsumptionResponse,
             timeout,
             partition_id=partition_id,
             task_name=task_name,
@@ -363,8 +358,7 @@ class AsyncClaimCalls(AsyncBase):
             FieldNotFoundError: there is no such field, unless `missing_ok`.
         """
         answer = await self._ask(
-            lambda to: to.CheckProduction,
-            pb.CheckProductionRequest,
+            pb.CheckProductionResponse,
             timeout,
             partition_id=partition_id,
             data_fields=data_fields,
@@ -400,8 +394,7 @@ class AsyncClaimCalls(AsyncBase):
             TaskNotFoundError: the task has not asked for anything yet.
         """
         answer = await self._ask(
-            lambda to: to.ResetConsumption,
-            pb.ResetConsumptionRequest,
+            pb.ResetConsumptionResponse,
             timeout,
             partition_id=partition_id,
             task_name=task_name,
@@ -442,8 +435,7 @@ class AsyncClaimCalls(AsyncBase):
         if named is not None and not named:  # which would stand for all
             return 0
         answer = await self._ask(
-            lambda to: to.RequeueDeadLettered,
-            pb.RequeueDeadLetteredRequest,
+            pb.RequeueDeadLetteredResponse,
             timeout,
             partition_id=partition_id,
             incarnation=incarnation,

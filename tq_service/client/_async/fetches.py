@@ -136,7 +136,7 @@ class AsyncFetchCalls(AsyncBase):
         parts: list[BatchMeta] = []
         for some in in_parts(named):
             request = request_of(pb.LocateRequest, **{name: some}, **arguments)
-            answer = await self._calls.unary(lambda to: to.controller.Locate, request, deadline)
+            answer = await self._calls.unary(pb.LocateResponse, request, deadline)
             parts.append(BatchMeta.from_proto(answer.meta, self._namespace))
         return joined(parts)
 

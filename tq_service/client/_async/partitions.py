@@ -25,7 +25,7 @@ from tq_service.results import (
 )
 from tq_service.schema import FieldSpec, Layout, StalenessLimit
 from tq_service.v1 import controller_service_pb2 as pb
-from tq_service.v1.storage_service_pb2 import StatRequest
+from tq_service.v1.storage_service_pb2 import StatRequest, StatResponse
 from tq_service.wire.messages import read_message
 from tq_service.wire.metadata import encode_spec
 from tq_service.wire.objects import decode_json_object, encode_json_object
@@ -78,8 +78,7 @@ class AsyncPartitionCalls(AsyncBase):
             AlreadyExistsError: it is there with other settings.
         """
         answer = await self._ask(
-            lambda to: to.CreatePartition,
-            pb.CreatePartitionRequest,
+            pb.CreatePartitionResponse,
             timeout,
             partition_id=partition_id,
             expected_samples=expected_samples,
@@ -111,8 +110,7 @@ class AsyncPartitionCalls(AsyncBase):
             StaleIncarnationError: it was created again.
         """
         answer = await self._ask(
-            lambda to: to.SealPartition,
-            pb.SealPartitionRequest,
+            pb.SealPartitionResponse,
             timeout,
             partition_id=partition_id,
             incarnation=incarnation,
@@ -138,8 +136,7 @@ class AsyncPartitionCalls(AsyncBase):
             StaleIncarnationError: it was created again.
         """
         answer = await self._ask(
-            lambda to: to.ClearPartition,
-            pb.ClearPartitionRequest,
+            pb.ClearPartitionResponse,
             timeout,
             partition_id=partition_id,
             incarnation=incarnation,
@@ -157,8 +154,7 @@ class AsyncPartitionCalls(AsyncBase):
             GroupNotFoundError: there is no such group.
         """
         await self._ask(
-            lambda to: to.CloseGroups,
-            pb.CloseGroupsRequest,
+            pb.CloseGroupsResponse,
             timeout,
             partition_id=partition_id,
             incarnation=incarnation,
@@ -172,7 +168,7 @@ class AsyncPartitionCalls(AsyncBase):
         from the `revision` of the list.
         """
         request = request_of(pb.ListPartitionsRequest, prefix=self._namespace.prefix + prefix)
-        pages = self._pages(lambda to: to.ListPartitions, request, self._deadline(timeout))
+        pages = self._pages(pb.ListPartitionsResponse, request, self._deadline(timeout))
         revision: Revision | None = None
         partitions: list[PartitionSummary] = []
         async for page in pages:
@@ -190,8 +186,7 @@ class AsyncPartitionCalls(AsyncBase):
             PartitionNotFoundError: there is no such partition.
         """
         answer = await self._ask(
-            lambda to: to.DescribePartition,
-            pb.DescribePartitionRequest,
+            pb.DescribePartitionResponse,
             timeout,
             partition_id=partition_id,
         )
@@ -209,10 +204,8 @@ class AsyncPartitionCalls(AsyncBase):
                 partition that is waited for.
             timeout: seconds until the call fails; None: the client's.
         """
-        request = request_of(pb.GetStatusRequest, prefix=self._namespace.prefix + prefix, explain=explain)
-        answer = pb.GetStatusResponse()
-        async for page in self._pages(lambda to: to.GetStatus, request, self._deadline(timeout)):
-            answer.MergeFrom(page)
+        full_prefix = self._namespace.prefix + prefix
+        answer = await self._ask(pb.GetStatusResponse, timeout, prefix=full_prefix, explain=explain)
         named: list[Any] = [*(described.summary for described in answer.partitions), *answer.waits]
         for each in named:
             each.partition_id = self._namespace.own_name(each.partition_id)
@@ -220,8 +213,8 @@ class AsyncPartitionCalls(AsyncBase):
 
     async def list_samplers(self, *, timeout: float | None = None) -> list[SamplerDescription]:
         """Return the samplers that `get_meta` takes, with their options."""
-        pages = self._pages(lambda to: to.ListSamplers, pb.ListSamplersRequest(), self._deadline(timeout))
-        return [read_message(SamplerDescription, one) async for page in pages for one in page.samplers]
+        answer = await self._ask(pb.ListSamplersResponse, timeout)
+        return [read_message(SamplerDescription, one) for one in answer.samplers]
 
     async def checkpoint(
         self, name: str, *, metadata: Mapping[str, Any] | None = None, timeout: float | None = None
@@ -245,8 +238,7 @@ class AsyncPartitionCalls(AsyncBase):
             DataLossError: bytes that are to be copied are lost; it names their samples.
         """
         answer = await self._ask(
-            lambda to: to.Checkpoint,
-            pb.CheckpointRequest,
+            pb.CheckpointResponse,
             _CHECKPOINT_SECONDS if timeout is None else timeout,
             name=name,
             metadata=encode_json_object("metadata", metadata),
@@ -260,12 +252,10 @@ class AsyncPartitionCalls(AsyncBase):
         Raises:
             PreconditionError: the service has no `checkpoint_dir`.
         """
-        request = request_of(pb.ListCheckpointsRequest, prefix=prefix)
-        pages = self._pages(lambda to: to.ListCheckpoints, request, self._deadline(timeout))
+        answer = await self._ask(pb.ListCheckpointsResponse, timeout, prefix=prefix)
         return [
             read_message(CheckpointSummary, one, metadata=decode_json_object(one.metadata))
-            async for page in pages
-            for one in page.checkpoints
+            for one in answer.checkpoints
         ]
 
     async def restore(self, name: str, *, replace: bool = False, timeout: float | None = None) -> RestoredCheckpoint:
@@ -291,8 +281,7 @@ class AsyncPartitionCalls(AsyncBase):
             QuotaExceededError: the storage services have no capacity for its bytes.
         """
         answer = await self._ask(
-            lambda to: to.Restore,
-            pb.RestoreRequest,
+            pb.RestoreResponse,
             _CHECKPOINT_SECONDS if timeout is None else timeout,
             name=name,
             replace=replace,
@@ -304,7 +293,7 @@ class AsyncPartitionCalls(AsyncBase):
         """Return sizes and counts of the storage service at an address; None: the client's own."""
         deadline = self._deadline(timeout)
         target = parse_address(address) if address else ""
-        answer = await self._calls.unary(lambda to: to.driver.storage.Stat, StatRequest(), deadline, target)
+        answer = await self._calls.unary(StatResponse, StatRequest(), deadline, target)
         return read_message(
             StorageStat,
             answer,
@@ -320,7 +309,5 @@ class AsyncPartitionCalls(AsyncBase):
             UnavailableError: nothing answers at the address.
         """
         request = HealthCheckRequest()
-        answer = await self._calls.unary_once(
-            lambda to: to.health.Check, request, self._deadline(timeout), is_retried=False
-        )
+        answer = await self._calls.unary_once(HealthCheckResponse, request, self._deadline(timeout), is_retried=False)
         return bool(answer.status == HealthCheckResponse.SERVING)

@@ -173,7 +173,7 @@ class AsyncSampleCalls(AsyncBase):
             for probe in probes:
                 probe.put(time.perf_counter() - began_at, header.size_bytes)
         else:
-            answer = await self._calls.unary(lambda to: to.controller.Commit, request, deadline)
+            answer = await self._calls.unary(commit_pb2.CommitResponse, request, deadline)
         return written_meta(answer.meta, given, metadata, namespace=self._namespace, all_meta=answer.all_meta)
 
     async def _put_as_held(
@@ -239,7 +239,7 @@ class AsyncSampleCalls(AsyncBase):
         place = self._placement.place(header.size_bytes)
         if place is None:
             asked = pb.PlacePutRequest(size_bytes=header.size_bytes, partition_id=header.partition_id)
-            place = await self._calls.unary_once(lambda to: to.controller.PlacePut, asked, deadline)
+            place = await self._calls.unary_once(pb.PlacePutResponse, asked, deadline)
             self._placement.renew(place)
         header.controller_id = place.controller_id
         if place.embedded:
@@ -260,7 +260,7 @@ class AsyncSampleCalls(AsyncBase):
         patience = Deadline.after(min(_COMMIT_PATIENCE_SECONDS, deadline.remaining()))
         try:
             return await self._calls.retried(
-                lambda: self._calls.unary_once(lambda to: to.controller.Commit, commit, deadline), patience
+                lambda: self._calls.unary_once(commit_pb2.CommitResponse, commit, deadline), patience
             )
         except UnavailableError as given_up:  # the message has the tries of the whole put, not those of this part
             raise given_up.__cause__ or given_up from None
@@ -310,7 +310,7 @@ class AsyncSampleCalls(AsyncBase):
             )
 
         given = await async_unless_light(encode, keys, groups, custom_meta)
-        answer = await self._calls.unary(lambda to: to.controller.Insert, request, self._deadline(timeout))
+        answer = await self._calls.unary(pb.InsertResponse, request, self._deadline(timeout))
         return written_meta(answer.meta, given, None, namespace=self._namespace)
 
     async def set_custom_meta(
@@ -340,8 +340,7 @@ class AsyncSampleCalls(AsyncBase):
         if not metadata.size:
             return
         await self._ask(
-            lambda to: to.SetCustomMeta,
-            pb.SetCustomMetaRequest,
+            pb.SetCustomMetaResponse,
             timeout,
             batch=metadata,
             incarnation=metadata.incarnation,
@@ -433,7 +432,7 @@ class AsyncSampleCalls(AsyncBase):
             first = await self._first_page(request, Deadline.after(wait), deadline)
             if limit is not None:
                 first.ClearField("next_page_token")
-            async for page in self._pages(lambda to: to.LookupSamples, request, deadline, first):
+            async for page in self._pages(pb.LookupSamplesResponse, request, deadline, first):
                 states = None if task_name is None else np.array(page.consumption, np.uint8)
                 revision = read_message(Revision, page.revision)
                 parts.append(BatchMeta.from_proto(page.meta, self._namespace, consumption=states, revision=revision))
@@ -452,7 +451,7 @@ class AsyncSampleCalls(AsyncBase):
             request.ClearField("max_wait")
             if max_wait:
                 request.max_wait.CopyFrom(to_duration(max_wait))
-            return await self._calls.unary_once(lambda to: to.controller.LookupSamples, request, deadline)
+            return await self._calls.unary_once(pb.LookupSamplesResponse, request, deadline)
 
         answer = await self._calls.polled(attempt, lambda page: page.not_yet, wait, deadline)
         request.ClearField("max_wait")
@@ -516,5 +515,5 @@ class AsyncSampleCalls(AsyncBase):
         is_all = (request.where and not is_named) or request.skipped_by
         if not (request.global_indexes or request.keys or request.groups or is_all):
             return 0
-        answer = await self._calls.unary(lambda to: to.controller.ClearSamples, request, self._deadline(timeout))
+        answer = await self._calls.unary(pb.ClearSamplesResponse, request, self._deadline(timeout))
         return answer.cleared_count

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from tq_service.client._async.calls import AsyncBase, AsyncCalls
 from tq_service.client.requests import request_of, seconds
-from tq_service.client.transport import Backoff, Deadline, async_next_answer, async_sleep
+from tq_service.client.transport import Backoff, Deadline, async_next_answer, async_sleep, method_of
 from tq_service.client.updates import WatchUpdate
 from tq_service.errors import CompactedError, DeadlineError, TqError, UnavailableError
 from tq_service.results import Revision
@@ -73,7 +73,10 @@ class AsyncWatch:
         with endpoint.errors(Deadline.after(remaining_seconds), is_retried=self._call is None):
             if self._call is None:
                 self._is_reset = not self._request.HasField("revision")
-                self._call = endpoint.controller.Watch(self._request, metadata=endpoint.metadata())
+                watch: Any = endpoint.channel.unary_stream(
+                    method_of(pb.WatchResponse.DESCRIPTOR).name, response_deserializer=pb.WatchResponse.FromString
+                )
+                self._call = watch(self._request.SerializeToString(), metadata=endpoint.metadata())
             return await async_next_answer(self._call)
 
     def _update(self, answer: pb.WatchResponse) -> WatchUpdate:

@@ -177,7 +177,7 @@ class ClaimCalls(Base):
                 max_wait = min(max_wait, reports.seconds_left())
             request.max_wait.CopyFrom(to_duration(max_wait))
             request.explain = reports.lasts_after(max_wait) if explain is None else explain
-            answer = self._calls.unary_once(lambda to: to.controller.GetMeta, request, deadline)
+            answer = self._calls.unary_once(pb.GetMetaResponse, request, deadline)
             # When the wait is spent, the caller gets the reason with the answer.
             if explain is not False and answer.HasField("reason") and reports.is_due_after(0) and wait.remaining():
                 reports.made()
@@ -197,8 +197,7 @@ class ClaimCalls(Base):
             timeout: seconds until the call fails; None: the client's.
         """
         answer = self._ask(
-            lambda to: to.Explain,
-            pb.ExplainRequest,
+            pb.ExplainResponse,
             timeout,
             partition_id=partition_id,
             task_name=task_name or "",
@@ -215,7 +214,7 @@ class ClaimCalls(Base):
             claim_request_id=claim.request_id,
         )
         deadline = Deadline.after(RELEASE_SECONDS)
-        self._calls.unary_once(lambda to: to.controller.ReleaseClaim, request, deadline, is_retried=False)
+        self._calls.unary_once(pb.ReleaseClaimResponse, request, deadline, is_retried=False)
 
     def ack(self, metadata: BatchMeta, *, timeout: float | None = None) -> int:
         """Say that the work on leased samples is done: they are not delivered again, whatever becomes of the lease.
@@ -241,8 +240,7 @@ class ClaimCalls(Base):
         if not metadata.handled_indexes.size:
             return 0
         answer = self._ask(
-            lambda to: to.AckClaim,
-            pb.AckClaimRequest,
+            pb.AckClaimResponse,
             timeout,
             batch=metadata,
             task_name=metadata.task_name,
@@ -271,8 +269,7 @@ class ClaimCalls(Base):
         """
         check_leased(metadata)
         answer = self._ask(
-            lambda to: to.ExtendClaim,
-            pb.ExtendClaimRequest,
+            pb.ExtendClaimResponse,
             timeout,
             batch=metadata,
             task_name=metadata.task_name,
@@ -303,8 +300,7 @@ class ClaimCalls(Base):
         if not metadata.claim_id or not metadata.size:
             return 0
         answer = self._ask(
-            lambda to: to.ReleaseClaim,
-            pb.ReleaseClaimRequest,
+            pb.ReleaseClaimResponse,
             timeout,
             batch=metadata,
             task_name=metadata.task_name,
@@ -331,8 +327,7 @@ class ClaimCalls(Base):
                 created for other tasks.
         """
         answer = self._ask(
-            lambda to: to.CheckConsumption,
-            pb.CheckConsumptionRequest,
+            pb.CheckConsumptionResponse,
             timeout,
             partition_id=partition_id,
             task_name=task_name,
@@ -362,8 +357,7 @@ class ClaimCalls(Base):
             FieldNotFoundError: there is no such field, unless `missing_ok`.
         """
         answer = self._ask(
-            lambda to: to.CheckProduction,
-            pb.CheckProductionRequest,
+            pb.CheckProductionResponse,
             timeout,
             partition_id=partition_id,
             data_fields=data_fields,
@@ -399,8 +393,7 @@ class ClaimCalls(Base):
             TaskNotFoundError: the task has not asked for anything yet.
         """
         answer = self._ask(
-            lambda to: to.ResetConsumption,
-            pb.ResetConsumptionRequest,
+            pb.ResetConsumptionResponse,
             timeout,
             partition_id=partition_id,
             task_name=task_name,
@@ -441,8 +434,7 @@ class ClaimCalls(Base):
         if named is not None and not named:  # which would stand for all
             return 0
         answer = self._ask(
-            lambda to: to.RequeueDeadLettered,
-            pb.RequeueDeadLetteredRequest,
+            pb.RequeueDeadLetteredResponse,
             timeout,
             partition_id=partition_id,
             incarnation=incarnation,

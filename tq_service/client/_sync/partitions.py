@@ -26,7 +26,7 @@ from tq_service.results import (
 )
 from tq_service.schema import FieldSpec, Layout, StalenessLimit
 from tq_service.v1 import controller_service_pb2 as pb
-from tq_service.v1.storage_service_pb2 import StatRequest
+from tq_service.v1.storage_service_pb2 import StatRequest, StatResponse
 from tq_service.wire.messages import read_message
 from tq_service.wire.metadata import encode_spec
 from tq_service.wire.objects import decode_json_object, encode_json_object
@@ -79,8 +79,7 @@ class PartitionCalls(Base):
             AlreadyExistsError: it is there with other settings.
         """
         answer = self._ask(
-            lambda to: to.CreatePartition,
-            pb.CreatePartitionRequest,
+            pb.CreatePartitionResponse,
             timeout,
             partition_id=partition_id,
             expected_samples=expected_samples,
@@ -112,8 +111,7 @@ class PartitionCalls(Base):
             StaleIncarnationError: it was created again.
         """
         answer = self._ask(
-            lambda to: to.SealPartition,
-            pb.SealPartitionRequest,
+            pb.SealPartitionResponse,
             timeout,
             partition_id=partition_id,
             incarnation=incarnation,
@@ -139,8 +137,7 @@ class PartitionCalls(Base):
             StaleIncarnationError: it was created again.
         """
         answer = self._ask(
-            lambda to: to.ClearPartition,
-            pb.ClearPartitionRequest,
+            pb.ClearPartitionResponse,
             timeout,
             partition_id=partition_id,
             incarnation=incarnation,
@@ -158,8 +155,7 @@ class PartitionCalls(Base):
             GroupNotFoundError: there is no such group.
         """
         self._ask(
-            lambda to: to.CloseGroups,
-            pb.CloseGroupsRequest,
+            pb.CloseGroupsResponse,
             timeout,
             partition_id=partition_id,
             incarnation=incarnation,
@@ -173,7 +169,7 @@ class PartitionCalls(Base):
         from the `revision` of the list.
         """
         request = request_of(pb.ListPartitionsRequest, prefix=self._namespace.prefix + prefix)
-        pages = self._pages(lambda to: to.ListPartitions, request, self._deadline(timeout))
+        pages = self._pages(pb.ListPartitionsResponse, request, self._deadline(timeout))
         revision: Revision | None = None
         partitions: list[PartitionSummary] = []
         for page in pages:
@@ -191,8 +187,7 @@ class PartitionCalls(Base):
             PartitionNotFoundError: there is no such partition.
         """
         answer = self._ask(
-            lambda to: to.DescribePartition,
-            pb.DescribePartitionRequest,
+            pb.DescribePartitionResponse,
             timeout,
             partition_id=partition_id,
         )
@@ -210,10 +205,8 @@ class PartitionCalls(Base):
                 partition that is waited for.
             timeout: seconds until the call fails; None: the client's.
         """
-        request = request_of(pb.GetStatusRequest, prefix=self._namespace.prefix + prefix, explain=explain)
-        answer = pb.GetStatusResponse()
-        for page in self._pages(lambda to: to.GetStatus, request, self._deadline(timeout)):
-            answer.MergeFrom(page)
+        full_prefix = self._namespace.prefix + prefix
+        answer = self._ask(pb.GetStatusResponse, timeout, prefix=full_prefix, explain=explain)
         named: list[Any] = [*(described.summary for described in answer.partitions), *answer.waits]
         for each in named:
             each.partition_id = self._namespace.own_name(each.partition_id)
@@ -221,8 +214,8 @@ class PartitionCalls(Base):
 
     def list_samplers(self, *, timeout: float | None = None) -> list[SamplerDescription]:
         """Return the samplers that `get_meta` takes, with their options."""
-        pages = self._pages(lambda to: to.ListSamplers, pb.ListSamplersRequest(), self._deadline(timeout))
-        return [read_message(SamplerDescription, one) for page in pages for one in page.samplers]
+        answer = self._ask(pb.ListSamplersResponse, timeout)
+        return [read_message(SamplerDescription, one) for one in answer.samplers]
 
     def checkpoint(
         self, name: str, *, metadata: Mapping[str, Any] | None = None, timeout: float | None = None
@@ -246,8 +239,7 @@ class PartitionCalls(Base):
             DataLossError: bytes that are to be copied are lost; it names their samples.
         """
         answer = self._ask(
-            lambda to: to.Checkpoint,
-            pb.CheckpointRequest,
+            pb.CheckpointResponse,
             _CHECKPOINT_SECONDS if timeout is None else timeout,
             name=name,
             metadata=encode_json_object("metadata", metadata),
@@ -261,12 +253,10 @@ class PartitionCalls(Base):
         Raises:
             PreconditionError: the service has no `checkpoint_dir`.
         """
-        request = request_of(pb.ListCheckpointsRequest, prefix=prefix)
-        pages = self._pages(lambda to: to.ListCheckpoints, request, self._deadline(timeout))
+        answer = self._ask(pb.ListCheckpointsResponse, timeout, prefix=prefix)
         return [
             read_message(CheckpointSummary, one, metadata=decode_json_object(one.metadata))
-            for page in pages
-            for one in page.checkpoints
+            for one in answer.checkpoints
         ]
 
     def restore(self, name: str, *, replace: bool = False, timeout: float | None = None) -> RestoredCheckpoint:
@@ -292,8 +282,7 @@ class PartitionCalls(Base):
             QuotaExceededError: the storage services have no capacity for its bytes.
         """
         answer = self._ask(
-            lambda to: to.Restore,
-            pb.RestoreRequest,
+            pb.RestoreResponse,
             _CHECKPOINT_SECONDS if timeout is None else timeout,
             name=name,
             replace=replace,
@@ -305,7 +294,7 @@ class PartitionCalls(Base):
         """Return sizes and counts of the storage service at an address; None: the client's own."""
         deadline = self._deadline(timeout)
         target = parse_address(address) if address else ""
-        answer = self._calls.unary(lambda to: to.driver.storage.Stat, StatRequest(), deadline, target)
+        answer = self._calls.unary(StatResponse, StatRequest(), deadline, target)
         return read_message(
             StorageStat,
             answer,
@@ -321,5 +310,5 @@ class PartitionCalls(Base):
             UnavailableError: nothing answers at the address.
         """
         request = HealthCheckRequest()
-        answer = self._calls.unary_once(lambda to: to.health.Check, request, self._deadline(timeout), is_retried=False)
+        answer = self._calls.unary_once(HealthCheckResponse, request, self._deadline(timeout), is_retried=False)
         return bool(answer.status == HealthCheckResponse.SERVING)

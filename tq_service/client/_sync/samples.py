@@ -174,7 +174,7 @@ class SampleCalls(Base):
             for probe in probes:
                 probe.put(time.perf_counter() - began_at, header.size_bytes)
         else:
-            answer = self._calls.unary(lambda to: to.controller.Commit, request, deadline)
+            answer = self._calls.unary(commit_pb2.CommitResponse, request, deadline)
         return written_meta(answer.meta, given, metadata, namespace=self._namespace, all_meta=answer.all_meta)
 
     def _put_as_held(
@@ -240,7 +240,7 @@ class SampleCalls(Base):
         place = self._placement.place(header.size_bytes)
         if place is None:
             asked = pb.PlacePutRequest(size_bytes=header.size_bytes, partition_id=header.partition_id)
-            place = self._calls.unary_once(lambda to: to.controller.PlacePut, asked, deadline)
+            place = self._calls.unary_once(pb.PlacePutResponse, asked, deadline)
             self._placement.renew(place)
         header.controller_id = place.controller_id
         if place.embedded:
@@ -261,7 +261,7 @@ class SampleCalls(Base):
         patience = Deadline.after(min(_COMMIT_PATIENCE_SECONDS, deadline.remaining()))
         try:
             return self._calls.retried(
-                lambda: self._calls.unary_once(lambda to: to.controller.Commit, commit, deadline), patience
+                lambda: self._calls.unary_once(commit_pb2.CommitResponse, commit, deadline), patience
             )
         except UnavailableError as given_up:  # the message has the tries of the whole put, not those of this part
             raise given_up.__cause__ or given_up from None
@@ -311,7 +311,7 @@ class SampleCalls(Base):
             )
 
         given = unless_light(encode, keys, groups, custom_meta)
-        answer = self._calls.unary(lambda to: to.controller.Insert, request, self._deadline(timeout))
+        answer = self._calls.unary(pb.InsertResponse, request, self._deadline(timeout))
         return written_meta(answer.meta, given, None, namespace=self._namespace)
 
     def set_custom_meta(self, metadata: BatchMeta, custom_meta: MetaGiven, *, timeout: float | None = None) -> None:
@@ -339,8 +339,7 @@ class SampleCalls(Base):
         if not metadata.size:
             return
         self._ask(
-            lambda to: to.SetCustomMeta,
-            pb.SetCustomMetaRequest,
+            pb.SetCustomMetaResponse,
             timeout,
             batch=metadata,
             incarnation=metadata.incarnation,
@@ -432,7 +431,7 @@ class SampleCalls(Base):
             first = self._first_page(request, Deadline.after(wait), deadline)
             if limit is not None:
                 first.ClearField("next_page_token")
-            for page in self._pages(lambda to: to.LookupSamples, request, deadline, first):
+            for page in self._pages(pb.LookupSamplesResponse, request, deadline, first):
                 states = None if task_name is None else np.array(page.consumption, np.uint8)
                 revision = read_message(Revision, page.revision)
                 parts.append(BatchMeta.from_proto(page.meta, self._namespace, consumption=states, revision=revision))
@@ -451,7 +450,7 @@ class SampleCalls(Base):
             request.ClearField("max_wait")
             if max_wait:
                 request.max_wait.CopyFrom(to_duration(max_wait))
-            return self._calls.unary_once(lambda to: to.controller.LookupSamples, request, deadline)
+            return self._calls.unary_once(pb.LookupSamplesResponse, request, deadline)
 
         answer = self._calls.polled(attempt, lambda page: page.not_yet, wait, deadline)
         request.ClearField("max_wait")
@@ -515,5 +514,5 @@ class SampleCalls(Base):
         is_all = (request.where and not is_named) or request.skipped_by
         if not (request.global_indexes or request.keys or request.groups or is_all):
             return 0
-        answer = self._calls.unary(lambda to: to.controller.ClearSamples, request, self._deadline(timeout))
+        answer = self._calls.unary(pb.ClearSamplesResponse, request, self._deadline(timeout))
         return answer.cleared_count
