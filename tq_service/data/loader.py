@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.context import BaseContext
 from typing import Any
 
 from tq_service.data.dataset import StreamingDataset
-from tq_service.data.prefetch import MicroBatchPrefetcher, PrefetchLimit, PrefetchStream
-from tq_service.data.source import BatchSource, BatchStream, InlineStream, StreamIdentity
-from tq_service.data.workers import WorkerPool, WorkerStream, worker_context
+from tq_service.data.prefetch import Fetcher, MicroBatchPrefetcher, PrefetchLimit, PrefetchStream
+from tq_service.data.source import BatchFetcher, BatchSource, BatchStream, InlineStream, StreamIdentity
+from tq_service.data.workers import WorkerPool, worker_context
 from tq_service.errors import InvalidArgumentError
 
 _log = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class StreamingDataLoader:
         self._persistent_workers = persistent_workers
         self._stream: BatchStream | None = None
         # The stream that fetches, and how often the dataset had been moved when it was opened.
-        self._fetching: tuple[InlineStream | PrefetchStream | WorkerStream, int] | None = None
+        self._fetching: tuple[InlineStream | PrefetchStream, int] | None = None
         self._pool: WorkerPool | None = None
 
     @property
@@ -109,13 +109,14 @@ class StreamingDataLoader:
         return self._stream
 
     def _open_rest(self, source: BatchSource, batch_index: int, identity: StreamIdentity | None) -> BatchStream:
-        limit = PrefetchLimit(self.prefetch_factor * max(self.num_workers, 1), self._prefetch_bytes)
-        stream: InlineStream | PrefetchStream | WorkerStream
-        if self._context is not None:
-            self._pool = self._pool or WorkerPool(source, self.num_workers, self._context)
-            stream = WorkerStream(self._pool, source, batch_index, identity, limit)
-        elif self.prefetch_factor:
-            stream = PrefetchStream(source, batch_index, identity, limit)
+        stream: InlineStream | PrefetchStream
+        if self.prefetch_factor:
+            fetchers: Sequence[Fetcher] = [BatchFetcher(source, identity)]
+            if self._context is not None:
+                self._pool = self._pool or WorkerPool(source, self.num_workers, self._context)
+                fetchers = self._pool.fetchers(source, identity)
+            limit = PrefetchLimit(self.prefetch_factor * len(fetchers), self._prefetch_bytes)
+            stream = PrefetchStream(fetchers, batch_index, limit)
         else:
             stream = InlineStream(source, batch_index, identity)
         self._fetching = stream, self.dataset.move_count
