@@ -36,8 +36,6 @@ from tq_service.server.rpc.methods import (
     Method,
     Middleware,
     Refusal,
-    listed_names,
-    passing_answers,
     shown_partitions,
     token_name,
 )
@@ -159,7 +157,7 @@ class AccessControl(Middleware):
             refusal = _lack(method, token)
         restricted = None if token is None or ALL_PARTITIONS in token.prefixes else token
         if restricted is not None:
-            behavior = _showing_its_own(method, restricted, behavior)
+            behavior = _showing_its_own(restricted, behavior)
         # Where everybody may do everything, clearing partitions is daily work, and has no line.
         is_noted = method.is_audited and (token is not None or method.concerns_all)
         # Of a caller with a token, a stream that does not begin is ended here whatever it may do.
@@ -248,17 +246,8 @@ class AccessControl(Middleware):
         )
 
 
-def _showing_its_own(method: Method, token: Token, behavior: Behavior) -> Behavior:
-    """Return a handler that names no partitions but those that a token is for, in its answers and in its errors."""
-
-    async def shown(answer: Any) -> Any:
-        for field, name_of in listed_names(answer.DESCRIPTOR).items():
-            listed = getattr(answer, field)
-            covered = [each for each in listed if (name := name_of(each)) is not None and token.covers(name)]
-            if len(covered) < len(listed):
-                del listed[:]
-                listed.extend(covered)
-        return answer
+def _showing_its_own(token: Token, behavior: Behavior) -> Behavior:
+    """Return a handler that knows which partitions a token is for, and names no others in its errors."""
 
     async def call(request: Any, context: Context) -> Any:
         shown_partitions.set(token.covers)
@@ -270,8 +259,6 @@ def _showing_its_own(method: Method, token: Token, behavior: Behavior) -> Behavi
                 metadata=error.metadata,
             ) from None
 
-    if method.lists_partitions:
-        behavior = passing_answers(method, behavior, shown)
     return call
 
 

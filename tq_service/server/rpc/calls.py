@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias
 
 import grpc
@@ -35,7 +35,6 @@ from tq_service.server.rpc.methods import (
     Method,
     Middleware,
     Refusal,
-    passing_answers,
 )
 from tq_service.wait_clock import WaitClock, wait_clock
 from tq_service.wire.error_table import to_status
@@ -399,9 +398,11 @@ class DurableAnswers(Middleware):
                 raise self._refusal()
             return answer
 
-        async def call(request: Any, context: Context) -> Any:
+        async def call(request: Any, context: Any) -> Any:
             if member is not None and not member.may_answer:
                 raise self._refusal()
+            if method.has_response_stream:
+                context = _DurableContext(context, durable)
             if state.is_failing:
                 await state.wait_durable()
             if method.fills_disk and state.is_disk_low:
@@ -419,8 +420,6 @@ class DurableAnswers(Middleware):
                 raise
             return await durable(answer)
 
-        if method.has_response_stream:
-            behavior = passing_answers(method, behavior, durable)
         if member is None:
             return call
         return lambda request, context: self._running.run(call(request, context))
@@ -441,3 +440,18 @@ class DurableAnswers(Middleware):
             f"this controller does not lead its cluster at the moment: {where}; ask it, under the same request_id",
             metadata={"leader_address": address, "epoch": str(self.epoch())},
         )
+
+
+class _DurableContext:
+    """A context whose written answers wait until they are durable."""
+
+    def __init__(self, context: Context, durable: Callable[[Any], Awaitable[Any]]) -> None:
+        self._context = context
+        self._durable = durable
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    async def write(self, answer: Any) -> None:
+        """Send an answer."""
+        await self._context.write(await self._durable(answer))
