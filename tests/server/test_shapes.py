@@ -11,8 +11,7 @@ from google.protobuf.message import DecodeError
 from tq_service.errors import DiskFullError, PartitionNotFoundError
 from tq_service.server.audit import LOGGER_NAME, Audit
 from tq_service.server.credential_files import TokenFile, append_token, digest_of, make_token
-from tq_service.server.rpc.auth import AccessControl
-from tq_service.server.rpc.calls import DurableAnswers, RunningCalls, Services
+from tq_service.server.rpc.calls import AccessControl, DurableAnswers, RunningCalls, Services
 from tq_service.server.rpc.methods import Method, Middleware, shown_partitions
 from tq_service.v1 import controller_service_pb2 as pb
 
