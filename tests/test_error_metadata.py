@@ -27,8 +27,8 @@ PASSED_ON = {
     ("data/source.py", "NothingDeliveredError"),
     ("serving/catalog.py", "InvalidArgumentError"),
     ("serving/catalog.py", "LimitExceededError"),
-    ("server/rpc/auth.py", "PartitionNotFoundError"),
-    ("server/rpc/auth.py", "PermissionDeniedError"),
+    ("server/rpc/calls.py", "PartitionNotFoundError"),
+    ("server/rpc/calls.py", "PermissionDeniedError"),
     ("server/rpc/calls.py", "InternalError"),
     ("server/supervisor.py", "ServiceFailedError"),
 }

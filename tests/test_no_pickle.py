@@ -26,7 +26,7 @@ MODULES = {
 OF_ONE_PROGRAM = {
     "pickle": {"data/shared.py"},
     "multiprocessing": {
-        "data/loader.py",
+        "data/dataset.py",
         "data/source.py",
         "data/workers.py",
     },

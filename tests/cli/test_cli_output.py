@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tq_service.cli.output import print_json, show, table
+from tq_service.cli.options import print_json, show, table
 from tq_service.results import ProductionStatus
 
 

@@ -11,7 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "core"))
 from domain_support import ack, asks, claim_rows, clear, expire, new_write, reset, task_of
 
-from tq_service.observe.groups import PartitionGroups, group_of
+from tq_service.observe.service import PartitionGroups, group_of
 from tq_service.samplers import PlanRunner
 from tq_service.serving.backlogs import Backlogs
 from tq_service.serving.catalog import Catalog

@@ -5,7 +5,7 @@ from itertools import pairwise
 from page_statuses import partition, service, status, storage, update
 
 from tq_service.client import WatchUpdate
-from tq_service.observe.page.events import EventLog
+from tq_service.observe.page.trends import EventLog
 
 MADE, OTHER = partition("train@0", 4), partition("train@0", 6, incarnation=b"o" * 16)
 SEALED = partition("train@0", 8, sealed=True)

@@ -10,8 +10,7 @@ from page_statuses import mirrored, partition, service, status, update, wait
 
 from tq_service.client import WatchUpdate
 from tq_service.errors import DeadlineError, UnauthenticatedError, UnavailableError
-from tq_service.observe.page.feed import Feed
-from tq_service.observe.page.frame import MOST_PARTITIONS
+from tq_service.observe.page.feed import MOST_PARTITIONS, Feed
 
 
 class FakeWatch:

@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 
 from tq_service.internal.v1 import storage_control_pb2, storage_registry_pb2
 from tq_service.server.rpc.methods import METHODS
-from tq_service.v1 import controller_service_pb2, storage_service_pb2
+from tq_service.v1 import controller_service_pb2, method_rule_pb2, storage_service_pb2
 
 CONTROLLER = "/tq_service.v1.ControllerService/"
 STORAGE = "/tq_service.v1.StorageService/"
@@ -24,6 +24,12 @@ DESCRIBED: dict[str, MethodDescriptor] = {
     for method in service.methods
 }
 """The methods of our own protos, by their full names; read again, so that none can be missing in the table."""
+LISTING = {
+    name
+    for name, described in DESCRIBED.items()
+    if described.GetOptions().Extensions[method_rule_pb2.rule].partitions == method_rule_pb2.PARTITIONS_LISTED
+}
+"""Those that answer the partitions that a token is for."""
 INTERNAL = [name for name in DESCRIBED if METHODS[name].is_internal]
 SERVED = [name for name in DESCRIBED if name not in INTERNAL or name.startswith(REGISTRY)]
 """What a service for all has: its storage service is embedded, and needs no calls between services."""

@@ -18,7 +18,7 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from live_server import LiveServer, LoopThread, StartServer
-from rpc_methods import CONTROLLER, DESCRIBED, SERVED, STORAGE, call
+from rpc_methods import CONTROLLER, DESCRIBED, LISTING, SERVED, STORAGE, call
 
 import tq_service as tq
 from tq_service.server.audit import LOGGER_NAME, AuditLine
@@ -34,7 +34,7 @@ from tq_service.wire.encoding import encode_columns
 
 _FOR_ANY_TOKEN = [name for name in SERVED if METHODS[name].roles == frozenset(ROLES)]
 _GUARDED = [name for name in SERVED if name not in _FOR_ANY_TOKEN]
-_BY_PREFIX = [name for name in _GUARDED if not METHODS[name].lists_partitions]
+_BY_PREFIX = [name for name in _GUARDED if name not in LISTING]
 _SECRET = "secret/train"
 _NOT_REFUSALS = {
     grpc.StatusCode.DATA_LOSS,
@@ -259,6 +259,15 @@ def test_lists_show_only_what_a_token_is_for(guarded: Guarded) -> None:
     assert [each.partition_id for each in mine.list_partitions()] == ["mine/a"]
     assert mine.list_partitions("secret/") == []
     assert {"mine/a", _SECRET} <= {each.partition_id for each in boss.list_partitions()}
+    status = mine.status()
+    assert [each.summary.partition_id for each in status.partitions] == ["mine/a"]
+    assert {each.partition_id for each in status.waits} <= {"mine/a"}
+    metadata = bearer(guarded.token(CONTROLLER + "Watch", ("mine/",)))
+    for answer in guarded.live.controller.Watch(pb.WatchRequest(), metadata=metadata, timeout=20):
+        assert {each.partition_id for each in answer.partitions} <= {"mine/a"}
+        if answer.HasField("revision"):
+            break
+    assert {CONTROLLER + name for name in ("ListPartitions", "GetStatus", "Watch")} == LISTING
     boss.clear_partition("mine/a")
 
 

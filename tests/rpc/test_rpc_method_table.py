@@ -17,7 +17,7 @@ from rpc_samples import new_id, put_train
 
 import tq_service as tq
 from tq_service.internal.v1 import cluster_pb2
-from tq_service.server.rpc.methods import METHODS, listed_names, method_of
+from tq_service.server.rpc.methods import METHODS, method_of
 from tq_service.v1 import commit_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import storage_service_pb2 as storage_pb
@@ -94,24 +94,6 @@ def test_a_part_that_is_decoded_instead_of_its_message_is_looked_at_like_it() ->
     assert put_ids is not None
     assert list(put_ids(storage_pb.GetInlineRequest(get=storage_pb.GetRequest(put_ids=[b"1", b"2"])))) == [b"1", b"2"]
     assert list(put_ids(storage_pb.GetInlineRequest())) == []
-
-
-def test_every_partition_that_a_list_has_is_looked_at() -> None:
-    """Else a token would see those of others; a list of something else is said to be none here."""
-    of_no_partition = {("GetStatusResponse", "storages"), ("GetStatusResponse", "controllers")}
-    for name, described in DESCRIBED.items():
-        if METHODS[name].lists_partitions:
-            answer = described.output_type
-            lists = {field.name for field in answer.fields if field.message_type and field.default_value == []}
-            others = {field for owner, field in of_no_partition if owner == answer.name}
-            assert listed_names(answer).keys() == lists - others, name
-    status = pb.GetStatusResponse(
-        partitions=[pb.DescribePartitionResponse(summary=pb.PartitionSummary(partition_id="a")), {}],
-        waits=[pb.PartitionWait(partition_id="b")],
-    )
-    names = listed_names(status.DESCRIPTOR)
-    assert [names["partitions"](each) for each in status.partitions] == ["a", None]
-    assert [names["waits"](each) for each in status.waits] == ["b"]
 
 
 def described_with(method_rule: MethodRule | None) -> Any:

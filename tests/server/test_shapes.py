@@ -11,9 +11,8 @@ from google.protobuf.message import DecodeError
 from tq_service.errors import DiskFullError, PartitionNotFoundError
 from tq_service.server.audit import LOGGER_NAME, Audit
 from tq_service.server.credential_files import TokenFile, append_token, digest_of, make_token
-from tq_service.server.rpc.auth import AccessControl
-from tq_service.server.rpc.calls import DurableAnswers, RunningCalls, Services
-from tq_service.server.rpc.methods import Method, Middleware
+from tq_service.server.rpc.calls import AccessControl, DurableAnswers, RunningCalls, Services
+from tq_service.server.rpc.methods import Method, Middleware, shown_partitions
 from tq_service.v1 import controller_service_pb2 as pb
 
 # Request and response: one message or a stream of them; and how a handler that streams its answers is written.
@@ -71,11 +70,12 @@ def _behavior(shape, entered):
 
 
 def _listing(shape):
-    """Return a handler whose answers each list two partitions."""
+    """Return a handler whose answers each list those of two partitions that its caller may know."""
     _, response, kind = shape
 
     def listed():
-        return pb.ListPartitionsResponse(partitions=[{"partition_id": name} for name in ("mine/a", "yours/b")])
+        names = filter(shown_partitions.get(), ("mine/a", "yours/b"))
+        return pb.ListPartitionsResponse(partitions=[{"partition_id": name} for name in names])
 
     async def one(request, context):
         return listed()
@@ -168,7 +168,7 @@ class Served:
         about["roles"] = frozenset({"read"})
         methods = [
             Method(name=f"/{SERVICE}/Ruled", partitions=lambda first: (first.decode(),), fills_disk=True, **about),
-            Method(name=f"/{SERVICE}/Listed", lists_partitions=True, **about),
+            Method(name=f"/{SERVICE}/Listed", **about),
             Method(
                 name=f"/{SERVICE}/Puts",
                 partitions=lambda first: (first.decode().partition(" ")[0],),

@@ -15,8 +15,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from tq_service.cli.options import open_client, with_address
-from tq_service.cli.output import Answer, AsJson, show, table
+from tq_service.cli.options import Answer, AsJson, open_client, show, table, with_address
 from tq_service.client import AsyncClient
 from tq_service.config import parse_size
 from tq_service.errors import InvalidArgumentError

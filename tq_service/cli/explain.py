@@ -6,8 +6,7 @@ from typing import Any
 
 import typer
 
-from tq_service.cli.options import Partition, TaskOrAll, open_client, with_service
-from tq_service.cli.output import AsJson, print_json
+from tq_service.cli.options import AsJson, Partition, TaskOrAll, open_client, print_json, with_service
 
 EXAMPLES = """\
   tq-service explain train

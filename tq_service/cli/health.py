@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tq_service.addresses import cause_of, split_addresses
-from tq_service.cli.options import probed_address, with_address
-from tq_service.cli.output import AsJson, print_json
+from tq_service.cli.options import AsJson, print_json, probed_address, with_address
 
 if TYPE_CHECKING:
     from tq_service import Tls

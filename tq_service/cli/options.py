@@ -1,13 +1,15 @@
-"""Options that commands have in common, how they reach the service with them, and groups of commands."""
+"""What commands have in common: options, how they reach the service, groups of verbs, and printing."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
+import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -15,10 +17,12 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from tq_service.addresses import DEFAULT_PORT, parse_address
-from tq_service.cli.output import Answer, AsJson, show
 from tq_service.errors import DeadlineError, InvalidArgumentError, TqError, UnavailableError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
     from tq_service.client import Client
 
 ADDRESS_HELP: Final = (
@@ -279,3 +283,69 @@ Partitions = Annotated[
 ]
 Task = Annotated[str, typer.Argument(help="Name of the task.", autocompletion=_complete_task)]
 TaskOrAll = Annotated[str | None, typer.Argument(help="Only this task.", autocompletion=_complete_task)]
+
+
+_PIPED_WIDTH = 160
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+Answer = Iterator[Any]
+"""The output of a command: first a document, the only item that --json takes, then texts and tables for people."""
+
+
+def show(answer: Answer, as_json: bool) -> None:
+    """Print an answer."""
+    document = next(answer)
+    if as_json:
+        print_json(document)
+        return
+    for each in answer:
+        if isinstance(each, str):
+            typer.echo(each)
+        else:
+            console().print(each)
+
+
+def print_json(document: Any, indent: int | None = 2) -> None:
+    """Print JSON to stdout; dataclasses are objects in it, and bytes hexadecimal digits."""
+    typer.echo(json.dumps(document, indent=indent, default=_json_value))
+
+
+def _json_value(value: Any) -> Any:
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value.hex()
+
+
+def console() -> Console:
+    """Return a console for stdout: as wide as the terminal, or wide enough for our tables without one."""
+    from rich.console import Console  # noqa: PLC0415  (only for people)
+
+    terminal = Console()
+    return terminal if terminal.is_terminal else Console(width=_PIPED_WIDTH)
+
+
+def table(headings: str, rows: Iterable[Sequence[object]], *, no_wrap: bool = False) -> Table:
+    """Return a table.
+
+    Args:
+        headings: of the columns, separated by commas; ">" is before those of numbers, which are justified right.
+        rows: their cells. None is shown as "-", and nothing in a text is taken for markup.
+        no_wrap: whether text that does not fit is cut instead of wrapped.
+    """
+    from rich.table import Table  # noqa: PLC0415  (only for people)
+    from rich.text import Text  # noqa: PLC0415  (as above)
+
+    shown = Table(box=None, pad_edge=False)
+    for heading in headings.split(", "):
+        is_right = heading.startswith(">")
+        shown.add_column(
+            heading.removeprefix(">"), justify="right" if is_right else "left", no_wrap=no_wrap and not is_right
+        )
+    for row in rows:
+        shown.add_row(*(Text(_cell(value)) for value in row))
+    return shown
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, int):
+        return f"{value:,}"
+    return "-" if value is None else str(value)

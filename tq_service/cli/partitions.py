@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tq_service.cli import explain
-from tq_service.cli.options import Partition, Prefix, Task, TaskOrAll, Yes, make_group, verb
-from tq_service.cli.output import Answer, table
+from tq_service.cli.options import Answer, Partition, Prefix, Task, TaskOrAll, Yes, make_group, table, verb
 from tq_service.errors import (
     FieldNotFoundError,
     InvalidArgumentError,

@@ -14,7 +14,7 @@ import typer
 from numpy.typing import NDArray
 
 from tq_service.balancing import AttentionCost, Overlong
-from tq_service.cli.output import console, table
+from tq_service.cli.options import console, table
 from tq_service.samplers import (
     ListView,
     PackedSampler,

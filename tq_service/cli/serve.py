@@ -16,8 +16,7 @@ from typing import Annotated, Any, get_args
 import typer
 
 from tq_service.cli.log_lines import configure_logging
-from tq_service.cli.options import option, with_options
-from tq_service.cli.output import Answer, show, table
+from tq_service.cli.options import Answer, option, show, table, with_options
 from tq_service.config import (
     CONFIG_VARIABLE,
     ENV_PREFIX,

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.filesize import decimal
 
-from tq_service.cli.options import Prefix, make_group, verb
-from tq_service.cli.output import Answer, table
+from tq_service.cli.options import Answer, Prefix, make_group, table, verb
 
 if TYPE_CHECKING:
     from tq_service.client import CheckpointSummary, Client

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tq_service.cli.options import Partitions, open_client, with_service
-from tq_service.cli.output import print_json
+from tq_service.cli.options import Partitions, open_client, print_json, with_service
 from tq_service.errors import DeadlineError, PartitionNotFoundError, TqError, UnavailableError, nearest
 
 if TYPE_CHECKING:
@@ -91,7 +90,7 @@ def read(client: Client, names: list[str] | tuple[str, ...], prefix: str) -> Ser
 
 def _is_screen() -> bool:
     """Return whether stdout is a terminal that can show each status in place of the one before it."""
-    from tq_service.cli.output import console  # noqa: PLC0415  (only for people)
+    from tq_service.cli.options import console  # noqa: PLC0415  (only for people)
 
     return sys.stdout.isatty() and not console().is_dumb_terminal
 
@@ -117,7 +116,7 @@ def _show_on_screen(address: str, statuses: Iterator[ServiceStatus | TqError]) -
     from rich.live import Live  # noqa: PLC0415  (only for people)
     from rich.text import Text  # noqa: PLC0415  (only for people)
 
-    from tq_service.cli.output import console  # noqa: PLC0415  (only for people)
+    from tq_service.cli.options import console  # noqa: PLC0415  (only for people)
     from tq_service.cli.status_view import blocks_of, fitting, header_of  # noqa: PLC0415  (as --help)
 
     logging.getLogger("tq_service").propagate = False  # what the client logs would be written over the screen

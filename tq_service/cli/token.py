@@ -11,8 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tq_service.cli.options import make_group, verb
-from tq_service.cli.output import Answer, table
+from tq_service.cli.options import Answer, make_group, table, verb
 from tq_service.errors import AlreadyExistsError, InvalidArgumentError
 
 TOKEN = make_group("""\

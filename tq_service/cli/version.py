@@ -7,8 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tq_service.cli.options import open_client, with_service
-from tq_service.cli.output import AsJson, print_json
+from tq_service.cli.options import AsJson, open_client, print_json, with_service
 from tq_service.errors import TqError
 from tq_service.version import BUILD
 

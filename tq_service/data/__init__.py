@@ -2,8 +2,7 @@
 
 try:
     from tq_service.data.columns import split_micro_batches, take_rows
-    from tq_service.data.dataset import StreamingDataset
-    from tq_service.data.loader import StreamingDataLoader
+    from tq_service.data.dataset import StreamingDataLoader, StreamingDataset
     from tq_service.data.packs import (
         PackedMicroBatch,
         PackedSequences,

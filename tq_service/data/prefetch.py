@@ -6,26 +6,18 @@ import itertools
 import sys
 import threading
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar
 
-from tq_service.data.source import (
-    BatchFetcher,
-    BatchSource,
-    BatchStream,
-    End,
-    FetchedBatch,
-    StreamClosedError,
-    StreamIdentity,
-)
+from tq_service.data.source import BatchStream, End, FetchedBatch, StreamClosedError
 
+S = TypeVar("S", bound="Fetcher | BatchStream")
 T = TypeVar("T")
 
-# How long closing a stream waits for its thread. A thread that is still in a call by then ends with it.
+# How long closing a stream waits for a thread. A thread that is still in a call by then ends with it.
 _JOIN_SECONDS: Final = 5.0
 _MICRO_BATCHES_AHEAD: Final = 2
 
@@ -81,7 +73,9 @@ class PrefetchLimit:
 
 
 class PrefetchQueue(Generic[T]):
-    """A bounded queue with one writer and one reader; one condition, predicate waits, `close` wakes both.
+    """A bounded queue of numbered items with one reader; one condition, predicate waits, `close` wakes all.
+
+    Writers begin items in the order of their numbers, and put them in any order; the reader gets them in order.
 
     Attributes:
         closed: whether `close` was called.
@@ -91,52 +85,65 @@ class PrefetchQueue(Generic[T]):
         self._limit = limit
         # The condition's lock is reentrant: `close` may run in a finalizer, in a thread that holds it.
         self._changed = threading.Condition()
-        self._items: deque[T] = deque()
-        self._finished = False
-        self._error: BaseException | None = None
+        self._items: dict[int, T] = {}
+        self._begun_count = self._read_count = 0
+        self._end: tuple[int, BaseException | None] | None = None  # the first number without an item, and why
         self.closed = False
 
+    def begin(self) -> int | None:
+        """Wait until the limit admits another item, and return its number; None once there is an end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.closed or self._end or self._limit.admits())
+            if self.closed or self._end:
+                return None
+            self._limit.begin()
+            self._begun_count += 1
+            return self._begun_count - 1
+
     @contextmanager
-    def finishing(self) -> Iterator[None]:
-        """Mark the end after a block: no further item comes. An error of the block is raised to the reader."""
-        error: BaseException | None = None
+    def filling(self, number: int) -> Iterator[None]:
+        """Make an error of a block, in which the item of this number is made, the end of the queue."""
         try:
             yield
         except StreamClosedError:
-            pass
-        except BaseException as raised:  # whatever it is, it belongs to the reader
-            error = raised
-        with self._changed:
-            self._finished, self._error = True, error
-            self._changed.notify_all()
+            self.end(number)
+        except BaseException as error:  # whatever it is, it belongs to the reader
+            self.end(number, error)
 
-    def begin(self) -> bool:
-        """Wait until the limit admits another item, and count it; false if the queue was closed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.closed or self._limit.admits())
-            self._limit.begin()
-            return not self.closed
-
-    def put(self, item: T, size_bytes: int = 0) -> None:
-        """Append the item that was begun; it is dropped if the queue was closed meanwhile."""
+    def put(self, number: int, item: T, size_bytes: int = 0) -> None:
+        """Add an item that was begun; it is dropped if the queue was closed meanwhile."""
         with self._changed:
             self._limit.arrive(size_bytes)
             if not self.closed:
-                self._items.append(item)
+                self._items[number] = item
                 self._changed.notify_all()
 
+    def end(self, number: int, error: BaseException | None = None) -> None:
+        """Have no items from this number on; an error is raised to the reader once it has those before."""
+        with self._changed:
+            if self._end is None or number < self._end[0]:
+                self._end = number, error
+            self._changed.notify_all()
+
     def get(self) -> T | None:
-        """Wait for an item; None after the last one. Items that were put before an error come before the error.
+        """Wait for the next item; None after the last one.
 
         The item stays ahead until `on_consumed`: its reader may not begin with it at once.
         """
+
+        def is_over() -> bool:
+            return self.closed or (self._end is not None and self._end[0] <= self._read_count)
+
         with self._changed:
-            self._changed.wait_for(lambda: self._items or self._finished or self.closed)
-            if self._items:
-                return self._items.popleft()
-            error, self._error = self._error, None
-            if error is not None and not self.closed:
-                raise error
+            self._changed.wait_for(lambda: self._read_count in self._items or is_over())
+            if self._read_count in self._items:
+                self._read_count += 1
+                return self._items.pop(self._read_count - 1)
+            if self._end is not None and not self.closed:
+                number, error = self._end
+                self._end = number, None
+                if error is not None:
+                    raise error
             return None
 
     def on_consumed(self, size_bytes: int = 0) -> None:
@@ -153,11 +160,11 @@ class PrefetchQueue(Generic[T]):
             self._changed.notify_all()
 
 
-class _QueuedStream(Generic[T]):
-    """A stream whose items a background thread puts into a queue.
+class _QueuedStream(Generic[S, T]):
+    """A stream whose items background threads put into a queue, one thread for each source.
 
-    The thread refers to the queue and the source only, never to the stream, so that a stream that is no longer read is
-    collected and ends its thread.
+    The threads refer to the queue and the sources only, never to the stream, so that a stream that is no longer read is
+    collected and ends its threads.
 
     Attributes:
         next_index: the batch_index that `read` gives next.
@@ -166,16 +173,21 @@ class _QueuedStream(Generic[T]):
     def __init__(
         self,
         next_index: int,
-        source: BatchFetcher | BatchStream,
+        sources: Sequence[S],
         limit: PrefetchLimit,
-        fill: Callable[[PrefetchQueue[T]], None],
+        fill: Callable[[S, PrefetchQueue[T]], None],
         thread_name: str,
     ) -> None:
         self.next_index = next_index
+        self._sources = sources
         self._queue = PrefetchQueue[T](limit)
-        thread = threading.Thread(target=fill, args=(self._queue,), name=thread_name, daemon=True)
-        self._end = weakref.finalize(self, _end, self._queue, source, thread)
-        thread.start()
+        threads = [
+            threading.Thread(target=fill, args=(source, self._queue), name=thread_name, daemon=True)
+            for source in sources
+        ]
+        self._end = weakref.finalize(self, _end, self._queue, sources, threads)
+        for thread in threads:
+            thread.start()
 
     @property
     def closed(self) -> bool:
@@ -183,66 +195,80 @@ class _QueuedStream(Generic[T]):
         return self._queue.closed
 
     def close(self) -> None:
-        """End the thread and drop what it put into the queue. Idempotent."""
+        """End the threads and drop what they put into the queue. Idempotent."""
         self._end()
 
 
-def _end(queue: PrefetchQueue[Any], source: BatchFetcher | BatchStream, thread: threading.Thread) -> None:
-    """Close a queue and what its items are read from, and wait for the thread that does so."""
+def _end(queue: PrefetchQueue[Any], sources: Sequence[Fetcher | BatchStream], threads: list[threading.Thread]) -> None:
+    """Close a queue and what its items are read from, and wait for the threads that do so."""
     # In this order: a reader must find the stream closed before the source is. It would take None for the end, and an
-    # error of a call that the thread is in for one that concerns it.
+    # error of a call that a thread is in for one that concerns it.
     queue.close()
-    source.close()
-    # A cycle that holds the stream may be collected by the thread itself, which cannot join itself.
-    if threading.current_thread() is not thread:
-        thread.join(_JOIN_SECONDS)
+    for source in sources:
+        source.close()
+    for thread in threads:
+        # A cycle that holds the stream may be collected by a thread itself, which cannot join itself.
+        if threading.current_thread() is not thread:
+            thread.join(_JOIN_SECONDS)
 
 
-class PrefetchStream(_QueuedStream[FetchedBatch | End]):
-    """Fetches batches ahead, bounded by number and bytes.
+class Fetcher(Protocol):
+    """Fetches batches in the thread that calls it, or by a worker process."""
+
+    fetched_until: int
+    """The batch_index behind the last batch that was fetched."""
+
+    def fetch(self, batch_index: int, is_wanted: Callable[[], bool]) -> FetchedBatch | End:
+        """Wait for a batch, or the end, and return it; StreamClosedError once it is not wanted any more."""
+        ...
+
+    def close(self) -> None:
+        """End the call of `fetch` in progress in another thread. Idempotent."""
+        ...
+
+
+class PrefetchStream(_QueuedStream[Fetcher, FetchedBatch | End]):
+    """Fetches batches ahead with one or more fetchers, bounded by number and bytes.
 
     Lifecycle::
 
-        __init__ ── thread starts ──> fetches while the limit admits ──┬─ end ────> read() returns it
-                                             ^                         ├─ error ──> read() raises it
-                                   on_consumed of a batch              └─ close() or garbage collection: thread ends
+        __init__ ── threads start ──> fetch while the limit admits ──┬─ end ────> read() returns it
+                                             ^                       ├─ error ──> read() raises it
+                                   on_consumed of a batch            └─ close() or garbage collection: threads end
+
+    Each thread takes the next batch that nobody fetches; `read` gives them in order.
     """
 
-    def __init__(
-        self, source: BatchSource, batch_index: int, identity: StreamIdentity | None, limit: PrefetchLimit
-    ) -> None:
-        self._fetcher = BatchFetcher(source, identity)
-        fill = partial(_fetch_ahead, self._fetcher, batch_index)
-        super().__init__(batch_index, self._fetcher, limit, fill, "tq-prefetch")
+    def __init__(self, fetchers: Sequence[Fetcher], batch_index: int, limit: PrefetchLimit) -> None:
+        super().__init__(batch_index, fetchers, limit, partial(_fetch_ahead, batch_index), "tq-prefetch")
 
     @property
     def fetched_until(self) -> int:
         """The batch_index behind the last batch that was fetched."""
-        return self._fetcher.fetched_until
+        return max(fetcher.fetched_until for fetcher in self._sources)
 
     def read(self) -> FetchedBatch | End | None:
-        """Wait for the next batch, or the end; None once it is closed. An error of the thread is raised as it is."""
+        """Wait for the next batch, or the end; None once it is closed. An error of a thread is raised as it is."""
         fetched = self._queue.get()
         if isinstance(fetched, FetchedBatch):
             self.next_index += 1
         return fetched
 
 
-def _fetch_ahead(fetcher: BatchFetcher, batch_index: int, queue: PrefetchQueue[FetchedBatch | End]) -> None:
-    with queue.finishing():
-        try:
-            for index in itertools.count(batch_index):
-                if not queue.begin():
-                    break
-                fetched = fetcher.fetch(index, lambda: not queue.closed)
+def _fetch_ahead(first_index: int, fetcher: Fetcher, queue: PrefetchQueue[FetchedBatch | End]) -> None:
+    try:
+        while (number := queue.begin()) is not None:
+            with queue.filling(number):
+                fetched = fetcher.fetch(first_index + number, lambda: not queue.closed)
                 if isinstance(fetched, End):
-                    queue.put(fetched)
-                    break
-                size_bytes = fetched.size_bytes
-                queue.put(replace(fetched, on_consumed=partial(queue.on_consumed, size_bytes)), size_bytes)
+                    queue.put(number, fetched)
+                    queue.end(number + 1)
+                else:
+                    size_bytes = fetched.size_bytes
+                    queue.put(number, replace(fetched, on_consumed=partial(queue.on_consumed, size_bytes)), size_bytes)
                 del fetched  # not kept alive while the limit is waited for
-        finally:
-            fetcher.close()
+    finally:
+        fetcher.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +282,7 @@ class _Prefetched:
     begins: FetchedBatch | End | None = None
 
 
-class MicroBatchPrefetcher(_QueuedStream[_Prefetched]):
+class MicroBatchPrefetcher(_QueuedStream[BatchStream, _Prefetched]):
     """Reads the batches of another stream, and splits each into its micro-batches before they are asked for.
 
     Lifecycle::
@@ -272,7 +298,7 @@ class MicroBatchPrefetcher(_QueuedStream[_Prefetched]):
         # The first item of the next batch, which was found behind the last one of the batch before.
         self._begun: _Prefetched | None = None
         limit = PrefetchLimit(_MICRO_BATCHES_AHEAD, sys.maxsize)
-        super().__init__(inner.next_index, inner, limit, partial(_split_ahead, inner, split), "tq-split-ahead")
+        super().__init__(inner.next_index, [inner], limit, partial(_split_ahead, split), "tq-split-ahead")
 
     def read(self) -> FetchedBatch | End | None:
         """Wait for the next batch, or the end, leaving out what is left of the one before; None once it is closed."""
@@ -312,22 +338,29 @@ class MicroBatchPrefetcher(_QueuedStream[_Prefetched]):
 
 
 def _split_ahead(
-    inner: BatchStream, split: Callable[[FetchedBatch], Iterator[Any]], queue: PrefetchQueue[_Prefetched]
+    split: Callable[[FetchedBatch], Iterator[Any]], inner: BatchStream, queue: PrefetchQueue[_Prefetched]
 ) -> None:
-    with queue.finishing():
-        # Each item is counted before it is made. The one that found no further micro-batch in its batch is used for the
-        # first of the next batch.
-        wanted = queue.begin()
-        while wanted and (batch := inner.read()) is not None:
-            if isinstance(batch, End):
-                queue.put(_Prefetched((), batch))
-                break
-            micro_batches = split(batch)
-            queue.put(_Prefetched(_next_of(micro_batches), batch))
-            del batch  # the iterator refers to it until the last micro-batch is made
-            while (wanted := queue.begin()) and (micro_batch := _next_of(micro_batches)):
-                queue.put(_Prefetched(micro_batch))
-                del micro_batch
+    items = _items_of(inner, split)
+    # Each item is counted before it is made.
+    while (number := queue.begin()) is not None:
+        with queue.filling(number):
+            item = next(items, None)
+            if item is None:
+                queue.end(number)
+            else:
+                queue.put(number, item)
+            del item
+
+
+def _items_of(inner: BatchStream, split: Callable[[FetchedBatch], Iterator[Any]]) -> Iterator[_Prefetched]:
+    while (batch := inner.read()) is not None:
+        if isinstance(batch, End):
+            yield _Prefetched((), batch)
+            return
+        micro_batches = split(batch)
+        yield _Prefetched(_next_of(micro_batches), batch)
+        del batch  # the iterator refers to it until the last micro-batch is made
+        yield from map(_Prefetched, iter(partial(_next_of, micro_batches), ()))  # keeps none of them alive
 
 
 def _next_of(micro_batches: Iterator[Any]) -> tuple[Any, ...]:

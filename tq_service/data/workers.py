@@ -1,12 +1,10 @@
-"""Streams that are fetched by worker processes, which share the batches of their rank.
+"""Worker processes that fetch the batches of a rank for a `PrefetchStream`.
 
 Lifecycle::
 
     WorkerPool()  ──────────────────> workers start and idle
-    WorkerStream(pool, index=0) ────> requests batches 0, 1, 2, ... as far ahead as its limit admits, each of the worker
-                                      with the fewest requests; each batch that arrives or is consumed may admit more
-         stream.close() ────────────> workers stop fetching and idle; what they fetched ahead is dropped
-    WorkerStream(pool, index=k) ────> the same workers, from batch k
+    WorkerFetcher ──────────────────> fetches batches for one thread of a stream, each with one request and one reply
+          close() ──────────────────> the worker ends its call and idles; its fetcher of the next stream goes on with it
     pool.close() or garbage collection ──> workers end
 
 All bookkeeping is in the parent: a worker knows nothing of other workers, and of a batch only that it was requested.
@@ -14,6 +12,7 @@ All bookkeeping is in the parent: a worker knows nothing of other workers, and o
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.spawn
@@ -24,8 +23,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
@@ -35,7 +33,6 @@ from typing import Any, Final
 import torch
 
 from tq_service.client_probes import Note, ProbeNotes, notify_probes
-from tq_service.data.prefetch import PrefetchLimit
 from tq_service.data.shared import SharedBatch, SharedBufferReader, SharedBufferWriter, open_batch
 from tq_service.data.source import (
     BatchFetcher,
@@ -66,7 +63,7 @@ class FetchRequest:
     """To a worker: fetch a batch.
 
     Attributes:
-        stream: number of the stream that wants it; requests of earlier streams are void.
+        stream: number of the stream that wants it.
         partition_id: the partition.
         batch_index: which batch.
         identity: what the batch must belong to, where known.
@@ -77,7 +74,7 @@ class FetchRequest:
     partition_id: str
     batch_index: int
     identity: StreamIdentity | None
-    released: tuple[int, ...] = ()
+    released: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,201 +86,140 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class FetchReply:
-    """From a worker: the outcome of a request.
+    """From a worker: the outcome of a request; each request has one.
 
     Attributes:
-        stream: of the request.
-        batch_index: of the request.
-        content: the batch, whose descriptor follows if its buffer is new; an error; the end of the partition.
+        content: the batch, whose descriptor follows if its buffer is new; an error; the end of the partition; None for
+            a batch that is not wanted any more.
         notes: what the worker's client did since its last reply, for the probes of the parent.
-        buffer: the bytes of the batch, once the parent has them.
     """
 
-    stream: int
-    batch_index: int
-    content: SharedBatch | ExceptionWrapper | End
-    notes: tuple[Note, ...] = ()
-    buffer: Bytes | None = None
+    content: SharedBatch | ExceptionWrapper | End | None
+    notes: tuple[Note, ...]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Worker:
+    """A process, as its parent sees it.
+
+    Attributes:
+        process: the process.
+        connection: to it.
+        needs_main: whether it has run the main module.
+        buffers: its shared buffers.
+        has_replied: whether it has served a request.
+        in_use: held from a request to its reply; the fetcher of the stream before may still wait for one.
+        sending: held while a message is sent. Reentrant: a finalizer may close a fetcher in the middle of a request.
+    """
+
     process: BaseProcess
     connection: Connection
     needs_main: bool
     buffers: SharedBufferReader = field(default_factory=SharedBufferReader)
-    request_count: int = 0
     has_replied: bool = False
+    in_use: threading.Lock = field(default_factory=threading.Lock)
+    sending: threading.RLock = field(default_factory=threading.RLock)
+
+    def send(self, message: FetchRequest | Stop | None) -> None:
+        with self.sending, suppress(OSError):  # dead or ended: `receive` raises that
+            self.connection.send(message)
+
+    def receive(self) -> tuple[FetchReply, Bytes | None]:
+        """Wait for the reply to a request, and return it with the bytes of the batch, if it has one.
+
+        Raises:
+            WorkerDiedError: the process has ended.
+        """
+        try:
+            multiprocessing.connection.wait((self.connection, self.process.sentinel))
+            if not self.connection.poll():  # it was the process that ended
+                raise EOFError
+            reply: FetchReply = self.connection.recv()
+            self.has_replied = True
+            if not isinstance(reply.content, SharedBatch):
+                return reply, None
+            descriptor = recv_handle(self.connection) if reply.content.is_new else None
+            return reply, self.buffers.open(reply.content, descriptor)
+        except (EOFError, OSError) as error:
+            self.process.join(_JOIN_SECONDS)
+            code = self.process.exitcode
+            # What it could not unpickle, or its main module raised, ended it before its first reply.
+            is_of_main = self.needs_main and code == 1 and not self.has_replied
+            why = _OF_MAIN if is_of_main else "(-9 is often a lack of memory); the next iterator starts new workers"
+            raise WorkerDiedError(f"worker process {self.process.pid} died with exit code {code} {why}") from error
 
 
 class WorkerPool:
-    """Worker processes that live until `close`, and the one stream they fetch at a time.
+    """Worker processes that live until `close`, and fetch for one stream at a time.
 
     Workers get the source when they start, so that with fork its functions need not be picklable; of it only the
-    partition changes later. One thread receives; `request` and `stop` may be called by others.
+    partition changes later.
     """
 
     def __init__(self, source: BatchSource, num_workers: int, context: BaseContext) -> None:
         # Whether the pickle names the main module, as that of a function or class of it does.
         needs_main = context.get_start_method() != "fork" and b"__main__" in (_pickled(source) or b"__main__")
         self._workers = [_start_worker(source, number, context, needs_main=needs_main) for number in range(num_workers)]
-        self._stream = 0
-        self._stopped = False
-        # Guards the number of the stream, the counts of requests, and what is sent to the workers. Reentrant: a
-        # finalizer may stop the stream in the middle of a request.
-        self._lock = threading.RLock()
-        # Wakes a thread that waits in `receive` when another one stops the stream.
-        self._wakeup, self._waker = multiprocessing.Pipe(duplex=False)
-        self._finalizer = weakref.finalize(self, _end_workers, self._workers)
+        self._streams = itertools.count()
+        self.close = weakref.finalize(self, _end_workers, self._workers)
+        """Ends the workers; idempotent."""
 
-    def start(self) -> int:
-        """Begin a stream, which ends the one before it, and return its number."""
-        self.stop(self._stream)
-        with self._lock:
-            self._stream += 1
-            self._stopped = False
-            while self._wakeup.poll():
-                self._wakeup.recv_bytes()
-            for worker in self._workers:
-                worker.request_count = 0
-            return self._stream
-
-    def stop(self, stream: int) -> None:
-        """Make the workers drop what a stream requested, and `receive` return. Idempotent."""
-        with self._lock:
-            if stream != self._stream or self._stopped:
-                return
-            self._stopped = True
-            self._waker.send_bytes(b"stop")
-            for worker in self._workers:
-                _send(worker, Stop(stream))
-
-    def request(self, request: FetchRequest) -> None:
-        """Have a batch fetched by the worker that has the fewest requests."""
-        with self._lock:
-            worker = min(self._workers, key=lambda worker: worker.request_count)
-            worker.request_count += 1
-            _send(worker, replace(request, released=worker.buffers.take_released()))
-
-    def receive(self, stream: int, *, wait: bool) -> list[FetchReply]:
-        """Return what has arrived for a stream; nothing once it was stopped.
-
-        Args:
-            stream: its number.
-            wait: whether to wait until something arrives.
-
-        Raises:
-            WorkerDiedError: a worker died.
-        """
-        sources: list[Any] = [self._wakeup]
-        for worker in self._workers:
-            sources += [worker.connection, worker.process.sentinel]
-        arrived: list[FetchReply] = []
-        while not arrived and not self._stopped and stream == self._stream:
-            ready = multiprocessing.connection.wait(sources, None if wait else 0)
-            for worker in self._workers:
-                if worker.connection in ready or worker.process.sentinel in ready:
-                    reply = _receive(worker)
-                    notify_probes(reply.notes)
-                    if reply.stream == stream:  # else of one that was stopped, whose requests count no more
-                        arrived.append(reply)
-                        with self._lock:
-                            worker.request_count -= 1
-            if not wait:
-                break
-        return arrived
-
-    def close(self) -> None:
-        """End the workers. Idempotent."""
-        self.stop(self._stream)
-        self._finalizer()
+    def fetchers(self, source: BatchSource, identity: StreamIdentity | None) -> list[WorkerFetcher]:
+        """Return what fetches the batches of a new stream, one fetcher for each worker."""
+        stream = next(self._streams)
+        return [WorkerFetcher(worker, stream, source.request.partition_id, identity) for worker in self._workers]
 
 
-class WorkerStream:
-    """The stream that a pool fetches.
+class WorkerFetcher:
+    """Fetches batches by a worker process, as `BatchFetcher` does in its thread; used by one thread.
 
     Attributes:
-        next_index: the batch_index that `read` gives next.
         fetched_until: the batch_index behind the last batch that was fetched.
-        closed: whether `close` was called.
     """
 
-    def __init__(
-        self, pool: WorkerPool, source: BatchSource, batch_index: int, identity: StreamIdentity | None,
-        limit: PrefetchLimit,
-    ) -> None:  # fmt: skip
-        self._pool = pool
-        # The next request, until the end was seen, or an error.
-        self._next_request: FetchRequest | None = FetchRequest(
-            stream=pool.start(),
-            partition_id=source.request.partition_id,
-            batch_index=batch_index,
-            identity=identity,
-        )
-        self._number = self._next_request.stream
-        self._limit = limit
-        self.next_index = batch_index
+    def __init__(self, worker: _Worker, stream: int, partition_id: str, identity: StreamIdentity | None) -> None:
+        self._worker = worker
+        self._stream = stream
+        self._partition_id = partition_id
+        self._identity = identity
         self.fetched_until = 0
-        self._arrived: dict[int, FetchReply] = {}
-        self.closed = False
-        # Guards the limit and the requests: a batch may be consumed by another thread than the one that reads.
-        self._lock = threading.RLock()
-        self._request_more()
 
-    def read(self) -> FetchedBatch | End | None:
-        """Wait for the next batch, or the end; None once it is closed.
+    def fetch(self, batch_index: int, is_wanted: Callable[[], bool]) -> FetchedBatch | End:
+        """Wait for a batch, or the end, and return it.
 
         Raises:
-            WorkerDiedError: a worker died.
-            Exception: what a worker raised.
+            StreamClosedError: the batch is not wanted any more.
+            WorkerDiedError: the worker died.
+            Exception: what the worker raised.
         """
-        self._receive(wait=False)
-        while (arrived := self._arrived.get(self.next_index)) is None:
-            if self.closed:
-                return None
-            self._receive(wait=True)
-        content = arrived.content
-        if isinstance(content, End):
-            return content
+        worker = self._worker
+        with worker.in_use:
+            if not is_wanted():
+                raise StreamClosedError
+            worker.send(
+                FetchRequest(
+                    stream=self._stream,
+                    partition_id=self._partition_id,
+                    batch_index=batch_index,
+                    identity=self._identity,
+                    released=worker.buffers.take_released(),
+                )
+            )
+            reply, data = worker.receive()
+        notify_probes(reply.notes)
+        content = reply.content
         if isinstance(content, ExceptionWrapper):
             raise content.with_note("a worker process")
-        if arrived.buffer is None:
-            raise RuntimeError(f"batch {self.next_index} came without its buffer")
-        batch = open_batch(content.layout, arrived.buffer)
-        self._arrived.pop(self.next_index, None)  # unless `close` dropped it meanwhile
-        self.next_index += 1
-        return replace(batch, on_consumed=partial(self._on_consumed, content.layout.size_bytes))
-
-    def _receive(self, *, wait: bool) -> None:
-        arrived = self._pool.receive(self._number, wait=wait)
-        self._arrived.update({reply.batch_index: reply for reply in arrived})
-        with self._lock:
-            for reply in arrived:
-                if isinstance(reply.content, SharedBatch):
-                    self.fetched_until = max(self.fetched_until, reply.batch_index + 1)
-                    self._limit.arrive(reply.content.layout.size_bytes)
-                else:
-                    self._limit.arrive(0)
-                    self._next_request = None
-            self._request_more()
-
-    def _on_consumed(self, size_bytes: int) -> None:
-        with self._lock:
-            self._limit.consume(size_bytes)
-            self._request_more()
-
-    def _request_more(self) -> None:
-        while self._next_request is not None and not self.closed and self._limit.admits():
-            self._limit.begin()
-            self._pool.request(self._next_request)
-            self._next_request = replace(self._next_request, batch_index=self._next_request.batch_index + 1)
+        if isinstance(content, SharedBatch) and data is not None:
+            self.fetched_until = batch_index + 1
+            return open_batch(content.layout, data)
+        if isinstance(content, End):
+            return content
+        raise StreamClosedError
 
     def close(self) -> None:
-        """Make the workers idle. Idempotent."""
-        if not self.closed:
-            self.closed = True
-            self._pool.stop(self._number)
-            self._arrived.clear()
+        """End the call of the worker, if it is in one; it idles. Idempotent."""
+        self._worker.send(Stop(self._stream))
 
 
 def _start_worker(source: BatchSource, number: int, context: BaseContext, *, needs_main: bool) -> _Worker:
@@ -325,33 +261,9 @@ def _start_without_main(process: BaseProcess) -> None:
             multiprocessing.spawn.get_preparation_data = prepare
 
 
-def _send(worker: _Worker, message: FetchRequest | Stop | None) -> None:
-    with suppress(OSError):  # dead or ended: `receive` raises that
-        worker.connection.send(message)
-
-
-def _receive(worker: _Worker) -> FetchReply:
-    try:
-        if not worker.connection.poll():  # it was the process that ended
-            raise EOFError
-        reply: FetchReply = worker.connection.recv()
-        worker.has_replied = True
-        if not isinstance(reply.content, SharedBatch):
-            return reply
-        descriptor = recv_handle(worker.connection) if reply.content.is_new else None
-        return replace(reply, buffer=worker.buffers.open(reply.content, descriptor))
-    except (EOFError, OSError) as error:
-        worker.process.join(_JOIN_SECONDS)
-        code = worker.process.exitcode
-        # What it could not unpickle, or its main module raised, ended it before its first reply.
-        is_of_main = worker.needs_main and code == 1 and not worker.has_replied
-        why = _OF_MAIN if is_of_main else "(-9 is often a lack of memory); the next iterator starts new workers"
-        raise WorkerDiedError(f"worker process {worker.process.pid} died with exit code {code} {why}") from error
-
-
 def _end_workers(workers: Sequence[_Worker]) -> None:
     for worker in workers:
-        _send(worker, None)
+        worker.send(None)
     for worker in workers:
         worker.process.join(_JOIN_SECONDS)
         if worker.process.exitcode is None:
@@ -421,8 +333,7 @@ class _Fetching:
         threading.Thread(target=self._receive, name="tq-worker-receive", daemon=True).start()
         while (request := self._requests.get()) is not None:
             self._buffers.release(request.released)
-            if self._is_wanted(request):
-                self._serve(request)
+            self._serve(request)
         self._end_fetcher()
 
     def _receive(self) -> None:
@@ -453,17 +364,16 @@ class _Fetching:
         return request.stream > self._stopped_stream
 
     def _serve(self, request: FetchRequest) -> None:
-        content: SharedBatch | ExceptionWrapper | End
+        content: SharedBatch | ExceptionWrapper | End | None = None
         try:
             fetched = self._fetcher_for(request).fetch(request.batch_index, lambda: self._is_wanted(request))
             content = fetched if isinstance(fetched, End) else self._buffers.share(fetched)
         except StreamClosedError:
-            return
+            pass
         except Exception as error:  # whatever it is, it belongs to the reader in the parent
-            if not self._is_wanted(request):  # a call that `_stop` ended
-                return
-            content = ExceptionWrapper.of(error)
-        self._connection.send(FetchReply(request.stream, request.batch_index, content, self._notes.take()))
+            if self._is_wanted(request):  # else of a call that `_stop` ended
+                content = ExceptionWrapper.of(error)
+        self._connection.send(FetchReply(content, self._notes.take()))
         if isinstance(content, SharedBatch) and content.is_new:
             send_handle(self._connection, content.buffer_id, os.getppid())
 

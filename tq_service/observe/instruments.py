@@ -1,11 +1,16 @@
-"""Counts that cost the code which counts next to nothing. Confined to one thread; a scrape reads them there."""
+"""Counts and times that cost next to nothing to take. Confined to one thread; a scrape reads them there."""
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from tq_service.serving.planner import RunsPlans
+    from tq_service.state.plan import LengthSource, Plan, PlanRequest, Sampler, View
 
 HANDLING_SECONDS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 WAIT_SECONDS: Final = (0.001, 0.01, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -107,3 +112,36 @@ class Instruments:
         self.imbalance = HistogramByName(SHARES)
         self.padding = HistogramByName(SHARES)
         self.loop_lag = Histogram(LAG_SECONDS)
+
+
+class TimedRunner:
+    """Runs samplers as another runner does, and times those that came to a plan.
+
+    Args:
+        runner: runs them.
+        seconds: where the times go, by the name of the sampler; off the event loop the wait for a thread is in them.
+    """
+
+    def __init__(self, runner: RunsPlans, seconds: HistogramByName) -> None:
+        self._runner = runner
+        self._seconds = seconds
+
+    def length(self, sampler: Sampler) -> LengthSource | None:
+        """Return the length that a sampler needs, see `RunsPlans`."""
+        return self._runner.length(sampler)
+
+    def run_inline(self, sampler: Sampler, view: View, request: PlanRequest) -> Plan | None:
+        """Return a plan or None, see `RunsPlans`."""
+        began_at = time.perf_counter()
+        plan = self._runner.run_inline(sampler, view, request)
+        if plan is not None:
+            self._seconds.of(sampler.name).observe(time.perf_counter() - began_at)
+        return plan
+
+    async def run(self, sampler: Sampler, view: View, request: PlanRequest) -> Plan | None:
+        """Return a plan or None, see `RunsPlans`."""
+        began_at = time.perf_counter()
+        plan = await self._runner.run(sampler, view, request)
+        if plan is not None:
+            self._seconds.of(sampler.name).observe(time.perf_counter() - began_at)
+        return plan

@@ -27,8 +27,7 @@ from tq_service.internal.v1.storage_control_pb2_grpc import add_StorageControlSe
 from tq_service.internal.v1.storage_registry_pb2_grpc import add_StorageRegistryServiceServicer_to_server
 from tq_service.log_message import LogMessage
 from tq_service.machine.state_machine import IdempotencyCache
-from tq_service.observe.instruments import Instruments
-from tq_service.observe.planning import TimedRunner
+from tq_service.observe.instruments import Instruments, TimedRunner
 from tq_service.samplers import PlanRunner, SamplerRegistry
 from tq_service.schema import CONTROLLER_NAME_BYTES
 from tq_service.server import converters

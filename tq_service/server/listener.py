@@ -35,7 +35,7 @@ from tq_service.server.credential_files import (
     check_authorities,
     find_secret,
 )
-from tq_service.server.rpc.auth import AccessControl
+from tq_service.server.rpc.calls import AccessControl
 from tq_service.server.supervisor import regularly
 from tq_service.wire.connection import Tls
 

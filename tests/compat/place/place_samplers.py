@@ -6,7 +6,7 @@ import pytest
 import torch
 import transfer_queue as tq
 from tensordict import TensorDict
-from transfer_queue.controller import KnownPartition, Run, TransferQueueController
+from transfer_queue.controller import KnownPartition
 from transfer_queue.sampler.grpo_group_n_sampler import GRPOGroupNSampler
 from transfer_queue.sampler.rank_aware_sampler import RankAwareSampler
 from transfer_queue.sampler.seqlen_balanced_sampler import (
@@ -263,25 +263,6 @@ def test_a_sampler_remembers_no_partition_that_is_gone(use, service, conf, is_ot
             assert fetch_rows(2, 0, 0, f"p{step}") == [1, 0]
             assert sampler._states.keys() == {"kept", f"p{step}"}
             (other if is_other else tq.get_client()).clear_partition(f"p{step}")
-
-
-def test_a_late_look_up_neither_samples_nor_makes_the_sampler_forget():
-    controller = TransferQueueController(Run(conf={}, address="a", namespace="", sampler=NewestFirst()))
-    config = {"dp_rank": 0, "batch_index": 0, "task_name": "t", "partition_id": "p"}
-
-    def sample(size, **more):
-        return controller.sample(list(range(size)), 2, "p", "t", {index: {} for index in range(size)}, config, **more)
-
-    assert sample(4, incarnation=b"one").sampled == [3, 2]
-    told = sample(8, incarnation=b"two")
-    assert (told.sampled, told.incarnation) == ([], b"one")
-    assert sample(8, incarnation=b"two", replaced=told.incarnation).sampled == [7, 6]
-    late = sample(4, incarnation=b"one")
-    assert (late.sampled, late.incarnation) == ([], b"two")
-    controller.forget({"p": b"one"})
-    assert sample(9, incarnation=b"two").sampled == [7, 6]
-    controller.forget({"p": b"two"})
-    assert sample(9, incarnation=b"two").sampled == [8, 7]
 
 
 class ClearsMeanwhile(tq.BaseSampler):

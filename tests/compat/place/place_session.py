@@ -39,7 +39,7 @@ def leave():
     return session
 
 
-_CALLS = ("run", "sample", "forget", "get_config", "stop")
+_CALLS = ("run", "sample", "get_config", "stop")
 
 
 class Cluster:

@@ -10,11 +10,9 @@ context; it returns the answer, or writes each of a stream of answers to the con
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
@@ -25,7 +23,7 @@ from google.protobuf.message_factory import GetMessageClass
 from tq_service.errors import TqError
 from tq_service.internal.v1 import cluster_pb2, storage_control_pb2, storage_registry_pb2
 from tq_service.v1 import controller_service_pb2, method_rule_pb2, storage_service_pb2
-from tq_service.v1.method_rule_pb2 import PARTITIONS_ALL, PARTITIONS_LISTED, PARTITIONS_UNSPECIFIED, MethodRule
+from tq_service.v1.method_rule_pb2 import PARTITIONS_ALL, PARTITIONS_UNSPECIFIED, MethodRule
 from tq_service.wire.connection import ROLES, Role
 
 if TYPE_CHECKING:  # the rules are read without the server's packages, too
@@ -38,7 +36,7 @@ Behavior: TypeAlias = Callable[[Any, Context], Awaitable[Any]]
 shown_partitions: Final[ContextVar[Callable[[str], bool]]] = ContextVar(
     "shown_partitions", default=lambda _partition_id: True
 )
-"""Says of a partition whether the caller of a method that lists partitions may know that it exists."""
+"""Says of a partition whether the caller may know that it exists; methods that list partitions leave others out."""
 
 token_name: Final[ContextVar[str]] = ContextVar("token_name", default="")
 """The name of the token of a call, "" without one."""
@@ -61,7 +59,6 @@ class Method:
         partitions: returns the names of partitions in a request, or in the first message of a stream of requests.
         put_ids: returns the puts that are named there, whose partitions count as named; None: no request names any.
         concerns_all: whether a call concerns all partitions, so that the token must be for all.
-        lists_partitions: whether the answer lists partitions, of which only those that the token is for are shown.
         is_audited: whether a call that is let in has its line in the audit log.
         waits: whether it may wait for samples or capacity.
         fills_disk: whether it is refused while the disk is nearly full.
@@ -76,7 +73,6 @@ class Method:
     partitions: Read = _nothing
     put_ids: Read | None = None
     concerns_all: bool = False
-    lists_partitions: bool = False
     is_audited: bool = False
     waits: bool = False
     fills_disk: bool = False
@@ -128,26 +124,11 @@ def method_of(described: MethodDescriptor) -> Method:
         partitions=partitions if names else _nothing,
         put_ids=None if put_ids is None else lambda request: put_ids(request) or (),
         concerns_all=rule.partitions == PARTITIONS_ALL,
-        lists_partitions=rule.partitions == PARTITIONS_LISTED,
         is_audited=rule.is_audited,
         waits=rule.waits,
         fills_disk=rule.fills_disk,
         is_answer_durable=rule.is_answer_durable,
     )
-
-
-@cache
-def listed_names(answer: Descriptor) -> Mapping[str, Callable[[Any], str | None]]:
-    """Return by list of an answer what reads the partition that a member is about; other lists are left out."""
-    found: dict[str, Callable[[Any], str | None]] = {}
-    for each in answer.fields:
-        if each.message_type is None or each.default_value != []:
-            continue
-        for path in ("partition_id", "summary.partition_id"):
-            with contextlib.suppress(ValueError):
-                found[each.name] = _reader(path, each.message_type, FieldDescriptor.TYPE_STRING)
-                break
-    return found
 
 
 def _reader(path: str, message: Descriptor, kind: int) -> Callable[[Any], Any]:
@@ -300,31 +281,3 @@ class EndableCalls:
         finally:
             del self._owners[task]
             self._errors.pop(task, None)
-
-
-def passing_answers(method: Method, behavior: Behavior, each: Callable[[Any], Awaitable[Any]]) -> Behavior:
-    """Return a handler whose answers go out as a function returns them, each of a stream or the only one."""
-
-    async def stream(request: Any, context: Context) -> Any:
-        passing: Any = _PassingContext(context, each)
-        return await behavior(request, passing)
-
-    async def one(request: Any, context: Context) -> Any:
-        return await each(await behavior(request, context))
-
-    return stream if method.has_response_stream else one
-
-
-class _PassingContext:
-    """A context whose written answers pass a function first."""
-
-    def __init__(self, context: Context, each: Callable[[Any], Awaitable[Any]]) -> None:
-        self._context = context
-        self._each = each
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._context, name)
-
-    async def write(self, answer: Any) -> None:
-        """Send an answer."""
-        await self._context.write(await self._each(answer))

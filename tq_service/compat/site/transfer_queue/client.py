@@ -21,9 +21,8 @@ from tensordict import TensorDict
 from tensordict.tensorclass import NonTensorStack
 
 import tq_service as tq
-from transfer_queue.controller import Choice
 from transfer_queue.metadata import BatchMeta, KVBatchMeta, positions_of
-from transfer_queue.sampler import BaseSampler, claim_name, service_samples
+from transfer_queue.sampler import BaseSampler, service_samples
 from transfer_queue.storage import StorageKeyNotFoundError
 
 T = TypeVar("T")
@@ -43,6 +42,10 @@ def finished(coroutine: Coroutine[Any, Any, T]) -> T:
     raise RuntimeError("a call of the sync client has waited for an event loop")
 
 
+async def _at_once(function: Callable[..., T], *arguments: Any, **keywords: Any) -> T:
+    return function(*arguments, **keywords)
+
+
 class Awaitables:
     """The calls of a sync client, or of a module, as such that can be awaited: they are done when they return."""
 
@@ -50,12 +53,8 @@ class Awaitables:
         self._owner = owner
 
     def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
-        call = getattr(self._owner, name)
-
-        async def made(*arguments: Any, **keywords: Any) -> Any:
-            return call(*arguments, **keywords)
-
-        return made
+        found = getattr(self._owner, name)
+        return partial(_at_once, found) if callable(found) else found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,14 +63,13 @@ class Asking:
 
     Attributes:
         sampler: chooses the samples of a batch.
-        controller: makes a call of the controller, which asks a sampler of users; None: it cannot be reached from this
-            process.
+        sample: has the controller ask a sampler of users for a batch; None: it cannot be reached from this process.
         polling_mode: whether too few samples give an empty batch, and not an error.
         wait_seconds: how long samples are waited for.
     """
 
     sampler: BaseSampler
-    controller: Callable[..., Any] | None = None
+    sample: Callable[..., BatchMeta] | None = None
     polling_mode: bool = False
     wait_seconds: float = 60.0
 
@@ -81,20 +79,16 @@ class Calls:
 
     Args:
         client: an `AsyncClient`, or `Awaitables` of a `Client`.
-        namespace: that of the client.
         asking: how batches are asked for.
-        sleep: waits for some seconds.
+        run: calls a function, in a thread if others go on meanwhile.
 
     Attributes:
         wait_seconds: how long `get_meta` waits for samples, that of `asking` at first.
     """
 
-    def __init__(
-        self, client: Any, *, namespace: str, asking: Asking, sleep: Callable[[float], Awaitable[None]]
-    ) -> None:
+    def __init__(self, client: Any, *, asking: Asking, run: Callable[..., Awaitable[Any]]) -> None:
         self._client: tq.AsyncClient = client
-        self._sleep = sleep
-        self._namespace = namespace
+        self._run = run
         self._asking = asking
         self.wait_seconds = asking.wait_seconds
 
@@ -116,9 +110,9 @@ class Calls:
             StorageKeyNotFoundError: a rank asks again for a batch of which samples were cleared.
         """
         if mode == "insert":
-            return _of_samples(await self._client.insert(partition_id, batch_size), data_fields)
+            return of_samples(await self._client.insert(partition_id, batch_size), data_fields)
         if mode == "force_fetch":
-            return _of_samples(await self._lookup(partition_id), data_fields)
+            return of_samples(await self._lookup(partition_id), data_fields)
         if mode != "fetch" or task_name is None:
             raise ValueError(
                 f"got mode {mode!r} and task_name {task_name!r}; expected 'fetch' with a task, or 'insert' or "
@@ -130,9 +124,9 @@ class Calls:
             if service_samples(sampler):
                 wanted = sampler.claim(batch_size, sampling_config or {})
                 meta = await self._client.get_meta(**claim, **wanted, max_wait=self.wait_seconds)
-                batch = _of_samples(meta, data_fields) if meta.status == "batch" else BatchMeta()
+                batch = of_samples(meta, data_fields) if meta.status == "batch" else BatchMeta()
             else:
-                batch = await self._chosen(claim, batch_size, sampling_config or {})
+                batch = await self._chosen(batch_size=batch_size, config=sampling_config or {}, **claim)
         except tq.SamplesClearedError as error:
             raise StorageKeyNotFoundError(str(error)) from error
         if not batch and not self._asking.polling_mode:
@@ -142,77 +136,15 @@ class Calls:
             )
         return batch
 
-    async def _chosen(self, claim: Row, batch_size: int, config: Mapping[str, Any]) -> BatchMeta:
-        """Return the samples that a sampler of users chooses among those that are ready, as soon as it chooses some.
-
-        Those that it says are consumed are claimed; if another was faster, the sampler is asked again.
-
-        Raises:
-            StorageKeyNotFoundError: it chose samples of which some were cleared.
-        """
-        partition_id, task_name, data_fields = claim["partition_id"], claim["task_name"], claim["data_fields"]
-        ask = self._asking.controller
-        if ask is None:
+    async def _chosen(self, **wanted: Any) -> BatchMeta:
+        """Return the samples that a sampler of users chooses, as soon as it chooses some."""
+        sample = self._asking.sample
+        if sample is None:
             raise RuntimeError("a sampler of yours cannot be asked from this process; use num_workers=0")
         waited = time.monotonic() + self.wait_seconds
-        replaced, absent = b"", set[int]()
-        while True:
-            known = await self._lookup(partition_id, task_name=task_name)
-            if known.incarnation:
-                tags = dict(zip(known.global_indexes, known.custom_meta, strict=True))
-                produced, nothing = known.produced, np.zeros(known.size, np.bool_)
-                is_ready = np.logical_and.reduce([produced.get(name, nothing) for name in data_fields])
-                # `consumed` is there, since the task was named.
-                ready = known.indexes[is_ready & ~known.consumed].tolist() if known.size else []
-                choice = ask(
-                    "sample", ready, batch_size, partition_id, task_name, tags, config,
-                    incarnation=known.incarnation, replaced=replaced,
-                )  # fmt: skip
-                if choice.incarnation != known.incarnation:
-                    replaced = choice.incarnation
-                    continue
-                await self._forget_cleared(ask, choice.others)
-                was_absent, absent = absent, set(choice.sampled) - tags.keys()
-                if absent & was_absent:  # not only newer than the look-up
-                    raise StorageKeyNotFoundError(
-                        f"the sampler chose samples of partition {partition_id!r} that were cleared: {sorted(absent)}"
-                    )
-                if absent:
-                    continue
-                if choice.sampled and await self._are_claimed(claim, choice, config):
-                    place_of = {index: place for place, index in enumerate(known.global_indexes)}
-                    return _of_samples(known, data_fields).select_samples(place_of[row] for row in choice.sampled)
-            if time.monotonic() >= waited:
-                return BatchMeta()
-            await self._sleep(_PAUSE_SECONDS)
-
-    async def _forget_cleared(self, ask: Callable[..., Any], remembered: Mapping[str, bytes]) -> None:
-        """Have the sampler forget those partitions that it remembers which are gone."""
-        if remembered:
-            stored = {each.partition_id: each.incarnation for each in await self._client.list_partitions()}
-            if gone := {name: each for name, each in remembered.items() if stored.get(name) != each}:
-                ask("forget", gone)
-
-    async def _are_claimed(self, claim: Row, choice: Choice, config: Mapping[str, Any]) -> bool:
-        if not choice.consumed:
-            return True
-        # Replicas of a rank claim the same samples, by a name that no other samples ever get.
-        named = {}
-        if config.get("dp_rank") is not None:
-            named["claim_name"] = f"{claim_name(config)}, samples from {min(choice.consumed)}"
-        try:
-            meta = await self._client.get_meta(
-                **claim,
-                **named,
-                batch_size=len(choice.consumed),
-                sampler="chosen",
-                sampler_config={"rows": list(choice.consumed)},
-                incarnation=choice.incarnation,
-                max_wait=0.0,
-            )
-        except (tq.StaleIncarnationError, tq.PartitionClearedError, tq.PartitionNotFoundError):
-            return False
-        return meta.status == "batch"
+        while not (batch := await self._run(sample, **wanted)) and time.monotonic() < waited:
+            await self._run(time.sleep, _PAUSE_SECONDS)
+        return batch
 
     async def get_data(self, metadata: BatchMeta) -> TensorDict:
         """Return the fields of a batch: rows of one dimension or more as nested tensors, objects as NonTensorStack.
@@ -266,7 +198,7 @@ class Calls:
                 raise ValueError(
                     "got neither metadata nor partition_id; give the samples, or the partition of new ones"
                 )
-            return _of_samples(await self._put(data, partition_id=partition_id, return_meta="all"))
+            return of_samples(await self._put(data, partition_id=partition_id, return_meta="all"))
         if not metadata:
             raise ValueError("metadata names no samples; give those that the rows of data are of")
         for positions, samples in self._samples(metadata):
@@ -357,8 +289,8 @@ class Calls:
         """Return the samples of keys, with the fields that all have; unknown keys are left out, or made (`create`)."""
         names = _listed("keys", keys, str)
         if create:
-            return _of_samples(await self._client.put(partition_id=partition_id, keys=names, return_meta="all"))
-        return _of_samples(await self._lookup(partition_id, keys=names))
+            return of_samples(await self._client.put(partition_id=partition_id, keys=names, return_meta="all"))
+        return of_samples(await self._lookup(partition_id, keys=names))
 
     async def kv_retrieve_keys(self, global_indexes: Sequence[int] | int, partition_id: str) -> list[str | None]:
         """Return the keys of samples, None for one without.
@@ -472,7 +404,7 @@ class Calls:
         if not data.batch_size[0]:
             raise ValueError(f"keys or partition were not found: partition {partition_id!r} has none of these keys")
         if data.is_empty():
-            if not _of_samples(await self._lookup(partition_id, keys=names)).field_names:
+            if not of_samples(await self._lookup(partition_id, keys=names)).field_names:
                 raise ValueError(f"the samples of partition {partition_id!r} have no field that all of them have")
             return TensorDict({}, batch_size=0)
         return _as_transfer_queue(data)
@@ -510,7 +442,7 @@ class Calls:
                 positions,
                 tq.BatchMeta(
                     partition_id=name,
-                    namespace=self._namespace,
+                    namespace=self._client.namespace,
                     incarnation=metadata.incarnations.get(name, b""),
                     indexes=indexes[positions],
                 ),
@@ -519,7 +451,7 @@ class Calls:
         ]
 
 
-def _of_samples(meta: tq.BatchMeta, data_fields: Sequence[str] | None = None) -> BatchMeta:
+def of_samples(meta: tq.BatchMeta, data_fields: Sequence[str] | None = None) -> BatchMeta:
     """Return samples with the fields asked for, or with those that all of them have."""
     produced = meta.produced
     has_all = [name for name, column in produced.items() if column.all()]
@@ -671,29 +603,21 @@ class TransferQueueClient:
 
     Args:
         address: where the service is.
-        namespace: of the run; empty: none.
-        token: for the service; None: that of the environment.
         asking: how batches are asked for.
-        timeout: seconds in which a call tries to reach a service that does not answer.
+        **reached: what the service's own client is given besides: `namespace`, `timeout`, `token` and `insecure`.
 
     Attributes:
         client_id: a name of this client, for logs of its user.
         address: where the service is.
     """
 
-    def __init__(
-        self, address: str, *, namespace: str, token: str | None, asking: Asking, timeout: float = 60.0
-    ) -> None:
+    def __init__(self, address: str, *, asking: Asking, **reached: Any) -> None:
         self.client_id = f"{type(self).__name__}_{secrets.token_hex(4)}"
         self.address = address
-        self._options: dict[str, Any] = {"namespace": namespace, "token": token, "asking": asking, "timeout": timeout}
-        reached: dict[str, Any] = {"address": address, "namespace": namespace or False, "timeout": timeout}
-        if token is not None:
-            reached |= {"token": token, "insecure": True}
-        self.sync_client, self.async_client = tq.Client(**reached), tq.AsyncClient(**reached)
-        made, pause = Awaitables(self.sync_client), Awaitables(time).sleep
-        self.sync_calls = Calls(made, namespace=namespace, asking=asking, sleep=pause)
-        self.async_calls = Calls(self.async_client, namespace=namespace, asking=asking, sleep=asyncio.sleep)
+        self._options: dict[str, Any] = {"asking": asking, **reached}
+        self.sync_client, self.async_client = tq.Client(address, **reached), tq.AsyncClient(address, **reached)
+        self.sync_calls = Calls(Awaitables(self.sync_client), asking=asking, run=_at_once)
+        self.async_calls = Calls(self.async_client, asking=asking, run=asyncio.to_thread)
 
     if TYPE_CHECKING:  # the methods are made below
 
@@ -706,7 +630,7 @@ class TransferQueueClient:
         """
         asking = replace(self._options["asking"], polling_mode=True, wait_seconds=0.0)
         if service_samples(asking.sampler):
-            asking = replace(asking, controller=None)
+            asking = replace(asking, sample=None)
         return partial(TransferQueueClient, **{**self._options, "asking": asking})
 
     def wait_at_most(self, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""What the processes of a run share: where its service is, and how batches are chosen."""
+"""What the processes of a run share: its service, which it may have started for itself, and how batches are chosen."""
 
 from __future__ import annotations
 
@@ -6,10 +6,18 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
-from tq_service.compat.owned_service import OwnedService
-from transfer_queue.sampler import BaseSampler, Config, Indexes, Sampled
+import numpy as np
+
+import tq_service as tq
+from tq_service.testing import ServiceProcess
+from transfer_queue.client import of_samples
+from transfer_queue.metadata import BatchMeta
+from transfer_queue.sampler import BaseSampler, Config, Indexes, Sampled, claim_name
+from transfer_queue.storage import StorageKeyNotFoundError
 
 OWN_CHECKPOINT_DIR: Final = "/"
 """Of a service that a run starts for itself: it writes checkpoints wherever its processes want them."""
@@ -37,6 +45,11 @@ class Run:
     token: str | None = None
     is_service_owned: bool = False
 
+    def client_options(self) -> dict[str, Any]:
+        """Return how the service's clients reach it."""
+        reached: dict[str, Any] = {"address": self.address, "namespace": self.namespace or False}
+        return reached if self.token is None else reached | {"token": self.token, "insecure": True}
+
     def filled_conf(self) -> Any:
         """Return the configuration with the address and the namespace."""
         if "controller" not in self.conf:
@@ -55,24 +68,6 @@ class KnownPartition:
     def get_custom_meta(self, global_indices: Sequence[int]) -> dict[int, Mapping[str, Any]]:
         """Return the custom_meta of those of these samples that have some."""
         return {index: tags for index in global_indices if (tags := self.tags.get(index))}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """The answer of a sampler of users.
-
-    Attributes:
-        incarnation: of the partition that the sampler remembers. Another one than that of the look-up: nothing was
-            sampled; look up again, and say with the next call that this incarnation was replaced.
-        sampled: the samples of the batch.
-        consumed: those that the task has consumed with it.
-        others: incarnations by name of other partitions that the sampler remembers, if this one is new to it.
-    """
-
-    incarnation: bytes
-    sampled: Indexes = field(default_factory=list)
-    consumed: Indexes = field(default_factory=list)
-    others: Mapping[str, bytes] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -98,6 +93,7 @@ class TransferQueueController:
             run = replace(run, address=self._service.address, token=self._service.token, is_service_owned=True)
         self._run = run
         self._sampling = threading.Lock()
+        self._client: tq.Client | None = None  # from the first time that the sampler is asked
         self._remembered: dict[str, _Remembered] = {}
 
     def run(self) -> Run:
@@ -108,72 +104,70 @@ class TransferQueueController:
         """Return the configuration of the run, as TransferQueue's actor does."""
         return self._run.filled_conf()
 
-    def sample(
-        self,
-        ready_indexes: Indexes,
-        batch_size: int,
-        partition_id: str,
-        task_name: str,
-        tags: Mapping[int, Mapping[str, Any]],
-        config: Config,
-        *,
-        incarnation: bytes,
-        replaced: bytes = b"",
-    ) -> Choice:
-        """Have the sampler choose samples, for one caller at a time: it may keep state.
+    def sample(self, batch_size: int, config: Config, **claim: Any) -> BatchMeta:
+        """Have the sampler choose samples of a batch, claim those that it says are consumed, and return the batch.
 
-        It forgets a partition once that was cleared, or once all that it chose there was cleared and it would choose it
-        again. Callers may come late with an old look-up, and incarnations have no order. So a new one counts only if
-        the caller has looked it up after an answer named the one that it replaces.
+        For one caller at a time, from the look-up to the claim: samplers may keep state. The sampler forgets a
+        partition once that was cleared, or once all that it chose there was cleared and it would choose it again.
 
         Args:
-            ready_indexes: samples that may be chosen.
             batch_size: number of samples.
-            partition_id: their partition.
-            task_name: the consumer.
-            tags: custom_meta by index of all samples of the partition.
             config: the sampling_config of the call.
-            incarnation: of the partition, as the caller has looked it up.
-            replaced: the incarnation that an earlier answer has named.
+            **claim: `partition_id`, `task_name` and `data_fields`.
+
+        Returns:
+            The batch; empty if the sampler chooses nothing, or another consumer was faster.
+
+        Raises:
+            StorageKeyNotFoundError: it chose samples of which some were cleared.
         """
-        sampler = self._run.sampler
+        sampler, partition_id, task_name = self._run.sampler, claim["partition_id"], claim["task_name"]
         with self._sampling:
-            known = self._remembered.get(partition_id)
-            others = {} if known else {name: each.incarnation for name, each in self._remembered.items()}
-            if known is not None and known.incarnation != incarnation:
-                if known.incarnation != replaced:
-                    return Choice(incarnation=known.incarnation)
-                sampler.clear_cache(partition_id)
-                known = None
-            if known is None:
-                known = self._remembered[partition_id] = _Remembered(incarnation)
+            client = self._client = self._client or tq.Client(**self._run.client_options())
+            known, _ = client.lookup_samples(partition_id, task_name=task_name, missing_ok=True)
+            if known.consumed is None or not known.size:
+                return BatchMeta()
+            remembered = self._recall(client, partition_id, known.incarnation)
+            produced, nothing = known.produced, np.zeros(known.size, np.bool_)
+            is_ready = np.logical_and.reduce([produced.get(name, nothing) for name in claim["data_fields"]])
+            ready = known.indexes[is_ready & ~known.consumed].tolist()
+            tags = dict(zip(known.global_indexes, known.custom_meta, strict=True))
 
             def choose() -> Sampled:
-                if len(ready_indexes) < batch_size and not sampler.has_cached_result(partition_id, task_name, config):
+                if len(ready) < batch_size and not sampler.has_cached_result(partition_id, task_name, config):
                     return [], []
-                return sampler(ready_indexes, batch_size, partition=KnownPartition(partition_id, tags), **config)
+                return sampler(ready, batch_size, partition=KnownPartition(partition_id, tags), **config)
 
             sampled, consumed = choose()
             if sampled and tags.keys().isdisjoint(sampled):
                 # Indexes only grow. Where all are higher than any that was chosen, all that was chosen is gone.
-                is_over = bool(tags) and min(tags) > known.last_given
+                is_over = min(tags) > remembered.last_given
                 if is_over:
                     sampler.clear_cache(partition_id)
                 sampled, consumed = choose() if is_over else ([], [])
-            known.last_given = max([known.last_given, *sampled, *consumed])
-            return Choice(incarnation=incarnation, sampled=sampled, consumed=consumed, others=others)
+            remembered.last_given = max([remembered.last_given, *sampled, *consumed])
+            if cleared := set(sampled) - tags.keys():
+                raise StorageKeyNotFoundError(
+                    f"the sampler chose samples of partition {partition_id!r} that were cleared: {sorted(cleared)}"
+                )
+            if not sampled or not _are_claimed(client, claim, config, consumed, known.incarnation):
+                return BatchMeta()
+            place_of = {index: place for place, index in enumerate(known.global_indexes)}
+            return of_samples(known, claim["data_fields"]).select_samples(place_of[index] for index in sampled)
 
-    def forget(self, partitions: Mapping[str, bytes]) -> None:
-        """Have the sampler forget these incarnations of partitions, which are gone."""
-        with self._sampling:
-            for partition_id, incarnation in partitions.items():
-                known = self._remembered.get(partition_id)
-                if known is not None and known.incarnation == incarnation:
-                    del self._remembered[partition_id]
-                    self._run.sampler.clear_cache(partition_id)
+    def _recall(self, client: tq.Client, partition_id: str, incarnation: bytes) -> _Remembered:
+        """Return what is remembered of a partition; if it is new, have the sampler forget those that are gone."""
+        if partition_id not in self._remembered or self._remembered[partition_id].incarnation != incarnation:
+            stored = {each.partition_id: each.incarnation for each in client.list_partitions()}
+            for name in [name for name, each in self._remembered.items() if stored.get(name) != each.incarnation]:
+                del self._remembered[name]
+                self._run.sampler.clear_cache(name)
+        return self._remembered.setdefault(partition_id, _Remembered(incarnation))
 
     def stop(self) -> None:
-        """End the service that was started for the run."""
+        """End the service that was started for the run, and the controller's own client."""
+        if self._client is not None:
+            self._client.close()
         if self._service is not None:
             self._service.stop()
 
@@ -181,3 +175,81 @@ class TransferQueueController:
     def options(cls, **options: Any) -> Any:
         """Return the class as Ray's actor with these options."""
         return sys.modules["ray"].remote(cls).options(**options)
+
+
+def _are_claimed(
+    client: tq.Client, claim: Mapping[str, Any], config: Config, rows: Indexes, incarnation: bytes
+) -> bool:
+    if not rows:
+        return True
+    # Replicas of a rank claim the same samples, by a name that no other samples ever get.
+    named = {}
+    if config.get("dp_rank") is not None:
+        named["claim_name"] = f"{claim_name(config)}, samples from {min(rows)}"
+    try:
+        meta = client.get_meta(
+            **claim,
+            **named,
+            batch_size=len(rows),
+            sampler="chosen",
+            sampler_config={"rows": list(rows)},
+            incarnation=incarnation,
+            max_wait=0.0,
+        )
+    except (tq.StaleIncarnationError, tq.PartitionClearedError, tq.PartitionNotFoundError):
+        return False
+    return meta.status == "batch"
+
+
+_TOKEN_NAME: Final = "run"  # noqa: S105  (a name)
+
+
+class OwnedService:
+    """A service as a process of its own, for the processes of one run.
+
+    On a host that others reach it asks for a token, which only the run knows; what travels is not encrypted, as little
+    as between the processes of a Ray cluster.
+
+    Args:
+        host: where it listens; None: on this machine's loopback address, for its users, without a token.
+        settings: of `tq-service serve`, by name.
+
+    Attributes:
+        address: where it listens, "host:port".
+        token: for its clients; None: they need none.
+    """
+
+    def __init__(self, host: str | None, settings: dict[str, Any]) -> None:
+        self._directory = TemporaryDirectory(prefix="tq_service-run-")
+        self.token: str | None = None
+        flags = [part for name, value in ({"grace_seconds": 1} | settings).items() for part in _flag(name, value)]
+        if host is not None:
+            self.token, tokens = _new_token(Path(self._directory.name) / "tokens.toml")
+            flags += ["--host", host, "--insecure", "--auth-tokens-file", str(tokens)]
+        self._process = ServiceProcess(*flags, start_new_session=True)
+        try:
+            self._process.start()
+        except BaseException:
+            self._directory.cleanup()
+            raise
+        self.address = self._process.address
+
+    def stop(self) -> None:
+        """End it."""
+        self._process.stop()
+        self._directory.cleanup()
+
+
+def _flag(name: str, value: Any) -> list[str]:
+    option = name.replace("_", "-")
+    if isinstance(value, bool):
+        return [f"--{option}" if value else f"--no-{option}"]
+    return [] if value is None else [f"--{option}", str(value)]
+
+
+def _new_token(path: Path) -> tuple[str, Path]:
+    from tq_service.server.credential_files import append_token, digest_of, make_token, new_secret  # noqa: PLC0415
+
+    secret = new_secret()
+    append_token(path, make_token(name=_TOKEN_NAME, sha256=digest_of(secret), roles=["admin"], prefixes=[""]))
+    return secret, path

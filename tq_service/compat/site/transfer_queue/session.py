@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib import resources
 from typing import Any, Final
 
@@ -149,12 +150,12 @@ def _session_of(controller: Any, ray: Any, *, is_owner: bool = False) -> Session
     wait_seconds = float(setting(run.conf, "controller", "wait_seconds", default=60.0))
     asking = Asking(
         sampler=run.sampler,
-        controller=call,
+        sample=partial(call, "sample"),
         polling_mode=is_polling,
         wait_seconds=0.0 if is_polling else wait_seconds,
     )
     timeout = float(setting(run.conf, "controller", "timeout_seconds", default=60.0))
-    client = TransferQueueClient(run.address, namespace=run.namespace, token=run.token, asking=asking, timeout=timeout)
+    client = TransferQueueClient(asking=asking, timeout=timeout, **run.client_options())
     if is_owner:
         atexit.register(close)
     return Session(run=run, client=client, controller=controller, call=call, ray=ray, is_owner=is_owner)
