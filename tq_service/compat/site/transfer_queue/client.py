@@ -118,7 +118,7 @@ class Calls:
                 f"got mode {mode!r} and task_name {task_name!r}; expected 'fetch' with a task, or 'insert' or "
                 "'force_fetch'"
             )
-        claim = {"partition_id": partition_id, "task_name": task_name, "data_fields": list(data_fields)}
+        claim: Row = {"partition_id": partition_id, "task_name": task_name, "data_fields": list(data_fields)}
         sampler: Any = self._asking.sampler
         try:
             if service_samples(sampler):
