@@ -364,7 +364,7 @@ async def test_puts_whose_commit_is_under_way_stay_as_they_are(engine):
         await put(engine, number, SMALL, confirm=False)
     for number in range(2):
         engine.confirm(put_id(number))
-    kept = reconcile(engine, [cells(0)], uncommitted=[put_id(1), put_id(2), put_id(3)])
+    kept = reconcile(engine, [cells(0)], staying=[put_id(1), put_id(2), put_id(3)])
     assert (kept.missing_put_ids, kept.dropped_count) == ([], 0)
     assert engine.stat().put_count == 3
     assert engine.stat().uncommitted_put_count == 1

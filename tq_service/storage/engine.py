@@ -405,21 +405,21 @@ class StorageEngine:
         state: Reconciliation,
         *,
         cells: Iterable[PutCells] = (),
-        uncommitted: Iterable[bytes] = (),
+        staying: Iterable[bytes] = (),
     ) -> None:
         """Learn of some puts that are known.
 
         Args:
             state: what `begin_reconciliation` returned.
             cells: known cells; all else of their puts is freed. Those of one put follow each other.
-            uncommitted: puts whose commit is under way: they stay as they are.
+            staying: puts that stay as they are.
 
         Raises:
             CallCancelledError: another one has begun.
             InvalidArgumentError: cells of a put came apart from each other.
         """
         self._check_current(state)
-        state.staying.update(uncommitted)
+        state.staying.update(staying)
         for some in cells:
             if some.put_id != state.put_id:
                 self._free_others(state)
