@@ -30,7 +30,7 @@ from tq_service.errors import (
 from tq_service.schema import CONTROLLER_NAME_BYTES, FieldSpec, Layout
 from tq_service.storage.engine import StorageEngine
 from tq_service.storage.index import reading as reading_module
-from tq_service.storage.index.put import PutCells, StoredPut
+from tq_service.storage.index.put import PutCells
 from tq_service.storage.index.put_table import Overdue
 from tq_service.wire.columns import ColumnReceiver, ColumnShape, iter_frames
 from tq_service.wire.decoding import decode_columns
@@ -523,18 +523,6 @@ async def test_concurrent_puts_and_readers(engine):
 
     await asyncio.gather(*map(produce, range(50)))
     assert engine.stat().used_bytes == 0
-
-
-def test_settings_are_checked():
-    for settings in (
-        {"max_bytes": 0},
-        {"max_bytes": None, "reserve_share": 1.0},
-        {"max_bytes": 1, "put_ttl_seconds": 0},
-    ):
-        with pytest.raises(InvalidArgumentError):
-            StorageEngine(**settings)
-    assert len({StorageEngine(max_bytes=None).boot_id for _ in range(3)}) == 3
-    assert StoredPut.__slots__
 
 
 # Compaction beside other calls
