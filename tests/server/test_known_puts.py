@@ -49,7 +49,9 @@ def snapshot_of(puts):
 def test_what_is_said_of_very_many_puts_takes_many_small_messages_made_one_by_one():
     """A million puts: a message of all of them was 20 MB, made in one step; 12 times as many were refused."""
     puts = [Put("s" if number % 4 else "other", BOOT, number.to_bytes(16, "big")) for number in range(200_000)]
-    pieces = KnownPuts(storage_id="s", boot_id=BOOT, cells=[snapshot_of(puts)], uncommitted=[b"u" * 16]).pieces()
+    pieces = KnownPuts(
+        storage_id="s", boot_id=BOOT, cells=[snapshot_of(puts)], uncommitted=[Put("s", BOOT, b"u" * 16)]
+    ).pieces()
     listed = 0
     for piece in pieces:
         assert piece.ByteSize() <= 64 * 1024
@@ -59,14 +61,29 @@ def test_what_is_said_of_very_many_puts_takes_many_small_messages_made_one_by_on
 
 
 def test_a_put_of_which_very_many_rows_are_left_here_and_there_takes_many_messages():
-    put = Put("s", BOOT, b"p" * 16)
     rows = np.arange(0, 200_000, 2)
-    leaving = [CellSet(put=put, field_names=("x",), rows=rows), CellSet(put=put, field_names=("y",))]
-    pieces = list(KnownPuts(storage_id="s", boot_id=BOOT, leaving=leaving).pieces())
+
+    class Scattered(KnownPuts):
+        def parts(self):
+            yield PutCells(put_id=b"p" * 16, field_names=("x",), rows=rows)
+            yield PutCells(put_id=b"p" * 16, field_names=("y",))
+
+    pieces = list(Scattered(storage_id="s", boot_id=BOOT).pieces())
     assert max(piece.ByteSize() for piece in pieces) <= 64 * 1024
     first_rows = [row for piece in pieces for cells in piece.cells for row in cells.first_rows]
     assert first_rows == rows.tolist()
     assert [piece.is_last for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+
+
+def test_a_put_of_which_cells_are_about_to_be_freed_stays_as_it_is():
+    kept, whole, part, elsewhere = (Put("s", BOOT, bytes([number]) * 16) for number in range(4))
+    elsewhere = elsewhere._replace(storage_id="other")
+    leaving = [whole, CellSet(put=part, field_names=("x",), rows=np.array([3])), elsewhere]
+    known = KnownPuts(storage_id="s", boot_id=BOOT, cells=[snapshot_of([kept, part])], leaving=leaving)
+    assert known.staying() == {whole.put_id, part.put_id}
+    assert [cells.put_id for cells in known.parts()] == [kept.put_id]
+    listed = [put_id for piece in known.pieces() for put_id in piece.staying_put_ids]
+    assert set(listed) == known.staying()
 
 
 async def test_other_calls_have_their_turn_between_the_pieces(split):
@@ -178,7 +195,7 @@ async def test_what_is_confirmed_after_the_begin_stays_and_what_waits_goes_on_wa
         engine.confirm(put_id)
     state = engine.begin_reconciliation()
     engine.confirm(ids(3)[0])
-    engine.reconcile(state, cells=whole(0), uncommitted=ids(1, 9))
+    engine.reconcile(state, cells=whole(0), staying=ids(1, 9))
     engine.confirm(ids(4)[0])
     for _ in engine.finish_reconciliation(state):
         pass

@@ -92,15 +92,14 @@ async def test_the_receipt_of_a_put_of_which_cells_are_given_back_is_taken(stora
     assert storage.open_receipt(PUT_ID, "train", receipt_of(storage)).put_id == PUT_ID
 
 
-async def test_confirmations_go_together_and_not_after_their_put_was_freed(storage):
+async def test_confirmations_go_together_and_before_their_puts_are_freed(storage):
     stub = storage._peer.stub
     for number in range(5):
         storage.confirm(bytes([number]) * 16)
     storage.free([PutCells(put_id=bytes([3]) * 16)])
-    storage.confirm(bytes([3]) * 16)
     stub.is_answering.set()
     await storage._delivering
-    assert stub.calls == [("confirm", [bytes([number]) * 16 for number in (0, 1, 2, 4)]), ("free", bytes([3]) * 16)]
+    assert stub.calls == [("confirm", [bytes([number]) * 16 for number in range(5)]), ("free", bytes([3]) * 16)]
 
 
 async def test_many_puts_and_scattered_rows_are_freed_in_calls_of_some_milliseconds_each(storage, monkeypatch):

@@ -22,10 +22,10 @@ def indexes(*values):
     return np.array(values, np.int64)
 
 
-def reconcile(engine, cells=(), uncommitted=(), *, owner=b""):
+def reconcile(engine, cells=(), staying=(), *, owner=b""):
     """Say at once which puts of an owner are known."""
     state = engine.begin_reconciliation(owner)
-    engine.reconcile(state, cells=cells, uncommitted=uncommitted)
+    engine.reconcile(state, cells=cells, staying=staying)
     for _ in engine.finish_reconciliation(state):
         pass
     return state

@@ -30,7 +30,7 @@ from tq_service.errors import (
 from tq_service.schema import CONTROLLER_NAME_BYTES, FieldSpec, Layout
 from tq_service.storage.engine import StorageEngine
 from tq_service.storage.index import reading as reading_module
-from tq_service.storage.index.put import PutCells, StoredPut
+from tq_service.storage.index.put import PutCells
 from tq_service.storage.index.put_table import Overdue
 from tq_service.wire.columns import ColumnReceiver, ColumnShape, iter_frames
 from tq_service.wire.decoding import decode_columns
@@ -364,7 +364,7 @@ async def test_puts_whose_commit_is_under_way_stay_as_they_are(engine):
         await put(engine, number, SMALL, confirm=False)
     for number in range(2):
         engine.confirm(put_id(number))
-    kept = reconcile(engine, [cells(0)], uncommitted=[put_id(1), put_id(2), put_id(3)])
+    kept = reconcile(engine, [cells(0)], staying=[put_id(1), put_id(2), put_id(3)])
     assert (kept.missing_put_ids, kept.dropped_count) == ([], 0)
     assert engine.stat().put_count == 3
     assert engine.stat().uncommitted_put_count == 1
@@ -523,18 +523,6 @@ async def test_concurrent_puts_and_readers(engine):
 
     await asyncio.gather(*map(produce, range(50)))
     assert engine.stat().used_bytes == 0
-
-
-def test_settings_are_checked():
-    for settings in (
-        {"max_bytes": 0},
-        {"max_bytes": None, "reserve_share": 1.0},
-        {"max_bytes": 1, "put_ttl_seconds": 0},
-    ):
-        with pytest.raises(InvalidArgumentError):
-            StorageEngine(**settings)
-    assert len({StorageEngine(max_bytes=None).boot_id for _ in range(3)}) == 3
-    assert StoredPut.__slots__
 
 
 # Compaction beside other calls

@@ -44,7 +44,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, groupby, islice
+from itertools import chain, islice
 from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 import grpc
@@ -173,7 +173,7 @@ class Puts:
             boot_id=boot_id,
             cells=self._snapshot_cells(),
             leaving=tuple(self._leaving),
-            uncommitted=[put.put_id for put in self._uncommitted if put[:2] == (storage_id, boot_id)],
+            uncommitted=tuple(self._uncommitted),
         )
 
     # Committing
@@ -355,38 +355,38 @@ class KnownPuts:
         boot_id: its boot.
         cells: those that samples have, by partition, of all storage services.
         leaving: those that samples had, and that are not freed yet, of all storage services.
-        uncommitted: its puts whose commit is under way.
+        uncommitted: puts whose commit is under way, of all storage services.
     """
 
     storage_id: str
     boot_id: bytes
     cells: Sequence[CellsSnapshot] = ()
     leaving: Sequence[Freed] = ()
-    uncommitted: Sequence[bytes] = ()
+    uncommitted: Sequence[Put] = ()
+
+    def staying(self) -> set[bytes]:
+        """Return its puts that stay as they are: their commit is under way, or cells of them are about to be freed."""
+        leaving = (freed_cells(each).put for each in self.leaving)
+        return {put.put_id for put in chain(self.uncommitted, leaving) if self._is_own(put)}
 
     def parts(self) -> Iterator[PutCells]:
-        """Yield all known cells once, those of one put one after the other; any thread may do so."""
-        leaving: dict[bytes, list[CellSet]] = {}
-        for cells in map(freed_cells, self.leaving):
-            if self._is_own(cells):
-                leaving.setdefault(cells.put.put_id, []).append(cells)
-        own = filter(self._is_own, chain.from_iterable(map(live_cells, self.cells)))
-        for put_id, parts in groupby(own, key=lambda cells: cells.put.put_id):
-            yield from map(put_cells, parts)
-            yield from map(put_cells, leaving.pop(put_id, ()))
-        yield from map(put_cells, chain.from_iterable(leaving.values()))
+        """Yield the cells that samples have of all others, those of one put one after the other; any thread may."""
+        staying = self.staying()
+        for cells in chain.from_iterable(map(live_cells, self.cells)):
+            if self._is_own(cells.put) and cells.put.put_id not in staying:
+                yield put_cells(cells)
 
     def pieces(self) -> Iterator[storage_control_pb2.ReconcilePutsRequest]:
         """Yield the messages that follow the first one, each of about a thousand puts; any thread may."""
-        uncommitted = iter(self.uncommitted)
-        while some := list(islice(uncommitted, _MOST_PUTS)):
-            yield storage_control_pb2.ReconcilePutsRequest(uncommitted_put_ids=some)
+        staying = iter(self.staying())
+        while some := list(islice(staying, _MOST_PUTS)):
+            yield storage_control_pb2.ReconcilePutsRequest(staying_put_ids=some)
         for cells in in_messages(chain.from_iterable(map(encode_cells, self.parts())), _MOST_PUTS):
             yield storage_control_pb2.ReconcilePutsRequest(cells=cells)
         yield storage_control_pb2.ReconcilePutsRequest(is_last=True)
 
-    def _is_own(self, cells: CellSet) -> bool:
-        return cells.put[:2] == (self.storage_id, self.boot_id)
+    def _is_own(self, put: Put) -> bool:
+        return put[:2] == (self.storage_id, self.boot_id)
 
 
 def put_cells(cells: CellSet) -> PutCells:

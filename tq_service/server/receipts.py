@@ -114,14 +114,10 @@ class ReceiptBook:
         """Take no receipt of a put any more that is to be freed."""
         self._revoked[put_id] = math.inf
 
-    def is_revoked(self, put_id: bytes) -> bool:
-        """Whether a put is to be freed, or was, and may be freed again."""
-        return put_id in self._revoked
-
     def on_freed(self, put_ids: Iterable[bytes], freed_at: float) -> None:
         """Take note that puts were freed, so that their receipts were given until then."""
         for put_id in put_ids:
-            del self._revoked[put_id]
+            self._revoked.pop(put_id, None)
             self._revoked[put_id] = freed_at
 
     def open(self, receipt: bytes, put_id: bytes, partition_id: str) -> PutReceipt:

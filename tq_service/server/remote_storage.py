@@ -161,7 +161,7 @@ class RemoteStorage:
 
     def confirm(self, put_id: bytes) -> None:
         """Say that a put is committed, soon and with others."""
-        if not self._is_closed and not self._receipts.is_revoked(put_id):
+        if not self._is_closed:
             self._to_confirm[put_id] = None
             self._deliver()
 
@@ -203,12 +203,10 @@ class RemoteStorage:
         """Give cells back as soon as the service can be reached."""
         if self._is_closed:  # the list of known puts has it, once this controller has restarted
             return
-        cells = [each for each in cells if not self._receipts.is_revoked(each.put_id)]
         for each in cells:
             self._to_free += encode_cells(each)
             if each.is_whole:
                 self._receipts.revoke(each.put_id)
-                self._to_confirm.pop(each.put_id, None)
         self._deliver()
 
     def _deliver(self) -> None:

@@ -511,7 +511,7 @@ class StorageServicer:
                 engine.reconcile(
                     state,
                     cells=map(_put_cells, part.cells),
-                    uncommitted=part.uncommitted_put_ids,
+                    staying=part.staying_put_ids,
                 )
                 if part.is_last:
                     self._keys.check_epoch(controller_id, epoch)  # another one may have come meanwhile

@@ -72,7 +72,6 @@ _log = logging.getLogger(__name__)
 _MOST_WORK: Final = 4096  # puts that are looked at before others have their turn; some milliseconds
 _DROP_WORK: Final = 8  # what to drop one costs, in puts looked at
 _FILLED_AT_ONCE: Final = 1 << 15  # rows whose tables the loop makes; a thread those of more
-_HOLED_A_TURN: Final = 256  # puts whose gain is calculated before others have their turn
 # One at a time: the copies that there are beside the quota are those of one put.
 _COPIER: Final = ThreadPoolExecutor(1, thread_name_prefix="tq-compact")
 
@@ -123,7 +122,7 @@ class StorageEngine:
         clock: what deadlines and expiry are measured with.
         boot_id: of the engine whose puts are recovered; None: a new one.
         blobs: where the bytes are; None: in memory of this process.
-        mirror: where they are a second time, for blobs in memory; None: nowhere.
+        mirror: where they are a second time, for `MemoryBlobs` alone; None: nowhere.
         quota_of: the engine whose quota and memory it shares; None: it has its own.
         memory_bytes: most bytes in memory, but for those that come and are read at this moment: puts of which nothing
             was freed leave it, those used longest ago first, once the mirror has their copies, and are fetched when
@@ -151,13 +150,6 @@ class StorageEngine:
         quota_of: StorageEngine | None = None,
         memory_bytes: int | None = None,
     ) -> None:
-        if max_bytes is not None and max_bytes <= 0:
-            raise InvalidArgumentError(f"max_bytes is {max_bytes}; expected at least 1, or None", field="max_bytes")
-        if not 0 <= reserve_share < 1 or put_ttl_seconds <= 0:
-            raise InvalidArgumentError(
-                f"reserve_share is {reserve_share}, put_ttl_seconds {put_ttl_seconds}; expected a share of 0 or more "
-                "and below 1, and a time above 0"
-            )
         self.boot_id = os.urandom(16) if boot_id is None else boot_id
         self.run_id = os.urandom(16)
         self.storage_id = storage_id
@@ -183,17 +175,12 @@ class StorageEngine:
         self._backing: Backing[Any] = mirror or self._journal or Backing()
         self._backing.may_fetch = self._admission.has_memory
         if mirror is not None:
-            if not isinstance(self._store, MemoryBlobs):
-                raise InvalidArgumentError(
-                    f"a mirror goes with puts in memory, got {type(self._store).__name__}; leave blobs out",
-                    field="blobs",
-                )
             mirror.on_fetched = self._on_fetched
         if self._journal is not None:
             self._journal.on_looked_at = self._end_deferral
         self.puts = PutTable(put_ttl_seconds, clock, self._backing.load)
         self._pending: dict[bytes, PendingPut] = {}
-        self._holed: dict[bytes, None] = {}  # puts with dead cells that still take memory
+        self._holed: dict[bytes, None] = {}  # puts that are dead by an eighth or more
         self._due: dict[bytes, None] = {}  # those of them that are to be compacted next
         self._is_short = False  # whether others are to be compacted for puts that wait
         self._moves: dict[bytes, Move] = {}  # puts that are being compacted
@@ -405,21 +392,21 @@ class StorageEngine:
         state: Reconciliation,
         *,
         cells: Iterable[PutCells] = (),
-        uncommitted: Iterable[bytes] = (),
+        staying: Iterable[bytes] = (),
     ) -> None:
         """Learn of some puts that are known.
 
         Args:
             state: what `begin_reconciliation` returned.
             cells: known cells; all else of their puts is freed. Those of one put follow each other.
-            uncommitted: puts whose commit is under way: they stay as they are.
+            staying: puts that stay as they are.
 
         Raises:
             CallCancelledError: another one has begun.
             InvalidArgumentError: cells of a put came apart from each other.
         """
         self._check_current(state)
-        state.staying.update(uncommitted)
+        state.staying.update(staying)
         for some in cells:
             if some.put_id != state.put_id:
                 self._free_others(state)
@@ -773,9 +760,11 @@ class StorageEngine:
     def _note_hole(self, put_id: bytes) -> None:
         """Have a put with dead cells compacted once more than half of it is dead: at once if little is left of it."""
         put = self.puts[put_id]
+        left_bytes, charge = put.compacted_bytes(), put.values.charge
+        if (charge - left_bytes) * 8 < charge:
+            return
         self._holed[put_id] = None
-        left_bytes = put.compacted_bytes()
-        if left_bytes * 2 >= put.values.charge or not self._backing.may_compact(put_id):
+        if left_bytes * 2 >= charge or not self._backing.may_compact(put_id):
             return
         if left_bytes >= SMALL_BYTES or not put.values.is_local:
             self._due[put_id] = None
@@ -789,7 +778,7 @@ class StorageEngine:
         self._replace(put_id, smaller)
 
     def _relieve(self) -> None:
-        """Compact puts that are dead by an eighth or more, for as long as puts wait for capacity."""
+        """Compact all puts with dead cells that are worth it, for as long as puts wait for capacity."""
         self._is_short = True
         if self._holed:
             self._start_compaction()
@@ -811,23 +800,15 @@ class StorageEngine:
                 del self._due[put_id]
                 await self._compact(put_id)
             elif self._is_short:
-                await self._compact_holed()
+                for put_id in list(self._holed):
+                    if self._due or self._is_closed:
+                        break
+                    if self._admission.has_waiting and put_id in self._holed:
+                        await self._compact(put_id)
+                else:
+                    self._is_short = False
             else:
                 return
-
-    async def _compact_holed(self) -> None:
-        """Compact puts until none waits for capacity, or each was looked at."""
-        for number, put_id in enumerate(list(self._holed), 1):
-            if not self._admission.has_waiting:
-                break
-            if self._due or self._is_closed:
-                return
-            if number % _HOLED_A_TURN == 0:
-                await asyncio.sleep(0)
-            put = self.puts[put_id] if put_id in self._holed else None
-            if put is not None and (put.values.charge - put.compacted_bytes()) * 8 >= put.values.charge > 0:
-                await self._compact(put_id)
-        self._is_short = False
 
     async def _compact(self, put_id: bytes) -> None:
         """Move the live cells of a put to a smaller blob, where that is possible, while it is read and freed.

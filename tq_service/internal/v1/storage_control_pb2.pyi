@@ -111,7 +111,7 @@ class ReconcilePutsRequest(google.protobuf.message.Message):
 
     BOOT_ID_FIELD_NUMBER: builtins.int
     CELLS_FIELD_NUMBER: builtins.int
-    UNCOMMITTED_PUT_IDS_FIELD_NUMBER: builtins.int
+    STAYING_PUT_IDS_FIELD_NUMBER: builtins.int
     IS_LAST_FIELD_NUMBER: builtins.int
     CONTROLLER_ID_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
@@ -128,20 +128,22 @@ class ReconcilePutsRequest(google.protobuf.message.Message):
         """Known cells; those of one put follow each other, over messages too."""
 
     @property
-    def uncommitted_put_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
-        """Puts whose commit is under way: they stay as they are, confirmed or not."""
+    def staying_put_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """Puts that stay as they are, confirmed or not: their commit is under way, or calls of their own will free cells of
+        them. Their cells are not listed.
+        """
 
     def __init__(
         self,
         *,
         boot_id: builtins.bytes = ...,
         cells: collections.abc.Iterable[global___PutCells] | None = ...,
-        uncommitted_put_ids: collections.abc.Iterable[builtins.bytes] | None = ...,
+        staying_put_ids: collections.abc.Iterable[builtins.bytes] | None = ...,
         is_last: builtins.bool = ...,
         controller_id: builtins.bytes = ...,
         epoch: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "cells", b"cells", "controller_id", b"controller_id", "epoch", b"epoch", "is_last", b"is_last", "uncommitted_put_ids", b"uncommitted_put_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "cells", b"cells", "controller_id", b"controller_id", "epoch", b"epoch", "is_last", b"is_last", "staying_put_ids", b"staying_put_ids"]) -> None: ...
 
 global___ReconcilePutsRequest = ReconcilePutsRequest
 
