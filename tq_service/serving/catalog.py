@@ -513,11 +513,8 @@ class Catalog:
 
     def knows_keys(self, partition_id: str, incarnation: bytes, keys: Sequence[str]) -> bool:
         """Whether samples of a partition have these keys, or had them; not where it is not there."""
-        try:
-            index = self.get(partition_id, incarnation).key_index
-        except TqError:
-            return False
-        return bool((index.find(keys) >= 0).all())
+        partition = self.find(partition_id, incarnation, missing_ok=True)
+        return partition is not None and bool((partition.key_index.find(keys) >= 0).all())
 
     def remove(self, partition_id: str, incarnation: bytes, *, missing_ok: bool = False) -> int:
         """Remove a partition; return how many samples it held."""
