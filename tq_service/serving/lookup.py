@@ -334,10 +334,7 @@ def fitting_count(partition: Partition, positions: Indexes) -> int:
     count = min(positions.size, _MOST_NUMBERS // max(1, number_count))
     characters = np.zeros(positions.size, np.int64)
     for column in columns:
-        if column.values.dtype.kind == "O":
-            characters[column.present] += _lengths(column.values[column.present].tolist())
-        if column.json is not None:
-            characters += _lengths(column.json.tolist())
+        characters += column.text_sizes(len)
     if not partition.key.is_blank:
         characters += _lengths(partition.key[positions].tolist())
     if partition.groups.in_use:
