@@ -115,11 +115,14 @@ class Limits:
         """Refuse custom_meta of too many columns, or too large for one sample."""
         names = [column.name for column in columns]
         self._check_new("custom_meta", partition.partition_id, partition.meta.names(), names)
-        texts = [column for column in columns if column.values.dtype.kind == "O" or column.json is not None]
-        if not texts and len(columns) * _NUMBER_BYTES <= self.max_sample_meta_bytes:
+        numbers = [column for column in columns if column.values.dtype.kind != "O"]
+        has_texts = len(numbers) < len(columns) or any(column.json is not None for column in columns)
+        if not has_texts and len(columns) * _NUMBER_BYTES <= self.max_sample_meta_bytes:
             return
-        sizes = sum((column.text_sizes(_utf8_size) for column in texts), np.zeros(columns[0].values.size, np.int64))
-        largest = int(sizes.max(initial=0)) + sum(column.values.dtype.kind != "O" for column in columns) * _NUMBER_BYTES
+        sizes = np.sum([column.text_sizes(_utf8_size) for column in columns], axis=0)
+        for column in numbers:
+            sizes += column.present * _NUMBER_BYTES
+        largest = int(sizes.max(initial=0))
         if largest > self.max_sample_meta_bytes:
             raise InvalidArgumentError(
                 f"custom_meta of sample {int(sizes.argmax())} of the write has {largest} bytes, at most "
