@@ -8,7 +8,7 @@ nothing more. `where`, `order_by` and samplers see typed values only.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Final, TypeAlias
@@ -89,6 +89,15 @@ class MetaColumn:
             json=None if self.json is None else self.json[positions],
             removed=None if self.removed is None else self.removed[positions],
         )
+
+    def text_sizes(self, size_of: Callable[[str], int]) -> NDArray[np.int64]:
+        """Return what the text and the JSON of each sample take together `(n,)`, each measured by a function."""
+        sizes = np.zeros(self.present.size, np.int64)
+        texts = self.values if self.values.dtype.kind == "O" else None
+        for values, has_one in ((texts, self.present), (self.json, self.has_json)):
+            if values is not None:
+                sizes[has_one] += np.fromiter(map(size_of, values[has_one].tolist()), np.int64)
+        return sizes
 
     def objects(self) -> list[Any]:
         """Return the value of each sample as Python has it; whatever where it has none, see `has_value`."""

@@ -96,7 +96,8 @@ async def test_a_line_skips_those_who_have_left():
     waiters[1].answer.cancel()
     assert line.first() is waiters[2]
     for waiter in waiters:
-        queue.leave(line, waiter)
+        line.remove(waiter)
+        queue.drop_if_unused(line)
     assert line.first() is None
     assert not queue
 

@@ -7,7 +7,7 @@ from planner_bench import Bench, finished
 
 from tq_service.results import RecentBatch
 from tq_service.samplers import PackedSampler, SequentialSampler
-from tq_service.serving.planner import MOST_BATCHES, describe_batch
+from tq_service.serving.planner import describe_batch
 from tq_service.state.ledger import RecordedPlan
 from tq_service.state.plan import Pack
 
@@ -63,23 +63,23 @@ async def test_planned_batches_are_kept_for_the_epoch(bench):
     for rank in (0, 1):
         for batch_index in (0, 1):
             await finished(bench.ask((rank, 2, batch_index), batch_size=1))
-    batches = bench.planner.recent_batches
+    batches = bench.task.recent_batches
     assert [(each.batch_index, each.tokens_per_rank, each.imbalance) for each in batches] == [
         (0, (1, 3), 0.5),
         (1, (2, 2), 0.0),
     ]
     assert seen == [("sequential", each) for each in batches]
     reset(bench.catalog, bench.task, keep_consumed=False)
-    assert bench.planner.recent_batches == ()
+    assert not bench.task.recent_batches
     await finished(bench.ask((0, 1, 0), batch_size=4))
-    assert [each.tokens_per_rank for each in bench.planner.recent_batches] == [(8,)]
+    assert [each.tokens_per_rank for each in bench.task.recent_batches] == [(8,)]
 
 
 async def test_only_the_last_are_kept(bench):
     with_lengths(bench, *range(1, 21))
     await finished(bench.ask((0, 1, 19), batch_size=1))
-    batches = bench.planner.recent_batches
-    assert [each.batch_index for each in batches] == list(range(20))[-MOST_BATCHES:]
+    batches = bench.task.recent_batches
+    assert [each.batch_index for each in batches] == list(range(20))[-16:]
     assert batches[-1].tokens_per_rank == (20,)
 
 
@@ -88,14 +88,14 @@ async def test_lengths_that_are_missing_or_none_are_not_known(bench, values):
     entries = [{} if value is None else {"total_lengths": value} for value in values]
     insert(bench.catalog, 2, ("x",), meta=entries)
     await finished(bench.ask((0, 1, 0), sampler=SequentialSampler()))
-    assert bench.planner.recent_batches == (RecentBatch(batch_index=0),)
+    assert list(bench.task.recent_batches) == [RecentBatch(batch_index=0)]
 
 
 async def test_a_sampler_has_its_own_lengths(bench):
     insert(bench.catalog, 2, ("x",), meta=[{"tokens": 3}, {"tokens": 5}])
     sampler = PackedSampler(optimizer_steps=1, pack_max_length=8, length_key="tokens")
     await finished(bench.ask((0, 1, 0), batch_size=2, sampler=sampler))
-    (batch,) = bench.planner.recent_batches
+    (batch,) = bench.task.recent_batches
     assert (batch.tokens_per_rank, batch.padding_share) == ((8,), 0.0)
 
 
@@ -103,6 +103,6 @@ async def test_a_partition_that_was_cleared_has_none(bench):
     with_lengths(bench, 1, 1)
     await finished(bench.ask((0, 1, 0), batch_size=2))
     clear(bench.catalog, np.array([0, 1]))
-    assert len(bench.planner.recent_batches) == 1
+    assert len(bench.task.recent_batches) == 1
     bench.catalog.remove("train", b"")
     assert bench.catalog.known_planner(bench.partition, "t") is None

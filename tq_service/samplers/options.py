@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import json
 import re
@@ -10,6 +9,8 @@ import types
 from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
+
+from pydantic import TypeAdapter
 
 from tq_service.errors import InvalidArgumentError, UnknownSamplerError, nearest
 from tq_service.results import SamplerDescription, SamplerOption
@@ -77,8 +78,8 @@ def build_sampler(name: str, kind: type[Sampler], config: Mapping[str, object]) 
     options: dict[str, object] = {}
     for option, value in config.items():
         try:
-            options[option] = _converted(value, hints.get(option, Any))
-        except ValueError:
+            options[option] = _checked(value, hints.get(option, Any))
+        except (TypeError, ValueError):
             got, expected = json.dumps(value, default=repr), _words(hints[option])
             raise InvalidArgumentError(
                 f"sampler_config: sampler {name!r}, option {option!r}: got {got:.200}, expected {expected}",
@@ -132,29 +133,17 @@ def _words(hint: Any) -> str:
     return _WORDS.get(hint, "")
 
 
-def _converted(value: object, hint: Any) -> object:
-    """Return a value as the hint wants it: numbers of a JSON-like config are all doubles on the wire.
+def _checked(value: object, hint: Any) -> object:
+    """Return a value as the hint wants it; one that its constructor checks as it is."""
+    return TypeAdapter(hint).validate_json(json.dumps(value), strict=True) if _words(hint) else value
 
-    Raises:
-        ValueError: it does not match.
-    """
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin in (Union, types.UnionType, Literal):
-        for each in arguments:
-            with contextlib.suppress(ValueError):
-                converted = _converted(value, type(each) if origin is Literal else each)
-                if origin is not Literal or converted == each:
-                    return converted
-    elif origin in _LISTS:
-        if isinstance(value, list | tuple):
-            return [_converted(each, arguments[0]) for each in value]
-    elif hint in (int, float):
-        if (
-            isinstance(value, int | float)
-            and not isinstance(value, bool)
-            and (hint is float or not isinstance(value, float) or value.is_integer())
-        ):
-            return hint(value)
-    elif hint not in (bool, str, None, type(None)) or isinstance(value, type(None) if hint is None else hint):
-        return value  # other annotations are the constructor's to check
-    raise ValueError
+
+def whole_numbers(value: Any) -> Any:
+    """Return a value of JSON with integers for whole numbers, all of which are doubles on the wire."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list):
+        return [whole_numbers(each) for each in value]
+    if isinstance(value, dict):
+        return {name: whole_numbers(each) for name, each in value.items()}
+    return value

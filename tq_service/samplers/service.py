@@ -24,7 +24,7 @@ from tq_service.errors import SamplerError, SamplerTimeoutError, TqError, Unknow
 from tq_service.results import SamplerDescription
 from tq_service.samplers.by_length import PackedSampler, SeqlenBalancedSampler, TokenBudgetSampler
 from tq_service.samplers.by_order import ChosenSampler, GRPOGroupNSampler, RankAwareSampler, SequentialSampler
-from tq_service.samplers.options import build_sampler, describe_sampler
+from tq_service.samplers.options import build_sampler, describe_sampler, whole_numbers
 from tq_service.schema import MOST_SAMPLES
 from tq_service.state.plan import Indexes, LengthSource, MustBeAwaited, Pack, Plan, PlanRequest, RankPlan, Sampler, View
 
@@ -84,7 +84,7 @@ class SamplerRegistry:
             UnknownSamplerError: there is no such sampler, it cannot be loaded, or it has no such option.
             InvalidArgumentError: an option is missing, or its type or value is wrong.
         """
-        config = dict(config or {})
+        config = whole_numbers(dict(config or {}))
         try:
             config_json = json.dumps(config, sort_keys=True)
         except (TypeError, ValueError):  # it cannot be compared with others

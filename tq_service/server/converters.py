@@ -16,6 +16,7 @@ from google.protobuf.message_factory import GetMessageClass
 from tq_service.errors import InvalidArgumentError
 from tq_service.machine.samples import SampleWrite, Written
 from tq_service.samplers import Sampler
+from tq_service.samplers.options import whole_numbers
 from tq_service.schema import MOST_SAMPLES, EndCounts, FieldSpec, Layout, check_range
 from tq_service.serving.catalog import Claimed
 from tq_service.serving.lookup import Page, Selection, no_page_token
@@ -169,20 +170,10 @@ def _size_alone(request: Message, name: str) -> int:
 def _read_claim_spec(serialized: bytes) -> ClaimSpec:
     request = pb.GetMetaRequest.FromString(serialized)
     # Sampler options as canonical JSON, by which those of ranks are compared; whole numbers are integers.
-    config = json.dumps(_plain(MessageToDict(request.sampler_config)), sort_keys=True)
+    config = json.dumps(whole_numbers(MessageToDict(request.sampler_config)), sort_keys=True)
     data_fields = tuple(sorted(request.data_fields))
     batch_spec = read_message(BatchSpec, request, sampler_config=config, data_fields=data_fields)
     return read_message(ClaimSpec, request, batch_spec=batch_spec)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    if isinstance(value, list):
-        return [_plain(each) for each in value]
-    if isinstance(value, dict):
-        return {name: _plain(each) for name, each in value.items()}
-    return value
 
 
 def claim_request(request: pb.GetMetaRequest, spec: ClaimSpec, sampler: Sampler) -> ClaimRequest:

@@ -27,7 +27,6 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tq_service.custom_meta import MetaColumn
 from tq_service.errors import (
@@ -116,11 +115,14 @@ class Limits:
         """Refuse custom_meta of too many columns, or too large for one sample."""
         names = [column.name for column in columns]
         self._check_new("custom_meta", partition.partition_id, partition.meta.names(), names)
-        texts = [column for column in columns if column.values.dtype.kind == "O" or column.json is not None]
-        if not texts and len(columns) * _NUMBER_BYTES <= self.max_sample_meta_bytes:
+        numbers = [column for column in columns if column.values.dtype.kind != "O"]
+        has_texts = len(numbers) < len(columns) or any(column.json is not None for column in columns)
+        if not has_texts and len(columns) * _NUMBER_BYTES <= self.max_sample_meta_bytes:
             return
-        sizes = sum(map(_value_bytes, texts), np.zeros(columns[0].values.size, np.int64))
-        largest = int(sizes.max(initial=0)) + (len(columns) - len(texts)) * _NUMBER_BYTES
+        sizes = np.sum([column.text_sizes(_utf8_size) for column in columns], axis=0)
+        for column in numbers:
+            sizes += column.present * _NUMBER_BYTES
+        largest = int(sizes.max(initial=0))
         if largest > self.max_sample_meta_bytes:
             raise InvalidArgumentError(
                 f"custom_meta of sample {int(sizes.argmax())} of the write has {largest} bytes, at most "
@@ -164,17 +166,8 @@ class Limits:
         return {"limit_name": limit_name, "got": str(got), "limit": str(getattr(self, limit_name))}
 
 
-def _value_bytes(column: MetaColumn) -> NDArray[np.int64]:
-    """Return the bytes of each value, of texts in UTF-8; 0 for one that is not there."""
-    sizes = column.present * _NUMBER_BYTES
-    if column.values.dtype.kind == "O":
-        sizes = _text_bytes(column.values, column.present)
-    return sizes if column.json is None else sizes + _text_bytes(column.json, column.has_json)
-
-
-def _text_bytes(texts: NDArray[Any], present: NDArray[np.bool_]) -> NDArray[np.int64]:
-    pairs = zip(texts.tolist(), present.tolist(), strict=True)
-    return np.fromiter((len(text.encode()) if is_there else 0 for text, is_there in pairs), np.int64, texts.size)
+def _utf8_size(text: str) -> int:
+    return len(text.encode())
 
 
 class LeaseTimer:
@@ -513,11 +506,8 @@ class Catalog:
 
     def knows_keys(self, partition_id: str, incarnation: bytes, keys: Sequence[str]) -> bool:
         """Whether samples of a partition have these keys, or had them; not where it is not there."""
-        try:
-            index = self.get(partition_id, incarnation).key_index
-        except TqError:
-            return False
-        return bool((index.find(keys) >= 0).all())
+        partition = self.find(partition_id, incarnation, missing_ok=True)
+        return partition is not None and bool((partition.key_index.find(keys) >= 0).all())
 
     def remove(self, partition_id: str, incarnation: bytes, *, missing_ok: bool = False) -> int:
         """Remove a partition; return how many samples it held."""

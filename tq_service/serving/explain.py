@@ -45,7 +45,7 @@ class Explainer:
     def __init__(self, catalog: Catalog, runner: RunsPlans) -> None:
         self._catalog = catalog
         self._runner = runner
-        self._recent: dict[object, tuple[asyncio.Task[list[WaitReason]], int]] = {}  # with the place in the list
+        self._recent: dict[object, asyncio.Task[WaitReason]] = {}
 
     async def explain(self, partition_id: str, request: ClaimRequest, names: Collection[str]) -> WaitReason:
         """Return why a claim has nothing yet.
@@ -59,8 +59,7 @@ class Explainer:
         if partition is None:
             reason = _of_no_partition(partition_id, names)
             return replace(reason, task_name=request.task_name, data_fields=request.spec.data_fields)
-        (reason,) = await self._reasons(partition, [request])
-        return reason
+        return await self._reason(partition, request)
 
     async def waiting(
         self, partition_id: str, task_name: str = "", *, names: Collection[str] | None, most: int | None = None
@@ -83,8 +82,7 @@ class Explainer:
         waiting = self._catalog.waiting_claims(partition, task_name)[:most]
         if names is None:
             return [_unexplained(each.task_name, each.spec.data_fields, count) for each, count in waiting]
-        reasons = await self._reasons(partition, [request for request, _ in waiting])
-        return [replace(reason, waiting_count=count) for reason, (_, count) in zip(reasons, waiting, strict=True)]
+        return [replace(await self._reason(partition, request), waiting_count=count) for request, count in waiting]
 
     async def _arrivals(self, partition_id: str, task_name: str) -> list[WaitReason]:
         """Return what calls ask for that wait for a partition which is not there, those that ask alike together."""
@@ -94,30 +92,22 @@ class Explainer:
             await slices.turn()
         return [_unexplained(*asked, count) for asked, count in alike.items() if task_name in {"", asked[0]}]
 
-    async def _reasons(self, partition: Partition, requests: Sequence[ClaimRequest]) -> list[WaitReason]:
-        """Return why claims of a partition wait, for which there is one sweep for those that are not fresh."""
+    async def _reason(self, partition: Partition, request: ClaimRequest) -> WaitReason:
+        """Return why a claim of a partition waits, as it was just seen where many rows are to be looked at."""
         if partition.table.count <= _SHARED_ROWS:
-            return await self._look(partition, requests)
+            return await self._look(partition, request)
         # Not by the partition itself, which would stay in memory after it was cleared.
-        keys = [
-            (partition.incarnation, each.task_name, each.spec, each.rank and each.rank.batch_index) for each in requests
-        ]
-        missing = {key: each for key, each in zip(keys, requests, strict=True) if key not in self._recent}
-        if missing:
-            look = asyncio.ensure_future(self._look(partition, list(missing.values())))
-            for place, key in enumerate(missing):
-                self._recent[key] = look, place
-                asyncio.get_running_loop().call_later(_FRESH_SECONDS, self._recent.pop, key)
-        return [(await asyncio.shield(look))[place] for look, place in [self._recent[key] for key in keys]]
+        key = partition.incarnation, request.task_name, request.spec, request.rank and request.rank.batch_index
+        if key not in self._recent:
+            self._recent[key] = asyncio.ensure_future(self._look(partition, request))
+            asyncio.get_running_loop().call_later(_FRESH_SECONDS, self._recent.pop, key)
+        return await asyncio.shield(self._recent[key])
 
-    async def _look(self, partition: Partition, requests: Sequence[ClaimRequest]) -> list[WaitReason]:
-        explanations, slices = list[Explanation](), Slices()
-        for request in requests:
-            task, length = self._catalog.task(partition, request.task_name), self._runner.length(request.sampler)
-            explanations.append(Explanation(partition, task, request, length))
-        await sweep(partition.table, explanations, slices)
-        queue = self._catalog.admission_queue(partition.partition_id)
-        return [await explanation.reason(slices, queue) for explanation in explanations]
+    async def _look(self, partition: Partition, request: ClaimRequest) -> WaitReason:
+        slices, task = Slices(), self._catalog.task(partition, request.task_name)
+        explanation = Explanation(partition, task, request, self._runner.length(request.sampler))
+        await sweep(partition.table, [explanation], slices)
+        return await explanation.reason(slices, self._catalog.admission_queue(partition.partition_id))
 
 
 class Explanation:

@@ -148,7 +148,10 @@ class Selection:
         return Part(positions=positions, places=table.index[positions], next_place=next_place)
 
     def among(self, partition: Partition, positions: Indexes) -> Indexes:
-        """Return those of some samples that are meant, where none is named."""
+        """Return those of some samples that are meant."""
+        if self.is_named:
+            named = np.concatenate([partition.table.find(self.indexes), partition.key_index.positions_of(self.keys)])
+            positions = positions[np.isin(positions, named)]
         if self.groups:
             slots = partition.groups.slot_of.find(self.groups)
             wanted = np.zeros(partition.groups.slots.count + 1, np.bool_)  # the last one is of samples without a group
@@ -331,10 +334,7 @@ def fitting_count(partition: Partition, positions: Indexes) -> int:
     count = min(positions.size, _MOST_NUMBERS // max(1, number_count))
     characters = np.zeros(positions.size, np.int64)
     for column in columns:
-        if column.values.dtype.kind == "O":
-            characters[column.present] += _lengths(column.values[column.present].tolist())
-        if column.json is not None:
-            characters += _lengths(column.json.tolist())
+        characters += column.text_sizes(len)
     if not partition.key.is_blank:
         characters += _lengths(partition.key[positions].tolist())
     if partition.groups.in_use:
@@ -474,9 +474,8 @@ class LookupWait:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for listeners, listener in ((self._partition.on_rows, self._note), (self._partition.on_change, self._wake)):
-            if listener in listeners:  # else the partition was cleared
-                listeners.remove(listener)
+        self._partition.on_rows.discard(self._note)
+        self._partition.on_change.discard(self._wake)
 
     def end(self, error: Callable[[], TqError]) -> None:
         """End the wait with an error."""
@@ -532,12 +531,6 @@ class LookupWait:
 
     def _look(self) -> int:
         """Look at some rows that were written, the first ones first; return how many."""
-        if self._selection.is_named:
-            count, self._unseen_count = self._unseen_count, 0
-            self._unseen.clear()
-            part = self._selection.part(self._partition, 0, self._selection.named_count)
-            self._found = set(self._partition.table.index[part.positions].tolist())
-            return count
         taken: list[Indexes | range] = []
         left = _LOOKED_AT_ONCE
         while self._unseen and left:

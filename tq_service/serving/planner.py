@@ -72,13 +72,13 @@ _STEPS_A_TURN = 16
 _TURN_SECONDS = 0.002
 _ANSWERS_WITHOUT_REST = 128
 _LINES_A_TURN: Final = 16  # of those that are looked through after a change
-MOST_BATCHES: Final = 16
 _MOST_RANKS: Final = 128  # of which the tokens are kept
 _MOST_BATCHES_A_TURN = 64
 _MOST_PLAN_SECONDS = 0.25  # of a plan off the loop, before others have their turns and the next one may begin
 _CLOSED_AT_ONCE = 1 << 12  # rows that changed, as many as gaps are closed for in a step
 _MOST_BATCHES_AHEAD = 256  # loaders ask for prefetch_factor * num_workers; the batches before it are planned as well
 _RATE_SECONDS: Final = 10.0
+_PINNED_SECONDS: Final = 0.01  # between two looks whether the last reader has unpinned the table
 _FEW_ROWS = 1 << 13  # whose end the event loop looks for by itself
 
 
@@ -279,7 +279,7 @@ class WaitQueue:
         return [line for line in self.by_spec.values() if line.is_ranked]
 
     def join(self, waiter: Waiter, miss: Miss) -> Line:
-        """Add a waiter, for which there was no plan, and return its line; `leave` is called once for it."""
+        """Add a waiter, for which there was no plan, and return its line."""
         spec = waiter.request.spec
         line = self.by_spec.get(spec)
         if line is None:
@@ -291,11 +291,6 @@ class WaitQueue:
     def _give_number(self, waiter: Waiter) -> None:
         self._last_arrival += 1
         waiter.arrival = self._last_arrival
-
-    def leave(self, line: Line, waiter: Waiter) -> None:
-        """Remove a waiter from its line."""
-        line.remove(waiter)
-        self.drop_if_unused(line)
 
     def drop_if_unused(self, line: Line) -> None:
         """Forget a line in which no claim waits and for which no plan is made."""
@@ -479,7 +474,6 @@ class Planner:
         self._runner = runner
         self._commit = commit
         self._on_batch = on_batch
-        self._recent: deque[RecentBatch] = deque(maxlen=MOST_BATCHES)  # of this epoch
         self.last_request: ClaimRequest | None = None
         self.deliveries = DeliveryRate()
         self._names: dict[str, Any] = {"partition_id": partition.partition_id, "task_name": task.name}
@@ -490,7 +484,6 @@ class Planner:
         self._dispatching: asyncio.Task[None] | None = None
         self._plans: set[asyncio.Task[Any] | None] = set()  # all that are made off the loop
         self._gone: Callable[[], TqError] | None = None
-        partition.on_change.append(self.wake)
 
     @property
     def waiting_count(self) -> int:
@@ -504,13 +497,7 @@ class Planner:
 
     def close(self) -> None:
         """Serve no calls any more, while it is idle."""
-        self._partition.on_change.remove(self.wake)
         self._starts.close()
-
-    @property
-    def recent_batches(self) -> tuple[RecentBatch, ...]:
-        """The last batches that were recorded for ranks in this epoch, by this process."""
-        return tuple(self._recent)
 
     def waiting_claims(self) -> list[tuple[ClaimRequest, int]]:
         """Return the first of the claims of each line, and how many wait in it, in order of arrival of the first."""
@@ -518,10 +505,9 @@ class Planner:
         return [(first.request, len(line)) for line in lines if (first := line.first()) is not None]
 
     def wake(self) -> None:
-        """Look at all waiting claims again."""
+        """Look at all waiting claims again: something has changed, of which a planner hears while claims wait."""
         if self._epoch != self.task.epoch:  # calls may mean the epoch before
             self._epoch = self.task.epoch
-            self._recent.clear()
             self._review(self._queue)
         self._queue.is_stale = True
         self._advance()
@@ -563,6 +549,9 @@ class Planner:
         """Wait for an answer, given why there is none yet; None: it must be planned off the loop."""
         loop = asyncio.get_running_loop()
         removed_count = self._partition.table.removed_count
+        if self.is_idle:
+            self._epoch = self.task.epoch
+            self._partition.on_change.append(self.wake)
         waiter = Waiter(request, loop.create_future(), is_poll=max_wait_seconds <= 0)
         line = self._queue.join(waiter, miss or NOT_LOOKED)
         timer = None
@@ -595,8 +584,15 @@ class Planner:
         finally:
             if timer is not None:
                 timer.cancel()
-            self._queue.leave(line, waiter)
+            line.remove(waiter)
+            self._drop_if_unused(line)
             del waiter  # through which an error would hold this frame, and with it the partition
+
+    def _drop_if_unused(self, line: Line) -> None:
+        """Forget a line that is of no use any more, and hear of no changes without any line."""
+        self._queue.drop_if_unused(line)
+        if self.is_idle:
+            self._partition.on_change.discard(self.wake)
 
     def retract(self, request_id: bytes) -> None:
         """Release a queue claim whose answer did not reach its client, unless a retry was given the same.
@@ -781,8 +777,9 @@ class Planner:
                 is_plain = not (found.plan.is_reusing or found.plan.dropped)
                 positions = found.positions if is_plain else self._partition.table.find(found.plan.rows)
                 readiness = Readiness(self._partition, task, spec.batch_spec, found.length)
-                self._recent.append(describe_batch(batch_index, found.plan, readiness.known_lengths(positions)))
-                self._on_batch(spec.batch_spec.sampler, self._recent[-1])
+                described = describe_batch(batch_index, found.plan, readiness.known_lengths(positions))
+                task.recent_batches.append(described)
+                self._on_batch(spec.batch_spec.sampler, described)
         for line in self._queue.ranked_lines:
             disagrees = line.spec.dp_size != spec.dp_size
             self._review(each for each in line if each.batch_index == batch_index or is_end or disagrees)
@@ -892,7 +889,7 @@ class Planner:
             self._plans.discard(plan)
             timer.cancel()
             self._queue.is_stale |= line.is_ranked  # other ranks may have awaited it
-            self._queue.drop_if_unused(line)
+            self._drop_if_unused(line)
             self._yield_turn(line)
             self._advance()
 
@@ -909,10 +906,5 @@ class Planner:
         """
         table = self._partition.table
         while table.has_many_gaps:
-            if table.pin_count:
-                unpinned = asyncio.Event()
-                table.when_unpinned(unpinned.set)
-                await unpinned.wait()
-            else:
-                table.close_gaps(_CLOSED_AT_ONCE)
-                await asyncio.sleep(0)
+            table.close_gaps(_CLOSED_AT_ONCE)  # nothing while it is pinned
+            await asyncio.sleep(_PINNED_SECONDS if table.pin_count else 0)

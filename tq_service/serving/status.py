@@ -205,7 +205,6 @@ def status_of(
         live = {
             "waiting_count": planner.waiting_count,
             "delivered_per_second": planner.deliveries.per_second(time.monotonic()),
-            "recent_batches": planner.recent_batches,
         }
     return TaskStatus(
         task_name=task.name,
@@ -223,6 +222,7 @@ def status_of(
         oldest_version=backlog.oldest_version,
         staleness_versions=backlog.staleness_versions,
         leasing_claim_count=len(task.leases),
+        recent_batches=tuple(task.recent_batches),
         leases=leases,
         **live,
     )

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import math
 from bisect import insort
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
@@ -54,6 +54,7 @@ from tq_service.errors import (
     StaleEpochError,
     TqError,
 )
+from tq_service.results import RecentBatch
 from tq_service.schema import EndCounts
 from tq_service.state.plan import BatchSpec, ClaimRequest, Indexes, LeaseTerms, Pack, Plan, RankPlan, shown
 from tq_service.state.table import (
@@ -73,6 +74,7 @@ _ENDED_SECONDS = 900.0
 _MOST_ENDED = 131_072
 _DERIVED = {"is_encoded": False}  # rebuilt from the columns, or of this instance of the service alone
 _MOST_REMEMBERED_ROWS, _MOST_REMEMBERED_PACKS = 1 << 13, 512  # of a rank; 256 steps of so many take some 40 MB
+_MOST_RECENT: Final = 16
 _MOST_BATCHES_WITHOUT_ROWS = 16  # short batches come at the end of an epoch, so there is rarely more than one
 _MOST_REUSING, _MOST_REUSING_ROWS = 1 << 10, 1 << 22  # records of plans that deliver what they do not consume
 _NO_ROWS: Final = np.zeros(0, np.int64)
@@ -400,6 +402,7 @@ class TaskLedger(TaskFacts):
         names: what the names stand for that callers gave to queue claims.
         ended: ids of claims that were released or have expired.
         totals: counts that are not of the epoch, but of this process.
+        recent_batches: the last batches of this epoch in numbers, as far as this process has planned them.
     """
 
     def __init__(self, name: str, table: RowTable, state: Column, *, backlog: int) -> None:
@@ -426,6 +429,7 @@ class TaskLedger(TaskFacts):
         self._reusing: dict[int, Claim] = {}  # those that lease nothing, by serial
         self._reusing_row_count = 0
         self._by_serial: dict[int, Claim] = {}
+        self.recent_batches: deque[RecentBatch] = deque(maxlen=_MOST_RECENT)
 
     @property
     def is_unused(self) -> bool:

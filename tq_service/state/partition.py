@@ -152,6 +152,11 @@ class Listeners(list[Callable[..., object]]):
         for notify in self:
             notify(*what)
 
+    def discard(self, listener: Callable[..., object]) -> None:
+        """Call one no more, if it is there."""
+        if listener in self:
+            self.remove(listener)
+
 
 class Partition:
     """One incarnation of a named set of samples.

@@ -38,7 +38,7 @@ import itertools
 import mmap
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -525,8 +525,7 @@ class RowTable(Table):
     """
 
     __slots__ = (
-        "_closing", "_when_unpinned",
-        "index", "next_index", "pin_count", "present_count", "state",
+        "_closing", "index", "next_index", "pin_count", "present_count", "state",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -534,7 +533,6 @@ class RowTable(Table):
         self.present_count = 0  # rows without the gaps
         self.next_index = 0
         self.pin_count = 0  # readers on other threads that need positions to stay
-        self._when_unpinned: list[Callable[[], object]] = []
         self._closing: tuple[int, int] | None = None  # where the next row goes, and where it is looked for
         self.index = self.column("index", np.int64, _NO_INDEX)
         self.state = self.column("state", np.uint8, CLEARED)
@@ -654,14 +652,6 @@ class RowTable(Table):
             yield
         finally:
             self.pin_count -= 1
-            if not self.pin_count:
-                waiting, self._when_unpinned = self._when_unpinned, []
-                for notify in waiting:
-                    notify()
-
-    def when_unpinned(self, notify: Callable[[], object]) -> None:
-        """Call this once as soon as no reader pins the table."""
-        self._when_unpinned.append(notify)
 
     def slices(self, count: int) -> Iterator[slice]:
         """Yield the positions of all rows of this moment, so many at a time at most, in order.
