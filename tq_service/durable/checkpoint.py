@@ -38,9 +38,17 @@ from tq_service.durable.snapshot import (
     write_state,
 )
 from tq_service.errors import DiskFullError, InternalError, InvalidArgumentError, PreconditionError
-from tq_service.journal.file_backend import HEADER_BYTES
-from tq_service.journal.files import PARTIAL_SUFFIX, beside, make_directory
-from tq_service.journal.record_file import Pace, RecordWriter, damaged, gathered, read_records
+from tq_service.journal.files import (
+    HEADER_BYTES,
+    PARTIAL_SUFFIX,
+    Pace,
+    RecordWriter,
+    beside,
+    damaged,
+    gathered,
+    make_directory,
+    read_records,
+)
 from tq_service.state.cells import CELL_COLUMN, NOT_PRODUCED, CellsSnapshot, Put, cells_of, slots_and_rows
 from tq_service.state.partition import Partition, PartitionSnapshot
 from tq_service.state.plan import Indexes

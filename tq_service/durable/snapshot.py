@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from tq_service.errors import NewerVersionError, TqError
 from tq_service.journal import codec
-from tq_service.journal.record_file import (
+from tq_service.journal.files import (
     Found,
     RecordWriter,
     damaged,
