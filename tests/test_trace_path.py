@@ -24,7 +24,7 @@ EXPECTED = {
     "put": ("state/partition.py", "state/table.py", "durable/", "storage/engine.py", "wire/columns.py", "client/"),
     "put-consumed": ("state/partition.py", "state/ledger.py", "durable/"),
     "claim": ("serving/catalog.py", "planning/", "samplers/by_order.py", "durable/"),
-    "get": ("dataplane/driver.py", "storage/engine.py", "wire/decoding.py", "client/reads.py"),
+    "get": ("dataplane/driver.py", "storage/engine.py", "client/reads.py"),
     "ack": ("serving/catalog.py", "state/ledger.py", "durable/", "server/controller_servicer.py"),
 }
 

@@ -7,12 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tq_service.client.batch_meta import CellLocations, PutRef, StorageRef
-from tq_service.client.reads import StorageRead, empty_columns, merge_answers, plan_reads
+from tq_service.client.reads import StorageRead, decode_columns, empty_columns, merge_answers, plan_reads
 from tq_service.errors import FieldMismatchError
 from tq_service.schema import FieldSpec, Layout
 from tq_service.v1.storage_service_pb2 import GetRequest
 from tq_service.wire.columns import ColumnShape
-from tq_service.wire.decoding import decode_columns
 from tq_service.wire.encoding import encode_columns
 from tq_service.wire.metadata import CellRuns
 

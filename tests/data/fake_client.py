@@ -13,7 +13,7 @@ import torch
 from tensordict import TensorDict
 
 from tq_service.client.batch_meta import BatchMeta, Pack, Step
-from tq_service.wire.decoding import object_stack
+from tq_service.client.reads import object_stack
 
 Row = dict[str, Any]
 

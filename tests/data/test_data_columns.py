@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from property_settings import examples
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
+from tq_service.client.reads import object_stack
 from tq_service.data.columns import build, flatten, object_bytes, take_rows
 from tq_service.schema import DTYPE_SIZES
-from tq_service.wire.decoding import object_stack
 
 
 def jagged(rows: list[torch.Tensor], dtype: torch.dtype = torch.int64) -> torch.Tensor:

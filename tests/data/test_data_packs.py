@@ -12,11 +12,11 @@ from pack_samples import OPTIONS, TOKEN_DIMS, check_fields, check_layout, jagged
 from property_settings import examples
 from tensordict import TensorDict
 
+from tq_service.client.reads import object_stack
 from tq_service.data import PackOptions, pack_sequences, unpack_sequences
 from tq_service.data.packs import padding_sequences
 from tq_service.errors import InvalidArgumentError
 from tq_service.schema import DTYPE_SIZES
-from tq_service.wire.decoding import object_stack
 
 
 def tokens_of(*rows: list[int], **others: Any) -> TensorDict:

@@ -15,9 +15,9 @@ from journal_support import commit_each, copy, opened, read, replayed, wait_for_
 from tq_service.durable.state_store import Stream
 from tq_service.errors import DiskFailedError, DiskFullError
 from tq_service.journal import file_backend
-from tq_service.journal.file_backend import RESERVE_BYTES, EmergencyDiskReserve, FileBackend
+from tq_service.journal.file_backend import EmergencyDiskReserve, FileBackend
+from tq_service.journal.files import RESERVE_BYTES, RecordWriter
 from tq_service.journal.log import Log
-from tq_service.journal.record_file import RecordWriter
 
 MODES = pytest.mark.parametrize("sync", [False, True], ids=["process", "disk"])
 

@@ -16,7 +16,7 @@ from live_server import LiveServer
 
 import tq_service as tq
 from tq_service.journal import codec
-from tq_service.journal.record_file import RecordWriter, read_records
+from tq_service.journal.files import RecordWriter, read_records
 from tq_service.testing import ServiceProcess
 
 PARTITION = "train@0"

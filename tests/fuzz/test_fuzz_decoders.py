@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from one_object import encode_object
 from open_files import open_files
 
+from tq_service.client.reads import decode_columns
 from tq_service.dataplane.shared_memory import messages as fd_channel
 from tq_service.errors import InvalidArgumentError
 from tq_service.internal.v1 import shared_memory_pb2
@@ -30,7 +31,6 @@ from tq_service.wire.columns import (
     encode_header,
     encode_part,
 )
-from tq_service.wire.decoding import decode_columns
 from tq_service.wire.encoding import encode_columns
 from tq_service.wire.metadata import decode_meta_columns, decode_spec
 from tq_service.wire.objects import decode_object

@@ -4,10 +4,10 @@ import asyncio
 
 import numpy as np
 
+from tq_service.client.reads import decode_columns
 from tq_service.storage.index.put import PutCells
 from tq_service.wire import shared_memory
 from tq_service.wire.columns import ColumnReceiver, iter_frames
-from tq_service.wire.decoding import decode_columns
 from tq_service.wire.encoding import encode_columns
 from tq_service.wire.metadata import CellRuns
 

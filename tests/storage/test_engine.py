@@ -20,6 +20,7 @@ from engine_driver import (
     runs,
 )
 
+from tq_service.client.reads import decode_columns
 from tq_service.errors import (
     CallCancelledError,
     FieldMismatchError,
@@ -33,7 +34,6 @@ from tq_service.storage.index import reading as reading_module
 from tq_service.storage.index.put import PutCells
 from tq_service.storage.index.put_table import Overdue
 from tq_service.wire.columns import ColumnReceiver, ColumnShape, iter_frames
-from tq_service.wire.decoding import decode_columns
 from tq_service.wire.encoding import encode_columns
 
 DATA = {

@@ -10,10 +10,10 @@ import pytest
 from durable_driver import Directory, put
 from engine_driver import begin, cells, put_id, runs
 
+from tq_service.client.reads import decode_columns
 from tq_service.errors import CallCancelledError, InvalidArgumentError, UnavailableError
 from tq_service.storage.blobs import segments
 from tq_service.wire.columns import ColumnReceiver
-from tq_service.wire.decoding import decode_columns
 
 ROWS = 200
 DATA = {

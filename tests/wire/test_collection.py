@@ -3,8 +3,8 @@ import gc
 import numpy as np
 import pytest
 
+from tq_service.client.reads import decode_columns
 from tq_service.errors import UnsupportedObjectError
-from tq_service.wire.decoding import decode_columns
 from tq_service.wire.encoding import encode_columns
 from tq_service.wire.objects import no_collection
 

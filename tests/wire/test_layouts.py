@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from padded_rows import LENGTHS, assert_pads_like, columns_of
 from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack
 
+from tq_service.client.reads import decode_columns, to_tensordict
 from tq_service.errors import InvalidArgumentError, UnsupportedObjectError
 from tq_service.schema import DTYPE_SIZES, FieldSpec, Layout
 from tq_service.wire.columns import ColumnReceiver, decode_header, encode_header, iter_frames
-from tq_service.wire.decoding import decode_columns, to_tensordict
 from tq_service.wire.encoding import encode_columns
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf", "ignore:The PyTorch API of nested tensors")

@@ -17,8 +17,7 @@ from google.protobuf.message import Message
 from google.protobuf.struct_pb2 import Struct
 from numpy.typing import NDArray
 
-from tq_service.client.batch_meta import BatchMeta, CellLocations, Namespace, check_is_batch, joined
-from tq_service.client.columns import merge_columns
+from tq_service.client.batch_meta import BatchMeta, CellLocations, Namespace, check_is_batch, joined, merge_columns
 from tq_service.custom_meta import MetaColumn, MetaValue
 from tq_service.errors import InvalidArgumentError
 from tq_service.schema import check_named_rows

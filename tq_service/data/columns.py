@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from tensordict import NonTensorData, NonTensorStack, TensorDict, is_tensor_collection
 
 from tq_service.client.batch_meta import BatchMeta, Pack, Step
-from tq_service.wire.decoding import RowPattern, object_stack
+from tq_service.client.reads import RowPattern, object_stack
 from tq_service.wire.encoding import non_tensor_rows
 from tq_service.wire.objects import is_image_type
 

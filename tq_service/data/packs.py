@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 
 from tq_service.client.batch_meta import BatchMeta, Pack
+from tq_service.client.reads import RowPattern
 from tq_service.data.columns import (
     FieldKey,
     FlatBatch,
@@ -32,7 +33,6 @@ from tq_service.data.columns import (
 )
 from tq_service.errors import InvalidArgumentError
 from tq_service.wire.columns import offsets_of
-from tq_service.wire.decoding import RowPattern
 
 PADDING_SEQUENCE_LENGTH: Final = 1024
 LABEL_PADDING: Final = -100

@@ -20,7 +20,7 @@ import errno
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,18 +29,28 @@ from numpy.typing import NDArray
 
 from tq_service.durable.snapshot import (
     FORMAT_VERSION,
+    CheckpointFacts,
     Header,
     ServiceSnapshot,
     SnapshotReader,
+    StoredBlock,
     read_state,
     reading,
     write_record,
     write_state,
 )
 from tq_service.errors import DiskFullError, InternalError, InvalidArgumentError, PreconditionError
-from tq_service.journal.file_backend import HEADER_BYTES
-from tq_service.journal.files import PARTIAL_SUFFIX, beside, make_directory
-from tq_service.journal.record_file import Pace, RecordWriter, damaged, gathered, read_records
+from tq_service.journal.files import (
+    HEADER_BYTES,
+    PARTIAL_SUFFIX,
+    Pace,
+    RecordWriter,
+    beside,
+    damaged,
+    gathered,
+    make_directory,
+    read_records,
+)
 from tq_service.state.cells import CELL_COLUMN, NOT_PRODUCED, CellsSnapshot, Put, cells_of, slots_and_rows
 from tq_service.state.partition import Partition, PartitionSnapshot
 from tq_service.state.plan import Indexes
@@ -130,7 +140,7 @@ def read_facts(path: Path) -> CheckpointFacts:
         NewerVersionError: it was written by a newer version.
         OSError: it cannot be read.
     """
-    with reading(path, is_checkpoint=True, kinds=_KINDS) as reader:
+    with reading(path, is_checkpoint=True) as reader:
         return _read_facts(reader)
 
 
@@ -146,46 +156,6 @@ def _symlink(name: str, where: str) -> InvalidArgumentError:
         f"name is {name!r}, which leads through a symlink {where}; give another name, or have the link removed",
         field="name",
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointFacts:
-    """The description at the beginning of a checkpoint, which is read without the rest.
-
-    Attributes:
-        written_at: when it was begun, in seconds since 1970.
-        metadata: a JSON object of its caller, as text.
-    """
-
-    written_at: float
-    partition_count: int
-    sample_count: int
-    metadata: str = "{}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredBlock:
-    """Cells of a checkpoint that become one put when it is restored; the following records have their bytes.
-
-    Attributes:
-        partition_id: their partition.
-        row_count: number of rows of every column.
-        columns: the columns, in the order of their bytes.
-        begins_at: position and number of the first record with its bytes.
-    """
-
-    partition_id: str
-    row_count: int
-    columns: tuple[ColumnShape, ...]
-    begins_at: tuple[int, int] = field(default=(0, 0), metadata={"is_encoded": False})
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of all columns together."""
-        return sum(column.value_bytes for column in self.columns)
-
-
-_KINDS: Final = (CheckpointFacts, StoredBlock)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -426,7 +396,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         NewerVersionError: it was written by a newer version.
     """
     try:
-        with reading(path, is_checkpoint=True, kinds=_KINDS) as reader:
+        with reading(path, is_checkpoint=True) as reader:
             facts = _read_facts(reader)
             blocks: list[StoredBlock] = []
             state = read_state(_beyond_blocks(reader, blocks))

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from tq_service.errors import NewerVersionError, TqError
 from tq_service.journal import codec
-from tq_service.journal.record_file import (
+from tq_service.journal.files import (
     Found,
     RecordWriter,
     damaged,
@@ -38,6 +38,7 @@ from tq_service.state.ledger import Claim, PastName, RecordedPlan, Steps, TaskFa
 from tq_service.state.partition import PartitionFacts, PartitionSnapshot
 from tq_service.state.plan import BatchSpec, Indexes
 from tq_service.state.table import ColumnSnapshot, TableSnapshot
+from tq_service.wire.columns import ColumnShape
 from tq_service.wire.objects import no_collection
 
 FORMAT_VERSION: Final = 7
@@ -98,6 +99,43 @@ class Header:
 
     format_version: int
     is_checkpoint: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointFacts:
+    """The description at the beginning of a checkpoint, which is read without the rest.
+
+    Attributes:
+        written_at: when it was begun, in seconds since 1970.
+        metadata: a JSON object of its caller, as text.
+    """
+
+    written_at: float
+    partition_count: int
+    sample_count: int
+    metadata: str = "{}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredBlock:
+    """Cells of a checkpoint that become one put when it is restored; the following records have their bytes.
+
+    Attributes:
+        partition_id: their partition.
+        row_count: number of rows of every column.
+        columns: the columns, in the order of their bytes.
+        begins_at: position and number of the first record with its bytes.
+    """
+
+    partition_id: str
+    row_count: int
+    columns: tuple[ColumnShape, ...]
+    begins_at: tuple[int, int] = field(default=(0, 0), metadata={"is_encoded": False})
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all columns together."""
+        return sum(column.value_bytes for column in self.columns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +225,17 @@ class ServiceRecords:
 
 
 _Parts: TypeAlias = dict[str, dict[str, list[NDArray[Any]]]]  # by table and column
-_KINDS: Final = (Header, PartitionHeader, ColumnPart, TaskFacts, Batches, TaskRecords, ServiceRecords)
+_KINDS: Final = (
+    Header,
+    CheckpointFacts,
+    StoredBlock,
+    PartitionHeader,
+    ColumnPart,
+    TaskFacts,
+    Batches,
+    TaskRecords,
+    ServiceRecords,
+)
 
 
 class SnapshotReader:
@@ -197,8 +245,8 @@ class SnapshotReader:
         last: the last record that was read.
     """
 
-    def __init__(self, path: Path, kinds: Iterable[type[Any]]) -> None:
-        self._kinds = {kind.__name__: kind for kind in (*_KINDS, *kinds)}
+    def __init__(self, path: Path) -> None:
+        self._kinds = {kind.__name__: kind for kind in _KINDS}
         self._records = read_records(path)
         self.last = Found(0, 0, b"")
 
@@ -226,15 +274,14 @@ def write_record(writer: RecordWriter, value: object) -> None:
 
 
 @contextlib.contextmanager
-def reading(path: Path, *, is_checkpoint: bool = False, kinds: Iterable[type[Any]] = ()) -> Iterator[SnapshotReader]:
+def reading(path: Path, *, is_checkpoint: bool = False) -> Iterator[SnapshotReader]:
     """Read a file after its header; all flaws become SnapshotDamagedError or NewerVersionError.
 
     Args:
         path: of the file.
         is_checkpoint: whether it must be a checkpoint, and otherwise a snapshot.
-        kinds: of its records, besides those of a snapshot.
     """
-    reader = SnapshotReader(path, kinds)
+    reader = SnapshotReader(path)
     try:
         with no_collection():  # a million new objects, none of them garbage
             header = next(reader.values())

@@ -5,12 +5,6 @@ segment, and later records are read from that segment on. A segment consists of 
 holds the records of one group.
 
     segment: "tqlog004", opening frame, frame ..., closing frame
-    frame:   header, body
-    header:  size of the body (uint32), number of the frame (uint64), XXH3 of the body, seeded with that number
-             (uint64), XXH32 of the header so far (uint32); all numbers are little-endian
-
-Snapshots and checkpoints consist of frames too (`record_file`). A reader knows the next number, and finds a frame that
-is missing, repeated or misplaced.
 
 Records are numbered across all segments, and a frame has the number of its first record. The boundary between two
 segments has a number too: that of the opening frame, which describes how the segment is written, of the empty closing
@@ -28,36 +22,40 @@ import logging
 import os
 import re
 import shutil
-import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import BinaryIO, Final, TypeVar
+from typing import Final, TypeVar
 
 import numpy as np
-import xxhash
 
 from tq_service.errors import DiskFailedError, DiskFullError, JournalDamagedError
-from tq_service.journal.files import beside, free_bytes, numbers_in, quarantine, sync_path
+from tq_service.journal.files import (
+    HEADER_BYTES,
+    RESERVE_BYTES,
+    Break,
+    beside,
+    frame,
+    free_bytes,
+    numbers_in,
+    quarantine,
+    read_frame,
+    sync_path,
+)
 from tq_service.journal.log import NewRecord, Record, packed, unpacked
 from tq_service.log_message import LogMessage
 
 _MAGIC: Final = b"tqlog004"
-_HEADER: Final = struct.Struct("<IQQI")
-_CHECKED: Final = struct.Struct("<IQQ")
-_CHECKSUM: Final = struct.Struct("<I")
-HEADER_BYTES: Final = _HEADER.size
 _NUMBER_OFFSET: Final = 4
 _LEAST_RECORD_BYTES: Final = 5
 _NAME: Final = re.compile(r"journal-(\d{12,})\.tqj")
 _LOST_SUFFIX: Final = ".lost"
 _LOOK_SECONDS: Final = 1.0
 _RETRY_SECONDS: Final = 1.0
-RESERVE_BYTES: Final = 4 * 2**20
 
 T = TypeVar("T")
 
@@ -79,43 +77,6 @@ def machine_boot_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return ""
-
-
-class Break(Exception):  # noqa: N818  (a finding, which the reader turns into an error or a line of the log)
-    """The expected frame is missing or not intact.
-
-    Attributes:
-        is_torn: whether the file ends here in the way of a kill during a write.
-    """
-
-    def __init__(self, problem: str, *, is_torn: bool = False) -> None:
-        super().__init__(problem)
-        self.is_torn = is_torn
-
-
-def frame(number: int, parts: Iterable[bytes | bytearray | memoryview]) -> tuple[bytes, bytes]:
-    """Return header and body of a frame; its bytes are copied once, here."""
-    body = b"".join(parts)
-    checked = _CHECKED.pack(len(body), number, xxhash.xxh3_64_intdigest(body, number))
-    return checked + _CHECKSUM.pack(xxhash.xxh32_intdigest(checked)), body
-
-
-def read_frame(file: BinaryIO, number: int) -> bytes:
-    """Return the body of the next frame in a file; raises Break unless it is intact and has this number."""
-    header = file.read(_HEADER.size)
-    if len(header) < _HEADER.size:
-        raise Break("ends within a frame", is_torn=True)
-    size, found, checksum, header_checksum = _HEADER.unpack(header)
-    if xxhash.xxh32_intdigest(header[: _CHECKED.size]) != header_checksum:
-        raise Break("has a frame whose header does not fit its checksum")
-    body = file.read(size)
-    if len(body) < size:
-        raise Break("ends within a frame", is_torn=True)
-    if xxhash.xxh3_64_intdigest(body, found) != checksum:
-        raise Break("has a frame that does not fit its checksum")
-    if found != number:
-        raise Break(f"has record {found} where record {number} should be")
-    return body
 
 
 class SegmentWriter:

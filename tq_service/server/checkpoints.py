@@ -17,17 +17,15 @@ from tq_service.dataplane.driver import Seconds
 from tq_service.durable.checkpoint import (
     Block,
     Checkpoint,
-    CheckpointFacts,
     CheckpointWriter,
     PartitionPlan,
-    StoredBlock,
     checkpoint_names,
     checkpoint_path,
     read_checkpoint,
     read_facts,
     relocate,
 )
-from tq_service.durable.snapshot import ServiceSnapshot
+from tq_service.durable.snapshot import CheckpointFacts, ServiceSnapshot, StoredBlock
 from tq_service.durable.state_store import StateStore
 from tq_service.errors import DataLossError, FieldNotFoundError, PreconditionError, PutNotFoundError, TqError
 from tq_service.log_message import LogMessage

@@ -18,7 +18,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache, reduce
+from functools import cache, lru_cache, partial, reduce
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, Final, TypeAlias
@@ -505,19 +505,7 @@ def encode_part(part: PutHeader | GetHeader | FrameParts | bytes) -> bytes:
     return b"".join((bytes((tag,)), encode_varint(sum(map(len, part))), *part))
 
 
-def decode_put_request(data: bytes) -> PutHeader | memoryview | Garbled:
-    """Deserialize a message of a put stream: its header, a view on its frame, or why it is neither."""
-    part: PutHeader | memoryview | Garbled = _decode(data, PutRequest)
-    return part
-
-
-def decode_get_response(data: bytes) -> GetHeader | memoryview | Garbled:
-    """Deserialize a message of a get stream: its header, a view on its frame, or why it is neither."""
-    part: GetHeader | memoryview | Garbled = _decode(data, GetResponse)
-    return part
-
-
-def _decode(data: bytes, kind: type[PutRequest] | type[GetResponse]) -> Any:
+def _decode(kind: type[PutRequest] | type[GetResponse], data: bytes) -> Any:
     frame = _plain_frame(data)
     if frame is not None:
         return frame
@@ -533,6 +521,13 @@ def _decode(data: bytes, kind: type[PutRequest] | type[GetResponse]) -> Any:
             return memoryview(message.frame)
         case part:
             return getattr(message, part)
+
+
+decode_put_request: Final[Callable[[bytes], PutHeader | memoryview | Garbled]] = partial(_decode, PutRequest)
+"""Deserializes a message of a put stream: its header, a view on its frame, or why it is neither."""
+
+decode_get_response: Final[Callable[[bytes], GetHeader | memoryview | Garbled]] = partial(_decode, GetResponse)
+"""Deserializes a message of a get stream: its header, a view on its frame, or why it is neither."""
 
 
 def iter_frames(

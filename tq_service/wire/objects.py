@@ -21,7 +21,7 @@ import re
 import struct
 import sys
 from collections import UserDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
@@ -256,16 +256,10 @@ def _extended(code: int, payload: bytes, depth: int, as_torch: bool) -> Any:
     if not 0 < code <= _NAMED:
         raise InvalidArgumentError(f"an object has extension type {code}, which is unknown; update tq-service")
     items = _checked_list(_unpack(payload, depth + 1, as_torch))
-    if code in _SEQUENCE_MAKERS:
-        return _SEQUENCE_MAKERS[code](items)
+    for make, number in _SEQUENCES.items():
+        if code == number:
+            return make(items)
     return _decode_named(*items) if code == _NAMED else _decode_object_array(*items)
-
-
-_SEQUENCE_MAKERS: Final[dict[int, Callable[[list[Hashable]], Any]]] = {
-    _TUPLE: tuple,
-    _SET: set,
-    _FROZENSET: frozenset,
-}
 
 
 def _checked_list(value: Any) -> list[Any]:
