@@ -14,15 +14,7 @@ from typing import Any, Final, TypeAlias
 
 from rich.filesize import decimal
 
-from tq_service.results import (
-    ControllerStatus,
-    NotReady,
-    PartitionDescription,
-    ServiceStatus,
-    TaskStatus,
-    WaitCode,
-    WaitReason,
-)
+from tq_service.results import ControllerStatus, PartitionDescription, PartitionWait, ServiceStatus, TaskStatus
 
 _LEAST_WIDTH: Final = 60
 _MOST_NAME: Final = 24  # longer names of tasks have a line of their own
@@ -131,9 +123,9 @@ def blocks_of(status: ServiceStatus, width: int | None = None) -> tuple[str, lis
     Partitions that do not exist and are waited for are among them.
     """
     width = max(_LEAST_WIDTH, width or terminal_width())
-    waits: dict[str, list[WaitReason]] = {}
+    waits: dict[str, list[PartitionWait]] = {}
     for wait in status.waits:
-        waits.setdefault(wait.partition_id, []).append(wait.reason)
+        waits.setdefault(wait.partition_id, []).append(wait)
     known = {each.summary.partition_id: each for each in status.partitions}
     rows = {name: _rows(known.get(name), waits.get(name, ())) for name in sorted({*known, *waits})}
     names, delivered, rates, _ = zip(_TITLES, *chain.from_iterable(rows.values()), strict=True)
@@ -149,12 +141,12 @@ def blocks_of(status: ServiceStatus, width: int | None = None) -> tuple[str, lis
     return "\n".join(_lines(_TITLES, widths, width)), blocks
 
 
-def _rows(partition: PartitionDescription | None, waits: Sequence[WaitReason]) -> list[_Row]:
+def _rows(partition: PartitionDescription | None, waits: Sequence[PartitionWait]) -> list[_Row]:
     """Return the tasks of a partition and those that wait for it."""
     tasks = {task.task_name: task for task in (() if partition is None else partition.tasks)}
     rows = []
-    for name in dict.fromkeys([*tasks, *(reason.task_name for reason in waits)]):
-        notes = [short(reason) for reason in waits if reason.task_name == name]
+    for name in dict.fromkeys([*tasks, *(wait.reason.task_name for wait in waits)]):
+        notes = [_short(wait) for wait in waits if wait.reason.task_name == name]
         if partition is None or name not in tasks:
             rows.append((name or "(look-up)", "-", "-", "; ".join(notes)))
         else:
@@ -182,7 +174,7 @@ def _wrapped(text: str, width: int) -> list[str]:
     return textwrap.wrap(text, max(10, width), break_long_words=False, break_on_hyphens=False)
 
 
-def _urgency(tasks: Sequence[TaskStatus], waits: Sequence[WaitReason]) -> int:
+def _urgency(tasks: Sequence[TaskStatus], waits: Sequence[PartitionWait]) -> int:
     if waits:
         return 0
     if any(task.delivered_per_second >= _LEAST_RATE for task in tasks):
@@ -220,46 +212,14 @@ def _notes(task: TaskStatus) -> Iterator[str]:
     yield from (f"{count:,} {what}" for count, what in counts if count > 0)
 
 
-def short(reason: WaitReason) -> str:
-    """Return what is waited for, without the names that stand beside it."""
+def _short(wait: PartitionWait) -> str:
+    """Return why claims wait, without the names that stand beside it."""
+    reason = wait.reason
     calls = "1 call" if reason.waiting_count == 1 else f"{reason.waiting_count:,} calls"
-    return f"{calls}: {_what(reason)}"
-
-
-def _what(reason: WaitReason) -> str:
-    known = reason.text.partition("; ")[2]
-    match reason.code:
-        case WaitCode.PARTITION_NOT_FOUND:
-            return f"the partition; {known}"
-        case WaitCode.NO_SAMPLES:
-            return "samples: none was put yet"
-        case WaitCode.FIELD_NEVER_PUT:
-            return f"field {reason.text.partition(' has field ')[2] or known}"
-        case WaitCode.ALL_CONSUMED:
-            return "leases to end" if reason.sealed else "more samples or a seal: all are consumed"
-    unit = "groups" if reason.counts_groups else "samples"
-    parts = [f"{reason.ready_count:,} of {reason.needed_count:,} {unit} ready", *map(_lack, reason.not_ready)]
-    if reason.code == WaitCode.SAMPLER_WAITS:
-        parts.append("the sampler makes no batch of them")
-    if reason.waiting_put_count:
-        parts.append(f"{reason.waiting_put_count:,} puts wait")
-    return ", ".join(parts)
-
-
-def _lack(lack: NotReady) -> str:
-    count = f"{lack.sample_count:,}"
-    match lack.kind:
-        case "field":
-            return f"{count} lack {lack.name!r}"
-        case "where":
-            return f"{count} fail where {lack.name!r}"
-        case "length":
-            return f"{count} have no length"
-        case "leased":
-            return f"{count} leased for {lack.ends_in_seconds or 0:.0f} s"
-        case "group":
-            return f"{count} in groups that are not whole"
-    return f"{count} {lack.kind}"
+    text = reason.text.replace(f" of partition {wait.partition_id!r}", "").replace(
+        f" for task {reason.task_name!r}", ""
+    )
+    return f"{calls}: {text}"
 
 
 def fitting(header: Sequence[str], heading: str, blocks: Sequence[Block], height: int) -> list[str]:
