@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import tq_service as tq
 from tq_service.cli import _hint, app
 from tq_service.cli.options import _complete_partition, _complete_task
-from tq_service.cli.status_view import blocks_of, fitting
+from tq_service.cli.status import blocks_of, fitting
 from tq_service.errors import PartitionNotFoundError, TaskNotFoundError
 from tq_service.testing import COMMAND, ServiceProcess
 from tq_service.version import BUILD

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tq_service.cli import app, options
-from tq_service.cli.status_view import header_of
+from tq_service.cli.status import header_of
 from tq_service.results import MirrorStatus, Revision, ServiceInfo, ServiceStatus, StorageStatus
 
 SERVICE = ServiceInfo(

@@ -9,8 +9,8 @@ import torch
 from fake_client import batch_of, token_rows
 
 from tq_service.client.batch_meta import BatchMeta
-from tq_service.data.shared import SharedBatch, SharedBufferReader, SharedBufferWriter, open_batch
 from tq_service.data.source import FetchedBatch
+from tq_service.data.workers import SharedBatch, SharedBufferReader, SharedBufferWriter, open_batch
 from tq_service.wire.decoding import object_stack
 
 _SELF = Path("/proc/self")
