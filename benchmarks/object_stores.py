@@ -23,8 +23,7 @@ import tq_service as tq
 from benchmarks.engines import ENGINES, Engine, start_engines
 from benchmarks.harness import Options, interleave_async, main, median, median_ratio, run_async
 from benchmarks.report import Cell, Report
-from tq_service.objects.base import ObjectStore
-from tq_service.objects.registry import make_object_store
+from tq_service.objects.base import ObjectStore, make_object_store
 from tq_service.testing import ServiceProcess
 
 KIB, MIB = 1 << 10, 1 << 20

@@ -23,9 +23,9 @@ import pytest
 from bucket_stand_in import BucketStandIn
 from memory_pool import forget_memory_pool
 
-from tq_service.objects import registry
+from tq_service.objects import base
 
-registry._BUILT_IN["pool"] = ("memory_pool", "PoolObjects", "")
+base._BUILT_IN["pool"] = ("memory_pool", "PoolObjects", "")
 
 
 class ObjectName(NamedTuple):

@@ -24,7 +24,7 @@ MODULES = {
 # A data loader and the worker processes that it started talk over pipes that they inherit and nobody else can reach, as
 # torch's do: batches may hold whatever the user's own functions return. Nothing of it is of the service.
 OF_ONE_PROGRAM = {
-    "pickle": {"data/shared.py"},
+    "pickle": {"data/workers.py"},
     "multiprocessing": {
         "data/dataset.py",
         "data/source.py",
@@ -49,7 +49,7 @@ ALLOWED_OWNERS = {"re"}
 IMPORTERS = {
     "__init__.py",  # names of this package
     "cli/__init__.py",  # names of commands
-    "objects/registry.py",  # engines, built in or of installed packages
+    "objects/base.py",  # engines, built in or of installed packages
     "samplers/service.py",  # samplers that the operator allows
 }
 

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import tq_service as tq
 from tq_service.cli import _hint, app
 from tq_service.cli.options import _complete_partition, _complete_task
-from tq_service.cli.status_view import blocks_of, fitting
+from tq_service.cli.status import blocks_of, fitting
 from tq_service.errors import PartitionNotFoundError, TaskNotFoundError
 from tq_service.testing import COMMAND, ServiceProcess
 from tq_service.version import BUILD
@@ -156,7 +156,7 @@ def test_status_shows_what_waits_for_partitions_that_do_not_exist(client: tq.Cli
     with waiting(client, "trian"):
         lines = lines_of("status")
         place = lines.index(["trian", "does", "not", "exist"])
-        assert lines[place + 1][:7] == ["update", "-", "-", "1", "call:", "the", "partition;"]
+        assert lines[place + 1][:8] == ["update", "-", "-", "1", "call:", "there", "is", "no"]
         assert [wait["partition_id"] for wait in document("status", "trian")["waits"]] == ["trian"]
     client.clear_partition("trian")
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tq_service.cli import app, options, output
-from tq_service.cli.status_view import header_of
+from tq_service.cli import app, options
+from tq_service.cli.status import header_of
 from tq_service.results import MirrorStatus, Revision, ServiceInfo, ServiceStatus, StorageStatus
 
 SERVICE = ServiceInfo(
@@ -52,7 +52,7 @@ MIRRORED = (
 def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """A terminal of 80 columns."""
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(output, "_PIPED_WIDTH", 80)
+    monkeypatch.setattr(options, "_PIPED_WIDTH", 80)
 
 
 def listed(monkeypatch: pytest.MonkeyPatch, *storages: StorageStatus, arguments: tuple[str, ...] = ()) -> str:

@@ -21,7 +21,7 @@ from live_server import AnyClient, ClientKind, LiveServer, StartServer
 from scraping import scrape
 
 import tq_service as tq
-from tq_service.cli.status_view import header_of
+from tq_service.cli.status import header_of
 from tq_service.config import load_settings
 from tq_service.internal.v1.cluster_pb2 import FetchSnapshotRequest
 from tq_service.internal.v1.cluster_pb2_grpc import ClusterServiceStub

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from tq_service.client.batch_meta import BatchMeta
-from tq_service.data.prefetch import MicroBatchPrefetcher
-from tq_service.data.source import FetchedBatch
+from tq_service.data.source import FetchedBatch, MicroBatchPrefetcher
 
 
 class Numbers:

@@ -1,6 +1,6 @@
 import pytest
 
-from tq_service.data.prefetch import PrefetchLimit
+from tq_service.data.source import PrefetchLimit
 
 
 def begin_all(limit: PrefetchLimit) -> int:

@@ -10,8 +10,8 @@ from fake_client import batch_of, token_rows
 
 from tq_service.client.batch_meta import BatchMeta
 from tq_service.client.reads import object_stack
-from tq_service.data.shared import SharedBatch, SharedBufferReader, SharedBufferWriter, open_batch
 from tq_service.data.source import FetchedBatch
+from tq_service.data.workers import SharedBatch, SharedBufferReader, SharedBufferWriter, open_batch
 
 _SELF = Path("/proc/self")
 

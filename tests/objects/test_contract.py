@@ -9,8 +9,7 @@ import pytest
 from object_engines import ENGINES, Engine, MooncakeEngine, ObjectName, new_name
 
 from tq_service.errors import AlreadyExistsError, DataLossError, InvalidArgumentError, UnavailableError
-from tq_service.objects.base import LARGEST_OBJECT_BYTES, ObjectMissingError, ObjectStore
-from tq_service.objects.registry import make_object_store
+from tq_service.objects.base import LARGEST_OBJECT_BYTES, ObjectMissingError, ObjectStore, make_object_store
 
 
 @pytest.fixture(scope="module", params=ENGINES)

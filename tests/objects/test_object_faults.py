@@ -14,8 +14,7 @@ import pytest
 from object_engines import ENGINES, Engine, MooncakeEngine, ObjectName, StandInEngine, new_name
 
 from tq_service.errors import AlreadyExistsError, InvalidArgumentError, QuotaExceededError, TqError, UnavailableError
-from tq_service.objects.base import ObjectMissingError, ObjectStore
-from tq_service.objects.registry import make_object_store
+from tq_service.objects.base import ObjectMissingError, ObjectStore, make_object_store
 from tq_service.objects.remover import Remover
 
 MIB = 1 << 20
@@ -23,7 +22,7 @@ MIB = 1 << 20
 WRITER = textwrap.dedent(
     """
     import asyncio, sys
-    from tq_service.objects.registry import make_object_store
+    from tq_service.objects.base import make_object_store
 
     async def main():
         store = make_object_store(sys.argv[1])

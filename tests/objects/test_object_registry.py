@@ -13,9 +13,8 @@ from bucket_stand_in import BucketStandIn
 from memory_pool import PoolObjects
 
 from tq_service.errors import InvalidArgumentError, TqError
-from tq_service.objects import registry
-from tq_service.objects.base import EngineUrl
-from tq_service.objects.registry import make_object_store, object_store_schemes
+from tq_service.objects import base
+from tq_service.objects.base import EngineUrl, make_object_store, object_store_schemes
 
 SECRET = "hidden-from-logs"
 
@@ -30,11 +29,11 @@ def test_unknown_schemes_are_refused_with_the_known_ones() -> None:
 
 def test_packages_add_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     points = (
-        EntryPoint("mine", "memory_pool:PoolObjects.from_url", registry.ENTRY_POINT_GROUP),
-        EntryPoint("broken", "no_such_module:nothing", registry.ENTRY_POINT_GROUP),
-        EntryPoint("other", "builtins:str", registry.ENTRY_POINT_GROUP),
+        EntryPoint("mine", "memory_pool:PoolObjects.from_url", base.ENTRY_POINT_GROUP),
+        EntryPoint("broken", "no_such_module:nothing", base.ENTRY_POINT_GROUP),
+        EntryPoint("other", "builtins:str", base.ENTRY_POINT_GROUP),
     )
-    monkeypatch.setattr(registry, "_entry_points", lambda: points)
+    monkeypatch.setattr(base, "_entry_points", lambda: points)
     assert isinstance(make_object_store("mine://pool-of-a-package"), PoolObjects)
     with pytest.raises(InvalidArgumentError, match="cannot be loaded: ModuleNotFoundError"):
         make_object_store("broken://x")

@@ -9,7 +9,6 @@ import pytest
 import tq_service as tq
 from tq_service.config import ServeSettings
 from tq_service.server import app as app_module
-from tq_service.server import storage_process
 from tq_service.server.app import running
 from tq_service.server.listener import Listener
 from tq_service.server.remote_storage import RemoteStorage
@@ -53,7 +52,7 @@ async def test_the_death_of_a_task_is_the_end_of_the_service(tmp_path, monkeypat
 
 
 async def test_announcements_that_end_are_the_end_of_a_storage_service(monkeypatch):
-    monkeypatch.setattr(storage_process, "register_storage", fail)
+    monkeypatch.setattr(app_module, "register_storage", fail)
     async with (
         running(settings(role="controller")) as controller,
         failing("registering this storage service with its controller"),

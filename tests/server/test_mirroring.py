@@ -10,8 +10,8 @@ from memory_pool import MemoryPool, PoolObjects
 from tq_service.config import ServeSettings
 from tq_service.errors import InvalidArgumentError, UnavailableError
 from tq_service.server import mirroring
+from tq_service.server.app import _node_of
 from tq_service.server.mirroring import Mirroring, Registration
-from tq_service.server.storage_process import _node_of
 from tq_service.server.supervisor import Supervisor
 from tq_service.storage.engine import StorageEngine
 from tq_service.storage.index.put_table import PutStored, encode_put

@@ -10,7 +10,7 @@ from mirror_driver import Nodes, put, turns_until
 
 from tq_service.config import ServeSettings
 from tq_service.errors import InvalidArgumentError, QuotaExceededError
-from tq_service.server.storage_process import _open_mirroring
+from tq_service.server.app import _open_mirroring
 from tq_service.server.supervisor import Supervisor
 from tq_service.storage.engine import StorageEngine
 from tq_service.wire import shared_memory

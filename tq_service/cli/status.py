@@ -1,21 +1,30 @@
-"""`tq-service status`: a running service, its partitions and tasks, and what they wait for."""
+"""`tq-service status`: a running service, its partitions and tasks, and what they wait for.
+
+JSON is for programs; people get a header, and below it each partition with its tasks. A line is at most as wide as the
+terminal, and no name is cut: what does not fit goes on in the next line.
+"""
 
 from __future__ import annotations
 
 import logging
+import shutil
 import sys
+import textwrap
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import chain
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
 
 import typer
+from rich.filesize import decimal
 
-from tq_service.cli.options import Partitions, open_client, print_json, with_service
+from tq_service.cli.options import Partitions, console, open_client, print_json, with_service
 from tq_service.errors import DeadlineError, PartitionNotFoundError, TqError, UnavailableError, nearest
+from tq_service.results import ControllerStatus, PartitionDescription, PartitionWait, ServiceStatus, TaskStatus
 
 if TYPE_CHECKING:
     from tq_service.client import Client
-    from tq_service.results import ServiceStatus
 
 _ANSWER_SECONDS = 5.0
 
@@ -45,8 +54,6 @@ def command(
     **service: Any,
 ) -> None:
     """Show a service, its partitions and tasks, and what they wait for."""
-    from tq_service.cli.status_view import as_document, blocks_of, header_of, print_blocks  # noqa: PLC0415  (as --help)
-
     with open_client(**service) as client:
         statuses = _statuses(client, partitions or (), prefix, watch)
         if watch is not None and not as_json and _is_screen():
@@ -69,8 +76,6 @@ def read(client: Client, names: list[str] | tuple[str, ...], prefix: str) -> Ser
     Raises:
         PartitionNotFoundError: one that is named is not there, and nothing waits for it.
     """
-    from dataclasses import replace  # noqa: PLC0415  (as --help)
-
     if not names:
         return client.status(prefix)
     shown = [client.status(name) for name in dict.fromkeys(names)]
@@ -90,8 +95,6 @@ def read(client: Client, names: list[str] | tuple[str, ...], prefix: str) -> Ser
 
 def _is_screen() -> bool:
     """Return whether stdout is a terminal that can show each status in place of the one before it."""
-    from tq_service.cli.options import console  # noqa: PLC0415  (only for people)
-
     return sys.stdout.isatty() and not console().is_dumb_terminal
 
 
@@ -116,9 +119,6 @@ def _show_on_screen(address: str, statuses: Iterator[ServiceStatus | TqError]) -
     from rich.live import Live  # noqa: PLC0415  (only for people)
     from rich.text import Text  # noqa: PLC0415  (only for people)
 
-    from tq_service.cli.options import console  # noqa: PLC0415  (only for people)
-    from tq_service.cli.status_view import blocks_of, fitting, header_of  # noqa: PLC0415  (as --help)
-
     logging.getLogger("tq_service").propagate = False  # what the client logs would be written over the screen
     screen = console()
     header, heading, blocks, away_since = ["waiting for the first answer"], "", list[Any](), None
@@ -137,3 +137,232 @@ def _show_on_screen(address: str, statuses: Iterator[ServiceStatus | TqError]) -
             height = screen.height if screen.is_terminal else 1 << 30
             lines = fitting([*header, *([note] if note else [])], heading, blocks, height)
             live.update(Text("\n".join(lines), no_wrap=True, overflow="fold"), refresh=True)
+
+
+_LEAST_WIDTH: Final = 60
+_MOST_NAME: Final = 24  # longer names of tasks have a line of their own
+_PIPED_WIDTH: Final = 80
+_LEAST_RATE: Final = 0.05
+_Row: TypeAlias = tuple[str, str, str, str]
+_TITLES: Final = ("TASK", "DELIVERED", "RATE", "WAITING FOR")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """A partition in lines.
+
+    Attributes:
+        lines: what is shown of it.
+        urgency: what is shown first where not all fits: 0: calls wait; 1: samples are delivered; 2: it is not complete;
+            3: nothing is left to do.
+    """
+
+    lines: tuple[str, ...]
+    urgency: int
+
+
+def as_document(status: ServiceStatus) -> dict[str, Any]:
+    """Return the status for JSON: fields of `tq_service.results`; those of a partition's summary are its own."""
+    document = asdict(status)
+    document["partitions"] = [{**each.pop("summary"), **each} for each in document["partitions"]]
+    return document
+
+
+def header_of(status: ServiceStatus, address: str) -> list[str]:
+    """Return what the service is, in lines."""
+    service, storages = status.service, status.own_storages
+    used = sum(each.used_bytes for each in storages)
+    quotas = [each.max_bytes for each in storages]
+    quota = "no quota" if None in quotas else decimal(sum(each or 0 for each in quotas))
+    silent = sum(each.is_silent for each in storages)
+    where = f" in {service.data_dir}" if service.data_dir else ""
+    security = f"tls {_on(service.tls)}, tokens {_on(service.auth)}"
+    lines = [
+        f"tq-service {service.version}  {address}  up {span(service.uptime_seconds)}  "
+        f"instance {service.instance_id.hex()[:8]}",
+        f"durability {service.durability}{where}  {security}",
+        f"storage {decimal(used)} of {quota} in {len(storages)} storage service{'s' * (len(storages) != 1)}"
+        + (f", {silent} silent" if silent else ""),
+        *_mirror_lines(status),
+        *map(_controller_line, status.controllers),
+    ]
+    return [part for line in lines for part in _wrapped(line, terminal_width())]
+
+
+def _mirror_lines(status: ServiceStatus) -> Iterator[str]:
+    """Yield how the mirrors are, and what was taken over; nothing where no storage service has a mirror."""
+    mirrors = [each.mirror for each in status.storages if each.mirror is not None]
+    if not mirrors:
+        return
+    own = [each.mirror.is_reachable for each in status.own_storages if each.mirror is not None]
+    unmirrored = decimal(sum(mirror.unmirrored_bytes for mirror in mirrors))
+    short = _puts(sum(mirror.short_put_count for mirror in mirrors))
+    if False in own:
+        answers = f"mirror does not answer {own.count(False)} of {len(own)} storage services"
+    else:
+        answers = "mirror answers" if True in own else "mirror not asked yet"
+    spilled_bytes = sum(mirror.spilled_bytes for mirror in mirrors)
+    spilled = f", {decimal(spilled_bytes)} there alone" if spilled_bytes else ""
+    yield f"{answers}, {unmirrored} unmirrored, {short} with few copies{spilled}"
+    adopted = [each for each in status.storages if each.is_adopted]
+    if adopted:
+        unfetched_count = sum(mirror.unfetched_put_count for mirror in mirrors)
+        puts = _puts(sum(each.put_count for each in adopted))
+        yield f"{puts} taken over from lost storage services, {unfetched_count:,} not fetched yet"
+
+
+def _puts(count: int) -> str:
+    return f"{count:,} put{'s' * (count != 1)}"
+
+
+def _controller_line(controller: ControllerStatus) -> str:
+    if controller.is_leader:
+        return f"controller {controller.name} at {controller.address}  leads, epoch {controller.epoch}"
+    return f"controller {controller.name} at {controller.address}  stands by, {controller.lag_count} records behind"
+
+
+def _on(flag: bool) -> str:
+    return "on" if flag else "off"
+
+
+def span(seconds: float) -> str:
+    """Return a time span in its two largest units."""
+    days, rest = divmod(int(seconds), 86_400)
+    hours, rest = divmod(rest, 3_600)
+    minutes, left = divmod(rest, 60)
+    parts = [(days, "d"), (hours, "h"), (minutes, "m"), (left, "s")]
+    shown = [f"{count}{unit}" for count, unit in parts if count][:2]
+    return "".join(shown) or "0s"
+
+
+def terminal_width() -> int:
+    """Return how wide lines may be."""
+    return max(_LEAST_WIDTH, shutil.get_terminal_size((_PIPED_WIDTH, 24)).columns)
+
+
+def blocks_of(status: ServiceStatus, width: int | None = None) -> tuple[str, list[Block]]:
+    """Return the titles of the columns, and each partition with its tasks in name order.
+
+    Partitions that do not exist and are waited for are among them.
+    """
+    width = max(_LEAST_WIDTH, width or terminal_width())
+    waits: dict[str, list[PartitionWait]] = {}
+    for wait in status.waits:
+        waits.setdefault(wait.partition_id, []).append(wait)
+    known = {each.summary.partition_id: each for each in status.partitions}
+    rows = {name: _rows(known.get(name), waits.get(name, ())) for name in sorted({*known, *waits})}
+    names, delivered, rates, _ = zip(_TITLES, *chain.from_iterable(rows.values()), strict=True)
+    widths = (min(_MOST_NAME, max(map(len, names))), max(map(len, delivered)), max(map(len, rates)))
+    blocks = []
+    for name, of_one in rows.items():
+        partition = known.get(name)
+        facts = "does not exist" if partition is None else _facts(partition)
+        lines = [name, f"  {facts}"] if len(name) + 2 + len(facts) > width else [f"{name}  {facts}"]
+        lines += (line for row in of_one for line in _lines(row, widths, width))
+        tasks = () if partition is None else partition.tasks
+        blocks.append(Block(lines=tuple(lines), urgency=_urgency(tasks, waits.get(name, ()))))
+    return "\n".join(_lines(_TITLES, widths, width)), blocks
+
+
+def _rows(partition: PartitionDescription | None, waits: Sequence[PartitionWait]) -> list[_Row]:
+    """Return the tasks of a partition and those that wait for it."""
+    tasks = {task.task_name: task for task in (() if partition is None else partition.tasks)}
+    rows = []
+    for name in dict.fromkeys([*tasks, *(wait.reason.task_name for wait in waits)]):
+        notes = [_short(wait) for wait in waits if wait.reason.task_name == name]
+        if partition is None or name not in tasks:
+            rows.append((name or "(look-up)", "-", "-", "; ".join(notes)))
+        else:
+            task = tasks[name]
+            delivered, rate = f"{task.consumed_count:,}/{partition.summary.inserted_count:,}", task.delivered_per_second
+            shown_rate = "-" if rate < _LEAST_RATE else f"{rate:,.0f}/s" if rate >= 10 else f"{rate:.1f}/s"
+            rows.append((name, delivered, shown_rate, "; ".join([*notes, *_notes(task)]) or "-"))
+    return rows
+
+
+def _lines(row: _Row, widths: tuple[int, int, int], width: int) -> Iterator[str]:
+    """Yield the lines of a task."""
+    name, delivered, rate, rest = row
+    first, rest_at = f"  {name:<{widths[0]}}", 8 + sum(widths)
+    if len(name) > widths[0]:
+        yield first
+        first = " " * (2 + widths[0])
+    first += f"  {delivered:>{widths[1]}}  {rate:>{widths[2]}}  "
+    lines = _wrapped(rest, width - rest_at) or [""]
+    yield (first + lines[0]).rstrip()
+    yield from (" " * rest_at + line for line in lines[1:])
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    return textwrap.wrap(text, max(10, width), break_long_words=False, break_on_hyphens=False)
+
+
+def _urgency(tasks: Sequence[TaskStatus], waits: Sequence[PartitionWait]) -> int:
+    if waits:
+        return 0
+    if any(task.delivered_per_second >= _LEAST_RATE for task in tasks):
+        return 1
+    return 3 if tasks and all(task.complete for task in tasks) else 2
+
+
+def _facts(partition: PartitionDescription) -> str:
+    summary, expected = partition.summary, partition.expected_samples
+    state = "sealed" if summary.sealed else "open"
+    if partition.samples_per_round is not None and not summary.sealed:
+        state = f"rounds of {partition.samples_per_round:,}"
+    of = "" if expected is None else f" of {expected:,}"
+    parts = [state, f"{summary.inserted_count:,}{of} samples"]
+    cleared = summary.inserted_count - summary.present_count
+    counts = ((cleared, "cleared"), (partition.held_count, "held"), (partition.failed_count, "failed"))
+    parts += [f"{count:,} {what}" for count, what in counts if count]
+    if partition.group_count:
+        parts.append(f"{partition.group_count:,} groups")
+    parts.append(decimal(partition.used_bytes))
+    if partition.waiting_put_count:
+        parts.append(f"{partition.waiting_put_count:,} puts wait")
+    return "  ".join(parts)
+
+
+def _notes(task: TaskStatus) -> Iterator[str]:
+    if task.complete:
+        yield "complete"
+    counts = (
+        (task.leased_count, "unacknowledged"),
+        (task.redelivered_count, "redelivered"),
+        (task.dead_lettered_count, "dead-lettered"),
+        (task.skipped_count - task.dead_lettered_count, "skipped"),
+    )
+    yield from (f"{count:,} {what}" for count, what in counts if count > 0)
+
+
+def _short(wait: PartitionWait) -> str:
+    """Return why claims wait, without the names that stand beside it."""
+    reason = wait.reason
+    calls = "1 call" if reason.waiting_count == 1 else f"{reason.waiting_count:,} calls"
+    text = reason.text.replace(f" of partition {wait.partition_id!r}", "").replace(
+        f" for task {reason.task_name!r}", ""
+    )
+    return f"{calls}: {text}"
+
+
+def fitting(header: Sequence[str], heading: str, blocks: Sequence[Block], height: int) -> list[str]:
+    """Return the lines that fit on a screen: whole partitions with all their tasks, the most urgent ones first."""
+    left = height - len(header) - 5
+    shown: set[int] = set()
+    for place in sorted(range(len(blocks)), key=lambda each: (blocks[each].urgency, each)):
+        if len(blocks[place].lines) <= left or not shown:
+            shown.add(place)
+            left -= len(blocks[place].lines)
+    lines = [*header, ""]
+    if not blocks:
+        return [*lines, "no partitions"]
+    lines += ["PARTITION", heading]
+    lines += [line for place in sorted(shown) for line in blocks[place].lines]
+    if hidden := len(blocks) - len(shown):
+        lines.append(f"and {hidden:,} more partitions with less to do: tq-service partition ls")
+    return lines
+
+
+def print_blocks(header: Sequence[str], heading: str, blocks: Sequence[Block]) -> None:
+    """Print all of them."""
+    print("\n".join(fitting(header, heading, blocks, 1 << 30)))

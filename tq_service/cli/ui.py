@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import signal
 from typing import Annotated, Any, Final
@@ -51,6 +50,7 @@ def command(
     is, and goes on when that is restarted.
     """
     from tq_service.client import AsyncClient  # noqa: PLC0415  (--help does without grpc)
+    from tq_service.config import is_loopback, join_address  # noqa: PLC0415  (as above)
     from tq_service.observe.page.app import listen, make_app, serve_page  # noqa: PLC0415  (as above)
     from tq_service.observe.page.feed import Feed  # noqa: PLC0415  (as above)
 
@@ -69,25 +69,14 @@ def command(
             bound = listen(host, port)
             configure_logging("warning", "text")
             logging.getLogger("tq_service.client").setLevel(logging.ERROR)  # outages are on the page
-            where = _shown(bound.getsockname())
+            where = join_address(*bound.getsockname()[:2])
             page = f"http://{where}{root_path.rstrip('/')}/"
             line = f"listening on {where} (open {page}), for the service at {client.address}"
             await serve_page(feed, app, bound, stop=stop, on_started=lambda: _announce(line))
 
-    if not _is_loopback(host):
+    if not is_loopback(host):
         typer.echo(f"warning: every machine that reaches {host} can see the page, which asks for no token", err=True)
     asyncio.run(run())
-
-
-def _shown(name: tuple[Any, ...]) -> str:
-    return f"[{name[0]}]:{name[1]}" if ":" in name[0] else f"{name[0]}:{name[1]}"
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _announce(line: str) -> None:

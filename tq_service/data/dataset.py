@@ -18,7 +18,6 @@ from tq_service.client.transport import resolve_address, warn_of_wait
 from tq_service.client_probes import timed
 from tq_service.data.columns import ProcessBatch, micro_batch_count, split_micro_batches
 from tq_service.data.packs import PackOptions, split_packs
-from tq_service.data.prefetch import Fetcher, MicroBatchPrefetcher, PrefetchLimit, PrefetchStream
 from tq_service.data.replicas import ReplicaGroup, ReplicaStream, rank_and_size
 from tq_service.data.source import (
     BatchFetcher,
@@ -29,8 +28,12 @@ from tq_service.data.source import (
     End,
     FetchBatch,
     FetchedBatch,
+    Fetcher,
     InlineStream,
+    MicroBatchPrefetcher,
     OnWait,
+    PrefetchLimit,
+    PrefetchStream,
     StreamIdentity,
     end_warning,
     fetch_batch,

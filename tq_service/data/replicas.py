@@ -15,8 +15,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from tq_service.data.shared import BatchLayout, lay_out, open_batch
 from tq_service.data.source import BatchStream, End, ExceptionWrapper, FetchedBatch
+from tq_service.data.workers import BatchLayout, lay_out, open_batch
 from tq_service.errors import InvalidArgumentError
 from tq_service.wire.columns import Bytes
 

@@ -483,7 +483,7 @@ class _DurableContext:
         await self._context.write(await self._durable(answer))
 
 
-_SCRAPE: Final = "GET /metrics"  # stands for the method in the lines of scrapes that are refused
+_SCRAPE: Final = Method(name="GET /metrics", roles=frozenset({"read"}), concerns_all=True)
 _NO_TOKEN: Final = "this service asks for a bearer token, and the call has none; send it as authorization metadata"  # noqa: S105
 # The same for both: whether a token was valid once is not revealed to a finder.
 _BAD_TOKEN: Final = "the token of the call is not valid: unknown here, or expired; ask for a new one"  # noqa: S105
@@ -581,7 +581,7 @@ class AccessControl(Middleware):
         if token is None:
             return self._unknown_token
         if token.is_expired():
-            return _stranger(_BAD_TOKEN, "token has expired", token.name)
+            return _expired(token)
         caller = self._callers.get(digest)
         if caller is None:
             caller = self._callers[digest] = Caller(name=token.name, token=token)
@@ -637,22 +637,17 @@ class AccessControl(Middleware):
         """Return why a scrape of metrics is refused, by its HTTP header, None if it is not; called on threads."""
         if self._tokens is None:
             return None
-        token, reason = None, "no token"
+        token, refusal = None, self._no_token.refusal
         if secret := _bearer(authorization):
-            token, reason = self._tokens.tokens.get(digest_of(secret)), "unknown token"
+            token, refusal = self._tokens.tokens.get(digest_of(secret)), self._unknown_token.refusal
         if token is not None:
-            if token.is_expired():
-                reason = "token has expired"
-            elif not token.roles & {"read", "admin"}:
-                reason = "none of the roles admin, read"
-            elif ALL_PARTITIONS not in token.prefixes:
-                reason = "not for all partitions"
-            else:
-                return None
+            refusal = _expired(token).refusal if token.is_expired() else _lack(_SCRAPE, token)
+        if refusal is None:
+            return None
         name = "" if token is None else token.name
-        line = AuditLine(decision="refused", method=_SCRAPE, peer=peer, token=name, reason=reason)
+        line = AuditLine(decision="refused", method=_SCRAPE.name, peer=peer, token=name, reason=refusal.reason)
         loop.call_soon_threadsafe(self._audit.note, line)
-        return f"{reason}; a scrape needs a token with the role read, for all partitions"
+        return f"{refusal.reason}; a scrape needs a token with the role read, for all partitions"
 
     def _named_by(self, method: Method, request: Any) -> list[str]:
         """Return the partitions that a request names, by themselves and by their puts."""
@@ -701,6 +696,10 @@ def _showing_its_own(token: Token, behavior: Behavior) -> Behavior:
             ) from None
 
     return call
+
+
+def _expired(token: Token) -> Caller:
+    return _stranger(_BAD_TOKEN, "token has expired", token.name)
 
 
 def _stranger(message: str, reason: str, name: str = "") -> Caller:
