@@ -141,6 +141,7 @@ class Calls:
         sample = self._asking.sample
         if sample is None:
             raise RuntimeError("a sampler of yours cannot be asked from this process; use num_workers=0")
+        batch: BatchMeta
         waited = time.monotonic() + self.wait_seconds
         while not (batch := await self._run(sample, **wanted)) and time.monotonic() < waited:
             await self._run(time.sleep, _PAUSE_SECONDS)
