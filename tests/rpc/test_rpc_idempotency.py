@@ -398,7 +398,7 @@ def test_confirming_and_freeing_again_changes_nothing(start_server: StartServer,
 
     def update(**changes):
         request = storage_control_pb2.UpdatePutsRequest(
-            controller_id=b"c" * 16, key_id=key_id(b"k" * 32), **{"boot_id": boot_id, **changes}
+            **{"controller_id": b"c" * 16, "key_id": key_id(b"k" * 32), "boot_id": boot_id, **changes}
         )
         server.control.UpdatePuts(request, metadata=as_service)
 
@@ -408,6 +408,8 @@ def test_confirming_and_freeing_again_changes_nothing(start_server: StartServer,
         update(committed_put_ids=[put_id])
         assert (stat().put_count, stat().uncommitted_put_count) == (1, 0)
     update(freed=[cells], boot_id=new_id())
+    server.app.storage.keys.renew(b"d" * 16, b"l" * 32)
+    update(freed=[cells], controller_id=b"d" * 16, key_id=key_id(b"l" * 32))  # it is the put of another controller
     assert stat().put_count == 1
     for _ in range(2):
         update(freed=[cells])

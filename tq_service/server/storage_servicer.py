@@ -488,9 +488,13 @@ class StorageServicer:
             adopted = None if self._mirroring is None else self._mirroring.adopted.get(request.boot_id)
             keys = self._keys if adopted is None else adopted.keys
             keys.check_key(request.controller_id, request.key_id)
-            for put_id in request.committed_put_ids:
+
+            def may_change(put_id: bytes) -> bool:
+                return put_id not in engine.puts or engine.puts.owner_of(put_id) == request.controller_id
+
+            for put_id in filter(may_change, request.committed_put_ids):
                 engine.confirm(put_id)
-            engine.free(cells)
+            engine.free([each for each in cells if may_change(each.put_id)])
             return storage_control_pb2.UpdatePutsResponse(freed_at=engine.puts.clock())
         return storage_control_pb2.UpdatePutsResponse()
 

@@ -297,9 +297,10 @@ class StorageEngine:
         """Make a complete put stay: its commit is made. Idempotent; return whether it is here."""
         if put_id not in self.puts:
             return False
-        self.puts.confirm(put_id)
-        if (state := self._reconciliations.get(self.puts.owner_of(put_id))) is not None:
-            state.staying.add(put_id)
+        if self.puts.state_of(put_id) is not PutState.COMMITTED:  # else it is listed, unless it is about to go
+            if (state := self._reconciliations.get(self.puts.owner_of(put_id))) is not None:
+                state.staying.add(put_id)
+            self.puts.confirm(put_id)
         self._spill()
         return True
 
