@@ -634,7 +634,7 @@ class Driver:
         }
         going = [batch for batch in real.batches.values() if not batch.plan.is_reusing]
         assert sum(batch.remaining > 0 for batch in going) == len(with_rows)
-        assert real.names.claims == task.names
-        assert {key: past.end or past.loss for key, past in real.names.past.items()} == task.past_names
+        assert real.names == task.names
+        assert {key: past.end or past.loss for key, past in real.past_names.items()} == task.past_names
         for request_id in [key for key, claim in real.claims.items() if not claim.name]:
             assert self.receivers[self.life, name, request_id], "nobody has this claim"

@@ -85,7 +85,7 @@ def _task(task):
         "leased": task.leased_count,
         "ended": list(task.ended.items()),
         "reusing": list(task._reusing),
-        "names": [list(task.names.claims.items()), list(task.names.past.items())],
+        "names": [list(task.names.items()), list(task.past_names.items())],
     }
 
 

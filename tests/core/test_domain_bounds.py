@@ -41,7 +41,6 @@ from tq_service.serving import admission as queue
 from tq_service.serving.admission import AdmissionQueue, Bound, demand_of
 from tq_service.serving.catalog import Catalog
 from tq_service.state.cells import ColumnWrite
-from tq_service.state.ledger import PastName
 from tq_service.state.partition import Partition, PartitionSettings
 from tq_service.state.plan import Condition
 
@@ -498,13 +497,15 @@ def test_records_of_plans_that_do_not_consume_what_they_deliver_are_bounded_in_r
 
 def test_names_of_claims_that_are_gone_are_bounded_in_number(monkeypatch):
     monkeypatch.setattr("tq_service.state.ledger.MOST_PAST_NAMES", 3)
-    names = task_of(bounded(max_bytes=1), "t").names
+    train = bounded(max_bytes=1)
+    task = task_of(train, "t")
+    insert(train, 5)
     for number in range(5):
-        names.claims[f"{number}"] = new_id()
-        names.lose(f"{number}", names.claims[f"{number}"], "cleared")
-    names.remember("end", PastName(end=EndCounts()))
-    assert list(names.past) == ["3", "4", "end"]
-    assert not names.claims
+        task.deliver(plan_of([number]), np.array([number]), request_id=new_id(), name=f"{number}")
+        task.on_rows_cleared(np.array([number]))
+    task.reach_named_end("end", EndCounts())
+    assert list(task.past_names) == ["3", "4", "end"]
+    assert not task.names
 
 
 def test_ids_of_released_claims_are_bounded_in_number(monkeypatch):

@@ -195,7 +195,7 @@ async def test_a_claim_with_a_name_stays_whatever_becomes_of_its_call():
     assert bench.task.consumed_count == 1
     for _ in range(2):
         assert (await bench.ask(batch_size=1, name="a", wait=0)).rows.tolist() == [0]
-    bench.planner.retract(bench.task.names.claims["a"])
+    bench.planner.retract(bench.task.names["a"])
     assert bench.task.consumed_count == 1
 
 

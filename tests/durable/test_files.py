@@ -59,8 +59,8 @@ def check_catalog(catalog: Catalog) -> None:
     assert sorted(partition.tasks["other"].batches) == [0, 1]
     assert partition.tasks["other"].batches[1].plan.consumed.tolist() == [8]
     assert list(partition.tasks["other"].claims) == [b"3" * 16, b"4" * 16]
-    assert partition.tasks["other"].names.claims == {"a": b"4" * 16}
-    assert list(partition.tasks["other"].names.past) == ["b"]
+    assert partition.tasks["other"].names == {"a": b"4" * 16}
+    assert list(partition.tasks["other"].past_names) == ["b"]
     assert partition.tasks["other"].leased_count == 2
     assert partition.sealed
     keys = partition.key[partition.table.present_positions()].tolist()

@@ -124,31 +124,6 @@ class PastName:
     loss: Loss | None = None
 
 
-class ClaimNames:
-    """The names of one task. Only its ledger changes them.
-
-    Attributes:
-        claims: the request_id of the claim that each name stands for.
-        past: names that stand for none, the oldest first.
-    """
-
-    def __init__(self) -> None:
-        self.claims: dict[str, bytes] = {}
-        self.past: OrderedDict[str, PastName] = OrderedDict()
-
-    def lose(self, name: str, request_id: bytes, loss: Loss) -> None:
-        """Detach a name from its claim, if it stands for it."""
-        if self.claims.get(name) == request_id:
-            del self.claims[name]
-            self.remember(name, PastName(loss=loss))
-
-    def remember(self, name: str, past: PastName) -> None:
-        """Have a name stand for no claim any more."""
-        self.past[name] = past
-        if len(self.past) > MOST_PAST_NAMES:
-            self.past.popitem(last=False)
-
-
 Steps: TypeAlias = tuple[tuple[Pack, ...], ...]
 
 
@@ -399,7 +374,8 @@ class TaskLedger(TaskFacts):
         batches: recorded batches by batch_index, in the order of these; also the few kept without rows.
         claims: claims of queue workers by their request_id.
         leases: those of them that lease samples, in the order of their delivery.
-        names: what the names stand for that callers gave to queue claims.
+        names: the request_id of the queue claim that each name stands for which callers gave.
+        past_names: names that stand for no claim any more, the oldest first.
         ended: ids of claims that were released or have expired.
         totals: counts that are not of the epoch, but of this process.
         recent_batches: the last batches of this epoch in numbers, as far as this process has planned them.
@@ -424,7 +400,8 @@ class TaskLedger(TaskFacts):
         self.batches: dict[int, Claim] = {}
         self.claims: dict[bytes, Claim] = {}
         self.leases: dict[bytes, Claim] = {}
-        self.names = ClaimNames()
+        self.names: dict[str, bytes] = {}
+        self.past_names: OrderedDict[str, PastName] = OrderedDict()
         self._without_rows: list[int] = []  # batch indexes, the lowest first
         self._reusing: dict[int, Claim] = {}  # those that lease nothing, by serial
         self._reusing_row_count = 0
@@ -435,7 +412,7 @@ class TaskLedger(TaskFacts):
     def is_unused(self) -> bool:
         """Whether nothing is on record: no claim, end, epoch or release."""
         is_first = self.epoch == 0 and self.serial == LAST_RESERVED
-        return is_first and self.end is None and not (self.ended or self.names.past)
+        return is_first and self.end is None and not (self.ended or self.past_names)
 
     # Snapshots
 
@@ -453,8 +430,8 @@ class TaskLedger(TaskFacts):
             facts=self.facts,
             batches=list(self.batches.values()),
             claims=[copy(claim) if claim.plan.is_reusing else claim for claim in self.claims.values()],
-            names=list(self.names.claims.items()),
-            past_names=list(self.names.past.items()),
+            names=list(self.names.items()),
+            past_names=list(self.past_names.items()),
             reusing=list(self._reusing),
             ended=list(self.ended.items()),
         )
@@ -464,8 +441,8 @@ class TaskLedger(TaskFacts):
         for each in fields(TaskFacts):
             setattr(self, each.name, getattr(snapshot.facts, each.name))
         self.ended.update(snapshot.ended)
-        self.names.claims.update(snapshot.names)
-        self.names.past.update(snapshot.past_names)
+        self.names.update(snapshot.names)
+        self.past_names.update(snapshot.past_names)
         specs: dict[BatchSpec | None, BatchSpec | None] = {}  # thousands of claims share a few
         serials, counts = count_values(self.claim[: self._table.count])
         rows_of = dict(zip(serials.tolist(), counts.tolist(), strict=True))
@@ -510,11 +487,11 @@ class TaskLedger(TaskFacts):
 
     def _recorded_claim(self, request: ClaimRequest) -> Claim | EndCounts | None:
         name, request_id = request.claim_name, request.request_id
-        if (past := self.names.past.get(name)) is not None:
+        if (past := self.past_names.get(name)) is not None:
             if past.loss is not None:
                 raise self._loss_error(past.loss)
             return past.end
-        named = self.names.claims.get(name)
+        named = self.names.get(name)
         if named is None and request_id in self.ended:
             raise self._loss_error("expired" if self.ended.has_expired(request_id) else "released")
         claim = self.claims.get(named or request_id)
@@ -594,7 +571,7 @@ class TaskLedger(TaskFacts):
             self.next_batch_index += 1
             self.dp_size = len(plan.sizes)
         elif name:
-            self.names.claims[name] = request_id
+            self.names[name] = request_id
         self._add(claim)
         self.totals.delivered += plan.rows.size
         used, dropped = np.split(positions, [positions.size - plan.dropped_count])
@@ -657,7 +634,19 @@ class TaskLedger(TaskFacts):
 
     def reach_named_end(self, name: str, end: EndCounts) -> None:
         """Record that the call under a name was answered with the end."""
-        self.names.remember(name, PastName(end=end))
+        self._remember(name, PastName(end=end))
+
+    def _lose_name(self, claim: Claim, loss: Loss) -> None:
+        """Detach the name of a claim from it, if it stands for it."""
+        if self.names.get(claim.name) == claim.request_id:
+            del self.names[claim.name]
+            self._remember(claim.name, PastName(loss=loss))
+
+    def _remember(self, name: str, past: PastName) -> None:
+        """Have a name stand for no claim any more."""
+        self.past_names[name] = past
+        if len(self.past_names) > MOST_PAST_NAMES:
+            self.past_names.popitem(last=False)
 
     def _consume(self, positions: Indexes, mark: int) -> None:
         """Have rows consumed, or pending no more without being consumed where the mark says that they are dropped."""
@@ -721,7 +710,7 @@ class TaskLedger(TaskFacts):
     def nack(self, claim: Claim, positions: Indexes) -> None:
         """Release rows of a claim as if they had not been delivered; all that are left where it has no lease."""
         count = positions.size
-        self.names.lose(claim.name, claim.request_id, "released")
+        self._lose_name(claim, "released")
         if claim.lease is None:  # those cleared meanwhile are counted as cleared before the task took them
             count = claim.remaining = claim.rows.size if claim.plan.consumed is None else claim.plan.consumed.size
             self.dropped_count -= claim.plan.dropped_count
@@ -737,7 +726,7 @@ class TaskLedger(TaskFacts):
         most = None if claim.lease is None else claim.lease.max_deliveries
         is_spent = self.deliveries[positions] >= (np.iinfo(np.int32).max if most is None else most)
         reopened, spent = positions[~is_spent], positions[is_spent]
-        self.names.lose(claim.name, claim.request_id, "expired")
+        self._lose_name(claim, "expired")
         self._reopen(reopened)
         self.claim.write(spent, DEAD_LETTERED)
         self.dead_lettered_count += spent.size
@@ -789,7 +778,7 @@ class TaskLedger(TaskFacts):
         if self._reusing.pop(claim.serial, None) is not None:
             self._reusing_row_count -= claim.rows.size
         if claim.request_id:
-            self.names.lose(claim.name, claim.request_id, loss)
+            self._lose_name(claim, loss)
             del self.claims[claim.request_id]
         else:
             del self.batches[claim.batch_index]
