@@ -111,24 +111,6 @@ class Leader:
     epoch: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Leadership:
-    """That this controller leads, or has led.
-
-    Attributes:
-        epoch: compared in each write of the log.
-        lease: with which it ends.
-    """
-
-    epoch: int
-    lease: Lease
-
-    @property
-    def is_held(self) -> bool:
-        """Whether no other controller can lead at this moment."""
-        return self.lease.is_held
-
-
 class Lease:
     """A lease of etcd, kept alive by a thread from when it is made until `close`.
 
@@ -139,6 +121,7 @@ class Lease:
 
     Attributes:
         id: of the lease.
+        epoch: in which this controller leads under it, compared in each write of the log; 0: it has not led.
         is_over: whether it has ended.
         held_until: until when it cannot have ended, by the monotonic clock; later with each answer of etcd.
 
@@ -152,6 +135,7 @@ class Lease:
         asked_at = time.monotonic()
         answer: pb.EtcdLeaseGrantResponse = etcd.once(pb.EtcdLeaseGrantRequest(ttl=max(1, round(seconds))))
         self.id: int = answer.id
+        self.epoch = 0
         self.is_over = False
         # etcd may give more than was asked for; less than it gives is what is relied on.
         self._seconds = min(float(answer.ttl), max(1.0, seconds))
@@ -223,8 +207,8 @@ class Election:
         found = self._etcd.get(self._key, seconds)
         return None if found is None else Leader(epoch=found.create_revision, **json.loads(found.value))
 
-    def campaign(self, lease: Lease, on_leader: Callable[[Leader], None]) -> Leadership:
-        """Return once this controller leads; blocks until then.
+    def campaign(self, lease: Lease, on_leader: Callable[[Leader], None]) -> Lease:
+        """Return the lease, with the epoch, once this controller leads; blocks until then.
 
         Args:
             lease: of this controller.
@@ -243,7 +227,8 @@ class Election:
                     self._etcd.once(request)  # whoever was first is seen next
                     continue
                 if leader.member_id == self._value["member_id"]:
-                    return Leadership(epoch=leader.epoch, lease=lease)
+                    lease.epoch = leader.epoch
+                    return lease
                 on_leader(leader)
             self._closed.wait(_LOOK_SECONDS)
         raise SupersededError("the election was left")

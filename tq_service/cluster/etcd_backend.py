@@ -25,7 +25,7 @@ from typing import Final, NamedTuple
 
 import xxhash
 
-from tq_service.cluster.election import Leadership
+from tq_service.cluster.election import Lease
 from tq_service.cluster.etcd import BEGINNING, ClusterKeys, Etcd, Position, after, delete, is_created_at, is_value, put
 from tq_service.errors import (
     InvalidArgumentError,
@@ -160,7 +160,7 @@ class EtcdBackend:
         accept_loss: whether `read` continues without records that etcd has lost, instead of raising.
 
     Attributes:
-        leadership: of this controller; None for a standby.
+        leadership: the lease under which this controller leads; None for a standby.
     """
 
     is_blocking = True
@@ -177,7 +177,7 @@ class EtcdBackend:
         self._member_id = member_id
         self._position_path = directory / _POSITION_FILE
         self._accept_loss = accept_loss
-        self.leadership: Leadership | None = None
+        self.leadership: Lease | None = None
         self._seen = BEGINNING  # end of the log as a follower knows it
         self._end = BEGINNING  # the same for the leader, and
         self._end_value = b""  # of its key in etcd, to compare

@@ -1,9 +1,9 @@
-"""Checkpoints: what a service knew at one moment, and the bytes of all its samples, in one file.
+"""Checkpoints: the knowledge of a service at one moment, and the bytes of all its samples, in one file.
 
     PartitionPlan: which cells lie together --> CheckpointWriter: blocks, then the state
     read_checkpoint: all of it checked --> its blocks become puts --> relocate: partitions have these puts
 
-A checkpoint is a directory with one file, `checkpoint.tqc`, which begins with what a list says of it. It is written
+A checkpoint is a directory with one file, `checkpoint.tqc`, which begins with the facts for a list. It is written
 under another name and takes the place of the one before it in a single step, once it is whole and on the disk: whatever
 happens, the directory has the old one or the new one. What is left of one that was not finished is overwritten by the
 next.
@@ -283,7 +283,7 @@ def _put_together(cells_of_fields: Mapping[str, ColumnSnapshot]) -> list[tuple[l
 
 
 class CheckpointWriter:
-    """Writes a checkpoint: what a list says of it, its blocks one after the other, then the state.
+    """Writes a checkpoint: the facts for a list, its blocks in order, then the state.
 
     It is for threads, one call at a time; whoever makes it calls `abort` at the end.
 
@@ -298,7 +298,7 @@ class CheckpointWriter:
         self._writer: RecordWriter
 
     def begin(self, facts: CheckpointFacts) -> None:
-        """Begin the file with what a list says of it; its directory is made where it is not there."""
+        """Begin the file with the facts for a list; a missing directory is made."""
         with self._explained():
             make_directory(self._path.parent)
             self._writer = RecordWriter(self._path)

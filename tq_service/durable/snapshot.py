@@ -156,7 +156,7 @@ class PartitionHeader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColumnPart:
-    """The next values of a column; without any where it has none."""
+    """The next values of a column; an empty column has one part without values."""
 
     table: str
     column: str

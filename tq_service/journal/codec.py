@@ -5,8 +5,8 @@ declared with `field(metadata={"is_encoded": False})`. Reading goes by the types
 added with a default, and what was written before it is read as before; a field that the class does not have was written
 by a newer version, which is said so.
 
-Arrays are bytes: whole numbers that follow each other take two numbers, however many they are. `compact` finds forms of
-fewer bytes, which takes longer. Objects in arrays are None, text or tuples.
+Arrays are bytes: numbers that count up by 1 take two numbers, however many they are. `compact` finds forms of
+fewer bytes, which takes longer. An object in an array is None, a text or a tuple.
 """
 
 from __future__ import annotations
@@ -185,10 +185,10 @@ def _packed_array(values: NDArray[Any]) -> msgpack.ExtType:
 
 
 def compact(values: NDArray[Any]) -> Any:
-    """Return what `encode` shall take for an array `(n,)`, so that the same array is read again from fewer bytes.
+    """Return an array `(n,)` in a form that `encode` writes in fewer bytes; the same array is read again.
 
     Integers and truth values become runs that count up by 1, or their distances from the least of them, of few bytes
-    each, and of none where all are the same. Others stay what they are.
+    each, and of none if all are the same. Other arrays are returned unchanged.
     """
     if values.dtype.kind not in "iub" or not values.size:
         return values

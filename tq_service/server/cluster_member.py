@@ -24,7 +24,6 @@ import grpc
 from tq_service.cluster.election import (
     Election,
     Leader,
-    Leadership,
     Lease,
     MemberRecord,
     controller_id_of,
@@ -134,7 +133,7 @@ class ClusterMember:
         self._standing_by = ThreadPoolExecutor(1, thread_name_prefix="tq-election")  # busy for as long as it stands by
         self._lease: Lease | None = None
         self._leader: Leader | None = None
-        self._leadership: Leadership | None = None
+        self._leadership: Lease | None = None
         self._is_serving = False
         self.members: list[MemberRecord] = []
 
@@ -210,11 +209,11 @@ class ClusterMember:
         self._backend.leadership = leadership
         self._leadership = leadership
         record_count = await self.store.take_over()
-        if leadership.lease.is_over:  # since before this controller knew that it leads
+        if leadership.is_over:  # since before this controller knew that it leads
             raise SupersededError("its lease has ended, so that another controller leads")
         take_up()
         self._is_serving = True
-        self._supervisor.start("watching the lease", self._watch_lease(leadership.lease, on_standing))
+        self._supervisor.start("watching the lease", self._watch_lease(leadership, on_standing))
         _log.info(
             LogMessage(
                 "this controller leads its cluster",
@@ -318,7 +317,7 @@ class ClusterMember:
                 self._note_leader(leader)
             await asyncio.sleep(_CATCH_UP_SECONDS)
 
-    async def _elected(self, following: asyncio.Future[Any]) -> Leadership:
+    async def _elected(self, following: asyncio.Future[Any]) -> Lease:
         """Return once this controller leads; raise where it cannot follow any more."""
         while True:
             lease = self._lease

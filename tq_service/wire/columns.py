@@ -4,7 +4,7 @@ The values of a column are the rows' bytes one after the other. A dense column n
 size of each row in each ragged dimension, an object column the bytes of each row: its extents. Objects that were put in
 different encodings and are read together have the number of the row's encoding beside the bytes of the row.
 
-torch is never imported by what only encodes: without torch in the process there is no tensor to encode.
+Encoding never imports torch: a process without torch has no tensor to encode.
 
 protobuf for Python copies a field twice. A message whose only part is one field is a tag, the length as a varint and
 the bytes: written here with one copy, and a frame is read without any. What is in headers, and messages of unusual
@@ -43,7 +43,7 @@ _NUMPY_NAMES: Final = frozenset({
 
 
 def loaded_torch() -> ModuleType | None:
-    """Return torch where this process has imported it; nothing can be a tensor otherwise."""
+    """Return torch if this process has imported it; nothing can be a tensor otherwise."""
     torch = sys.modules.get("torch")
     # Where another thread is still importing it, it has no Tensor yet, so there is no tensor.
     return torch if hasattr(torch, "Tensor") else None
@@ -96,7 +96,7 @@ def dtype_name(dtype: Any, what: str) -> str:
 
 
 def tensor_bytes(tensor: Any) -> memoryview:
-    """Return the values of a tensor as bytes in row-major order: a view where it is contiguous and on the CPU."""
+    """Return the values of a tensor as bytes in row-major order: a view if it is contiguous and on the CPU."""
     plain = tensor.detach()
     if plain.device.type != "cpu":
         plain = plain.cpu()
@@ -110,7 +110,7 @@ def tensor_bytes(tensor: Any) -> memoryview:
 
 
 def array_bytes(array: NDArray[Any]) -> memoryview:
-    """Return the values of an array as little-endian bytes in row-major order: a view where they are so already."""
+    """Return the values of an array as little-endian bytes in row-major order: a view if they are so already."""
     plain = np.ascontiguousarray(array)
     if plain.dtype.byteorder == ">" or (plain.dtype.byteorder == "=" and sys.byteorder == "big"):
         plain = plain.astype(plain.dtype.newbyteorder("<"))
@@ -446,7 +446,7 @@ def extents_as(other: FieldSpec, spec: FieldSpec, extents: Extents | None, row_c
         other: a spec with other ragged dimensions, or without an encoding, such as one that covers several puts of one
             field.
         spec: how the rows were put.
-        extents: `(row_count, extents of a row of spec)`, None where it is dense.
+        extents: `(row_count, extents of a row of spec)`, None if it is dense.
         row_count: number of rows.
     """
     if extents is not None and extent_count(other) > extent_count(spec) and spec.layout is Layout.OBJECT:
@@ -524,7 +524,7 @@ def _decode(kind: type[PutRequest] | type[GetResponse], data: bytes) -> Any:
 
 
 decode_put_request: Final[Callable[[bytes], PutHeader | memoryview | Garbled]] = partial(_decode, PutRequest)
-"""Deserializes a message of a put stream: its header, a view on its frame, or why it is neither."""
+"""Deserializes a message of a put stream: its header, a view on its frame, or the reason why it is neither."""
 
 decode_get_response: Final[Callable[[bytes], GetHeader | memoryview | Garbled]] = partial(_decode, GetResponse)
 """Deserializes a message of a get stream: its header, a view on its frame, or why it is neither."""
