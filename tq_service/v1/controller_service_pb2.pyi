@@ -2008,9 +2008,7 @@ class TaskStatus(google.protobuf.message.Message):
     pending_count: builtins.int
     """Left for it: live or held, neither consumed, dead-lettered nor lost with their group."""
     redelivered_count: builtins.int
-    """Delivered more than once in this epoch, since leases on them ran out; neither released nor cleared ones count. 0 in
-    what Watch sends.
-    """
+    """Delivered more than once in this epoch, since leases on them ran out; neither released nor cleared ones count."""
     delivered_per_second: builtins.float
     """Samples delivered a second, lately: each delivery counts for less as it gets older, by a factor e every 10 seconds.
     It starts from 0 with each start of the service.
