@@ -306,6 +306,12 @@ def show(answer: Answer, as_json: bool) -> None:
             console().print(each)
 
 
+def announce(line: str) -> None:
+    """Print a line at once, for the person or program that started a service; it may have left."""
+    with contextlib.suppress(OSError):
+        print(line, flush=True)
+
+
 def print_json(document: Any, indent: int | None = 2) -> None:
     """Print JSON to stdout; dataclasses are objects in it, and bytes hexadecimal digits."""
     typer.echo(json.dumps(document, indent=indent, default=_json_value))

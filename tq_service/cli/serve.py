@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
 import logging
 import os
@@ -16,7 +15,7 @@ from typing import Annotated, Any, get_args
 import typer
 
 from tq_service.cli.log_lines import configure_logging
-from tq_service.cli.options import Answer, option, show, table, with_options
+from tq_service.cli.options import Answer, announce, option, show, table, with_options
 from tq_service.config import (
     CONFIG_VARIABLE,
     ENV_PREFIX,
@@ -78,7 +77,7 @@ def _run(settings: ServeSettings) -> int:
     from tq_service.server.supervisor import FAILED_EXIT_CODE  # noqa: PLC0415  (as above)
 
     with asyncio.Runner(loop_factory=loop_factory(settings.uvloop)) as runner:
-        code = runner.run(serve(settings, announce=_announce))
+        code = runner.run(serve(settings, announce=announce))
         if code == FAILED_EXIT_CODE:
             logging.shutdown()
             sys.stdout.flush()
@@ -90,11 +89,6 @@ def _stop_with_stdin() -> None:
     while os.read(sys.stdin.fileno(), 4096):  # not sys.stdin.read: a thread in it would hold a lock that exits take
         pass
     os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _announce(line: str) -> None:
-    with contextlib.suppress(OSError):  # the reader of our output may have ended before we drain
-        print(line, flush=True)
 
 
 def _settings(loaded: LoadedSettings) -> Answer:

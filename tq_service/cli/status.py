@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from tq_service.client import Client
 
 _ANSWER_SECONDS = 5.0
+_NO_SCREEN: Final = 1 << 30  # lines, for what shows all of them
 
 EXAMPLES = """\
   tq-service status
@@ -65,7 +66,7 @@ def command(
             elif as_json:
                 print_json(as_document(status), indent=2 if watch is None else None)
             else:
-                print_blocks(header_of(status, client.address), *blocks_of(status))
+                typer.echo("\n".join(fitting(header_of(status, client.address), *blocks_of(status), _NO_SCREEN)))
                 if watch is not None:
                     typer.echo()  # flushes too: a pipe's reader sees each status as soon as it is printed
 
@@ -134,7 +135,7 @@ def _show_on_screen(address: str, statuses: Iterator[ServiceStatus | TqError]) -
             else:
                 header, away_since = header_of(status, address), None
                 heading, blocks = blocks_of(status, screen.width)
-            height = screen.height if screen.is_terminal else 1 << 30
+            height = screen.height if screen.is_terminal else _NO_SCREEN
             lines = fitting([*header, *([note] if note else [])], heading, blocks, height)
             live.update(Text("\n".join(lines), no_wrap=True, overflow="fold"), refresh=True)
 
@@ -361,8 +362,3 @@ def fitting(header: Sequence[str], heading: str, blocks: Sequence[Block], height
     if hidden := len(blocks) - len(shown):
         lines.append(f"and {hidden:,} more partitions with less to do: tq-service partition ls")
     return lines
-
-
-def print_blocks(header: Sequence[str], heading: str, blocks: Sequence[Block]) -> None:
-    """Print all of them."""
-    print("\n".join(fitting(header, heading, blocks, 1 << 30)))

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from tq_service.cli.log_lines import configure_logging
-from tq_service.cli.options import with_address
+from tq_service.cli.options import announce, with_address
 from tq_service.errors import DeadlineError, UnavailableError
 
 _FIRST_ANSWER_SECONDS: Final = 2.0
@@ -72,13 +72,8 @@ def command(
             where = join_address(*bound.getsockname()[:2])
             page = f"http://{where}{root_path.rstrip('/')}/"
             line = f"listening on {where} (open {page}), for the service at {client.address}"
-            await serve_page(feed, app, bound, stop=stop, on_started=lambda: _announce(line))
+            await serve_page(feed, app, bound, stop=stop, on_started=lambda: announce(line))
 
     if not is_loopback(host):
         typer.echo(f"warning: every machine that reaches {host} can see the page, which asks for no token", err=True)
     asyncio.run(run())
-
-
-def _announce(line: str) -> None:
-    with contextlib.suppress(OSError):  # the reader of our output may have ended
-        print(line, flush=True)

@@ -455,11 +455,14 @@ class PrefetchQueue(Generic[T]):
         """Wait until the limit admits another item, and return its number; None once there is an end."""
         with self._changed:
             self._changed.wait_for(lambda: self.closed or self._end or self._limit.admits())
-            if self.closed or self._end:
-                return None
-            self._limit.begin()
-            self._begun_count += 1
-            return self._begun_count - 1
+            return self._begin_now()
+
+    def _begin_now(self) -> int | None:
+        if self.closed or self._end or not self._limit.admits():
+            return None
+        self._limit.begin()
+        self._begun_count += 1
+        return self._begun_count - 1
 
     @contextmanager
     def filling(self, number: int) -> Iterator[None]:
@@ -471,13 +474,18 @@ class PrefetchQueue(Generic[T]):
         except BaseException as error:  # whatever it is, it belongs to the reader
             self.end(number, error)
 
-    def put(self, number: int, item: T, size_bytes: int = 0) -> None:
-        """Add an item that was begun; it is dropped if the queue was closed meanwhile."""
+    def put(self, number: int, item: T, size_bytes: int = 0, *, begins_next: bool = False) -> int | None:
+        """Add an item that was begun; it is dropped if the queue was closed meanwhile.
+
+        With `begins_next` its writer begins another one before other writers do: return the number of that, None if
+        the limit does not admit it now.
+        """
         with self._changed:
             self._limit.arrive(size_bytes)
             if not self.closed:
                 self._items[number] = item
                 self._changed.notify_all()
+            return self._begin_now() if begins_next else None
 
     def end(self, number: int, error: BaseException | None = None) -> None:
         """Have no items from this number on; an error is raised to the reader once it has those before."""
@@ -617,16 +625,21 @@ class PrefetchStream(_QueuedStream[Fetcher, FetchedBatch | End]):
 
 
 def _fetch_ahead(first_index: int, fetcher: Fetcher, queue: PrefetchQueue[FetchedBatch | End]) -> None:
+    following: int | None = None
     try:
-        while (number := queue.begin()) is not None:
+        while (number := queue.begin() if following is None else following) is not None:
+            following = None
             with queue.filling(number):
                 fetched = fetcher.fetch(first_index + number, lambda: not queue.closed)
                 if isinstance(fetched, End):
                     queue.put(number, fetched)
                     queue.end(number + 1)
                 else:
+                    # By the fetcher that is quick now: a worker that has just started could come last with a batch that
+                    # is read first.
                     size_bytes = fetched.size_bytes
-                    queue.put(number, replace(fetched, on_consumed=partial(queue.on_consumed, size_bytes)), size_bytes)
+                    fetched = replace(fetched, on_consumed=partial(queue.on_consumed, size_bytes))
+                    following = queue.put(number, fetched, size_bytes, begins_next=True)
                 del fetched  # not kept alive while the limit is waited for
     finally:
         fetcher.close()

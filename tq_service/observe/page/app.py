@@ -169,21 +169,18 @@ def listen(host: str, port: int) -> socket.socket:
     Raises:
         InvalidArgumentError: it cannot be bound.
     """
-    bound = None
+    is_ipv6 = ":" in host
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, number, _, address = found[0]
-        bound = socket.socket(family, kind, number)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
+        return socket.create_server(
+            (host, port),
+            family=socket.AF_INET6 if is_ipv6 else socket.AF_INET,
+            dualstack_ipv6=is_ipv6 and socket.has_dualstack_ipv6(),
+        )
     except (OSError, OverflowError) as error:
-        if bound is not None:
-            bound.close()
         reason = getattr(error, "strerror", None) or str(error)
         raise InvalidArgumentError(
             f"cannot listen on {host}:{port}: {reason}; give another --host or --port", field="port"
         ) from None
-    return bound
 
 
 async def serve_page(

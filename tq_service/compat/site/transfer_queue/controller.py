@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -87,14 +88,32 @@ class TransferQueueController:
     """
 
     def __init__(self, run: Run, host: str | None = None) -> None:
-        self._service: OwnedService | None = None
-        if not run.address:
-            self._service = OwnedService(host, {"checkpoint_dir": OWN_CHECKPOINT_DIR, **run.service})
-            run = replace(run, address=self._service.address, token=self._service.token, is_service_owned=True)
-        self._run = run
+        self._ending = ExitStack()
+        self._run = run if run.address else self._with_own_service(run, host)
         self._sampling = threading.Lock()
         self._client: tq.Client | None = None  # from the first time that the sampler is asked
         self._remembered: dict[str, _Remembered] = {}
+
+    def _with_own_service(self, run: Run, host: str | None) -> Run:
+        """Start a service as a process of its own, which ends with this process, however that ends.
+
+        On a host that others reach it asks for a token, which only the run knows; what travels is not encrypted, as
+        little as between the processes of a Ray cluster. On this machine's loopback address it needs none.
+        """
+        settings = {"grace_seconds": 1, "checkpoint_dir": OWN_CHECKPOINT_DIR, **run.service}
+        flags, token = [part for name, value in settings.items() for part in _flag(name, value)], None
+        with ExitStack() as starting:
+            if host is not None:
+                from tq_service.server import credential_files as files  # noqa: PLC0415  (a loopback service has none)
+
+                token = files.new_secret()
+                path = Path(starting.enter_context(TemporaryDirectory(prefix="tq_service-run-"))) / "tokens.toml"
+                entry = files.make_token(name="run", sha256=files.digest_of(token), roles=["admin"], prefixes=[""])
+                files.append_token(path, entry)
+                flags += ["--host", host, "--insecure", "--auth-tokens-file", str(path)]
+            process = starting.enter_context(ServiceProcess(*flags, start_new_session=True))
+            self._ending = starting.pop_all()
+        return replace(run, address=process.address, token=token, is_service_owned=True)
 
     def run(self) -> Run:
         """Return what the processes of the run share."""
@@ -168,8 +187,7 @@ class TransferQueueController:
         """End the service that was started for the run, and the controller's own client."""
         if self._client is not None:
             self._client.close()
-        if self._service is not None:
-            self._service.stop()
+        self._ending.close()
 
     @classmethod
     def options(cls, **options: Any) -> Any:
@@ -201,55 +219,8 @@ def _are_claimed(
     return meta.status == "batch"
 
 
-_TOKEN_NAME: Final = "run"  # noqa: S105  (a name)
-
-
-class OwnedService:
-    """A service as a process of its own, for the processes of one run.
-
-    On a host that others reach it asks for a token, which only the run knows; what travels is not encrypted, as little
-    as between the processes of a Ray cluster.
-
-    Args:
-        host: where it listens; None: on this machine's loopback address, for its users, without a token.
-        settings: of `tq-service serve`, by name.
-
-    Attributes:
-        address: where it listens, "host:port".
-        token: for its clients; None: they need none.
-    """
-
-    def __init__(self, host: str | None, settings: dict[str, Any]) -> None:
-        self._directory = TemporaryDirectory(prefix="tq_service-run-")
-        self.token: str | None = None
-        flags = [part for name, value in ({"grace_seconds": 1} | settings).items() for part in _flag(name, value)]
-        if host is not None:
-            self.token, tokens = _new_token(Path(self._directory.name) / "tokens.toml")
-            flags += ["--host", host, "--insecure", "--auth-tokens-file", str(tokens)]
-        self._process = ServiceProcess(*flags, start_new_session=True)
-        try:
-            self._process.start()
-        except BaseException:
-            self._directory.cleanup()
-            raise
-        self.address = self._process.address
-
-    def stop(self) -> None:
-        """End it."""
-        self._process.stop()
-        self._directory.cleanup()
-
-
 def _flag(name: str, value: Any) -> list[str]:
     option = name.replace("_", "-")
     if isinstance(value, bool):
         return [f"--{option}" if value else f"--no-{option}"]
     return [] if value is None else [f"--{option}", str(value)]
-
-
-def _new_token(path: Path) -> tuple[str, Path]:
-    from tq_service.server.credential_files import append_token, digest_of, make_token, new_secret  # noqa: PLC0415
-
-    secret = new_secret()
-    append_token(path, make_token(name=_TOKEN_NAME, sha256=digest_of(secret), roles=["admin"], prefixes=[""]))
-    return secret, path
