@@ -3,9 +3,9 @@
 
 A service runs in this process and a client calls it over gRPC. A file counts for an operation
 when a function of it, or a method that a dataclass of it generates, runs on any thread before the service is at rest
-again; module and class bodies do not count. Each operation is repeated after a warm-up, and a file counts where it ran
-in most of the repetitions: what is done once, such as an import, or now and then, such as the growth of a column or a
-background task, is not on the path.
+again; module and class bodies do not count. Each operation is repeated after a warm-up, and a file counts if it ran
+in all repetitions. What runs once, such as an import, or now and then, such as the growth of a column or a background
+task, is not on the path.
 
   put            new rows in a partition that no task consumes
   get            a field of a batch that a queue worker has claimed
@@ -105,7 +105,7 @@ async def trace(directory: Path) -> Paths:
     finally:
         recorder.close()
     return {
-        operation: sorted(file for file, count in counter.items() if 2 * count > REPETITION_COUNT)
+        operation: sorted(file for file, count in counter.items() if count == REPETITION_COUNT)
         for operation, counter in counts.items()
     }
 

@@ -44,6 +44,19 @@ def broken_links(path: Path) -> list[str]:
     return broken
 
 
+def test_files_that_pages_name_exist() -> None:
+    pages = [path for path in PAGES if path.parent.name != "adr"]  # which may name what is gone
+    named = {
+        name
+        for path in pages
+        for name in re.findall(
+            r"`((?:tests|scripts|benchmarks|examples|chaos|tq_service)/[\w/.-]+\.\w+)`", path.read_text()
+        )
+    }
+    assert "tests/e2e/test_e2e_durable.py" in named
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+
+
 def test_the_verbs_it_names_are_in_the_makefile() -> None:
     rules = re.findall(r"^([a-z][a-z -]*):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     verbs = {verb for page in PAGES for verb in re.findall(r"(?:^|`)make ([a-z-]+)", page.read_text(), re.MULTILINE)}

@@ -38,7 +38,7 @@ _MOST_TREE_ITEMS = 48
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackPlan:
-    """Which samples form which pack of which optimizer step on which rank.
+    """The samples of each pack, by optimizer step and rank.
 
     Attributes:
         packs: `packs[dp_rank][step][pack]` are indexes of samples; an empty list is a pack of padding only. All ranks
@@ -49,7 +49,7 @@ class PackPlan:
         dropped: indexes of the samples that are in no pack since they are too long, ascending.
         rank_costs: cost of the samples of each rank, `(dp_size,)`, in the units of the cost function or a multiple.
         pack_count_lower_bound: packs, over all ranks and steps, that no plan for these ranks and steps can do without.
-        seconds: what the planning took.
+        seconds: duration of the planning.
     """
 
     packs: list[list[list[list[int]]]] = field(repr=False)
@@ -149,7 +149,7 @@ def plan_packs(
             in it: a sample of its own. None: no groups.
         overlong: what to do with a sample longer than `pack_max_length`: refuse it, cut it to `pack_max_length`, or
             leave it out; the plan says which were cut and left out.
-        cost: what is balanced over the ranks, see `get_costs`; None: tokens.
+        cost: balanced over the ranks, see `get_costs`; None: tokens.
         even_steps: whether the steps of a rank get as equal numbers of tokens as can be. Where a step of each rank
             would fill few packs that may cost much padding: tokens for 2.1 packs take 3. False: all samples of a rank
             are packed first and its packs are assigned to the steps, whose numbers of packs then differ by at most one.
@@ -197,7 +197,7 @@ def plan_packs(
 
 
 def check_overlong(overlong: str) -> None:
-    """Raise ValueError where there is no such policy."""
+    """Raise ValueError if the policy does not exist."""
     if overlong not in get_args(Overlong):
         raise ValueError(f"overlong: got {overlong!r}, expected 'error', 'truncate' or 'drop'")
 
@@ -252,12 +252,12 @@ def pack_ranks_equally(sizes_of_ranks: Sequence[Int64s], capacity: int, *, sprea
 
     Args:
         sizes_of_ranks: for each rank the sizes of its items, none above `capacity`.
-        capacity: what a bin holds.
+        capacity: of a bin.
         spread: whether to spread the items of a rank evenly over its bins instead of filling some and leaving the
             others empty.
 
     Returns:
-        For each rank its bins, at least one, the fullest first; what is missing are empty bins at the end.
+        For each rank its bins, at least one, the fullest first, padded with empty bins at the end.
     """
     packed = [best_fit_decreasing(sizes, capacity) for sizes in sizes_of_ranks]
     at_least = max([1, *(count_bins_at_least(sizes, capacity) for sizes in sizes_of_ranks)])

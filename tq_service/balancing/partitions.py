@@ -27,7 +27,7 @@ Cost = CostName | Callable[[Int64s], NDArray[Any]]
 
 # Sums of all lengths, or costs, must stay exact in int64.
 _LARGEST_TOTAL = 2**62
-# Costs that are no integers are counted in steps of the largest one divided by this.
+# Costs that are not integers are counted in steps of the largest one divided by this.
 _STEPS = 2**40
 # The heaviest set is tried against so many of the lightest sets, one by one, before it is tried against all others at
 # once. The latter compares every pair of items; where these are more than this, the others too are tried one by one.
@@ -78,7 +78,7 @@ def get_costs(lengths: Int64s, cost: Cost | None = None) -> Int64s:
             `(n,)`, integers or not; None: tokens.
 
     Returns:
-        Costs `(n,)`; those that are no integers are scaled so that the largest is 2**40, and rounded.
+        Costs `(n,)`; non-integers are scaled so that the largest is 2**40, and rounded.
 
     Raises:
         ValueError: the name is unknown, or the function returns another shape, no numbers, or numbers that are

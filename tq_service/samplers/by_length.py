@@ -310,7 +310,7 @@ class PackedSampler(LengthSampler):
 
     A batch is taken in the order of the groups' first members, its groups are spread evenly over the ranks, the samples
     of a rank over the steps by their tokens, and each rank's step is bin packed. Every rank has the same number of
-    packs in a step, at least one; what is missing are packs of padding only. Groups stay on one rank, though not in one
+    packs in a step, at least one, completed by packs of padding only. Groups stay on one rank, though not in one
     step. All in `tq_service.balancing.plan_packs`.
 
     Attributes:
@@ -319,7 +319,7 @@ class PackedSampler(LengthSampler):
         overlong: what to do with a sample of more tokens than a pack holds: error refuses the batch, truncate plans
             for its first `pack_max_length` tokens (`Pack.lengths` says so), drop leaves it out of the batch for good:
             it is in `RankPlan.dropped` and counts as skipped.
-        cost: what is balanced over the ranks: tokens, or what they cost with attention.
+        cost: balanced over the ranks: tokens, or their cost with attention.
         even_steps: whether the steps of a rank get as equal numbers of tokens as can be; else the fewest packs, whose
             numbers differ by at most one between steps.
     """

@@ -7,7 +7,7 @@ one. Each row has the revision of its last write in a column of its partition, a
     a watcher at 7 asks: rows 3, 4 of "a" as they are now, and the task of "b"; it is at 9 then
 
 So a watcher is one number, and one that comes late gets the latest state of what has changed, once: what is later than
-its number. Rows are looked for in the blocks of a partition in which some have changed.
+its number. Only blocks of a partition with changed rows are searched.
 
 Rows that are removed and partitions that are gone cannot be read any more, so their names are kept in a bounded log. A
 watcher for which rows were forgotten gets their partition anew; one for which a partition was has to start over

@@ -1,6 +1,6 @@
 """A partition: rows by fields with states, keys, groups and custom_meta, and the tasks that consume it.
 
-What can be done to it stands in `changes`; here is what it has, and what is read of it.
+The changes of a partition are in `machine/`; here is its state, and how it is read.
 """
 
 from __future__ import annotations

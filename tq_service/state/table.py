@@ -53,7 +53,7 @@ from tq_service.state.plan import Indexes
 
 CLEARED, LIVE, HELD, FAILED = 0, 1, 2, 3
 STATE_NAMES = ("cleared", "live", "held", "failed")
-# In the `claim` column of a task, beside the serials of its claims; see `claims.ledger`.
+# In the `claim` column of a task, beside the serials of its claims; see `ledger.py`.
 UNCLAIMED = 0  # so that a new task costs the same however many rows there are
 CONSUMED_EARLIER = 1
 DEAD_LETTERED = -1

@@ -1,8 +1,8 @@
 """Blobs, the bytes of one put each: what the index asks of a place for them, and the places in memory.
 
 The index allocates a blob, writes it from its beginning to its end, pins it while it is read, and releases it once; the
-store gives the bytes back when it is released and no longer pinned. A new place is a `BlobStore` in a file, and a line
-in the registry. What a store can do beyond that, it says:
+store gives the bytes back when it is released and no longer pinned. A new place is a `BlobStore` in a file, which
+`server/storage_process.py` chooses and `tests/storage/test_blob_stores.py` tests. A store declares what else it can do:
 
 - `maps_fds`: its blobs take shared memory that a client has made (`Blob.map_fds`), instead of being written.
 - `has_tables`: its blobs outlive the process (`SegmentBlobs`); so each begins with the tables of its put.

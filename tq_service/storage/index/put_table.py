@@ -179,7 +179,7 @@ class PutTable(Mapping[bytes, StoredPut]):
         return Overdue(list(islice(own, most)), void_until)
 
     def on_answer(self, asked: Overdue, unknown: Collection[bytes]) -> list[bytes]:
-        """Return the puts to be dropped, which the controller does not know; other ones that were asked for wait anew.
+        """Return the puts to be dropped, which the controller does not know; others start waiting again.
 
         A put that has got another receipt since stays as it is: it may be committed with that.
         """
