@@ -55,7 +55,7 @@ def threads(monkeypatch):
 
     note(inbox.Requests, "_decoded", _is_large)
     note(puts, "decode_headers")
-    note(StoredPut, "place")
+    note(StoredPut, "fill_tables")
     note(reading, "_join_neighbours")
     note(storage_servicer, "encode_header")
     note(memory, "unmap")
@@ -74,7 +74,7 @@ async def test_threads_handle_what_is_large(service, client, threads):
     await client.clear_partition("p")
     service.storage.engine.trim()
     memory.BACKGROUND.submit(int).result()
-    assert threads.keys() >= {"_decoded", "decode_headers", "place", "_join_neighbours", "encode_header"}
+    assert threads.keys() >= {"_decoded", "decode_headers", "fill_tables", "_join_neighbours", "encode_header"}
     for name, where in threads.items():
         assert threading.get_ident() not in where, name
 

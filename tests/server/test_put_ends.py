@@ -371,6 +371,22 @@ async def test_a_put_that_comes_again_while_its_free_is_repeated_is_committed_un
     assert split.lost_puts() == []
 
 
+async def test_a_late_update_of_a_controller_that_has_ended_confirms_nothing_after_the_list_of_the_next(split):
+    request = await split.store()
+    late = split.link.add("UpdatePuts", hold_request=True)
+    await split.commit(request)
+    await split.until(lambda: "UpdatePuts" in split.link.calls)
+    answer = split.to_controller.add("RegisterStorage", hold_answer=True)
+    split.restart_controller()  # with the same id, and without the samples
+    await split.until(lambda: answer.is_made)
+    await split.until(lambda: any(stream.is_done for stream in split.link.streams[split._first_stream :]))
+    late.request.set()  # the key of the next controller has not come yet
+    await split.turns(50)
+    assert split.engine.stat().uncommitted_put_count == 1
+    answer.answer.set()
+    assert await split.settled() == 0
+
+
 async def test_a_connection_that_is_closed_during_a_call_ends_no_loop(split):
     """As where a certificate is replaced: gRPC raises CancelledError then, though nobody has cancelled anything."""
     split.link.add("UpdatePuts", lose_answer=True, error=asyncio.CancelledError())

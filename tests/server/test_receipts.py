@@ -101,14 +101,14 @@ def test_a_receipt_is_taken_until_it_is_void_or_revoked(book):
                 assert ("was freed" in error.message) == (number in {3, 6})
         assert taken == [2, 4, 5, 7]
 
-    book.void_until(1.0)
-    book.void_until(0.0)
+    book.void_before(2.0)
+    book.void_before(1.0)
     check()
     book.on_freed([put_ids[3], put_ids[6]], 8.0)
     check()
     with pytest.raises(PutNotFoundError, match="was freed"):  # of bytes that were put again under its id
         book.open(sealed(book, 8.5, put_ids[3]), put_ids[3], "train")
-    book.void_until(8.0)
+    book.void_before(8.5)
     assert not book._revoked
 
 
@@ -118,7 +118,7 @@ def test_only_what_was_freed_since_the_oldest_valid_receipt_is_remembered(book):
         book.revoke(put_id)
         book.on_freed([put_id], number + 1)
         if number % 1000 == 999:
-            book.void_until(number - 100)
+            book.void_before(number - 99)
             assert len(book._revoked) <= 101
 
 
@@ -130,6 +130,14 @@ def test_only_the_present_key_of_a_controller_is_taken():
     for controller_id, key in ((OWNER, b"k" * 32), (b"d" * 16, b"l" * 32)):
         with pytest.raises(UnavailableError, match="is not registered with controller"):
             keys.check_key(controller_id, key_id(key))
+    keys.expect(OWNER, key_id(b"m" * 32))  # before the answer to the heartbeat, which has it
+    keys.check_key(OWNER, key_id(b"m" * 32))
+    with pytest.raises(UnavailableError, match="is not registered with controller"):
+        keys.check_key(OWNER, key_id(b"l" * 32))
+    with pytest.raises(UnavailableError, match="is not registered with controller"):
+        keys.expect(OWNER, key_id(b"k" * 32))
+    keys.renew(OWNER, b"m" * 32)
+    keys.check_key(OWNER, key_id(b"m" * 32))
 
 
 def test_no_receipt_is_given_for_a_controller_that_is_not_known():

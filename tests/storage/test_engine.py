@@ -239,12 +239,12 @@ async def test_an_overdue_put_goes_where_its_controller_does_not_know_it_and_no_
     for number in range(6):
         await put(engine, number, SMALL, confirm=False)
         assert engine.receipt_time(put_id(number)) == began_at
-    assert engine.puts.overdue(b"", 9) == Overdue(put_ids=[], void_until=began_at - 10)
+    assert engine.puts.overdue(b"", 9) == Overdue(put_ids=[], valid_from=began_at)
     clock.now += 10
     await put(engine, 6, SMALL, confirm=False)
     assert engine.receipt_time(put_id(6)) == began_at + 10
     asked = engine.puts.overdue(b"", 5)
-    assert asked == Overdue(put_ids=[put_id(number) for number in range(5)], void_until=began_at)
+    assert asked == Overdue(put_ids=[put_id(number) for number in range(5)], valid_from=began_at + 10)
     engine.free([cells(4)])
     engine.confirm(put_id(0))
     assert engine.on_answer(asked, unknown=[put_id(0), put_id(1), put_id(4)]) == 1
@@ -268,7 +268,7 @@ async def test_a_put_that_gets_another_receipt_while_it_is_asked_for_stays():
     asked = engine.puts.overdue(b"", 9)
     assert engine.receipt_time(put_id(1)) == began_at + 10
     assert engine.on_answer(asked, unknown=[put_id(1)]) == 0
-    assert engine.puts.overdue(b"", 9) == Overdue(put_ids=[], void_until=began_at)
+    assert engine.puts.overdue(b"", 9) == Overdue(put_ids=[], valid_from=began_at + 10)
 
 
 async def test_a_put_that_its_controller_knows_outlasts_a_reconciliation_of_before():

@@ -92,7 +92,7 @@ async def register_storage(
             used_bytes=stat.used_bytes,
             run_id=engine.run_id,
             overdue_put_ids=overdue.put_ids,
-            receipts_void_until=overdue.void_until,
+            receipts_valid_from=overdue.valid_from,
             controller_id=controller_id,
             put_count=stat.put_count,
             version=BUILD,

@@ -15,8 +15,8 @@
 Why no put is lost, and none is left:
 
 - *A commit under way* makes a put known: the storage service is not told to drop the put, and asks again.
-- *A commit after the answer "unknown"* has a void receipt: the heartbeat that asked said until when receipts are void,
-  and those of all overdue puts were given before.
+- *A commit after the answer "unknown"* has a void receipt: the heartbeat that asked said from when on receipts are
+  valid, and those of all overdue puts were given before.
 - *A commit again after the put was freed* is refused for as long as a receipt that it had may be valid. What a client
   puts again has another id: so cells may be freed late, or twice.
 - *A controller that has started again*, or a standby that took over, has other receipt keys, and all committed puts

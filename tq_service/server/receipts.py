@@ -4,9 +4,9 @@
 
 The controller makes a random key for each registration of a storage service and tells it in the answer. So a key
 belongs to one process of each of the two: what was sealed for another controller, by another storage service, or before
-either restarted opens nowhere. A receipt says when it was given, by the clock of its storage service, and a heartbeat
-until when receipts are void by now. A put that is freed has its receipts revoked for as long as one that it had may be
-valid: its id is not used for another one.
+either restarted opens nowhere. A receipt says when it was given, by the clock of its storage service, which tells now
+and then since when receipts are valid. A put that is freed has its receipts revoked for as long as one that it had may
+be valid: its id is not used for another one.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ class ReceiptKeys:
 
     def __init__(self) -> None:
         self._keys: dict[bytes, bytes] = {}
+        self._current: dict[bytes, bytes] = {}  # by controller: what names the key of its last registration
+        self._superseded: set[bytes] = set()  # and those of earlier ones: one for each start of a controller
         self._epochs: dict[bytes, int] = {}  # by controller: the highest that was seen
 
     @property
@@ -57,20 +59,32 @@ class ReceiptKeys:
             self._epochs[controller_id] = epoch
 
     def renew(self, controller_id: bytes, key: bytes) -> None:
-        """Take the key of a controller."""
+        """Take the key of a controller, which has just answered with it."""
         self._keys[controller_id] = key
+        self._superseded.discard(key_id(key))
+        self.expect(controller_id, key_id(key))
+
+    def expect(self, controller_id: bytes, key: bytes) -> None:
+        """Learn the `key_id` of a registration, maybe before its key: `check_key` takes no other one from now on.
+
+        Raises:
+            UnavailableError: a later registration is known.
+        """
+        current = self._current.get(controller_id, key)
+        if key in self._superseded:
+            raise _unknown_key(controller_id)
+        if current != key:
+            self._superseded.add(current)
+        self._current[controller_id] = key
 
     def check_key(self, controller_id: bytes, key: bytes) -> None:
         """Refuse a controller that is not registered with a key of this `key_id`, as one that has started again since.
 
         Raises:
-            UnavailableError: this service does not have the key, any more or yet.
+            UnavailableError: this service does not know the key, any more or yet.
         """
-        if controller_id not in self._keys or key_id(self._keys[controller_id]) != key:
-            raise UnavailableError(
-                f"this storage service is not registered with controller {controller_id.hex() or '(none given)'} under "
-                "such a key; try again after its next heartbeat"
-            )
+        if not key or self._current.get(controller_id) != key:
+            raise _unknown_key(controller_id)
 
     def check_registered(self, controller_id: bytes) -> None:
         """Refuse a put that could not be given a receipt.
@@ -101,13 +115,13 @@ class ReceiptBook:
 
     def __init__(self) -> None:
         self.key = secrets.token_bytes(KEY_BYTES)
-        self._void_until = 0.0
+        self._valid_from = 0.0
         self._revoked: dict[bytes, float] = {}  # puts that are to be freed, or were: when, if it is known
 
-    def void_until(self, given_at: float) -> None:
-        """Take no receipts any more that were given until then."""
-        self._void_until = max(self._void_until, given_at)
-        for put_id in list(takewhile(lambda put_id: self._revoked[put_id] <= self._void_until, self._revoked)):
+    def void_before(self, valid_from: float) -> None:
+        """Take no receipts any more that were given before."""
+        self._valid_from = max(self._valid_from, valid_from)
+        for put_id in list(takewhile(lambda put_id: self._revoked[put_id] < self._valid_from, self._revoked)):
             del self._revoked[put_id]
 
     def revoke(self, put_id: bytes) -> None:
@@ -162,7 +176,7 @@ class ReceiptBook:
                 "header named",
                 field="partition_id",
             )
-        if said.given_at <= self._void_until or put_id in self._revoked:
+        if said.given_at < self._valid_from or put_id in self._revoked:
             why = "was freed" if put_id in self._revoked else "waited for too long for its commit"
             raise PutNotFoundError(
                 f"put {put_id.hex()} {why}; put the data again under another put_id",
@@ -176,6 +190,13 @@ def not_registered(controller_id: bytes) -> UnavailableError:
     return UnavailableError(
         f"this storage service is not registered with controller {controller_id.hex()}, to which the put belongs; ask "
         "the controller where to put (PlacePut), and try again"
+    )
+
+
+def _unknown_key(controller_id: bytes) -> UnavailableError:
+    return UnavailableError(
+        f"this storage service is not registered with controller {controller_id.hex() or '(none given)'} under such a "
+        "key; try again after its next heartbeat"
     )
 
 

@@ -134,7 +134,7 @@ class RemoteStorage:
             is_adopted=request.is_adopted,
         )
         self._heard_at, self.placed_bytes = time.monotonic(), 0
-        self._receipts.void_until(request.receipts_void_until)
+        self._receipts.void_before(request.receipts_valid_from)
 
     @property
     def is_silent(self) -> bool:
@@ -252,7 +252,10 @@ class RemoteStorage:
             with contextlib.suppress(asyncio.InvalidStateError):  # it has ended the call, by an error
                 await call.write(
                     storage_control_pb2.ReconcilePutsRequest(
-                        boot_id=self.boot_id, controller_id=self._controller_id, epoch=self._epoch
+                        boot_id=self.boot_id,
+                        controller_id=self._controller_id,
+                        epoch=self._epoch,
+                        key_id=key_id(self.receipt_key),
                     )
                 )
                 await call.initial_metadata()  # what is confirmed from now on stays there, so look at what is known
@@ -284,6 +287,7 @@ class RemoteStorage:
             answer = await self._repeat("cannot be sent updates of puts", partial(self._update, request))
             whole = [each.put_id for each in cells if not (each.first_rows or each.field_names)]
             self._receipts.on_freed(whole, answer.freed_at)
+            self._receipts.void_before(answer.receipts_valid_from)
 
     async def _update(self, request: storage_control_pb2.UpdatePutsRequest) -> storage_control_pb2.UpdatePutsResponse:
         return await self._peer.stub.UpdatePuts(request, timeout=_CALL_SECONDS, metadata=self._peer.metadata())

@@ -485,18 +485,22 @@ class StorageServicer:
         cells = [_put_cells(cells) for cells in request.freed]
         with contextlib.suppress(DataLossError):  # of another boot there is nothing to change
             engine = self._driver.engine_of(request.boot_id)
-            adopted = None if self._mirroring is None else self._mirroring.adopted.get(request.boot_id)
-            keys = self._keys if adopted is None else adopted.keys
-            keys.check_key(request.controller_id, request.key_id)
+            self._keys_of(request.boot_id).check_key(request.controller_id, request.key_id)
 
             def may_change(put_id: bytes) -> bool:
                 return put_id not in engine.puts or engine.puts.owner_of(put_id) == request.controller_id
 
             for put_id in filter(may_change, request.committed_put_ids):
                 engine.confirm(put_id)
+            freed_at = engine.puts.clock()
             engine.free([each for each in cells if may_change(each.put_id)])
-            return storage_control_pb2.UpdatePutsResponse(freed_at=engine.puts.clock())
+            return storage_control_pb2.UpdatePutsResponse(freed_at=freed_at, receipts_valid_from=engine.puts.valid_from)
         return storage_control_pb2.UpdatePutsResponse()
+
+    def _keys_of(self, boot_id: bytes) -> ReceiptKeys:
+        """Return the keys of this storage service, or of one whose puts it has taken over."""
+        adopted = None if self._mirroring is None else self._mirroring.adopted.get(boot_id)
+        return self._keys if adopted is None else adopted.keys
 
     async def ReconcilePuts(
         self, parts: AsyncIterator[storage_control_pb2.ReconcilePutsRequest], context: Context
@@ -510,6 +514,7 @@ class StorageServicer:
                     self._keys.check_epoch(part.controller_id, part.epoch)
                     epoch, controller_id = part.epoch, part.controller_id
                     engine = self._driver.engine_of(part.boot_id)
+                    self._keys_of(part.boot_id).expect(controller_id, part.key_id)
                     state = engine.begin_reconciliation(part.controller_id)
                     await context.send_initial_metadata(())
                 engine.reconcile(

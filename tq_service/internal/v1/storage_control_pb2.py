@@ -15,7 +15,7 @@ _sym_db = _symbol_database.Default()
 from tq_service.v1 import method_rule_pb2 as tq__service_dot_v1_dot_method__rule__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n,tq_service/internal/v1/storage_control.proto\x12\x16tq_service.internal.v1\x1a\x1ftq_service/v1/method_rule.proto\"l\n\x0c\x41\x64optRequest\x12\x12\n\nstorage_id\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\x0c\x12\x15\n\rcontroller_id\x18\x03 \x01(\x0c\x12\r\n\x05\x65poch\x18\x04 \x01(\x03\x12\x11\n\tsearch_id\x18\x05 \x01(\x0c\"\"\n\rAdoptResponse\x12\x11\n\tput_count\x18\x01 \x01(\x03\"W\n\x08PutCells\x12\x0e\n\x06put_id\x18\x01 \x01(\x0c\x12\x13\n\x0b\x66ield_names\x18\x02 \x03(\t\x12\x12\n\nfirst_rows\x18\x03 \x03(\x03\x12\x12\n\nrow_counts\x18\x04 \x03(\x03\"\xa8\x01\n\x14ReconcilePutsRequest\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\x0c\x12/\n\x05\x63\x65lls\x18\x02 \x03(\x0b\x32 .tq_service.internal.v1.PutCells\x12\x17\n\x0fstaying_put_ids\x18\x03 \x03(\x0c\x12\x0f\n\x07is_last\x18\x04 \x01(\x08\x12\x15\n\rcontroller_id\x18\x05 \x01(\x0c\x12\r\n\x05\x65poch\x18\x06 \x01(\x03\"^\n\x15ReconcilePutsResponse\x12\x17\n\x0fmissing_put_ids\x18\x01 \x03(\x0c\x12\x15\n\rmissing_count\x18\x02 \x01(\x03\x12\x15\n\rdropped_count\x18\x03 \x01(\x03\"\xa6\x01\n\x11UpdatePutsRequest\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\x0c\x12\x15\n\rcontroller_id\x18\x02 \x01(\x0c\x12\x0e\n\x06key_id\x18\x03 \x01(\x0c\x12\r\n\x05\x65poch\x18\x04 \x01(\x03\x12\x19\n\x11\x63ommitted_put_ids\x18\x05 \x03(\x0c\x12/\n\x05\x66reed\x18\x06 \x03(\x0b\x32 .tq_service.internal.v1.PutCells\"&\n\x12UpdatePutsResponse\x12\x10\n\x08\x66reed_at\x18\x01 \x01(\x01\x32\xec\x02\n\x15StorageControlService\x12q\n\nUpdatePuts\x12).tq_service.internal.v1.UpdatePutsRequest\x1a*.tq_service.internal.v1.UpdatePutsResponse\"\x0c\x90\x02\x02\xd2\xd7\x1b\x05\n\x01\x05\x10\x03\x12|\n\rReconcilePuts\x12,.tq_service.internal.v1.ReconcilePutsRequest\x1a-.tq_service.internal.v1.ReconcilePutsResponse\"\x0c\x90\x02\x02\xd2\xd7\x1b\x05\n\x01\x05\x10\x03(\x01\x12\x62\n\x05\x41\x64opt\x12$.tq_service.internal.v1.AdoptRequest\x1a%.tq_service.internal.v1.AdoptResponse\"\x0c\x90\x02\x02\xd2\xd7\x1b\x05\n\x01\x05\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n,tq_service/internal/v1/storage_control.proto\x12\x16tq_service.internal.v1\x1a\x1ftq_service/v1/method_rule.proto\"l\n\x0c\x41\x64optRequest\x12\x12\n\nstorage_id\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\x0c\x12\x15\n\rcontroller_id\x18\x03 \x01(\x0c\x12\r\n\x05\x65poch\x18\x04 \x01(\x03\x12\x11\n\tsearch_id\x18\x05 \x01(\x0c\"\"\n\rAdoptResponse\x12\x11\n\tput_count\x18\x01 \x01(\x03\"W\n\x08PutCells\x12\x0e\n\x06put_id\x18\x01 \x01(\x0c\x12\x13\n\x0b\x66ield_names\x18\x02 \x03(\t\x12\x12\n\nfirst_rows\x18\x03 \x03(\x03\x12\x12\n\nrow_counts\x18\x04 \x03(\x03\"\xb8\x01\n\x14ReconcilePutsRequest\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\x0c\x12/\n\x05\x63\x65lls\x18\x02 \x03(\x0b\x32 .tq_service.internal.v1.PutCells\x12\x17\n\x0fstaying_put_ids\x18\x03 \x03(\x0c\x12\x0f\n\x07is_last\x18\x04 \x01(\x08\x12\x15\n\rcontroller_id\x18\x05 \x01(\x0c\x12\r\n\x05\x65poch\x18\x06 \x01(\x03\x12\x0e\n\x06key_id\x18\x07 \x01(\x0c\"^\n\x15ReconcilePutsResponse\x12\x17\n\x0fmissing_put_ids\x18\x01 \x03(\x0c\x12\x15\n\rmissing_count\x18\x02 \x01(\x03\x12\x15\n\rdropped_count\x18\x03 \x01(\x03\"\xa6\x01\n\x11UpdatePutsRequest\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\x0c\x12\x15\n\rcontroller_id\x18\x02 \x01(\x0c\x12\x0e\n\x06key_id\x18\x03 \x01(\x0c\x12\r\n\x05\x65poch\x18\x04 \x01(\x03\x12\x19\n\x11\x63ommitted_put_ids\x18\x05 \x03(\x0c\x12/\n\x05\x66reed\x18\x06 \x03(\x0b\x32 .tq_service.internal.v1.PutCells\"C\n\x12UpdatePutsResponse\x12\x10\n\x08\x66reed_at\x18\x01 \x01(\x01\x12\x1b\n\x13receipts_valid_from\x18\x02 \x01(\x01\x32\xec\x02\n\x15StorageControlService\x12q\n\nUpdatePuts\x12).tq_service.internal.v1.UpdatePutsRequest\x1a*.tq_service.internal.v1.UpdatePutsResponse\"\x0c\x90\x02\x02\xd2\xd7\x1b\x05\n\x01\x05\x10\x03\x12|\n\rReconcilePuts\x12,.tq_service.internal.v1.ReconcilePutsRequest\x1a-.tq_service.internal.v1.ReconcilePutsResponse\"\x0c\x90\x02\x02\xd2\xd7\x1b\x05\n\x01\x05\x10\x03(\x01\x12\x62\n\x05\x41\x64opt\x12$.tq_service.internal.v1.AdoptRequest\x1a%.tq_service.internal.v1.AdoptResponse\"\x0c\x90\x02\x02\xd2\xd7\x1b\x05\n\x01\x05\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,13 +35,13 @@ if _descriptor._USE_C_DESCRIPTORS == False:
   _globals['_PUTCELLS']._serialized_start=251
   _globals['_PUTCELLS']._serialized_end=338
   _globals['_RECONCILEPUTSREQUEST']._serialized_start=341
-  _globals['_RECONCILEPUTSREQUEST']._serialized_end=509
-  _globals['_RECONCILEPUTSRESPONSE']._serialized_start=511
-  _globals['_RECONCILEPUTSRESPONSE']._serialized_end=605
-  _globals['_UPDATEPUTSREQUEST']._serialized_start=608
-  _globals['_UPDATEPUTSREQUEST']._serialized_end=774
-  _globals['_UPDATEPUTSRESPONSE']._serialized_start=776
-  _globals['_UPDATEPUTSRESPONSE']._serialized_end=814
-  _globals['_STORAGECONTROLSERVICE']._serialized_start=817
-  _globals['_STORAGECONTROLSERVICE']._serialized_end=1181
+  _globals['_RECONCILEPUTSREQUEST']._serialized_end=525
+  _globals['_RECONCILEPUTSRESPONSE']._serialized_start=527
+  _globals['_RECONCILEPUTSRESPONSE']._serialized_end=621
+  _globals['_UPDATEPUTSREQUEST']._serialized_start=624
+  _globals['_UPDATEPUTSREQUEST']._serialized_end=790
+  _globals['_UPDATEPUTSRESPONSE']._serialized_start=792
+  _globals['_UPDATEPUTSRESPONSE']._serialized_end=859
+  _globals['_STORAGECONTROLSERVICE']._serialized_start=862
+  _globals['_STORAGECONTROLSERVICE']._serialized_end=1226
 # @@protoc_insertion_point(module_scope)

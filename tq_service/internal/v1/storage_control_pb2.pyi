@@ -115,6 +115,7 @@ class ReconcilePutsRequest(google.protobuf.message.Message):
     IS_LAST_FIELD_NUMBER: builtins.int
     CONTROLLER_ID_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
+    KEY_ID_FIELD_NUMBER: builtins.int
     boot_id: builtins.bytes
     """The boot under which the puts were stored; first message only."""
     is_last: builtins.bool
@@ -123,6 +124,8 @@ class ReconcilePutsRequest(google.protobuf.message.Message):
     """The controller that calls: only its own puts are reconciled. First message only."""
     epoch: builtins.int
     """Its epoch, as in RegisterStorageResponse. First message only."""
+    key_id: builtins.bytes
+    """Names the receipt key of its registration: updates under another one are refused from now on. First message only."""
     @property
     def cells(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PutCells]:
         """Known cells; those of one put follow each other, over messages too."""
@@ -142,8 +145,9 @@ class ReconcilePutsRequest(google.protobuf.message.Message):
         is_last: builtins.bool = ...,
         controller_id: builtins.bytes = ...,
         epoch: builtins.int = ...,
+        key_id: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "cells", b"cells", "controller_id", b"controller_id", "epoch", b"epoch", "is_last", b"is_last", "staying_put_ids", b"staying_put_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "cells", b"cells", "controller_id", b"controller_id", "epoch", b"epoch", "is_last", b"is_last", "key_id", b"key_id", "staying_put_ids", b"staying_put_ids"]) -> None: ...
 
 global___ReconcilePutsRequest = ReconcilePutsRequest
 
@@ -224,13 +228,17 @@ class UpdatePutsResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     FREED_AT_FIELD_NUMBER: builtins.int
+    RECEIPTS_VALID_FROM_FIELD_NUMBER: builtins.int
     freed_at: builtins.float
     """Until when receipts of the puts freed by this call were given, in seconds of the clock of the storage service."""
+    receipts_valid_from: builtins.float
+    """Receipts that were given before are void from now on, by the same clock."""
     def __init__(
         self,
         *,
         freed_at: builtins.float = ...,
+        receipts_valid_from: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["freed_at", b"freed_at"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["freed_at", b"freed_at", "receipts_valid_from", b"receipts_valid_from"]) -> None: ...
 
 global___UpdatePutsResponse = UpdatePutsResponse

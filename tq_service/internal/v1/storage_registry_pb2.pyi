@@ -25,7 +25,7 @@ class RegisterStorageRequest(google.protobuf.message.Message):
     USED_BYTES_FIELD_NUMBER: builtins.int
     RUN_ID_FIELD_NUMBER: builtins.int
     OVERDUE_PUT_IDS_FIELD_NUMBER: builtins.int
-    RECEIPTS_VOID_UNTIL_FIELD_NUMBER: builtins.int
+    RECEIPTS_VALID_FROM_FIELD_NUMBER: builtins.int
     CONTROLLER_ID_FIELD_NUMBER: builtins.int
     PUT_COUNT_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
@@ -39,8 +39,8 @@ class RegisterStorageRequest(google.protobuf.message.Message):
     """Random 16 bytes, new at every start of its process, also where the boot stays since it has kept its puts.
     With is_adopted the search_id with which it was asked to take them over.
     """
-    receipts_void_until: builtins.float
-    """The receipts that were given until then are void from now on, in seconds of the clock of this process."""
+    receipts_valid_from: builtins.float
+    """Receipts that were given before are void from now on, in seconds of the clock of this process."""
     controller_id: builtins.bytes
     """The controller that it was registered with last, whose puts are asked about; empty: none."""
     put_count: builtins.int
@@ -73,7 +73,7 @@ class RegisterStorageRequest(google.protobuf.message.Message):
         used_bytes: builtins.int = ...,
         run_id: builtins.bytes = ...,
         overdue_put_ids: collections.abc.Iterable[builtins.bytes] | None = ...,
-        receipts_void_until: builtins.float = ...,
+        receipts_valid_from: builtins.float = ...,
         controller_id: builtins.bytes = ...,
         put_count: builtins.int = ...,
         version: builtins.str = ...,
@@ -81,7 +81,7 @@ class RegisterStorageRequest(google.protobuf.message.Message):
         is_adopted: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["mirror", b"mirror", "storage", b"storage"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["controller_id", b"controller_id", "is_adopted", b"is_adopted", "max_bytes", b"max_bytes", "mirror", b"mirror", "overdue_put_ids", b"overdue_put_ids", "put_count", b"put_count", "receipts_void_until", b"receipts_void_until", "run_id", b"run_id", "storage", b"storage", "used_bytes", b"used_bytes", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["controller_id", b"controller_id", "is_adopted", b"is_adopted", "max_bytes", b"max_bytes", "mirror", b"mirror", "overdue_put_ids", b"overdue_put_ids", "put_count", b"put_count", "receipts_valid_from", b"receipts_valid_from", "run_id", b"run_id", "storage", b"storage", "used_bytes", b"used_bytes", "version", b"version"]) -> None: ...
 
 global___RegisterStorageRequest = RegisterStorageRequest
 

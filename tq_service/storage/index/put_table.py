@@ -11,8 +11,8 @@ A put's life in its storage service:
 
 A controller in another process commits a put on the strength of its receipt and confirms it a short time later. So a
 put that is overdue may be committed all the same, and its controller is asked before it is dropped. It must not commit
-the put once it has answered that it does not know it: a receipt says when it was given, and the question until when
-receipts are void. A put that is asked for again by its client gets another receipt, and waits anew. The controller's
+the put once it has answered that it does not know it: a receipt says when it was given, and the question from when on
+receipts are valid. A put that is asked for again by its client gets another receipt, and waits anew. The controller's
 side, and why no put is lost: `server/puts.py`.
 
 With a store that outlives the process (`PutJournal`):
@@ -76,11 +76,11 @@ class Overdue(NamedTuple):
 
     Attributes:
         put_ids: puts that are overdue.
-        void_until: receipts that were given until then are void from now on, those of all overdue puts among them.
+        valid_from: receipts that were given before are void from now on, those of all overdue puts among them.
     """
 
     put_ids: list[bytes]
-    void_until: float
+    valid_from: float
 
 
 class RecoveredPut(NamedTuple):
@@ -171,19 +171,26 @@ class PutTable(Mapping[bytes, StoredPut]):
         self.wait(put_id)
         return self._waiting[put_id]
 
+    @property
+    def valid_from(self) -> float:
+        """Since when receipts are valid: as the oldest put that waits and is not overdue; none of others is of use."""
+        now = self.clock()
+        overdue_until = now - self._ttl_seconds
+        return next((since for since in self._waiting.values() if since > overdue_until), now)
+
     def overdue(self, owner: bytes, most: int | None = None) -> Overdue:
-        """Return up to so many of an owner's puts that have waited for too long; None: all. Their receipts are void."""
-        void_until = self.clock() - self._ttl_seconds
-        overdue = takewhile(lambda put_id: self._waiting[put_id] <= void_until, self._waiting)
+        """Return up to so many of an owner's puts that have waited for too long; None: all."""
+        valid_from = self.valid_from
+        overdue = takewhile(lambda put_id: self._waiting[put_id] < valid_from, self._waiting)
         own = (put_id for put_id in overdue if self.owner_of(put_id) == owner)
-        return Overdue(list(islice(own, most)), void_until)
+        return Overdue(list(islice(own, most)), valid_from)
 
     def on_answer(self, asked: Overdue, unknown: Collection[bytes]) -> list[bytes]:
         """Return the puts to be dropped, which the controller does not know; others start waiting again.
 
         A put that has got another receipt since stays as it is: it may be committed with that.
         """
-        old = [put_id for put_id in asked.put_ids if self._waiting.get(put_id, math.inf) <= asked.void_until]
+        old = [put_id for put_id in asked.put_ids if self._waiting.get(put_id, math.inf) < asked.valid_from]
         for put_id in old:
             if put_id not in unknown:
                 self.wait(put_id)
