@@ -24,10 +24,9 @@ from tq_service.errors import (
 )
 from tq_service.log_message import LogMessage
 from tq_service.schema import FieldSpec, Layout, StalenessLimit, check_name, check_passed_on, check_range, check_unique
-from tq_service.state.cells import CellTable
+from tq_service.state.cells import CellTable, CustomMeta
 from tq_service.state.groups import GroupTable, KeyIndex
 from tq_service.state.ledger import TaskLedger, TaskSnapshot, task_columns
-from tq_service.state.meta import CustomMeta
 from tq_service.state.plan import Indexes, differences, shown
 from tq_service.state.table import FAILED, HELD, LIVE, RowTable, Table, TableSnapshot, distinct
 
