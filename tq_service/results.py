@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum, StrEnum
 from typing import Any
 
 from tq_service.schema import FieldSpec, StalenessLimit
@@ -91,15 +91,39 @@ class WaitCode(StrEnum):
     SAMPLER_WAITS = "SAMPLER_WAITS"
 
 
+class Lack(Enum):
+    """What keeps samples from being delivered, each with a sentence in which `{0}` is the `NotReady`.
+
+    Attributes:
+        FIELD: they lack the field `name`.
+        WHERE: a condition on the custom_meta column `name` does not hold.
+        LENGTH: they have no length for the sampler in the custom_meta column `name`.
+        HELD: they are held.
+        LEASED: they are leased to workers of the task.
+        GROUP: they are ready, and other members of their groups are not.
+        LOST: their group lost a member for good, so the task never gets them.
+    """
+
+    FIELD = "{0.sample_count} lack field {0.name!r}"
+    WHERE = "for {0.sample_count} the condition on {0.name!r} does not hold"
+    LENGTH = "{0.sample_count} have no length for the sampler in the custom_meta column {0.name!r}"
+    HELD = "{0.sample_count} are held"
+    LEASED = "{0.sample_count} are leased, the first for {0.ends_in_seconds:.0f} s more"
+    GROUP = "{0.sample_count} are ready in groups that are not ready as a whole ({0.example})"
+    LOST = "{0.sample_count} are lost, since their groups lost a member that failed, was cleared or was dead-lettered"
+
+    @property
+    def kind(self) -> str:
+        """What it is called in a `NotReady`."""
+        return self.name.lower()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotReady:
     """Samples that cannot be delivered yet, by what they lack.
 
     Attributes:
-        kind: "field": they lack the field `name`; "where": a condition on the custom_meta column `name` does not hold;
-            "length": they have no length for the sampler in the custom_meta column `name`; "held"; "leased": to workers
-            of the task; "group": they are ready, and other members of their groups are not; "lost": their group lost a
-            member for good, so the task never gets them.
+        kind: of the `Lack`; a newer service may know others.
         name: of the field or column, else empty.
         sample_count: number of samples.
         ends_in_seconds: of "leased": until the first lease runs out; None for others.

@@ -7,16 +7,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final, NoReturn, TypeAlias
+from typing import Any, Final, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tq_service.errors import InvalidArgumentError, MissingLengthError, SamplerError
 from tq_service.planning.grouping import Grouping, first_in_order, grouping_of, in_order
+from tq_service.results import Lack
 from tq_service.schema import BatchUnit, Blocks, EndCounts, Layout
 from tq_service.state.ledger import RecordedPlan, TaskLedger
 from tq_service.state.partition import Partition
@@ -58,10 +59,27 @@ _NO_START: Final = (0, _NONE)
 Rows: TypeAlias = slice | Indexes  # a stretch of the table, or some positions
 
 
+class Requirement(NamedTuple):
+    """What a row needs to be ready, beside being live and left for the task.
+
+    Attributes:
+        lack: what is said of rows that do not meet it.
+        name: of the field or column.
+        is_met: returns which of some rows meet it `(n,)`.
+    """
+
+    lack: Lack
+    name: str
+    is_met: Callable[[Rows], NDArray[np.bool_]]
+
+
 class Readiness:
-    """The conditions of one kind of claim, over the rows of a partition as they are when they are looked at.
+    """The requirements of one kind of claim, over the rows of a partition as they are when they are looked at.
 
     Another thread may look as well, while the table is pinned.
+
+    Attributes:
+        requirements: all of them: plans are of rows that meet each, and explanations count those that do not.
     """
 
     def __init__(
@@ -72,34 +90,26 @@ class Readiness:
         self.key: ScanKey = (batch_spec.data_fields, batch_spec.where, length)
         self.partition = partition
         self.task = task
+        self.requirements = [
+            Requirement(Lack.FIELD, name, partial(partition.cells.produced, (name,))) for name in batch_spec.data_fields
+        ]
+        for each in batch_spec.where:
+            self.requirements.append(Requirement(Lack.WHERE, each.column, partial(self._holds, each)))
+        if length is not None:
+            self.requirements.append(Requirement(Lack.LENGTH, length.key, self.has_length))
 
     @property
     def at_once(self) -> int:
         """How many rows the event loop has time for in one step: conditions on text take 0.1 us a row."""
         return _AT_ONCE // max(1, len(self.key[1]))
 
-    def ready(self, rows: Rows) -> NDArray[np.bool_]:
-        """Return which rows are ready `(n,)`."""
-        _, where, length = self.key
-        mask = self.has_data(rows)
-        if where:
-            mask &= self.allowed(rows)
-        if length is not None:
-            mask &= self.has_length(rows)
-        return mask
-
-    def has_data(self, rows: Rows) -> NDArray[np.bool_]:
-        """Return which rows are live, not consumed by the task, and have all data fields."""
+    def ready(self, rows: Rows, but: Collection[Lack] = ()) -> NDArray[np.bool_]:
+        """Return which rows are ready `(n,)`, but for some requirements."""
         mask: NDArray[np.bool_] = self.partition.state[rows] == LIVE
         mask &= self.task.claim[rows] == UNCLAIMED
-        mask &= self._produced(rows)
-        return mask
-
-    def allowed(self, rows: Rows) -> NDArray[np.bool_]:
-        """Return where `where` holds; a row without a value does not pass."""
-        mask = np.ones(self.table.index[rows].size, np.bool_)
-        for condition in self.key[1]:
-            mask &= self.partition.meta.holds(condition, rows)[0]
+        for each in self.requirements:
+            if each.lack not in but:
+                mask &= each.is_met(rows)
         return mask
 
     def excluded(self, rows: Rows) -> NDArray[np.bool_]:
@@ -107,7 +117,7 @@ class Readiness:
         mask = np.zeros(self.table.index[rows].size, np.bool_)
         for condition in self.key[1]:
             holds, present = self.partition.meta.holds(condition, rows)
-            mask |= ~holds & (present | self._produced(rows))
+            mask |= ~holds & (present | self.partition.cells.produced(self.key[0], rows))
         return mask
 
     def has_length(self, rows: Rows) -> NDArray[np.bool_]:
@@ -165,8 +175,8 @@ class Readiness:
         field = None if name is None else self.partition.cells.fields.get(name)
         return np.full(self.table.index[rows].size, -1) if field is None else field.lengths(rows)
 
-    def _produced(self, rows: Rows) -> NDArray[np.bool_]:
-        return self.partition.cells.produced(self.key[0], rows)
+    def _holds(self, condition: Condition, rows: Rows) -> NDArray[np.bool_]:
+        return self.partition.meta.holds(condition, rows)[0]
 
 
 def _is_token_count(values: NDArray[Any]) -> NDArray[np.bool_]:
@@ -728,7 +738,7 @@ class Search:
             return NOT_LOOKED
         recorded = RecordedPlan.of(plan, self._spec.micro_batch_size)
         positions = self._rows.table.find(recorded.named)
-        if bool((positions < 0).any()) or not bool(self._rows.has_data(positions).all()):
+        if bool((positions < 0).any()) or not bool(self._rows.ready(positions, but=(Lack.WHERE, Lack.LENGTH)).all()):
             state_version, _, *others = self._begun_at  # rows that are only written to stay ready
             if (state_version, *others) != (self._marks[0], *self._marks[2:]):
                 return NOT_LOOKED
@@ -768,7 +778,7 @@ class Search:
         if self._partition.meta.has(source.key):
             return
         first = slice(0, min(self.view.scan.count, rows.at_once))
-        lacking = np.flatnonzero(rows.has_data(first) & rows.allowed(first) & ~rows.has_length(first))
+        lacking = np.flatnonzero(rows.ready(first, but=(Lack.LENGTH,)) & ~rows.has_length(first))
         if not lacking.size:
             return
         kind = "objects" if field.spec.layout is Layout.OBJECT else "scalars"
