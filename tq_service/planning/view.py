@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, NamedTuple, NoReturn, TypeAlias
@@ -103,12 +103,16 @@ class Readiness:
         """How many rows the event loop has time for in one step: conditions on text take 0.1 us a row."""
         return _AT_ONCE // max(1, len(self.key[1]))
 
-    def ready(self, rows: Rows, but: Collection[Lack] = ()) -> NDArray[np.bool_]:
-        """Return which rows are ready `(n,)`, but for some requirements."""
+    def ready(self, rows: Rows) -> NDArray[np.bool_]:
+        """Return which rows are ready `(n,)`."""
+        return self.ready_but_for(rows)
+
+    def ready_but_for(self, rows: Rows, *lacks: Lack) -> NDArray[np.bool_]:
+        """Return which rows are ready, or would be if they did not lack some things `(n,)`."""
         mask: NDArray[np.bool_] = self.partition.state[rows] == LIVE
         mask &= self.task.claim[rows] == UNCLAIMED
         for each in self.requirements:
-            if each.lack not in but:
+            if each.lack not in lacks:
                 mask &= each.is_met(rows)
         return mask
 
@@ -738,7 +742,7 @@ class Search:
             return NOT_LOOKED
         recorded = RecordedPlan.of(plan, self._spec.micro_batch_size)
         positions = self._rows.table.find(recorded.named)
-        if bool((positions < 0).any()) or not bool(self._rows.ready(positions, but=(Lack.WHERE, Lack.LENGTH)).all()):
+        if bool((positions < 0).any()) or not bool(self._rows.ready_but_for(positions, Lack.WHERE, Lack.LENGTH).all()):
             state_version, _, *others = self._begun_at  # rows that are only written to stay ready
             if (state_version, *others) != (self._marks[0], *self._marks[2:]):
                 return NOT_LOOKED
@@ -778,7 +782,7 @@ class Search:
         if self._partition.meta.has(source.key):
             return
         first = slice(0, min(self.view.scan.count, rows.at_once))
-        lacking = np.flatnonzero(rows.ready(first, but=(Lack.LENGTH,)) & ~rows.has_length(first))
+        lacking = np.flatnonzero(rows.ready_but_for(first, Lack.LENGTH) & ~rows.has_length(first))
         if not lacking.size:
             return
         kind = "objects" if field.spec.layout is Layout.OBJECT else "scalars"
