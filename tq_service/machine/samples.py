@@ -38,7 +38,6 @@ from tq_service.state.table import CLEARED, FAILED, STATE_CODES, distinct, is_op
 _CHECKED_ONCE = {"is_encoded": False}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionCreated(Change):
     """A partition was made, by itself or by its first samples."""
 
@@ -62,7 +61,6 @@ class PartitionCreated(Change):
         return prepared
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionSealed(Change):
     """No new samples come. A write that seals the partition says so itself."""
 
@@ -80,7 +78,6 @@ class PartitionSealed(Change):
         step.tasks.append((prepared, None))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionCleared(Change):
     """A partition was removed."""
 
@@ -110,7 +107,6 @@ class SnapshotNeeded(Exception):  # noqa: N818  (no fault, and none that a clien
         self.number = number
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StateReplaced(Change):
     """A checkpoint was restored: a snapshot, which is not in the log, has the state since.
 
@@ -222,7 +218,6 @@ class Written:
     specs: Sequence[FieldSpec] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplesWritten(Change):
     """Samples were added, or written to."""
 
@@ -268,7 +263,6 @@ class SamplesWritten(Change):
         return Written(partition=partition, global_indexes=indexes, specs=prepared.specs)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MetaSet(Change):
     """custom_meta of existing samples was written."""
 
@@ -296,7 +290,6 @@ class MetaSet(Change):
         step.note_change(partition)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupsClosed(Change):
     """Groups get no further members."""
 
@@ -315,7 +308,6 @@ class GroupsClosed(Change):
         step.note_change(partition)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplesCleared(Change):
     """Samples were removed; those that were not there are named too."""
 
