@@ -79,7 +79,7 @@ class TaskForgotten(TaskChange):
 
     def make(self, partition: Partition, task: TaskLedger, found: Any, step: Step) -> None:
         """Drop the task's ledger."""
-        partition.drop_task(task.name)
+        partition.forget_task(task.name)
 
 
 # Claims

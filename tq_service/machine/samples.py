@@ -247,7 +247,7 @@ class SamplesWritten(Change):
             step.freed += cells.write(write.put, write.columns, prepared.specs, rows, write.row_count)
             if partition.state_counts[FAILED] and positions is not None:
                 failed = positions[partition.state[positions] == FAILED]
-                step.freed += cells.forget(failed, [cells.fields[spec.name] for spec in prepared.specs])
+                step.freed += cells.free(failed, [cells.fields[spec.name] for spec in prepared.specs])
         partition.meta.write(write.meta, rows)
         expected = partition.settings.expected_samples
         if expected is not None and partition.inserted_count >= expected and not partition.sealed:
@@ -326,7 +326,7 @@ class SamplesCleared(Change):
     def apply(self, state: State, prepared: FoundRows, step: Step) -> int:
         """Remove them from all that knows of them; return how many they were."""
         partition, positions = prepared
-        step.freed += partition.cells.forget(positions, partition.cells.fields.values())
+        step.freed += partition.cells.free(positions, partition.cells.fields.values())
         keys = None if partition.key.is_blank else partition.key[positions]
         step.removed.append((partition, partition.table.index[positions], keys))
         states = partition.state[positions]
@@ -336,7 +336,7 @@ class SamplesCleared(Change):
             task.on_rows_cleared(positions)
         partition.key_index.on_rows_cleared(positions)
         partition.count_states(positions, -1)
-        partition.groups.forget_members(positions)
+        partition.groups.count_cleared(positions)
         partition.state.write(positions, CLEARED)
         _skip_rest(partition, positions, step)
         partition.table.remove(positions)
@@ -383,7 +383,7 @@ def _set_state(partition: Partition, code: int, positions: Indexes, step: Step) 
     if changed.size == 0:
         return
     if code == FAILED:
-        step.freed += partition.cells.forget(changed, partition.cells.fields.values())
+        step.freed += partition.cells.free(changed, partition.cells.fields.values())
         for task in partition.tasks.values():
             task.on_rows_closed(changed)
     partition.count_states(changed, -1)

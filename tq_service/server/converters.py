@@ -382,7 +382,7 @@ def located_meta(
     known = [name for name in data_fields if name in cells.fields]
     specs: Iterable[FieldSpec | None] = (cells.fields[name].spec for name in known)
     if not positions.size:
-        specs = map(cells.spec_of_none, data_fields)
+        specs = map(cells.spec_for_empty_batch, data_fields)
     meta = _meta_of(
         partition,
         keys=names_of(partition.key.data[positions].tolist()) if not partition.key.is_blank else (),

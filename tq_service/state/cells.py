@@ -174,7 +174,7 @@ class Field:
         self.spec = spec
         if not first and self.length is not None:
             self.length = None
-            self._table.drop_column(_length_column(spec.name)[0])
+            self._table.remove_column(_length_column(spec.name)[0])
 
 
 def _cell_column(name: str) -> NewColumn:
@@ -241,7 +241,7 @@ class CellTable:
             field.widen(spec)
         return field
 
-    def spec_of_none(self, name: str) -> FieldSpec | None:
+    def spec_for_empty_batch(self, name: str) -> FieldSpec | None:
         """Return what an empty batch says of a field: what it is, or was last; None where that is not known."""
         field = self.fields.get(name)
         return self.former_specs.get(name) or (None if field is None else field.spec)
@@ -312,7 +312,7 @@ class CellTable:
         freed: list[Freed] = []
         if not isinstance(positions, slice):
             known = (self.fields.get(spec.name) for spec in specs)
-            freed = self._free(positions, [field for field in known if field is not None])
+            freed = self._free_cells(positions, [field for field in known if field is not None])
         cells = cells_of(slot, row_count)
         where = as_slice(positions)
         for column, spec in zip(columns, specs, strict=True):
@@ -324,10 +324,10 @@ class CellTable:
                 field.length.write(where, column.sizes(spec.ragged_dims[0]))
         return freed
 
-    def forget(self, positions: Indexes, fields: Iterable[Field]) -> list[Freed]:
+    def free(self, positions: Indexes, fields: Iterable[Field]) -> list[Freed]:
         """Mark the cells of rows as not produced and return those that were; fields without cells are forgotten."""
         looked_at = list(fields)
-        freed = self._free(positions, looked_at)
+        freed = self._free_cells(positions, looked_at)
         for field in looked_at:  # one that lost its last cell is as declared, or not there
             name = field.spec.name
             declared = self._declared.get(name)
@@ -338,14 +338,14 @@ class CellTable:
                 del self.former_specs[next(iter(self.former_specs))]
             if declared is None:
                 del self.fields[name]
-                self._table.drop_column(_cell_column(name)[0])
+                self._table.remove_column(_cell_column(name)[0])
                 if field.length is not None:
-                    self._table.drop_column(_length_column(name)[0])
+                    self._table.remove_column(_length_column(name)[0])
             else:
                 field.widen(declared)
         return freed
 
-    def _free(self, positions: Indexes, fields: Iterable[Field]) -> list[Freed]:
+    def _free_cells(self, positions: Indexes, fields: Iterable[Field]) -> list[Freed]:
         forgotten: list[tuple[str, Indexes]] = []
         for field in fields:
             produced = positions[field.cell[positions] >= 0]
@@ -356,7 +356,7 @@ class CellTable:
         freed: list[Freed] = []
         for slot, alike in _by_put(forgotten).items():
             put, count = self.puts.get(slot), sum(len(rows) // _ROW_BYTES * len(names) for rows, names in alike.items())
-            freed += [put] if self.puts.drop(slot, count) else _cell_sets(put, alike)
+            freed += [put] if self.puts.count_off(slot, count) else _cell_sets(put, alike)
         return freed
 
     def count_of_runs(self, positions: Indexes, most: int) -> int:
@@ -472,7 +472,7 @@ class PutTable(SlotTable):
             raise LookupError(f"put slot {slot} is free")
         return put
 
-    def drop(self, slot: int, cells: int) -> bool:
+    def count_off(self, slot: int, cells: int) -> bool:
         """Count cells off; return whether the put has none left, and forget it then."""
         cells_left, bytes_left = int(self._cells[slot]), int(self._bytes[slot])
         gone_bytes = bytes_left * cells // cells_left

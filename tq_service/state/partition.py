@@ -227,11 +227,11 @@ class Partition:
         task = self.tasks[name] = TaskLedger(name, self.table, self.state, backlog=self.open_count)
         return task
 
-    def drop_task(self, name: str) -> None:
+    def forget_task(self, name: str) -> None:
         """Have no task of this name any more; nothing may be on record of it."""
         del self.tasks[name]
         for column in task_columns(name):
-            self.table.drop_column(column)
+            self.table.remove_column(column)
 
     def check_task(self, name: str) -> None:
         """Refuse a task that is not one of those that were declared."""
