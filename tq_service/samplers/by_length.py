@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -26,7 +27,7 @@ _QUICK_STEPS = 8
 _MOST_STEPS = 1 << 16
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class LengthSampler(GroupSampler):
     """A sampler of whole groups that needs the token count of each sample; samples without one are not ready.
 
@@ -40,7 +41,7 @@ class LengthSampler(GroupSampler):
     length_field: str | None = None
 
     def __post_init__(self) -> None:
-        GroupSampler.__post_init__(self)
+        super().__post_init__()
         if not self.length_key:
             raise ValueError("length_key: got an empty name, expected a custom_meta column")
 
@@ -76,7 +77,7 @@ class LengthSampler(GroupSampler):
             )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class SeqlenBalancedSampler(LengthSampler):
     """Takes whole groups and spreads them over the ranks so that token totals are as equal as can be.
 
@@ -93,7 +94,7 @@ class SeqlenBalancedSampler(LengthSampler):
     cost: CostName = "tokens"
 
     def __post_init__(self) -> None:
-        LengthSampler.__post_init__(self)
+        super().__post_init__()
         check_cost_name(self.cost)
 
     def runs_inline(self, request: PlanRequest) -> bool:
@@ -117,7 +118,7 @@ class SeqlenBalancedSampler(LengthSampler):
         return Plan.of(rows_of_ranks(groups, [np.array(part, dtype=np.int64) for part in parts]))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class TokenBudgetSampler(LengthSampler):
     """Gives each rank as many ready samples, in whole groups, as its token budget holds.
 
@@ -148,7 +149,7 @@ class TokenBudgetSampler(LengthSampler):
             check_count("tokens_per_micro_batch", self.tokens_per_micro_batch)
         if self.overlong not in ("error", "drop"):
             raise ValueError(f"overlong: got {self.overlong!r}, expected 'error' or 'drop'")
-        LengthSampler.__post_init__(self)
+        super().__post_init__()
 
     def check(self, request: PlanRequest) -> None:
         """Raise InvalidArgumentError where micro-batches are limited by samples and by tokens."""
@@ -191,13 +192,9 @@ class TokenBudgetSampler(LengthSampler):
             # The lengths of a rank's samples, in the order of its rows.
             lengths_of_ranks = rows_of_ranks(Groups(rows=lengths, sizes=kept.sizes), assignment)
             plan = _split(plan, lengths_of_ranks, self.tokens_per_micro_batch)
-        # What is dropped goes with its group, or in turn. Of groups behind the first that does not fit nothing is
-        # dropped yet.
-        rank_of = np.arange(len(groups)) % request.rank_count
-        for rank, part in enumerate(assignment):
-            rank_of[kept_ids[part]] = rank
+        # Of groups behind the first that does not fit nothing is dropped yet.
         goes = is_dropped & (group_of < kept_ids[taken_count:].min(initial=len(groups)))
-        dropped = (groups.rows[goes & (rank_of[group_of] == rank)] for rank in range(request.rank_count))
+        dropped = _dropped_by_rank(groups, group_of, np.flatnonzero(goes), [kept_ids[part] for part in assignment])
         return Plan(ranks=tuple(replace(part, dropped=rows) for part, rows in zip(plan.ranks, dropped, strict=True)))
 
     def _assign(self, groups: Groups, lengths: Indexes, request: PlanRequest) -> list[Indexes]:
@@ -294,6 +291,18 @@ class TokenBudgetSampler(LengthSampler):
         )
 
 
+def _dropped_by_rank(
+    groups: Groups, group_of: Indexes, dropped: Indexes, groups_of_ranks: list[Indexes]
+) -> Iterator[Indexes]:
+    """Yield the rows of dropped samples that each rank's part names: they go with their group, or in turn."""
+    rank_of = np.arange(len(groups)) % len(groups_of_ranks)
+    for rank, own in enumerate(groups_of_ranks):
+        rank_of[own] = rank
+    rank_of_dropped = rank_of[group_of[dropped]]
+    for rank in range(len(groups_of_ranks)):
+        yield groups.rows[dropped[rank_of_dropped == rank]]
+
+
 def _split(plan: Plan, lengths_of_ranks: list[Indexes], tokens_per_micro_batch: int) -> Plan:
     packed = pack_ranks_equally(lengths_of_ranks, tokens_per_micro_batch, spread=True)
     ranks = []
@@ -304,7 +313,7 @@ def _split(plan: Plan, lengths_of_ranks: list[Indexes], tokens_per_micro_batch: 
     return Plan(ranks=tuple(ranks))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PackedSampler(LengthSampler):
     """Packs whole batches: each rank gets `optimizer_steps` steps of packs of at most `pack_max_length` tokens.
 
@@ -335,7 +344,7 @@ class PackedSampler(LengthSampler):
     def __post_init__(self) -> None:
         check_count("optimizer_steps", self.optimizer_steps)
         check_count("pack_max_length", self.pack_max_length)
-        LengthSampler.__post_init__(self)
+        super().__post_init__()
         check_overlong(self.overlong)
         check_cost_name(self.cost)
 
@@ -346,7 +355,7 @@ class PackedSampler(LengthSampler):
             InvalidArgumentError: `batch_size` does not hold whole groups, a micro-batch size is given, or the steps of
                 all ranks are more than one plan has.
         """
-        LengthSampler.check(self, request)
+        super().check(request)
         self.refuse_micro_batch_size(request, "pack_max_length")
         step_count = self.optimizer_steps * request.rank_count
         if step_count > _MOST_STEPS:
@@ -403,23 +412,20 @@ class PackedSampler(LengthSampler):
 
 
 def _as_plan(groups: Groups, group_of: Indexes, packs: PackPlan) -> Plan:
-    """Return the plan in rows; samples that are dropped go with their group, or in turn."""
+    """Return the plan in rows."""
     samples_of_ranks = [
         np.array(sorted(sample for step in steps for pack in step for sample in pack), np.int64)
         for steps in packs.packs
     ]
-    rank_of_group = np.arange(len(groups)) % packs.dp_size
-    for rank, samples in enumerate(samples_of_ranks):
-        rank_of_group[group_of[samples]] = rank
-    rank_of_dropped = rank_of_group[group_of[packs.dropped]]
+    dropped = _dropped_by_rank(groups, group_of, packs.dropped, [group_of[samples] for samples in samples_of_ranks])
     return Plan(
         ranks=tuple(
             RankPlan(
                 rows=groups.rows[samples],
-                dropped=groups.rows[packs.dropped[rank_of_dropped == rank]],
-                steps=tuple(tuple(_as_pack(samples, pack, packs) for pack in step) for step in packs.packs[rank]),
+                dropped=rows,
+                steps=tuple(tuple(_as_pack(samples, pack, packs) for pack in step) for step in steps),
             )
-            for rank, samples in enumerate(samples_of_ranks)
+            for samples, rows, steps in zip(samples_of_ranks, dropped, packs.packs, strict=True)
         )
     )
 
