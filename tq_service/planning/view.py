@@ -546,13 +546,13 @@ class Planned:
         plan: as it is recorded.
         positions: of `plan.named`, in the table of this moment.
         grouping: what its groups are; None where its sampler took no whole ones.
-        length: what its sampler needs of each sample.
+        readiness: what its rows had to meet.
     """
 
     plan: RecordedPlan
     positions: Indexes
     grouping: Grouping | None
-    length: LengthSource | None
+    readiness: Readiness
 
 
 @dataclass(frozen=True, slots=True)
@@ -626,7 +626,6 @@ class Search:
         self._task = task
         self._request = request
         self._spec = request.batch_spec
-        self._length = length
         self._rows = Readiness(partition, task, self._spec, length)
         self._new_scan = partial(Scan, self._rows, starts, self._spec.order_by, watch=watch, look_past=look_past)
         self._begun_at = self._marks
@@ -755,7 +754,7 @@ class Search:
         if self._spec.max_uses > 1 or recorded.is_reusing:
             recorded = self._task.using_up(recorded, self._spec.max_uses)
             positions = self._rows.table.find(recorded.named)
-        return Planned(recorded, positions, self.view.grouping, self._length)
+        return Planned(recorded, positions, self.view.grouping, self._rows)
 
     def _miss(self) -> Miss:
         """Return how many rows must be written, after the search was begun, before there can be more to find."""
@@ -775,7 +774,8 @@ class Search:
 
         Lengths that are missing can come as long as there are samples, by a put or by SetCustomMeta; so claims wait.
         """
-        source, rows = self._length, self._rows
+        rows = self._rows
+        source = rows.key[2]
         field = None if source is None else self._partition.cells.fields.get(source.field or "")
         if source is None or field is None or not field.produced_count or field.has_lengths:
             return

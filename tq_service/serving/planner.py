@@ -47,7 +47,7 @@ from tq_service.machine.claims import (
     SamplesClaimed,
 )
 from tq_service.machine.state_machine import Change
-from tq_service.planning.view import NOT_LOOKED, EndFound, Found, Miss, Planned, Readiness, ScanStarts, Search
+from tq_service.planning.view import NOT_LOOKED, EndFound, Found, Miss, Planned, ScanStarts, Search
 from tq_service.results import RecentBatch
 from tq_service.schema import EndCounts
 from tq_service.state.ledger import Claim, RecordedPlan, TaskLedger
@@ -762,8 +762,7 @@ class Planner:
             if task.next_batch_index != batch_index:  # else the partition was cleared before
                 is_plain = not (found.plan.is_reusing or found.plan.dropped)
                 positions = found.positions if is_plain else self._partition.table.find(found.plan.rows)
-                readiness = Readiness(self._partition, task, spec.batch_spec, found.length)
-                described = describe_batch(batch_index, found.plan, readiness.known_lengths(positions))
+                described = describe_batch(batch_index, found.plan, found.readiness.known_lengths(positions))
                 task.recent_batches.append(described)
                 self._on_batch(spec.batch_spec.sampler, described)
         for line in self._queue.ranked_lines:
