@@ -60,10 +60,10 @@ Rows: TypeAlias = slice | Indexes  # a stretch of the table, or some positions
 
 
 class Requirement(NamedTuple):
-    """What a row needs to be ready, beside being live and left for the task.
+    """A condition that live rows, which the task has not consumed, must meet to be ready.
 
     Attributes:
-        lack: what is said of rows that do not meet it.
+        lack: the reason that is given for rows that do not meet it.
         name: of the field or column.
         is_met: returns which of some rows meet it `(n,)`.
     """
@@ -79,7 +79,7 @@ class Readiness:
     Another thread may look as well, while the table is pinned.
 
     Attributes:
-        requirements: all of them: plans are of rows that meet each, and explanations count those that do not.
+        requirements: plans take rows that meet all of them, and explanations count the others.
     """
 
     def __init__(
@@ -546,7 +546,7 @@ class Planned:
         plan: as it is recorded.
         positions: of `plan.named`, in the table of this moment.
         grouping: what its groups are; None where its sampler took no whole ones.
-        readiness: what its rows had to meet.
+        readiness: has the requirements that its rows met.
     """
 
     plan: RecordedPlan
@@ -557,7 +557,7 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """There is no plan, and another look is of no use before something has changed.
+    """A plan could not be made, and another look is useless before something has changed.
 
     So a partition that fills row by row is not scanned for each of them, nor at its end for each waiting claim.
 
@@ -760,7 +760,7 @@ class Search:
         """Return how many rows must be written, after the search was begun, before there can be more to find."""
         self._check_length_field()
         missing, is_closed = 1, self._partition.sealed or self._spec.finite  # or soon closed, by a first sample
-        # Of the class, where reading it runs no code of the sampler.
+        # Of the class: reading it runs no code of the sampler.
         needs_min_size = type(self._request.sampler).plans_below_min_size is not True
         if needs_min_size and self.view.scan.exhausted and self.wanted.batch_unit == "sample":
             missing = self.wanted.min_size - self.view.scan.seen_count

@@ -1,7 +1,7 @@
-"""Why claims wait: what is ready of a partition, and what the other samples lack.
+"""Why claims wait: the ready samples of a partition, and the lacks of the others.
 
-It takes a sweep over all rows, and is made only where somebody asks. What samples need to be ready is a list that plans
-are made by as well (`Readiness.requirements`), and `Lack` has the sentences.
+It takes a sweep over all rows, and is made only where somebody asks. Plans and explanations go
+by one list of requirements (`Readiness.requirements`), and `Lack` has the sentences.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Explainer:
 
     Args:
         catalog: has the partitions and the claims that wait.
-        runner: knows what a sampler needs of each sample.
+        runner: knows the length that a sampler needs.
     """
 
     def __init__(self, catalog: Catalog, runner: RunsPlans) -> None:
@@ -69,7 +69,7 @@ class Explainer:
         Args:
             partition_id: the partition, which need not be there.
             task_name: claims of this task; empty: of all.
-            names: partitions that the caller may know of; None: it is told only what the claims ask for.
+            names: partitions that the caller may know of; None: it learns only the fields and tasks of the claims.
             most: reasons that are returned, those of the claims that came first; None: all.
         """
         partition = self._catalog.find(partition_id, missing_ok=True)
@@ -167,7 +167,7 @@ class Explanation:
         ready_count, split = await self._groups()
         if split is not None:
             lacks.append(split)
-        # What all batches up to the one that is asked for take.
+        # All batches up to the requested one.
         batches = 1 if request.rank is None else max(1, request.rank.batch_index - task.next_batch_index + 1)
         needed_count = batches * request.plan_request.min_size
         code, text = self._cause(ready_count, needed_count, lacks)

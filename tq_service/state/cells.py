@@ -1,6 +1,6 @@
 """The columns of a partition: its fields, the puts that hold their cells and which row holds each, and custom_meta.
 
-The values of fields are in storage services, and a cell says where; those of custom_meta columns are here.
+The values of fields are in storage services, located by cells; those of custom_meta columns are here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tq_service.state.plan import Condition, Indexes
 from tq_service.state.table import Column, ColumnSnapshot, NewColumn, RowTable, SlotTable, TableSnapshot, as_slice
 
 NOT_PRODUCED = -1
-CELL_COLUMN = "cell/"  # what the names of the columns with the cells of a field begin with
+CELL_COLUMN = "cell/"  # prefix of the names of columns with the cells of a field
 _SLOT_SHIFT = 32  # a cell is (slot of its put << 32 | row in the put), so that neighbours in a put differ by 1
 _ROW_MASK = (1 << _SLOT_SHIFT) - 1
 _ROW_BYTES = 8
@@ -106,7 +106,7 @@ Freed: TypeAlias = CellSet | Put
 
 
 def freed_cells(freed: Freed) -> CellSet:
-    """Return what is freed as cells."""
+    """Return freed cells as a set."""
     return CellSet(put=freed) if isinstance(freed, Put) else freed
 
 
@@ -134,7 +134,7 @@ class Field:
     Attributes:
         spec: what holds of all cells, and of a field without any what is declared.
         length: size of each cell in the first dimension in which cells differ; None while they do not.
-        produced_count: number of cells that there are.
+        produced_count: number of its cells.
     """
 
     __slots__ = ("_table", "cell", "length", "produced_count", "spec")
@@ -149,7 +149,7 @@ class Field:
 
     @property
     def has_lengths(self) -> bool:
-        """Whether there are cells with a length: of tensors that are no scalars."""
+        """Whether there are cells with a length: of tensors other than scalars."""
         return self.produced_count > 0 and bool(self.spec.row_shape)
 
     def lengths(self, rows: slice | Indexes) -> Indexes:
@@ -164,7 +164,7 @@ class Field:
         return np.where(is_there, (spec.row_shape or (-1,))[0], -1)
 
     def widen(self, spec: FieldSpec) -> None:
-        """Have another spec of the same name, which holds of the cells that there are, too."""
+        """Have another spec of the same name, which fits the present cells, too."""
         known, first = self.spec, spec.ragged_dims[:1]
         if first and self.length is None:
             self.length = self._table.column(*_length_column(spec.name))
@@ -242,7 +242,7 @@ class CellTable:
         return field
 
     def spec_for_empty_batch(self, name: str) -> FieldSpec | None:
-        """Return what an empty batch says of a field: what it is, or was last; None where that is not known."""
+        """Return the spec of a field in an empty batch, its present or last one; None if it is unknown."""
         field = self.fields.get(name)
         return self.former_specs.get(name) or (None if field is None else field.spec)
 
@@ -285,14 +285,14 @@ class CellTable:
             if field is not None and (positions is None or not _replaces_all(field, positions)):
                 known = field.spec
             layout = declared.layout
-            if layout is None:  # scalars have no dimension that could be ragged
+            if layout is None:  # scalars lack a dimension that could be ragged
                 is_scalar = new.layout is Layout.DENSE and not new.row_shape
                 layout = Layout.AUTO if new.layout is Layout.OBJECT or is_scalar else self._default_layout
             merged.append(merge_specs(known, column, layout))
         return merged
 
     def new_columns(self, specs: Iterable[FieldSpec]) -> list[NewColumn]:
-        """Return the columns that are to be declared for fields of these specs, beside those that there are."""
+        """Return the columns that are still to be declared for fields of these specs."""
         columns = []
         for spec in specs:
             field = self.fields.get(spec.name)
@@ -495,7 +495,7 @@ class PutTable(SlotTable):
 
 
 def _replaces_all(field: Field, positions: Indexes) -> bool:
-    """Whether a write to some rows leaves no cell of a field that there is now."""
+    """Whether a write to some rows replaces all cells of a field."""
     count = field.produced_count
     return count <= positions.size and count == np.count_nonzero(field.cell[positions[positions >= 0]] >= 0)
 
