@@ -27,7 +27,7 @@ _QUICK_STEPS = 8
 _MOST_STEPS = 1 << 16
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LengthSampler(GroupSampler):
     """A sampler of whole groups that needs the token count of each sample; samples without one are not ready.
 
@@ -41,7 +41,7 @@ class LengthSampler(GroupSampler):
     length_field: str | None = None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        GroupSampler.__post_init__(self)
         if not self.length_key:
             raise ValueError("length_key: got an empty name, expected a custom_meta column")
 
@@ -77,7 +77,7 @@ class LengthSampler(GroupSampler):
             )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SeqlenBalancedSampler(LengthSampler):
     """Takes whole groups and spreads them over the ranks so that token totals are as equal as can be.
 
@@ -94,7 +94,7 @@ class SeqlenBalancedSampler(LengthSampler):
     cost: CostName = "tokens"
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        LengthSampler.__post_init__(self)
         check_cost_name(self.cost)
 
     def runs_inline(self, request: PlanRequest) -> bool:
@@ -118,7 +118,7 @@ class SeqlenBalancedSampler(LengthSampler):
         return Plan.of(rows_of_ranks(groups, [np.array(part, dtype=np.int64) for part in parts]))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBudgetSampler(LengthSampler):
     """Gives each rank as many ready samples, in whole groups, as its token budget holds.
 
@@ -149,7 +149,7 @@ class TokenBudgetSampler(LengthSampler):
             check_count("tokens_per_micro_batch", self.tokens_per_micro_batch)
         if self.overlong not in ("error", "drop"):
             raise ValueError(f"overlong: got {self.overlong!r}, expected 'error' or 'drop'")
-        super().__post_init__()
+        LengthSampler.__post_init__(self)
 
     def check(self, request: PlanRequest) -> None:
         """Raise InvalidArgumentError where micro-batches are limited by samples and by tokens."""
@@ -313,7 +313,7 @@ def _split(plan: Plan, lengths_of_ranks: list[Indexes], tokens_per_micro_batch: 
     return Plan(ranks=tuple(ranks))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PackedSampler(LengthSampler):
     """Packs whole batches: each rank gets `optimizer_steps` steps of packs of at most `pack_max_length` tokens.
 
@@ -344,7 +344,7 @@ class PackedSampler(LengthSampler):
     def __post_init__(self) -> None:
         check_count("optimizer_steps", self.optimizer_steps)
         check_count("pack_max_length", self.pack_max_length)
-        super().__post_init__()
+        LengthSampler.__post_init__(self)
         check_overlong(self.overlong)
         check_cost_name(self.cost)
 
@@ -355,7 +355,7 @@ class PackedSampler(LengthSampler):
             InvalidArgumentError: `batch_size` does not hold whole groups, a micro-batch size is given, or the steps of
                 all ranks are more than one plan has.
         """
-        super().check(request)
+        LengthSampler.check(self, request)
         self.refuse_micro_batch_size(request, "pack_max_length")
         step_count = self.optimizer_steps * request.rank_count
         if step_count > _MOST_STEPS:

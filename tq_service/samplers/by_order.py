@@ -21,7 +21,7 @@ IncompleteGroups = Literal["skip", "take"]
 Assignment = Sequence[NDArray[np.int64]]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SequentialSampler(Sampler):
     """Takes ready samples in index order, or in the order of `order_by`.
 
@@ -46,7 +46,7 @@ class SequentialSampler(Sampler):
         return Plan.of(np.array_split(rows, request.rank_count)) if rows.size >= max(request.min_size, 1) else None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSampler(Sampler):
     """A sampler that takes whole groups, in the order of their first members.
 
@@ -63,6 +63,7 @@ class GroupSampler(Sampler):
     incomplete_groups: IncompleteGroups = "skip"
     blocks: Blocks = "aligned"
 
+    # Subclasses that check more call this by its class: `super()` means a class that `slots=True` has replaced.
     def __post_init__(self) -> None:
         if self.n_samples_per_prompt is not None and self.n_samples_per_prompt < 1:
             raise ValueError(f"n_samples_per_prompt: got {self.n_samples_per_prompt}, expected at least 1")
@@ -97,7 +98,7 @@ class GroupSampler(Sampler):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GRPOGroupNSampler(GroupSampler):
     """Takes whole groups of `n_samples_per_prompt` samples, in the order of their first member.
 
@@ -133,7 +134,7 @@ class GRPOGroupNSampler(GroupSampler):
         return Plan.of(rows_of_ranks(groups, assignment))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankAwareSampler(GroupSampler):
     """Assigns ready samples, or whole groups, round-robin to the ranks, so that all get the same mixture of ages.
 
@@ -155,7 +156,7 @@ class RankAwareSampler(GroupSampler):
                 "use 'sequential' or 'grpo_group_n'",
                 field="sampler",
             )
-        super().check(request)
+        GroupSampler.check(self, request)
 
     def runs_inline(self, request: PlanRequest) -> bool:
         """Return True: samples are assigned, not searched."""
@@ -173,7 +174,7 @@ class RankAwareSampler(GroupSampler):
         return None if groups is None else Plan.of(rows_of_ranks(groups, assign_round_robin(groups, ranks)))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ChosenSampler(Sampler):
     """Takes the samples that its options name, in this order, once all of them are ready.
 
