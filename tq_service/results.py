@@ -1,10 +1,10 @@
-"""What the calls about partitions, tasks and services answer."""
+"""Answers of the calls about partitions, tasks and services."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum, StrEnum
 from typing import Any
 
 from tq_service.schema import FieldSpec, StalenessLimit
@@ -73,13 +73,13 @@ class WaitCode(StrEnum):
     """Why a claim waits, in a word that stays the same.
 
     Attributes:
-        PARTITION_NOT_FOUND: there is no such partition.
+        PARTITION_NOT_FOUND: the partition does not exist.
         NO_SAMPLES: the partition has none.
-        FIELD_NEVER_PUT: no sample has a field that is asked for.
+        FIELD_NEVER_PUT: a requested field was never put.
         ALL_CONSUMED: nothing is left of a partition that is open.
         TOO_FEW_READY: fewer samples are ready than are asked for.
-        GROUPS_INCOMPLETE: too few groups are ready as a whole.
-        SAMPLER_WAITS: enough samples are ready, of which the sampler makes no batch yet.
+        GROUPS_INCOMPLETE: too few groups have all their samples ready.
+        SAMPLER_WAITS: enough samples are ready, and the sampler does not plan a batch yet.
     """
 
     PARTITION_NOT_FOUND = "PARTITION_NOT_FOUND"
@@ -91,15 +91,39 @@ class WaitCode(StrEnum):
     SAMPLER_WAITS = "SAMPLER_WAITS"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NotReady:
-    """Samples that cannot be delivered yet, by what they lack.
+class Lack(Enum):
+    """What keeps samples from being delivered, each with a sentence; its `{0}` is the `NotReady`.
 
     Attributes:
-        kind: "field": they lack the field `name`; "where": a condition on the custom_meta column `name` does not hold;
-            "length": they have no length for the sampler in the custom_meta column `name`; "held"; "leased": to workers
-            of the task; "group": they are ready, and other members of their groups are not; "lost": their group lost a
-            member for good, so the task never gets them.
+        FIELD: they lack the field `name`.
+        WHERE: a condition on the custom_meta column `name` does not hold.
+        LENGTH: they lack a length for the sampler in the custom_meta column `name`.
+        HELD: they are held.
+        LEASED: they are leased to workers of the task.
+        GROUP: they are ready, and other members of their groups are not.
+        LOST: their group lost a member for good, so the task never gets them.
+    """
+
+    FIELD = "{0.sample_count} lack field {0.name!r}"
+    WHERE = "for {0.sample_count} the condition on {0.name!r} does not hold"
+    LENGTH = "{0.sample_count} have no length for the sampler in the custom_meta column {0.name!r}"
+    HELD = "{0.sample_count} are held"
+    LEASED = "{0.sample_count} are leased, the first for {0.ends_in_seconds:.0f} s more"
+    GROUP = "{0.sample_count} are ready in groups that are not ready as a whole ({0.example})"
+    LOST = "{0.sample_count} are lost, since their groups lost a member that failed, was cleared or was dead-lettered"
+
+    @property
+    def kind(self) -> str:
+        """Its name in a `NotReady`."""
+        return self.name.lower()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotReady:
+    """Samples that cannot be delivered yet, by their `Lack`.
+
+    Attributes:
+        kind: of the `Lack`; a newer service may know others.
         name: of the field or column, else empty.
         sample_count: number of samples.
         ends_in_seconds: of "leased": until the first lease runs out; None for others.
@@ -122,12 +146,12 @@ class WaitReason:
         text: the reason in a sentence.
         task_name: the consumer.
         data_fields: the fields that it asks for.
-        waiting_count: number of calls that wait for this; 0 in what a claim of one's own is answered.
+        waiting_count: number of calls that wait for this; 0 in the answer to a claim of one's own.
         left_count: samples that are live or held and that the task has not consumed.
         ready_count: those of them, or where `counts_groups` the groups, that could be delivered now.
         needed_count: how many of these are needed before there is an answer.
         counts_groups: whether the two are numbers of groups.
-        not_ready: what is lacking; a sample may be counted in several.
+        not_ready: samples by their lacks; one may be counted in several.
         sealed: whether no new samples come.
         waiting_put_count: puts with new samples that wait for capacity.
         put_waits_for: why the first of them does; empty where none waits.

@@ -12,7 +12,7 @@ from cluster_support import Member, running_etcd
 
 from tq_service.durable.state_store import Stream
 from tq_service.errors import ServiceFailedError
-from tq_service.journal.file_backend import FileBackend
+from tq_service.journal.files import FileBackend
 from tq_service.journal.log import Log, Record
 
 OpenLog = Callable[[], Log]

@@ -14,7 +14,7 @@ from property_settings import examples
 
 from tq_service.custom_meta import JSON_NULL, MetaColumn
 from tq_service.errors import InvalidArgumentError
-from tq_service.state.meta import CustomMeta
+from tq_service.state.cells import CustomMeta
 from tq_service.state.plan import Condition
 from tq_service.state.table import RowTable
 

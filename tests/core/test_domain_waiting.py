@@ -97,7 +97,7 @@ async def test_a_line_skips_those_who_have_left():
     assert line.first() is waiters[2]
     for waiter in waiters:
         line.remove(waiter)
-        queue.drop_if_unused(line)
+        queue.forget_if_unused(line)
     assert line.first() is None
     assert not queue
 

@@ -1,12 +1,14 @@
-"""Explanations of waits keep nothing of partitions that are gone."""
+"""Explanations of waits keep nothing of partitions that are gone, and have words for all that samples may lack."""
 
 import asyncio
 import gc
 import weakref
+from pathlib import Path
 
 import pytest
 from domain_support import asks, new_write, turns
 
+from tq_service.results import Lack, NotReady, WaitCode
 from tq_service.samplers import PlanRunner
 from tq_service.serving import explain as explain_module
 from tq_service.serving.catalog import Catalog
@@ -38,3 +40,12 @@ async def test_explanations_are_kept_as_long_as_they_are_fresh(catalog, monkeypa
         await explainer.explain("train", asks(task=f"t{number}", data_fields=("y",)), ["train"])
         await turns()
     assert len(explainer._recent) == 0
+
+
+def test_each_reason_has_a_sentence_and_is_in_the_proto():
+    proto = (Path(__file__).parents[2] / "protos/tq_service/v1/controller_service.proto").read_text()
+    for lack in Lack:
+        named = NotReady(kind=lack.kind, name="x", sample_count=3, ends_in_seconds=1.0, example="a group")
+        assert "3" in lack.value.format(named).split()[:2]
+        assert f'"{lack.kind}"' in proto
+    assert all(code in proto for code in WaitCode)

@@ -20,8 +20,7 @@ from tq_service.samplers import GRPOGroupNSampler
 from tq_service.schema import MOST_NAMED_PER_WRITE, EndCounts, FieldSpec, Layout
 from tq_service.serving.planner import NotYet
 from tq_service.state import table as column_memory
-from tq_service.state.cells import ColumnWrite, Put
-from tq_service.state.meta import CustomMeta
+from tq_service.state.cells import ColumnWrite, CustomMeta, Put
 from tq_service.state.partition import Partition, PartitionSettings
 from tq_service.state.plan import Condition
 from tq_service.state.table import RESERVED_FROM, Column

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from tq_service.durable.state_store import Stream
-from tq_service.journal import file_backend
-from tq_service.journal.file_backend import FileBackend, segment_numbers, segment_path
-from tq_service.journal.files import snapshot_numbers
+from tq_service.journal import files
+from tq_service.journal.files import FileBackend, segment_numbers, segment_path, snapshot_numbers
 from tq_service.journal.log import Log
 
 PREFIX = "tq-log"
@@ -88,7 +87,7 @@ def read(directory: Path, number: int | None = None, *, accept_loss: bool = Fals
 
 
 def written(directory: Path) -> Path:
-    """Return the file_backend that was written to last."""
+    """Return the segment that was written to last."""
     return segment_path(directory, segment_numbers(directory)[-1])
 
 
@@ -101,8 +100,7 @@ def flip(path: Path, offset: int, bit: int = 4) -> None:
 
 def started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the machine be restarted since the journal was written."""
-    for module in (file_backend, file_backend):
-        monkeypatch.setattr(module, "machine_boot_id", lambda: "another start")
+    monkeypatch.setattr(files, "machine_boot_id", lambda: "another start")
 
 
 def journal_threads() -> list[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tq_service.durable.data_dir import DataDir
 from tq_service.durable.state_store import Stream
-from tq_service.journal.file_backend import FileBackend
+from tq_service.journal.files import FileBackend
 from tq_service.journal.log import Log
 
 

@@ -13,8 +13,7 @@ from open_files import open_files
 
 from tq_service.durable.data_dir import FORMAT_VERSION, DataDir, new_identity, read_identity, write_identity
 from tq_service.errors import DataDirError
-from tq_service.journal.file_backend import FileBackend, segment_numbers
-from tq_service.journal.files import quarantine, snapshot_numbers, snapshot_path
+from tq_service.journal.files import FileBackend, quarantine, segment_numbers, snapshot_numbers, snapshot_path
 from tq_service.journal.log import Log
 
 

@@ -26,7 +26,7 @@ from make import CHANGES, DATA, engine_of
 import tq_service as tq
 from tq_service.durable.data_dir import DataDir
 from tq_service.durable.state_store import StateStore, Stream
-from tq_service.journal.file_backend import FileBackend
+from tq_service.journal.files import FileBackend
 from tq_service.journal.log import Log
 from tq_service.samplers import PlanRunner
 from tq_service.serving.catalog import Catalog

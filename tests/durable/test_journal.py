@@ -13,7 +13,7 @@ from open_files import open_files
 from property_settings import examples
 
 from tq_service.durable.state_store import Stream
-from tq_service.journal.file_backend import FileBackend, SegmentWriter, segment_numbers
+from tq_service.journal.files import FileBackend, SegmentWriter, segment_numbers
 from tq_service.journal.log import Log
 
 MODES = pytest.mark.parametrize("sync", [False, True], ids=["process", "disk"])

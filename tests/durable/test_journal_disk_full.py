@@ -14,9 +14,8 @@ from journal_support import commit_each, copy, opened, read, replayed, wait_for_
 
 from tq_service.durable.state_store import Stream
 from tq_service.errors import DiskFailedError, DiskFullError
-from tq_service.journal import file_backend
-from tq_service.journal.file_backend import EmergencyDiskReserve, FileBackend
-from tq_service.journal.files import RESERVE_BYTES, RecordWriter
+from tq_service.journal import files
+from tq_service.journal.files import RESERVE_BYTES, EmergencyDiskReserve, FileBackend, RecordWriter
 from tq_service.journal.log import Log
 
 MODES = pytest.mark.parametrize("sync", [False, True], ids=["process", "disk"])
@@ -213,7 +212,7 @@ def test_a_disk_that_stays_full_fails_the_close_and_loses_what_was_durable_never
 def test_reserved_space_is_released_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: Disk, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(file_backend, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(files, "_LOOK_SECONDS", 0.0)
     reserve = tmp_path / "reserve"
     release = EmergencyDiskReserve.release
 
@@ -227,7 +226,7 @@ def test_reserved_space_is_released_first(
         assert reserve.stat().st_blocks * 512 >= RESERVE_BYTES
         assert not journal.backend.is_disk_low
         with monkeypatch.context() as full:
-            full.setattr(file_backend.os, "statvfs", no_space)
+            full.setattr(files.os, "statvfs", no_space)
             disk.code = errno.ENOSPC
             commit_each(journal, [b"a clear"])
             assert not reserve.exists()
@@ -248,7 +247,7 @@ def test_a_reserve_that_does_not_fit_is_left_out(tmp_path: Path, monkeypatch: py
     def refuse(*_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(file_backend.os, "posix_fallocate", refuse)
+    monkeypatch.setattr(files.os, "posix_fallocate", refuse)
     reserve = EmergencyDiskReserve(tmp_path / "reserve")
     reserve.fill()
     assert not reserve.is_filled
@@ -260,7 +259,7 @@ LIMITED = """
 import resource, sys
 from pathlib import Path
 from tq_service.durable.state_store import Stream
-from tq_service.journal.file_backend import FileBackend
+from tq_service.journal.files import FileBackend
 from tq_service.journal.log import Log
 from tq_service.errors import DiskFullError
 
@@ -311,7 +310,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 async def test_a_disk_that_is_full_and_has_space_again(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch, sync: bool
 ) -> None:
-    monkeypatch.setattr(file_backend, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(files, "_LOOK_SECONDS", 0.0)
     ballast = small_disk / "ballast"
     with opened(small_disk / "journal", sync=sync) as journal:
         assert not journal.backend.is_disk_low

@@ -10,8 +10,7 @@ from open_files import open_files
 
 from tq_service.durable.state_store import Stream
 from tq_service.errors import JournalDamagedError
-from tq_service.journal.file_backend import FileBackend, segment_numbers, segment_path
-from tq_service.journal.files import snapshot_path
+from tq_service.journal.files import FileBackend, segment_numbers, segment_path, snapshot_path
 from tq_service.journal.log import Log
 
 MODES = pytest.mark.parametrize("sync", [False, True], ids=["process", "disk"])

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from journal_support import commit_each, copy, opened, read, replayed, started_again, write
 
-from tq_service.journal.file_backend import segment_path
-from tq_service.journal.files import snapshot_path
+from tq_service.journal.files import segment_path, snapshot_path
 
 
 @contextmanager

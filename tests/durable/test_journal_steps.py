@@ -8,7 +8,7 @@ import pytest
 from journal_support import copy, journal_threads, opened, read
 
 from tq_service.durable.state_store import Stream
-from tq_service.journal.file_backend import FileBackend, SegmentWriter
+from tq_service.journal.files import FileBackend, SegmentWriter
 from tq_service.journal.log import Log
 
 MODES = pytest.mark.parametrize("sync", [False, True], ids=["process", "disk"])

@@ -25,7 +25,7 @@ from journal_support import (
 from property_settings import examples
 
 from tq_service.errors import JournalDamagedError
-from tq_service.journal.file_backend import FileBackend, segment_numbers, segment_path
+from tq_service.journal.files import FileBackend, segment_numbers, segment_path
 from tq_service.journal.log import Log
 
 RECORDS = [b"%03d " % number + b"x" * size for number, size in enumerate((10, 9000, 10, 20_000, 300, 300, 5))]

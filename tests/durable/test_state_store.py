@@ -22,7 +22,7 @@ from tq_service.errors import DataDirError, DiskFullError, JournalDamagedError, 
 from tq_service.journal import files
 from tq_service.machine.state_machine import IdempotencyCache
 from tq_service.samplers import PlanRunner
-from tq_service.server import converters
+from tq_service.server.controller_servicer import pack_answer, unpack_answer
 from tq_service.serving.catalog import Catalog
 from tq_service.storage.index.put_table import PutStored, encode_put
 from tq_service.v1 import controller_service_pb2 as pb
@@ -33,7 +33,7 @@ class Life:
 
     def __init__(self, path):
         self.store = StateStore.open(path, sync=False)
-        cache = IdempotencyCache(600.0, pack=converters.pack, unpack=converters.unpack)
+        cache = IdempotencyCache(600.0, pack=pack_answer, unpack=unpack_answer)
         self.catalog = Catalog(PlanRunner(), answers=cache)
         self.recovered = self.store.recover(catalog=self.catalog)
 

@@ -27,7 +27,7 @@ from tq_service.durable.data_dir import DataDir
 from tq_service.durable.state_store import StateStore, Stream
 from tq_service.errors import DiskFailedError, DiskFullError, NewerVersionError, ServiceFailedError
 from tq_service.journal import codec
-from tq_service.journal.file_backend import FileBackend, SegmentWriter
+from tq_service.journal.files import FileBackend, SegmentWriter
 from tq_service.journal.log import Log, Record
 from tq_service.machine.state_machine import decode_group, encode_group
 from tq_service.samplers import PlanRunner

@@ -20,7 +20,7 @@ from tq_service.machine.claims import SamplesClaimed
 from tq_service.machine.samples import SamplesWritten
 from tq_service.machine.state_machine import IdempotencyCache
 from tq_service.samplers import PlanRunner, Sampler
-from tq_service.server import converters
+from tq_service.server.controller_servicer import pack_answer, unpack_answer
 from tq_service.serving.catalog import Catalog
 from tq_service.state.ledger import TaskLedger
 from tq_service.state.plan import Pack, Plan, RankPlan
@@ -45,7 +45,7 @@ class Service:
 
     def __init__(self, path, *, sync=False):
         self.store = StateStore.open(path, sync=sync)
-        cache = IdempotencyCache(600.0, pack=converters.pack, unpack=converters.unpack)
+        cache = IdempotencyCache(600.0, pack=pack_answer, unpack=unpack_answer)
         self.catalog = Catalog(PlanRunner(), answers=cache)
         self.store.recover(catalog=self.catalog)
 

@@ -18,7 +18,7 @@ from fuzz_messages import EXAMPLES
 
 from tq_service.durable.state_store import Stream
 from tq_service.errors import DiskFullError, JournalDamagedError
-from tq_service.journal.file_backend import FileBackend, FoundSegment, segment_numbers, segment_path
+from tq_service.journal.files import FileBackend, FoundSegment, segment_numbers, segment_path
 from tq_service.journal.log import Log
 
 RECORD_COUNT = 300

@@ -18,7 +18,7 @@ from tq_service.v1 import commit_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import storage_service_pb2 as storage_pb
 from tq_service.wire.columns import ColumnShape, encode_header
-from tq_service.wire.messages import MAX_REQUEST_BYTES, PART_BYTES, in_parts
+from tq_service.wire.connection import MAX_REQUEST_BYTES, PART_BYTES, in_parts
 
 ROWS = MOST_NAMED_PER_WRITE
 KEYS = [f"a key of two hundred characters: {row:0166d}." for row in range(ROWS)]  # 3.3 MB

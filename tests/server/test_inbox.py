@@ -14,8 +14,7 @@ from tq_service.errors import DeadlineError, LimitExceededError
 from tq_service.server.rpc.calls import RunningCalls, Services
 from tq_service.server.rpc.inbox import MAX_OPEN_REQUEST_BYTES, MAX_WAITING_BYTES, Lane, Turn
 from tq_service.server.rpc.methods import Method
-from tq_service.wire.connection import LISTENING_OPTIONS
-from tq_service.wire.messages import MAX_REQUEST_BYTES, PART_BYTES, in_parts
+from tq_service.wire.connection import LISTENING_OPTIONS, MAX_REQUEST_BYTES, PART_BYTES, in_parts
 
 SERVICE = "tq_service.test.Inbox"
 CODE = grpc.StatusCode

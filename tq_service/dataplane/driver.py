@@ -45,8 +45,7 @@ from tq_service.wire.columns import (
     iter_frames,
     keep_frame_buffers,
 )
-from tq_service.wire.connection import Metadata
-from tq_service.wire.messages import PART_BYTES, in_parts
+from tq_service.wire.connection import PART_BYTES, Metadata, in_parts
 
 T = TypeVar("T")
 Steps: TypeAlias = Generator[Callable[[], Any], Any, T]

@@ -15,8 +15,14 @@ from typing import Any, Final
 import xxhash
 
 from tq_service.errors import DataDirError
-from tq_service.journal.file_backend import segment_numbers
-from tq_service.journal.files import PARTIAL_SUFFIX, FileWriter, make_directory, snapshot_numbers, snapshot_path
+from tq_service.journal.files import (
+    PARTIAL_SUFFIX,
+    FileWriter,
+    make_directory,
+    segment_numbers,
+    snapshot_numbers,
+    snapshot_path,
+)
 from tq_service.journal.log import LogBackend
 
 FORMAT_VERSION: Final = 3

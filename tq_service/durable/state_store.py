@@ -38,8 +38,7 @@ from tq_service.errors import (
     SnapshotDamagedError,
     TqError,
 )
-from tq_service.journal.file_backend import FileBackend, segment_numbers
-from tq_service.journal.files import quarantine, snapshot_numbers, snapshot_path
+from tq_service.journal.files import FileBackend, quarantine, segment_numbers, snapshot_numbers, snapshot_path
 from tq_service.journal.log import Log, Record
 from tq_service.log_message import LogMessage
 from tq_service.machine.samples import StateReplaced

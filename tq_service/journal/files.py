@@ -1,4 +1,4 @@
-"""Files of a data directory: their names, writes that survive a loss of power, frames, and files of records.
+"""The files of a data directory: names, durable writes, frames, files of records, and the log as a chain of segments.
 
 A segment of the log, a snapshot and a checkpoint consist of frames.
 
@@ -10,24 +10,44 @@ A reader knows the next number, and finds a frame that is missing, repeated or m
 
 A file of records appears under its name once it is complete and on the disk: "tqrecs02", then the records in a frame
 each, numbered from 0 on, and a frame without a body.
+
+The log is a chain of segments, whose frames hold the records of one group each.
+
+    segment: "tqlog004", opening frame, frame ..., closing frame
+
+A new segment begins at each start, when one is long, and with each snapshot. The snapshot has the number of its
+segment, and later records are read from that segment on. Records are numbered across all segments, and a frame has the
+number of its first record. The boundary between two segments has a number too: that of the opening frame, which
+describes how the segment is written, of the empty closing frame, which announces another segment, and of the file's
+name. A killed process leaves complete frames and a part of one. Only a loss of power leaves more than that.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import io
+import logging
 import os
 import re
+import shutil
 import struct
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Final, NamedTuple, Self, TypeVar
 
+import numpy as np
 import xxhash
 
-from tq_service.errors import SnapshotDamagedError
+from tq_service.errors import DiskFailedError, DiskFullError, JournalDamagedError, SnapshotDamagedError
+from tq_service.journal.log import NewRecord, Record, packed, unpacked
+from tq_service.log_message import LogMessage
 
 _SNAPSHOT: Final = re.compile(r"snapshot-(\d{12,})\.tqs")
 PARTIAL_SUFFIX: Final = ".partial"
@@ -36,13 +56,22 @@ _CHECKED: Final = struct.Struct("<IQQ")
 _CHECKSUM: Final = struct.Struct("<I")
 HEADER_BYTES: Final = _HEADER.size
 RESERVE_BYTES: Final = 4 * 2**20
-_MAGIC: Final = b"tqrecs02"
+_RECORDS_MAGIC: Final = b"tqrecs02"
 _BUFFER_BYTES: Final = 1 << 20
 _SPARE_BYTES: Final = 2 * RESERVE_BYTES
 """Disk space left free for the log, and for its reserve."""
 _WORK_SECONDS: Final = 0.0005
 _REST_SECONDS: Final = 0.0001
+_SEGMENT_MAGIC: Final = b"tqlog004"
+_NUMBER_OFFSET: Final = 4
+_LEAST_RECORD_BYTES: Final = 5
+_SEGMENT: Final = re.compile(r"journal-(\d{12,})\.tqj")
+_LOST_SUFFIX: Final = ".lost"
+_LOOK_SECONDS: Final = 1.0
+_RETRY_SECONDS: Final = 1.0
+_log = logging.getLogger(__name__)
 Each = TypeVar("Each")
+T = TypeVar("T")
 
 
 def snapshot_path(directory: Path, number: int) -> Path:
@@ -212,7 +241,7 @@ class RecordWriter(FileWriter):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, _BUFFER_BYTES)
-        self.file.write(_MAGIC)
+        self.file.write(_RECORDS_MAGIC)
         self.count = 0
         self._pace = Pace()
         self._unchecked_bytes = 0  # written since free space was last looked up
@@ -259,9 +288,9 @@ def read_records(path: Path, at: int = 0, number: int = 0) -> Iterator[Found]:
     """
     with path.open("rb", buffering=_BUFFER_BYTES) as file:
         try:
-            if file.read(len(_MAGIC)) != _MAGIC:
+            if file.read(len(_RECORDS_MAGIC)) != _RECORDS_MAGIC:
                 raise Break("does not begin like a file of records")
-            at = at or len(_MAGIC)
+            at = at or len(_RECORDS_MAGIC)
             file.seek(at)
             while body := read_frame(file, number):
                 yield Found(at, number, body)
@@ -293,3 +322,463 @@ def damaged(path: Path, at: int, problem: str) -> SnapshotDamagedError:
         f"{path} is damaged at byte {at}: {problem}; go on with an older one, or restore a checkpoint",
         metadata={"path": str(path), "byte": str(at)},
     )
+
+
+# The log
+
+
+def segment_path(directory: Path, number: int) -> Path:
+    """Return the path of the segment that begins with a number."""
+    return directory / f"journal-{number:012d}.tqj"
+
+
+def segment_numbers(directory: Path) -> list[int]:
+    """Return the first numbers of all segments in a directory, ascending."""
+    return numbers_in(directory, _SEGMENT)
+
+
+@cache
+def machine_boot_id() -> str:
+    """Return the id of this run of the machine: unsynced bytes can only get lost between two runs."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+class SegmentWriter:
+    """An open segment, for one thread at a time. Methods raise OSError.
+
+    Args:
+        path: of the file.
+        flags: of `os.open`, added to those of every segment.
+        end: how many bytes of the file stay; the following ones are cut off.
+    """
+
+    def __init__(self, path: Path, flags: int = 0, end: int = 0) -> None:
+        self.path = path
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC | flags, 0o600)
+        self._end = end
+        os.ftruncate(self._descriptor, end)
+
+    def append(self, number: int, records: Sequence[NewRecord]) -> None:
+        """Pass a frame to the kernel in one call, or cut it off again; without records it is the closing."""
+        self.write(*frame(number, packed(records)))
+
+    def write(self, head: bytes, body: bytes) -> None:
+        """Pass bytes to the kernel in one call, or cut them off again."""
+        size = len(head) + len(body)
+        try:
+            written = os.pwritev(self._descriptor, [head, body], self._end)
+            if written < size:  # the disk is full, or one call takes no more; the next call tells which
+                rest = memoryview(head + body)
+                while written < size:
+                    written += os.pwrite(self._descriptor, rest[written:], self._end + written)
+        except BaseException:
+            os.ftruncate(self._descriptor, self._end)
+            raise
+        self._end += size
+
+    def sync(self) -> None:
+        """Return once all bytes are on the disk."""
+        os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        """Sync and close the file; never raises."""
+        try:
+            try:
+                self.sync()
+            finally:
+                os.close(self._descriptor)
+        except OSError as error:
+            _log.warning(LogMessage("a closed segment may not be whole on the disk", file=self.path.name, error=error))
+
+
+class FoundSegment:
+    """A segment of an earlier process.
+
+    Attributes:
+        number: the one in its name.
+        path: of the file.
+        size: of the file, in bytes.
+        end: number of intact bytes, as far as it was read, without the closing.
+        last_number: of the last record before `end`.
+        is_closed: whether the closing follows there.
+        flaw: the problem at `end`, or None.
+        is_synced: whether its writer waited for a sync before it relied on a frame.
+        machine_boot_id: of the machine, when the segment was begun.
+    """
+
+    def __init__(self, directory: Path, number: int) -> None:
+        """Read the opening; raises OSError if that cannot be read."""
+        self.number = self.last_number = number
+        self.path = segment_path(directory, number)
+        self.size = self.path.stat().st_size
+        self.end = 0
+        self.flaw: Break | None = None
+        self.is_synced = self.is_closed = False
+        self.machine_boot_id = ""
+        try:
+            with self._opened(0) as file:
+                magic = file.read(len(_SEGMENT_MAGIC))
+                if magic != _SEGMENT_MAGIC:
+                    raise Break("does not begin like a file of the journal", is_torn=_SEGMENT_MAGIC.startswith(magic))
+                opening = read_frame(file, number)
+                self.is_synced, self.machine_boot_id, self.end = bool(opening[0]), opening[1:].decode(), file.tell()
+        except Break as flaw:
+            self.flaw = flaw
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether its opening is intact."""
+        return self.end > 0
+
+    @property
+    def may_lose_tail(self) -> bool:
+        """Whether a loss of power may have taken the last bytes, in any order."""
+        return self.is_begun and not self.is_synced and self.machine_boot_id != machine_boot_id()
+
+    @property
+    def was_being_made(self) -> bool:
+        """Whether a process was killed before it had written the opening."""
+        return not self.is_begun and self.flaw is not None and self.flaw.is_torn
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether neither the end of a process nor a loss of power explains its flaw."""
+        if self.flaw is None or self.flaw.is_torn or self.may_lose_tail:
+            return False
+        # A loss of power may leave a part of the bytes that were not synced yet: those of the last commit.
+        return self.machine_boot_id == machine_boot_id() or self.has_frame_after_flaw()
+
+    def records(self) -> Iterator[Record]:
+        """Yield the records up to the closing, a flaw or the end; raises OSError if the file cannot be read."""
+        try:
+            with self._opened(self.end) as file:
+                while file.peek(1):
+                    body = read_frame(file, self.last_number + 1)
+                    if not body:
+                        self.is_closed = True
+                        if file.peek(1):
+                            raise Break("continues after its closing")
+                        return
+                    self.end += HEADER_BYTES + len(body)
+                    for record in unpacked(body, self.last_number + 1):
+                        self.last_number = record.number
+                        yield record
+        except Break as flaw:
+            self.flaw = flaw
+
+    def has_frame_after_flaw(self) -> bool:
+        """Whether an intact later frame follows the flaw: when it was written, all before it had been synced."""
+        data = self.path.read_bytes()[self.end + 1 :]
+        file = io.BytesIO(data)
+        # The number of a frame that would begin at each byte; such a view needs some bytes after the last one.
+        numbers = np.ndarray(len(data), "<u8", data + bytes(HEADER_BYTES), _NUMBER_OFFSET, (1,))
+        most = self.last_number + 2 + len(data) // _LEAST_RECORD_BYTES
+        for at in np.flatnonzero((numbers > self.last_number) & (numbers < most)).tolist():
+            file.seek(at)
+            with contextlib.suppress(Break):
+                read_frame(file, int(numbers[at]))
+                return True
+        return False
+
+    @contextlib.contextmanager
+    def _opened(self, start: int) -> Iterator[io.BufferedReader]:
+        try:
+            with self.path.open("rb") as file:
+                file.seek(start)
+                yield file
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            raise Break(f"cannot be read ({error})") from error
+
+
+class FileBackend:
+    """Writes each group as one frame of a segment.
+
+    Without `sync`, durable means handed to the operating system, which survives any end of the process. A loss of power
+    may take the last records, never one before a record that it leaves. The event loop writes such frames, since a
+    thread takes longer. With `sync`, durable means on the disk.
+
+    Args:
+        directory: where its files are; it exists, and no other process writes there.
+        sync: whether each write is synced.
+        accept_loss: whether `read` continues without the records that follow a damaged one, instead of raising.
+
+    Attributes:
+        last_number: of the last record or opening that was read; writing continues with the next one.
+    """
+
+    group_bytes = 8 * 2**20
+    segment_bytes: float = 32 * 2**20
+    patience_seconds = 0.0
+
+    def __init__(self, directory: Path, *, sync: bool, accept_loss: bool = False) -> None:
+        self.is_blocking = sync
+        self._directory = directory
+        self._accept_loss = accept_loss
+        self.last_number = 0
+        self._last_found: FoundSegment | None = None  # to be closed; None in an empty log
+        self._reserve = EmergencyDiskReserve(directory / "reserve")
+        self._reserve.fill()
+        self._look_at = 0.0
+        self._segment: SegmentWriter | None = None
+        self._failure: DiskFailedError | None = None
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="tq-log")
+
+    def read(self, number: int) -> Iterator[Record]:
+        """Yield all records since a rotation, 0 for all of them.
+
+        Raises:
+            JournalDamagedError: a written record is damaged or missing.
+            DiskFullError: a file cannot be read now, for lack of something in the system.
+        """
+        try:
+            found = [FoundSegment(self._directory, each) for each in segment_numbers(self._directory) if each >= number]
+            if not self._has_beginning(found, number):
+                self._lose(found)
+                self.last_number = max(number, 1) - 1  # the log continues after the snapshot
+                return
+            for index, segment in enumerate(found):
+                self.last_number, self._last_found = segment.number, segment
+                for record in segment.records():
+                    self.last_number = record.number
+                    yield record
+                following = found[index + 1 :]
+                if not self._continues(segment, following):
+                    self._lose(following)
+                    return
+        except OSError as error:
+            # Not damage: accepting a loss would also discard every record that cannot be read now.
+            raise DiskFullError(
+                f"{error.filename or self._directory} cannot be read now ({error}): the disk of the data dir is full, "
+                "or this process lacks files or rights; nothing is lost: change that, and start the service again",
+                metadata={"path": str(error.filename or self._directory)},
+            ) from error
+
+    def _has_beginning(self, found: Sequence[FoundSegment], number: int) -> bool:
+        """Whether nothing is missing before the first record; raises if only damage explains the gap."""
+        first = found[0] if found else None
+        if first is None or first.number != (number or 1):
+            if number:
+                path = segment_path(self._directory, number)
+                self._report(path, 0, "is missing, but the snapshot that it follows is there")
+            elif first is not None:
+                self._report(first.path, 0, f"begins with number {first.number}, and no snapshot holds what was before")
+            return first is None and not number
+        if not first.is_begun and (number or len(found) > 1 or not first.was_being_made):
+            self._report(first.path, 0, f"{first.flaw}")
+        return first.is_begun
+
+    def _continues(self, segment: FoundSegment, following: Sequence[FoundSegment]) -> bool:
+        """Whether the next segment begins at the end of this one; raises if not and only damage explains it."""
+        number = segment.last_number + 1
+        continues = bool(following) and following[0].is_begun and following[0].number == number
+        if segment.flaw is not None:
+            if not continues and segment.is_damaged:
+                self._report(segment.path, segment.end, f"{segment.flaw}")
+                try:  # bytes that are about to be cut off, for an operator to inspect
+                    shutil.copyfile(segment.path, beside(segment.path, _LOST_SUFFIX))
+                except OSError as error:
+                    name = segment.path.name
+                    _log.warning(LogMessage("no copy of the segment could be written", file=name, error=error))
+                return False
+            _log.warning(
+                LogMessage(
+                    "cut a record that was not whole when the service or the machine stopped",
+                    file=segment.path.name,
+                    bytes=segment.size - segment.end,
+                    after_record=segment.last_number,
+                )
+            )
+        # A later run of the machine began its segment after it knew which bytes a loss of power had taken.
+        is_of_later_run = bool(following) and following[0].machine_boot_id not in ("", segment.machine_boot_id)
+        if continues or (segment.may_lose_tail and not is_of_later_run):
+            return continues
+        if not following:
+            if segment.is_closed:
+                path = segment_path(self._directory, number)
+                self._report(path, 0, f"is missing, but {segment.path.name} says that it follows")
+        elif following[0].number != number:
+            self._report(
+                segment.path,
+                segment.end,
+                f"ends with record {number - 1}, but the next file begins with number {following[0].number}",
+            )
+        elif segment.is_closed or len(following) > 1 or not following[0].was_being_made:
+            self._report(following[0].path, 0, f"{following[0].flaw}")
+        return False
+
+    def _lose(self, segments: Sequence[FoundSegment]) -> None:
+        for segment in reversed(segments):  # a kill in between leaves a gap at the same position
+            if segment.was_being_made:
+                _log.warning(LogMessage("removed a segment without records", file=segment.path.name))
+                segment.path.unlink()
+            else:
+                _log.warning(LogMessage("quarantined a segment: records before it are lost", file=segment.path.name))
+                quarantine(segment.path, _LOST_SUFFIX)
+
+    def _report(self, path: Path, at: int, problem: str) -> None:
+        """Raise JournalDamagedError, or log the damage if its loss is accepted."""
+        place = f"{path}, byte {at}," if at else f"{path}"
+        if not self._accept_loss:
+            raise JournalDamagedError(
+                f"the journal is damaged: {place} {problem}; restore a checkpoint, or start with "
+                "--accept-journal-loss to go on with what was written before it and forget all that came later",
+                metadata={"file": path.name, "byte": str(at), "after_record": str(self.last_number)},
+            )
+        _log.error(
+            LogMessage("the journal is damaged, and the loss was accepted", file=path, byte=at or None, problem=problem)
+        )
+
+    # Writing
+
+    def write(self, number: int, records: Sequence[NewRecord]) -> None:
+        """Write a frame, or without records begin a segment.
+
+        Raises:
+            DiskFullError: no space is left; a retry may succeed.
+            DiskFailedError: a sync failed, so that it is unknown which records are on the disk.
+        """
+        if self._failure is not None:
+            raise self._failure
+        segment = self._segment
+        try:
+            if segment is None or not records:
+                self._begin_segment(number)
+                return
+            self._with_reserve(lambda: segment.append(number, records))
+        except OSError as error:
+            reason = "is full" if error.errno == errno.ENOSPC else f"does not take what is written ({error})"
+            path = segment_path(self._directory, number) if segment is None else segment.path
+            raise DiskFullError(
+                f"the disk of the data dir {reason}: {path.name} cannot grow; nothing that was acknowledged is lost; "
+                "free space, the service goes on by itself",
+                retry_after_seconds=_RETRY_SECONDS,
+                metadata={"path": str(path)},
+            ) from error
+        if not self.is_blocking:
+            return
+        try:  # once: after a failed sync, the system considers written what never reached the disk
+            segment.sync()
+        except OSError as error:
+            self._failure = DiskFailedError(
+                f"the disk of the data dir failed to sync {segment.path.name} ({error}): what was not acknowledged may "
+                "be lost; check the disk, then start the service again",
+                metadata={"path": str(segment.path)},
+            )
+            raise self._failure from error
+
+    def _begin_segment(self, number: int) -> None:
+        before, is_first = self._segment, self._segment is None
+        if is_first:
+            for each in segment_numbers(self._directory) if self.is_blocking else ():  # a run without sync wrote them
+                sync_path(segment_path(self._directory, each))
+            if (found := self._last_found) is not None:
+                before = SegmentWriter(found.path, end=found.end)
+        try:
+            self._segment = self._with_reserve(lambda: self._create(number, before, sync=is_first or self.is_blocking))
+        finally:
+            if before is not None and is_first:
+                before.close()
+        if before is not None and not is_first:
+            self._background.submit(before.close)
+
+    def _create(self, number: int, before: SegmentWriter | None, *, sync: bool) -> SegmentWriter:
+        """Begin a segment and end its predecessor, or neither."""
+        segment = SegmentWriter(segment_path(self._directory, number), os.O_CREAT | os.O_EXCL)
+        try:
+            head, body = frame(number, (bytes([self.is_blocking]), machine_boot_id().encode()))
+            segment.write(_SEGMENT_MAGIC + head, body)
+            if sync:
+                self.sync_rotated(number)
+            if before is not None:
+                before.append(number, ())
+        except BaseException:
+            segment.path.unlink()
+            segment.close()
+            raise
+        return segment
+
+    def _with_reserve(self, write: Callable[[], T]) -> T:
+        """Write, and retry once if that fails and reserved space could be released."""
+        try:
+            return write()
+        except OSError:
+            if not self._reserve.release():
+                raise
+            return write()
+
+    @property
+    def is_disk_low(self) -> bool:
+        """Whether the disk was full and has hardly any space yet, so that only records that free space still fit."""
+        if self._reserve.is_filled:
+            return False
+        if time.monotonic() >= self._look_at and self._segment is not None:
+            self._look_at = time.monotonic() + _LOOK_SECONDS
+            self._background.submit(self._reserve.fill)
+        return True
+
+    def sync_rotated(self, number: int) -> None:
+        """Return once a new segment survives a loss of power."""
+        sync_path(segment_path(self._directory, number))
+        sync_path(self._directory)
+
+    def truncate_before(self, number: int) -> None:
+        """Remove segments whose records all have lower numbers."""
+        for each, following in pairwise(segment_numbers(self._directory)):
+            if following <= number:
+                segment_path(self._directory, each).unlink()
+
+    def close(self) -> None:
+        """Close the segment."""
+        segment, self._segment = self._segment, None
+        self._background.shutdown()
+        if segment is not None:
+            segment.close()
+
+
+class EmergencyDiskReserve:
+    """A file that only takes up disk space, removed when the disk is full so that clears can still be recorded.
+
+    May be used by any thread.
+
+    Attributes:
+        is_filled: whether the space is reserved.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self.is_filled = path.exists() and path.stat().st_size == RESERVE_BYTES
+
+    def fill(self) -> None:
+        """Reserve the space if as much again stays free."""
+        with self._lock:
+            try:
+                if self.is_filled or free_bytes(self._path.parent) < 2 * RESERVE_BYTES:
+                    return
+                with self._path.open("wb") as file:
+                    os.posix_fallocate(file.fileno(), 0, RESERVE_BYTES)
+            except OSError as error:
+                _log.warning(LogMessage("no space can be reserved in the data directory", error=error))
+                self._path.unlink(missing_ok=True)
+            else:
+                self.is_filled = True
+
+    def release(self) -> bool:
+        """Free the space; return whether any was reserved."""
+        with self._lock:
+            was_filled, self.is_filled = self.is_filled, False
+            self._path.unlink(missing_ok=True)
+        if was_filled:
+            _log.error(
+                LogMessage(
+                    "the disk of the data directory is full, free space; the reserve is released, so that clears can "
+                    "still be written",
+                    released_mib=RESERVE_BYTES >> 20,
+                )
+            )
+        return was_filled

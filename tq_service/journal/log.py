@@ -216,7 +216,7 @@ class Log:
             self._abandoned = error
             self._group.clear()
             self._callbacks.clear()
-            self._settle(error)
+            self._wake(error)
 
     def close(self) -> None:
         """Flush the log unless it was abandoned, and close its backend.
@@ -279,9 +279,9 @@ class Log:
             try:
                 committing.result()
             finally:
-                self._settle()
+                self._wake()
 
-    def _settle(self, error: BaseException | None = None) -> None:
+    def _wake(self, error: BaseException | None = None) -> None:
         """Wake those who wait for durable records, on the loop; with an error all others get it."""
         self._durable = self._committed
         while self._futures and (error is not None or self._futures[0][0] <= self._durable):
@@ -349,6 +349,6 @@ class Log:
 
     def _notify(self, error: BaseException | None = None) -> None:
         if not self.backend.is_blocking:
-            self._settle(error)
+            self._wake(error)
         elif self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._settle, error)
+            self._loop.call_soon_threadsafe(self._wake, error)

@@ -7,7 +7,7 @@ and says what follows from it.
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,6 @@ from tq_service.state.table import DEAD_LETTERED, DROPPED, FAILED, LIVE, distinc
 _MOST_NAMED = 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TaskChange(Change):
     """What becomes of one task of a partition."""
 
@@ -53,7 +52,6 @@ class TaskChange(Change):
         """Make the change, see `Change.apply`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TaskSeen(Change):
     """A task asked for the first time."""
 
@@ -72,7 +70,6 @@ class TaskSeen(Change):
         return prepared.open_task(self.task_name)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TaskForgotten(TaskChange):
     """A task of which nothing is on record was forgotten: the calls that asked for it were refused."""
 
@@ -82,13 +79,12 @@ class TaskForgotten(TaskChange):
 
     def make(self, partition: Partition, task: TaskLedger, found: Any, step: Step) -> None:
         """Drop the task's ledger."""
-        partition.drop_task(task.name)
+        partition.forget_task(task.name)
 
 
 # Claims
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplesClaimed(TaskChange):
     """Samples were delivered by a plan: for all ranks as the next batch_index of the task, or to a queue worker.
 
@@ -125,7 +121,6 @@ class SamplesClaimed(TaskChange):
         return claim
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class EndReached(TaskChange):
     """No further batch comes for the ranks of a task in this epoch, or for a claim of a queue worker by name.
 
@@ -149,7 +144,6 @@ class EndReached(TaskChange):
 # What becomes of the claim of a queue worker
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimReleased(TaskChange):
     """A queue claim was released: what is left of it can be claimed again.
 
@@ -193,7 +187,6 @@ class ClaimReleased(TaskChange):
         return int(np.count_nonzero(partition.state[positions] == LIVE))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimAcked(TaskChange):
     """Samples of a leased claim are done, for good or for this time; None: all that are left of it.
 
@@ -226,7 +219,6 @@ class ClaimAcked(TaskChange):
         return found[1].size
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimExtended(TaskChange):
     """What is left of a leased claim was given more time, from then on."""
 
@@ -260,7 +252,6 @@ class ClaimExtended(TaskChange):
         return claim.leased_count
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseExpired(TaskChange):
     """What was left of a leased claim can be claimed again, or is dead-lettered."""
 
@@ -279,7 +270,6 @@ class LeaseExpired(TaskChange):
         _reopen(partition, task, task.expire(*found, step.at_seconds), found[1], step)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ConsumptionReset(TaskChange):
     """The next epoch of a task began.
 
@@ -307,7 +297,6 @@ class ConsumptionReset(TaskChange):
         return task.epoch
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class DeadLettersRequeued(TaskChange):
     """Dead-lettered samples of a task can be claimed again, as if they had never been delivered.
 
@@ -342,7 +331,6 @@ class DeadLettersRequeued(TaskChange):
         return found.size
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupsKept(TaskChange):
     """A task asks for whole groups in another way than before, or no longer does.
 

@@ -38,7 +38,6 @@ from tq_service.state.table import CLEARED, FAILED, STATE_CODES, distinct, is_op
 _CHECKED_ONCE = {"is_encoded": False}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionCreated(Change):
     """A partition was made, by itself or by its first samples."""
 
@@ -62,7 +61,6 @@ class PartitionCreated(Change):
         return prepared
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionSealed(Change):
     """No new samples come. A write that seals the partition says so itself."""
 
@@ -80,7 +78,6 @@ class PartitionSealed(Change):
         step.tasks.append((prepared, None))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionCleared(Change):
     """A partition was removed."""
 
@@ -110,7 +107,6 @@ class SnapshotNeeded(Exception):  # noqa: N818  (no fault, and none that a clien
         self.number = number
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StateReplaced(Change):
     """A checkpoint was restored: a snapshot, which is not in the log, has the state since.
 
@@ -222,7 +218,6 @@ class Written:
     specs: Sequence[FieldSpec] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplesWritten(Change):
     """Samples were added, or written to."""
 
@@ -252,7 +247,7 @@ class SamplesWritten(Change):
             step.freed += cells.write(write.put, write.columns, prepared.specs, rows, write.row_count)
             if partition.state_counts[FAILED] and positions is not None:
                 failed = positions[partition.state[positions] == FAILED]
-                step.freed += cells.forget(failed, [cells.fields[spec.name] for spec in prepared.specs])
+                step.freed += cells.free(failed, [cells.fields[spec.name] for spec in prepared.specs])
         partition.meta.write(write.meta, rows)
         expected = partition.settings.expected_samples
         if expected is not None and partition.inserted_count >= expected and not partition.sealed:
@@ -268,7 +263,6 @@ class SamplesWritten(Change):
         return Written(partition=partition, global_indexes=indexes, specs=prepared.specs)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MetaSet(Change):
     """custom_meta of existing samples was written."""
 
@@ -296,7 +290,6 @@ class MetaSet(Change):
         step.note_change(partition)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupsClosed(Change):
     """Groups get no further members."""
 
@@ -315,7 +308,6 @@ class GroupsClosed(Change):
         step.note_change(partition)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplesCleared(Change):
     """Samples were removed; those that were not there are named too."""
 
@@ -334,7 +326,7 @@ class SamplesCleared(Change):
     def apply(self, state: State, prepared: FoundRows, step: Step) -> int:
         """Remove them from all that knows of them; return how many they were."""
         partition, positions = prepared
-        step.freed += partition.cells.forget(positions, partition.cells.fields.values())
+        step.freed += partition.cells.free(positions, partition.cells.fields.values())
         keys = None if partition.key.is_blank else partition.key[positions]
         step.removed.append((partition, partition.table.index[positions], keys))
         states = partition.state[positions]
@@ -344,7 +336,7 @@ class SamplesCleared(Change):
             task.on_rows_cleared(positions)
         partition.key_index.on_rows_cleared(positions)
         partition.count_states(positions, -1)
-        partition.groups.forget_members(positions)
+        partition.groups.count_cleared(positions)
         partition.state.write(positions, CLEARED)
         _skip_rest(partition, positions, step)
         partition.table.remove(positions)
@@ -391,7 +383,7 @@ def _set_state(partition: Partition, code: int, positions: Indexes, step: Step) 
     if changed.size == 0:
         return
     if code == FAILED:
-        step.freed += partition.cells.forget(changed, partition.cells.fields.values())
+        step.freed += partition.cells.free(changed, partition.cells.fields.values())
         for task in partition.tasks.values():
             task.on_rows_closed(changed)
     partition.count_states(changed, -1)

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from operator import attrgetter
-from typing import Any, ClassVar, Final, NamedTuple, Protocol, TypeAlias
+from typing import Any, ClassVar, Final, NamedTuple, Protocol, TypeAlias, dataclass_transform
 
 from numpy.typing import NDArray
 
@@ -230,6 +230,7 @@ class Step:
         self.changed[partition] = None
 
 
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
 class Change(ABC):
     """Something that can be done to the state: a frozen dataclass, whose fields are what the log keeps of it.
 
@@ -237,10 +238,10 @@ class Change(ABC):
         kinds: all changes there are, by the name of their class, which the log knows them by.
     """
 
-    __slots__ = ()
     kinds: ClassVar[dict[str, type[Change]]] = {}
 
     def __init_subclass__(cls) -> None:
+        dataclass(frozen=True, kw_only=True)(cls)
         # Else it is what several changes have in common.
         if not any(getattr(each, "__isabstractmethod__", False) for each in vars(cls).values()):
             Change.kinds[cls.__name__] = cls
@@ -305,7 +306,6 @@ def decode_group(record: bytes) -> tuple[float, list[Change]]:
     return at_seconds, [codec.decode_named(Change.kinds, *named) for named in changes]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RequestAnswered(Change):
     """A mutating request was answered, last in the group of what it changed.
 

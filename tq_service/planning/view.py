@@ -10,13 +10,14 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final, NoReturn, TypeAlias
+from typing import Any, Final, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tq_service.errors import InvalidArgumentError, MissingLengthError, SamplerError
 from tq_service.planning.grouping import Grouping, first_in_order, grouping_of, in_order
+from tq_service.results import Lack
 from tq_service.schema import BatchUnit, Blocks, EndCounts, Layout
 from tq_service.state.ledger import RecordedPlan, TaskLedger
 from tq_service.state.partition import Partition
@@ -58,10 +59,27 @@ _NO_START: Final = (0, _NONE)
 Rows: TypeAlias = slice | Indexes  # a stretch of the table, or some positions
 
 
+class Requirement(NamedTuple):
+    """A condition that live rows, which the task has not consumed, must meet to be ready.
+
+    Attributes:
+        lack: the reason that is given for rows that do not meet it.
+        name: of the field or column.
+        is_met: returns which of some rows meet it `(n,)`.
+    """
+
+    lack: Lack
+    name: str
+    is_met: Callable[[Rows], NDArray[np.bool_]]
+
+
 class Readiness:
-    """The conditions of one kind of claim, over the rows of a partition as they are when they are looked at.
+    """The requirements of one kind of claim, over the rows of a partition as they are when they are looked at.
 
     Another thread may look as well, while the table is pinned.
+
+    Attributes:
+        requirements: plans take rows that meet all of them, and explanations count the others.
     """
 
     def __init__(
@@ -72,6 +90,13 @@ class Readiness:
         self.key: ScanKey = (batch_spec.data_fields, batch_spec.where, length)
         self.partition = partition
         self.task = task
+        self.requirements = [
+            Requirement(Lack.FIELD, name, partial(partition.cells.produced, (name,))) for name in batch_spec.data_fields
+        ]
+        for each in batch_spec.where:
+            self.requirements.append(Requirement(Lack.WHERE, each.column, partial(self._holds, each)))
+        if length is not None:
+            self.requirements.append(Requirement(Lack.LENGTH, length.key, self.has_length))
 
     @property
     def at_once(self) -> int:
@@ -80,26 +105,15 @@ class Readiness:
 
     def ready(self, rows: Rows) -> NDArray[np.bool_]:
         """Return which rows are ready `(n,)`."""
-        _, where, length = self.key
-        mask = self.has_data(rows)
-        if where:
-            mask &= self.allowed(rows)
-        if length is not None:
-            mask &= self.has_length(rows)
-        return mask
+        return self.ready_but_for(rows)
 
-    def has_data(self, rows: Rows) -> NDArray[np.bool_]:
-        """Return which rows are live, not consumed by the task, and have all data fields."""
+    def ready_but_for(self, rows: Rows, *lacks: Lack) -> NDArray[np.bool_]:
+        """Return which rows are ready, or would be if they did not lack some things `(n,)`."""
         mask: NDArray[np.bool_] = self.partition.state[rows] == LIVE
         mask &= self.task.claim[rows] == UNCLAIMED
-        mask &= self._produced(rows)
-        return mask
-
-    def allowed(self, rows: Rows) -> NDArray[np.bool_]:
-        """Return where `where` holds; a row without a value does not pass."""
-        mask = np.ones(self.table.index[rows].size, np.bool_)
-        for condition in self.key[1]:
-            mask &= self.partition.meta.holds(condition, rows)[0]
+        for each in self.requirements:
+            if each.lack not in lacks:
+                mask &= each.is_met(rows)
         return mask
 
     def excluded(self, rows: Rows) -> NDArray[np.bool_]:
@@ -107,7 +121,7 @@ class Readiness:
         mask = np.zeros(self.table.index[rows].size, np.bool_)
         for condition in self.key[1]:
             holds, present = self.partition.meta.holds(condition, rows)
-            mask |= ~holds & (present | self._produced(rows))
+            mask |= ~holds & (present | self.partition.cells.produced(self.key[0], rows))
         return mask
 
     def has_length(self, rows: Rows) -> NDArray[np.bool_]:
@@ -165,8 +179,8 @@ class Readiness:
         field = None if name is None else self.partition.cells.fields.get(name)
         return np.full(self.table.index[rows].size, -1) if field is None else field.lengths(rows)
 
-    def _produced(self, rows: Rows) -> NDArray[np.bool_]:
-        return self.partition.cells.produced(self.key[0], rows)
+    def _holds(self, condition: Condition, rows: Rows) -> NDArray[np.bool_]:
+        return self.partition.meta.holds(condition, rows)[0]
 
 
 def _is_token_count(values: NDArray[Any]) -> NDArray[np.bool_]:
@@ -532,18 +546,18 @@ class Planned:
         plan: as it is recorded.
         positions: of `plan.named`, in the table of this moment.
         grouping: what its groups are; None where its sampler took no whole ones.
-        length: what its sampler needs of each sample.
+        readiness: has the requirements that its rows met.
     """
 
     plan: RecordedPlan
     positions: Indexes
     grouping: Grouping | None
-    length: LengthSource | None
+    readiness: Readiness
 
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """There is no plan, and another look is of no use before something has changed.
+    """A plan could not be made, and another look is useless before something has changed.
 
     So a partition that fills row by row is not scanned for each of them, nor at its end for each waiting claim.
 
@@ -612,7 +626,6 @@ class Search:
         self._task = task
         self._request = request
         self._spec = request.batch_spec
-        self._length = length
         self._rows = Readiness(partition, task, self._spec, length)
         self._new_scan = partial(Scan, self._rows, starts, self._spec.order_by, watch=watch, look_past=look_past)
         self._begun_at = self._marks
@@ -728,7 +741,7 @@ class Search:
             return NOT_LOOKED
         recorded = RecordedPlan.of(plan, self._spec.micro_batch_size)
         positions = self._rows.table.find(recorded.named)
-        if bool((positions < 0).any()) or not bool(self._rows.has_data(positions).all()):
+        if bool((positions < 0).any()) or not bool(self._rows.ready_but_for(positions, Lack.WHERE, Lack.LENGTH).all()):
             state_version, _, *others = self._begun_at  # rows that are only written to stay ready
             if (state_version, *others) != (self._marks[0], *self._marks[2:]):
                 return NOT_LOOKED
@@ -741,13 +754,13 @@ class Search:
         if self._spec.max_uses > 1 or recorded.is_reusing:
             recorded = self._task.using_up(recorded, self._spec.max_uses)
             positions = self._rows.table.find(recorded.named)
-        return Planned(recorded, positions, self.view.grouping, self._length)
+        return Planned(recorded, positions, self.view.grouping, self._rows)
 
     def _miss(self) -> Miss:
         """Return how many rows must be written, after the search was begun, before there can be more to find."""
         self._check_length_field()
         missing, is_closed = 1, self._partition.sealed or self._spec.finite  # or soon closed, by a first sample
-        # Of the class, where reading it runs no code of the sampler.
+        # Of the class: reading it runs no code of the sampler.
         needs_min_size = type(self._request.sampler).plans_below_min_size is not True
         if needs_min_size and self.view.scan.exhausted and self.wanted.batch_unit == "sample":
             missing = self.wanted.min_size - self.view.scan.seen_count
@@ -761,14 +774,15 @@ class Search:
 
         Lengths that are missing can come as long as there are samples, by a put or by SetCustomMeta; so claims wait.
         """
-        source, rows = self._length, self._rows
+        rows = self._rows
+        source = rows.key[2]
         field = None if source is None else self._partition.cells.fields.get(source.field or "")
         if source is None or field is None or not field.produced_count or field.has_lengths:
             return
         if self._partition.meta.has(source.key):
             return
         first = slice(0, min(self.view.scan.count, rows.at_once))
-        lacking = np.flatnonzero(rows.has_data(first) & rows.allowed(first) & ~rows.has_length(first))
+        lacking = np.flatnonzero(rows.ready_but_for(first, Lack.LENGTH) & ~rows.has_length(first))
         if not lacking.size:
             return
         kind = "objects" if field.spec.layout is Layout.OBJECT else "scalars"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -191,13 +192,9 @@ class TokenBudgetSampler(LengthSampler):
             # The lengths of a rank's samples, in the order of its rows.
             lengths_of_ranks = rows_of_ranks(Groups(rows=lengths, sizes=kept.sizes), assignment)
             plan = _split(plan, lengths_of_ranks, self.tokens_per_micro_batch)
-        # What is dropped goes with its group, or in turn. Of groups behind the first that does not fit nothing is
-        # dropped yet.
-        rank_of = np.arange(len(groups)) % request.rank_count
-        for rank, part in enumerate(assignment):
-            rank_of[kept_ids[part]] = rank
+        # Of groups behind the first that does not fit nothing is dropped yet.
         goes = is_dropped & (group_of < kept_ids[taken_count:].min(initial=len(groups)))
-        dropped = (groups.rows[goes & (rank_of[group_of] == rank)] for rank in range(request.rank_count))
+        dropped = _dropped_by_rank(groups, group_of, np.flatnonzero(goes), [kept_ids[part] for part in assignment])
         return Plan(ranks=tuple(replace(part, dropped=rows) for part, rows in zip(plan.ranks, dropped, strict=True)))
 
     def _assign(self, groups: Groups, lengths: Indexes, request: PlanRequest) -> list[Indexes]:
@@ -292,6 +289,18 @@ class TokenBudgetSampler(LengthSampler):
             field="sampler_config",
             metadata={"column": self.length_key},
         )
+
+
+def _dropped_by_rank(
+    groups: Groups, group_of: Indexes, dropped: Indexes, groups_of_ranks: list[Indexes]
+) -> Iterator[Indexes]:
+    """Yield the rows of dropped samples that each rank's part names: they go with their group, or in turn."""
+    rank_of = np.arange(len(groups)) % len(groups_of_ranks)
+    for rank, own in enumerate(groups_of_ranks):
+        rank_of[own] = rank
+    rank_of_dropped = rank_of[group_of[dropped]]
+    for rank in range(len(groups_of_ranks)):
+        yield groups.rows[dropped[rank_of_dropped == rank]]
 
 
 def _split(plan: Plan, lengths_of_ranks: list[Indexes], tokens_per_micro_batch: int) -> Plan:
@@ -403,23 +412,20 @@ class PackedSampler(LengthSampler):
 
 
 def _as_plan(groups: Groups, group_of: Indexes, packs: PackPlan) -> Plan:
-    """Return the plan in rows; samples that are dropped go with their group, or in turn."""
+    """Return the plan in rows."""
     samples_of_ranks = [
         np.array(sorted(sample for step in steps for pack in step for sample in pack), np.int64)
         for steps in packs.packs
     ]
-    rank_of_group = np.arange(len(groups)) % packs.dp_size
-    for rank, samples in enumerate(samples_of_ranks):
-        rank_of_group[group_of[samples]] = rank
-    rank_of_dropped = rank_of_group[group_of[packs.dropped]]
+    dropped = _dropped_by_rank(groups, group_of, packs.dropped, [group_of[samples] for samples in samples_of_ranks])
     return Plan(
         ranks=tuple(
             RankPlan(
                 rows=groups.rows[samples],
-                dropped=groups.rows[packs.dropped[rank_of_dropped == rank]],
-                steps=tuple(tuple(_as_pack(samples, pack, packs) for pack in step) for step in packs.packs[rank]),
+                dropped=rows,
+                steps=tuple(tuple(_as_pack(samples, pack, packs) for pack in step) for step in steps),
             )
-            for rank, samples in enumerate(samples_of_ranks)
+            for samples, rows, steps in zip(samples_of_ranks, dropped, packs.packs, strict=True)
         )
     )
 

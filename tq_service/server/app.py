@@ -31,9 +31,8 @@ from tq_service.machine.state_machine import IdempotencyCache
 from tq_service.observe.instruments import Instruments, TimedRunner
 from tq_service.samplers import PlanRunner, SamplerRegistry
 from tq_service.schema import CONTROLLER_NAME_BYTES
-from tq_service.server import converters
 from tq_service.server.checkpoints import Checkpoints
-from tq_service.server.controller_servicer import ControllerServicer
+from tq_service.server.controller_servicer import ControllerServicer, answer_bytes, pack_answer, unpack_answer
 from tq_service.server.health import Health
 from tq_service.server.heartbeat import register_storage
 from tq_service.server.listener import Connections, Listener
@@ -186,10 +185,10 @@ class App:
             Limits(**{each.name: getattr(settings, each.name) for each in dataclasses.fields(Limits)}),
             IdempotencyCache(
                 settings.request_record_seconds,
-                pack=converters.pack,
-                unpack=converters.unpack,
+                pack=pack_answer,
+                unpack=unpack_answer,
                 max_bytes=settings.request_record_bytes,
-                weigh=converters.weigh,
+                weigh=answer_bytes,
             ),
         )
         catalog.machine.fatal = self.supervisor.fatal

@@ -31,7 +31,6 @@ from tq_service.errors import DataLossError, FieldNotFoundError, PreconditionErr
 from tq_service.log_message import LogMessage
 from tq_service.machine.state_machine import Entry, merged
 from tq_service.schema import check_name
-from tq_service.server.converters import pack
 from tq_service.server.storages import StorageRegistry
 from tq_service.serving.catalog import Catalog
 from tq_service.serving.lookup import find_names, name_token
@@ -255,7 +254,7 @@ class Checkpoints:
             catalog.answers.restore(answers)
             catalog.run_once(request_id, lambda: answer, pb.RestoreResponse)
 
-        own = [Entry(request_id, catalog.machine.now_seconds(), pack(answer))]
+        own = [Entry(request_id, catalog.machine.now_seconds(), catalog.answers.pack(answer))]
         try:
             if self._store is None:
                 catalog.prepare_replacement(partitions)

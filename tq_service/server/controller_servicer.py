@@ -1,4 +1,4 @@
-"""The controller's methods: each converts, calls the core, converts."""
+"""The controller's methods, each of which converts, calls the core, converts; and their answers as they are kept."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import asyncio
 import weakref
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeAlias, TypeVar, get_type_hints
+
+from google.protobuf import descriptor_pool
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
 
 from tq_service.errors import DeadlineError, InvalidArgumentError
 from tq_service.internal.v1 import storage_registry_pb2, storage_registry_pb2_grpc
@@ -46,6 +50,7 @@ from tq_service.wire.metadata import check_json, decode_integers, decode_meta_co
 
 Request = TypeVar("Request", bound=Any)  # a message with a request_id
 Answer = TypeVar("Answer")
+PackedAnswer: TypeAlias = tuple[str, bytes]
 
 
 def _once(
@@ -398,3 +403,23 @@ def _named_indexes(
 ) -> Indexes | None:
     """Return the samples that are named, None for all that are meant where none is."""
     return decode_integers(request.global_indexes) if request.global_indexes else None
+
+
+# Answers as they are kept
+
+
+def pack_answer(answer: Message) -> PackedAnswer:
+    """Return what is kept of an answer: the name of its message in `tq_service.v1`, and its bytes."""
+    return answer.DESCRIPTOR.name, answer.SerializeToString()
+
+
+def answer_bytes(packed: PackedAnswer) -> int:
+    """Return the bytes of what is kept of an answer."""
+    return len(packed[1])
+
+
+def unpack_answer(packed: PackedAnswer) -> Message:
+    """Return the answer."""
+    name, data = packed
+    kind = GetMessageClass(descriptor_pool.Default().FindMessageTypeByName(f"tq_service.v1.{name}"))
+    return kind.FromString(data)

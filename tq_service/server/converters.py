@@ -1,4 +1,4 @@
-"""Messages of the controller as what the core knows, and the other way round; answers as they are kept."""
+"""Messages of the controller as what the core knows, and the other way round."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any, Final
 
-from google.protobuf import descriptor_pool
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
-from google.protobuf.message_factory import GetMessageClass
 
 from tq_service.errors import InvalidArgumentError
 from tq_service.machine.samples import SampleWrite, Written
@@ -63,7 +61,6 @@ _FIELDS_OF_ONE_CALL: Final = (
 _FIELDS_OF_A_PAGE: Final = ("page_size", "page_token", "missing_ok", "task_name", "min_count", "max_wait")
 
 Endpoints = Callable[[str, bytes], metadata_pb2.StorageEndpoint | None]
-Packed = tuple[str, bytes]
 
 
 # Requests
@@ -385,7 +382,7 @@ def located_meta(
     known = [name for name in data_fields if name in cells.fields]
     specs: Iterable[FieldSpec | None] = (cells.fields[name].spec for name in known)
     if not positions.size:
-        specs = map(cells.spec_of_none, data_fields)
+        specs = map(cells.spec_for_empty_batch, data_fields)
     meta = _meta_of(
         partition,
         keys=names_of(partition.key.data[positions].tolist()) if not partition.key.is_blank else (),
@@ -441,20 +438,3 @@ def _add_steps(meta: metadata_pb2.BatchMeta, part: RankPlan) -> None:
 
 
 # What is kept of an answer: a message of protobuf takes 2 KB in memory, its bytes a few hundred.
-
-
-def pack(answer: Message) -> Packed:
-    """Return what is kept of an answer: the name of its message in `tq_service.v1`, and its bytes."""
-    return answer.DESCRIPTOR.name, answer.SerializeToString()
-
-
-def weigh(packed: Packed) -> int:
-    """Return the bytes of what is kept of an answer."""
-    return len(packed[1])
-
-
-def unpack(packed: Packed) -> Message:
-    """Return the answer."""
-    name, data = packed
-    kind = GetMessageClass(descriptor_pool.Default().FindMessageTypeByName(f"tq_service.v1.{name}"))
-    return kind.FromString(data)

@@ -227,7 +227,7 @@ class LowestVersion:
         self._bounds = np.zeros(0)  # of blocks from the first on; those of rows that were cleared in front are dropped
         self._extend()
         partition.on_rows.append(self._note)
-        partition.on_reset.append(self._forget)
+        partition.on_reset.append(self._invalidate)
 
     def _note(self, indexes: Indexes | range) -> None:
         """Have the blocks of rows looked at again."""
@@ -248,7 +248,7 @@ class LowestVersion:
             first_block = first_index // _BLOCK_ROWS
             self._bounds, self._first_block = bounds[first_block - self._first_block :], first_block
 
-    def _forget(self, task_name: str) -> None:
+    def _invalidate(self, task_name: str) -> None:
         """Have all blocks looked at: any rows may be left again."""
         if task_name == self._task_name:
             self._bounds[:] = _TO_BE_LOOKED_AT

@@ -1,6 +1,7 @@
-"""Why claims wait: what is ready of a partition, and what the other samples lack.
+"""Why claims wait: the ready samples of a partition, and the lacks of the others.
 
-It takes a sweep over all rows, and is made only where somebody asks.
+It takes a sweep over all rows, and is made only where somebody asks. Plans and explanations go
+by one list of requirements (`Readiness.requirements`), and `Lack` has the sentences.
 """
 
 from __future__ import annotations
@@ -13,12 +14,11 @@ from dataclasses import replace
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tq_service.errors import nearest
 from tq_service.planning.grouping import Grouping, grouping_of
 from tq_service.planning.view import Readiness
-from tq_service.results import NotReady, WaitCode, WaitReason
+from tq_service.results import Lack, NotReady, WaitCode, WaitReason
 from tq_service.schema import Blocks
 from tq_service.serving.admission import AdmissionQueue
 from tq_service.serving.catalog import Catalog
@@ -39,7 +39,7 @@ class Explainer:
 
     Args:
         catalog: has the partitions and the claims that wait.
-        runner: knows what a sampler needs of each sample.
+        runner: knows the length that a sampler needs.
     """
 
     def __init__(self, catalog: Catalog, runner: RunsPlans) -> None:
@@ -69,7 +69,7 @@ class Explainer:
         Args:
             partition_id: the partition, which need not be there.
             task_name: claims of this task; empty: of all.
-            names: partitions that the caller may know of; None: it is told only what the claims ask for.
+            names: partitions that the caller may know of; None: it learns only the fields and tasks of the claims.
             most: reasons that are returned, those of the claims that came first; None: all.
         """
         partition = self._catalog.find(partition_id, missing_ok=True)
@@ -127,38 +127,35 @@ class Explanation:
         self._partition = partition
         self._task = task
         self._request = request
-        self._readiness = Readiness(partition, task, request.batch_spec, length)
-        self._length = length
+        self._requirements = Readiness(partition, task, request.batch_spec, length).requirements
         self._counts_groups = request.batch_spec.batch_unit == "group"
         self._left_count = 0
-        self._lacking: Counter[tuple[str, str]] = Counter()  # by kind and name, as in `NotReady`
+        self._lacking: Counter[tuple[Lack, str]] = Counter()  # by kind and name, as in `NotReady`
         self._ready: list[Indexes] = []  # global indexes, since positions may change between the slices
 
     def look(self, rows: slice) -> None:
         """Count the rows of a slice."""
-        partition, batch_spec = self._partition, self._request.batch_spec
-        states, lost = partition.state.data[rows], self._task.skipped.data[rows]
-        left = self._task.is_pending(rows)
+        partition, task = self._partition, self._task
+        states, left = partition.state.data[rows], task.is_pending(rows)
         live = left & (states == LIVE)
+        ready = live.copy()
+        lacking = [(Lack.LOST, "", task.skipped.data[rows]), (Lack.HELD, "", left & (states == HELD))]
+        for lack, name, is_met in self._requirements:
+            met = is_met(rows)
+            ready &= met
+            lacking.append((lack, name, live & ~met))
+        for lack, name, mask in lacking:
+            self._lacking[lack, name] += int(np.count_nonzero(mask))
         self._left_count += int(np.count_nonzero(left))
-        self._count("lost", "", lost)
-        self._count("held", "", left & (states == HELD))
-        for name in batch_spec.data_fields:
-            self._count("field", name, live & ~partition.cells.produced((name,), rows))
-        for condition in batch_spec.where:
-            self._count("where", condition.column, live & ~partition.meta.holds(condition, rows)[0])
-        if self._length is not None:
-            self._count("length", self._length.key, live & ~self._readiness.has_length(rows))
-        self._ready.append(partition.table.index.data[rows][self._readiness.ready(rows) & ~lost])
-
-    def _count(self, kind: str, name: str, mask: NDArray[np.bool_]) -> None:
-        self._lacking[kind, name] += int(np.count_nonzero(mask))
+        self._ready.append(partition.table.index.data[rows][ready])
 
     async def reason(self, slices: Slices, queue: AdmissionQueue | None) -> WaitReason:
         """Return why the claim waits, as far as the partition and the queue of its puts know."""
         task, request = self._task, self._request
         lacks = [
-            NotReady(kind=kind, name=name, sample_count=count) for (kind, name), count in self._lacking.items() if count
+            NotReady(kind=lack.kind, name=name, sample_count=count)
+            for (lack, name), count in self._lacking.items()
+            if count
         ]
         if task.leased_count:
             first = math.inf
@@ -166,11 +163,11 @@ class Explanation:
                 first = min(first, claim.deadline)
                 await slices.turn()
             seconds = 0.0 if first == math.inf else max(0.0, first - asyncio.get_running_loop().time())
-            lacks.append(NotReady(kind="leased", sample_count=task.leased_count, ends_in_seconds=seconds))
+            lacks.append(NotReady(kind=Lack.LEASED.kind, sample_count=task.leased_count, ends_in_seconds=seconds))
         ready_count, split = await self._groups()
         if split is not None:
             lacks.append(split)
-        # What all batches up to the one that is asked for take.
+        # All batches up to the requested one.
         batches = 1 if request.rank is None else max(1, request.rank.batch_index - task.next_batch_index + 1)
         needed_count = batches * request.plan_request.min_size
         code, text = self._cause(ready_count, needed_count, lacks)
@@ -212,16 +209,16 @@ class Explanation:
             code = WaitCode.SAMPLER_WAITS
             text += f", and sampler {self._request.batch_spec.sampler!r} makes no batch of them yet"
         else:
-            has_split_groups = any(lack.kind == "group" for lack in lacks)
+            has_split_groups = any(lack.kind == Lack.GROUP.kind for lack in lacks)
             code = WaitCode.GROUPS_INCOMPLETE if has_split_groups else WaitCode.TOO_FEW_READY
             text += f", {needed_count} are needed"
-        return code, "; ".join([text, *map(_shown, lacks)])
+        return code, "; ".join([text, *map(_sentence, lacks)])
 
     def _all_consumed(self, task_of: str) -> str:
         task = self._task
         leased = f", {task.leased_count} of them under a lease" if task.leased_count else ""
-        if lost := self._lacking["lost", ""]:
-            are_lost = _shown(NotReady(kind="lost", sample_count=lost))
+        if lost := self._lacking[Lack.LOST, ""]:
+            are_lost = _sentence(NotReady(kind=Lack.LOST.kind, sample_count=lost))
             return (
                 f"nothing is left for {task_of}: it has consumed {task.consumed_count} samples{leased}, and "
                 f"{are_lost}; put more, seal it, or clear those that task {task.name!r} skips"
@@ -269,7 +266,7 @@ class Explanation:
         split = split[np.argsort(first[split])]
         first_index, first_count = int(ready[first[split[0]]]), int(counts[split[0]])
         example = self._example(ids[split], first_index, first_count, grouping.block_size)
-        return ready_count, NotReady(kind="group", sample_count=int(counts[split].sum()), example=example)
+        return ready_count, NotReady(kind=Lack.GROUP.kind, sample_count=int(counts[split].sum()), example=example)
 
     def _example(self, ids: Indexes, index: int, ready_count: int, block_size: int | None) -> str:
         """Return what is ready of the first of some groups, or which of them wait for a size where that does.
@@ -299,22 +296,8 @@ class Explanation:
         return f"group {name!r} has {members} members, {ready_count} of them ready, {expected}"
 
 
-def _shown(lack: NotReady) -> str:
-    count = lack.sample_count
-    match lack.kind:
-        case "field":
-            return f"{count} lack field {lack.name!r}"
-        case "where":
-            return f"for {count} the condition on {lack.name!r} does not hold"
-        case "length":
-            return f"{count} have no length for the sampler in the custom_meta column {lack.name!r}"
-        case "leased":
-            return f"{count} are leased, the first for {lack.ends_in_seconds or 0:.0f} s more"
-        case "lost":
-            return f"{count} are lost, since their groups lost a member that failed, was cleared or was dead-lettered"
-        case "group":
-            return f"{count} are ready in groups that are not ready as a whole ({lack.example})"
-    return f"{count} are {lack.kind}"
+def _sentence(lack: NotReady) -> str:
+    return Lack[lack.kind.upper()].value.format(lack)
 
 
 def _unexplained(task_name: str, data_fields: tuple[str, ...], waiting_count: int) -> WaitReason:

@@ -388,7 +388,9 @@ def locate(
         KeyNotFoundError, SampleNotFoundError, CellNotFoundError: something is missing that may not be.
         InvalidArgumentError: too many are named, or by index and by key.
     """
-    if not skip_missing_fields and (unknown := [name for name in names if partition.cells.spec_of_none(name) is None]):
+    if not skip_missing_fields and (
+        unknown := [name for name in names if partition.cells.spec_for_empty_batch(name) is None]
+    ):
         raise _no_field(partition, unknown[0])
     _check_named("keys", len(keys))
     _check_named("global_indexes", indexes.size)
@@ -623,11 +625,11 @@ class Clearing:
         partition = self.catalog.find(self.partition_id, self.incarnation, missing_ok=self.missing_ok)
         if partition is not None:
             check_claim(partition, self.claim, self.selection.indexes)
-        self._last = self._take()
+        self._last = self._next_part()
         while self._part.size or self._place is not None:
             self._clear()
             await asyncio.sleep(0)
-            self._last = self._take()
+            self._last = self._next_part()
 
     def finish(self) -> int:
         """Clear the last part; return how many samples were cleared in all."""
@@ -639,7 +641,7 @@ class Clearing:
             change = SamplesCleared(partition_id=self.partition_id, global_indexes=self._last, claim=self.claim)
             self._cleared_count += self.catalog.commit(change) or 0
 
-    def _take(self) -> Indexes:
+    def _next_part(self) -> Indexes:
         """Return the next samples, no more than a step may clear."""
         partition = self.catalog.find(self.partition_id, self.incarnation, missing_ok=self.missing_ok)
         if partition is None:

@@ -24,12 +24,10 @@ import logging
 import math
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
-from itertools import accumulate, chain
-from operator import mul, sub
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -49,7 +47,7 @@ from tq_service.machine.claims import (
     SamplesClaimed,
 )
 from tq_service.machine.state_machine import Change
-from tq_service.planning.view import NOT_LOOKED, EndFound, Found, Miss, Planned, Readiness, ScanStarts, Search
+from tq_service.planning.view import NOT_LOOKED, EndFound, Found, Miss, Planned, ScanStarts, Search
 from tq_service.results import RecentBatch
 from tq_service.schema import EndCounts
 from tq_service.state.ledger import Claim, RecordedPlan, TaskLedger
@@ -292,7 +290,7 @@ class WaitQueue:
         self._last_arrival += 1
         waiter.arrival = self._last_arrival
 
-    def drop_if_unused(self, line: Line) -> None:
+    def forget_if_unused(self, line: Line) -> None:
         """Forget a line in which no claim waits and for which no plan is made."""
         if not line and line.state is not LineState.PLANNING and self.by_spec.get(line.spec) is line:
             del self.by_spec[line.spec]
@@ -366,32 +364,20 @@ def describe_batch(batch_index: int, plan: RecordedPlan, lengths: Indexes | None
     """
     if lengths is None or not lengths.size:
         return RecentBatch(batch_index=batch_index)
-    ends = list(accumulate(plan.sizes))
-    starts = [end - size for size, end in zip(plan.sizes, ends, strict=True) if size]
-    sums = iter(np.add.reduceat(lengths, starts).tolist())
-    tokens = [next(sums) if size else 0 for size in plan.sizes]
-    total = sum(tokens)
+    ends, sums = np.cumsum(plan.sizes), np.append(0, np.cumsum(lengths))
+    tokens, total = np.diff(sums[ends], prepend=0).tolist(), int(sums[-1])
     if plan.steps:
-        packs = chain.from_iterable(chain.from_iterable(plan.steps))
-        padding = sum(pack.padding_tokens for pack in packs)
-    else:
-        padding = _padding_of_micro_batches(plan, lengths, ends, total)
+        padding = sum(pack.padding_tokens for steps in plan.steps for packs in steps for pack in packs)
+    else:  # all samples of a micro-batch to the longest of them
+        largest, ranks = plan.micro_batch_size or max(plan.sizes), zip(plan.sizes, ends, strict=True)
+        starts = np.concatenate([np.arange(end - size, end, largest) for size, end in ranks])
+        padding = int(np.maximum.reduceat(lengths, starts) @ np.diff(starts, append=lengths.size)) - total
     return RecentBatch(
         batch_index=batch_index,
         tokens_per_rank=tuple(tokens[:_MOST_RANKS]),
         imbalance=max(tokens) * len(tokens) / total - 1 if total else 0.0,
         padding_share=padding / (padding + total) if padding else 0.0,
     )
-
-
-def _padding_of_micro_batches(plan: RecordedPlan, lengths: Indexes, ends: Sequence[int], total: int) -> int:
-    """Return how many tokens pad all samples to the longest one of their micro-batch."""
-    largest = plan.micro_batch_size or max(plan.sizes)
-    ranks = zip(plan.sizes, ends, strict=True)
-    starts = list(chain.from_iterable(range(end - size, end, largest) for size, end in ranks))
-    longest = np.maximum.reduceat(lengths, starts).tolist()
-    counts = map(sub, [*starts[1:], ends[-1]], starts)
-    return int(sum(map(mul, longest, counts))) - total
 
 
 class DeliveryRate:
@@ -508,7 +494,7 @@ class Planner:
         """Look at all waiting claims again: something has changed, of which a planner hears while claims wait."""
         if self._epoch != self.task.epoch:  # calls may mean the epoch before
             self._epoch = self.task.epoch
-            self._review(self._queue)
+            self._enqueue_answers(self._queue)
         self._queue.is_stale = True
         self._advance()
 
@@ -517,7 +503,7 @@ class Planner:
         self._gone = error
         for plan in filter(None, self._plans):
             plan.cancel()
-        self._review(self._queue)
+        self._enqueue_answers(self._queue)
         self._advance()
 
     # A call
@@ -585,12 +571,12 @@ class Planner:
             if timer is not None:
                 timer.cancel()
             line.remove(waiter)
-            self._drop_if_unused(line)
+            self._forget_if_unused(line)
             del waiter  # through which an error would hold this frame, and with it the partition
 
-    def _drop_if_unused(self, line: Line) -> None:
+    def _forget_if_unused(self, line: Line) -> None:
         """Forget a line that is of no use any more, and hear of no changes without any line."""
-        self._queue.drop_if_unused(line)
+        self._queue.forget_if_unused(line)
         if self.is_idle:
             self._partition.on_change.discard(self.wake)
 
@@ -662,7 +648,7 @@ class Planner:
         """Whether it is worth while to look for a plan."""
         return not line.last_miss.is_current(self._partition, self.task)
 
-    def _review(self, waiters: Iterable[Waiter], error: TqError | None = None) -> None:
+    def _enqueue_answers(self, waiters: Iterable[Waiter], error: TqError | None = None) -> None:
         """Have calls answered, a few at a time: with an error, what is recorded, or why they can have nothing."""
         self._to_answer.extend((waiter, error) for waiter in waiters)
 
@@ -741,7 +727,7 @@ class Planner:
         """End the first queue worker of a line; of ranks all that wait for the same batch, which would fail alike."""
         first, batch_index = line.first(), line.batch_index
         if line.is_ranked:
-            self._review((each for each in line if each.batch_index == batch_index), error)
+            self._enqueue_answers((each for each in line if each.batch_index == batch_index), error)
         elif first is not None:
             first.end(error)
         self._queue.put(line)
@@ -776,20 +762,19 @@ class Planner:
             if task.next_batch_index != batch_index:  # else the partition was cleared before
                 is_plain = not (found.plan.is_reusing or found.plan.dropped)
                 positions = found.positions if is_plain else self._partition.table.find(found.plan.rows)
-                readiness = Readiness(self._partition, task, spec.batch_spec, found.length)
-                described = describe_batch(batch_index, found.plan, readiness.known_lengths(positions))
+                described = describe_batch(batch_index, found.plan, found.readiness.known_lengths(positions))
                 task.recent_batches.append(described)
                 self._on_batch(spec.batch_spec.sampler, described)
         for line in self._queue.ranked_lines:
             disagrees = line.spec.dp_size != spec.dp_size
-            self._review(each for each in line if each.batch_index == batch_index or is_end or disagrees)
+            self._enqueue_answers(each for each in line if each.batch_index == batch_index or is_end or disagrees)
         return answer
 
     def _record_for_worker(self, request: ClaimRequest, found: Planned | EndFound) -> Claim | EndCounts:
         """Record what a queue worker gets; an end is of this one only, or of all that ask under its name."""
         name = request.claim_name
         if name:
-            self._review(waiter for waiter in self._queue if waiter.request.claim_name == name)
+            self._enqueue_answers(waiter for waiter in self._queue if waiter.request.claim_name == name)
         if isinstance(found, EndFound):
             if name:
                 self._commit(
@@ -889,7 +874,7 @@ class Planner:
             self._plans.discard(plan)
             timer.cancel()
             self._queue.is_stale |= line.is_ranked  # other ranks may have awaited it
-            self._drop_if_unused(line)
+            self._forget_if_unused(line)
             self._yield_turn(line)
             self._advance()
 

@@ -1,26 +1,33 @@
-"""The cells of a partition: its fields, the puts that hold their cells, and which row of which put holds each."""
+"""The columns of a partition: its fields, the puts that hold their cells and which row holds each, and custom_meta.
+
+The values of fields are in storage services, located by cells; those of custom_meta columns are here.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tq_service.errors import FieldMismatchError
-from tq_service.schema import Encoding, FieldSpec, Layout
-from tq_service.state.plan import Indexes
+from tq_service.custom_meta import DTYPES, KIND_NAMES, MetaColumn, fitted
+from tq_service.errors import FieldMismatchError, InvalidArgumentError
+from tq_service.results import MetaColumnStatus
+from tq_service.schema import LARGEST_EXACT, Encoding, FieldSpec, Layout
+from tq_service.state.plan import Condition, Indexes
 from tq_service.state.table import Column, ColumnSnapshot, NewColumn, RowTable, SlotTable, TableSnapshot, as_slice
 
 NOT_PRODUCED = -1
-CELL_COLUMN = "cell/"  # what the names of the columns with the cells of a field begin with
+CELL_COLUMN = "cell/"  # prefix of the names of columns with the cells of a field
 _SLOT_SHIFT = 32  # a cell is (slot of its put << 32 | row in the put), so that neighbours in a put differ by 1
 _ROW_MASK = (1 << _SLOT_SHIFT) - 1
 _ROW_BYTES = 8
 _MOST_FORMER_SPECS = 1024
 _TENSORS = frozenset({Layout.DENSE, Layout.JAGGED})
+_JSON: Final = "J"
+_FILLS: dict[str, Any] = {"i": 0, "f": 0.0, "b": False, "O": None}
 
 
 class Put(NamedTuple):
@@ -99,7 +106,7 @@ Freed: TypeAlias = CellSet | Put
 
 
 def freed_cells(freed: Freed) -> CellSet:
-    """Return what is freed as cells."""
+    """Return freed cells as a set."""
     return CellSet(put=freed) if isinstance(freed, Put) else freed
 
 
@@ -127,7 +134,7 @@ class Field:
     Attributes:
         spec: what holds of all cells, and of a field without any what is declared.
         length: size of each cell in the first dimension in which cells differ; None while they do not.
-        produced_count: number of cells that there are.
+        produced_count: number of its cells.
     """
 
     __slots__ = ("_table", "cell", "length", "produced_count", "spec")
@@ -142,7 +149,7 @@ class Field:
 
     @property
     def has_lengths(self) -> bool:
-        """Whether there are cells with a length: of tensors that are no scalars."""
+        """Whether there are cells with a length: of tensors other than scalars."""
         return self.produced_count > 0 and bool(self.spec.row_shape)
 
     def lengths(self, rows: slice | Indexes) -> Indexes:
@@ -157,7 +164,7 @@ class Field:
         return np.where(is_there, (spec.row_shape or (-1,))[0], -1)
 
     def widen(self, spec: FieldSpec) -> None:
-        """Have another spec of the same name, which holds of the cells that there are, too."""
+        """Have another spec of the same name, which fits the present cells, too."""
         known, first = self.spec, spec.ragged_dims[:1]
         if first and self.length is None:
             self.length = self._table.column(*_length_column(spec.name))
@@ -167,7 +174,7 @@ class Field:
         self.spec = spec
         if not first and self.length is not None:
             self.length = None
-            self._table.drop_column(_length_column(spec.name)[0])
+            self._table.remove_column(_length_column(spec.name)[0])
 
 
 def _cell_column(name: str) -> NewColumn:
@@ -234,8 +241,8 @@ class CellTable:
             field.widen(spec)
         return field
 
-    def spec_of_none(self, name: str) -> FieldSpec | None:
-        """Return what an empty batch says of a field: what it is, or was last; None where that is not known."""
+    def spec_for_empty_batch(self, name: str) -> FieldSpec | None:
+        """Return the spec of a field in an empty batch, its present or last one; None if it is unknown."""
         field = self.fields.get(name)
         return self.former_specs.get(name) or (None if field is None else field.spec)
 
@@ -278,14 +285,14 @@ class CellTable:
             if field is not None and (positions is None or not _replaces_all(field, positions)):
                 known = field.spec
             layout = declared.layout
-            if layout is None:  # scalars have no dimension that could be ragged
+            if layout is None:  # scalars lack a dimension that could be ragged
                 is_scalar = new.layout is Layout.DENSE and not new.row_shape
                 layout = Layout.AUTO if new.layout is Layout.OBJECT or is_scalar else self._default_layout
             merged.append(merge_specs(known, column, layout))
         return merged
 
     def new_columns(self, specs: Iterable[FieldSpec]) -> list[NewColumn]:
-        """Return the columns that are to be declared for fields of these specs, beside those that there are."""
+        """Return the columns that are still to be declared for fields of these specs."""
         columns = []
         for spec in specs:
             field = self.fields.get(spec.name)
@@ -305,7 +312,7 @@ class CellTable:
         freed: list[Freed] = []
         if not isinstance(positions, slice):
             known = (self.fields.get(spec.name) for spec in specs)
-            freed = self._free(positions, [field for field in known if field is not None])
+            freed = self._free_cells(positions, [field for field in known if field is not None])
         cells = cells_of(slot, row_count)
         where = as_slice(positions)
         for column, spec in zip(columns, specs, strict=True):
@@ -317,10 +324,10 @@ class CellTable:
                 field.length.write(where, column.sizes(spec.ragged_dims[0]))
         return freed
 
-    def forget(self, positions: Indexes, fields: Iterable[Field]) -> list[Freed]:
+    def free(self, positions: Indexes, fields: Iterable[Field]) -> list[Freed]:
         """Mark the cells of rows as not produced and return those that were; fields without cells are forgotten."""
         looked_at = list(fields)
-        freed = self._free(positions, looked_at)
+        freed = self._free_cells(positions, looked_at)
         for field in looked_at:  # one that lost its last cell is as declared, or not there
             name = field.spec.name
             declared = self._declared.get(name)
@@ -331,14 +338,14 @@ class CellTable:
                 del self.former_specs[next(iter(self.former_specs))]
             if declared is None:
                 del self.fields[name]
-                self._table.drop_column(_cell_column(name)[0])
+                self._table.remove_column(_cell_column(name)[0])
                 if field.length is not None:
-                    self._table.drop_column(_length_column(name)[0])
+                    self._table.remove_column(_length_column(name)[0])
             else:
                 field.widen(declared)
         return freed
 
-    def _free(self, positions: Indexes, fields: Iterable[Field]) -> list[Freed]:
+    def _free_cells(self, positions: Indexes, fields: Iterable[Field]) -> list[Freed]:
         forgotten: list[tuple[str, Indexes]] = []
         for field in fields:
             produced = positions[field.cell[positions] >= 0]
@@ -349,7 +356,7 @@ class CellTable:
         freed: list[Freed] = []
         for slot, alike in _by_put(forgotten).items():
             put, count = self.puts.get(slot), sum(len(rows) // _ROW_BYTES * len(names) for rows, names in alike.items())
-            freed += [put] if self.puts.drop(slot, count) else _cell_sets(put, alike)
+            freed += [put] if self.puts.count_off(slot, count) else _cell_sets(put, alike)
         return freed
 
     def count_of_runs(self, positions: Indexes, most: int) -> int:
@@ -465,7 +472,7 @@ class PutTable(SlotTable):
             raise LookupError(f"put slot {slot} is free")
         return put
 
-    def drop(self, slot: int, cells: int) -> bool:
+    def count_off(self, slot: int, cells: int) -> bool:
         """Count cells off; return whether the put has none left, and forget it then."""
         cells_left, bytes_left = int(self._cells[slot]), int(self._bytes[slot])
         gone_bytes = bytes_left * cells // cells_left
@@ -488,7 +495,7 @@ class PutTable(SlotTable):
 
 
 def _replaces_all(field: Field, positions: Indexes) -> bool:
-    """Whether a write to some rows leaves no cell of a field that there is now."""
+    """Whether a write to some rows replaces all cells of a field."""
     count = field.produced_count
     return count <= positions.size and count == np.count_nonzero(field.cell[positions[positions >= 0]] >= 0)
 
@@ -543,3 +550,181 @@ def _mismatch(known: FieldSpec, new: FieldSpec, hint: str) -> FieldMismatchError
         field="columns",
         metadata={"field_name": known.name, "got": new.describe(), "expected": known.describe()},
     )
+
+
+# custom_meta
+
+
+@dataclass(slots=True)
+class _MetaStore:
+    """A custom_meta column: its typed values, once it has one, and its JSON values, once it has one."""
+
+    values: Column | None = None
+    present: Column | None = None
+    json: Column | None = None
+
+    @property
+    def kind(self) -> str:
+        """The kind of the typed values, "" without any."""
+        return "" if self.values is None else self.values.data.dtype.kind
+
+
+class CustomMeta:
+    """The custom_meta columns of a partition, see `tq_service.custom_meta`."""
+
+    __slots__ = ("_columns", "_table")
+
+    def __init__(self, table: RowTable) -> None:
+        self._table = table
+        self._columns: dict[str, _MetaStore] = {}
+
+    @property
+    def kinds(self) -> dict[str, str]:
+        """For each column the kind of its typed values (`i`, `f`, `b` or `O`), if any, and `J` where some are JSON.
+
+        In order of their first use.
+        """
+        return {name: stored.kind + _JSON * (stored.json is not None) for name, stored in self._columns.items()}
+
+    @property
+    def statuses(self) -> tuple[MetaColumnStatus, ...]:
+        """What is shown of the columns."""
+        return tuple(
+            MetaColumnStatus(name=name, kind=KIND_NAMES.get(stored.kind, ""), has_json=stored.json is not None)
+            for name, stored in self._columns.items()
+        )
+
+    def declare(self, kinds: Mapping[str, str]) -> None:
+        """Declare columns by their kinds, before they are restored."""
+        for name, kind in kinds.items():
+            stored = self._columns[name] = _MetaStore()
+            if typed := kind.removesuffix(_JSON):
+                self._declare_typed(name, stored, typed)
+            if typed != kind:
+                self._declare_json(name, stored)
+
+    def _declare_typed(self, name: str, stored: _MetaStore, kind: str) -> None:
+        stored.values = self._table.column(f"meta/{name}", DTYPES[kind], _FILLS[kind])
+        stored.present = self._table.column(f"meta_present/{name}", np.bool_, False)
+
+    def _declare_json(self, name: str, stored: _MetaStore) -> None:
+        stored.json = self._table.column(f"meta_json/{name}", np.object_, None)
+
+    def names(self) -> list[str]:
+        """Return the names of the columns in order of their first use."""
+        return list(self._columns)
+
+    def has(self, name: str) -> bool:
+        """Whether any sample ever had a typed value for `name`."""
+        return name in self._columns and self._columns[name].values is not None
+
+    def check(self, columns: Sequence[MetaColumn], count: int) -> None:
+        """Refuse columns that do not fit, before anything is written."""
+        names = [column.name for column in columns]
+        if len(set(names)) != len(names):
+            raise InvalidArgumentError(f"custom_meta names a column twice: {names}", field="custom_meta")
+        for column in columns:
+            if column.values.size != count:
+                raise InvalidArgumentError(
+                    f"custom_meta column {column.name!r} has {column.values.size} values for {count} samples; give one "
+                    f"entry a sample",
+                    field="custom_meta",
+                )
+            _fitted(column, self._columns.get(column.name))
+
+    def write(self, columns: Sequence[MetaColumn], rows: slice | Indexes) -> None:
+        """Write values of samples, or remove them; samples of which a column says nothing keep theirs."""
+        for given in columns:
+            stored = self._columns.get(given.name)
+            column, kind = _fitted(given, stored)
+            has_typed = bool(column.present.any())
+            if stored is None:
+                if not has_typed and column.json is None:
+                    continue
+                stored = self._columns[given.name] = _MetaStore()
+            if has_typed and stored.values is None:
+                self._declare_typed(column.name, stored, kind)
+            elif has_typed and stored.values is not None and stored.kind != kind:
+                stored.values.convert(DTYPES[kind])
+            if column.json is not None and stored.json is None:
+                self._declare_json(column.name, stored)
+            is_written = column.is_written
+            where = as_slice(rows) if is_written.all() else _chosen(rows, is_written)
+            if stored.values is not None and stored.present is not None:
+                values = np.where(column.present, column.values, stored.values.fill)
+                stored.values.write(where, values[is_written])
+                stored.present.write(where, column.present[is_written])
+            if stored.json is not None:
+                stored.json.write(where, None if column.json is None else column.json[is_written])
+
+    def read(self, name: str, positions: Indexes) -> MetaColumn | None:
+        """Return one column at `positions`, None where no sample ever had a value."""
+        stored = self._columns.get(name)
+        if stored is None:
+            return None
+        if stored.values is None or stored.present is None:
+            values = present = np.zeros(positions.size, np.bool_)
+        else:
+            values, present = stored.values[positions], stored.present[positions]
+        texts = None if stored.json is None else stored.json[positions]
+        if texts is not None and not (texts != None).any():  # noqa: E711  (of each)
+            texts = None
+        return MetaColumn(name=name, values=values, present=present, json=texts)
+
+    def read_all(self, positions: Indexes) -> list[MetaColumn]:
+        """Return all columns that have a value at `positions`."""
+        columns = (self.read(name, positions) for name in self._columns)
+        return [column for column in columns if column is not None and column.has_value.any()]
+
+    def holds(self, condition: Condition, rows: slice | Indexes) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Return of rows where a condition holds, and where there is a value to compare."""
+        values, present = self.typed(condition.column, rows)
+        holds = np.zeros(present.size, np.bool_)
+        if present.any():
+            holds[present] = condition.holds(values[present])
+        return holds, present
+
+    def typed(self, name: str, rows: slice | Indexes) -> tuple[NDArray[Any], NDArray[np.bool_]]:
+        """Return the typed values of a column, and which rows have one."""
+        arrays = self.arrays(name)
+        if arrays is None:
+            count = self._table.index[rows].size
+            return np.zeros(count), np.zeros(count, np.bool_)
+        return arrays[0][rows], arrays[1][rows]
+
+    def json_values(self, name: str, rows: slice | Indexes) -> NDArray[np.object_] | None:
+        """Return the JSON of a column at some rows, None for each without any or with null; None if it has no JSON."""
+        stored = self._columns.get(name)
+        if stored is None or stored.json is None:
+            return None
+        texts: NDArray[np.object_] = stored.json[rows].copy()
+        texts[texts == "null"] = None
+        return texts
+
+    def arrays(self, name: str) -> tuple[NDArray[Any], NDArray[np.bool_]] | None:
+        """Return typed values and presence as they lie in the table, None for a column without any."""
+        stored = self._columns.get(name)
+        if stored is None or stored.values is None or stored.present is None:
+            return None
+        return stored.values.data, stored.present.data
+
+
+def _chosen(rows: slice | Indexes, mask: NDArray[np.bool_]) -> slice | Indexes:
+    """Return those of some rows that a mask over them has."""
+    return as_slice(np.flatnonzero(mask) + rows.start if isinstance(rows, slice) else rows[mask])
+
+
+def _fitted(column: MetaColumn, stored: _MetaStore | None) -> tuple[MetaColumn, str]:
+    """Return a column with the values typed that are of the kind of the stored ones from then on, and this kind."""
+    new: str = column.values.dtype.kind
+    if stored is None or stored.values is None:
+        column = column if column.json is None else fitted(column, new if column.present.any() else None)
+        return column, column.values.dtype.kind
+    kind: str = stored.kind
+    if new != kind and not column.present.any():
+        new = kind
+    elif {new, kind} == {"i", "f"}:
+        integers = stored.values.data if kind == "i" else column.values
+        if integers.size == 0 or int(np.abs(integers).max()) <= LARGEST_EXACT:
+            new = kind = "f"
+    return (column if new == kind and column.json is None else fitted(column, kind)), kind

@@ -288,7 +288,7 @@ class GroupTable:
         """Take no further members."""
         self.closed.write(slots, True)
 
-    def forget_members(self, positions: Indexes) -> None:
+    def count_cleared(self, positions: Indexes) -> None:
         """Count rows as cleared, and free the slots of groups whose members all are."""
         if not self.in_use:
             return

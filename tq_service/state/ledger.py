@@ -669,7 +669,7 @@ class TaskLedger(TaskFacts):
             oldest = next(iter(self._reusing.values()))
             if not oldest.request_id:
                 self.last_forgotten = oldest.batch_index
-            self._drop(oldest, "forgotten")
+            self._forget(oldest, "forgotten")
 
     # What becomes of a claim
 
@@ -769,11 +769,11 @@ class TaskLedger(TaskFacts):
                 if len(self._without_rows) <= _MOST_BATCHES_WITHOUT_ROWS:
                     return
                 claim = self.batches[self._without_rows.pop(0)]
-            self._drop(claim, "cleared")
+            self._forget(claim, "cleared")
         elif claim.plan.is_reusing and not claim.leased_count and claim.serial not in self._reusing:
             self._keep_reusing(claim)
 
-    def _drop(self, claim: Claim, loss: Loss) -> None:
+    def _forget(self, claim: Claim, loss: Loss) -> None:
         self._by_serial.pop(claim.serial, None)
         if self._reusing.pop(claim.serial, None) is not None:
             self._reusing_row_count -= claim.rows.size

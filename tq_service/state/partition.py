@@ -24,10 +24,9 @@ from tq_service.errors import (
 )
 from tq_service.log_message import LogMessage
 from tq_service.schema import FieldSpec, Layout, StalenessLimit, check_name, check_passed_on, check_range, check_unique
-from tq_service.state.cells import CellTable
+from tq_service.state.cells import CellTable, CustomMeta
 from tq_service.state.groups import GroupTable, KeyIndex
 from tq_service.state.ledger import TaskLedger, TaskSnapshot, task_columns
-from tq_service.state.meta import CustomMeta
 from tq_service.state.plan import Indexes, differences, shown
 from tq_service.state.table import FAILED, HELD, LIVE, RowTable, Table, TableSnapshot, distinct
 
@@ -228,11 +227,11 @@ class Partition:
         task = self.tasks[name] = TaskLedger(name, self.table, self.state, backlog=self.open_count)
         return task
 
-    def drop_task(self, name: str) -> None:
+    def forget_task(self, name: str) -> None:
         """Have no task of this name any more; nothing may be on record of it."""
         del self.tasks[name]
         for column in task_columns(name):
-            self.table.drop_column(column)
+            self.table.remove_column(column)
 
     def check_task(self, name: str) -> None:
         """Refuse a task that is not one of those that were declared."""

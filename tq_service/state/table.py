@@ -125,11 +125,11 @@ class ObjectChunks:
             given[:] = values
         for number, here, there in parts:
             if is_one and values is self._fill:
-                self._forget(number, there)
+                self._reset(number, there)
             else:
                 self._chunk(number)[there] = values if is_one else given[here]
 
-    def _forget(self, number: int, there: Any) -> None:
+    def _reset(self, number: int, there: Any) -> None:
         """Have the fill again; a chunk that has nothing else takes no memory."""
         if isinstance(there, slice) and there.stop - there.start > _CHUNK_MASK:
             self._chunks.pop(number, None)
@@ -224,7 +224,7 @@ def reserved_memory(values: NDArray[Any] | ObjectChunks) -> mmap.mmap | None:
     return base if isinstance(base, mmap.mmap) else None
 
 
-def give_back(values: NDArray[Any], memory: mmap.mmap, start: int, stop: int) -> None:
+def release_pages(values: NDArray[Any], memory: mmap.mmap, start: int, stop: int) -> None:
     """Have the kernel take back the whole pages of values in memory; they are zeros then."""
     offset = values.ctypes.data - np.frombuffer(memory, np.uint8).ctypes.data
     first = -(-(offset + start * values.itemsize) // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -365,7 +365,7 @@ class Column:
         if capacity < size and reserved is not None:
             if self._snapshots:
                 self._keep(slice(capacity, None))
-            give_back(self._array, reserved, capacity, size)
+            release_pages(self._array, reserved, capacity, size)
         elif not isinstance(memory, ObjectChunks) and not size <= capacity <= memory.size:
             old, is_blank = self.data[:capacity], self.is_blank
             self._move(capacity, old.dtype)
@@ -472,7 +472,7 @@ class Table:
         self._unsaved.add(name)
         return self.column(name, dtype, fill)
 
-    def drop_column(self, name: str) -> None:
+    def remove_column(self, name: str) -> None:
         """Have no column of this name any more; readers of it, or of a snapshot of it, go on."""
         del self.columns[name]
 

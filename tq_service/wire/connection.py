@@ -1,6 +1,11 @@
 """How a service is reached: how channels connect, what a client shows and whom it believes, which controller is asked.
 
 A bearer token and TLS are what clients show; between services it is the same.
+
+A request that is larger than one message goes in several messages of its call. Messages are small, so that few bytes
+are on their way to a service at a time. The first request of a call that takes `PART_BYTES` or more is cut, serialized,
+into parts of just that size and a last one that is shorter, which may be empty. A service joins them: what the request
+asks for is done whole or not at all.
 """
 
 from __future__ import annotations
@@ -65,6 +70,12 @@ CLUSTER_OPTIONS: Final = cluster_options(CONNECTION_OPTIONS)
 
 STREAM_WINDOW_BYTES: Final = 16 << 10
 """What a client may send of a message before the service reads it."""
+
+PART_BYTES: Final = 2 << 20
+"""Size of each part but the last; a first message of this size says that more follow."""
+
+MAX_REQUEST_BYTES: Final = 64 << 20
+"""Of a request with all its parts."""
 
 LISTENING_OPTIONS: Final = (
     # What is not read yet lies in memory that no quota counts: gRPC would let it grow to megabytes for each call.
@@ -243,6 +254,28 @@ def open_channel(api: Any, address: str, credentials: Credentials, options: Sequ
     if credentials.tls is None:
         return api.insecure_channel(address, options=options)
     return api.secure_channel(address, credentials.tls.channel_credentials(), options=options)
+
+
+def in_parts(request: bytes, name: str) -> list[bytes]:
+    """Return the messages in which a serialized request goes.
+
+    Args:
+        request: the request.
+        name: of the call, for the error.
+
+    Raises:
+        InvalidArgumentError: it is larger than a service takes.
+    """
+    size = len(request)
+    if size > MAX_REQUEST_BYTES:
+        raise InvalidArgumentError(
+            f"the request of {name} is {size} bytes, the values of fields apart; expected at most {MAX_REQUEST_BYTES}. "
+            "Write or name fewer samples at once, or give them shorter keys, groups and custom_meta",
+            metadata={"got": str(size), "limit": str(MAX_REQUEST_BYTES)},
+        )
+    if size < PART_BYTES:
+        return [request]
+    return [request[start : start + PART_BYTES] for start in range(0, size + 1, PART_BYTES)]
 
 
 def is_loopback_target(address: str) -> bool:

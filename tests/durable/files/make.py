@@ -27,7 +27,7 @@ from live_server import LiveServer, LoopThread
 from test_change_stages import STORY
 
 from tq_service.durable.state_store import StateStore
-from tq_service.journal import file_backend
+from tq_service.journal import files as journal_files
 from tq_service.machine.claims import EndReached, SamplesClaimed, TaskSeen
 from tq_service.machine.samples import PartitionCleared
 from tq_service.samplers import PlanRunner
@@ -122,7 +122,7 @@ def make_checkpoint(directory: Path) -> None:
 
 
 def main() -> None:
-    file_backend.machine_boot_id = lambda: "the machine that made this file"
+    journal_files.machine_boot_id = lambda: "the machine that made this file"
     for kind, write in (("changes", make_changes), ("puts", make_puts), ("snapshot", make_snapshot)):
         with tempfile.TemporaryDirectory() as directory:
             asyncio.run(make(Path(directory), write))

@@ -41,9 +41,8 @@ from tq_service.dataplane.shared_memory.client import HostLink
 from tq_service.errors import CallCancelledError, PreconditionError, TqError, UnavailableError
 from tq_service.schema import FieldSpec
 from tq_service.v1 import controller_service_pb2 as pb
-from tq_service.wire.connection import Controllers, Credentials, Metadata, Signature, Tls, open_channel
+from tq_service.wire.connection import Controllers, Credentials, Metadata, Signature, Tls, in_parts, open_channel
 from tq_service.wire.error_table import status_from_trailers
-from tq_service.wire.messages import in_parts
 from tq_service.wire.metadata import decode_spec
 
 T = TypeVar("T")

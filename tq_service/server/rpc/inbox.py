@@ -22,7 +22,7 @@ from google.protobuf.message import DecodeError
 from tq_service.errors import DeadlineError, InvalidArgumentError, LimitExceededError
 from tq_service.server.rpc.methods import Behavior, Context, Method
 from tq_service.wire.columns import WAITING_BYTES, Garbled
-from tq_service.wire.messages import MAX_REQUEST_BYTES, PART_BYTES
+from tq_service.wire.connection import MAX_REQUEST_BYTES, PART_BYTES
 
 Part = TypeVar("Part")
 

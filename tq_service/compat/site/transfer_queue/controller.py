@@ -201,7 +201,7 @@ def _are_claimed(
     if not rows:
         return True
     # Replicas of a rank claim the same samples, by a name that no other samples ever get.
-    named = {}
+    named: dict[str, Any] = {}
     if config.get("dp_rank") is not None:
         named["claim_name"] = f"{claim_name(config)}, samples from {min(rows)}"
     try:

@@ -299,16 +299,6 @@ function updateTile(node, tile) {
 
 // ---- What waits ----
 
-const WAIT_WORDS = {
-  PARTITION_NOT_FOUND: "no such partition",
-  NO_SAMPLES: "no samples",
-  FIELD_NEVER_PUT: "field never put",
-  ALL_CONSUMED: "all consumed",
-  TOO_FEW_READY: "too few ready",
-  GROUPS_INCOMPLETE: "groups incomplete",
-  SAMPLER_WAITS: "sampler waits",
-};
-
 const waitKey = (wait) => JSON.stringify([wait.partition_id, wait.task_name, wait.code, wait.data_fields]);
 
 function renderWaits(status, interval) {
@@ -328,7 +318,7 @@ function renderWaits(status, interval) {
       write(node.children[0], span(wait.seconds));
       const [, where, text] = node.children;
       write(where.children[0], wait.task_name ? `${wait.task_name} of ${wait.partition_id}` : wait.partition_id);
-      write(where.children[1], WAIT_WORDS[wait.code] ?? wait.code);
+      write(where.children[1], wait.code.toLowerCase().replaceAll("_", " "));
       where.children[1].className = `chip ${isLong ? (wait.code === "FIELD_NEVER_PUT" ? "bad" : "warn") : ""}`;
       write(where.children[2], counted(wait.waiting_count, "call", "calls"));
       const put = wait.put_waits_for ? `; a put waits: ${wait.put_waits_for}` : "";
