@@ -32,8 +32,8 @@ PASSED_ON = {
     ("server/rpc/calls.py", "InternalError"),
     ("server/supervisor.py", "ServiceFailedError"),
 }
-# Made of a class that is looked up: by bounds of partitions, from codes of gRPC, where a storage service is away, and by
-# what became of a claim.
+# Made of a class that is looked up: by bounds of partitions, from codes of gRPC, where a storage service is away, and
+# for claims that were lost.
 MADE_BY_TABLE = {
     "BatchForgottenError", "ClaimReleasedError", "LeaseExpiredError", "SamplesClearedError",
     "CallCancelledError", "DeadlineError", "QuotaExceededError", "StalenessLimitError", "UnauthenticatedError",
