@@ -40,6 +40,12 @@ _NULL: Final = "null"
 
 MetaValue: TypeAlias = "JsonValue | JsonNull"
 
+
+def keeping_nulls(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return custom_meta of systems in which None is a value: it is kept as null, instead of removing one."""
+    return [{name: JSON_NULL if value is None else value for name, value in row.items()} for row in rows]
+
+
 _INT64: Final = np.iinfo(np.int64)
 _KINDS: Final = {bool: "b", int: "i", float: "f", str: "O"}
 DTYPES: Final[Mapping[str, Any]] = {"i": np.int64, "f": np.float64, "b": np.bool_, "O": np.object_}
