@@ -42,7 +42,7 @@ MetaValue: TypeAlias = "JsonValue | JsonNull"
 
 
 def keeping_nulls(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return custom_meta of systems in which None is a value: it is kept as null, instead of removing one."""
+    """Return custom_meta that stores None as null, instead of removing a value."""
     return [{name: JSON_NULL if value is None else value for name, value in row.items()} for row in rows]
 
 
@@ -141,7 +141,7 @@ def column_of(name: str, size: int, positions: Sequence[int], values: Sequence[A
 
 
 def no_values(name: str, size: int, kind: str = "b") -> MetaColumn:
-    """Return a column of a type in which none of `size` samples has a value."""
+    """Return a column without values, of a type, for `size` samples."""
     values = np.full(size, "" if kind == "O" else 0, DTYPES[kind])
     return MetaColumn(name=name, values=values, present=np.zeros(size, np.bool_))
 

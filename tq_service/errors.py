@@ -3,7 +3,7 @@
 `code` is the name of the gRPC status code that a call ends with, and `reason` travels as `google.rpc.ErrorInfo.reason`
 (`tq_service.wire.error_table`). Messages say what was got, what was expected and what to do.
 
-A class is what a program may catch for itself. What only people read differently is a reason of the class above it.
+A class exists if programs may want to catch it. Errors that differ only for people share a class and have reasons.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class TqError(Exception):
 
     Attributes:
         message: what was got, what was expected, what to do.
-        reason: what it is, that of its class unless a narrower one is given.
+        reason: that of the class, unless a narrower one is given.
         metadata: short facts for programs, such as both values of a disagreement.
     """
 

@@ -199,7 +199,7 @@ class Pack:
 
     Attributes:
         positions: positions in the batch's `global_indexes`.
-        lengths: token counts of these samples; None where the sampler does not know them.
+        lengths: token counts of these samples; None if the sampler does not know them.
         padding_tokens: tokens that fill the pack up to its length.
     """
 
@@ -231,15 +231,15 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class SampleColumn:
-    """An attribute of a batch with one value for each sample: a tuple, () where no sample has one.
+    """An attribute of a batch with one value for each sample: a tuple, () if no sample has one.
 
     Whatever is done with the samples of a batch is done with every such attribute. So a new one is declared in
     `BatchMeta`, and nowhere else.
 
     Attributes:
         message_field: the field of the message that has it; empty: none.
-        blank: what stands for a sample without.
-        is_of_sample: whether it is the sample's own, as writes give it, and not what a task does with the sample.
+        blank: the value that stands for none.
+        is_of_sample: whether it is the sample's own, as writes give it; otherwise a task's record of the sample.
     """
 
     message_field: str = ""
@@ -278,7 +278,7 @@ class CustomMeta(SampleColumn):
         )
 
     def overwrite(self, old: Sequence[MetaColumn], new: Sequence[MetaColumn]) -> tuple[MetaColumn, ...]:
-        """Return the custom_meta after a write: new values over old ones, and none where they are removed."""
+        """Return the custom_meta after a write: new values over old ones, without those that are removed."""
         merged = {column.name: column for column in old}
         for column in new:
             before = merged.get(column.name)
@@ -287,7 +287,7 @@ class CustomMeta(SampleColumn):
 
 
 class States(SampleColumn):
-    """A number of each sample, as an array; None where it is not known of all."""
+    """A number of each sample, as an array; None unless it is known for all."""
 
     def concat(self, columns: Sequence[NDArray[Any] | None], sizes: Sequence[int]) -> NDArray[Any] | None:
         """Return the numbers of several batches."""
@@ -308,7 +308,7 @@ class BatchMeta:
         namespace: the namespace that this name is of; empty: none. Clients of any namespace take the batch for what it
             is.
         incarnation: that of the partition, 16 random bytes, others once its name is used again after a clear.
-        epoch: that of the task, which counts its resets; 0 where no task asked.
+        epoch: that of the task, which counts its resets; 0 if no task asked.
         indexes: `(size,)` int64, the `global_indexes` as a read-only array.
         dropped_indexes: int64, the indexes of samples that the sampler left out of this rank's batch, as the option
             `overlong="drop"` does. They are not in `indexes`, and every part of the batch has all of them, so that
@@ -320,10 +320,10 @@ class BatchMeta:
         locations: where the cells are, of the fields of which it is known; `get_data` asks for others.
         claim_id: the claim of a queue worker, for `ack`, `extend` and `release`; empty otherwise.
         task_name: the consumer that claimed it; empty where none did.
-        lease_seconds: how long the samples were leased when the answer was sent; None where they are not.
+        lease_seconds: how long the samples were leased when the answer was sent; None if they are not.
         delivery_counts: of leased samples, how often each was delivered to the task, this time included.
         consumption: of a look-up for a task, `(size,)` uint8: what the task has done with each sample, a number of
-            `SampleConsumption`; None where no task was named. See `consumed`.
+            `SampleConsumption`; None if no task was named. See `consumed`.
         waiting_for: with "not_yet": why there is nothing yet; None where the call did not ask for it, see `get_meta`.
         revision: of a look-up: from which `watch` goes on from the answer; None otherwise.
     """
@@ -351,7 +351,7 @@ class BatchMeta:
     key_column: tuple[str, ...] = field(default=(), metadata={"column": SampleColumn("keys")})
     group_column: tuple[str, ...] = field(default=(), metadata={"column": SampleColumn("groups")})
     meta_columns: tuple[MetaColumn, ...] = field(default=(), metadata={"column": CustomMeta("custom_meta")})
-    # For each of `fields` which samples have it; empty where that is not known.
+    # For each of `fields` which samples have it; empty if that is not known.
     produced_columns: tuple[NDArray[np.bool_], ...] = ()
 
     def __post_init__(self) -> None:
@@ -432,7 +432,7 @@ class BatchMeta:
 
     @property
     def reason(self) -> str:
-        """With "not_yet": why there is nothing yet, in a sentence; empty where the call did not ask."""
+        """With "not_yet": why there is nothing yet, in a sentence; empty if the call did not ask."""
         return "" if self.waiting_for is None else self.waiting_for.text
 
     @property
