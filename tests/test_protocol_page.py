@@ -19,7 +19,6 @@ from one_object import encode_object
 
 from tq_service.client.transport import MAX_MESSAGE_BYTES
 from tq_service.config import load_settings
-from tq_service.errors import TqError
 from tq_service.samplers import SamplerRegistry
 from tq_service.schema import DTYPE_SIZES, Encoding
 from tq_service.server.rpc.methods import METHODS
@@ -29,7 +28,6 @@ from tq_service.v1 import commit_pb2, controller_service_pb2, metadata_pb2, stor
 from tq_service.wire.columns import Column, encode_header, extents_as, merge_specs
 from tq_service.wire.connection import CONNECTION_OPTIONS, ROLES
 from tq_service.wire.encoding import encode_columns
-from tq_service.wire.error_table import ERROR_CLASSES
 from tq_service.wire.metadata import decode_meta_columns, meta_columns_to_rows
 from tq_service.wire.objects import decode_object
 
@@ -162,7 +160,7 @@ def test_roles_are_those_of_the_methods() -> None:
 
 
 def test_reasons_of_what_to_do_are_known_and_said_of_methods_that_are_there() -> None:
-    reasons = {kind.reason for kind in ERROR_CLASSES - {TqError}}
+    reasons = set(re.findall(r"^\| ([A-Z_]+) \|", (ROOT / "docs" / "errors.md").read_text(), re.MULTILINE))
     methods = {method.short_name for method in METHODS.values()}
     for names, origin, advice in rows_of("| reason | from | what to do |"):
         assert set(re.findall(r"[A-Z_]{4,}", names)) <= reasons

@@ -40,6 +40,12 @@ _NULL: Final = "null"
 
 MetaValue: TypeAlias = "JsonValue | JsonNull"
 
+
+def keeping_nulls(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return custom_meta that stores None as null, instead of removing a value."""
+    return [{name: JSON_NULL if value is None else value for name, value in row.items()} for row in rows]
+
+
 _INT64: Final = np.iinfo(np.int64)
 _KINDS: Final = {bool: "b", int: "i", float: "f", str: "O"}
 DTYPES: Final[Mapping[str, Any]] = {"i": np.int64, "f": np.float64, "b": np.bool_, "O": np.object_}
@@ -134,6 +140,12 @@ def column_of(name: str, size: int, positions: Sequence[int], values: Sequence[A
     return replace(column, removed=removed) if removed.any() else column
 
 
+def no_values(name: str, size: int, kind: str = "b") -> MetaColumn:
+    """Return a column without values, of a type, for `size` samples."""
+    values = np.full(size, "" if kind == "O" else 0, DTYPES[kind])
+    return MetaColumn(name=name, values=values, present=np.zeros(size, np.bool_))
+
+
 def fitted(column: MetaColumn, kind: str | None) -> MetaColumn:
     """Return a column with those values typed that a type holds, and the others as JSON.
 
@@ -179,33 +191,33 @@ def _fits(kind: str, value: Scalar) -> bool:
 
 def _assembled(name: str, kind: str, scalars: Mapping[int, Scalar], texts: NDArray[Any]) -> MetaColumn:
     """Return the column of scalars by position, typed as far as they are of the kind, and of the texts of others."""
-    present = np.zeros(texts.size, np.bool_)
-    values = np.full(texts.size, "" if kind == "O" else 0, DTYPES[kind])
+    column = no_values(name, texts.size, kind)
     for position, value in scalars.items():
         if _fits(kind, value):
-            present[position], values[position] = True, value
+            column.present[position], column.values[position] = True, value
         else:
             texts[position] = to_json(name, position, value, beside=KIND_NAMES[kind])
-    has_texts = any(text is not None for text in texts.tolist())
-    return MetaColumn(name=name, values=values, present=present, json=texts if has_texts else None)
+    return replace(column, json=texts) if any(text is not None for text in texts.tolist()) else column
+
+
+def concatenated(columns: Sequence[MetaColumn]) -> MetaColumn:
+    """Return a column of several samples after each other; values that the type of the first ones lacks are JSON."""
+    kinds = [column.values.dtype.kind for column in columns if column.present.any()]
+    kind = "f" if set(kinds) == {"i", "f"} else next(iter(kinds), "b")
+    alike = [column if column.values.dtype.kind == kind else fitted(column, kind) for column in columns]
+    has_json = any(column.json is not None for column in alike)
+    return MetaColumn(
+        name=columns[0].name,
+        values=np.concatenate([column.values for column in alike]),
+        present=np.concatenate([column.present for column in alike]),
+        json=np.array([text for column in alike for text in _texts(column)], np.object_) if has_json else None,
+    )
 
 
 def laid_over(old: MetaColumn, new: MetaColumn) -> MetaColumn:
     """Return a column after a write of the same samples: new values over old ones, as their types allow."""
-    kinds = {old.values.dtype.kind, new.values.dtype.kind}
-    if not old.present.any():
-        old = replace(old, values=new.values)
-    elif new.present.any() and len(kinds) > 1 and kinds != {"i", "f"}:
-        new = fitted(new, old.values.dtype.kind)
-    written = new.is_written
-    texts = np.array(_texts(old), np.object_)
-    texts[written] = np.array(_texts(new), np.object_)[written]
-    return MetaColumn(
-        name=new.name,
-        values=np.where(new.present, new.values, old.values) if new.present.any() else old.values,
-        present=np.where(written, new.present, old.present),
-        json=texts if any(text is not None for text in texts.tolist()) else None,
-    )
+    rows = np.arange(new.present.size)
+    return concatenated([old, new]).at(np.where(new.is_written, rows + rows.size, rows))
 
 
 # JSON

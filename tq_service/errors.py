@@ -2,6 +2,8 @@
 
 `code` is the name of the gRPC status code that a call ends with, and `reason` travels as `google.rpc.ErrorInfo.reason`
 (`tq_service.wire.error_table`). Messages say what was got, what was expected and what to do.
+
+A class exists if programs may want to catch it. Errors that differ only for people share a class and have reasons.
 """
 
 from __future__ import annotations
@@ -18,26 +20,21 @@ class TqError(Exception):
 
     Attributes:
         message: what was got, what was expected, what to do.
+        reason: that of the class, unless a narrower one is given.
         metadata: short facts for programs, such as both values of a disagreement.
     """
 
-    reason: ClassVar[str] = "INTERNAL"
+    reason: str = "INTERNAL"
     code: ClassVar[str] = "INTERNAL"
 
-    def __init__(self, message: str, *, metadata: Mapping[str, str] | None = None) -> None:
+    def __init__(self, message: str, *, reason: str | None = None, metadata: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
         self.message = message
+        self.reason = reason or self.reason
         self.metadata: dict[str, str] = dict(metadata or {})
 
     def __str__(self) -> str:
         return self.message
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild, (type(self), self.message, self.metadata)
-
-
-def _rebuild(kind: type[TqError], message: str, metadata: dict[str, str]) -> TqError:
-    return kind(message, metadata=metadata)
 
 
 class InvalidArgumentError(TqError, ValueError):
@@ -46,8 +43,15 @@ class InvalidArgumentError(TqError, ValueError):
     reason = "INVALID_ARGUMENT"
     code = "INVALID_ARGUMENT"
 
-    def __init__(self, message: str, *, field: str | None = None, metadata: Mapping[str, str] | None = None) -> None:
-        super().__init__(message, metadata={**(metadata or {}), **({"field": field} if field else {})})
+    def __init__(
+        self,
+        message: str,
+        *,
+        field: str | None = None,
+        reason: str | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message, reason=reason, metadata={**(metadata or {}), **({"field": field} if field else {})})
 
     @property
     def field(self) -> str | None:
@@ -59,12 +63,6 @@ class FieldMismatchError(InvalidArgumentError):
     """A field was put with another dtype, layout or row shape than it takes, or got as dense while its rows differ."""
 
     reason = "FIELD_MISMATCH"
-
-
-class UnknownSamplerError(InvalidArgumentError):
-    """No sampler has this name, or the sampler has no such option."""
-
-    reason = "UNKNOWN_SAMPLER"
 
 
 class MissingLengthError(InvalidArgumentError):
@@ -121,12 +119,6 @@ class TaskNotFoundError(NotFoundError):
     """The task has not asked for anything of the partition yet, or is not one of those it was created with."""
 
     reason = "TASK_NOT_FOUND"
-
-
-class GroupNotFoundError(NotFoundError):
-    """The partition has no such group."""
-
-    reason = "GROUP_NOT_FOUND"
 
 
 class PutNotFoundError(NotFoundError):
@@ -203,12 +195,6 @@ class NothingDeliveredError(PreconditionError):
     reason = "NOTHING_DELIVERED"
 
 
-class SampleFailedError(PreconditionError):
-    """A failed sample cannot come back."""
-
-    reason = "SAMPLE_FAILED"
-
-
 class ClaimReleasedError(PreconditionError):
     """The claim was released under this request_id, or the claim_name."""
 
@@ -219,12 +205,6 @@ class LeaseExpiredError(PreconditionError):
     """The lease ran out, so that others may do the same work; nothing is acknowledged, released or written."""
 
     reason = "LEASE_EXPIRED"
-
-
-class ProtocolMismatchError(PreconditionError):
-    """Client and service are of versions that would misread each other; the message names both."""
-
-    reason = "PROTOCOL_MISMATCH"
 
 
 class DataDirError(PreconditionError):
@@ -364,12 +344,6 @@ class ServiceFailedError(UnavailableError):
     reason = "SERVICE_FAILED"
 
 
-class DiskFailedError(UnavailableError):
-    """The disk of the data directory failed to sync; the service has to be started again."""
-
-    reason = "DISK_FAILED"
-
-
 class InternalError(TqError, RuntimeError):
     """A fault of the service itself; its log has the details."""
 
@@ -381,13 +355,6 @@ class CallCancelledError(TqError, RuntimeError):
 
     reason = "CANCELLED"
     code = "CANCELLED"
-
-
-class ForkedClientError(TqError, RuntimeError):
-    """An AsyncClient was used in a forked child."""
-
-    reason = "FORKED_CLIENT"
-    code = "FAILED_PRECONDITION"
 
 
 # Names are chosen by clients, and comparing them is work for the event loop: of many names, or long ones, only some.

@@ -1,14 +1,14 @@
 """BatchMeta: selecting, cutting and joining keep every sample together with all that is known about it."""
 
 import pickle
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tq_service.client.batch_meta import BatchMeta, joined
+from tq_service.client.batch_meta import SAMPLE_COLUMNS, BatchMeta, joined
 from tq_service.errors import InvalidArgumentError
 from tq_service.v1 import metadata_pb2 as pb
 from tq_service.wire.metadata import encode_meta_columns, encode_produced, rows_to_meta_columns
@@ -116,6 +116,22 @@ def test_chunks_join_to_the_whole(size, count):
     if size:
         assert facts(whole) == facts(meta)
     assert sorted(at for pack in whole.micro_batches for at in pack) == list(range(size))
+
+
+def test_every_column_goes_with_the_samples():
+    whole = replace(make(delivery_counts=[1, 2, 3, 1, 2, 3]), consumption=np.arange(6, dtype=np.uint8))
+    assert all(len(getattr(whole, name)) for name in SAMPLE_COLUMNS)
+    back = joined([whole.select_samples([5, 3]), whole.select_samples([]), whole.select_samples([0, 1, 2, 4])])
+    back = back.select_samples([2, 3, 4, 1, 5, 0])
+    for name in SAMPLE_COLUMNS.keys() - {"meta_columns"}:
+        assert list(getattr(back, name)) == list(getattr(whole, name))
+    assert back.custom_meta == whole.custom_meta
+
+
+def test_the_columns_are_those_of_the_message():
+    repeated = {each.name for each in pb.BatchMeta.DESCRIPTOR.fields if each.default_value == []}
+    of_samples = repeated - {"global_indexes", "dropped_indexes", "fields", "steps", "produced"}
+    assert {column.message_field for column in SAMPLE_COLUMNS.values()} - {""} == of_samples
 
 
 def test_selecting_everything_changes_nothing():

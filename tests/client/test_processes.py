@@ -42,7 +42,8 @@ ASYNC_PROGRAM = """
         for candidate in (client, tq.AsyncClient(sys.argv[1], timeout=20)):
             try:
                 asyncio.run(use(candidate))
-            except tq.ForkedClientError as error:
+            except tq.PreconditionError as error:
+                assert error.reason == "FORKED_CLIENT"
                 assert "spawn" in str(error)
             else:
                 os._exit(1)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from domain_support import clear, close_groups, insert, partition, update
 
-from tq_service.errors import GroupNotFoundError, InvalidArgumentError, PreconditionError
+from tq_service.errors import InvalidArgumentError, NotFoundError, PreconditionError
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_a_closed_group_is_complete_and_takes_nobody(train):
 
 def test_an_unknown_group_closes_none(train):
     insert(train, 1, groups=["alpha"])
-    with pytest.raises(GroupNotFoundError, match="alpha"):
+    with pytest.raises(NotFoundError, match="alpha", check=lambda error: error.reason == "GROUP_NOT_FOUND"):
         close_groups(train, ["alpha", "alpah"])
     assert not train.groups.closed.data.any()
 

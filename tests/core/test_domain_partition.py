@@ -24,7 +24,7 @@ from domain_support import (
 from tq_service.errors import (
     InvalidArgumentError,
     PartitionSealedError,
-    SampleFailedError,
+    PreconditionError,
     SampleNotFoundError,
     StaleIncarnationError,
     TaskNotFoundError,
@@ -73,7 +73,7 @@ def test_a_failed_sample_cannot_come_back():
     update(train, [1], state="failed")
     before = train.version
     for state in ("live", "held"):
-        with pytest.raises(SampleFailedError, match="sample 1 "):
+        with pytest.raises(PreconditionError, match="sample 1 ", check=lambda error: error.reason == "SAMPLE_FAILED"):
             update(train, [0, 1], state=state, meta=[{"v": 1}, {"v": 2}])
     assert train.version == before
     assert not train.meta.has("v")

@@ -215,9 +215,10 @@ def test_errors_of_the_service_keep_their_type(address: str, partition: str, num
     dataset = dataset_of(address, partition, sampler="no_such_sampler")
     with (
         StreamingDataLoader(dataset, num_workers) as loader,
-        pytest.raises(tq.UnknownSamplerError, match="seqlen_balanced"),
+        pytest.raises(tq.InvalidArgumentError, match="seqlen_balanced") as caught,
     ):
         list(loader)
+    assert (type(caught.value), caught.value.reason) == (tq.InvalidArgumentError, "UNKNOWN_SAMPLER")
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

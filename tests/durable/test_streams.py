@@ -25,7 +25,7 @@ from live_server import LiveServer, StartServer
 import tq_service as tq
 from tq_service.durable.data_dir import DataDir
 from tq_service.durable.state_store import StateStore, Stream
-from tq_service.errors import DiskFailedError, DiskFullError, NewerVersionError, ServiceFailedError
+from tq_service.errors import DiskFullError, NewerVersionError, ServiceFailedError, UnavailableError
 from tq_service.journal import codec
 from tq_service.journal.files import FileBackend, SegmentWriter
 from tq_service.journal.log import Log, Record
@@ -168,11 +168,12 @@ async def test_a_log_that_refuses_what_it_had_taken_is_fatal(tmp_path: Path, mon
     with monkeypatch.context() as failing:
         failing.setattr(os, "fsync", broken)
         catalog.write("refused", b"", new_write(1))
-        with pytest.raises(DiskFailedError):
+        with pytest.raises(UnavailableError, check=lambda error: error.reason == "DISK_FAILED"):
             await store.wait_durable()
     ((reason, cause),) = reasons
     assert reason == "the journal cannot be written"
-    assert isinstance(cause, DiskFailedError)
+    assert isinstance(cause, UnavailableError)
+    assert cause.reason == "DISK_FAILED"
     with pytest.raises(ServiceFailedError):
         await store.wait_durable()
     with pytest.raises(ServiceFailedError):

@@ -43,6 +43,7 @@ class Row:
     Attributes:
         call: gets the client and the samples of partition "train".
         says: parts of the message: what was got, what was expected, what to do.
+        reason: of the error; empty: that of its class.
         violation: the argument that the error names.
     """
 
@@ -53,6 +54,7 @@ class Row:
     says: tuple[str, ...]
     base: type[Exception] = Exception
     violation: str | None = None
+    reason: str = ""
     prepare: Callable[[AnyClient, tq.BatchMeta], object] = field(default=lambda client, meta: None)
 
 
@@ -97,14 +99,14 @@ def not_found(name: str, call: Any, error: type[tq.TqError], *says: str, **more:
     return Row(name=name, call=call, error=error, code=CODE.NOT_FOUND, says=says, base=KeyError, **more)
 
 
-def invalid(name: str, call: Any, violation: str, *says: str, error: type[tq.TqError] = tq.InvalidArgumentError) -> Row:
-    return Row(
-        name=name, call=call, error=error, code=CODE.INVALID_ARGUMENT, says=says, base=ValueError, violation=violation
-    )
+def invalid(
+    name: str, call: Any, violation: str, *says: str, error: type[tq.TqError] = tq.InvalidArgumentError, **more: Any
+) -> Row:
+    more |= {"base": ValueError, "violation": violation}
+    return Row(name=name, call=call, error=error, code=CODE.INVALID_ARGUMENT, says=says, **more)
 
 
-def refused(name: str, call: Any, error: type[tq.TqError], *says: str, prepare: Any = None) -> Row:
-    more = {} if prepare is None else {"prepare": prepare}
+def refused(name: str, call: Any, error: type[tq.TqError], *says: str, **more: Any) -> Row:
     return Row(name=name, call=call, error=error, code=CODE.FAILED_PRECONDITION, says=says, base=RuntimeError, **more)
 
 
@@ -156,7 +158,8 @@ UNKNOWN_NAMES = [
               tq.TaskNotFoundError, "'update_acto'", "'update_actor'", prepare=declare_tasks),
     not_found("task, acknowledgement", lambda c, m: c.ack(MISNAMED), tq.TaskNotFoundError,
               "'rewards'", "'reward'", prepare=declare_tasks),
-    not_found("group", lambda c, m: c.close_groups("train", ["g0", "g7"]), tq.GroupNotFoundError, "'g7'", "'g1'"),
+    not_found("group", lambda c, m: c.close_groups("train", ["g0", "g7"]), tq.NotFoundError, "'g7'", "'g1'",
+              reason="GROUP_NOT_FOUND"),
 ]  # fmt: skip
 
 WRONG_CLAIMS = [
@@ -186,9 +189,9 @@ WRONG_CLAIMS = [
     invalid("where, operator", get_meta(where=[("version", "=~", 1)]), "where[0]", "=~", ">="),
     invalid("max_wait below 0", get_meta(max_wait=-1.0), "max_wait", "-1", "0 or more"),
     invalid("sampler", get_meta(sampler="seqlen_balance"), "sampler", "'seqlen_balance'", "'seqlen_balanced'",
-            error=tq.UnknownSamplerError),
+            reason="UNKNOWN_SAMPLER"),
     invalid("sampler option", get_meta(sampler="seqlen_balanced", sampler_config={"n_sample_per_prompt": 2}),
-            "sampler_config", "'n_sample_per_prompt'", "'n_samples_per_prompt'", error=tq.UnknownSamplerError),
+            "sampler_config", "'n_sample_per_prompt'", "'n_samples_per_prompt'", reason="UNKNOWN_SAMPLER"),
     invalid("sampler option's type", get_meta(sampler="grpo_group_n", sampler_config={"n_samples_per_prompt": "2"}),
             "sampler_config", '"2"', "a whole number"),
     invalid("sampler option missing", get_meta(sampler="grpo_group_n"), "sampler_config", "'n_samples_per_prompt'"),
@@ -275,8 +278,9 @@ STALE = [
     refused("epoch, queue", get_meta(epoch=1, task_name="reward"), tq.StaleEpochError, "1", "0"),
     refused("epoch, reset", lambda c, m: c.reset_consumption("train", "update_actor", 4), tq.StaleEpochError, "4", "0",
             prepare=consume_a_batch),
-    refused("failed sample", lambda c, m: c.put(metadata=m.select_samples([1]), state="live"), tq.SampleFailedError,
-            "sample 1", "final", prepare=lambda c, m: c.put(metadata=m.select_samples([1]), state="failed")),
+    refused("failed sample", lambda c, m: c.put(metadata=m.select_samples([1]), state="live"), tq.PreconditionError,
+            "sample 1", "final", reason="SAMPLE_FAILED",
+            prepare=lambda c, m: c.put(metadata=m.select_samples([1]), state="failed")),
 ]  # fmt: skip
 
 
@@ -310,11 +314,12 @@ def test_a_refused_call_says_why_and_changes_nothing(row: Row, client: AnyClient
         row.call(client, meta)
     error = caught.value
     assert type(error) is row.error
+    assert error.reason == (row.reason or row.error.reason)
     assert isinstance(error, row.base)
     assert wire_code(error) == row.code
     call = rpc_error_of(error)
     if call is not None:
-        assert reason_of(call) == row.error.reason
+        assert reason_of(call) == error.reason
         assert error.metadata["method"].startswith("/tq_service.v1.")
         assert row.violation is None or violations_of(call) == [row.violation]
         assert set(violations_of(call)) <= names_in(DESCRIBED[error.metadata["method"]].input_type)

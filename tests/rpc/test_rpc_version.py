@@ -30,8 +30,9 @@ def test_a_client_of_another_protocol_is_refused(
         monkeypatch.setattr(f"tq_service.client._{name}.calls.CHANNEL_OPTIONS", with_agent(OTHER))
     client = server.client(kind)
     assert client.health()
-    with pytest.raises(tq.ProtocolMismatchError) as refused:
+    with pytest.raises(tq.PreconditionError) as refused:
         client.list_partitions()
+    assert refused.value.reason == "PROTOCOL_MISMATCH"
     facts = {"got": str(PROTOCOL + 1), "expected": str(PROTOCOL), "version": BUILD}
     assert facts.items() <= refused.value.metadata.items()
     assert "tq-service 0.2.0+abc" in str(refused.value)

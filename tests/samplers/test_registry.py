@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 import pytest
 
-from tq_service.errors import InvalidArgumentError, UnknownSamplerError
+from tq_service.errors import InvalidArgumentError
 from tq_service.results import SamplerOption
 from tq_service.samplers import (
     GRPOGroupNSampler,
@@ -151,7 +151,7 @@ async def test_wrong_options_are_named(config, message):
     registry.register("picky", Picky)
     with pytest.raises(InvalidArgumentError, match=message) as error:
         await registry.resolve("picky", config)
-    assert not isinstance(error.value, UnknownSamplerError)
+    assert error.value.reason == "INVALID_ARGUMENT"
     assert error.value.field == "sampler_config"
     assert error.value.metadata["option"] in message
 
@@ -188,17 +188,27 @@ def described():
     return registry.describe()
 
 
+def is_unknown(error):
+    return error.reason == "UNKNOWN_SAMPLER"
+
+
 async def test_unknown_options_list_the_known_ones():
     with pytest.raises(
-        UnknownSamplerError, match=r"'grpo_group_n' has no option 'n_samples'; known: 'n_samples_per_pro"
+        InvalidArgumentError,
+        check=is_unknown,
+        match=r"'grpo_group_n' has no option 'n_samples'; known: 'n_samples_per_pro",
     ):
         await SamplerRegistry().resolve("grpo_group_n", {"n_samples": 8})
-    with pytest.raises(UnknownSamplerError, match=r"'sequential' has no option 'n'; none is known"):
+    with pytest.raises(InvalidArgumentError, check=is_unknown, match=r"'sequential' has no option 'n'; none is known"):
         await SamplerRegistry().resolve("sequential", {"n": 8})
 
 
 async def test_unknown_samplers_name_the_nearest():
-    with pytest.raises(UnknownSamplerError, match=r"got 'seqlen_balance', which is unknown; known: 'seqlen_balanced'"):
+    with pytest.raises(
+        InvalidArgumentError,
+        check=is_unknown,
+        match=r"got 'seqlen_balance', which is unknown; known: 'seqlen_balanced'",
+    ):
         await SamplerRegistry().resolve("seqlen_balance")
 
 
@@ -238,7 +248,7 @@ async def test_module_and_class(plug_in):
 
 
 async def test_module_and_class_must_be_allowed(plug_in):
-    with pytest.raises(UnknownSamplerError, match="does not import samplers by module:Class"):
+    with pytest.raises(InvalidArgumentError, check=is_unknown, match="does not import samplers by module:Class"):
         await SamplerRegistry().resolve(f"{plug_in}:Newest")
     assert plug_in not in sys.modules
 
@@ -255,12 +265,14 @@ async def test_module_and_class_must_be_allowed(plug_in):
     ],
 )
 async def test_what_cannot_be_imported_says_why(plug_in, name, message):
-    with pytest.raises(UnknownSamplerError, match=f"cannot be (imported|loaded) by the service: .*{message}"):
+    with pytest.raises(
+        InvalidArgumentError, check=is_unknown, match=f"cannot be (imported|loaded) by the service: .*{message}"
+    ):
         await SamplerRegistry(allow_import=True).resolve(name)
 
 
 async def test_a_module_that_the_service_does_not_find_may_be_found_by_the_client():
-    with pytest.raises(UnknownSamplerError) as caught:
+    with pytest.raises(InvalidArgumentError, check=is_unknown) as caught:
         await SamplerRegistry(allow_import=True).resolve("no_such_module_here:X")
     assert caught.value.message == (
         "sampler: 'no_such_module_here:X' cannot be imported by the service: ModuleNotFoundError: No module named "
@@ -270,7 +282,7 @@ async def test_a_module_that_the_service_does_not_find_may_be_found_by_the_clien
 
 async def test_an_unknown_name_shows_all_samplers_the_nearest_first(entry_point):
     registry = SamplerRegistry()
-    with pytest.raises(UnknownSamplerError) as caught:
+    with pytest.raises(InvalidArgumentError, check=is_unknown) as caught:
         await registry.resolve("seqlen_balance")
     assert "which is unknown; known: 'seqlen_balanced', " in caught.value.message
     assert all(repr(info.name) in caught.value.message for info in registry.describe())
@@ -290,7 +302,9 @@ async def test_entry_points_are_loaded_on_first_use(entry_point):
 
 async def test_a_broken_entry_point_harms_only_its_own_name(entry_point):
     registry = SamplerRegistry()
-    with pytest.raises(UnknownSamplerError, match="'broken' cannot be loaded by the service: SystemExit"):
+    with pytest.raises(
+        InvalidArgumentError, check=is_unknown, match="'broken' cannot be loaded by the service: SystemExit"
+    ):
         await registry.resolve("broken")
     assert await registry.resolve("sequential") == SequentialSampler()
 

@@ -15,9 +15,9 @@ from open_files import open_files
 from tq_service.errors import (
     CallCancelledError,
     DataLossError,
-    DiskFailedError,
     DiskFullError,
     PutNotFoundError,
+    TqError,
     UnavailableError,
 )
 from tq_service.storage.blobs import segments
@@ -305,8 +305,8 @@ async def test_a_put_whose_bytes_cannot_be_read_is_not_compacted(directory):
     assert engine.stat().used_bytes == 0
 
 
-@pytest.mark.parametrize(("code", "expected"), [(errno.EIO, DiskFailedError), (errno.ENOSPC, DiskFullError)])
-async def test_a_write_that_fails_is_an_error_of_that_put(directory, monkeypatch, code, expected):
+@pytest.mark.parametrize(("code", "reason"), [(errno.EIO, "DISK_FAILED"), (errno.ENOSPC, "DISK_FULL")])
+async def test_a_write_that_fails_is_an_error_of_that_put(directory, monkeypatch, code, reason):
     engine = directory.open()
 
     def fail(fd, data, start):
@@ -314,7 +314,7 @@ async def test_a_write_that_fails_is_an_error_of_that_put(directory, monkeypatch
 
     with monkeypatch.context() as patch:
         patch.setattr(segments.os, "pwrite", fail)
-        with pytest.raises(expected, match=os.strerror(code)):
+        with pytest.raises(TqError, match=os.strerror(code), check=lambda error: error.reason == reason):
             await put(engine, 1, BIG)
     await put(engine, 2, BIG)
     assert await received(engine, 2, "dense") == BIG["dense"].tobytes()

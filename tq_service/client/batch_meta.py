@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from itertools import chain
-from typing import Any, Final, Literal, NamedTuple, TypeVar
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tq_service.custom_meta import MetaColumn, fitted, laid_over
+from tq_service.custom_meta import MetaColumn, concatenated, laid_over, no_values
 from tq_service.errors import InvalidArgumentError, StaleIncarnationError, TqError
 from tq_service.results import Revision, WaitReason
 from tq_service.schema import EndCounts, FieldSpec, Layout, SampleConsumption
@@ -40,8 +40,6 @@ NAMED_AT_ONCE: Final = 16_384
 NAMESPACE_VARIABLE: Final = "TQ_NAMESPACE"
 SEPARATOR: Final = "/"
 _NO_INDEXES: Final = np.zeros(0, np.int64)
-_NUMBERS: Final = {np.dtype(np.int64), np.dtype(np.float64)}
-Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +199,7 @@ class Pack:
 
     Attributes:
         positions: positions in the batch's `global_indexes`.
-        lengths: token counts of these samples; None where the sampler does not know them.
+        lengths: token counts of these samples; None if the sampler does not know them.
         padding_tokens: tokens that fill the pack up to its length.
     """
 
@@ -231,6 +229,72 @@ class Step:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class SampleColumn:
+    """An attribute of a batch with one value for each sample: a tuple, () if no sample has one.
+
+    Whatever is done with the samples of a batch is done with every such attribute. So a new one is declared in
+    `BatchMeta`, and nowhere else.
+
+    Attributes:
+        message_field: the field of the message that has it; empty: none.
+        blank: the value that stands for none.
+        is_of_sample: whether it is the sample's own, as writes give it; otherwise a task's record of the sample.
+    """
+
+    message_field: str = ""
+    blank: Any = ""
+    is_of_sample: bool = True
+
+    def select(self, column: Any, positions: Indexes) -> Any:
+        """Return the column of the samples at `positions`."""
+        return select(column, positions)
+
+    def concat(self, columns: Sequence[Any], sizes: Sequence[int]) -> Any:
+        """Return the column of several batches of these sizes, one after the other."""
+        if not any(columns):
+            return ()
+        parts = (column or (self.blank,) * size for column, size in zip(columns, sizes, strict=True))
+        return tuple(chain.from_iterable(parts))
+
+    def overwrite(self, old: Any, new: Any) -> Any:
+        """Return the column after a write."""
+        return new if any(new) else old
+
+
+class CustomMeta(SampleColumn):
+    """The custom_meta of a batch: a tuple of columns, each with a value of some samples."""
+
+    def select(self, column: Sequence[MetaColumn], positions: Indexes) -> tuple[MetaColumn, ...]:
+        """Return the custom_meta of the samples at `positions`."""
+        return tuple(one.at(positions) for one in column)
+
+    def concat(self, columns: Sequence[Sequence[MetaColumn]], sizes: Sequence[int]) -> tuple[MetaColumn, ...]:
+        """Return the custom_meta of several batches; columns without any value are left out."""
+        by_name = [{one.name: one for one in column if one.has_value.any()} for column in columns]
+        return tuple(
+            concatenated([part.get(name) or no_values(name, size) for part, size in zip(by_name, sizes, strict=True)])
+            for name in dict.fromkeys(chain.from_iterable(by_name))
+        )
+
+    def overwrite(self, old: Sequence[MetaColumn], new: Sequence[MetaColumn]) -> tuple[MetaColumn, ...]:
+        """Return the custom_meta after a write: new values over old ones, without those that are removed."""
+        merged = {column.name: column for column in old}
+        for column in new:
+            before = merged.get(column.name)
+            merged[column.name] = column if before is None or column.present.all() else laid_over(before, column)
+        return tuple(merged.values())
+
+
+class States(SampleColumn):
+    """A number of each sample, as an array; None unless it is known for all."""
+
+    def concat(self, columns: Sequence[NDArray[Any] | None], sizes: Sequence[int]) -> NDArray[Any] | None:
+        """Return the numbers of several batches."""
+        known = [column for column in columns if column is not None]
+        return np.concatenate(known) if len(known) == len(sizes) else None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class BatchMeta:
     """Samples of one partition, in order, and what is known about them. Immutable, comparable, picklable.
@@ -244,7 +308,7 @@ class BatchMeta:
         namespace: the namespace that this name is of; empty: none. Clients of any namespace take the batch for what it
             is.
         incarnation: that of the partition, 16 random bytes, others once its name is used again after a clear.
-        epoch: that of the task, which counts its resets; 0 where no task asked.
+        epoch: that of the task, which counts its resets; 0 if no task asked.
         indexes: `(size,)` int64, the `global_indexes` as a read-only array.
         dropped_indexes: int64, the indexes of samples that the sampler left out of this rank's batch, as the option
             `overlong="drop"` does. They are not in `indexes`, and every part of the batch has all of them, so that
@@ -256,10 +320,10 @@ class BatchMeta:
         locations: where the cells are, of the fields of which it is known; `get_data` asks for others.
         claim_id: the claim of a queue worker, for `ack`, `extend` and `release`; empty otherwise.
         task_name: the consumer that claimed it; empty where none did.
-        lease_seconds: how long the samples were leased when the answer was sent; None where they are not.
+        lease_seconds: how long the samples were leased when the answer was sent; None if they are not.
         delivery_counts: of leased samples, how often each was delivered to the task, this time included.
         consumption: of a look-up for a task, `(size,)` uint8: what the task has done with each sample, a number of
-            `SampleConsumption`; None where no task was named. See `consumed`.
+            `SampleConsumption`; None if no task was named. See `consumed`.
         waiting_for: with "not_yet": why there is nothing yet; None where the call did not ask for it, see `get_meta`.
         revision: of a look-up: from which `watch` goes on from the answer; None otherwise.
     """
@@ -278,15 +342,16 @@ class BatchMeta:
     claim_id: bytes = b""
     task_name: str = ""
     lease_seconds: float | None = None
-    delivery_counts: tuple[int, ...] = ()
-    consumption: NDArray[np.uint8] | None = None
     waiting_for: WaitReason | None = None
     revision: Revision | None = None
-    # "" for a sample without; empty where none has one.
-    key_column: tuple[str, ...] = ()
-    group_column: tuple[str, ...] = ()
-    meta_columns: tuple[MetaColumn, ...] = ()
-    # For each of `fields` which samples have it; empty where that is not known.
+    delivery_counts: tuple[int, ...] = field(
+        default=(), metadata={"column": SampleColumn("delivery_counts", 0, is_of_sample=False)}
+    )
+    consumption: NDArray[np.uint8] | None = field(default=None, metadata={"column": States(is_of_sample=False)})
+    key_column: tuple[str, ...] = field(default=(), metadata={"column": SampleColumn("keys")})
+    group_column: tuple[str, ...] = field(default=(), metadata={"column": SampleColumn("groups")})
+    meta_columns: tuple[MetaColumn, ...] = field(default=(), metadata={"column": CustomMeta("custom_meta")})
+    # For each of `fields` which samples have it; empty if that is not known.
     produced_columns: tuple[NDArray[np.bool_], ...] = ()
 
     def __post_init__(self) -> None:
@@ -307,6 +372,12 @@ class BatchMeta:
     ) -> BatchMeta:
         """Return the batch of a message that a client of a namespace got."""
         indexes = read_indexes(message)
+        columns: dict[str, Any] = {
+            name: tuple(getattr(message, column.message_field))
+            for name, column in SAMPLE_COLUMNS.items()
+            if column.message_field
+        }
+        columns["meta_columns"] = tuple(decode_meta_columns(columns["meta_columns"], indexes.size))
         return cls(
             status=_STATUSES.get(message.status, "batch"),
             partition_id=namespace.own_name(message.partition_id),
@@ -322,14 +393,11 @@ class BatchMeta:
             claim_id=claim_id,
             task_name=task_name,
             lease_seconds=read_seconds("lease", message.lease) if message.HasField("lease") else None,
-            delivery_counts=tuple(message.delivery_counts),
             consumption=consumption,
             waiting_for=waiting_for,
             revision=revision,
-            key_column=tuple(message.keys),
-            group_column=tuple(message.groups),
-            meta_columns=tuple(decode_meta_columns(message.custom_meta, indexes.size)),
             produced_columns=decode_produced(message.produced, indexes.size),
+            **columns,
         )
 
     @property
@@ -364,7 +432,7 @@ class BatchMeta:
 
     @property
     def reason(self) -> str:
-        """With "not_yet": why there is nothing yet, in a sentence; empty where the call did not ask."""
+        """With "not_yet": why there is nothing yet, in a sentence; empty if the call did not ask."""
         return "" if self.waiting_for is None else self.waiting_for.text
 
     @property
@@ -458,12 +526,8 @@ class BatchMeta:
             indexes=self.indexes[chosen],
             steps=_select_steps(self.steps, new_position),
             locations=self.locations.select(chosen),
-            delivery_counts=select(self.delivery_counts, chosen),
-            consumption=None if self.consumption is None else self.consumption[chosen],
-            key_column=select(self.key_column, chosen),
-            group_column=select(self.group_column, chosen),
-            meta_columns=tuple(column.at(chosen) for column in self.meta_columns),
             produced_columns=tuple(column[chosen] for column in self.produced_columns),
+            **{name: column.select(getattr(self, name), chosen) for name, column in SAMPLE_COLUMNS.items()},
         )
 
     def select_fields(self, data_fields: Iterable[str]) -> BatchMeta:
@@ -523,14 +587,13 @@ class BatchMeta:
                     )
             if part.status != "batch":
                 raise InvalidArgumentError(f"a part has status {part.status!r}, expected 'batch'", field="parts")
-        claim: dict[str, Any] = {"delivery_counts": tuple(count for part in parts for count in part.delivery_counts)}
+        claim: dict[str, Any] = {}
         if any((part.claim_id, part.task_name) != (first.claim_id, first.task_name) for part in parts):
             claim = {"claim_id": b"", "task_name": "", "lease_seconds": None, "delivery_counts": ()}
         starts = np.cumsum([0, *(part.size for part in parts[:-1])]).tolist()
         return replace(
             first,
-            **_samples_of(parts),
-            **claim,
+            **(_samples_of(parts) | claim),
             steps=tuple(
                 Step(
                     packs=tuple(
@@ -550,11 +613,12 @@ class BatchMeta:
             self._identity() == other._identity()
             and np.array_equal(self.indexes, other.indexes)
             and np.array_equal(self.dropped_indexes, other.dropped_indexes)
-            and self.keys == other.keys
-            and self.groups == other.groups
             # As text: 1, 1.0 and true differ, nan is like nan.
-            and json.dumps(self.custom_meta, sort_keys=True) == json.dumps(other.custom_meta, sort_keys=True)
+            and json.dumps(self._own_values(), sort_keys=True) == json.dumps(other._own_values(), sort_keys=True)
         )
+
+    def _own_values(self) -> list[list[Any]]:
+        return [getattr(self, SAMPLE_COLUMNS[name].message_field) for name in OWN_COLUMNS]
 
     def _identity(self) -> tuple[object, ...]:
         return (
@@ -570,6 +634,12 @@ class BatchMeta:
             f"BatchMeta(status={self.status!r}, partition_id={self.partition_id!r}, size={self.size}, "
             f"epoch={self.epoch}, data_fields={self.data_fields})"
         )
+
+
+SAMPLE_COLUMNS: Final[Mapping[str, SampleColumn]] = {
+    each.name: each.metadata["column"] for each in fields(BatchMeta) if "column" in each.metadata
+}
+OWN_COLUMNS: Final = [name for name, column in SAMPLE_COLUMNS.items() if column.is_of_sample]
 
 
 def _select_steps(steps: Sequence[Step], new_position: NDArray[np.int64]) -> tuple[Step, ...]:
@@ -601,22 +671,17 @@ def _select_steps(steps: Sequence[Step], new_position: NDArray[np.int64]) -> tup
     return tuple(selected)
 
 
-def _names(column: tuple[str, ...], size: int) -> list[str | None]:
-    return [name or None for name in column] if column else [None] * size
-
-
 def _samples_of(parts: Sequence[BatchMeta]) -> dict[str, Any]:
     """Return the samples of several batches one after the other, and what is known of each: attributes of a batch."""
     sizes = [part.size for part in parts]
-    consumption = [part.consumption for part in parts if part.consumption is not None]
     return {
         "indexes": np.concatenate([part.indexes for part in parts]),
         "dropped_indexes": np.unique(np.concatenate([part.dropped_indexes for part in parts])),
         "locations": CellLocations.concat([part.locations for part in parts if part.size]),
-        "consumption": np.concatenate(consumption) if len(consumption) == len(parts) else None,
-        "key_column": concat_names([part.key_column for part in parts], sizes),
-        "group_column": concat_names([part.group_column for part in parts], sizes),
-        "meta_columns": concat_columns([part.meta_columns for part in parts], sizes),
+        **{
+            name: column.concat([getattr(part, name) for part in parts], sizes)
+            for name, column in SAMPLE_COLUMNS.items()
+        },
         **_fields_of(parts),
     }
 
@@ -676,60 +741,20 @@ def joined(parts: Sequence[BatchMeta]) -> BatchMeta:
     return replace(last, revision=parts[0].revision, **_samples_of(parts))
 
 
-def select(values: tuple[Value, ...], positions: NDArray[np.int64]) -> tuple[Value, ...]:
-    """Return the values of the samples at `positions`, where there is one for each sample."""
-    return tuple(values[position] for position in positions.tolist()) if values else ()
+def select(values: Any, positions: Indexes) -> Any:
+    """Return the values of the samples at `positions`, of a tuple or an array of all samples, or of none."""
+    if isinstance(values, np.ndarray):
+        return values[positions]
+    return tuple(values[position] for position in positions.tolist()) if values else values
 
 
-def concat_names(parts: Sequence[tuple[str, ...]], sizes: Sequence[int]) -> tuple[str, ...]:
-    """Return keys or groups of several batches; a batch of which none has one gives "" for each sample."""
-    if not any(parts):
-        return ()
-    return tuple(chain.from_iterable(part or ("",) * size for part, size in zip(parts, sizes, strict=True)))
+def _names(column: tuple[str, ...], size: int) -> list[str | None]:
+    return [name or None for name in column] if column else [None] * size
 
 
-def concat_columns(parts: Sequence[Sequence[MetaColumn]], sizes: Sequence[int]) -> tuple[MetaColumn, ...]:
-    """Return the custom_meta of several batches; a batch without a column has no values in it.
-
-    Columns without any value are left out.
-    """
-    by_name = [{column.name: column for column in part if column.has_value.any()} for part in parts]
-    names = dict.fromkeys(name for columns in by_name for name in columns)
-    return tuple(_concat_column(name, [columns.get(name) for columns in by_name], sizes) for name in names)
-
-
-def _concat_column(name: str, parts: Sequence[MetaColumn | None], sizes: Sequence[int]) -> MetaColumn:
-    """Return the column of several batches; None is a batch without a value of it."""
-    typed = [part.values.dtype for part in parts if part is not None and part.present.any()]
-    dtype = np.result_type(*typed) if set(typed) <= _NUMBERS and typed else (typed or [np.dtype(np.bool_)])[0]
-    columns = [_as_typed(name, part, size, dtype) for part, size in zip(parts, sizes, strict=True)]
-    texts = [np.full(each.present.size, None) if each.json is None else each.json for each in columns]
-    return MetaColumn(
-        name=name,
-        values=np.concatenate([column.values for column in columns]),
-        present=np.concatenate([column.present for column in columns]),
-        json=np.concatenate(texts) if any(column.json is not None for column in columns) else None,
-    )
-
-
-def _as_typed(name: str, column: MetaColumn | None, size: int, dtype: np.dtype[Any]) -> MetaColumn:
-    """Return a column with its values of a dtype, and others as JSON."""
-    if column is None or not column.present.any():
-        values = np.full(size, "" if dtype.hasobject else 0, dtype)
-        json = None if column is None else column.json
-        return MetaColumn(name=name, values=values, present=np.zeros(size, np.bool_), json=json)
-    if column.values.dtype == dtype or {column.values.dtype, dtype} == _NUMBERS:
-        return column
-    return fitted(column, dtype.kind)
-
-
-def merge_columns(old: Sequence[MetaColumn], new: Sequence[MetaColumn]) -> tuple[MetaColumn, ...]:
-    """Return the custom_meta of samples after a write: new values over old ones, and none where they are removed."""
-    merged = {column.name: column for column in old}
-    for column in new:
-        before = merged.get(column.name)
-        merged[column.name] = column if before is None or column.present.all() else laid_over(before, column)
-    return tuple(merged.values())
+def overwritten(old: BatchMeta, new: BatchMeta) -> dict[str, Any]:
+    """Return what a write leaves of the samples' own columns: attributes of a batch."""
+    return {name: SAMPLE_COLUMNS[name].overwrite(getattr(old, name), getattr(new, name)) for name in OWN_COLUMNS}
 
 
 def check_is_batch(metadata: BatchMeta) -> None:

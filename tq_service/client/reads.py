@@ -315,9 +315,12 @@ class RowPattern:
     max_length: int
 
     @classmethod
-    def of_offsets(cls, offsets: torch.Tensor) -> RowPattern:
-        """Return the pattern of an offsets tensor; one on another device than the CPU is waited for."""
-        return cls._of(offsets, np.diff(offsets.detach().cpu().numpy()))
+    def of_offsets(cls, offsets: torch.Tensor, lengths: NDArray[np.int64] | None = None) -> RowPattern:
+        """Return the pattern of an offsets tensor; without `lengths`, one that is not on the CPU is waited for."""
+        if lengths is None:
+            lengths = np.diff(offsets.detach().cpu().numpy())
+        longest = int(lengths.max(initial=0))
+        return cls(offsets=offsets, min_length=int(lengths.min(initial=longest)), max_length=longest)
 
     @classmethod
     def of_lengths(
@@ -326,16 +329,7 @@ class RowPattern:
         """Return the pattern of rows of these lengths `(n,)`; its offsets are int64 on the CPU by default."""
         import torch  # noqa: PLC0415  (torch is optional and slow to import)
 
-        return cls._of(torch.from_numpy(offsets_of(lengths)).to(device=device, dtype=dtype), lengths)
-
-    @classmethod
-    def _of(cls, offsets: torch.Tensor, lengths: NDArray[np.int64]) -> RowPattern:
-        longest = int(lengths.max(initial=0))
-        return cls(offsets=offsets, min_length=int(lengths.min(initial=longest)), max_length=longest)
-
-    def map_offsets(self, function: Callable[[torch.Tensor], torch.Tensor]) -> RowPattern:
-        """Return the same pattern with `function` applied to its offsets."""
-        return replace(self, offsets=function(self.offsets))
+        return cls.of_offsets(torch.from_numpy(offsets_of(lengths)).to(device=device, dtype=dtype), lengths)
 
     def nested(self, values: torch.Tensor, ragged_dim: int) -> torch.Tensor:
         """Return the nested tensor of some rows, which can be padded.

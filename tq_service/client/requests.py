@@ -17,7 +17,15 @@ from google.protobuf.message import Message
 from google.protobuf.struct_pb2 import Struct
 from numpy.typing import NDArray
 
-from tq_service.client.batch_meta import BatchMeta, CellLocations, Namespace, check_is_batch, joined, merge_columns
+from tq_service.client.batch_meta import (
+    OWN_COLUMNS,
+    BatchMeta,
+    CellLocations,
+    Namespace,
+    check_is_batch,
+    joined,
+    overwritten,
+)
 from tq_service.custom_meta import MetaColumn, MetaValue
 from tq_service.errors import InvalidArgumentError
 from tq_service.schema import check_named_rows
@@ -36,7 +44,7 @@ from tq_service.wire.metadata import (
     values_to_meta_column,
 )
 
-_KNOWN: Final = ("fields", "locations", "key_column", "group_column", "meta_columns", "produced_columns")
+_KNOWN: Final = ("fields", "locations", "produced_columns", *OWN_COLUMNS)
 
 # A list, or an array of text `(n,)`.
 NameColumn: TypeAlias = "Sequence[str] | NDArray[np.str_]"
@@ -353,25 +361,16 @@ def written_meta(
         known = joined([BatchMeta.from_proto(part, namespace) for part in all_meta])
         return known if metadata is None else replace(metadata, **{name: getattr(known, name) for name in _KNOWN})
     answered = BatchMeta.from_proto(answer, namespace)
-    groups = given.group_column if any(given.group_column) else ()
     if metadata is None:
-        return replace(
-            answered,
-            status="batch",
-            key_column=answered.key_column or given.key_column,
-            group_column=answered.group_column or groups,
-            meta_columns=answered.meta_columns or given.meta_columns,
-        )
+        return replace(answered, status="batch", **overwritten(given, answered))
     fields = {spec.name: spec for spec in (*metadata.fields, *answered.fields)}
     return replace(
         metadata,
         fields=tuple(fields.values()),
         # The put has moved some cells; `get_data` asks where they are now.
         locations=CellLocations() if answered.fields else metadata.locations,
-        key_column=given.key_column or metadata.key_column,
-        group_column=groups or metadata.group_column,
-        meta_columns=merge_columns(metadata.meta_columns, given.meta_columns),
         produced_columns=(),
+        **overwritten(metadata, given),
     )
 
 

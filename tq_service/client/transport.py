@@ -33,7 +33,7 @@ from grpc_health.v1 import health_pb2
 
 from tq_service.addresses import DEFAULT_ADDRESS, cause_of, parse_address
 from tq_service.client.connection_check import find_fault
-from tq_service.errors import DeadlineError, ForkedClientError, NotLeaderError, TqError, UnavailableError
+from tq_service.errors import DeadlineError, NotLeaderError, PreconditionError, TqError, UnavailableError
 from tq_service.log_message import LogMessage
 from tq_service.results import WaitReason
 from tq_service.v1 import controller_service_pb2, storage_service_pb2
@@ -511,13 +511,14 @@ def async_current_home() -> asyncio.AbstractEventLoop:
     """Return where channels that are used now must have been opened: the running loop.
 
     Raises:
-        ForkedClientError: this is a forked child.
+        PreconditionError: this is a forked child.
     """
     global _async_process_id  # noqa: PLW0603  (a fact about the process)
     if _async_process_id not in (None, os.getpid()):
-        raise ForkedClientError(
+        raise PreconditionError(
             "an AsyncClient cannot be used in a process forked from one that has used it: gRPC's asyncio channels "
             "hang there. Start the process by spawn (multiprocessing.get_context('spawn')), or use tq.Client",
+            reason="FORKED_CLIENT",
             metadata={"cause": "fork"},
         )
     _async_process_id = os.getpid()

@@ -18,6 +18,7 @@ from tensordict import TensorDict
 
 import tq_service as tq
 from tq_service.client.batch_meta import BatchMeta
+from tq_service.custom_meta import keeping_nulls
 from tq_service.schema import Encoding
 
 _LENGTH_TAG: Final = "input_lengths"  # of NeMo-RL, from which it balances its ranks
@@ -191,7 +192,8 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
         """
         if sample_ids and (fields is not None or tags is not None):
             data = None if fields is None else fields.detach()
-            self._used_client.put(data, partition_id=partition_id, keys=sample_ids, custom_meta=_stored(tags))
+            kept = None if tags is None else keeping_nulls(tags)
+            self._used_client.put(data, partition_id=partition_id, keys=sample_ids, custom_meta=kept)
             self._remember(partition_id, sample_ids)
         return KVBatchMeta(
             partition_id=partition_id,
@@ -277,13 +279,6 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
     def close(self) -> None:
         """Close the client. Idempotent; the service and what it holds stay."""
         self._client.close()
-
-
-def _stored(tags: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """Return tags as custom_meta, in which None is kept as a value instead of removing one."""
-    if tags is None:
-        return None
-    return [{name: tq.JSON_NULL if value is None else value for name, value in tag.items()} for tag in tags]
 
 
 def _batch_of(meta: BatchMeta, task_name: str, fields: Sequence[str]) -> KVBatchMeta:

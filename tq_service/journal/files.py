@@ -45,7 +45,7 @@ from typing import BinaryIO, Final, NamedTuple, Self, TypeVar
 import numpy as np
 import xxhash
 
-from tq_service.errors import DiskFailedError, DiskFullError, JournalDamagedError, SnapshotDamagedError
+from tq_service.errors import DiskFullError, JournalDamagedError, SnapshotDamagedError, UnavailableError
 from tq_service.journal.log import NewRecord, Record, packed, unpacked
 from tq_service.log_message import LogMessage
 
@@ -525,7 +525,7 @@ class FileBackend:
         self._reserve.fill()
         self._look_at = 0.0
         self._segment: SegmentWriter | None = None
-        self._failure: DiskFailedError | None = None
+        self._failure: UnavailableError | None = None
         self._background = ThreadPoolExecutor(1, thread_name_prefix="tq-log")
 
     def read(self, number: int) -> Iterator[Record]:
@@ -640,7 +640,7 @@ class FileBackend:
 
         Raises:
             DiskFullError: no space is left; a retry may succeed.
-            DiskFailedError: a sync failed, so that it is unknown which records are on the disk.
+            UnavailableError: a sync failed, so that it is unknown which records are on the disk.
         """
         if self._failure is not None:
             raise self._failure
@@ -664,9 +664,10 @@ class FileBackend:
         try:  # once: after a failed sync, the system considers written what never reached the disk
             segment.sync()
         except OSError as error:
-            self._failure = DiskFailedError(
+            self._failure = UnavailableError(
                 f"the disk of the data dir failed to sync {segment.path.name} ({error}): what was not acknowledged may "
                 "be lost; check the disk, then start the service again",
+                reason="DISK_FAILED",
                 metadata={"path": str(segment.path)},
             )
             raise self._failure from error

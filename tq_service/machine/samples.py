@@ -22,7 +22,7 @@ from tq_service.errors import (
     InvalidArgumentError,
     KeyNotFoundError,
     PartitionSealedError,
-    SampleFailedError,
+    PreconditionError,
     nearest,
 )
 from tq_service.machine.claims import check_claim, skip_lost_groups
@@ -433,9 +433,10 @@ def check_write(partition: Partition, write: SampleWrite) -> CheckedWrite:
     if positions is not None and write.state is not None and write.state is not SampleState.FAILED:
         known = positions[positions >= 0]
         if (failed := partition.table.index[known[partition.state[known] == FAILED]]).size:
-            raise SampleFailedError(
+            raise PreconditionError(
                 f"sample {int(failed[0])} of partition {partition.partition_id!r} has failed, which is final; insert a "
                 f"new sample in its place",
+                reason="SAMPLE_FAILED",
                 metadata={"partition_id": partition.partition_id, "global_index": str(failed[0])},
             )
     groups = None if write.groups is None else _check_groups(partition, write, write.groups, positions)

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hi
 
 from pydantic import TypeAdapter
 
-from tq_service.errors import InvalidArgumentError, UnknownSamplerError, nearest
+from tq_service.errors import InvalidArgumentError, nearest
 from tq_service.results import SamplerDescription, SamplerOption
 from tq_service.state.plan import Sampler
 
@@ -53,15 +53,15 @@ def build_sampler(name: str, kind: type[Sampler], config: Mapping[str, object]) 
     """Return the sampler with these options.
 
     Raises:
-        UnknownSamplerError: it has no such option.
-        InvalidArgumentError: an option is missing, or its type or value is wrong.
+        InvalidArgumentError: it has no such option, one is missing, or its type or value is wrong.
     """
     parameters, takes_any = _parameters(kind)
     for option in config:
         if option not in parameters and not takes_any:
-            raise UnknownSamplerError(
+            raise InvalidArgumentError(
                 f"sampler_config: sampler {name!r} has no option {option!r}; {nearest(option, parameters)}",
                 field=_FIELD,
+                reason="UNKNOWN_SAMPLER",
                 metadata={"sampler": name, "option": option},
             )
     missing = [

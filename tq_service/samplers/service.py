@@ -20,7 +20,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 
 from tq_service.daemon_threads import run_in_daemon_thread, start_daemon_thread
-from tq_service.errors import SamplerError, SamplerTimeoutError, TqError, UnknownSamplerError, nearest
+from tq_service.errors import InvalidArgumentError, SamplerError, SamplerTimeoutError, TqError, nearest
 from tq_service.results import SamplerDescription
 from tq_service.samplers.by_length import PackedSampler, SeqlenBalancedSampler, TokenBudgetSampler
 from tq_service.samplers.by_order import ChosenSampler, GRPOGroupNSampler, RankAwareSampler, SequentialSampler
@@ -81,7 +81,7 @@ class SamplerRegistry:
         """Return the sampler of this name with these options.
 
         Raises:
-            UnknownSamplerError: there is no such sampler, it cannot be loaded, or it has no such option.
+            InvalidArgumentError: there is no such sampler, it cannot be loaded, or it has no such option.
             InvalidArgumentError: an option is missing, or its type or value is wrong.
         """
         config = whole_numbers(dict(config or {}))
@@ -158,8 +158,8 @@ async def _import(name: str, load: Callable[[], Any]) -> type[Sampler]:
         ) from error
 
 
-def _not_loaded(name: str, message: str) -> UnknownSamplerError:
-    return UnknownSamplerError(message, field="sampler", metadata={"sampler": name})
+def _not_loaded(name: str, message: str) -> InvalidArgumentError:
+    return InvalidArgumentError(message, field="sampler", reason="UNKNOWN_SAMPLER", metadata={"sampler": name})
 
 
 def _import_class(name: str) -> Any:

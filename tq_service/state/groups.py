@@ -15,7 +15,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from tq_service.errors import GroupNotFoundError, InvalidArgumentError, PreconditionError, nearest
+from tq_service.errors import InvalidArgumentError, NotFoundError, PreconditionError, nearest
 from tq_service.state.plan import Indexes
 from tq_service.state.table import Column, RowTable, SlotTable, as_slice, distinct
 
@@ -279,8 +279,10 @@ class GroupTable:
         slots = self.slot_of.find(names)
         if slots.size and slots.min() < 0:
             missing = names[int(np.argmin(slots))]
-            raise GroupNotFoundError(
-                f"no group {missing!r} here; {nearest(missing, self.slot_of)}", metadata={"group": missing}
+            raise NotFoundError(
+                f"no group {missing!r} here; {nearest(missing, self.slot_of)}",
+                reason="GROUP_NOT_FOUND",
+                metadata={"group": missing},
             )
         return slots
 

@@ -287,7 +287,7 @@ class StorageEngine:
         Raises:
             InvalidArgumentError: bytes are missing.
             CallCancelledError: a retry took over.
-            DiskFailedError: they could not be written.
+            UnavailableError: they could not be written.
             QuotaExceededError: the mirror has not the copies required until the deadline (with `retry_after_seconds`).
         """
         await self._backing.flush(pending, deadline)

@@ -1,7 +1,8 @@
 """Errors over the wire, both ways.
 
 An error travels as `google.rpc.Status` with `ErrorInfo` (its reason and metadata), `BadRequest` where an argument is
-named, and `RetryInfo` where trying later helps. The same class is raised again in the client.
+named, and `RetryInfo` where trying later helps. The client raises the same class again, or that of the code where a
+reason has none of its own.
 """
 
 from __future__ import annotations
@@ -108,10 +109,11 @@ def from_rpc_error(code: grpc.StatusCode, details: str | None, status: Status | 
     if violation.field_violations:
         metadata.setdefault("field", violation.field_violations[0].field)
     kind = _CLASS_BY_REASON.get(info.reason) or _class_of(code)
-    if issubclass(kind, errors.ResourceExhaustedError):
-        after = retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9 if has_retry else None
-        return kind(message, retry_after_seconds=after, metadata=metadata)
-    return kind(message, metadata=metadata)
+    error = kind(message, metadata=metadata)
+    error.reason = info.reason
+    if isinstance(error, errors.ResourceExhaustedError) and has_retry:
+        error.retry_after_seconds = retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9
+    return error
 
 
 def _class_of(code: grpc.StatusCode) -> type[errors.TqError]:

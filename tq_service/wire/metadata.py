@@ -17,7 +17,7 @@ from typing import Any, Final, Generic, TypeVar, cast, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from tq_service.custom_meta import MetaColumn, checked_texts, column_of
+from tq_service.custom_meta import DTYPES, MetaColumn, checked_texts, column_of
 from tq_service.errors import InvalidArgumentError
 from tq_service.schema import (
     LARGEST_EXACT,
@@ -271,7 +271,6 @@ _DTYPES: Final[dict[str, Any]] = {
 }  # fmt: skip
 _FIELDS: Final = {np.dtype(dtype): field for field, dtype in _DTYPES.items()}
 _REMEMBERED_SPEC_BYTES: Final = 256
-_MOST_INT64: Final = np.iinfo(np.int64).max
 # What `MetaColumn.kinds` says of a sample; 0: nothing.
 _TYPED: Final = 1
 _JSON: Final = 2
@@ -524,21 +523,12 @@ def values_to_meta_column(name: str, values: Any) -> MetaColumn:
             f"each sample",
             field="custom_meta",
         )
-    typed = _typed_values(values) if isinstance(values, np.ndarray) and values.ndim == 1 else None
-    if typed is not None:
+    kind = values.dtype.kind if isinstance(values, np.ndarray) and values.ndim == 1 else ""
+    if kind in {"i", "f", "b"}:
+        typed = cast("NDArray[Any]", values).astype(DTYPES[kind])
         return MetaColumn(name=_checked_name(name), values=typed, present=np.ones(typed.size, np.bool_))
     plain = cast("Any", values).tolist() if hasattr(values, "tolist") else list(values)
     return _column(name, plain, np.ones(len(plain), np.bool_))
-
-
-def _typed_values(values: NDArray[Any]) -> NDArray[Any] | None:
-    """Return a copy of an array as a column has it, None where its values are to be looked at one by one."""
-    kind = values.dtype.kind
-    if kind == "U":
-        return np.fromiter(values.tolist(), np.object_, values.size)
-    if kind in "iub" and not (values.dtype == np.uint64 and values.size and values.max() > _MOST_INT64):
-        return values.astype(np.bool_ if kind == "b" else np.int64)
-    return values.astype(np.float64) if kind == "f" and values.dtype.itemsize <= np.float64().itemsize else None
 
 
 def _checked(position: int, row: Any) -> dict[str, Any]:

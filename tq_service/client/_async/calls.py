@@ -128,7 +128,7 @@ class AsyncCalls:
         """Return the channel to an address.
 
         Raises:
-            ForkedClientError: the channels belong to another process and cannot be opened again.
+            PreconditionError: the channels belong to another process and cannot be opened again.
             PreconditionError: the client is closed.
             InvalidArgumentError: the credentials cannot be used for this address.
         """

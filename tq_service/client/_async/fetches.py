@@ -35,7 +35,7 @@ from tq_service.errors import (
     UnavailableError,
     nearest,
 )
-from tq_service.schema import FieldSpec, ReadLayout
+from tq_service.schema import ReadLayout
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.wire.metadata import Indexes
 
@@ -101,8 +101,19 @@ class AsyncFetchCalls(AsyncBase):
         wanted = fields if fields is not None else metadata.data_fields if metadata is not None else []
         partition = partition_of(self._namespace, partition_id, metadata)
         if not len(named):
-            specs = await self._specs_of(partition, metadata, wanted, deadline, skips_unknown=missing_fields == "skip")
-            return to_batch(empty_columns(specs), 0, layout)
+            # The partition is asked only for fields that the batch does not describe.
+            specs = {} if metadata is None else {spec.name: spec for spec in metadata.fields}
+            if not specs or not specs.keys() >= set(wanted):
+                specs = await self._fields_of(partition, deadline) | specs
+            unknown = [name for name in wanted if name not in specs]
+            if unknown and missing_fields == "error":
+                raise self._namespace.explain(
+                    FieldNotFoundError(
+                        f"partition {partition!r} has no field {unknown[0]!r}; {nearest(unknown[0], specs)}",
+                        metadata={"partition_id": partition, "field_name": unknown[0]},
+                    )
+                )
+            return to_batch(empty_columns([specs[name] for name in wanted or specs if name in specs]), 0, layout)
         locate = partial(
             self._locate,
             deadline,
@@ -226,27 +237,3 @@ class AsyncFetchCalls(AsyncBase):
             f"the cells have moved from storage service {read.storage.storage_id!r} to another",
             metadata={"put_id": read.request.put_ids[0].hex(), "storage_id": read.storage.storage_id},
         )
-
-    async def _specs_of(
-        self,
-        partition_id: str,
-        metadata: BatchMeta | None,
-        wanted: Sequence[str],
-        deadline: Deadline,
-        *,
-        skips_unknown: bool,
-    ) -> list[FieldSpec]:
-        """Return the specs of fields; the partition is asked only for those that the batch does not describe."""
-        specs = {} if metadata is None else {spec.name: spec for spec in metadata.fields}
-        if not (wanted or specs) or any(name not in specs for name in wanted):
-            specs = await self._fields_of(partition_id, deadline) | specs
-        wanted = wanted or list(specs)
-        unknown = [name for name in wanted if name not in specs]
-        if unknown and not skips_unknown:
-            raise self._namespace.explain(
-                FieldNotFoundError(
-                    f"partition {partition_id!r} has no field {unknown[0]!r}; {nearest(unknown[0], specs)}",
-                    metadata={"partition_id": partition_id, "field_name": unknown[0]},
-                )
-            )
-        return [specs[name] for name in wanted if name in specs]

@@ -105,7 +105,7 @@ class ClaimCalls(Base):
             The batch; look at its `status` first: "batch", "not_yet" or "end".
 
         Raises:
-            InvalidArgumentError: an argument is wrong; also UnknownSamplerError, MissingLengthError.
+            InvalidArgumentError: an argument is wrong; also MissingLengthError.
             PreconditionError: the ranks, or calls under one `claim_name`, disagree; the partition was cleared, or the
                 incarnation or epoch is stale.
             LeaseExpiredError: a retry, or a call under the same `claim_name`, came after the lease of the first answer

@@ -22,7 +22,7 @@ class Client(PartitionCalls, SampleCalls, FetchCalls, ClaimCalls, WatchCalls):
     `Client` is for threads; it opens its channels on first use, and new ones after a fork. `Client` may be used by
     several event loops of a process, also at the same time in several threads: each gets channels of its own, which
     `close` in any of them closes; those of a loop that was closed are left. In a process forked from one that has
-    used an Client it raises ForkedClientError: start processes by spawn.
+    used an Client it raises PreconditionError: start processes by spawn.
 
     Args:
         address: "host:port", or the host alone for port 50051; None: the environment variable TQ_ADDRESS, else

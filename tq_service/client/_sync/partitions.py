@@ -152,7 +152,7 @@ class PartitionCalls(Base):
 
         Raises:
             PartitionNotFoundError: there is no such partition.
-            GroupNotFoundError: there is no such group.
+            NotFoundError: there is no such group.
         """
         self._ask(
             pb.CloseGroupsResponse,

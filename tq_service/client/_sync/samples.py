@@ -132,8 +132,6 @@ class SampleCalls(Base):
         deadline = self._deadline(timeout)
         full_name = partition_of(self._namespace, partition_id, metadata)
         known = {} if metadata is None else {spec.name: spec for spec in metadata.fields}
-        if full_name in self._refused_lists and has_lists(data):
-            known |= self._held_fields(full_name, deadline)
 
         def encode() -> tuple[Sequence[Column], PutHeader, BatchMeta]:
             columns = encode_columns(data, known) if data is not None else []
@@ -163,48 +161,32 @@ class SampleCalls(Base):
             )
             return columns, header, given
 
-        columns, header, given = unless_light(encode, data, keys, groups, custom_meta)
-        request = header.commit  # where it goes if the storage service is the controller: a copy of it takes long
-        request.request_id = new_id()
-        request.return_all_meta = return_meta == "all"
-        header.partition_id = request.write.partition_id
-        if columns:
+        asks_first = full_name in self._refused_lists and has_lists(data)
+        for knows_held in (asks_first, True):
+            if knows_held:
+                known |= self._held_fields(full_name, deadline)
+            columns, header, given = unless_light(encode, data, keys, groups, custom_meta)
+            request = header.commit  # where it goes if the storage service is the controller: a copy of it takes long
+            request.request_id = new_id()
+            request.return_all_meta = return_meta == "all"
+            header.partition_id = request.write.partition_id
+            if not columns:
+                answer = self._calls.unary(commit_pb2.CommitResponse, request, deadline)
+                break
             began_at = time.perf_counter()
-            answer = self._put_as_held(data, header, request, columns, deadline)
+            try:
+                answer = self._put_columns(header, request, columns, deadline)
+            except FieldMismatchError:
+                # A list is put again as its field holds rows, which only the service knows.
+                if knows_held or not has_lists(data):
+                    raise
+                continue
             for probe in probes:
                 probe.put(time.perf_counter() - began_at, header.size_bytes)
-        else:
-            answer = self._calls.unary(commit_pb2.CommitResponse, request, deadline)
+            break
+        if knows_held and full_name not in self._refused_lists:
+            self._refused_lists.append(full_name)  # is asked first from now on, so that lists are sent once
         return written_meta(answer.meta, given, metadata, namespace=self._namespace, all_meta=answer.all_meta)
-
-    def _put_as_held(
-        self,
-        data: Any,
-        header: PutHeader,
-        request: commit_pb2.CommitRequest,
-        columns: Sequence[Column],
-        deadline: Deadline,
-    ) -> commit_pb2.CommitResponse:
-        """Put columns; where a field holds no such rows, put its list as it does, which only the service knows.
-
-        Further puts of lists to the partition ask it first, so that they are sent once.
-        """
-        try:
-            return self._put_columns(header, request, columns, deadline)
-        except FieldMismatchError:
-            if not has_lists(data):
-                raise
-            held = self._held_fields(header.partition_id, deadline)
-            again = unless_light(lambda: encode_columns(data, held), data)
-            if [column.spec for column in again] == [column.spec for column in columns]:
-                raise
-        if header.partition_id not in self._refused_lists:
-            self._refused_lists.append(header.partition_id)
-        request.request_id = new_id()
-        changed = put_header(
-            new_id(), again, partition_id=header.partition_id, for_existing_rows=header.for_existing_rows
-        )
-        return self._put_columns(changed, request, again, deadline)
 
     def _held_fields(self, full_partition_id: str, deadline: Deadline) -> dict[str, FieldSpec]:
         """Return what the fields of a partition hold, none of one that is not there."""

@@ -30,7 +30,7 @@ from tq_service.errors import (
     NotLeaderError,
     PartitionNotFoundError,
     PermissionDeniedError,
-    ProtocolMismatchError,
+    PreconditionError,
     ResourceExhaustedError,
     TqError,
     UnauthenticatedError,
@@ -712,10 +712,11 @@ def _other_protocol(agent: str) -> Caller | None:
         return None
     build, protocol = match.groups()
 
-    def make_error() -> ProtocolMismatchError:
-        return ProtocolMismatchError(
+    def make_error() -> PreconditionError:
+        return PreconditionError(
             f"the caller is tq-service {build} with protocol {protocol}; expected protocol {PROTOCOL}, of this "
             f"service, tq-service {BUILD}. Install the same version on both sides.",
+            reason="PROTOCOL_MISMATCH",
             metadata={"got": protocol, "expected": str(PROTOCOL), "version": BUILD},
         )
 

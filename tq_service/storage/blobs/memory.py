@@ -161,7 +161,7 @@ class BlobStore(ABC):
         """Write bytes of a blob, which may be reused when this returns.
 
         Raises:
-            UnavailableError, DiskFullError, DiskFailedError: they cannot be written; the put is aborted.
+            UnavailableError, DiskFullError: they cannot be written; the put is aborted.
         """
         blob.write_from(data, start)
 

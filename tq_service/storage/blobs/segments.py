@@ -21,7 +21,7 @@ from typing import Final
 
 import xxhash
 
-from tq_service.errors import DiskFailedError, DiskFullError, TqError, UnavailableError
+from tq_service.errors import DiskFullError, TqError, UnavailableError
 from tq_service.storage.blobs.memory import (
     RETRY_AFTER_SECONDS,
     SMALL_BYTES,
@@ -347,7 +347,7 @@ def _refusal(size: int, error: OSError) -> TqError:
             "larger disk",
             retry_after_seconds=RETRY_AFTER_SECONDS,
         )
-    return DiskFailedError(f"the bytes of a put could not be written: {error}; put it again")
+    return UnavailableError(f"the bytes of a put could not be written: {error}; put it again", reason="DISK_FAILED")
 
 
 def _remove_all(segments: Iterable[Segment]) -> None:

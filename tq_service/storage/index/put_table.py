@@ -42,7 +42,7 @@ from typing import Final, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
-from tq_service.errors import DataLossError, DiskFailedError, UnavailableError
+from tq_service.errors import DataLossError, UnavailableError
 from tq_service.journal import codec
 from tq_service.log_message import LogMessage
 from tq_service.schema import CONTROLLER_NAME_BYTES, FieldSpec
@@ -621,7 +621,9 @@ class PutJournal(Backing[Blob]):
                 await self._store.copy(values.copy, memoryview(stored.tables()), values, stored.value_spans())
             await self._store.flush(values.copy or values)
         except OSError as error:
-            raise DiskFailedError(f"the bytes of a put could not be written: {error}; put it again") from error
+            raise UnavailableError(
+                f"the bytes of a put could not be written: {error}; put it again", reason="DISK_FAILED"
+            ) from error
 
     def record(self, put_id: bytes, put: StoredPut) -> None:
         """Write down that a put is complete, or was moved."""

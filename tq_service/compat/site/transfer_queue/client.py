@@ -21,7 +21,8 @@ from tensordict import TensorDict
 from tensordict.tensorclass import NonTensorStack
 
 import tq_service as tq
-from transfer_queue.metadata import BatchMeta, KVBatchMeta, positions_of
+from tq_service.custom_meta import keeping_nulls
+from transfer_queue.metadata import BatchMeta, KVBatchMeta, positions_of, schema_of
 from transfer_queue.sampler import BaseSampler, service_samples
 from transfer_queue.storage import StorageKeyNotFoundError
 
@@ -205,7 +206,7 @@ class Calls:
         for positions, samples in self._samples(metadata):
             rows = data if len(positions) == len(metadata) else _taken([data], positions)
             tags = [metadata.custom_meta[position] for position in positions]
-            await self._put(rows, metadata=samples, custom_meta=_stored(tags) if any(tags) else None)
+            await self._put(rows, metadata=samples, custom_meta=keeping_nulls(tags) if any(tags) else None)
         return metadata.add_fields(data)
 
     async def _put(self, data: TensorDict | None, **more: Any) -> tq.BatchMeta:
@@ -226,7 +227,7 @@ class Calls:
         """Write the custom_meta of a batch."""
         for positions, samples in self._samples(metadata):
             tags = [metadata.custom_meta[position] for position in positions]
-            await self._client.set_custom_meta(samples, _stored(tags))
+            await self._client.set_custom_meta(samples, keeping_nulls(tags))
 
     async def clear_samples(self, metadata: BatchMeta) -> None:
         """Remove samples; those that are gone are ignored."""
@@ -370,7 +371,7 @@ class Calls:
             None if fields is None else _parsed(fields, data_parser),
             partition_id=partition_id,
             keys=names,
-            custom_meta=None if tags is None else _stored(tags),
+            custom_meta=None if tags is None else keeping_nulls(tags),
             return_meta="all",
         )
         return KVBatchMeta(
@@ -471,13 +472,10 @@ def of_samples(meta: tq.BatchMeta, data_fields: Sequence[str] | None = None) -> 
 
 def _schema_of(spec: tq.FieldSpec | None) -> Row:
     if spec is None:
-        return {"dtype": None, "shape": None, "is_nested": False, "is_non_tensor": False}
-    return {
-        "dtype": getattr(torch, spec.dtype) if spec.dtype else None,
-        "shape": spec.row_shape,
-        "is_nested": spec.layout == "jagged",
-        "is_non_tensor": spec.layout == "object",
-    }
+        return schema_of(None, None)
+    dtype = getattr(torch, spec.dtype) if spec.dtype else None
+    is_nested, is_non_tensor = spec.layout == "jagged", spec.layout == "object"
+    return schema_of(dtype, spec.row_shape, is_nested=is_nested, is_non_tensor=is_non_tensor)
 
 
 def _expected(total_count: int) -> int:
@@ -497,11 +495,6 @@ def _listed(what: str, values: Any, kind: type) -> list[Any]:
     if not listed:
         raise ValueError(f"{what} is empty, expected at least one")
     return list(listed)
-
-
-def _stored(tags: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """Return tags with null instead of None, which would remove a value."""
-    return [{name: tq.JSON_NULL if value is None else value for name, value in tag.items()} for tag in tags]
 
 
 def _parsed(data: TensorDict, data_parser: Callable[[Row], Any] | None) -> TensorDict:

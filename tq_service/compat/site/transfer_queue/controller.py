@@ -201,13 +201,11 @@ def _are_claimed(
     if not rows:
         return True
     # Replicas of a rank claim the same samples, by a name that no other samples ever get.
-    named: dict[str, Any] = {}
-    if config.get("dp_rank") is not None:
-        named["claim_name"] = f"{claim_name(config)}, samples from {min(rows)}"
+    is_of_rank = config.get("dp_rank") is not None
     try:
         meta = client.get_meta(
             **claim,
-            **named,
+            claim_name=f"{claim_name(config)}, samples from {min(rows)}" if is_of_rank else None,
             batch_size=len(rows),
             sampler="chosen",
             sampler_config={"rows": list(rows)},
