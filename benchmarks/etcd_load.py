@@ -24,7 +24,7 @@ import numpy as np
 import tq_service as tq
 from chaos.cluster import free_ports
 from chaos.etcd import etcd_members
-from tq_service.cluster.etcd import ClusterKeys, Etcd, EtcdAccess, after
+from tq_service.cluster.etcd import ClusterKeys, Etcd, after
 from tq_service.internal.v1 import etcd_pb2 as pb
 from tq_service.testing import ServiceProcess
 
@@ -38,7 +38,7 @@ class Watched:
     """What of etcd is looked at, each second."""
 
     def __init__(self, members: tuple[str, ...]) -> None:
-        self._etcd = Etcd(EtcdAccess(members=members))
+        self._etcd = Etcd(members)
         self._keys = ClusterKeys("load")
         self.db_bytes: list[int] = []
         self.used_bytes: list[int] = []

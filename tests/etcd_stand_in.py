@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 import pytest
 
-from tq_service.cluster.etcd import Etcd, EtcdAccess
+from tq_service.cluster.etcd import Etcd
 from tq_service.internal.v1 import etcd_pb2 as pb
 from tq_service.wire.connection import Tls
 
@@ -332,7 +332,7 @@ class EtcdMembers:
             for number, (client, peer) in enumerate(ports)
         ]
         self.processes: list[subprocess.Popen[bytes]] = [self._process(number) for number in range(count)]
-        etcd = Etcd(EtcdAccess(members=tuple(self.addresses)))
+        etcd = Etcd(tuple(self.addresses))
         try:
             etcd.ask(pb.EtcdRangeRequest(key=b"/"), 60)
         except BaseException:

@@ -1,6 +1,7 @@
 """The layers import only what they may: the arrows of the architecture, read from the source."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -165,6 +166,19 @@ def layer_imported(name: str) -> str | None:
 
 def test_every_layer_has_its_arrows() -> None:
     assert {layer_of(path) for path in PACKAGE.rglob("*.py")} <= set(ARROWS)
+
+
+def test_contributors_have_a_map_of_all_directories() -> None:
+    """CONTRIBUTING.md has a line for each, with what a layer may import."""
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    lines = re.findall(r"^\| (`[^|]+`) \| [^|]+ \|([^|]*)\|$", page, re.MULTILINE)
+    quoted = re.compile(r"`(.+?)`")
+    shown = {name: set(quoted.findall(imports)) for names, imports in lines for name in quoted.findall(names)}
+    found = {str(path.parent.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if "site" not in path.parts}
+    assert found - {".", "internal"} <= set(shown)
+    layers = {name: imports for name, imports in ARROWS.items() if (PACKAGE / name).is_dir()}
+    layers["internal/v1"] = layers.pop("internal")
+    assert {name: shown[name] for name in layers} == layers
 
 
 def test_imports_follow_the_arrows() -> None:

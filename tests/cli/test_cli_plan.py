@@ -67,13 +67,6 @@ def test_columns_of_a_csv_file_are_added_up(tmp_path):
     assert "2 samples of 15 to 27 tokens, 42 together" in result.stdout
 
 
-def test_the_picture_is_a_png(lengths_file, tmp_path):
-    picture = tmp_path / "new" / "plan.png"
-    result = plan("--lengths", lengths_file, "--png", picture)
-    assert result.exit_code == 0, result.output
-    assert picture.read_bytes().startswith(b"\x89PNG")
-
-
 @pytest.mark.parametrize(
     ("text", "arguments", "message"),
     [

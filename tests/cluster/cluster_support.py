@@ -9,7 +9,7 @@ from pathlib import Path
 from etcd_stand_in import EtcdMembers, EtcdStandIn
 
 from tq_service.cluster.election import Election, Lease
-from tq_service.cluster.etcd import ClusterKeys, Etcd, EtcdAccess
+from tq_service.cluster.etcd import ClusterKeys, Etcd
 from tq_service.cluster.etcd_backend import EtcdBackend
 from tq_service.journal.log import Log, Record
 
@@ -22,7 +22,7 @@ class Member:
 
     def __init__(self, addresses: list[str], directory: Path, name: str = "a", *, accept_loss: bool = False) -> None:
         directory.mkdir(exist_ok=True)
-        self.etcd = Etcd(EtcdAccess(members=tuple(addresses)))
+        self.etcd = Etcd(tuple(addresses))
         self.backend = EtcdBackend(self.etcd, KEYS, member_id=name, directory=directory, accept_loss=accept_loss)
         self.log = Log(self.backend)
         self.election = Election(self.etcd, KEYS, name, f"{name}:50051")

@@ -15,7 +15,7 @@ from cluster_support import KEYS, Member, members, running_etcd
 from etcd_stand_in import EtcdStandIn
 
 from tq_service.cluster import etcd_backend
-from tq_service.cluster.etcd import Etcd, EtcdAccess, put
+from tq_service.cluster.etcd import Etcd, put
 from tq_service.cluster.etcd_backend import EtcdBackend
 from tq_service.durable.state_store import Stream
 from tq_service.errors import (
@@ -284,8 +284,7 @@ def test_a_call_goes_to_the_next_member_and_shows_its_user(etcd: EtcdStandIn, tm
     password.write_text("wrong\n")
     gone = EtcdStandIn()
     gone.stop()
-    access = EtcdAccess(members=(gone.address, etcd.address), user="tq", password_file=password)
-    client = Etcd(access)
+    client = Etcd((gone.address, etcd.address), user="tq", password_file=password)
     with pytest.raises(InvalidArgumentError, match="authentication failed"):
         client.get(b"key")
     password.write_text("secret\n")
@@ -300,7 +299,7 @@ def test_a_call_goes_to_the_next_member_and_shows_its_user(etcd: EtcdStandIn, tm
         etcd.tokens.clear()  # as when it has begun again, or rights have changed
         assert client.get(b"key") is None
     client.close()
-    nameless = Etcd(EtcdAccess(members=(etcd.address,)))
+    nameless = Etcd((etcd.address,))
     with pytest.raises(InvalidArgumentError, match="refuses what the journal asks"):
         nameless.get(b"key")
     nameless.close()

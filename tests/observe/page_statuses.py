@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tq_service.client import PartitionUpdate, Revision, WatchUpdate
+from tq_service.client import Revision
 from tq_service.results import (
     FieldStatus,
     MirrorStatus,
@@ -109,20 +109,3 @@ def status(*partitions: PartitionDescription, **values: Any) -> ServiceStatus:
     revision = Revision(instance_id=b"r" * 16, number=1)
     given = {"service": service(), "storages": (storage(),), "waits": (), "revision": revision, **values}
     return ServiceStatus(partitions=partitions, **given)
-
-
-def update(
-    *partitions: PartitionDescription, is_reset: bool = False, is_whole: bool = True, cleared: bool = False
-) -> WatchUpdate:
-    """Return an update of a watch that says how partitions are now, or that they are gone."""
-    changes = [
-        PartitionUpdate(
-            partition_id=each.summary.partition_id,
-            incarnation=each.summary.incarnation,
-            cleared=cleared,
-            summary=None if cleared else each.summary,
-        )
-        for each in partitions
-    ]
-    revision = Revision(instance_id=b"r" * 16, number=1) if is_whole else None
-    return WatchUpdate(partitions=tuple(changes), revision=revision, is_reset=is_reset)

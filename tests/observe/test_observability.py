@@ -16,10 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from tq_service.client_probes import probes
 from tq_service.observe.clients import PrometheusProbe, instrument
+from tq_service.observe.service import of_cluster
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from live_server import LiveServer, LoopThread
@@ -59,7 +61,12 @@ def live(loop_thread: LoopThread, tmp_path_factory: pytest.TempPathFactory) -> I
         rank = {"dp_rank": 0, "dp_size": 1, "batch_index": 0}
         client.get_meta(partition_id="train@0", task_name="t", data_fields=["x"], batch_size=2, **rank)
         assert started.app.metrics is not None
-        started.app.metrics.shown.add_cluster("runs", lambda: True, lambda: {"c2": 0})  # tests/cluster has a real one
+        collect = started.app.metrics._collect
+
+        async def with_cluster() -> list[Metric]:
+            return [*await collect(), *of_cluster("runs", {"c2": 0})]
+
+        started.app.metrics._collect = with_cluster  # tests/cluster has a real one
         yield started
 
 

@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 import tq_service as tq
 from tq_service.config import load_settings
 from tq_service.errors import InvalidArgumentError
-from tq_service.observe.service import MOST_LINES, _of_storage
+from tq_service.observe.service import MOST_LINES, of_storage
 from tq_service.results import MirrorStatus
 from tq_service.storage.engine import EngineStat
 
@@ -231,7 +231,7 @@ def test_a_storage_service_has_one_series_for_all_that_it_mirrors() -> None:
     def values(own: EngineStat, *adopted: EngineStat) -> dict[str, float]:
         return {
             sample.name.removeprefix(prefix): sample.value
-            for metric in _of_storage("s", own, adopted)
+            for metric in of_storage("s", own, adopted)
             for sample in metric.samples
             if sample.name.startswith(prefix := "tq_service_storage_mirror_")
         }
@@ -316,14 +316,14 @@ def test_a_scrape_is_refused_while_the_loop_is_busy_and_works_again(
     monkeypatch.setattr(endpoint, "_SCRAPE_SECONDS", 0.01)
     live = start_server(metrics_port=0)
     assert live.app.metrics is not None
-    collect = live.app.metrics._endpoint._collect
+    collect = live.app.metrics._collect
 
     async def slow() -> Any:
         await asyncio.sleep(30)
 
-    live.app.metrics._endpoint._collect = slow
+    live.app.metrics._collect = slow
     assert fetch(live).status == 503
-    live.app.metrics._endpoint._collect = collect
+    live.app.metrics._collect = collect
     monkeypatch.setattr(endpoint, "_SCRAPE_SECONDS", 20)
     assert fetch(live).status == 200
 

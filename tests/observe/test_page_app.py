@@ -133,7 +133,7 @@ async def test_it_stops_while_browsers_look() -> None:
 
 
 async def test_an_error_of_the_page_ends_it_rather_than_leaving_it_stale() -> None:
-    with pytest.raises(ExceptionGroup, match="unhandled errors") as caught:
+    with pytest.raises(ZeroDivisionError):
         async with (
             running_page(FakeClient(status(), ZeroDivisionError())) as page,
             httpx.AsyncClient() as web,
@@ -141,7 +141,6 @@ async def test_an_error_of_the_page_ends_it_rather_than_leaving_it_stale() -> No
         ):
             async for _ in answer.aiter_lines():
                 pass
-    assert isinstance(caught.value.exceptions[0], ZeroDivisionError)
 
 
 def test_a_port_that_is_taken_is_one_line() -> None:

@@ -1,58 +1,40 @@
-"""What is noted of partitions and services, from updates of a watch and from one status to the next."""
+"""What is noted of partitions and services from one status to the next."""
 
 from itertools import pairwise
 
-from page_statuses import partition, service, status, storage, update
+from page_statuses import partition, service, status, storage
 
-from tq_service.client import WatchUpdate
 from tq_service.observe.page.trends import EventLog
+from tq_service.results import PartitionDescription
 
 MADE, OTHER = partition("train@0", 4), partition("train@0", 6, incarnation=b"o" * 16)
 SEALED = partition("train@0", 8, sealed=True)
 
 
-def noted(*updates: WatchUpdate) -> list[tuple[str, str]]:
-    """Return kind and text of what updates are noted as, after an empty state in the beginning."""
+def noted(*states: PartitionDescription | None) -> list[tuple[str, str]]:
+    """Return kind and text of what states of a partition are noted as, None where there is none."""
     log = EventLog()
-    for moment, each in enumerate((update(is_reset=True), *updates)):
-        log.follow(each, float(moment))
+    statuses = [status(*filter(None, [state])) for state in states]
+    for moment, (before, after) in enumerate(pairwise(statuses)):
+        log.compare(before, after, float(moment))
     events = log.shown(100.0)
     assert {event["name"] for event in events} <= {"train@0"}
     return [(event["kind"], event["text"]) for event in events]
 
 
-def test_a_partition_is_made_sealed_and_cleared_once_however_often_it_is_said() -> None:
-    assert noted(update(MADE), update(MADE), update(SEALED), update(SEALED), update(SEALED, cleared=True)) == [
+def test_a_partition_is_made_sealed_and_cleared_once_however_often_it_is_seen() -> None:
+    assert noted(None, MADE, MADE, SEALED, SEALED, None, None) == [
         ("made", "made"), ("sealed", "sealed (8 samples)"), ("cleared", "cleared (8 samples)"),
     ]  # fmt: skip
 
 
-def test_a_partition_that_was_sealed_or_made_again_between_two_updates() -> None:
-    assert [kind for kind, _ in noted(update(SEALED))] == ["made", "sealed"]
-    assert [kind for kind, _ in noted(update(MADE), update(OTHER))] == ["made", "cleared", "made"]
-    assert [kind for kind, _ in noted(update(OTHER), update(MADE, cleared=True))] == ["made"]
+def test_a_partition_that_was_sealed_or_made_again_between_two_states() -> None:
+    assert [kind for kind, _ in noted(None, SEALED)] == ["made", "sealed"]
+    assert [kind for kind, _ in noted(None, MADE, OTHER)] == ["made", "cleared", "made"]
 
 
 def test_what_is_there_in_the_beginning_has_not_happened() -> None:
-    log = EventLog()
-    log.follow(update(MADE, is_reset=True, is_whole=False), 0.0)
-    log.follow(update(partition("train@1", incarnation=b"2" * 16)), 0.0)
-    assert log.shown(0.0) == []
-    log.follow(update(partition("train@1", sealed=True, incarnation=b"2" * 16)), 1.0)
-    assert [(event["kind"], event["name"]) for event in log.shown(1.0)] == [("sealed", "train@1")]
-
-
-def test_a_whole_state_after_a_restart_says_what_is_gone_and_what_is_new() -> None:
-    kinds = [kind for kind, _ in noted(update(MADE), update(is_reset=True))]
-    assert kinds == ["made", "cleared"]
-    assert noted(update(MADE), update(MADE, is_reset=True)) == [("made", "made")]
-    assert [kind for kind, _ in noted(update(SEALED, is_reset=True))] == ["made", "sealed"]
-
-
-def test_a_whole_state_that_breaks_off_is_compared_with_the_one_before_it() -> None:
-    broken = update(is_reset=True, is_whole=False)
-    assert [kind for kind, _ in noted(update(MADE), broken, update(MADE, is_reset=True))] == ["made"]
-    assert [kind for kind, _ in noted(update(MADE), broken, update(is_reset=True))] == ["made", "cleared"]
+    assert noted(MADE) == noted(SEALED, SEALED) == []
 
 
 def test_restarts_and_silent_storage_services_are_noted() -> None:
@@ -64,9 +46,9 @@ def test_restarts_and_silent_storage_services_are_noted() -> None:
         log.compare(before, after, float(moment))
     events = log.shown(10.0)
     assert [(event["kind"], event["name"], event["seconds"]) for event in events] == [
-        ("silent", "s1", 10.0), ("heard", "s1", 8.0), ("restarted", "", 7.0),
+        ("silent", "s1", 10.0), ("heard", "s1", 8.0), ("restarted", "", 7.0), ("made", "train@0", 7.0),
     ]  # fmt: skip
-    assert events[-1]["text"].endswith("it has 1 partition")
+    assert events[-2]["text"].endswith("it has 1 partition")
 
 
 def test_what_was_taken_over_is_no_storage_service_of_its_name() -> None:
@@ -81,9 +63,8 @@ def test_what_was_taken_over_is_no_storage_service_of_its_name() -> None:
 def test_partitions_that_come_and_go_do_not_push_out_what_happened_to_the_service() -> None:
     log = EventLog()
     log.note(0.0, "away", "the service is away")
-    log.follow(update(is_reset=True), 0.0)
-    for number in range(300):
-        log.follow(update(partition(f"train@{number}", incarnation=number.to_bytes(16, "big"))), 1.0)
+    made = [partition(f"train@{number}", incarnation=number.to_bytes(16, "big")) for number in range(300)]
+    log.compare(status(), status(*made), 1.0)
     events = log.shown(2.0)
     assert len(events) == 101
     assert [events[0]["kind"], events[-1]["name"]] == ["away", "train@299"]

@@ -2,33 +2,13 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from page_statuses import mirrored, partition, service, status, update, wait
+from page_statuses import mirrored, partition, service, status, wait
 
-from tq_service.client import WatchUpdate
 from tq_service.errors import DeadlineError, UnauthenticatedError, UnavailableError
 from tq_service.observe.page.feed import MOST_PARTITIONS, Feed
-
-
-class FakeWatch:
-    """Yields updates, and then nothing more."""
-
-    def __init__(self, updates: list[WatchUpdate]) -> None:
-        self._updates = updates
-
-    async def __aenter__(self) -> AsyncIterator[WatchUpdate]:
-        return self._yielded()
-
-    async def __aexit__(self, *exception: object) -> None:
-        return None
-
-    async def _yielded(self) -> AsyncIterator[WatchUpdate]:
-        while self._updates:
-            yield self._updates.pop(0)
-        await asyncio.Event().wait()
 
 
 class FakeClient:
@@ -40,13 +20,6 @@ class FakeClient:
     def __init__(self, *answers: Any) -> None:
         self.answers = list(answers)
         self.call_count = 0
-        self.updates: list[WatchUpdate] = []
-        self.watch_count = 0
-
-    def watch(self, prefix: str, *, samples: bool, tasks: bool) -> FakeWatch:
-        assert not samples and not tasks
-        self.watch_count += 1
-        return FakeWatch(self.updates)
 
     async def status(self, *, prefix: str = "", explain: bool = False, timeout: float | None = None) -> Any:
         assert explain
@@ -156,17 +129,21 @@ async def test_readers_share_one_status_and_a_slow_one_gets_the_newest_frame() -
         await pending
 
 
-async def test_what_happens_between_two_statuses_is_in_the_next_frame() -> None:
+async def test_what_has_changed_is_an_event_also_while_the_service_was_away() -> None:
+    gone = UnavailableError("refused")
+    *_, frame = await frames_of(status(partition("train@0")), gone, status(partition("train@1")))
+    of_partitions = [(event["kind"], event["name"]) for event in frame["events"] if event["name"]]
+    assert of_partitions == [("cleared", "train@0"), ("made", "train@1")]
+
+
+async def test_the_service_is_read_until_the_end() -> None:
     client = FakeClient(status())
-    client.updates = [update(is_reset=True), update(partition("train@0")), update(partition("train@0"), cleared=True)]
     feed = Feed(client, interval_seconds=0.0)  # type: ignore[arg-type]
     running = asyncio.create_task(feed.run())
-    async for frame in feed.frames():
-        events = json.loads(frame)["events"]
-        if len(events) == 2:
-            break
-    assert [(event["kind"], event["name"]) for event in events] == [("made", "train@0"), ("cleared", "train@0")]
-    assert client.watch_count == 1
+    frames = feed.frames()
+    for _ in range(3):
+        await anext(frames)
+    assert client.call_count >= 3
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running

@@ -20,7 +20,7 @@ from rpc_samples import violations_of
 import tq_service as tq
 from tq_service.config import load_settings
 from tq_service.results import ServiceStatus, TaskStatus, WaitCode
-from tq_service.server import status as status_pages
+from tq_service.server import controller_servicer
 from tq_service.server.app import running
 from tq_service.serving.planner import DeliveryRate
 from tq_service.v1 import controller_service_pb2 as pb
@@ -278,10 +278,10 @@ def test_pages_end_by_number_and_by_size(
         assert [page.HasField("service") for page in by_two] == [True, False, False]
         assert [len(page.storages) for page in by_two] == [1, 0, 0]
         whole = client.status()
-        monkeypatch.setattr(status_pages, "_MOST_PAGE_BYTES", 1)
+        monkeypatch.setattr(controller_servicer, "_MOST_STATUS_BYTES", 1)
         assert len(pages(server)) == 5
         assert client.status().partitions == whole.partitions
-        monkeypatch.setattr(status_pages, "_MOST_WAITS", 1)
+        monkeypatch.setattr(controller_servicer, "_MOST_WAITS", 1)
         with waiting(server, partition_id="c", data_fields=["y"], task_name="u"):
             assert waits_of(client.status(explain=False)) == [("c", "t", "", 1)]
 

@@ -9,11 +9,12 @@ from types import SimpleNamespace
 import grpc
 import numpy as np
 
+from tq_service.config import ServeSettings
 from tq_service.errors import PutNotFoundError
 from tq_service.internal.v1 import storage_control_pb2
+from tq_service.samplers import PlanRunner
 from tq_service.server import heartbeat
 from tq_service.server.controller_servicer import ControllerServicer
-from tq_service.server.puts import Commits
 from tq_service.server.receipts import ReceiptKeys
 from tq_service.server.rpc.inbox import WaitingCalls
 from tq_service.server.storage_servicer import StorageServicer, endpoint_of
@@ -204,27 +205,12 @@ class Split:
         )
         self.directories.append(self.directory)
         self.catalog.on_freed = self.directory.puts.free
-        self.commits = Commits(
-            catalog=self.catalog,
-            puts=self.directory.puts,
-            endpoint_of=self.directory.endpoint_of,
-            waiting=WaitingCalls(),
+        self.controller = ControllerServicer(
+            ServeSettings(max_wait_cap_seconds=1.0), self.catalog, PlanRunner(), self.directory, WaitingCalls()
         )
+        self.commits = self.controller.commits
         self._admitted = self.commits.admitted
         self.commits.admitted = self._admitted_later
-        self.controller = ControllerServicer(
-            catalog=self.catalog,
-            commits=self.commits,
-            registry=None,
-            runner=None,
-            storages=self.directory,
-            max_wait_cap_seconds=1.0,
-            waiting=WaitingCalls(),
-            checkpoints=None,
-            watches=None,
-            backlogs=None,
-            identity=None,
-        )
         self.to_controller._servicer = self.controller
 
     @contextlib.asynccontextmanager

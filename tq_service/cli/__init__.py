@@ -37,7 +37,7 @@ _GROUPS = {
 }  # fmt: skip
 
 _EXTRAS = {
-    "matplotlib": "plots", "torch": "data", "tensordict": "data", "starlette": "ui", "uvicorn": "ui",
+    "torch": "data", "tensordict": "data", "starlette": "ui", "uvicorn": "ui",
     "prometheus_client": "metrics", "opentelemetry": "traces",
 }  # fmt: skip
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,11 +30,9 @@ from tq_service.samplers import (
 EXAMPLES = """\
   tq-service plan --lengths lengths.txt
   tq-service plan --lengths trace.csv --column prompt --column response
-  tq-service plan --lengths lengths.txt --dp-size 64 --png plan.png"""
+  tq-service plan --lengths lengths.txt --dp-size 64 --optimizer-steps 4"""
 
 Int64s = NDArray[np.int64]
-
-_SHOWN_AS_BARS = ("sequential", "rank_aware", "seqlen_balanced")
 
 
 def command(
@@ -55,7 +53,6 @@ def command(
     n_samples_per_prompt: Annotated[int, typer.Option(min=1, help="Samples of a group, consecutive in the file.")] = 1,
     overlong: Annotated[Overlong, typer.Option(help="What packing does with samples longer than a pack.")] = "error",
     limit: Annotated[int | None, typer.Option(min=1, help="Take the first so many lengths only.")] = None,
-    png: Annotated[Path | None, typer.Option(help="Draw tokens of ranks and fill of packs to this file.")] = None,
 ) -> None:
     """Show what each sampler would do with the samples of a file of lengths."""
     counts = np.array(_read(lengths, column or [])[:limit], np.int64)
@@ -84,9 +81,6 @@ def command(
     )
     console().print(table(headings, map(_cells, previews)))
     typer.echo("\nheaviest rank: its tokens in the first batch; cost: with attention, 24,576 L + L² for L tokens")
-    if png is not None:
-        draw(previews, png)
-        typer.echo(f"\nwritten: {png}")
 
 
 def _read(path: Path, columns: list[str]) -> list[int]:
@@ -239,30 +233,3 @@ def _plans(sampler: Sampler, lengths: Int64s, shape: Shape) -> Iterator[Plan]:
         for part in plan.ranks:
             view.consume(part.rows)
         yield plan
-
-
-def draw(previews: Sequence[Preview], path: Path) -> None:
-    """Write the picture as PNG."""
-    from matplotlib.figure import Figure  # noqa: PLC0415  (slow to import, and needed for pictures only)
-
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
-    ranks, packs = figure.subplots(1, 2)
-    bars = [preview for preview in previews if preview.sampler in _SHOWN_AS_BARS]
-    width = 0.8 / len(bars)
-    for place, preview in enumerate(bars):
-        at = np.arange(preview.rank_tokens.size) + (place - (len(bars) - 1) / 2) * width
-        ranks.bar(at, preview.rank_tokens, width, label=preview.sampler)
-    ranks.axhline(float(bars[0].rank_tokens.mean()), color="black", linewidth=0.8, linestyle="--", label="mean")
-    ranks.set(title="Tokens of each rank", xlabel="dp_rank", ylabel="tokens")
-    ranks.yaxis.set_major_formatter("{x:,.0f}")
-    for preview in previews:
-        if preview.pack_fills is not None:
-            fills = np.sort(preview.pack_fills)[::-1]
-            label = f"{preview.sampler}: {fills.size} packs, {fills.mean():.1%} full"
-            packs.step(np.arange(fills.size), 100 * fills, where="post", label=label)
-    packs.set(title="Fill of the packs of all ranks, fullest first", xlabel="pack", ylabel="% of pack_max_length")
-    packs.set_ylim(0, 105)
-    for axes, columns in ((ranks, 4), (packs, 2)):
-        axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=columns, frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)

@@ -14,13 +14,14 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from typing import Final
 
 from tq_service.cluster.etcd import ClusterKeys, Etcd, is_created_at, put
 from tq_service.errors import InvalidArgumentError, JournalUnreachableError, NewerVersionError, SupersededError
 from tq_service.internal.v1 import etcd_pb2 as pb
 from tq_service.log_message import LogMessage
+from tq_service.results import ControllerStatus
 
 _log = logging.getLogger(__name__)
 _ALIVE_TIMES: Final = 4  # a lease is kept alive so often in its time
@@ -57,43 +58,6 @@ def controller_id_of(etcd: Etcd, keys: ClusterKeys, proposed: bytes) -> bytes:
             f"knows format {_FORMAT_VERSION} and one shard; install a newer version"
         )
     return bytes.fromhex(str(about["controller_id"]))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemberRecord:
-    """A controller of a cluster, as the others see it.
-
-    Attributes:
-        member_id: which one it is.
-        address: where clients reach it.
-        applied_number: of the last record that it has applied.
-    """
-
-    member_id: str
-    address: str
-    applied_number: int
-
-
-def publish(etcd: Etcd, keys: ClusterKeys, record: MemberRecord, lease_id: int) -> None:
-    """Let the others see a controller, until its lease ends; blocks.
-
-    Raises:
-        JournalUnreachableError: etcd does not answer.
-        InvalidArgumentError: the lease has ended.
-    """
-    key = keys.members + record.member_id.encode()
-    etcd.ask(pb.EtcdTxnRequest(success=[put(key, json.dumps(asdict(record)).encode(), lease_id)]), seconds=0.0)
-
-
-def published(etcd: Etcd, keys: ClusterKeys) -> list[MemberRecord]:
-    """Return the controllers that live; blocks.
-
-    Raises:
-        JournalUnreachableError: etcd does not answer.
-    """
-    names = [each.name for each in fields(MemberRecord)]  # a newer version may write more
-    found = [json.loads(each.value) for each in etcd.get_all(keys.members, seconds=0.0)]
-    return [MemberRecord(**{name: values[name] for name in names}) for values in found]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,7 +158,8 @@ class Election:
 
     def __init__(self, etcd: Etcd, keys: ClusterKeys, member_id: str, address: str) -> None:
         self._etcd = etcd
-        self._key = keys.leader
+        self._keys = keys
+        self._member_id = member_id
         self._value = {"address": address, "member_id": f"{member_id}.{secrets.token_hex(8)}"}
         self._closed = threading.Event()
 
@@ -204,7 +169,7 @@ class Election:
         Raises:
             JournalUnreachableError: etcd does not answer.
         """
-        found = self._etcd.get(self._key, seconds)
+        found = self._etcd.get(self._keys.leader, seconds)
         return None if found is None else Leader(epoch=found.create_revision, **json.loads(found.value))
 
     def campaign(self, lease: Lease, on_leader: Callable[[Leader], None]) -> Lease:
@@ -217,8 +182,8 @@ class Election:
         Raises:
             SupersededError: `close` was called, or the lease has ended.
         """
-        write = put(self._key, json.dumps(self._value).encode(), lease.id)
-        request = pb.EtcdTxnRequest(compare=[is_created_at(self._key, 0)], success=[write])
+        write = put(self._keys.leader, json.dumps(self._value).encode(), lease.id)
+        request = pb.EtcdTxnRequest(compare=[is_created_at(self._keys.leader, 0)], success=[write])
         while not self._closed.is_set() and not lease.is_over:
             # Refused is the key of a lease that has just ended, too.
             with contextlib.suppress(JournalUnreachableError, InvalidArgumentError):
@@ -236,3 +201,33 @@ class Election:
     def close(self) -> None:
         """Leave the election."""
         self._closed.set()
+
+    def publish(self, applied_number: int, lease_id: int) -> None:
+        """Let the others see this controller and the last record that it has applied, until a lease ends; blocks.
+
+        Raises:
+            JournalUnreachableError: etcd does not answer.
+            InvalidArgumentError: the lease has ended.
+        """
+        record = {"member_id": self._member_id, "address": self._value["address"], "applied_number": applied_number}
+        write = put(self._keys.members + self._member_id.encode(), json.dumps(record).encode(), lease_id)
+        self._etcd.ask(pb.EtcdTxnRequest(success=[write]), seconds=0.0)
+
+    def published(self, end_number: int) -> list[ControllerStatus]:
+        """Return the other controllers that live, as standbys of this one, which has written so many records; blocks.
+
+        Raises:
+            JournalUnreachableError: etcd does not answer.
+        """
+        found = (json.loads(each.value) for each in self._etcd.get_all(self._keys.members, seconds=0.0))
+        return [
+            ControllerStatus(
+                name=record["member_id"],
+                address=record["address"],
+                is_leader=False,
+                epoch=0,
+                lag_count=max(0, end_number - record["applied_number"]),
+            )
+            for record in found
+            if record["member_id"] != self._member_id
+        ]

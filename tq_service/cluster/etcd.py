@@ -20,7 +20,6 @@ import struct
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -128,33 +127,31 @@ _METHODS: Final[dict[type[Any], tuple[str, type[Any]]]] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EtcdAccess:
-    """Where etcd is, and what is shown to it.
+class Etcd:
+    """The members of etcd, and the calls on them. May be used by several threads.
 
-    Attributes:
+    Args:
         members: their addresses, each "host:port".
         tls: how they are reached over TLS; None: in plaintext.
         user: name of a user of etcd; None: it asks for none.
         password_file: file with the password, read again for each token.
-    """
-
-    members: tuple[str, ...]
-    tls: Tls | None = None
-    user: str | None = None
-    password_file: Path | None = None
-
-
-class Etcd:
-    """The members of etcd, and the calls on them. May be used by several threads.
 
     Raises:
         InvalidArgumentError: a file that is named cannot be read.
     """
 
-    def __init__(self, access: EtcdAccess) -> None:
-        self.access = access
-        self._credentials = Credentials(token=False, tls=access.tls or False)
+    def __init__(
+        self,
+        members: Sequence[str],
+        *,
+        tls: Tls | None = None,
+        user: str | None = None,
+        password_file: Path | None = None,
+    ) -> None:
+        self.members = members
+        self._user = user
+        self._password_file = password_file
+        self._credentials = Credentials(token=False, tls=tls or False)
         self._lock = threading.Lock()
         self._opened_with = self._credentials.signature()
         self._channels: dict[str, grpc.Channel] = {}
@@ -162,7 +159,7 @@ class Etcd:
         self._at = 0  # the member that answered last
         self._token: str | None = None
         self._closed = threading.Event()
-        for address in access.members:
+        for address in members:
             self._channel(address)
 
     def _channel(self, address: str) -> grpc.Channel:
@@ -172,7 +169,7 @@ class Etcd:
             return self._channels[address]
 
     def _member(self) -> str:
-        return self.access.members[self._at % len(self.access.members)]
+        return self.members[self._at % len(self.members)]
 
     def _next_member(self, failed: str) -> None:
         """Go on with the next member, unless another thread has done so; with new channels for new certificates."""
@@ -187,18 +184,17 @@ class Etcd:
 
     def _metadata(self) -> tuple[tuple[str, str], ...]:
         """Return what shows the user of etcd; asks for a token where there is none."""
-        access = self.access
-        if access.user is None:
+        if self._user is None:
             return ()
         if self._token is None:
             try:
-                password = "" if access.password_file is None else access.password_file.read_text().strip()
+                password = "" if self._password_file is None else self._password_file.read_text().strip()
             except OSError as error:
                 raise InvalidArgumentError(
-                    f"etcd_password_file {access.password_file} cannot be read: {error.strerror}",
+                    f"etcd_password_file {self._password_file} cannot be read: {error.strerror}",
                     field="etcd_password_file",
                 ) from None
-            request = pb.EtcdAuthenticateRequest(name=access.user, password=password)
+            request = pb.EtcdAuthenticateRequest(name=self._user, password=password)
             answer: pb.EtcdAuthenticateResponse = self._ask(self._member(), request, TRY_SECONDS, ())
             self._token = answer.token
         return (("token", self._token),)

@@ -15,11 +15,9 @@ from __future__ import annotations
 import asyncio
 import platform
 import time
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields, replace
-from typing import Any, Final
-from weakref import WeakKeyDictionary
+from typing import Any, Final, TypeAlias
 
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
@@ -31,10 +29,10 @@ from prometheus_client.metrics_core import (
 
 from tq_service.durable.state_store import LogLag
 from tq_service.observe.instruments import Histogram, Instruments
-from tq_service.serving.backlogs import Backlog, Backlogs
+from tq_service.serving.backlogs import Backlogs
 from tq_service.serving.catalog import Catalog
 from tq_service.serving.sweep import Slices
-from tq_service.state.ledger import TaskLedger, TaskTotals
+from tq_service.state.ledger import TaskLedger
 from tq_service.state.partition import Partition
 from tq_service.state.table import FAILED, HELD, LIVE
 from tq_service.storage.engine import EngineStat
@@ -47,8 +45,45 @@ _GROUP: Final = ("partition_group",)
 _TASK: Final = ("partition_group", "task")
 _METHOD: Final = ("grpc_type", "grpc_service", "grpc_method")
 _MOST_FORMER: Final = 1024  # groups of which partitions are gone, and their tasks
-_TOTALS: Final = tuple(each.name for each in fields(TaskTotals))
-_NO_TOTALS: Final = TaskTotals()
+
+# The metrics of a group of partitions, and of a task in all of them. The counters count since the start.
+_OF_GROUP: Final = (
+    (GaugeMetricFamily, "partitions", "Partitions."),
+    (GaugeMetricFamily, "partition_bytes", "Bytes of the values of samples."),
+    (GaugeMetricFamily, "waiting_puts", "Puts that wait for capacity in their partition."),
+    (CounterMetricFamily, "samples_inserted", "Samples inserted."),
+    (CounterMetricFamily, "samples_cleared", "Samples cleared, alone or with their partition."),
+)
+_STATES: Final = (("live", LIVE), ("held", HELD), ("failed", FAILED))
+_OF_TASK: Final = (
+    (GaugeMetricFamily, "task_pending_samples", "Samples that are left for a task, ready or not."),
+    (GaugeMetricFamily, "task_leased_samples", "Samples that are leased and not acknowledged."),
+    (GaugeMetricFamily, "task_waiting_claims", "Calls that wait for a claim."),
+    (CounterMetricFamily, "samples_delivered", "Samples delivered to a task, each as often as it was."),
+    (CounterMetricFamily, "samples_redelivered", "Samples delivered again since a lease on them ran out."),
+    (CounterMetricFamily, "leased_samples_expired", "Samples whose leases ran out."),
+    (CounterMetricFamily, "samples_dead_lettered", "Samples delivered too often without being acknowledged."),
+)
+_OF_BACKLOG: Final = (
+    (GaugeMetricFamily, "task_ready_samples", "Samples that claims like the task's last one could get."),
+    (GaugeMetricFamily, "task_oldest_version", "The lowest version of a sample that is left for a task."),
+    (
+        GaugeMetricFamily,
+        "task_staleness_versions",
+        "How far the newest version of a partition is above the oldest that is left for a task.",
+    ),
+)
+_TOTALS: Final = (  # fields of `TaskTotals`, and the metrics that show them
+    ("delivered", "samples_delivered"),
+    ("redelivered", "samples_redelivered"),
+    ("expired", "leased_samples_expired"),
+    ("dead_lettered", "samples_dead_lettered"),
+)
+_LINES_OF_GROUP: Final = len(_OF_GROUP) + len(_STATES)
+_LINES_OF_TASK: Final = len(_OF_TASK) + len(_OF_BACKLOG)
+
+Numbers: TypeAlias = defaultdict[tuple[str, str], float]
+"""What is shown of a group of partitions, by task ("" for the group itself) and metric; samples by state."""
 
 
 def group_of(partition_id: str) -> str:
@@ -56,76 +91,19 @@ def group_of(partition_id: str) -> str:
     return partition_id.partition("@")[0]
 
 
-def _as_gauge(name: str, text: str, default: float | None = 0) -> Any:
-    """Return a field that is shown as a gauge, None as nothing."""
-    return field(default=default, metadata={"kind": GaugeMetricFamily, "name": f"tq_service_{name}", "text": text})
+def tasks_of(numbers: Iterable[tuple[str, str]]) -> list[str]:
+    """Return the tasks of a group."""
+    return [task for task in dict.fromkeys(task for task, _ in numbers) if task]
 
 
-def _as_counter(name: str, text: str) -> Any:
-    """Return a field that is shown as a counter; it counts since the start."""
-    return field(default=0, metadata={"kind": CounterMetricFamily, "name": f"tq_service_{name}", "text": text})
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class TaskNumbers:
-    """One task in all partitions of a group, with the metric that shows each number.
-
-    The counters are those of `TaskTotals`.
-    """
-
-    pending: int = _as_gauge("task_pending_samples", "Samples that are left for a task, ready or not.")
-    ready: int | None = _as_gauge(
-        "task_ready_samples", "Samples that claims like the task's last one could get.", default=None
-    )
-    leased: int = _as_gauge("task_leased_samples", "Samples that are leased and not acknowledged.")
-    waiting: int = _as_gauge("task_waiting_claims", "Calls that wait for a claim.")
-    oldest_version: float | None = _as_gauge(
-        "task_oldest_version", "The lowest version of a sample that is left for a task.", default=None
-    )
-    staleness: float | None = _as_gauge(
-        "task_staleness_versions",
-        "How far the newest version of a partition is above the oldest that is left for a task.",
-        default=None,
-    )
-    delivered: int = _as_counter("samples_delivered", "Samples delivered to a task, each as often as it was.")
-    redelivered: int = _as_counter("samples_redelivered", "Samples delivered again since a lease on them ran out.")
-    expired: int = _as_counter("leased_samples_expired", "Samples whose leases ran out.")
-    dead_lettered: int = _as_counter("samples_dead_lettered", "Samples delivered too often without being acknowledged.")
-
-    def add_backlog(self, backlog: Backlog | None) -> None:
-        """Add the backlog of one partition; None: it is not known."""
-        if backlog is None or self.ready is None:
-            self.ready = None
-            return
-        self.ready += backlog.ready_count or 0
-        if (oldest := backlog.oldest_version) is None:
-            return
-        self.oldest_version = oldest if self.oldest_version is None else min(oldest, self.oldest_version)
-        self.staleness = max(backlog.staleness_versions or 0.0, self.staleness or 0.0)
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class GroupNumbers:
-    """All partitions of a group, with the metric that shows each number.
-
-    Attributes:
-        states: samples that are there, by the name of their state.
-        tasks: by name.
-    """
-
-    partitions: int = _as_gauge("partitions", "Partitions.")
-    value_bytes: int = _as_gauge("partition_bytes", "Bytes of the values of samples.")
-    waiting_puts: int = _as_gauge("waiting_puts", "Puts that wait for capacity in their partition.")
-    inserted: int = _as_counter("samples_inserted", "Samples inserted.")
-    cleared: int = _as_counter("samples_cleared", "Samples cleared, alone or with their partition.")
-    states: dict[str, int] = field(default_factory=lambda: {"live": 0, "held": 0, "failed": 0})
-    tasks: defaultdict[str, TaskNumbers] = field(default_factory=lambda: defaultdict(TaskNumbers))
-
-
-_GAUGES: Final[dict[type[object], list[tuple[str, Any]]]] = {
-    kind: [(each.name, each.default) for each in fields(kind) if each.metadata.get("kind") is GaugeMetricFamily]
-    for kind in (GroupNumbers, TaskNumbers)
-}
+def _counts_of(partition: Partition) -> Counter[tuple[str, str]]:
+    """Return the counters of a partition."""
+    table = partition.table
+    counts = Counter({("", "samples_inserted"): table.next_index, ("", "samples_cleared"): table.removed_count})
+    for task in partition.tasks.values():
+        for name, metric in _TOTALS:
+            counts[task.name, metric] = getattr(task.totals, name)
+    return counts
 
 
 class PartitionGroups:
@@ -137,88 +115,88 @@ class PartitionGroups:
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
-        self._groups: OrderedDict[str, GroupNumbers] = OrderedDict()  # those that a partition went from last are last
-        # Counts of each partition that its group includes already: samples inserted, cleared, and totals by task.
-        self._counted: WeakKeyDictionary[Partition, tuple[int, int, dict[str, TaskTotals]]] = WeakKeyDictionary()
+        # What to add to the counters of the partitions there are: of those that are gone what they had, less what was
+        # restored, which was counted before. Those that a partition went from last are last.
+        self._former: OrderedDict[str, Counter[tuple[str, str]]] = OrderedDict()
+        self._changes: list[tuple[str, Counter[tuple[str, str]]]] = []  # of it, which wait for the end of a collection
+        self._is_collecting = False
         self._gone_count = 0  # partitions that have gone since the groups were bounded
         for partition in catalog.partitions():
             self._follow(partition, "restored")
         catalog.on_partition.append(self._follow)
 
     def _follow(self, partition: Partition, event: str) -> None:
+        counts = _counts_of(partition)
         if event == "restored":
-            totals = {task.name: replace(task.totals) for task in partition.tasks.values()}
-            self._counted[partition] = partition.table.next_index, partition.table.removed_count, totals
+            counts = Counter({key: -count for key, count in counts.items()})
         elif event == "removed":
-            self._count(partition).cleared += partition.table.present_count
-            self._groups.move_to_end(group_of(partition.partition_id))
+            counts["", "samples_cleared"] += partition.table.present_count
             self._gone_count += 1
-            if self._gone_count >= _MOST_FORMER:
-                self._bound()
+        else:
+            return
+        self._changes.append((group_of(partition.partition_id), counts))
+        if not self._is_collecting:
+            self._take_changes()
 
-    def _count(self, partition: Partition) -> GroupNumbers:
-        """Add the new counts of a partition to its group since the last look, and return the group."""
-        numbers = self._groups.setdefault(group_of(partition.partition_id), GroupNumbers())
-        inserted, cleared, totals = self._counted.get(partition, (0, 0, {}))
-        table = partition.table
-        numbers.inserted += table.next_index - inserted
-        numbers.cleared += table.removed_count - cleared
-        for task in partition.tasks.values():
-            if (before := totals.get(task.name, _NO_TOTALS)) != task.totals:
-                own = numbers.tasks[task.name]
-                for name in _TOTALS:
-                    setattr(own, name, getattr(own, name) + getattr(task.totals, name) - getattr(before, name))
-                totals[task.name] = replace(task.totals)
-        self._counted[partition] = table.next_index, table.removed_count, totals
-        return numbers
+    def _take_changes(self) -> None:
+        for group, counts in self._changes:
+            self._former.setdefault(group, Counter()).update(counts)
+            self._former.move_to_end(group)
+        self._changes.clear()
+        if self._gone_count >= _MOST_FORMER:
+            self._bound()
 
     def _bound(self) -> None:
         """Drop the oldest groups without partitions, if there are too many."""
         self._gone_count = 0
-        there = {group_of(partition.partition_id) for partition in self._catalog.partitions()}
-        former = [group for group in self._groups if group not in there]
-        count = sum(1 + len(self._groups[group].tasks) for group in former)
+        there = {group_of(name) for name in self._catalog.names()}
+        former = [group for group in self._former if group not in there]
+        count = sum(1 + len(tasks_of(self._former[group])) for group in former)
         for group in former[:-1]:
             if count <= _MOST_FORMER:
                 break
-            count -= 1 + len(self._groups.pop(group).tasks)
+            count -= 1 + len(tasks_of(self._former.pop(group)))
 
-    async def collect(self, slices: Slices) -> dict[str, GroupNumbers]:
+    async def collect(self, slices: Slices) -> dict[str, Numbers]:
         """Return the numbers of all groups, but for what is ready and how old it is.
 
-        Other work has its turns between slices.
+        Other work has its turns between slices; a partition that goes meanwhile counts as if it were there.
         """
         self._bound()
-        for numbers in list(self._groups.values()):
-            numbers.states = dict.fromkeys(numbers.states, 0)
-            for each in (numbers, *numbers.tasks.values()):
-                for name, default in _GAUGES[type(each)]:
-                    setattr(each, name, default)
-            await slices.turn()
-        for partition in self._catalog.partitions():
-            if self._catalog.find(partition.partition_id, missing_ok=True) is partition:
-                await self._add(self._count(partition), partition, slices)
-        return dict(self._groups)
+        self._is_collecting = True
+        try:
+            partitions, groups = self._catalog.partitions(), dict[str, Numbers]()
+            for group, former in self._former.items():
+                groups[group] = defaultdict(float, former)
+                await slices.turn()
+            for partition in partitions:
+                numbers = groups.setdefault(group_of(partition.partition_id), defaultdict(float))
+                await self._add(numbers, partition, slices)
+        finally:
+            self._is_collecting = False
+            self._take_changes()
+        return groups
 
-    async def _add(self, numbers: GroupNumbers, partition: Partition, slices: Slices) -> None:
+    async def _add(self, numbers: Numbers, partition: Partition, slices: Slices) -> None:
         """Add how a partition is now."""
-        numbers.partitions += 1
-        for name, state in (("live", LIVE), ("held", HELD), ("failed", FAILED)):
-            numbers.states[name] += partition.state_counts[state]
-        numbers.value_bytes += partition.cells.used_bytes
+        for key, count in _counts_of(partition).items():
+            numbers[key] += count
+        numbers["", "partitions"] += 1
+        for name, state in _STATES:
+            numbers["", name] += partition.state_counts[state]
+        numbers["", "partition_bytes"] += partition.cells.used_bytes
         if partition.settings.is_bounded:
-            numbers.waiting_puts += self._catalog.waiting_put_count(partition.partition_id)
+            numbers["", "waiting_puts"] += self._catalog.waiting_put_count(partition.partition_id)
         await slices.turn()
         for task in list(partition.tasks.values()):
-            of_task = numbers.tasks[task.name]
-            of_task.pending += task.backlog
-            of_task.leased += task.leased_count
-            of_task.waiting += self._catalog.waiting_count(partition, task.name)
+            numbers[task.name, "task_pending_samples"] += task.backlog
+            numbers[task.name, "task_leased_samples"] += task.leased_count
+            numbers[task.name, "task_waiting_claims"] += self._catalog.waiting_count(partition, task.name)
             await slices.turn()
 
     async def add_backlogs(
         self,
-        groups: Mapping[str, GroupNumbers],
+        groups: Mapping[str, Numbers],
         shown: Mapping[str, Collection[str]],
         backlogs: Backlogs,
         slices: Slices,
@@ -227,6 +205,7 @@ class PartitionGroups:
 
         Where a task was not looked at yet, it is left out how much is ready.
         """
+        ready, oldest, staleness = (name for _, name, _ in _OF_BACKLOG)
         wanted: list[tuple[Partition, TaskLedger]] = []
         for partition in self._catalog.partitions():
             names = shown.get(group_of(partition.partition_id), ())
@@ -234,19 +213,18 @@ class PartitionGroups:
             await slices.turn()
         await backlogs.refresh(wanted)
         for group, names in shown.items():
-            for name in names:
-                groups[group].tasks[name].ready = 0
+            groups[group].update(((name, ready), 0) for name in names)
         for partition, task in wanted:
-            numbers = groups[group_of(partition.partition_id)].tasks.get(task.name)
-            if numbers is not None:  # else it is new
-                numbers.add_backlog(backlogs.of(task))
+            name, numbers, backlog = task.name, groups[group_of(partition.partition_id)], backlogs.of(task)
+            if backlog is None:
+                numbers.pop((name, ready), None)
+                continue
+            if (name, ready) in numbers:
+                numbers[name, ready] += backlog.ready_count or 0
+            if (version := backlog.oldest_version) is not None:
+                numbers[name, oldest] = min(version, numbers.get((name, oldest), version))
+                numbers[name, staleness] = max(backlog.staleness_versions or 0, numbers[name, staleness])
             await slices.turn()
-
-
-_OF_GROUP: Final = [each for each in fields(GroupNumbers) if each.metadata]
-_OF_TASK: Final = fields(TaskNumbers)
-_LINES_OF_GROUP: Final = len(_OF_GROUP) + 3
-_LINES_OF_TASK: Final = len(_OF_TASK)
 
 
 class ServiceMetrics:
@@ -257,6 +235,11 @@ class ServiceMetrics:
         facts: of the process, such as its version and role, for `tq_service_build_info`.
         running_count: returns the number of calls that are handled.
         waiting_count: returns the number of calls that wait.
+
+    Attributes:
+        parts: return what else the process has, such as `of_storage` does.
+        leads: returns whether this controller leads its cluster. What several controllers know alike, such as the
+            partitions, is shown by that one alone: sums over all of them would count it more than once.
     """
 
     def __init__(
@@ -272,30 +255,14 @@ class ServiceMetrics:
         self._running_count = running_count
         self._waiting_count = waiting_count
         self._partitions: tuple[PartitionGroups, Backlogs] | None = None
-        self._parts: list[Callable[[], Iterable[Metric]]] = [self._of_process]
-        self._leads: Callable[[], bool] = lambda: True
-        self._seen: dict[str, float] = {}  # groups, and since when
+        self.parts: list[Callable[[], Iterable[Metric]]] = [self._of_process, self._of_calls, self._of_batches]
+        self.leads: Callable[[], bool] = lambda: True
+        self._seen: dict[str, None] = {}  # groups, those that were seen first are first
         self._scraping = asyncio.Lock()
 
-    # What the process has
-
-    def add_controller(
-        self,
-        catalog: Catalog,
-        backlogs: Backlogs,
-        storage_counts: Callable[[], Mapping[str, int]],
-        adoption_counts: Callable[[], tuple[int, int]],
-    ) -> None:
-        """Show a controller.
-
-        Args:
-            catalog: its partitions, those that were recovered.
-            backlogs: what its tasks have left.
-            storage_counts: returns how many storage services there are, by state.
-            adoption_counts: returns how often storage services with a mirror were lost, and how often taken over.
-        """
+    def add_partitions(self, catalog: Catalog, backlogs: Backlogs) -> None:
+        """Show the partitions of a controller, those that were recovered, and what its tasks have left."""
         self._partitions = PartitionGroups(catalog), backlogs
-        self._parts.append(lambda: _of_storages(storage_counts(), *adoption_counts()) if self._leads() else ())
         imbalance, padding = self._instruments.imbalance, self._instruments.padding
 
         def count(sampler: str, batch: Any) -> None:
@@ -304,36 +271,6 @@ class ServiceMetrics:
                 padding.of(sampler).observe(batch.padding_share)
 
         catalog.on_batch.append(count)
-
-    def add_cluster(self, name: str, leads: Callable[[], bool], lags: Callable[[], Mapping[str, int]]) -> None:
-        """Show the cluster of controllers that the controller is of.
-
-        What several controllers know alike, such as the partitions, is shown by the one that leads alone: sums over all
-        of them would count it more than once.
-
-        Args:
-            name: of the cluster.
-            leads: returns whether this controller leads, and may answer.
-            lags: returns how many records the others are behind, by their names; asked while this one leads.
-        """
-        self._leads = leads
-        self._parts.append(lambda: _of_cluster(name, lags() if leads() else None))
-
-    def add_storage(
-        self, storage_id: str, stat: Callable[[], EngineStat], adopted: Callable[[], Sequence[EngineStat]]
-    ) -> None:
-        """Show a storage service.
-
-        Args:
-            storage_id: its name.
-            stat: returns sizes and counts of its own puts.
-            adopted: returns those of what it has taken over from others.
-        """
-        self._parts.append(lambda: _of_storage(storage_id, stat(), adopted()))
-
-    def add_log(self, lag: Callable[[], LogLag]) -> None:
-        """Show the log."""
-        self._parts.append(lambda: _of_log(lag()))
 
     async def measure_loop(self) -> None:
         """Measure how late the event loop gets to what is due, until cancelled."""
@@ -350,11 +287,11 @@ class ServiceMetrics:
         async with self._scraping:
             slices = Slices()
             metrics = []
-            for part in (*self._parts, self._of_calls, self._of_batches):
+            for part in self.parts:
                 for metric in part():
                     metrics.append(metric)
                     await slices.turn()
-            if self._partitions is not None and self._leads():
+            if self._partitions is not None and self.leads():
                 left = MOST_LINES - _LINES_LEFT - sum(len(metric.samples) + 2 for metric in metrics)
                 metrics += await self._of_partitions(*self._partitions, left, slices)
             return metrics
@@ -402,57 +339,62 @@ class ServiceMetrics:
         shown, dropped_count = await self._choose(groups, most_lines, slices)
         await parts.add_backlogs(groups, shown, backlogs, slices)
         text = f"Series of partition groups and tasks that are left out, since there are at most {MOST_LINES} lines."
-        states = {(group, state): count for group in shown for state, count in groups[group].states.items()}
+        states = {(group, state): groups[group]["", state] for group in shown for state, _ in _STATES}
         metrics = [
             _gauge("metrics_dropped_series", text, dropped_count),
             _gauge("samples", "Samples that are there.", states, (*_GROUP, "state")),
         ]
-        of_groups = {(group,): groups[group] for group in shown}
-        of_tasks = {(group, task): groups[group].tasks[task] for group, tasks in shown.items() for task in tasks}
-        wanted: list[tuple[Sequence[str], Mapping[Any, object], Field[Any]]] = [
-            *((_GROUP, of_groups, each) for each in _OF_GROUP),
-            *((_TASK, of_tasks, each) for each in _OF_TASK),
-        ]
-        for labels, numbers, each in wanted:
-            metric = each.metadata["kind"](each.metadata["name"], each.metadata["text"], labels=labels)
-            for values, counted in numbers.items():
-                if (value := getattr(counted, each.name)) is not None:
-                    metric.add_metric(values, value)
-                await slices.turn()
-            metrics.append(metric)
+        of_groups = [(group, "") for group in shown]
+        of_tasks = [(group, task) for group, tasks in shown.items() for task in tasks]
+        for labels, rows, table, missing in (
+            (_GROUP, of_groups, _OF_GROUP, 0),
+            (_TASK, of_tasks, _OF_TASK, 0),
+            (_TASK, of_tasks, _OF_BACKLOG, None),
+        ):
+            for family, name, text in table:
+                metric = family(f"tq_service_{name}", text, labels=labels)
+                for group, task in rows:
+                    if (value := groups[group].get((task, name), missing)) is not None:
+                        metric.add_metric((group, task)[: len(labels)], value)
+                    await slices.turn()
+                metrics.append(metric)
         return metrics
 
     async def _choose(
-        self, groups: Mapping[str, GroupNumbers], most_lines: int, slices: Slices
+        self, groups: Mapping[str, Numbers], most_lines: int, slices: Slices
     ) -> tuple[dict[str, list[str]], int]:
         """Return the groups that have series, with the tasks that do, and how many series are left out.
 
         Those with partitions come first, of these those that were seen first, so that series last.
         """
-        self._seen = {group: self._seen.get(group, time.monotonic()) for group in groups}
-        order = sorted(groups, key=lambda group: (not groups[group].partitions, self._seen[group]))
+        self._seen = {group: None for group in (*self._seen, *groups) if group in groups}
+        order = sorted(self._seen, key=lambda group: not groups[group]["", "partitions"])
+        tasks = {}
+        for group in order:
+            tasks[group] = tasks_of(groups[group])
+            await slices.turn()
         most_groups = int(most_lines * _GROUPS_SHARE) // _LINES_OF_GROUP
-        total_count = _LINES_OF_GROUP * len(groups) + _LINES_OF_TASK * sum(len(each.tasks) for each in groups.values())
+        total_count = _LINES_OF_GROUP * len(order) + _LINES_OF_TASK * sum(map(len, tasks.values()))
         if total_count <= most_lines:
-            most_groups = len(groups)
+            most_groups = len(order)
         shown: dict[str, list[str]] = {}
         left = (most_lines - _LINES_OF_GROUP * min(len(order), most_groups)) // _LINES_OF_TASK
         for group in order[:most_groups]:
-            shown[group] = list(groups[group].tasks)[: max(0, left)]
+            shown[group] = tasks[group][: max(0, left)]
             left -= len(shown[group])
-            await slices.turn()
         shown_count = _LINES_OF_GROUP * len(shown) + _LINES_OF_TASK * sum(map(len, shown.values()))
         return shown, total_count - shown_count
 
 
-def _of_storages(counts: Mapping[str, int], lost: int, taken_over: int) -> Iterator[Metric]:
+def of_storages(counts: Mapping[str, int], lost: int, taken_over: int) -> Iterator[Metric]:
+    """Yield the metrics of the storage services of a controller."""
     by_state = {(state,): count for state, count in counts.items()}
     yield _gauge("storages", "Storage services that the controller knows.", by_state, ("state",))
     yield _counter("storages_lost", "Storage services with a mirror that were lost.", lost)
     yield _counter("storages_taken_over", "Of them, those whose puts another one has taken over.", taken_over)
 
 
-def _of_cluster(name: str, lags: Mapping[str, int] | None) -> Iterator[Metric]:
+def of_cluster(name: str, lags: Mapping[str, int] | None) -> Iterator[Metric]:
     """Yield the metrics of a cluster; lags of standbys only if this controller leads and knows them."""
     text = "1: this controller leads its cluster."
     yield _gauge("controller_leads", text, {(name,): lags is not None}, ("cluster",))
@@ -462,7 +404,7 @@ def _of_cluster(name: str, lags: Mapping[str, int] | None) -> Iterator[Metric]:
         yield _gauge("standby_lag_records", text, behind, ("cluster", "controller"))
 
 
-def _of_storage(storage_id: str, own: EngineStat, adopted: Sequence[EngineStat]) -> Iterator[Metric]:
+def of_storage(storage_id: str, own: EngineStat, adopted: Sequence[EngineStat]) -> Iterator[Metric]:
     """Yield the metrics of a storage service and its mirror.
 
     What was taken over counts with the rest, since the service may have the old name itself, and a name has one series.
@@ -496,7 +438,8 @@ def _of_storage(storage_id: str, own: EngineStat, adopted: Sequence[EngineStat])
             yield family(f"storage_{name}", text, {(storage_id,): value}, ("storage",))
 
 
-def _of_log(lag: LogLag) -> Iterator[Metric]:
+def of_log(lag: LogLag) -> Iterator[Metric]:
+    """Yield the metrics of a log."""
     for name, text, value in (
         ("unflushed_records", "Records of the log that are not durable yet.", lag.unflushed_count),
         ("replay_seconds", "For how long a start would apply the log again, as estimated.", lag.replay_seconds),

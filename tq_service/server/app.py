@@ -14,7 +14,7 @@ import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -29,27 +29,22 @@ from tq_service.internal.v1.storage_registry_pb2_grpc import add_StorageRegistry
 from tq_service.log_message import LogMessage
 from tq_service.machine.state_machine import IdempotencyCache
 from tq_service.observe.instruments import Instruments, TimedRunner
-from tq_service.samplers import PlanRunner, SamplerRegistry
+from tq_service.samplers import PlanRunner
 from tq_service.schema import CONTROLLER_NAME_BYTES
-from tq_service.server.checkpoints import Checkpoints
 from tq_service.server.controller_servicer import ControllerServicer, answer_bytes, pack_answer, unpack_answer
 from tq_service.server.health import Health
 from tq_service.server.heartbeat import register_storage
 from tq_service.server.listener import Connections, Listener
 from tq_service.server.mirroring import Adopted, Mirroring, Registration
 from tq_service.server.process import collect_garbage, give_back_freed_memory, tuned_process
-from tq_service.server.puts import Commits
 from tq_service.server.receipts import ReceiptKeys
 from tq_service.server.rpc.calls import DurableAnswers, ObservedCalls, RunningCalls, Services
 from tq_service.server.rpc.inbox import WaitingCalls
 from tq_service.server.rpc.methods import Middleware
-from tq_service.server.status import Identity
 from tq_service.server.storage_servicer import SERVICE as STORAGE_SERVICE
 from tq_service.server.storage_servicer import EngineDriver, StorageServicer, endpoint_of
 from tq_service.server.storages import EmbeddedStorage, StorageRegistry
 from tq_service.server.supervisor import FAILED_EXIT_CODE, Supervisor, failing_with, regularly
-from tq_service.server.watches import Watches
-from tq_service.serving.backlogs import Backlogs
 from tq_service.serving.catalog import Catalog, Limits
 from tq_service.storage.blobs.memory import BlobStore, MemoryBlobs
 from tq_service.storage.blobs.segments import SegmentBlobs
@@ -59,6 +54,9 @@ from tq_service.v1.storage_service_pb2_grpc import add_StorageServiceServicer_to
 from tq_service.version import BUILD
 from tq_service.wire.connection import CONTROLLER_CONNECTION_SECONDS, LISTENING_OPTIONS, Credentials
 from tq_service.wire.shared_memory import check_supported
+
+if TYPE_CHECKING:
+    from tq_service.observe.endpoint import Endpoint
 
 _log = logging.getLogger(__name__)
 CONTROLLER_SERVICE = "tq_service.v1.ControllerService"
@@ -87,7 +85,7 @@ class App:
         state_store: keeps the state of controller and storage service, None if nothing does.
         storage: the storage service, None if there is only a controller.
         controller: the controller, None if there is only a storage service.
-        metrics: what is shown to Prometheus, None if that is off.
+        metrics: the port that Prometheus scrapes, None if there is none.
     """
 
     def __init__(self, settings: ServeSettings, supervisor: Supervisor, closing: contextlib.AsyncExitStack) -> None:
@@ -110,6 +108,7 @@ class App:
         )
         self.waiting = WaitingCalls(settings.max_waiting_calls, settings.max_waiting_calls_per_client)
         instruments = None if settings.metrics_port is None else Instruments()
+        self.metrics: Endpoint | None = None
         self.cluster: ClusterMember | None = None
         self.state_store: StateStore | None = None
         if settings.journal is not None:
@@ -143,9 +142,8 @@ class App:
         supervisor.on_fatal(lambda _failure: self._fail())
         if self.state_store is not None and self.cluster is None:
             self._recover(self.state_store)
-        self.metrics: Metrics | None = None
         if instruments is not None:
-            self.metrics = Metrics(self, instruments)
+            self.metrics = self._serve_metrics(instruments)
             closing.push_async_callback(self.metrics.close)
         self._add_services(instruments)
 
@@ -215,23 +213,13 @@ class App:
         )
         catalog.on_freed = storages.puts.free
         return ControllerServicer(
-            catalog=catalog,
-            commits=Commits(
-                catalog=catalog, puts=storages.puts, endpoint_of=storages.endpoint_of, waiting=self.waiting
-            ),
-            registry=SamplerRegistry(allow_import=settings.allow_sampler_import),
-            runner=runner,
-            storages=storages,
-            max_wait_cap_seconds=settings.max_wait_cap_seconds,
-            waiting=self.waiting,
-            checkpoints=Checkpoints(
-                catalog=catalog, storages=storages, store=store, checkpoint_dir=settings.checkpoint_directory()
-            ),
-            watches=Watches(catalog, most=settings.max_watchers, stall_seconds=settings.stall_seconds),
-            backlogs=Backlogs(catalog, runner),
-            identity=Identity(
-                settings=settings, shared_memory=storage is not None and storage.shared_memory is not None
-            ),
+            settings,
+            catalog,
+            runner,
+            storages,
+            self.waiting,
+            store=store,
+            shared_memory=storage is not None and storage.shared_memory is not None,
             controllers=tuple if cluster is None else cluster.statuses,
         )
 
@@ -273,6 +261,49 @@ class App:
             reflecting = reflection.aio.ReflectionServicer(names)
             reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflecting, server)
 
+    def _serve_metrics(self, instruments: Instruments) -> Endpoint:
+        """Open the port for Prometheus, once the state was recovered.
+
+        Raises:
+            OSError: the address is taken or cannot be listened on.
+            InvalidArgumentError: the extra `metrics` is not installed.
+        """
+        settings = self.settings
+        with _needing_extra("metrics", "metrics_port"):
+            from tq_service.observe import endpoint, service  # noqa: PLC0415  (need an extra)
+        shown = service.ServiceMetrics(
+            instruments,
+            facts={"version": BUILD, "role": settings.role},
+            running_count=lambda: self.calls.count,
+            waiting_count=lambda: self.waiting.count,
+        )
+        if (cluster := self.cluster) is not None:
+            shown.leads = lambda: cluster.may_answer
+            shown.parts.append(lambda: service.of_cluster(cluster.name, cluster.lags() if shown.leads() else None))
+        if (controller := self.controller) is not None:
+            storages = controller.storages
+            shown.add_partitions(controller.catalog, controller.backlogs)
+            shown.parts.append(
+                lambda: service.of_storages(storages.counts(), *storages.adoption_counts()) if shown.leads() else ()
+            )
+        if (storage := self.storage) is not None:
+            engine = storage.engine
+            shown.parts.append(lambda: service.of_storage(engine.storage_id, engine.stat(), storage.adopted_stats()))
+        if (store := self.state_store) is not None:
+            shown.parts.append(lambda: service.of_log(store.lag()))
+        self.supervisor.start("measuring the event loop", shown.measure_loop())
+        loop = asyncio.get_running_loop()
+        opened = endpoint.Endpoint(
+            settings.metrics_host,
+            settings.metrics_port or 0,
+            collect=shown.collect,
+            loop=loop,
+            access=self.listener.scrape_access(loop),
+            service_port=self.port,
+        )
+        _log.info(LogMessage("metrics are served", address=join_address(settings.metrics_host, opened.port)))
+        return opened
+
     def _recover(self, store: StateStore) -> None:
         """Bring back what the data directory has, and write down every change from now on."""
         catalog = None if self.controller is None else self.controller.catalog
@@ -303,8 +334,6 @@ class App:
         start("housekeeping", regularly(_HOUSEKEEPING_SECONDS, self._keep_house))
         start("ending slow streams and idle connections", regularly(_LOOK_SECONDS, self._end_idle))
         start("collecting garbage", collect_garbage())
-        if self.metrics is not None:
-            start("measuring the event loop", self.metrics.shown.measure_loop())
         if self.storage is not None and self.settings.controller is not None:
             self.storage.join(self.settings.controller, self.listener.credentials, self.supervisor)
         if self.controller is not None:
@@ -383,58 +412,6 @@ class App:
         if self.storage is not None:
             await self.storage.flush(ends_at - time.monotonic())
         await self._closing.aclose()
-
-
-class Metrics:
-    """What a process shows to Prometheus, and the port on which it does.
-
-    Args:
-        app: the process, whose state was recovered, with a metrics_port.
-        instruments: what is counted.
-
-    Attributes:
-        shown: what is shown.
-        port: where it listens.
-
-    Raises:
-        OSError: the address is taken or cannot be listened on.
-        InvalidArgumentError: the extra `metrics` is not installed.
-    """
-
-    def __init__(self, app: App, instruments: Instruments) -> None:
-        settings = app.settings
-        with _needing_extra("metrics", "metrics_port"):
-            from tq_service.observe.endpoint import Endpoint  # noqa: PLC0415  (needs an extra)
-            from tq_service.observe.service import ServiceMetrics  # noqa: PLC0415  (as above)
-        self.shown = ServiceMetrics(
-            instruments,
-            facts={"version": BUILD, "role": settings.role},
-            running_count=lambda: app.calls.count,
-            waiting_count=lambda: app.waiting.count,
-        )
-        if app.controller is not None:
-            storages = app.controller.storages
-            self.shown.add_controller(
-                app.controller.catalog, app.controller.backlogs, storages.counts, storages.adoption_counts
-            )
-        if (storage := app.storage) is not None:
-            self.shown.add_storage(storage.engine.storage_id, storage.engine.stat, storage.adopted_stats)
-        if app.state_store is not None:
-            self.shown.add_log(app.state_store.lag)
-        if (cluster := app.cluster) is not None:
-            self.shown.add_cluster(cluster.name, lambda: cluster.may_answer, cluster.lags)
-        loop = asyncio.get_running_loop()
-        self._endpoint = Endpoint(
-            settings.metrics_host,
-            settings.metrics_port or 0,
-            collect=self.shown.collect,
-            loop=loop,
-            access=app.listener.scrape_access(loop),
-            service_port=app.port,
-        )
-        self.port = self._endpoint.port
-        self.close = self._endpoint.close
-        _log.info(LogMessage("metrics are served", address=join_address(settings.metrics_host, self.port)))
 
 
 @contextlib.contextmanager

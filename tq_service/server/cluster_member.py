@@ -25,12 +25,9 @@ from tq_service.cluster.election import (
     Election,
     Leader,
     Lease,
-    MemberRecord,
     controller_id_of,
-    publish,
-    published,
 )
-from tq_service.cluster.etcd import ClusterKeys, Etcd, EtcdAccess
+from tq_service.cluster.etcd import ClusterKeys, Etcd
 from tq_service.cluster.etcd_backend import EtcdBackend
 from tq_service.config import ServeSettings
 from tq_service.durable.data_dir import DataDir
@@ -86,7 +83,6 @@ class ClusterMember:
         controller_id: of the cluster.
         name: of the cluster.
         member_id: its name among the controllers, which stays as long as its data directory does.
-        members: the controllers that live, as of a moment ago; while this one leads.
 
     Raises:
         JournalUnreachableError: etcd does not answer.
@@ -104,16 +100,15 @@ class ClusterMember:
         tls = None
         if settings.etcd_ca is not None or settings.etcd_cert is not None:
             tls = Tls(ca=settings.etcd_ca, cert=settings.etcd_cert, key=settings.etcd_key)
-        access = EtcdAccess(
-            members=settings.etcd_members,
-            tls=tls,
-            user=settings.etcd_user,
-            password_file=settings.etcd_password_file,
-        )
         with contextlib.ExitStack() as on_error:
             data_dir = DataDir.open(settings.data_dir)
             on_error.callback(data_dir.close)
-            self._etcd = Etcd(access)
+            self._etcd = Etcd(
+                settings.etcd_members,
+                tls=tls,
+                user=settings.etcd_user,
+                password_file=settings.etcd_password_file,
+            )
             on_error.callback(self._etcd.close)
             self.controller_id = controller_id_of(self._etcd, self._keys, data_dir.identity.controller_boot_id)
             data_dir.join(self.controller_id, settings.cluster)
@@ -135,7 +130,7 @@ class ClusterMember:
         self._leader: Leader | None = None
         self._leadership: Lease | None = None
         self._is_serving = False
-        self.members: list[MemberRecord] = []
+        self._standbys: list[ControllerStatus] = []  # as of a moment ago, while this one leads
 
     def add_services(self, server: Any) -> None:
         """Add what its members offer each other to a server."""
@@ -162,21 +157,12 @@ class ClusterMember:
 
     def statuses(self) -> list[ControllerStatus]:
         """Return what is known of the controllers, while this one leads."""
-        statuses = [
-            ControllerStatus(name=self.member_id, address=self.address, is_leader=True, epoch=self.epoch, lag_count=0)
-        ]
-        for each in self.members:
-            if each.member_id != self.member_id:
-                lag_count = max(0, self._backend.seen_number - each.applied_number)
-                status = ControllerStatus(
-                    name=each.member_id, address=each.address, is_leader=False, epoch=0, lag_count=lag_count
-                )
-                statuses.append(status)
-        return statuses
+        own = ControllerStatus(name=self.member_id, address=self.address, is_leader=True, epoch=self.epoch, lag_count=0)
+        return [own, *self._standbys]
 
     def lags(self) -> dict[str, int]:
         """Return how many records the others are behind, by their names; while this one leads."""
-        return {each.name: each.lag_count for each in self.statuses() if not each.is_leader}
+        return {each.name: each.lag_count for each in self._standbys}
 
     # Its life
 
@@ -356,15 +342,12 @@ class ClusterMember:
 
     async def _publish_always(self) -> None:
         while True:
-            record = MemberRecord(
-                member_id=self.member_id, address=self.address, applied_number=self._backend.seen_number
-            )
-            lease = self._lease
+            lease, number = self._lease, self._backend.seen_number
             with contextlib.suppress(JournalUnreachableError, InvalidArgumentError):
                 if lease is not None and not lease.is_over:
-                    await asyncio.to_thread(publish, self._etcd, self._keys, record, lease.id)
+                    await asyncio.to_thread(self._election.publish, number, lease.id)
                 if self._leadership is not None:
-                    self.members = await asyncio.to_thread(published, self._etcd, self._keys)
+                    self._standbys = await asyncio.to_thread(self._election.published, number)
             await asyncio.sleep(_PUBLISH_SECONDS)
 
     async def close(self) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import weakref
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar, get_type_hints
+from itertools import chain
+from typing import Any, Final, TypeAlias, TypeVar, get_type_hints
 
 from google.protobuf import descriptor_pool
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
+from tq_service.config import ServeSettings
+from tq_service.durable.state_store import StateStore
 from tq_service.errors import DeadlineError, InvalidArgumentError
 from tq_service.internal.v1 import storage_registry_pb2, storage_registry_pb2_grpc
 from tq_service.machine.claims import (
@@ -22,7 +25,7 @@ from tq_service.machine.claims import (
     DeadLettersRequeued,
 )
 from tq_service.machine.samples import GroupsClosed, MetaSet, PartitionSealed
-from tq_service.results import ControllerStatus
+from tq_service.results import ControllerStatus, PartitionWait
 from tq_service.samplers import PlanRunner, SamplerRegistry
 from tq_service.schema import check_id, check_name, check_range
 from tq_service.server import converters
@@ -31,23 +34,26 @@ from tq_service.server.heartbeat import MOST_OVERDUE_PUTS
 from tq_service.server.puts import Commits
 from tq_service.server.rpc.inbox import WaitingCalls
 from tq_service.server.rpc.methods import Context, shown_partitions
-from tq_service.server.status import Identity, StatusPages, described
 from tq_service.server.storages import StorageRegistry
 from tq_service.server.watches import Watches
 from tq_service.serving.backlogs import Backlogs, tasks_with_versions
 from tq_service.serving.catalog import Catalog
 from tq_service.serving.explain import Explainer
-from tq_service.serving.lookup import Clearing, find_names, find_page, locate, wait_for_samples
+from tq_service.serving.lookup import Clearing, find_names, find_page, locate, name_token, wait_for_samples
 from tq_service.serving.planner import NotYet
-from tq_service.serving.status import consumption_of, production_of, summary_of
+from tq_service.serving.status import consumption_of, description_of, production_of, summary_of
 from tq_service.state.ledger import Claim
 from tq_service.state.partition import Partition, PartitionSettings
 from tq_service.state.plan import Indexes
 from tq_service.v1 import commit_pb2, controller_service_pb2_grpc
 from tq_service.v1 import controller_service_pb2 as pb
-from tq_service.wire.messages import read_message, read_seconds, to_message
+from tq_service.version import BUILD
+from tq_service.wire.messages import read_message, read_seconds, to_duration, to_message
 from tq_service.wire.metadata import check_json, decode_integers, decode_meta_columns
 
+_MOST_STATUS_BYTES: Final = 1 << 20  # of a page, but for its last partition
+_MOST_WAITS: Final = 32  # of a partition
+_TASKS_A_TURN: Final = 4  # with their last batches a millisecond's work at most
 Request = TypeVar("Request", bound=Any)  # a message with a request_id
 Answer = TypeVar("Answer")
 PackedAnswer: TypeAlias = tuple[str, bytes]
@@ -65,35 +71,50 @@ def _once(
     return method
 
 
-@dataclass(eq=False, kw_only=True)
 class ControllerServicer(
     controller_service_pb2_grpc.ControllerServiceServicer, storage_registry_pb2_grpc.StorageRegistryServiceServicer
 ):
-    """Implements `ControllerService` and `StorageRegistryService`; their protos say what each method changes."""
+    """Implements `ControllerService` and `StorageRegistryService`; their protos say what each method changes.
 
-    catalog: Catalog
-    commits: Commits
-    registry: SamplerRegistry
-    runner: PlanRunner
-    storages: StorageRegistry
-    max_wait_cap_seconds: float
-    waiting: WaitingCalls
-    checkpoints: Checkpoints
-    watches: Watches
-    backlogs: Backlogs
-    identity: Identity
-    controllers: Callable[[], Sequence[ControllerStatus]] = tuple
+    Args:
+        settings: how the service runs.
+        catalog: the partitions.
+        runner: runs samplers.
+        storages: the storage services.
+        waiting: counts the calls that wait.
+        store: has the state outlive the process; None: it ends with it.
+        shared_memory: whether clients of this host share memory with this process.
+        controllers: returns those of the cluster, none where the controller is alone.
+    """
 
-    def __post_init__(self) -> None:
-        self.explainer = Explainer(self.catalog, self.runner)
-        self.status_pages = StatusPages(
-            catalog=self.catalog,
-            backlogs=self.backlogs,
-            explainer=self.explainer,
-            storages=self.storages,
-            identity=self.identity,
-            controllers=self.controllers,
+    def __init__(
+        self,
+        settings: ServeSettings,
+        catalog: Catalog,
+        runner: PlanRunner,
+        storages: StorageRegistry,
+        waiting: WaitingCalls,
+        *,
+        store: StateStore | None = None,
+        shared_memory: bool = False,
+        controllers: Callable[[], Sequence[ControllerStatus]] = tuple,
+    ) -> None:
+        self.catalog = catalog
+        self.storages = storages
+        self._settings = settings
+        self._shared_memory = shared_memory
+        self._controllers = controllers
+        self._started_at = time.monotonic()
+        self._waiting = waiting
+        self._runner = runner
+        self._registry = SamplerRegistry(allow_import=settings.allow_sampler_import)
+        self.commits = Commits(catalog=catalog, puts=storages.puts, endpoint_of=storages.endpoint_of, waiting=waiting)
+        self._checkpoints = Checkpoints(
+            catalog=catalog, storages=storages, store=store, checkpoint_dir=settings.checkpoint_directory()
         )
+        self.watches = Watches(catalog, most=settings.max_watchers, stall_seconds=settings.stall_seconds)
+        self.backlogs = Backlogs(catalog, runner)
+        self._explainer = Explainer(catalog, runner)
 
     def take_up(self) -> None:
         """Do what follows once all of the state is there again: leases begin again, puts are known."""
@@ -140,10 +161,65 @@ class ControllerServicer(
     ) -> pb.DescribePartitionResponse:
         partition = self.catalog.get(request.partition_id)
         await self.backlogs.refresh(tasks_with_versions(partition))
-        return await described(self.catalog, self.backlogs, partition)
+        return await self._described(partition)
+
+    async def _described(self, partition: Partition) -> pb.DescribePartitionResponse:
+        """Return a partition with its fields and tasks; other work of the event loop has its turns meanwhile."""
+        description = description_of(self.catalog, self.backlogs, partition)
+        await asyncio.sleep(0)
+        tasks = []
+        for task in description.tasks:
+            tasks.append(to_message(pb.TaskStatus, task))
+            if len(tasks) % _TASKS_A_TURN == 0:
+                await asyncio.sleep(0)
+        return to_message(pb.DescribePartitionResponse, description, tasks=tasks)
+
+    # Status
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
-        return await self.status_pages.page(request, shown_partitions.get())
+        answer, list_name, is_shown = pb.GetStatusResponse(), f"status/{request.prefix}", shown_partitions.get()
+        all_names = chain(self.catalog.names(), self.catalog.awaited_names())
+        names = {name for name in all_names if name.startswith(request.prefix) and is_shown(name)}
+        page, answer.next_page_token = find_names(names, of=list_name, size=request.page_size, token=request.page_token)
+        if not request.page_token:
+            revision = self.catalog.history.revision()
+            answer.revision.CopyFrom(to_message(pb.Revision, revision))
+            answer.service.CopyFrom(self._info(revision.instance_id, for_all_partitions=is_shown("")))
+            answer.controllers.extend(to_message(pb.ControllerStatus, each) for each in self._controllers())
+            answer.storages.extend(to_message(pb.StorageStatus, each) for each in self.storages.statuses())
+        known = self._shown_names() if request.explain else None
+        there = (each for name in page if (each := self.catalog.find(name, missing_ok=True)) is not None)
+        await self.backlogs.refresh(task for partition in there for task in tasks_with_versions(partition))
+        size_bytes = 0
+        for name in page:
+            if size_bytes > _MOST_STATUS_BYTES:
+                answer.next_page_token = name_token(list_name, name)
+                break
+            partition = self.catalog.find(name, missing_ok=True)
+            if partition is not None:
+                answer.partitions.append(await self._described(partition))
+                size_bytes += answer.partitions[-1].ByteSize()
+            for reason in await self._explainer.waiting(name, names=known, most=_MOST_WAITS):
+                answer.waits.append(to_message(pb.PartitionWait, PartitionWait(partition_id=name, reason=reason)))
+                size_bytes += answer.waits[-1].ByteSize()
+            await asyncio.sleep(0)
+        return answer
+
+    def _info(self, instance_id: bytes, *, for_all_partitions: bool) -> pb.ServiceInfo:
+        """Return what this process is, for a caller that may know of all partitions, or of some."""
+        settings = self._settings
+        return pb.ServiceInfo(
+            version=BUILD,
+            instance_id=instance_id,
+            role=settings.role,
+            uptime=to_duration(time.monotonic() - self._started_at),
+            durability=settings.effective_durability,
+            data_dir=str(settings.data_dir) if settings.data_dir is not None and for_all_partitions else "",
+            tls=settings.tls_cert is not None,
+            client_certificates=settings.tls_client_ca is not None,
+            auth=settings.auth_tokens_file is not None,
+            shared_memory=self._shared_memory,
+        )
 
     # Samples
 
@@ -196,8 +272,8 @@ class ControllerServicer(
         check_range("min_count", request.min_count, 0, hint="; 0 is one")
         not_yet, missing_ok = False, request.missing_ok
         if max_wait and not request.page_token:
-            cap = self.max_wait_cap_seconds
-            with self.waiting.one(context):
+            cap = self._settings.max_wait_cap_seconds
+            with self._waiting.one(context):
                 not_yet = await wait_for_samples(
                     self.catalog, request.partition_id, selection, request.min_count or 1, min(max_wait, cap)
                 )
@@ -238,14 +314,14 @@ class ControllerServicer(
         check_range("max_wait", max_wait, 0)
         if not max_wait:
             return await self._claim(request, context, max_wait)
-        with self.waiting.one(context):  # before all that costs, so that one too many costs little
-            return await self._claim(request, context, min(max_wait, self.max_wait_cap_seconds))
+        with self._waiting.one(context):  # before all that costs, so that one too many costs little
+            return await self._claim(request, context, min(max_wait, self._settings.max_wait_cap_seconds))
 
     async def _claim(self, request: pb.GetMetaRequest, context: Context, max_wait: float) -> pb.GetMetaResponse:
         spec = converters.claim_spec(request)
-        sampler = await self.registry.resolve_json(spec.batch_spec.sampler, spec.batch_spec.sampler_config)
+        sampler = await self._registry.resolve_json(spec.batch_spec.sampler, spec.batch_spec.sampler_config)
         claim = converters.claim_request(request, spec, sampler)
-        self.runner.check(sampler, spec.plan_request)
+        self._runner.check(sampler, spec.plan_request)
         remaining = context.time_remaining()
         if remaining is not None and remaining <= 0:  # no client would get what is delivered now
             raise DeadlineError("the call's deadline had passed when it arrived")
@@ -258,12 +334,12 @@ class ControllerServicer(
             self._retract_if_unsent(context, claimed.partition, claim.task_name, claim.request_id)
         if not (request.explain and isinstance(claimed.answer, NotYet)):
             return pb.GetMetaResponse(meta=meta)
-        reason = await self.explainer.explain(request.partition_id, claim, self._shown_names())
+        reason = await self._explainer.explain(request.partition_id, claim, self._shown_names())
         return pb.GetMetaResponse(meta=meta, reason=to_message(pb.WaitReason, reason))
 
     async def Explain(self, request: pb.ExplainRequest, context: Context) -> pb.ExplainResponse:
         check_name("partition_id", request.partition_id)
-        reasons = await self.explainer.waiting(request.partition_id, request.task_name, names=self._shown_names())
+        reasons = await self._explainer.waiting(request.partition_id, request.task_name, names=self._shown_names())
         return pb.ExplainResponse(reasons=[to_message(pb.WaitReason, reason) for reason in reasons])
 
     def _shown_names(self) -> Collection[str]:
@@ -349,7 +425,7 @@ class ControllerServicer(
         return pb.RequeueDeadLetteredResponse(requeued_count=self.catalog.commit(change) or 0)
 
     async def ListSamplers(self, request: pb.ListSamplersRequest, context: Context) -> pb.ListSamplersResponse:
-        known = {info.name: info for info in self.registry.describe()}
+        known = {info.name: info for info in self._registry.describe()}
         page, next_token = find_names(known, of="samplers", size=request.page_size, token=request.page_token)
         return pb.ListSamplersResponse(
             samplers=[to_message(pb.SamplerDescription, known[name]) for name in page], next_page_token=next_token
@@ -361,15 +437,15 @@ class ControllerServicer(
     # Checkpoints
 
     async def Checkpoint(self, request: pb.CheckpointRequest, context: Context) -> pb.CheckpointResponse:
-        return await self.checkpoints.write(request.name, request.metadata, request.prefix)
+        return await self._checkpoints.write(request.name, request.metadata, request.prefix)
 
     async def Restore(self, request: pb.RestoreRequest, context: Context) -> pb.RestoreResponse:
-        return await self.checkpoints.restore(
+        return await self._checkpoints.restore(
             request.request_id, request.name, replace=request.replace, prefix=request.prefix
         )
 
     async def ListCheckpoints(self, request: pb.ListCheckpointsRequest, context: Context) -> pb.ListCheckpointsResponse:
-        return await self.checkpoints.page(prefix=request.prefix, size=request.page_size, token=request.page_token)
+        return await self._checkpoints.page(prefix=request.prefix, size=request.page_size, token=request.page_token)
 
     # Storage services
 

@@ -7,7 +7,6 @@ client have the names of their attributes in it. Rates, curves and times of wait
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import heapq
 import json
 import secrets
@@ -54,13 +53,11 @@ class Feed:
         self._closed = False
 
     async def run(self) -> None:
-        """Read and watch the service until cancelled, whether it answers or not."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._follow())
-            while True:
-                began = time.monotonic()
-                await self.look()
-                await asyncio.sleep(max(0.0, began + self._interval_seconds - time.monotonic()))
+        """Read the service until cancelled, whether it answers or not."""
+        while True:
+            began = time.monotonic()
+            await self.look()
+            await asyncio.sleep(max(0.0, began + self._interval_seconds - time.monotonic()))
 
     async def look(self) -> None:
         """Read the service once, and make a frame of it."""
@@ -72,15 +69,6 @@ class Feed:
         else:
             self._see(status, time.monotonic())
         self._publish()
-
-    async def _follow(self) -> None:
-        """Note what happens to partitions between two statuses, too."""
-        while True:
-            with contextlib.suppress(TqError):  # the status says what is wrong
-                async with self._client.watch(self._prefix, samples=False, tasks=False) as updates:
-                    async for update in updates:
-                        self._events.follow(update, time.monotonic())
-            await asyncio.sleep(self._interval_seconds)
 
     async def frames(self) -> AsyncIterator[bytes]:
         """Yield the newest frame, JSON of one line, and each one after it; a slow reader gets fewer."""

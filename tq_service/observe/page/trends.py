@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from tq_service.client import WatchUpdate
 from tq_service.results import PartitionDescription, PartitionSummary, PartitionWait, RecentBatch, ServiceStatus
 
 POINT_COUNT: Final = 90
@@ -195,9 +194,6 @@ class EventLog:
         self._of_services: deque[tuple[float, dict[str, Any]]] = deque(maxlen=_EVENT_COUNT)
         self._of_partitions: deque[tuple[float, dict[str, Any]]] = deque(maxlen=_EVENT_COUNT)
         self._count = 0
-        self._partitions: dict[str, PartitionSummary] = {}
-        self._new_state: dict[str, PartitionSummary] | None = None  # None but while the whole state comes in
-        self._is_first_state = True
 
     def shown(self, now: float) -> list[dict[str, Any]]:
         """Return the events for the page, with how long ago each was."""
@@ -211,7 +207,7 @@ class EventLog:
         log.append((at, {"number": self._count, "kind": kind, "name": name, "text": text}))
 
     def compare(self, before: ServiceStatus, status: ServiceStatus, now: float) -> None:
-        """Note what happened to services between two states of the service."""
+        """Note what happened between two states of the service."""
         if before.service.instance_id != status.service.instance_id:
             what = _counted(len(status.partitions), "partition")
             self.note(now, "restarted", f"the service was restarted; it has {what}")
@@ -222,34 +218,11 @@ class EventLog:
                 self.note(now, "silent", "does not answer its controller", name=storage.storage_id)
             elif not storage.is_silent and silent.get(storage.storage_id):
                 self.note(now, "heard", "answers again", name=storage.storage_id)
-
-    def follow(self, update: WatchUpdate, now: float) -> None:
-        """Note what an update of a watch says of partitions.
-
-        The whole state, which a watch begins with, is compared with the known one when it is complete: after a restart
-        it shows which partitions are gone. The first one is no event.
-        """
-        if update.is_reset:
-            self._new_state = {}
-        state = self._partitions if self._new_state is None else self._new_state
-        for each in update.partitions:
-            name = each.partition_id
-            known = state.get(name)
-            if each.cleared and known is not None and known.incarnation == each.incarnation:
-                del state[name]
-            elif each.summary is not None and not each.cleared:
-                state[name] = each.summary
-            else:
-                continue
-            if state is self._partitions:
-                self._note_change(name, known, state.get(name), now)
-        if self._new_state is None or update.revision is None:
-            return
-        before, self._partitions, self._new_state = self._partitions, state, None
-        if not self._is_first_state:
-            for name in before | state:
-                self._note_change(name, before.get(name), state.get(name), now)
-        self._is_first_state = False
+        known, there = (
+            {each.summary.partition_id: each.summary for each in some.partitions} for some in (before, status)
+        )
+        for name in known | there:
+            self._note_change(name, known.get(name), there.get(name), now)
 
     def _note_change(
         self, name: str, before: PartitionSummary | None, after: PartitionSummary | None, now: float
