@@ -35,15 +35,11 @@ from tq_service.storage.blobs.memory import (
     in_thread,
     is_temporary,
 )
-from tq_service.storage.blobs.segments import SegmentBlobs
 from tq_service.storage.index.admission import Admission
 from tq_service.storage.index.put import PendingPut, PutCells, RowSet, StoredColumn, StoredPut
 from tq_service.storage.index.put_table import (
     Backing,
-    EncodedPut,
     Overdue,
-    PutJournal,
-    PutLog,
     PutState,
     PutStored,
     PutTable,
@@ -63,8 +59,6 @@ from tq_service.storage.index.reading import (
     open_reading,
     open_reading_in_thread,
 )
-from tq_service.storage.mirror.layout import PutObject
-from tq_service.storage.mirror.mirror import Mirror
 from tq_service.wire.columns import ColumnShape
 from tq_service.wire.metadata import CellRuns
 
@@ -104,15 +98,15 @@ class EngineStat:
 
 
 class StorageEngine:
-    """Holds puts: knows which there are, and has their bytes in a store of blobs.
+    """Holds puts: knows which there are, and has their bytes in the store of its backing.
 
     A put is reserved, written, flushed, finished, then confirmed by its commit; one that is not confirmed in time
     expires. Its cells are freed one by one or all at once, and its memory shrinks with them.
 
     Each put has an owner, the controller that commits it: only that confirms it, and says that it is not known.
 
-    With a store that outlives the process, `recover` comes first. That a put is confirmed is not written down:
-    recovered puts stay until their owner says which of them are known.
+    Puts that its backing recovers come first. That a put is confirmed is not written down: recovered puts stay until
+    their owner says which of them are known.
 
     Args:
         max_bytes: quota in bytes; None: no bound.
@@ -121,8 +115,7 @@ class StorageEngine:
         storage_id: name of this storage service.
         clock: what deadlines and expiry are measured with.
         boot_id: of the engine whose puts are recovered; None: a new one.
-        blobs: where the bytes are; None: in memory of this process.
-        mirror: where they are a second time, for `MemoryBlobs` alone; None: nowhere.
+        backing: has the store of its blobs, and keeps puts beyond the process; None: memory of this process alone.
         quota_of: the engine whose quota and memory it shares; None: it has its own.
         memory_bytes: most bytes in memory, but for those that come and are read at this moment: puts of which nothing
             was freed leave it, those used longest ago first, once the mirror has their copies, and are fetched when
@@ -145,8 +138,7 @@ class StorageEngine:
         storage_id: str = "storage-0",
         clock: Callable[[], float] = time.monotonic,
         boot_id: bytes | None = None,
-        blobs: BlobStore | None = None,
-        mirror: Mirror | None = None,
+        backing: Backing[Any] | None = None,
         quota_of: StorageEngine | None = None,
         memory_bytes: int | None = None,
     ) -> None:
@@ -166,18 +158,15 @@ class StorageEngine:
         can_spill = memory_bytes is not None or quota_of is not None
         self._residents = Residents(clock, can_spill=can_spill)
         self._spilled_bytes = 0
-        self._store = MemoryBlobs() if blobs is None else blobs
+        self._backing: Backing[Any] = Backing(MemoryBlobs()) if backing is None else backing
+        self._backing.may_fetch = self._admission.has_memory
+        self._backing.on_recovered = self._on_recovered
+        self._backing.on_fetched = self._on_fetched
+        self._backing.on_looked_at = self._end_deferral
+        self._store = self._backing.store
         self._memfds = MemfdBlobs()
         for store in (self._store, self._memfds):
             store.on_freed = self._admission.release
-        self._journal = PutJournal(self._store) if isinstance(self._store, SegmentBlobs) else None
-        self._mirror = mirror
-        self._backing: Backing[Any] = mirror or self._journal or Backing()
-        self._backing.may_fetch = self._admission.has_memory
-        if mirror is not None:
-            mirror.on_fetched = self._on_fetched
-        if self._journal is not None:
-            self._journal.on_looked_at = self._end_deferral
         self.puts = PutTable(put_ttl_seconds, clock, self._backing.load)
         self._pending: dict[bytes, PendingPut] = {}
         self._holed: dict[bytes, None] = {}  # puts that are dead by an eighth or more
@@ -594,33 +583,15 @@ class StorageEngine:
             damaged_put_count=len(self.damaged),
             written_bytes=self._written_bytes,
             read_bytes=self._read_bytes,
-            mirror=None if self._mirror is None else self._mirror.stat(self._spilled_bytes),
+            mirror=self._backing.stat(self._spilled_bytes),
         )
 
     # Outliving the process
 
-    def recover(self, records: Iterable[bytes], log: PutLog) -> int:
-        """Take over the puts that records leave, and write down what becomes of puts from now on.
-
-        Without it, an engine whose store outlives the process takes no puts.
-
-        Args:
-            records: all that were written down, in order.
-            log: takes those to come.
-
-        Returns:
-            How many puts there are.
-        """
-        if self._journal is None:
-            raise RuntimeError("this engine's store of blobs does not outlive the process")
-        puts = self._journal.recover(records, log)
+    def _on_recovered(self, puts: Mapping[bytes, RecoveredPut]) -> None:
+        """Take over puts of an earlier process, or of an engine that is gone."""
         self.puts.recover(puts)
         self._admission.add(sum(put.values.charge for put in puts.values()))
-        return len(puts)
-
-    def put_records(self) -> Sequence[EncodedPut]:
-        """Return what is written down of each put, as of now."""
-        return [] if self._journal is None else self._journal.records()
 
     async def check(self, put_ids: Collection[bytes]) -> None:
         """Have the bytes of recovered and spilled puts here, and look at those of the first, before they are read."""
@@ -630,20 +601,6 @@ class StorageEngine:
     async def scrub(self) -> None:
         """Have the bytes of all recovered puts here, and look at them, slowly."""
         await self._backing.scrub()
-
-    def take_over(self, objects: Iterable[PutObject]) -> int:
-        """Take over the puts of an engine that is gone, from objects of its mirror; return how many there are.
-
-        Their bytes are fetched when they are first read, and by `scrub`.
-        """
-        if self._mirror is None:
-            raise RuntimeError("this engine has no mirror")
-        owners = self._mirror.take_over(objects)
-        puts = {put_id: RecoveredPut(LocalBlob(self._store, 0, b""), owner) for put_id, owner in owners.items()}
-        for put in puts.values():
-            put.values.charge = 0
-        self.puts.recover(puts)
-        return len(puts)
 
     def _on_fetched(self, record: PutStored, data: memoryview) -> StoredPut | None:
         """Have a put that was unfetched in memory, without the cells that were freed meanwhile."""
@@ -693,7 +650,7 @@ class StorageEngine:
             blob = LocalBlob(self._store, 0, b"")
             blob.charge = values.charge
             self._admission.add(blob.charge)  # before those of the memory are given back: the quota is about all puts
-            self.puts.replace(put_id, RecoveredPut(blob, self.puts.owner_of(put_id)))
+            self.puts.replace(put_id, RecoveredPut(blob, self.puts.owner_of(put_id), spilled_bytes=blob.charge))
             self._residents.remove(put_id)
             self._count_spilled(blob.charge)
             values.release()
@@ -702,9 +659,9 @@ class StorageEngine:
                 return
 
     def _note_replaced(self, put: StoredPut | RecoveredPut) -> None:
-        """Take note that a put is gone, or in memory again; one that was taken over and not fetched counts nothing."""
-        if self._mirror is not None and isinstance(put, RecoveredPut):
-            self._count_spilled(-put.values.charge)
+        """Take note that a put is gone, or in memory again."""
+        if isinstance(put, RecoveredPut):
+            self._count_spilled(-put.spilled_bytes)
 
     def _count_spilled(self, size: int) -> None:
         self._spilled_bytes += size
@@ -827,8 +784,7 @@ class StorageEngine:
             blob = await self._store.allocate(smaller.blob_bytes(self._store))
             self._place(smaller, blob)
             await in_thread(_COPIER, move.copy, smaller, pinned=[old, blob])
-            if isinstance(self._store, SegmentBlobs):
-                await self._store.flush(blob)
+            await self._store.flush(blob)
             if not move.is_given_up:
                 del self._moves[put_id]
                 self._replace(put_id, smaller)

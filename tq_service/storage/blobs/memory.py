@@ -2,10 +2,10 @@
 
 The index allocates a blob, writes it from its beginning to its end, pins it while it is read, and releases it once; the
 store gives the bytes back when it is released and no longer pinned. A new place is a `BlobStore` in a file, which
-`server/storage_process.py` chooses and `tests/storage/test_blob_stores.py` tests. A store declares what else it can do:
+`server/app.py` chooses and `tests/storage/test_blob_stores.py` tests. A store declares what else it can do:
 
 - `maps_fds`: its blobs take shared memory that a client has made (`Blob.map_fds`), instead of being written.
-- `has_tables`: its blobs outlive the process (`SegmentBlobs`); so each begins with the tables of its put.
+- `is_durable`: its blobs outlive the process once they are flushed; so each begins with the tables of its put.
 
 And each blob says whether its bytes are memory of this process (`is_local`): the event loop reads and writes those
 through `view`. All others are read by threads, and written with `BlobStore.write`.
@@ -143,7 +143,7 @@ class BlobStore(ABC):
     """
 
     maps_fds: ClassVar[bool] = False
-    has_tables: ClassVar[bool] = False
+    is_durable: ClassVar[bool] = False
 
     on_freed: Callable[[int], None] = staticmethod(lambda _: None)
     pooled_bytes = 0
@@ -164,6 +164,13 @@ class BlobStore(ABC):
             UnavailableError, DiskFullError, DiskFailedError: they cannot be written; the put is aborted.
         """
         blob.write_from(data, start)
+
+    async def flush(self, blob: Blob) -> None:  # noqa: B027  (most stores are memory)
+        """Wait until all that was written of a blob outlives the process, where the store `is_durable`.
+
+        Raises:
+            OSError: it cannot be written.
+        """
 
     @abstractmethod
     def free(self, blob: Blob) -> None:

@@ -155,7 +155,7 @@ class SegmentBlobs(PooledStore[Segment]):
         min_free_bytes: what is left free of the disk.
     """
 
-    has_tables = True
+    is_durable = True
 
     def __init__(self, directory: Path, *, sync: bool = False, min_free_bytes: int = MIN_FREE_BYTES) -> None:
         super().__init__()
@@ -253,11 +253,7 @@ class SegmentBlobs(PooledStore[Segment]):
     # What outlives the process
 
     async def flush(self, blob: Blob) -> None:
-        """Wait until all that was written of a blob is on the disk; where the caller is cancelled it goes on.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Wait until all that was written is on the disk, where that was asked for; it goes on without the caller."""
         if isinstance(blob, SegmentBlob) and self._sync:
             await in_thread(self._executor, blob.backing.sync, pinned=[blob])
 

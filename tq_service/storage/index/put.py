@@ -247,7 +247,7 @@ class StoredPut:
 
     def blob_bytes(self, store: BlobStore) -> int:
         """Return the size of the blob of its values, and of its tables where it begins with them."""
-        return self.charge_in(store) - (0 if store.has_tables else self.tables_bytes)
+        return self.charge_in(store) - (0 if store.is_durable else self.tables_bytes)
 
     def place(self, values: Blob, *, is_recovered: bool = False) -> None:
         """Lay it out in a blob of `blob_bytes`, whose `charge` is that of the put.
@@ -256,7 +256,7 @@ class StoredPut:
         """
         self.values = values
         self.live_bytes = values.charge
-        if not values.store.has_tables or not (is_recovered or values.is_local):
+        if not values.store.is_durable or not (is_recovered or values.is_local):
             values.tables = bytearray(self.tables_bytes) if self.tables_bytes else _NO_TABLES
         for column, start in zip(self.left_columns(), self._place_values(values.store)[0], strict=True):
             column.values_at = self.values_at + start
@@ -286,7 +286,7 @@ class StoredPut:
     @property
     def values_at(self) -> int:
         """Where the values start in their blob."""
-        return self.tables_bytes if self.values.store.has_tables else 0
+        return self.tables_bytes if self.values.store.is_durable else 0
 
     def tables(self) -> Tables:
         """Return what cuts its columns into rows.

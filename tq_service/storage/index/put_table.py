@@ -45,8 +45,9 @@ import numpy as np
 from tq_service.errors import DataLossError, DiskFailedError, UnavailableError
 from tq_service.journal import codec
 from tq_service.log_message import LogMessage
+from tq_service.results import MirrorStatus
 from tq_service.schema import CONTROLLER_NAME_BYTES, FieldSpec
-from tq_service.storage.blobs.memory import Blob, LocalBlob, is_temporary
+from tq_service.storage.blobs.memory import Blob, BlobStore, LocalBlob, is_temporary
 from tq_service.storage.blobs.segments import SegmentBlobs
 from tq_service.storage.index.put import PendingPut, PutCells, Rows, RowSet, StoredColumn, StoredPut
 
@@ -84,10 +85,17 @@ class Overdue(NamedTuple):
 
 
 class RecoveredPut(NamedTuple):
-    """What is in memory of a put that was recovered or unloaded, and not needed since: its blob and its owner."""
+    """What is in memory of a put that was recovered or spilled, and not needed since.
+
+    Attributes:
+        values: its blob.
+        owner: the controller that owns it.
+        spilled_bytes: bytes of it that left memory.
+    """
 
     values: Blob
     owner: bytes
+    spilled_bytes: int = 0
 
 
 class PutTable(Mapping[bytes, StoredPut]):
@@ -364,13 +372,25 @@ class Backing(Generic[SourceT]):
 
     Confined to the engine's event loop.
 
+    Args:
+        store: where the bytes of the puts are, but for those in shared memory.
+
     Attributes:
+        store: as above.
         damaged: puts whose bytes are lost, and why; those that were not looked at yet are not known to be.
         may_fetch: whether there is memory for puts that no reader has asked for.
         fetch_error: why the last one could not be fetched.
+        on_recovered: called with puts of an earlier process, or of an engine that is gone, which the engine takes over.
+        on_fetched: called with the record and the bytes of each put that was fetched, which it keeps; returns the put,
+            None where nothing of it is left.
+        on_looked_at: called with each recovered put once it was looked at.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, store: BlobStore) -> None:
+        self.store = store
+        self.on_recovered: Callable[[Mapping[bytes, RecoveredPut]], None] = lambda _: None
+        self.on_fetched: Callable[[PutStored, memoryview], StoredPut | None] = lambda *_: None
+        self.on_looked_at: Callable[[bytes], None] = lambda _: None
         self.damaged: dict[bytes, str] = {}
         self.may_fetch: Callable[[], bool] = lambda: True
         self.fetch_error = ""
@@ -418,6 +438,10 @@ class Backing(Generic[SourceT]):
 
     def partition_of(self, put_id: bytes) -> str | None:
         """Return the partition of a put that is known by name and owner alone, None for others."""
+        return None
+
+    def stat(self, spilled_bytes: int = 0) -> MirrorStatus | None:
+        """Return how the mirror is, with the bytes of the puts that its engine has spilled; None: this is none."""
         return None
 
     # Puts that are not here until they are fetched
@@ -578,21 +602,19 @@ class PutLog(Protocol):
 
 
 class PutJournal(Backing[Blob]):
-    """The part of an engine that keeps its puts. Confined to the engine's event loop.
+    """Keeps puts on a disk: their records in a journal, their bytes in its store. It takes none before `recover`.
+
+    Confined to the engine's event loop.
 
     Args:
         store: the engine's.
-
-    Attributes:
-        on_looked_at: called with each recovered put once it was looked at.
     """
 
     _log: PutLog  # from `recover` on
 
     def __init__(self, store: SegmentBlobs) -> None:
-        super().__init__()
+        super().__init__(store)
         self._store = store
-        self.on_looked_at: Callable[[bytes], None] = lambda _: None
         self._records: dict[bytes, EncodedPut] = {}
 
     # Taking puts
@@ -650,13 +672,17 @@ class PutJournal(Backing[Blob]):
 
     # After a restart
 
-    def recover(self, records: Iterable[bytes], log: PutLog) -> dict[bytes, RecoveredPut]:
+    def recover(self, records: Iterable[bytes], log: PutLog) -> int:
         """Find the bytes of puts that were written down, and write down what becomes of puts from now on.
 
         A put whose blob is missing is damaged. What is in the blobs is not looked at yet.
 
+        Args:
+            records: all that were written down, in order.
+            log: takes those to come.
+
         Returns:
-            The blob of each put, and its owner.
+            How many puts there are.
         """
         self._log = log
         left = left_puts(records)
@@ -676,7 +702,8 @@ class PutJournal(Backing[Blob]):
             elif record.segment:
                 self._unfetched[put_id] = blob
             recovered[put_id] = RecoveredPut(blob, record.owner)
-        return recovered
+        self.on_recovered(recovered)
+        return len(recovered)
 
     def load(self, put_id: bytes, blob: Blob) -> StoredPut:
         """Return a recovered put."""
