@@ -300,7 +300,7 @@ class Engine:
         return [(PUT, b"")]
 
 
-PUT = encode_put(PutStored(put_id=b"1" * 16, partition_id="train", row_count=1, columns=(), size_bytes=0))
+PUT = encode_put(PutStored(put_id=b"1" * 16, partition_id="train", row_count=1, columns=(), row_sets=(), size_bytes=0))
 
 
 @pytest.mark.parametrize("with_snapshot", [False, True])

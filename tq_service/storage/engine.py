@@ -29,7 +29,6 @@ from tq_service.storage.blobs.memory import (
     SMALL_BYTES,
     Blob,
     BlobStore,
-    LocalBlob,
     MemfdBlobs,
     MemoryBlobs,
     in_thread,
@@ -606,7 +605,7 @@ class StorageEngine:
         """Have a put that was unfetched in memory, without the cells that were freed meanwhile."""
         put = put_of(record)
         values = data[put.tables_bytes :]
-        blob = LocalBlob(self._store, len(values), values)
+        blob = Blob(self._store, len(values), values)
         blob.charge = put.charge_in(self._store)
         self._admission.add(blob.charge)
         put.place(blob)
@@ -647,7 +646,7 @@ class StorageEngine:
                 self._residents.put_off(put_id)
                 continue
             values = self.puts[put_id].values
-            blob = LocalBlob(self._store, 0, b"")
+            blob = Blob(self._store, 0)
             blob.charge = values.charge
             self._admission.add(blob.charge)  # before those of the memory are given back: the quota is about all puts
             self.puts.replace(put_id, RecoveredPut(blob, self.puts.owner_of(put_id), spilled_bytes=blob.charge))
@@ -731,7 +730,7 @@ class StorageEngine:
         move = Move(put)
         smaller = move.plan()
         size = smaller.blob_bytes(self._store)
-        self._place(smaller, LocalBlob(self._store, size, bytearray(size)))
+        self._place(smaller, Blob(self._store, size, bytearray(size)))
         move.copy(smaller)
         self._replace(put_id, smaller)
 

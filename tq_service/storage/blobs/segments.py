@@ -27,7 +27,6 @@ from tq_service.storage.blobs.memory import (
     SMALL_BYTES,
     Blob,
     Buffer,
-    PooledBlob,
     PooledStore,
     Span,
     in_thread,
@@ -107,7 +106,7 @@ class Segment:
         self.path.unlink(missing_ok=True)
 
 
-class SegmentBlob(PooledBlob[Segment]):
+class SegmentBlob(Blob):
     """A blob in a file."""
 
     __slots__ = ("_digest", "number")
@@ -115,7 +114,7 @@ class SegmentBlob(PooledBlob[Segment]):
     is_local = False
 
     def __init__(self, store: SegmentBlobs, size: int, segment: Segment) -> None:
-        super().__init__(store, size, b"", segment)
+        super().__init__(store, size, backing=segment)
         self.number = segment.number
         self._digest = xxhash.xxh3_64()
 

@@ -47,7 +47,7 @@ from tq_service.journal import codec
 from tq_service.log_message import LogMessage
 from tq_service.results import MirrorStatus
 from tq_service.schema import CONTROLLER_NAME_BYTES, FieldSpec
-from tq_service.storage.blobs.memory import Blob, BlobStore, LocalBlob, is_temporary
+from tq_service.storage.blobs.memory import Blob, BlobStore, is_temporary
 from tq_service.storage.blobs.segments import SegmentBlobs
 from tq_service.storage.index.put import PendingPut, PutCells, Rows, RowSet, StoredColumn, StoredPut
 
@@ -523,21 +523,15 @@ class Backing(Generic[SourceT]):
 
 
 class ColumnRecord(NamedTuple):
-    """A column of a put: its spec, and the bytes of all its values."""
+    """A column of a put: its spec, the bytes of all its values, and which of the sets of rows of the put it has."""
 
     name: str
     dtype: str
     layout: str
     row_shape: tuple[int, ...]
-    value_bytes: int
     encoding: str
-
-
-class LeftRows(NamedTuple):
-    """The rows in the put that are left of some of its columns, ascending; none: these columns are gone."""
-
-    names: tuple[str, ...]
-    rows: Rows
+    value_bytes: int
+    row_set: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -549,10 +543,11 @@ class PutStored:
         partition_id: the partition it is for.
         row_count: number of rows that it was put with.
         columns: those that are left.
+        row_sets: the sets of rows that its columns have in memory, ascending; None: all rows.
+        freed_names: names of the columns that are gone.
         size_bytes: size of its tables and values.
         segment: number of the file with these; 0: they follow the record, and nothing else does.
         checksum: XXH3 of what is in the file.
-        left_rows: of the columns that do not have all rows.
         for_existing_rows: whether no new samples may be made of it.
         owner: the controller that owns it.
     """
@@ -561,10 +556,11 @@ class PutStored:
     partition_id: str
     row_count: int
     columns: tuple[ColumnRecord, ...]
+    row_sets: tuple[Rows | None, ...]
     size_bytes: int
+    freed_names: tuple[str, ...] = ()
     segment: int = 0
     checksum: int = 0
-    left_rows: tuple[LeftRows, ...] = ()
     for_existing_rows: bool = False
     owner: bytes = b""
 
@@ -644,7 +640,7 @@ class PutJournal(Backing[Blob]):
         if blob.store is not self._store:
             raise RuntimeError(f"put {put_id.hex()} was finished before it was flushed")
         record = encode_put(describe_put(put_id, put))
-        memory = b"" if blob.number or not isinstance(blob, LocalBlob) else blob.memory
+        memory = b"" if blob.number else blob.memory
         encoded = self._records[put_id] = record, memory if isinstance(memory, bytes | bytearray) else bytes(memory)
         self._log.append_put(*encoded)
 
@@ -695,10 +691,10 @@ class PutJournal(Backing[Blob]):
         )
         recovered = {}
         for put_id, record, values in puts:
-            blob = next(found) if record.segment else LocalBlob(self._store, len(values), values)
+            blob = next(found) if record.segment else Blob(self._store, len(values), values)
             if blob is None:
                 self.mark_damaged(put_id, f"segment {record.segment} is missing")
-                blob = LocalBlob(self._store, record.size_bytes, b"")
+                blob = Blob(self._store, record.size_bytes)
             elif record.segment:
                 self._unfetched[put_id] = blob
             recovered[put_id] = RecoveredPut(blob, record.owner)
@@ -772,20 +768,29 @@ def left_puts(records: Iterable[bytes]) -> dict[bytes, tuple[PutStored, EncodedP
 def describe_put(put_id: bytes, put: StoredPut) -> PutStored:
     """Return the record of a put as it is now."""
     blob = put.values.copy or put.values
+    row_sets = put.row_sets()
     return PutStored(
         put_id=put_id,
         partition_id=put.partition_id,
         row_count=put.row_count,
         columns=tuple(
             ColumnRecord(
-                spec.name, spec.dtype, spec.layout or "", spec.row_shape or (), value_bytes, spec.encoding or ""
+                spec.name,
+                spec.dtype,
+                spec.layout or "",
+                spec.row_shape or (),
+                spec.encoding or "",
+                column.value_bytes,
+                row_sets.index(column.row_set),
             )
-            for spec, value_bytes in ((column.spec, column.value_bytes) for column in put.left_columns())
+            for column in put.left_columns()
+            for spec in (column.spec,)
         ),
         size_bytes=blob.size,
+        row_sets=tuple(row_set.rows for row_set in row_sets),
+        freed_names=tuple(name for name, column in put.columns.items() if column is None),
         segment=blob.number,
         checksum=blob.checksum,
-        left_rows=_left_rows(put),
         for_existing_rows=put.for_existing_rows,
         owner=put.owner,
     )
@@ -793,17 +798,11 @@ def describe_put(put_id: bytes, put: StoredPut) -> PutStored:
 
 def put_of(record: PutStored) -> StoredPut:
     """Return the put of a record, which is not placed yet."""
-    row_sets: dict[str, RowSet] = {}
-    columns: dict[str, StoredColumn | None] = {}
-    for names, left in record.left_rows:
-        if left.size:
-            row_sets |= dict.fromkeys(names, RowSet(left.size, left))
-        else:
-            columns |= dict.fromkeys(names)
-    whole = RowSet(record.row_count)
-    for name, dtype, layout, row_shape, value_bytes, encoding in record.columns:
+    row_sets = [RowSet(record.row_count if rows is None else rows.size, rows) for rows in record.row_sets]
+    columns: dict[str, StoredColumn | None] = dict.fromkeys(record.freed_names)
+    for name, dtype, layout, row_shape, encoding, value_bytes, row_set in record.columns:
         spec = _spec(name, dtype, layout, row_shape, encoding or None)
-        columns[name] = StoredColumn(spec, row_sets.get(name, whole), value_bytes)
+        columns[name] = StoredColumn(spec, row_sets[row_set], value_bytes)
     return StoredPut(
         columns,
         record.row_count,
@@ -811,12 +810,3 @@ def put_of(record: PutStored) -> StoredPut:
         for_existing_rows=record.for_existing_rows,
         owner=record.owner,
     )
-
-
-def _left_rows(put: StoredPut) -> tuple[LeftRows, ...]:
-    gone = tuple(name for name, column in put.columns.items() if column is None)
-    left = [LeftRows(gone, np.zeros(0, np.int64))] if gone else []
-    left += [
-        LeftRows(tuple(put.members(row_set)), row_set.rows) for row_set in put.row_sets() if row_set.rows is not None
-    ]
-    return tuple(left)

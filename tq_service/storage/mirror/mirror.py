@@ -23,7 +23,7 @@ from typing import Final, TypeAlias
 from tq_service.errors import DataLossError, QuotaExceededError, TqError, UnavailableError
 from tq_service.objects.base import LARGEST_OBJECT_BYTES, Buffer
 from tq_service.results import MirrorStatus
-from tq_service.storage.blobs.memory import RETRY_AFTER_SECONDS, Blob, LocalBlob, MemoryBlobs
+from tq_service.storage.blobs.memory import RETRY_AFTER_SECONDS, Blob, MemoryBlobs
 from tq_service.storage.index.put import PendingPut, StoredPut
 from tq_service.storage.index.put_table import Backing, PutStored, RecoveredPut, decode_put, describe_put, encode_put
 from tq_service.storage.mirror.layout import PutObject, pack_puts, unpack_heads
@@ -347,7 +347,7 @@ class Mirror(Backing[PutObject]):
                 self._short_put_count += stored.is_short
                 self._unfetched[put_id] = stored
                 self._to_scrub[put_id] = None
-                puts[put_id] = RecoveredPut(LocalBlob(self.store, 0, b""), stored.owner)
+                puts[put_id] = RecoveredPut(Blob(self.store, 0), stored.owner)
         self.on_recovered(puts)
         return len(puts)
 
