@@ -26,7 +26,6 @@ from tq_service.errors import (
 from tq_service.log_message import LogMessage
 from tq_service.results import MirrorStatus
 from tq_service.storage.blobs.memory import (
-    SMALL_BYTES,
     Blob,
     BlobStore,
     MemfdBlobs,
@@ -170,8 +169,7 @@ class StorageEngine:
         self._pending: dict[bytes, PendingPut] = {}
         self._holed: dict[bytes, None] = {}  # puts that are dead by an eighth or more
         self._due: dict[bytes, None] = {}  # those of them that are to be compacted next
-        self._is_short = False  # whether others are to be compacted for puts that wait
-        self._moves: dict[bytes, Move] = {}  # puts that are being compacted
+        self._move: Move | None = None  # of the put that is being compacted
         self._compaction: asyncio.Task[None] | None = None
         self._is_closed = False
         self._trimmed_at = clock()
@@ -502,8 +500,8 @@ class StorageEngine:
         put_id = cells.put_id
         if not self.puts[put_id].free(cells):
             self._delete(put_id)
-        elif (move := self._moves.get(put_id)) is not None:
-            move.freed.append(cells)
+        elif self._move is not None and self._move.put_id == put_id:
+            self._move.freed.append(cells)
         else:
             self._note_hole(put_id)
 
@@ -518,9 +516,7 @@ class StorageEngine:
 
     async def close(self) -> None:
         """End what it and its stores have in the background; puts may still be dropped."""
-        self._is_closed = True
-        for move in self._moves.values():
-            move.is_given_up = True
+        self._is_closed, self._move = True, None
         if self._compaction is not None:
             await asyncio.wait([self._compaction])
         await self._backing.close()
@@ -694,8 +690,8 @@ class StorageEngine:
         self._note_replaced(put)
         self._holed.pop(put_id, None)
         self._due.pop(put_id, None)
-        if (move := self._moves.pop(put_id, None)) is not None:
-            move.is_given_up = True
+        if self._move is not None and self._move.put_id == put_id:
+            self._move = None
         self._when_fetched.pop(put_id, None)
         self._backing.delete(put_id, put.values)
 
@@ -715,33 +711,23 @@ class StorageEngine:
     # Compaction
 
     def _note_hole(self, put_id: bytes) -> None:
-        """Have a put with dead cells compacted once more than half of it is dead: at once if little is left of it."""
+        """Have a put with dead cells compacted once more than half of it is dead, or puts wait for capacity."""
         put = self.puts[put_id]
-        left_bytes, charge = put.compacted_bytes(), put.values.charge
-        if (charge - left_bytes) * 8 < charge:
+        if put.dead_bytes() * 8 < put.values.charge:
             return
         self._holed[put_id] = None
-        if left_bytes * 2 >= charge or not self._backing.may_compact(put_id):
-            return
-        if left_bytes >= SMALL_BYTES or not put.values.is_local:
+        if put.is_mostly_dead():
             self._due[put_id] = None
             self._start_compaction()
-            return
-        move = Move(put)
-        smaller = move.plan()
-        size = smaller.blob_bytes(self._store)
-        self._place(smaller, Blob(self._store, size, bytearray(size)))
-        move.copy(smaller)
-        self._replace(put_id, smaller)
 
     def _relieve(self) -> None:
         """Compact all puts with dead cells that are worth it, for as long as puts wait for capacity."""
-        self._is_short = True
-        if self._holed:
-            self._start_compaction()
+        if not self._due:
+            self._due.update(self._holed)
+        self._start_compaction()
 
     def _start_compaction(self) -> None:
-        if self._compaction is None and not self._is_closed:
+        if self._due and self._compaction is None and not self._is_closed:
             self._compaction = asyncio.get_running_loop().create_task(self._compact_all())
             self._compaction.add_done_callback(self._end_compaction)
 
@@ -751,47 +737,38 @@ class StorageEngine:
             _log.error(LogMessage("the compaction of puts failed", error=error), exc_info=error)
 
     async def _compact_all(self) -> None:
-        while not self._is_closed:
-            if self._due:
-                put_id = next(iter(self._due))
-                del self._due[put_id]
-                await self._compact(put_id)
-            elif self._is_short:
-                for put_id in list(self._holed):
-                    if self._due or self._is_closed:
-                        break
-                    if self._admission.has_waiting and put_id in self._holed:
-                        await self._compact(put_id)
-                else:
-                    self._is_short = False
-            else:
-                return
+        while self._due and not self._is_closed:
+            put_id = next(iter(self._due))
+            del self._due[put_id]
+            if put_id in self._holed and self._backing.may_compact(put_id):
+                put = self.puts[put_id]
+                if put.is_mostly_dead() or self._admission.has_waiting:
+                    del self._holed[put_id]  # one that cannot be moved is tried again once more of it is dead
+                    await self._compact(put_id, put)
 
-    async def _compact(self, put_id: bytes) -> None:
+    async def _compact(self, put_id: bytes, put: StoredPut) -> None:
         """Move the live cells of a put to a smaller blob, where that is possible, while it is read and freed.
 
         A thread copies. Cells freed during the copy are freed in the old blob at once, and in the new one at the end.
         """
-        put = self.puts.get(put_id)
-        if put is None or not self._backing.may_compact(put_id):
-            return
-        move = self._moves[put_id] = Move(put)
-        old, blob, is_moved = put.values, None, False
+        move = self._move = Move(put_id, put)
+        old, blob = put.values, None
         old.pin()
         try:
             smaller = await in_thread(_COPIER, move.plan, pinned=[old])
             blob = await self._store.allocate(smaller.blob_bytes(self._store))
-            self._place(smaller, blob)
+            blob.charge = smaller.charge_in(self._store)
+            self._admission.add(blob.charge)
+            smaller.place(blob)
             await in_thread(_COPIER, move.copy, smaller, pinned=[old, blob])
             await self._store.flush(blob)
-            if not move.is_given_up:
-                del self._moves[put_id]
-                self._replace(put_id, smaller)
-                is_moved = True
+            if self._move is move:  # else the put is gone
+                blob = None
+                self.puts.replace(put_id, smaller)
+                self._backing.move(put_id, old, smaller)
                 for cells in move.freed:
-                    self.puts[put_id].free(cells)
-                if move.freed:
-                    self._note_hole(put_id)
+                    smaller.free(cells)
+                self._note_hole(put_id)
         except UnreadableError as error:
             _log.warning(LogMessage("could not compact a put", put_id=put_id, error=error.cause))
             self._on_unreadable(put_id, error.blob, error.cause)
@@ -801,19 +778,7 @@ class StorageEngine:
                 blob.is_damaged = True
         finally:
             old.unpin()
-            if self._moves.get(put_id) is move:
-                del self._moves[put_id]
-            if blob is not None and not is_moved:
+            if self._move is move:
+                self._move = None
+            if blob is not None:
                 blob.release()
-
-    def _place(self, smaller: StoredPut, blob: Blob) -> None:
-        blob.charge = smaller.charge_in(self._store)
-        self._admission.add(blob.charge)
-        smaller.place(blob)
-
-    def _replace(self, put_id: bytes, smaller: StoredPut) -> None:
-        """Put the copy in the place of a put."""
-        old = self.puts[put_id].values
-        self.puts.replace(put_id, smaller)
-        self._holed.pop(put_id, None)
-        self._backing.move(put_id, old, smaller)

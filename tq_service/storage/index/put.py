@@ -366,10 +366,15 @@ class StoredPut:
         """Whether no cell was freed."""
         return all(column and column.row_set.live_count == self.row_count for column in self.columns.values())
 
-    def compacted_bytes(self) -> int:
-        """Return at most how many bytes it takes after compaction."""
+    def dead_bytes(self) -> int:
+        """Return how many bytes compaction frees at least."""
         tables = sum(fixed_row_bytes(column.spec) is None for column in self.left_columns())
-        return self.live_bytes + 8 * (tables + sum(row_set.live_count for row_set in self.row_sets()))
+        live_bytes = self.live_bytes + 8 * (tables + sum(row_set.live_count for row_set in self.row_sets()))
+        return self.values.charge - live_bytes
+
+    def is_mostly_dead(self) -> bool:
+        """Whether compaction frees more than half of it."""
+        return self.dead_bytes() * 2 > self.values.charge
 
     def snapshot(self) -> StoredPut:
         """Return it as it is now, for a thread to look at while cells of it are freed; its bytes never change."""
