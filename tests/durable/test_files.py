@@ -21,7 +21,7 @@ sys.path.append(str(Path(__file__).parent / "files"))
 from digest import digest
 from engine_driver import read, runs
 from live_server import StartServer
-from make import CHANGES, DATA, engine_of
+from make import CHANGES, DATA, recover_puts
 
 import tq_service as tq
 from tq_service.durable.data_dir import DataDir
@@ -101,8 +101,7 @@ async def test_a_segment_of_puts(directory: Path) -> None:
     log.close()
     data_dir.close()
     store = StateStore.open(directory, sync=False)
-    engine = engine_of(store)
-    store.recover(engine=engine)
+    engine, _ = recover_puts(store)
     check_puts(engine)
     await store.close()
 
@@ -110,8 +109,7 @@ async def test_a_segment_of_puts(directory: Path) -> None:
 @pytest.mark.parametrize("directory", ["snapshot"], indirect=True)
 async def test_a_snapshot(directory: Path) -> None:
     store, catalog = StateStore.open(directory, sync=False), Catalog(PlanRunner())
-    engine = engine_of(store)
-    recovered = store.recover(catalog=catalog, engine=engine)
+    engine, recovered = recover_puts(store, catalog)
     assert recovered.record_count == 0
     check_catalog(catalog)
     check_puts(engine)

@@ -26,6 +26,7 @@ from tq_service.samplers import PlanRunner
 from tq_service.serving.catalog import Catalog
 from tq_service.storage.blobs.segments import SegmentBlobs
 from tq_service.storage.engine import StorageEngine
+from tq_service.storage.index.put_table import PutJournal
 
 
 class Cluster:
@@ -88,9 +89,9 @@ class Member:
         backend: LogBackend = OtherBackend(cluster)  # that it is one is checked by mypy
         self.store = StateStore(DataDir.open(directory), Log(backend))
         self.catalog = Catalog(PlanRunner())
-        blobs = SegmentBlobs(self.store.data_dir.segments_path)
-        self.engine = StorageEngine(max_bytes=None, boot_id=bytes(16), blobs=blobs)
-        self.recovered = self.store.recover(catalog=self.catalog, engine=self.engine)
+        journal = PutJournal(SegmentBlobs(self.store.data_dir.segments_path))
+        self.engine = StorageEngine(max_bytes=None, boot_id=bytes(16), backing=journal)
+        self.recovered = self.store.recover(catalog=self.catalog, puts=journal)
 
     async def live(self) -> None:
         self.catalog.write("train", b"", new_write(8, keys=[f"k{row}" for row in range(8)]))

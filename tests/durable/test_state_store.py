@@ -296,18 +296,18 @@ class Engine:
         self.append = log.append_put
         return len(list(records))
 
-    def put_records(self):
+    def records(self):
         return [(PUT, b"")]
 
 
-PUT = encode_put(PutStored(put_id=b"1" * 16, partition_id="train", row_count=1, columns=(), size_bytes=0))
+PUT = encode_put(PutStored(put_id=b"1" * 16, partition_id="train", row_count=1, columns=(), row_sets=(), size_bytes=0))
 
 
 @pytest.mark.parametrize("with_snapshot", [False, True])
 def test_a_directory_is_not_used_by_a_service_that_would_lose_a_part_of_it(tmp_path, with_snapshot):
     async def fill_both():
         store, catalog, engine = StateStore.open(tmp_path, sync=False), Catalog(PlanRunner()), Engine()
-        store.recover(catalog=catalog, engine=engine)
+        store.recover(catalog=catalog, puts=engine)
         catalog.write("train", b"", new_write(2, ("x",)))
         engine.append(PUT)
         if with_snapshot:
@@ -325,8 +325,8 @@ def test_a_directory_is_not_used_by_a_service_that_would_lose_a_part_of_it(tmp_p
     with pytest.raises(DataDirError, match=r"1 puts of a storage service.*start it with the role"):
         asyncio.run(recover(catalog=Catalog(PlanRunner())))
     with pytest.raises(DataDirError, match=r"partitions of a controller.*start it with the role"):
-        asyncio.run(recover(engine=Engine()))
-    recovered = asyncio.run(recover(catalog=Catalog(PlanRunner()), engine=Engine()))
+        asyncio.run(recover(puts=Engine()))
+    recovered = asyncio.run(recover(catalog=Catalog(PlanRunner()), puts=Engine()))
     assert (recovered.sample_count, recovered.put_count) == (2, 1)
 
 

@@ -34,7 +34,6 @@ from tq_service.samplers import PlanRunner
 from tq_service.serving.catalog import Catalog
 from tq_service.storage.index.put_table import (
     ColumnRecord,
-    LeftRows,
     PutDropped,
     PutStored,
     decode_put,
@@ -85,11 +84,12 @@ PUT = PutStored(
     put_id=b"p" * 16,
     partition_id="train@0",
     row_count=6,
-    columns=(ColumnRecord("x", "int64", "dense", (2,), 96, ""), ColumnRecord("o", "", "object", (), 30, "text")),
+    columns=(ColumnRecord("x", "int64", "dense", (2,), "", 48, 0), ColumnRecord("o", "", "object", (), "text", 30, 1)),
+    row_sets=(np.array([0, 2, 5]), None),
     size_bytes=126,
     segment=7,
     checksum=2**64 - 1,
-    left_rows=(LeftRows(("x",), np.array([0, 2, 5])), LeftRows(("gone",), np.zeros(0, np.int64))),
+    freed_names=("gone",),
     for_existing_rows=True,
 )
 
@@ -101,11 +101,9 @@ def test_the_record_of_a_put_comes_back_with_its_values(values: bytes) -> None:
     assert (again, rest) == (head, values)
     assert isinstance(found, PutStored)
     for name in PutStored.__slots__:
-        if name != "left_rows":
+        if name != "row_sets":
             assert getattr(found, name) == getattr(PUT, name)
-    for got, expected in zip(found.left_rows, PUT.left_rows, strict=True):
-        assert got.names == expected.names
-        assert got.rows.tolist() == expected.rows.tolist()
+    assert [rows if rows is None else rows.tolist() for rows in found.row_sets] == [[0, 2, 5], None]
     dropped, _ = decode_put(encode_put(PutDropped(put_id=b"q" * 16)))
     assert dropped == PutDropped(put_id=b"q" * 16)
 

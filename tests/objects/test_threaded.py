@@ -10,10 +10,10 @@ import pytest
 
 from tq_service.errors import UnavailableError
 from tq_service.objects import base
-from tq_service.objects.base import Abilities, EngineUrl, Landing, ObjectStore, seal
+from tq_service.objects.base import Abilities, BlockingObjectStore, EngineUrl, Landing, seal
 
 
-class Scripted(ObjectStore):
+class Scripted(BlockingObjectStore):
     """An engine whose client does in `copies` what a test says, and must not be closed before."""
 
     engine = "scripted"

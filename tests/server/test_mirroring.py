@@ -64,7 +64,9 @@ async def test_what_was_taken_over_for_another_controller_is_looked_up_again():
             heir.run(heir.mirror_of("heir", b"h" * 16, Registration())[0], lambda _: asyncio.sleep(3600))
         ),
     ]
-    put = PutStored(put_id=b"p" * 16, partition_id="train", row_count=1, columns=(), size_bytes=0, owner=b"o" * 16)
+    put = PutStored(
+        put_id=b"p" * 16, partition_id="train", row_count=1, columns=(), row_sets=(), size_bytes=0, owner=b"o" * 16
+    )
     while not mirror.stat().is_reachable or not heir._opened.is_set():  # noqa: ASYNC110  (there is no event)
         await asyncio.sleep(0)
     first = await heir.take_over("s", b"b" * 16, own, b"1" * 16)

@@ -6,6 +6,7 @@ from tq_service.storage import engine as engine_module
 from tq_service.storage.blobs import segments
 from tq_service.storage.blobs.segments import SegmentBlobs
 from tq_service.storage.engine import StorageEngine
+from tq_service.storage.index.put_table import PutJournal
 from tq_service.wire import shared_memory
 from tq_service.wire.columns import iter_frames
 
@@ -32,8 +33,9 @@ class Directory:
         if self.engine is not None:
             self._end(self.engine)
         blobs = SegmentBlobs(self.path / "segments", sync=self.sync, min_free_bytes=self.min_free_bytes)
-        self.engine = StorageEngine(blobs=blobs, **self.settings)
-        self.engine.recover(list(self.records), _Log(self.records, self._callbacks))
+        self.journal = PutJournal(blobs)
+        self.engine = StorageEngine(backing=self.journal, **self.settings)
+        self.journal.recover(list(self.records), _Log(self.records, self._callbacks))
         return self.engine
 
     def _end(self, engine):
@@ -54,7 +56,7 @@ class Directory:
     def snapshot(self):
         """Go on from what is there now, as a snapshot and a new journal do."""
         self.flush()
-        self.records[:] = list(map(b"".join, self.engine.put_records()))
+        self.records[:] = list(map(b"".join, self.journal.records()))
         self.durable_count = len(self.records)
 
     def segments(self):

@@ -60,9 +60,9 @@ class Nodes:
             await self.writer.begin_generation()
         self.mirror = Mirror(self.writer, required=self.required)
         self.engine = StorageEngine(
-            storage_id="storage-1", boot_id=self.names.boot_id, mirror=self.mirror, **self.settings
+            storage_id="storage-1", boot_id=self.names.boot_id, backing=self.mirror, **self.settings
         )
-        self.engine.take_over(left)
+        self.mirror.take_over(left)
         self._running = asyncio.create_task(self.mirror.run())
         return self.engine
 

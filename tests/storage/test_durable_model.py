@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from property_settings import examples
 
-from tq_service.storage import engine
 from tq_service.storage.blobs import memory, segments
 from tq_service.wire import shared_memory
 
@@ -126,7 +125,6 @@ def _small_segments():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory, "SMALL_BYTES", 2048)
         patch.setattr(segments, "SMALL_BYTES", 2048)
-        patch.setattr(engine, "SMALL_BYTES", 2048)
         patch.setattr(shared_memory, "_SEGMENT_BYTES", 4096)
         patch.setattr(shared_memory, "_GRAIN_BYTES", 4096)
         yield

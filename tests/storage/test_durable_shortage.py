@@ -69,7 +69,7 @@ async def test_the_scrub_goes_on_when_files_can_be_opened_again(tmp_path, monkey
         await engine.scrub()
     assert len(refusals) == 3
     assert not engine.damaged
-    assert engine._journal.may_compact(put_id(1))
+    assert engine._backing.may_compact(put_id(1))
 
 
 async def test_a_put_that_cannot_be_compacted_yet_keeps_no_capacity_from_others(tmp_path):
@@ -78,7 +78,7 @@ async def test_a_put_that_cannot_be_compacted_yet_keeps_no_capacity_from_others(
     await put(engine, 2, DATA)
     for number in (1, 2):
         engine.free([cells(number, *range(200))])  # more than an eighth, less than a half
-    assert not engine._journal.may_compact(put_id(1))
+    assert not engine._backing.may_compact(put_id(1))
     waiting = asyncio.create_task(begin(engine, 3, {"x": DATA["x"][:950]}))
     await asyncio.sleep(0)
     assert not waiting.done()

@@ -45,8 +45,7 @@ from tq_service.machine.samples import StateReplaced
 from tq_service.machine.state_machine import Entry, decode_group
 from tq_service.serving.catalog import Catalog
 from tq_service.state.partition import Partition, PartitionSnapshot
-from tq_service.storage.engine import StorageEngine
-from tq_service.storage.index.put_table import left_puts
+from tq_service.storage.index.put_table import PutJournal, left_puts
 from tq_service.wire.objects import no_collection
 
 _log = logging.getLogger(__name__)
@@ -158,7 +157,7 @@ class StateStore:
         self.data_dir = data_dir
         self._log = log
         self._catalog: Catalog | None = None
-        self._engine: StorageEngine | None = None
+        self._puts: PutJournal | None = None
         self._cost = StartCost()
         self._flush: asyncio.Task[None] | None = None
         self._snapshot: asyncio.Task[None] | None = None
@@ -192,25 +191,25 @@ class StateStore:
 
     # Recovery
 
-    def recover(self, *, catalog: Catalog | None = None, engine: StorageEngine | None = None) -> Recovered:
+    def recover(self, *, catalog: Catalog | None = None, puts: PutJournal | None = None) -> Recovered:
         """Bring back what the data directory has, and write down every change from now on; call it once.
 
         Args:
             catalog: takes the partitions, and the answers for retries; None in a service that has no controller.
-            engine: takes the puts; None in a service that stores none.
+            puts: those of a storage engine; None in a service that stores none.
 
         Raises:
             JournalDamagedError: a record is damaged, or does not fit what is before it.
             NewerVersionError: a newer version wrote the newest snapshot, or a record.
             DataDirError: the directory has what this service does not take, and would lose with its next snapshot.
         """
-        self._catalog, self._engine = catalog, engine
+        self._catalog, self._puts = catalog, puts
         started_at = time.perf_counter()
-        number, puts = self._restore_newest()
+        number, put_records = self._restore_newest()
         self._cost.log_seconds += _FILE_SECONDS * len(segment_numbers(self.data_dir.path))  # every start leaves one
-        record_count = self._replay(self._log.read(number), puts)
+        record_count = self._replay(self._log.read(number), put_records)
         self._quarantine_after(number)
-        put_count = self._recover_puts(puts)
+        put_count = self._recover_puts(put_records)
         self._begin_writing()
         return Recovered(
             partition_count=0 if catalog is None else len(catalog.names()),
@@ -326,11 +325,11 @@ class StateStore:
                 _apply_again(self._catalog, record)
         return count
 
-    def _recover_puts(self, puts: Iterable[bytes]) -> int:
-        if self._engine is not None:
+    def _recover_puts(self, records: Iterable[bytes]) -> int:
+        if self._puts is not None:
             with no_collection():  # so many new objects, none of them garbage
-                return self._engine.recover(puts, self)
-        if left_count := len(left_puts(puts)):
+                return self._puts.recover(records, self)
+        if left_count := len(left_puts(records)):
             raise self._of_another_role(f"{left_count} puts of a storage service")
         return 0
 
@@ -553,7 +552,7 @@ class StateStore:
         return ServiceSnapshot(
             partitions=() if self._catalog is None else self._catalog.snapshot(),
             answers=() if self._catalog is None else self._catalog.answers.snapshot(),
-            puts=() if self._engine is None else map(b"".join, self._engine.put_records()),
+            puts=() if self._puts is None else map(b"".join, self._puts.records()),
         )
 
     def _write_to_disk(self, number: int, snapshot: ServiceSnapshot) -> float:

@@ -1,6 +1,7 @@
 """The interface of an object engine, the settings in its URL, and how the engine of a URL is found.
 
-A new engine is an `ObjectStore` in a file, and an entry point.
+A new engine is a file and an entry point: an `ObjectStore` if its client is for asyncio, a `BlockingObjectStore` if it
+blocks.
 
 An object is written once, under a name never used before, and is stored complete or not at all. It is read, from its
 beginning, and removed once. Engines promise less than that, each of them something else; their duties are described
@@ -16,10 +17,10 @@ here, and `tests/objects/test_contract.py` holds all of them to it:
 - Nothing blocks the event loop, and each call ends: with a result, or with an error of `tq_service.errors` within the
   engine's time limit.
 
-The clients of most engines block. Those in C++ and Rust, and those that wait for a socket, release Python's lock while
-they work; so do checksums and copies of large objects, which happen in the same daemon thread. A call that does not end
-in time costs its thread until it ends: the caller gets an error, and `Landing` keeps the call from writing to the
-caller's memory.
+The clients of most engines block, and `BlockingObjectStore` calls them in daemon threads. Those in C++ and Rust, and
+those that wait for a socket, release Python's lock while they work; so do checksums and copies of large objects, which
+happen in the same thread. A call that does not end in time costs its thread until it ends: the caller gets an error,
+and `Landing` keeps the call from writing to the caller's memory.
 """
 
 from __future__ import annotations
@@ -100,9 +101,111 @@ class ObjectStore(ABC):
     engine bounds how many at a time reach it, and the others wait. A call that is cancelled may still take effect: a
     put may leave an object, which its name lets the remover find.
 
-    The methods that are called by others run those of a subclass with a `_`, which may block, several at a time in
-    threads. Each is called after `_connect` has returned; its exceptions other than `TqError` become one by `_error`.
-    An engine whose client is for asyncio has the former methods of its own instead.
+    An engine whose client is for asyncio subclasses this; one whose client blocks, `BlockingObjectStore`.
+    """
+
+    @property
+    @abstractmethod
+    def abilities(self) -> Abilities:
+        """The promises of the engine; known before `open`."""
+
+    @abstractmethod
+    async def open(self, node: str, offered_bytes: int) -> None:
+        """Join the engine; once, before all other calls.
+
+        Args:
+            node: name of the node of this process, on which its own objects get no copy if the engine places them.
+            offered_bytes: memory of this node to offer to the engine, for copies of other nodes; 0: none. Engines that
+                have their own memory take none.
+
+        Raises:
+            UnavailableError: the engine cannot be reached.
+            InvalidArgumentError: the engine refuses its settings, such as a bucket that does not exist.
+        """
+
+    @abstractmethod
+    async def put(self, name: str, parts: Sequence[Buffer], *, copies: int) -> int:
+        """Write an object, complete or not at all.
+
+        Args:
+            name: a name that was never used before, also not by an attempt that failed.
+            parts: its bytes in parts, which must not change until this returns or raises; a call that is cancelled
+                waits until they are no longer read.
+            copies: how many nodes are to hold it, the one of this process not counted if the engine places copies.
+
+        Returns:
+            Number of complete copies; at least 1, and fewer than requested if the engine has no more nodes.
+
+        Raises:
+            AlreadyExistsError: the name was used before, maybe by this call, whose first answer was lost; the stored
+                object stays as it is. (An engine that cannot see it returns the copies of the stored object.)
+            QuotaExceededError: no other node has capacity for it; there is more when objects have been removed.
+            InvalidArgumentError: it has more than `LARGEST_OBJECT_BYTES`.
+            UnavailableError: the engine did not answer, or refused. Whether an object is stored is unknown: another
+                attempt takes another name, and this one goes to the remover.
+        """
+
+    @abstractmethod
+    async def read(self, name: str, into: memoryview) -> None:
+        """Read the first bytes of an object until `into` is full; its content after an error is undefined.
+
+        Raises:
+            ObjectMissingError: no complete object has this name.
+            DataLossError: it is shorter, or does not match its checksum (which only a read of all of it can see).
+            UnavailableError: it cannot be read now.
+        """
+
+    @abstractmethod
+    async def copies(self, names: Sequence[str]) -> list[int]:
+        """Return how many complete copies each object has; 0: none, or the object is half written.
+
+        One on the node of this process counts here: another process may have placed it there.
+
+        Raises:
+            UnavailableError: the engine did not answer.
+        """
+
+    @abstractmethod
+    async def remove(self, names: Sequence[str]) -> list[str]:
+        """Remove objects, half-written ones too, unless they are leased; never by force.
+
+        Returns:
+            Names to be asked again after a second: of objects that are leased, or still being written, or that the
+            engine did not report as removed.
+
+        Raises:
+            UnavailableError: the engine did not answer; any of them may be gone.
+        """
+
+    @abstractmethod
+    async def size(self, name: str) -> int:
+        """Return the number of bytes that an object was put with.
+
+        Raises:
+            ObjectMissingError: no complete object has this name.
+            UnavailableError: the engine did not answer.
+        """
+
+    def list_names(self, prefix: str) -> AsyncIterator[str]:
+        """Yield the names of complete objects that begin with `prefix`, in any order; only where `lists_names`.
+
+        Objects that are put or removed at the same time may be missing or included.
+
+        Raises:
+            UnavailableError: the engine did not answer.
+        """
+        raise TypeError(f"{type(self).__qualname__} does not list names, as its abilities say")
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """Leave the engine; calls under way end with an error. Objects stay. A second call does nothing."""
+
+
+class BlockingObjectStore(ObjectStore):
+    """An engine whose client blocks: each call runs in a thread, in so many at a time, and for so long at most.
+
+    A subclass has one blocking method for each call, named as that one with a `_`. They run several at a time, after
+    `_connect` has returned; their exceptions other than `TqError` become one by `_error`.
 
     Args:
         url: of the engine, whose settings `threads` and `timeout_seconds` go before the following ones.
@@ -131,56 +234,49 @@ class ObjectStore(ABC):
         parsed.check_all_used()
         return made
 
-    @property
+    # What a subclass does
+
     @abstractmethod
-    def abilities(self) -> Abilities:
-        """The promises of the engine; known before `open`."""
+    def _connect(self, node: str, offered_bytes: int) -> None:
+        """Join the engine, see `open`."""
+
+    @abstractmethod
+    def _put(self, name: str, sealed: Sequence[memoryview], copies: int) -> int:
+        """Write an object as it is sealed; return the number of its copies."""
+
+    @abstractmethod
+    def _read(self, name: str, landing: Landing) -> None:
+        """Write to `landing` the first bytes of an object, as many as it takes."""
+
+    @abstractmethod
+    def _copies(self, names: Sequence[str]) -> list[int]:
+        """Return how many complete copies each object has; there is at least one name."""
+
+    @abstractmethod
+    def _remove(self, names: Sequence[str]) -> list[str]:
+        """Remove objects, at least one; return the names to be asked again."""
+
+    @abstractmethod
+    def _size(self, name: str) -> int:
+        """Return the number of bytes that an object was put with."""
+
+    def _close(self) -> None:
+        """Close the client; many have no connection that stays."""
+
+    def _error(self, error: Exception) -> TqError:
+        """Return the service's error for one of the engine's client."""
+        return self._unavailable(f"{type(error).__name__}: {error}")
+
+    # What it makes of that
 
     async def open(self, node: str, offered_bytes: int) -> None:
-        """Join the engine; once, before all other calls.
-
-        Args:
-            node: name of the node of this process, on which its own objects get no copy if the engine places them.
-            offered_bytes: memory of this node to offer to the engine, for copies of other nodes; 0: none. Engines that
-                have their own memory take none.
-
-        Raises:
-            UnavailableError: the engine cannot be reached.
-            InvalidArgumentError: the engine refuses its settings, such as a bucket that does not exist.
-        """
         await self._in_thread(lambda: self._connect(node, offered_bytes))
         self._is_open = True
 
     async def put(self, name: str, parts: Sequence[Buffer], *, copies: int) -> int:
-        """Write an object, complete or not at all.
-
-        Args:
-            name: a name that was never used before, also not by an attempt that failed.
-            parts: its bytes in parts, which must not change until this returns or raises; a call that is cancelled
-                waits until they are no longer read.
-            copies: how many nodes are to hold it, the one of this process not counted if the engine places copies.
-
-        Returns:
-            Number of complete copies; at least 1, and fewer than requested if the engine has no more nodes.
-
-        Raises:
-            AlreadyExistsError: the name was used before, maybe by this call, whose first answer was lost; the stored
-                object stays as it is. (An engine that cannot see it returns the copies of the stored object.)
-            QuotaExceededError: no other node has capacity for it; there is more when objects have been removed.
-            InvalidArgumentError: it has more than `LARGEST_OBJECT_BYTES`.
-            UnavailableError: the engine did not answer, or refused. Whether an object is stored is unknown: another
-                attempt takes another name, and this one goes to the remover.
-        """
         return await self._run(lambda: self._put(name, seal(name, parts), copies))
 
     async def read(self, name: str, into: memoryview) -> None:
-        """Read the first bytes of an object until `into` is full; its content after an error is undefined.
-
-        Raises:
-            ObjectMissingError: no complete object has this name.
-            DataLossError: it is shorter, or does not match its checksum (which only a read of all of it can see).
-            UnavailableError: it cannot be read now.
-        """
         landing = Landing(name, into)
         try:
             await self._run(lambda: self._read(name, landing))
@@ -188,48 +284,15 @@ class ObjectStore(ABC):
             landing.close()
 
     async def copies(self, names: Sequence[str]) -> list[int]:
-        """Return how many complete copies each object has; 0: none, or the object is half written.
-
-        One on the node of this process counts here: another process may have placed it there.
-
-        Raises:
-            UnavailableError: the engine did not answer.
-        """
         return await self._run(lambda: self._copies(names)) if names else []
 
     async def remove(self, names: Sequence[str]) -> list[str]:
-        """Remove objects, half-written ones too, unless they are leased; never by force.
-
-        Returns:
-            Names to be asked again after a second: of objects that are leased, or still being written, or that the
-            engine did not report as removed.
-
-        Raises:
-            UnavailableError: the engine did not answer; any of them may be gone.
-        """
         return await self._run(lambda: self._remove(names)) if names else []
 
     async def size(self, name: str) -> int:
-        """Return the number of bytes that an object was put with.
-
-        Raises:
-            ObjectMissingError: no complete object has this name.
-            UnavailableError: the engine did not answer.
-        """
         return await self._run(lambda: self._size(name))
 
-    def list_names(self, prefix: str) -> AsyncIterator[str]:
-        """Yield the names of complete objects that begin with `prefix`, in any order.
-
-        Objects that are put or removed at the same time may be missing or included.
-
-        Raises:
-            UnavailableError: the engine did not answer.
-        """
-        raise NotImplementedError(f"{type(self).__qualname__} does not list names")
-
     async def aclose(self) -> None:
-        """Leave the engine; calls under way end with an error. Objects stay. A second call does nothing."""
         if not self._is_open:
             return
         self._is_open = False
@@ -280,10 +343,6 @@ class ObjectStore(ABC):
     def _late(self, detail: str) -> UnavailableError:
         return UnavailableError(f"{self.engine} did not answer within {self.timeout_seconds:g} s ({detail})")
 
-    def _error(self, error: Exception) -> TqError:
-        """Return the service's error for one of the engine's client."""
-        return self._unavailable(f"{type(error).__name__}: {error}")
-
     def _unavailable(self, detail: str) -> UnavailableError:
         """Return the error of a call that the engine did not answer, or refused."""
         return UnavailableError(f"{self.engine} at {self.place}: {detail[:_MESSAGE_CHARACTERS]}")
@@ -294,27 +353,6 @@ class ObjectStore(ABC):
             f"{self.place} is full ({detail[:_MESSAGE_CHARACTERS]}); remove objects or give it more capacity",
             retry_after_seconds=_RETRY_AFTER_SECONDS,
         )
-
-    def _connect(self, node: str, offered_bytes: int) -> None:
-        raise NotImplementedError
-
-    def _put(self, name: str, sealed: Sequence[memoryview], copies: int) -> int:
-        raise NotImplementedError
-
-    def _read(self, name: str, landing: Landing) -> None:
-        raise NotImplementedError
-
-    def _copies(self, names: Sequence[str]) -> list[int]:
-        raise NotImplementedError
-
-    def _remove(self, names: Sequence[str]) -> list[str]:
-        raise NotImplementedError
-
-    def _size(self, name: str) -> int:
-        raise NotImplementedError
-
-    def _close(self) -> None:  # noqa: B027  (most need not have it)
-        """Close the client; many have no connection that stays."""
 
 
 class Landing:

@@ -25,10 +25,10 @@ from tq_service.errors import AlreadyExistsError, InvalidArgumentError, TqError,
 from tq_service.objects.base import (
     HEADER_BYTES,
     Abilities,
+    BlockingObjectStore,
     EngineUrl,
     Landing,
     ObjectMissingError,
-    ObjectStore,
     Survives,
     joined,
     size_of,
@@ -46,7 +46,7 @@ _SEGMENT: Final = r"[A-Za-z0-9][A-Za-z0-9._:-]*"
 _NAME: Final = re.compile(f"{_SEGMENT}(/{_SEGMENT})*")
 
 
-class BucketObjects(ObjectStore):
+class BucketObjects(BlockingObjectStore):
     """Objects in a store of `obstore`."""
 
     engine = "obstore"

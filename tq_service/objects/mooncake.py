@@ -30,10 +30,10 @@ from tq_service.objects.base import (
     HEADER_BYTES,
     LARGEST_OBJECT_BYTES,
     Abilities,
+    BlockingObjectStore,
     EngineUrl,
     Landing,
     ObjectMissingError,
-    ObjectStore,
     fill,
 )
 
@@ -69,7 +69,7 @@ _MEANINGS: Final = {
 }
 
 
-class MooncakeObjects(ObjectStore):
+class MooncakeObjects(BlockingObjectStore):
     """Objects in Mooncake Store.
 
     Of the URL: the master, or `mooncake://etcd:HOST:2379,HOST:2379` for masters with high availability.

@@ -17,14 +17,23 @@ from redis.cluster import RedisCluster
 from redis.retry import Retry
 
 from tq_service.errors import AlreadyExistsError, InvalidArgumentError, TqError
-from tq_service.objects.base import HEADER_BYTES, Abilities, EngineUrl, Landing, ObjectStore, Survives, joined, size_of
+from tq_service.objects.base import (
+    HEADER_BYTES,
+    Abilities,
+    BlockingObjectStore,
+    EngineUrl,
+    Landing,
+    Survives,
+    joined,
+    size_of,
+)
 
 _DEFAULT_PORT: Final = 6379
 _NAMES_PER_CALL: Final = 500
 _PROBE: Final = "!probe-"  # in no name of an object
 
 
-class ValkeyObjects(ObjectStore):
+class ValkeyObjects(BlockingObjectStore):
     """Objects in Valkey or Redis.
 
     User and password are those of the URL, else of the file of `password_file`, else of VALKEY_PASSWORD.

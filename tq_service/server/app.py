@@ -46,9 +46,10 @@ from tq_service.server.storage_servicer import EngineDriver, StorageServicer, en
 from tq_service.server.storages import EmbeddedStorage, StorageRegistry
 from tq_service.server.supervisor import FAILED_EXIT_CODE, Supervisor, failing_with, regularly
 from tq_service.serving.catalog import Catalog, Limits
-from tq_service.storage.blobs.memory import BlobStore, MemoryBlobs
 from tq_service.storage.blobs.segments import SegmentBlobs
 from tq_service.storage.engine import EngineStat, StorageEngine
+from tq_service.storage.index.put_table import PutJournal
+from tq_service.storage.mirror.mirror import Mirror
 from tq_service.v1.controller_service_pb2_grpc import add_ControllerServiceServicer_to_server
 from tq_service.v1.storage_service_pb2_grpc import add_StorageServiceServicer_to_server
 from tq_service.version import BUILD
@@ -307,7 +308,7 @@ class App:
     def _recover(self, store: StateStore) -> None:
         """Bring back what the data directory has, and write down every change from now on."""
         catalog = None if self.controller is None else self.controller.catalog
-        found = store.recover(catalog=catalog, engine=None if self.storage is None else self.storage.engine)
+        found = store.recover(catalog=catalog, puts=None if self.storage is None else self.storage.journal)
         _log.info(
             LogMessage(
                 "recovered the state",
@@ -551,6 +552,7 @@ class StorageProcess:
         keys: those of its controllers, for receipts.
         mirroring: its mirror, and what it has taken over from others with the same; None: it has none.
         mirror: of its own puts.
+        journal: of its own puts, in the data directory; None: it has none.
         registration: for how long the controller surely knows it.
 
     Raises:
@@ -560,12 +562,13 @@ class StorageProcess:
 
     def __init__(self, settings: ServeSettings, port: int, store: StateStore | None, supervisor: Supervisor) -> None:
         name, boot_id = settings.storage_name(port), secrets.token_bytes(16)
-        blobs: BlobStore = MemoryBlobs()
+        self.registration = Registration()
+        self.mirror: Mirror | None = None
+        self.journal: PutJournal | None = None
         if store is not None:
-            blobs = SegmentBlobs(store.data_dir.segments_path, sync=settings.durability == "disk")
+            self.journal = PutJournal(SegmentBlobs(store.data_dir.segments_path, sync=settings.durability == "disk"))
             name = store.data_dir.storage_id(settings.storage_id, name)
             boot_id = store.data_dir.identity.storage_boot_id
-        self.registration, self.mirror = Registration(), None
         self.mirroring = _open_mirroring(settings, port, supervisor)
         if self.mirroring is not None:
             self.mirror, _ = self.mirroring.mirror_of(name, boot_id, self.registration)
@@ -573,9 +576,8 @@ class StorageProcess:
             storage_id=name,
             max_bytes=settings.max_bytes,
             put_ttl_seconds=settings.put_ttl_seconds,
-            blobs=blobs,
+            backing=self.mirror or self.journal,
             boot_id=boot_id,
-            mirror=self.mirror,
             memory_bytes=settings.mirror_memory_bytes,
         )
         self.endpoint = endpoint_of(self.engine, settings.advertised_address(port))

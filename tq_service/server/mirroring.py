@@ -207,12 +207,12 @@ class Mirroring:
             boot_id=boot_id,
             max_bytes=None,
             put_ttl_seconds=own.put_ttl_seconds,
-            mirror=mirror,
+            backing=mirror,
             quota_of=own,
             clock=time.monotonic,
         )
         engine.run_id = search_id  # by which the controller knows an heir of this search
-        count = engine.take_over(left.objects)
+        count = mirror.take_over(left.objects)
         adopted = Adopted(engine=engine, keys=ReceiptKeys(), registration=registration, tasks=[])
         self.adopted[boot_id] = adopted
         _log.warning(

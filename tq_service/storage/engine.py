@@ -26,24 +26,18 @@ from tq_service.errors import (
 from tq_service.log_message import LogMessage
 from tq_service.results import MirrorStatus
 from tq_service.storage.blobs.memory import (
-    SMALL_BYTES,
     Blob,
     BlobStore,
-    LocalBlob,
     MemfdBlobs,
     MemoryBlobs,
     in_thread,
     is_temporary,
 )
-from tq_service.storage.blobs.segments import SegmentBlobs
 from tq_service.storage.index.admission import Admission
 from tq_service.storage.index.put import PendingPut, PutCells, RowSet, StoredColumn, StoredPut
 from tq_service.storage.index.put_table import (
     Backing,
-    EncodedPut,
     Overdue,
-    PutJournal,
-    PutLog,
     PutState,
     PutStored,
     PutTable,
@@ -63,8 +57,6 @@ from tq_service.storage.index.reading import (
     open_reading,
     open_reading_in_thread,
 )
-from tq_service.storage.mirror.layout import PutObject
-from tq_service.storage.mirror.mirror import Mirror
 from tq_service.wire.columns import ColumnShape
 from tq_service.wire.metadata import CellRuns
 
@@ -104,15 +96,15 @@ class EngineStat:
 
 
 class StorageEngine:
-    """Holds puts: knows which there are, and has their bytes in a store of blobs.
+    """Holds puts: knows which there are, and has their bytes in the store of its backing.
 
     A put is reserved, written, flushed, finished, then confirmed by its commit; one that is not confirmed in time
     expires. Its cells are freed one by one or all at once, and its memory shrinks with them.
 
     Each put has an owner, the controller that commits it: only that confirms it, and says that it is not known.
 
-    With a store that outlives the process, `recover` comes first. That a put is confirmed is not written down:
-    recovered puts stay until their owner says which of them are known.
+    Puts that its backing recovers come first. That a put is confirmed is not written down: recovered puts stay until
+    their owner says which of them are known.
 
     Args:
         max_bytes: quota in bytes; None: no bound.
@@ -121,8 +113,7 @@ class StorageEngine:
         storage_id: name of this storage service.
         clock: what deadlines and expiry are measured with.
         boot_id: of the engine whose puts are recovered; None: a new one.
-        blobs: where the bytes are; None: in memory of this process.
-        mirror: where they are a second time, for `MemoryBlobs` alone; None: nowhere.
+        backing: has the store of its blobs, and keeps puts beyond the process; None: memory of this process alone.
         quota_of: the engine whose quota and memory it shares; None: it has its own.
         memory_bytes: most bytes in memory, but for those that come and are read at this moment: puts of which nothing
             was freed leave it, those used longest ago first, once the mirror has their copies, and are fetched when
@@ -145,8 +136,7 @@ class StorageEngine:
         storage_id: str = "storage-0",
         clock: Callable[[], float] = time.monotonic,
         boot_id: bytes | None = None,
-        blobs: BlobStore | None = None,
-        mirror: Mirror | None = None,
+        backing: Backing[Any] | None = None,
         quota_of: StorageEngine | None = None,
         memory_bytes: int | None = None,
     ) -> None:
@@ -166,24 +156,20 @@ class StorageEngine:
         can_spill = memory_bytes is not None or quota_of is not None
         self._residents = Residents(clock, can_spill=can_spill)
         self._spilled_bytes = 0
-        self._store = MemoryBlobs() if blobs is None else blobs
+        self._backing: Backing[Any] = Backing(MemoryBlobs()) if backing is None else backing
+        self._backing.may_fetch = self._admission.has_memory
+        self._backing.on_recovered = self._on_recovered
+        self._backing.on_fetched = self._on_fetched
+        self._backing.on_looked_at = self._end_deferral
+        self._store = self._backing.store
         self._memfds = MemfdBlobs()
         for store in (self._store, self._memfds):
             store.on_freed = self._admission.release
-        self._journal = PutJournal(self._store) if isinstance(self._store, SegmentBlobs) else None
-        self._mirror = mirror
-        self._backing: Backing[Any] = mirror or self._journal or Backing()
-        self._backing.may_fetch = self._admission.has_memory
-        if mirror is not None:
-            mirror.on_fetched = self._on_fetched
-        if self._journal is not None:
-            self._journal.on_looked_at = self._end_deferral
         self.puts = PutTable(put_ttl_seconds, clock, self._backing.load)
         self._pending: dict[bytes, PendingPut] = {}
         self._holed: dict[bytes, None] = {}  # puts that are dead by an eighth or more
         self._due: dict[bytes, None] = {}  # those of them that are to be compacted next
-        self._is_short = False  # whether others are to be compacted for puts that wait
-        self._moves: dict[bytes, Move] = {}  # puts that are being compacted
+        self._move: Move | None = None  # of the put that is being compacted
         self._compaction: asyncio.Task[None] | None = None
         self._is_closed = False
         self._trimmed_at = clock()
@@ -514,8 +500,8 @@ class StorageEngine:
         put_id = cells.put_id
         if not self.puts[put_id].free(cells):
             self._delete(put_id)
-        elif (move := self._moves.get(put_id)) is not None:
-            move.freed.append(cells)
+        elif self._move is not None and self._move.put_id == put_id:
+            self._move.freed.append(cells)
         else:
             self._note_hole(put_id)
 
@@ -530,9 +516,7 @@ class StorageEngine:
 
     async def close(self) -> None:
         """End what it and its stores have in the background; puts may still be dropped."""
-        self._is_closed = True
-        for move in self._moves.values():
-            move.is_given_up = True
+        self._is_closed, self._move = True, None
         if self._compaction is not None:
             await asyncio.wait([self._compaction])
         await self._backing.close()
@@ -594,33 +578,15 @@ class StorageEngine:
             damaged_put_count=len(self.damaged),
             written_bytes=self._written_bytes,
             read_bytes=self._read_bytes,
-            mirror=None if self._mirror is None else self._mirror.stat(self._spilled_bytes),
+            mirror=self._backing.stat(self._spilled_bytes),
         )
 
     # Outliving the process
 
-    def recover(self, records: Iterable[bytes], log: PutLog) -> int:
-        """Take over the puts that records leave, and write down what becomes of puts from now on.
-
-        Without it, an engine whose store outlives the process takes no puts.
-
-        Args:
-            records: all that were written down, in order.
-            log: takes those to come.
-
-        Returns:
-            How many puts there are.
-        """
-        if self._journal is None:
-            raise RuntimeError("this engine's store of blobs does not outlive the process")
-        puts = self._journal.recover(records, log)
+    def _on_recovered(self, puts: Mapping[bytes, RecoveredPut]) -> None:
+        """Take over puts of an earlier process, or of an engine that is gone."""
         self.puts.recover(puts)
         self._admission.add(sum(put.values.charge for put in puts.values()))
-        return len(puts)
-
-    def put_records(self) -> Sequence[EncodedPut]:
-        """Return what is written down of each put, as of now."""
-        return [] if self._journal is None else self._journal.records()
 
     async def check(self, put_ids: Collection[bytes]) -> None:
         """Have the bytes of recovered and spilled puts here, and look at those of the first, before they are read."""
@@ -631,25 +597,11 @@ class StorageEngine:
         """Have the bytes of all recovered puts here, and look at them, slowly."""
         await self._backing.scrub()
 
-    def take_over(self, objects: Iterable[PutObject]) -> int:
-        """Take over the puts of an engine that is gone, from objects of its mirror; return how many there are.
-
-        Their bytes are fetched when they are first read, and by `scrub`.
-        """
-        if self._mirror is None:
-            raise RuntimeError("this engine has no mirror")
-        owners = self._mirror.take_over(objects)
-        puts = {put_id: RecoveredPut(LocalBlob(self._store, 0, b""), owner) for put_id, owner in owners.items()}
-        for put in puts.values():
-            put.values.charge = 0
-        self.puts.recover(puts)
-        return len(puts)
-
     def _on_fetched(self, record: PutStored, data: memoryview) -> StoredPut | None:
         """Have a put that was unfetched in memory, without the cells that were freed meanwhile."""
         put = put_of(record)
         values = data[put.tables_bytes :]
-        blob = LocalBlob(self._store, len(values), values)
+        blob = Blob(self._store, len(values), values)
         blob.charge = put.charge_in(self._store)
         self._admission.add(blob.charge)
         put.place(blob)
@@ -690,10 +642,10 @@ class StorageEngine:
                 self._residents.put_off(put_id)
                 continue
             values = self.puts[put_id].values
-            blob = LocalBlob(self._store, 0, b"")
+            blob = Blob(self._store, 0)
             blob.charge = values.charge
             self._admission.add(blob.charge)  # before those of the memory are given back: the quota is about all puts
-            self.puts.replace(put_id, RecoveredPut(blob, self.puts.owner_of(put_id)))
+            self.puts.replace(put_id, RecoveredPut(blob, self.puts.owner_of(put_id), spilled_bytes=blob.charge))
             self._residents.remove(put_id)
             self._count_spilled(blob.charge)
             values.release()
@@ -702,9 +654,9 @@ class StorageEngine:
                 return
 
     def _note_replaced(self, put: StoredPut | RecoveredPut) -> None:
-        """Take note that a put is gone, or in memory again; one that was taken over and not fetched counts nothing."""
-        if self._mirror is not None and isinstance(put, RecoveredPut):
-            self._count_spilled(-put.values.charge)
+        """Take note that a put is gone, or in memory again."""
+        if isinstance(put, RecoveredPut):
+            self._count_spilled(-put.spilled_bytes)
 
     def _count_spilled(self, size: int) -> None:
         self._spilled_bytes += size
@@ -738,8 +690,8 @@ class StorageEngine:
         self._note_replaced(put)
         self._holed.pop(put_id, None)
         self._due.pop(put_id, None)
-        if (move := self._moves.pop(put_id, None)) is not None:
-            move.is_given_up = True
+        if self._move is not None and self._move.put_id == put_id:
+            self._move = None
         self._when_fetched.pop(put_id, None)
         self._backing.delete(put_id, put.values)
 
@@ -759,33 +711,23 @@ class StorageEngine:
     # Compaction
 
     def _note_hole(self, put_id: bytes) -> None:
-        """Have a put with dead cells compacted once more than half of it is dead: at once if little is left of it."""
+        """Have a put with dead cells compacted once more than half of it is dead, or puts wait for capacity."""
         put = self.puts[put_id]
-        left_bytes, charge = put.compacted_bytes(), put.values.charge
-        if (charge - left_bytes) * 8 < charge:
+        if put.dead_bytes() * 8 < put.values.charge:
             return
         self._holed[put_id] = None
-        if left_bytes * 2 >= charge or not self._backing.may_compact(put_id):
-            return
-        if left_bytes >= SMALL_BYTES or not put.values.is_local:
+        if put.is_mostly_dead():
             self._due[put_id] = None
             self._start_compaction()
-            return
-        move = Move(put)
-        smaller = move.plan()
-        size = smaller.blob_bytes(self._store)
-        self._place(smaller, LocalBlob(self._store, size, bytearray(size)))
-        move.copy(smaller)
-        self._replace(put_id, smaller)
 
     def _relieve(self) -> None:
         """Compact all puts with dead cells that are worth it, for as long as puts wait for capacity."""
-        self._is_short = True
-        if self._holed:
-            self._start_compaction()
+        if not self._due:
+            self._due.update(self._holed)
+        self._start_compaction()
 
     def _start_compaction(self) -> None:
-        if self._compaction is None and not self._is_closed:
+        if self._due and self._compaction is None and not self._is_closed:
             self._compaction = asyncio.get_running_loop().create_task(self._compact_all())
             self._compaction.add_done_callback(self._end_compaction)
 
@@ -795,48 +737,38 @@ class StorageEngine:
             _log.error(LogMessage("the compaction of puts failed", error=error), exc_info=error)
 
     async def _compact_all(self) -> None:
-        while not self._is_closed:
-            if self._due:
-                put_id = next(iter(self._due))
-                del self._due[put_id]
-                await self._compact(put_id)
-            elif self._is_short:
-                for put_id in list(self._holed):
-                    if self._due or self._is_closed:
-                        break
-                    if self._admission.has_waiting and put_id in self._holed:
-                        await self._compact(put_id)
-                else:
-                    self._is_short = False
-            else:
-                return
+        while self._due and not self._is_closed:
+            put_id = next(iter(self._due))
+            del self._due[put_id]
+            if put_id in self._holed and self._backing.may_compact(put_id):
+                put = self.puts[put_id]
+                if put.is_mostly_dead() or self._admission.has_waiting:
+                    del self._holed[put_id]  # one that cannot be moved is tried again once more of it is dead
+                    await self._compact(put_id, put)
 
-    async def _compact(self, put_id: bytes) -> None:
+    async def _compact(self, put_id: bytes, put: StoredPut) -> None:
         """Move the live cells of a put to a smaller blob, where that is possible, while it is read and freed.
 
         A thread copies. Cells freed during the copy are freed in the old blob at once, and in the new one at the end.
         """
-        put = self.puts.get(put_id)
-        if put is None or not self._backing.may_compact(put_id):
-            return
-        move = self._moves[put_id] = Move(put)
-        old, blob, is_moved = put.values, None, False
+        move = self._move = Move(put_id, put)
+        old, blob = put.values, None
         old.pin()
         try:
             smaller = await in_thread(_COPIER, move.plan, pinned=[old])
             blob = await self._store.allocate(smaller.blob_bytes(self._store))
-            self._place(smaller, blob)
+            blob.charge = smaller.charge_in(self._store)
+            self._admission.add(blob.charge)
+            smaller.place(blob)
             await in_thread(_COPIER, move.copy, smaller, pinned=[old, blob])
-            if isinstance(self._store, SegmentBlobs):
-                await self._store.flush(blob)
-            if not move.is_given_up:
-                del self._moves[put_id]
-                self._replace(put_id, smaller)
-                is_moved = True
+            await self._store.flush(blob)
+            if self._move is move:  # else the put is gone
+                blob = None
+                self.puts.replace(put_id, smaller)
+                self._backing.move(put_id, old, smaller)
                 for cells in move.freed:
-                    self.puts[put_id].free(cells)
-                if move.freed:
-                    self._note_hole(put_id)
+                    smaller.free(cells)
+                self._note_hole(put_id)
         except UnreadableError as error:
             _log.warning(LogMessage("could not compact a put", put_id=put_id, error=error.cause))
             self._on_unreadable(put_id, error.blob, error.cause)
@@ -846,19 +778,7 @@ class StorageEngine:
                 blob.is_damaged = True
         finally:
             old.unpin()
-            if self._moves.get(put_id) is move:
-                del self._moves[put_id]
-            if blob is not None and not is_moved:
+            if self._move is move:
+                self._move = None
+            if blob is not None:
                 blob.release()
-
-    def _place(self, smaller: StoredPut, blob: Blob) -> None:
-        blob.charge = smaller.charge_in(self._store)
-        self._admission.add(blob.charge)
-        smaller.place(blob)
-
-    def _replace(self, put_id: bytes, smaller: StoredPut) -> None:
-        """Put the copy in the place of a put."""
-        old = self.puts[put_id].values
-        self.puts.replace(put_id, smaller)
-        self._holed.pop(put_id, None)
-        self._backing.move(put_id, old, smaller)

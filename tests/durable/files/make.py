@@ -26,7 +26,7 @@ from engine_driver import cells
 from live_server import LiveServer, LoopThread
 from test_change_stages import STORY
 
-from tq_service.durable.state_store import StateStore
+from tq_service.durable.state_store import Recovered, StateStore
 from tq_service.journal import files as journal_files
 from tq_service.machine.claims import EndReached, SamplesClaimed, TaskSeen
 from tq_service.machine.samples import PartitionCleared
@@ -36,6 +36,7 @@ from tq_service.serving.catalog import Catalog
 from tq_service.state.plan import LeaseTerms
 from tq_service.storage.blobs.segments import SegmentBlobs
 from tq_service.storage.engine import StorageEngine
+from tq_service.storage.index.put_table import PutJournal
 
 HERE = Path(__file__).parent
 LEASED_LATER = {"plan": plan_of(range(4, 6)), "lease": LeaseTerms(seconds=60.0, max_deliveries=3)}
@@ -58,8 +59,10 @@ DATA: dict[str, Any] = {
 }
 
 
-def engine_of(store: StateStore) -> StorageEngine:
-    return StorageEngine(max_bytes=None, boot_id=BOOT_ID, blobs=SegmentBlobs(store.data_dir.segments_path))
+def recover_puts(store: StateStore, catalog: Catalog | None = None) -> tuple[StorageEngine, Recovered]:
+    journal = PutJournal(SegmentBlobs(store.data_dir.segments_path))
+    engine = StorageEngine(max_bytes=None, boot_id=BOOT_ID, backing=journal)
+    return engine, store.recover(catalog=catalog, puts=journal)
 
 
 async def make_changes(store: StateStore) -> None:
@@ -72,8 +75,7 @@ async def make_changes(store: StateStore) -> None:
 
 async def make_puts(store: StateStore) -> None:
     """Small puts: a whole one, one of which rows and a column are gone, one that was dropped."""
-    engine = engine_of(store)
-    store.recover(engine=engine)
+    engine, _ = recover_puts(store)
     await make_puts_of(engine)
 
 
@@ -85,8 +87,8 @@ async def make_puts_of(engine: StorageEngine) -> None:
 
 async def make_snapshot(store: StateStore) -> None:
     """All of the above at once, and a log that goes on from it."""
-    catalog, engine = Catalog(PlanRunner()), engine_of(store)
-    store.recover(catalog=catalog, engine=engine)
+    catalog = Catalog(PlanRunner())
+    engine, _ = recover_puts(store, catalog)
     for change in CHANGES:
         catalog.commit(change)
     await make_puts_of(engine)

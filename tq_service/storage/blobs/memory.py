@@ -2,10 +2,10 @@
 
 The index allocates a blob, writes it from its beginning to its end, pins it while it is read, and releases it once; the
 store gives the bytes back when it is released and no longer pinned. A new place is a `BlobStore` in a file, which
-`server/storage_process.py` chooses and `tests/storage/test_blob_stores.py` tests. A store declares what else it can do:
+`server/app.py` chooses and `tests/storage/test_blob_stores.py` tests. A store declares what else it can do:
 
 - `maps_fds`: its blobs take shared memory that a client has made (`Blob.map_fds`), instead of being written.
-- `has_tables`: its blobs outlive the process (`SegmentBlobs`); so each begins with the tables of its put.
+- `is_durable`: its blobs outlive the process once they are flushed; so each begins with the tables of its put.
 
 And each blob says whether its bytes are memory of this process (`is_local`): the event loop reads and writes those
 through `view`. All others are read by threads, and written with `BlobStore.write`.
@@ -23,7 +23,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
-from typing import ClassVar, Final, Generic, TypeAlias, TypeVar
+from typing import Any, ClassVar, Final, Generic, TypeAlias, TypeVar
 
 from tq_service.errors import InvalidArgumentError, QuotaExceededError
 from tq_service.wire import shared_memory
@@ -52,12 +52,17 @@ Span: TypeAlias = tuple[int, int]
 class Blob:
     """The bytes of one put, as its store knows them. Confined to the event loop.
 
+    Args:
+        store: what allocates it.
+        size: bytes allocated.
+        memory: what has them, as large at least; of a subclass that is not local nothing.
+        backing: what goes back to the pool of its store with it; None: nothing does.
+
     Attributes:
         is_local: whether its bytes are memory of this process.
         number: what names it after a restart; 0: nothing does.
         checksum: XXH3 of what was written, from its beginning on, where it has a number; else 0.
-        store: what allocated it.
-        size: bytes allocated.
+        store, size, memory, backing: as above.
         charge: bytes of the quota that it takes until it is freed; its owner may change them.
         is_damaged: whether what is behind it is not to be used again.
         fds: file descriptors of its memory, where that is shared.
@@ -66,17 +71,30 @@ class Blob:
         copy: what outlives the process in its place, freed with it.
     """
 
-    __slots__ = ("_is_released", "_pin_count", "charge", "copy", "is_damaged", "size", "store", "tables")
+    __slots__ = (
+        "_is_released",
+        "_pin_count",
+        "backing",
+        "charge",
+        "copy",
+        "is_damaged",
+        "memory",
+        "size",
+        "store",
+        "tables",
+    )
 
-    is_local: ClassVar[bool] = False
+    is_local: ClassVar[bool] = True
     number: int = 0
     checksum: int = 0
     fds: Sequence[int] = ()
     segment_bytes: int = 0
 
-    def __init__(self, store: BlobStore, size: int) -> None:
+    def __init__(self, store: BlobStore, size: int, memory: Memory = b"", backing: Any = None) -> None:
         self.store = store
         self.size = self.charge = size
+        self.memory = memory
+        self.backing = backing
         self.tables: bytearray | None = None
         self.copy: Blob | None = None
         self.is_damaged = self._is_released = False
@@ -84,7 +102,7 @@ class Blob:
 
     def view(self) -> memoryview:
         """Return its bytes, writable while its put is received; only if it `is_local`."""
-        raise TypeError(f"a blob of {type(self.store).__name__} has no local view")
+        return memoryview(self.memory)[: self.size]
 
     def read_into(self, target: memoryview, start: int) -> None:
         """Copy bytes from `start` on until `target` is full; any thread may while it is pinned.
@@ -126,6 +144,10 @@ class Blob:
         if self._is_released and not self._pin_count:
             self.store.free(self)
 
+    def close(self) -> None:
+        """Let go of the memory, for its store; views that are left keep it."""
+        self.memory = b""
+
     def release(self) -> None:
         """Give its bytes back, at once or when its last reader is done; a second call does nothing."""
         if not self._is_released:
@@ -143,7 +165,7 @@ class BlobStore(ABC):
     """
 
     maps_fds: ClassVar[bool] = False
-    has_tables: ClassVar[bool] = False
+    is_durable: ClassVar[bool] = False
 
     on_freed: Callable[[int], None] = staticmethod(lambda _: None)
     pooled_bytes = 0
@@ -164,6 +186,13 @@ class BlobStore(ABC):
             UnavailableError, DiskFullError: they cannot be written; the put is aborted.
         """
         blob.write_from(data, start)
+
+    async def flush(self, blob: Blob) -> None:  # noqa: B027  (most stores are memory)
+        """Wait until all that was written of a blob outlives the process, where the store `is_durable`.
+
+        Raises:
+            OSError: it cannot be written.
+        """
 
     @abstractmethod
     def free(self, blob: Blob) -> None:
@@ -214,39 +243,6 @@ async def in_thread(
 # Memory of this process
 
 
-class LocalBlob(Blob):
-    """A blob whose bytes are memory of this process.
-
-    Attributes:
-        memory: what it holds, at least `size` bytes.
-    """
-
-    __slots__ = ("memory",)
-
-    is_local = True
-
-    def __init__(self, store: BlobStore, size: int, memory: Memory) -> None:
-        super().__init__(store, size)
-        self.memory = memory
-
-    def view(self) -> memoryview:
-        return memoryview(self.memory)[: self.size]
-
-    def close(self) -> None:
-        """Let go of the memory; views that are left keep it."""
-        self.memory = b""
-
-
-class PooledBlob(LocalBlob, Generic[BackingT]):
-    """A blob with a backing that goes back to the pool of its store."""
-
-    __slots__ = ("backing",)
-
-    def __init__(self, store: BlobStore, size: int, memory: Memory, backing: BackingT) -> None:
-        super().__init__(store, size, memory)
-        self.backing = backing
-
-
 class PooledStore(BlobStore, Generic[BackingT]):
     """A store that recycles what is behind its blobs, in size classes.
 
@@ -264,21 +260,21 @@ class PooledStore(BlobStore, Generic[BackingT]):
         """Return a new backing."""
 
     @abstractmethod
-    def _wrap(self, backing: BackingT, size: int) -> PooledBlob[BackingT]:
+    def _wrap(self, backing: BackingT, size: int) -> Blob:
         """Return a blob that uses a backing; where that fails, the backing is dropped."""
 
     @abstractmethod
     def _drop(self, backing: BackingT) -> None:
         """Give up a backing."""
 
-    def allocate_now(self, size: int) -> LocalBlob:
+    def allocate_now(self, size: int) -> Blob:
         """Return a blob of `size` bytes without waiting.
 
         Raises:
             OSError: there is no memory for them.
         """
         if size < SMALL_BYTES:
-            return LocalBlob(self, size, bytearray(size))
+            return Blob(self, size, bytearray(size))
         capacity = size_class(size)
         return self._use(self._recycled(capacity) or self._make(capacity), size)
 
@@ -293,7 +289,7 @@ class PooledStore(BlobStore, Generic[BackingT]):
             del self._pool[capacity]
         return backing
 
-    def _use(self, backing: BackingT, size: int) -> PooledBlob[BackingT]:
+    def _use(self, backing: BackingT, size: int) -> Blob:
         """Return a blob of a backing that was recycled or made for it."""
         blob = self._wrap(backing, size)
         self.used_bytes += size_class(size)
@@ -307,9 +303,8 @@ class PooledStore(BlobStore, Generic[BackingT]):
         self.pooled_bytes += capacity
 
     def free(self, blob: Blob) -> None:
-        if isinstance(blob, LocalBlob):
-            blob.close()
-        if isinstance(blob, PooledBlob):
+        blob.close()
+        if blob.backing is not None:
             capacity = size_class(blob.size)
             self.used_bytes -= capacity
             if blob.is_damaged:
@@ -348,8 +343,8 @@ class MemoryBlobs(PooledStore[mmap.mmap]):
             memory.madvise(mmap.MADV_HUGEPAGE)
         return memory
 
-    def _wrap(self, backing: mmap.mmap, size: int) -> PooledBlob[mmap.mmap]:
-        return PooledBlob(self, size, backing, backing)
+    def _wrap(self, backing: mmap.mmap, size: int) -> Blob:
+        return Blob(self, size, backing, backing)
 
     def _drop(self, backing: mmap.mmap) -> None:
         if len(backing) >= UNMAPPED_IN_BACKGROUND_FROM_BYTES:  # a smaller one is unmapped with its last reference
@@ -379,7 +374,7 @@ def _no_memory(size: int, error: BaseException) -> QuotaExceededError:
 # Memory shared with a client
 
 
-class MemfdBlob(LocalBlob):
+class MemfdBlob(Blob):
     """Shared, read-only memory. Its range of addresses exists from `allocate` on; memfds are mapped there by `map_fds`.
 
     Attributes:

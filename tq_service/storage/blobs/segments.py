@@ -27,7 +27,6 @@ from tq_service.storage.blobs.memory import (
     SMALL_BYTES,
     Blob,
     Buffer,
-    PooledBlob,
     PooledStore,
     Span,
     in_thread,
@@ -107,7 +106,7 @@ class Segment:
         self.path.unlink(missing_ok=True)
 
 
-class SegmentBlob(PooledBlob[Segment]):
+class SegmentBlob(Blob):
     """A blob in a file."""
 
     __slots__ = ("_digest", "number")
@@ -115,7 +114,7 @@ class SegmentBlob(PooledBlob[Segment]):
     is_local = False
 
     def __init__(self, store: SegmentBlobs, size: int, segment: Segment) -> None:
-        super().__init__(store, size, b"", segment)
+        super().__init__(store, size, backing=segment)
         self.number = segment.number
         self._digest = xxhash.xxh3_64()
 
@@ -155,7 +154,7 @@ class SegmentBlobs(PooledStore[Segment]):
         min_free_bytes: what is left free of the disk.
     """
 
-    has_tables = True
+    is_durable = True
 
     def __init__(self, directory: Path, *, sync: bool = False, min_free_bytes: int = MIN_FREE_BYTES) -> None:
         super().__init__()
@@ -253,11 +252,7 @@ class SegmentBlobs(PooledStore[Segment]):
     # What outlives the process
 
     async def flush(self, blob: Blob) -> None:
-        """Wait until all that was written of a blob is on the disk; where the caller is cancelled it goes on.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Wait until all that was written is on the disk, where that was asked for; it goes on without the caller."""
         if isinstance(blob, SegmentBlob) and self._sync:
             await in_thread(self._executor, blob.backing.sync, pinned=[blob])
 

@@ -247,7 +247,7 @@ class StoredPut:
 
     def blob_bytes(self, store: BlobStore) -> int:
         """Return the size of the blob of its values, and of its tables where it begins with them."""
-        return self.charge_in(store) - (0 if store.has_tables else self.tables_bytes)
+        return self.charge_in(store) - (0 if store.is_durable else self.tables_bytes)
 
     def place(self, values: Blob, *, is_recovered: bool = False) -> None:
         """Lay it out in a blob of `blob_bytes`, whose `charge` is that of the put.
@@ -256,7 +256,7 @@ class StoredPut:
         """
         self.values = values
         self.live_bytes = values.charge
-        if not values.store.has_tables or not (is_recovered or values.is_local):
+        if not values.store.is_durable or not (is_recovered or values.is_local):
             values.tables = bytearray(self.tables_bytes) if self.tables_bytes else _NO_TABLES
         for column, start in zip(self.left_columns(), self._place_values(values.store)[0], strict=True):
             column.values_at = self.values_at + start
@@ -286,7 +286,7 @@ class StoredPut:
     @property
     def values_at(self) -> int:
         """Where the values start in their blob."""
-        return self.tables_bytes if self.values.store.has_tables else 0
+        return self.tables_bytes if self.values.store.is_durable else 0
 
     def tables(self) -> Tables:
         """Return what cuts its columns into rows.
@@ -366,10 +366,15 @@ class StoredPut:
         """Whether no cell was freed."""
         return all(column and column.row_set.live_count == self.row_count for column in self.columns.values())
 
-    def compacted_bytes(self) -> int:
-        """Return at most how many bytes it takes after compaction."""
+    def dead_bytes(self) -> int:
+        """Return how many bytes compaction frees at least."""
         tables = sum(fixed_row_bytes(column.spec) is None for column in self.left_columns())
-        return self.live_bytes + 8 * (tables + sum(row_set.live_count for row_set in self.row_sets()))
+        live_bytes = self.live_bytes + 8 * (tables + sum(row_set.live_count for row_set in self.row_sets()))
+        return self.values.charge - live_bytes
+
+    def is_mostly_dead(self) -> bool:
+        """Whether compaction frees more than half of it."""
+        return self.dead_bytes() * 2 > self.values.charge
 
     def snapshot(self) -> StoredPut:
         """Return it as it is now, for a thread to look at while cells of it are freed; its bytes never change."""

@@ -45,8 +45,9 @@ import numpy as np
 from tq_service.errors import DataLossError, UnavailableError
 from tq_service.journal import codec
 from tq_service.log_message import LogMessage
+from tq_service.results import MirrorStatus
 from tq_service.schema import CONTROLLER_NAME_BYTES, FieldSpec
-from tq_service.storage.blobs.memory import Blob, LocalBlob, is_temporary
+from tq_service.storage.blobs.memory import Blob, BlobStore, is_temporary
 from tq_service.storage.blobs.segments import SegmentBlobs
 from tq_service.storage.index.put import PendingPut, PutCells, Rows, RowSet, StoredColumn, StoredPut
 
@@ -84,10 +85,17 @@ class Overdue(NamedTuple):
 
 
 class RecoveredPut(NamedTuple):
-    """What is in memory of a put that was recovered or unloaded, and not needed since: its blob and its owner."""
+    """What is in memory of a put that was recovered or spilled, and not needed since.
+
+    Attributes:
+        values: its blob.
+        owner: the controller that owns it.
+        spilled_bytes: bytes of it that left memory.
+    """
 
     values: Blob
     owner: bytes
+    spilled_bytes: int = 0
 
 
 class PutTable(Mapping[bytes, StoredPut]):
@@ -371,13 +379,25 @@ class Backing(Generic[SourceT]):
 
     Confined to the engine's event loop.
 
+    Args:
+        store: where the bytes of the puts are, but for those in shared memory.
+
     Attributes:
+        store: as above.
         damaged: puts whose bytes are lost, and why; those that were not looked at yet are not known to be.
         may_fetch: whether there is memory for puts that no reader has asked for.
         fetch_error: why the last one could not be fetched.
+        on_recovered: called with puts of an earlier process, or of an engine that is gone, which the engine takes over.
+        on_fetched: called with the record and the bytes of each put that was fetched, which it keeps; returns the put,
+            None where nothing of it is left.
+        on_looked_at: called with each recovered put once it was looked at.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, store: BlobStore) -> None:
+        self.store = store
+        self.on_recovered: Callable[[Mapping[bytes, RecoveredPut]], None] = lambda _: None
+        self.on_fetched: Callable[[PutStored, memoryview], StoredPut | None] = lambda *_: None
+        self.on_looked_at: Callable[[bytes], None] = lambda _: None
         self.damaged: dict[bytes, str] = {}
         self.may_fetch: Callable[[], bool] = lambda: True
         self.fetch_error = ""
@@ -425,6 +445,10 @@ class Backing(Generic[SourceT]):
 
     def partition_of(self, put_id: bytes) -> str | None:
         """Return the partition of a put that is known by name and owner alone, None for others."""
+        return None
+
+    def stat(self, spilled_bytes: int = 0) -> MirrorStatus | None:
+        """Return how the mirror is, with the bytes of the puts that its engine has spilled; None: this is none."""
         return None
 
     # Puts that are not here until they are fetched
@@ -506,21 +530,15 @@ class Backing(Generic[SourceT]):
 
 
 class ColumnRecord(NamedTuple):
-    """A column of a put: its spec, and the bytes of all its values."""
+    """A column of a put: its spec, the bytes of all its values, and which of the sets of rows of the put it has."""
 
     name: str
     dtype: str
     layout: str
     row_shape: tuple[int, ...]
-    value_bytes: int
     encoding: str
-
-
-class LeftRows(NamedTuple):
-    """The rows in the put that are left of some of its columns, ascending; none: these columns are gone."""
-
-    names: tuple[str, ...]
-    rows: Rows
+    value_bytes: int
+    row_set: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -532,10 +550,11 @@ class PutStored:
         partition_id: the partition it is for.
         row_count: number of rows that it was put with.
         columns: those that are left.
+        row_sets: the sets of rows that its columns have in memory, ascending; None: all rows.
+        freed_names: names of the columns that are gone.
         size_bytes: size of its tables and values.
         segment: number of the file with these; 0: they follow the record, and nothing else does.
         checksum: XXH3 of what is in the file.
-        left_rows: of the columns that do not have all rows.
         for_existing_rows: whether no new samples may be made of it.
         owner: the controller that owns it.
     """
@@ -544,10 +563,11 @@ class PutStored:
     partition_id: str
     row_count: int
     columns: tuple[ColumnRecord, ...]
+    row_sets: tuple[Rows | None, ...]
     size_bytes: int
+    freed_names: tuple[str, ...] = ()
     segment: int = 0
     checksum: int = 0
-    left_rows: tuple[LeftRows, ...] = ()
     for_existing_rows: bool = False
     owner: bytes = b""
 
@@ -585,21 +605,19 @@ class PutLog(Protocol):
 
 
 class PutJournal(Backing[Blob]):
-    """The part of an engine that keeps its puts. Confined to the engine's event loop.
+    """Keeps puts on a disk: their records in a journal, their bytes in its store. It takes none before `recover`.
+
+    Confined to the engine's event loop.
 
     Args:
         store: the engine's.
-
-    Attributes:
-        on_looked_at: called with each recovered put once it was looked at.
     """
 
     _log: PutLog  # from `recover` on
 
     def __init__(self, store: SegmentBlobs) -> None:
-        super().__init__()
+        super().__init__(store)
         self._store = store
-        self.on_looked_at: Callable[[bytes], None] = lambda _: None
         self._records: dict[bytes, EncodedPut] = {}
 
     # Taking puts
@@ -631,7 +649,7 @@ class PutJournal(Backing[Blob]):
         if blob.store is not self._store:
             raise RuntimeError(f"put {put_id.hex()} was finished before it was flushed")
         record = encode_put(describe_put(put_id, put))
-        memory = b"" if blob.number or not isinstance(blob, LocalBlob) else blob.memory
+        memory = b"" if blob.number else blob.memory
         encoded = self._records[put_id] = record, memory if isinstance(memory, bytes | bytearray) else bytes(memory)
         self._log.append_put(*encoded)
 
@@ -659,13 +677,17 @@ class PutJournal(Backing[Blob]):
 
     # After a restart
 
-    def recover(self, records: Iterable[bytes], log: PutLog) -> dict[bytes, RecoveredPut]:
+    def recover(self, records: Iterable[bytes], log: PutLog) -> int:
         """Find the bytes of puts that were written down, and write down what becomes of puts from now on.
 
         A put whose blob is missing is damaged. What is in the blobs is not looked at yet.
 
+        Args:
+            records: all that were written down, in order.
+            log: takes those to come.
+
         Returns:
-            The blob of each put, and its owner.
+            How many puts there are.
         """
         self._log = log
         left = left_puts(records)
@@ -678,14 +700,15 @@ class PutJournal(Backing[Blob]):
         )
         recovered = {}
         for put_id, record, values in puts:
-            blob = next(found) if record.segment else LocalBlob(self._store, len(values), values)
+            blob = next(found) if record.segment else Blob(self._store, len(values), values)
             if blob is None:
                 self.mark_damaged(put_id, f"segment {record.segment} is missing")
-                blob = LocalBlob(self._store, record.size_bytes, b"")
+                blob = Blob(self._store, record.size_bytes)
             elif record.segment:
                 self._unfetched[put_id] = blob
             recovered[put_id] = RecoveredPut(blob, record.owner)
-        return recovered
+        self.on_recovered(recovered)
+        return len(recovered)
 
     def load(self, put_id: bytes, blob: Blob) -> StoredPut:
         """Return a recovered put."""
@@ -754,20 +777,29 @@ def left_puts(records: Iterable[bytes]) -> dict[bytes, tuple[PutStored, EncodedP
 def describe_put(put_id: bytes, put: StoredPut) -> PutStored:
     """Return the record of a put as it is now."""
     blob = put.values.copy or put.values
+    row_sets = put.row_sets()
     return PutStored(
         put_id=put_id,
         partition_id=put.partition_id,
         row_count=put.row_count,
         columns=tuple(
             ColumnRecord(
-                spec.name, spec.dtype, spec.layout or "", spec.row_shape or (), value_bytes, spec.encoding or ""
+                spec.name,
+                spec.dtype,
+                spec.layout or "",
+                spec.row_shape or (),
+                spec.encoding or "",
+                column.value_bytes,
+                row_sets.index(column.row_set),
             )
-            for spec, value_bytes in ((column.spec, column.value_bytes) for column in put.left_columns())
+            for column in put.left_columns()
+            for spec in (column.spec,)
         ),
         size_bytes=blob.size,
+        row_sets=tuple(row_set.rows for row_set in row_sets),
+        freed_names=tuple(name for name, column in put.columns.items() if column is None),
         segment=blob.number,
         checksum=blob.checksum,
-        left_rows=_left_rows(put),
         for_existing_rows=put.for_existing_rows,
         owner=put.owner,
     )
@@ -775,17 +807,11 @@ def describe_put(put_id: bytes, put: StoredPut) -> PutStored:
 
 def put_of(record: PutStored) -> StoredPut:
     """Return the put of a record, which is not placed yet."""
-    row_sets: dict[str, RowSet] = {}
-    columns: dict[str, StoredColumn | None] = {}
-    for names, left in record.left_rows:
-        if left.size:
-            row_sets |= dict.fromkeys(names, RowSet(left.size, left))
-        else:
-            columns |= dict.fromkeys(names)
-    whole = RowSet(record.row_count)
-    for name, dtype, layout, row_shape, value_bytes, encoding in record.columns:
+    row_sets = [RowSet(record.row_count if rows is None else rows.size, rows) for rows in record.row_sets]
+    columns: dict[str, StoredColumn | None] = dict.fromkeys(record.freed_names)
+    for name, dtype, layout, row_shape, encoding, value_bytes, row_set in record.columns:
         spec = _spec(name, dtype, layout, row_shape, encoding or None)
-        columns[name] = StoredColumn(spec, row_sets.get(name, whole), value_bytes)
+        columns[name] = StoredColumn(spec, row_sets[row_set], value_bytes)
     return StoredPut(
         columns,
         record.row_count,
@@ -793,12 +819,3 @@ def put_of(record: PutStored) -> StoredPut:
         for_existing_rows=record.for_existing_rows,
         owner=record.owner,
     )
-
-
-def _left_rows(put: StoredPut) -> tuple[LeftRows, ...]:
-    gone = tuple(name for name, column in put.columns.items() if column is None)
-    left = [LeftRows(gone, np.zeros(0, np.int64))] if gone else []
-    left += [
-        LeftRows(tuple(put.members(row_set)), row_set.rows) for row_set in put.row_sets() if row_set.rows is not None
-    ]
-    return tuple(left)

@@ -569,28 +569,24 @@ def gather(blob: Blob, starts: Rows, sizes: Rows, target: Octets, unit: int = 1)
     Raises:
         UnreadableError: they cannot be read.
     """
-    try:
-        _gather(blob, starts, sizes, target, unit)
-    except TqError:  # which may be an OSError too
-        raise
-    except OSError as error:
-        raise UnreadableError(blob, error) from error
-
-
-def _gather(blob: Blob, starts: Rows, sizes: Rows, target: Octets, unit: int) -> None:
     if blob.is_local:
         _gather_from(np.frombuffer(blob.view(), np.uint8), starts, sizes, target, unit)
         return
     first = int(starts.min())
     window_bytes = int((starts + sizes).max()) - first
-    if len(sizes) > 1 and window_bytes <= min(_LARGEST_WINDOW_BYTES, max(target.size, _READ_BYTES * len(sizes))):
-        window = np.empty(window_bytes, np.uint8)
-        blob.read_into(window.data, first)
-        _gather_from(window, starts - first, sizes, target, unit)
-        return
-    ends = np.cumsum(sizes)
-    targets = (target.data[end - size : end] for end, size in zip(ends.tolist(), sizes.tolist(), strict=True))
-    blob.read_slices(zip(starts.tolist(), targets, strict=True))
+    try:
+        if len(sizes) > 1 and window_bytes <= min(_LARGEST_WINDOW_BYTES, max(target.size, _READ_BYTES * len(sizes))):
+            window = np.empty(window_bytes, np.uint8)
+            blob.read_into(window.data, first)
+            _gather_from(window, starts - first, sizes, target, unit)
+            return
+        ends = np.cumsum(sizes)
+        targets = (target.data[end - size : end] for end, size in zip(ends.tolist(), sizes.tolist(), strict=True))
+        blob.read_slices(zip(starts.tolist(), targets, strict=True))
+    except TqError:  # which may be an OSError too
+        raise
+    except OSError as error:
+        raise UnreadableError(blob, error) from error
 
 
 def _gather_from(source: Octets, starts: Rows, sizes: Rows, target: Octets, unit: int) -> None:
@@ -615,18 +611,19 @@ class Move:
     """One put that is moved: its live cells are read, and become a smaller put. Threads plan and copy meanwhile.
 
     Args:
-        put: the put; its blob has to be pinned until the end.
+        put_id: the put.
+        put: what is there of it; its blob has to be pinned until the end.
 
     Attributes:
+        put_id: as above.
         freed: cells of the put that were freed during the move.
-        is_given_up: whether the copy is no longer needed.
     """
 
-    def __init__(self, put: StoredPut) -> None:
+    def __init__(self, put_id: bytes, put: StoredPut) -> None:
+        self.put_id = put_id
         self._put = put.snapshot()
         self._spans: dict[str, Spans] = {}
         self.freed: list[PutCells] = []
-        self.is_given_up = False
 
     def plan(self) -> StoredPut:
         """Find the live cells, and return the put with these only; it still has to be placed."""
@@ -645,7 +642,7 @@ class Move:
         )
 
     def copy(self, smaller: StoredPut) -> None:
-        """Copy tables and values, unless it is given up.
+        """Copy tables and values.
 
         Args:
             smaller: what `plan` returned, placed.
@@ -664,8 +661,6 @@ class Move:
         for spans in found:
             unit = _unit_of(spans.column.spec)
             for _, starts, sizes in _blocks(spans.put_indexes, spans.starts, spans.sizes, unit):
-                if self.is_given_up:
-                    return
                 size = int(sizes.sum())
                 piece = np.empty(size, np.uint8) if space is None else space[at : at + size]
                 gather(self._put.values, starts, sizes, piece, unit)

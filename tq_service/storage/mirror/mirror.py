@@ -23,9 +23,9 @@ from typing import Final, TypeAlias
 from tq_service.errors import DataLossError, QuotaExceededError, TqError, UnavailableError
 from tq_service.objects.base import LARGEST_OBJECT_BYTES, Buffer
 from tq_service.results import MirrorStatus
-from tq_service.storage.blobs.memory import RETRY_AFTER_SECONDS, Blob
+from tq_service.storage.blobs.memory import RETRY_AFTER_SECONDS, Blob, MemoryBlobs
 from tq_service.storage.index.put import PendingPut, StoredPut
-from tq_service.storage.index.put_table import Backing, PutStored, decode_put, describe_put, encode_put
+from tq_service.storage.index.put_table import Backing, PutStored, RecoveredPut, decode_put, describe_put, encode_put
 from tq_service.storage.mirror.layout import PutObject, pack_puts, unpack_heads
 from tq_service.storage.mirror.writer import ObjectWriter
 
@@ -96,10 +96,6 @@ class Mirror(Backing[PutObject]):
         required: copies without which a put is not complete; 0: it is, and is mirrored after.
         url: of the engine, as it is shown.
         clock: what deadlines are measured with.
-
-    Attributes:
-        on_fetched: called with the record and the bytes of each put that was unfetched and is not any more, which it
-            keeps; returns the put, None where nothing of it is left.
     """
 
     def __init__(
@@ -110,12 +106,11 @@ class Mirror(Backing[PutObject]):
         url: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__()
+        super().__init__(MemoryBlobs())
         self._writer = writer
         self._required = required
         self._url = url
         self._clock = clock
-        self.on_fetched: Callable[[PutStored, memoryview], StoredPut | None] = lambda *_: None
         self._copies: dict[bytes, _Copy] = {}
         self._flushed: dict[bytes, _Copy] = {}  # until the put is finished, in the same step
         self._gathered: dict[_Kind, _Batch] = {}
@@ -336,13 +331,13 @@ class Mirror(Backing[PutObject]):
         self._to_scrub.pop(put_id, None)
         return super()._forget_unfetched(put_id)
 
-    def take_over(self, objects: Iterable[PutObject]) -> dict[bytes, bytes]:
-        """Take over what the objects have; of a put that is in several, the last one counts.
+    def take_over(self, objects: Iterable[PutObject]) -> int:
+        """Take over the puts of an engine that is gone; return how many there are.
 
-        Returns:
-            The puts, which are unfetched, and the owner of each.
+        Of a put that is in several objects, the last one counts. Their bytes are fetched when they are first read, and
+        by `scrub`.
         """
-        owners: dict[bytes, bytes] = {}
+        puts: dict[bytes, RecoveredPut] = {}
         for stored in objects:
             self._writer.live[stored.generation, stored.number] = stored
             for put_id in list(stored.put_ids):
@@ -352,8 +347,9 @@ class Mirror(Backing[PutObject]):
                 self._short_put_count += stored.is_short
                 self._unfetched[put_id] = stored
                 self._to_scrub[put_id] = None
-                owners[put_id] = stored.owner
-        return owners
+                puts[put_id] = RecoveredPut(Blob(self.store, 0), stored.owner)
+        self.on_recovered(puts)
+        return len(puts)
 
     def partition_of(self, put_id: bytes) -> str | None:
         """Return the partition of a put that is unfetched, None for others."""
