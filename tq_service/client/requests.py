@@ -355,9 +355,10 @@ def written_meta(
     answered = BatchMeta.from_proto(answer, namespace)
     groups = given.group_column if any(given.group_column) else ()
     if metadata is None:
+        if not (given.key_column or groups or given.meta_columns):
+            return answered
         return replace(
             answered,
-            status="batch",
             key_column=answered.key_column or given.key_column,
             group_column=answered.group_column or groups,
             meta_columns=answered.meta_columns or given.meta_columns,

@@ -90,8 +90,8 @@ class Readiness:
 
     def has_data(self, rows: Rows) -> NDArray[np.bool_]:
         """Return which rows are live, not consumed by the task, and have all data fields."""
-        mask: NDArray[np.bool_] = self.partition.state[rows] == LIVE
-        mask &= self.task.claim[rows] == UNCLAIMED
+        mask: NDArray[np.bool_] = self.partition.state.data[rows] == LIVE
+        mask &= self.task.claim.data[rows] == UNCLAIMED
         mask &= self._produced(rows)
         return mask
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -242,7 +243,7 @@ class CellTable:
     def produced(self, names: Sequence[str], rows: slice | Indexes) -> NDArray[np.bool_]:
         """Return which rows of a stretch, or at some positions, have cells of all these fields, known or not `(n,)`."""
         fields = [self.fields.get(name) for name in names]
-        masks = [field.cell[rows] >= 0 for field in fields if field is not None]
+        masks = [field.cell.data[rows] >= 0 for field in fields if field is not None]
         if len(masks) < len(fields) or not masks:
             return np.full(self._table.index[rows].size, not fields)
         for mask in masks[1:]:
@@ -374,16 +375,17 @@ class CellTable:
         ]
 
     def _runs(self, names: tuple[str, ...], cells: Indexes) -> CellRuns:
-        breaks = (cells[1:] - cells[:-1] != 1).nonzero()[0]
-        starts = np.concatenate(([0], breaks + 1))
+        heads = (cells[1:] - cells[:-1] != 1).nonzero()[0] + 1  # most claims have none: samples that were put together
+        starts = [0, *heads.tolist()]
+        firsts = [int(cells[0]), *cells[heads].tolist()]
         used: dict[int, int] = {}
-        put_indexes = tuple(used.setdefault(slot, len(used)) for slot in (cells[starts] >> _SLOT_SHIFT).tolist())
+        put_indexes = tuple(used.setdefault(cell >> _SLOT_SHIFT, len(used)) for cell in firsts)
         return CellRuns(
             field_names=names,
             puts=tuple(map(self.puts.get, used)),
             put_indexes=put_indexes,
-            first_rows=(cells[starts] & _ROW_MASK).tolist(),
-            row_counts=np.diff(starts, append=cells.size).tolist(),
+            first_rows=[cell & _ROW_MASK for cell in firsts],
+            row_counts=[end - start for start, end in pairwise([*starts, cells.size])],
         )
 
 

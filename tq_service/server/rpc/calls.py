@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import itertools
 import logging
 import re
 import sys
@@ -617,15 +618,16 @@ class AccessControl(Middleware):
             if refusal is not None:
                 self._note("refused", method, caller, context, named=named, reason=refusal.reason)
                 raise refusal.make_error()
-            outside = next((each for each in named if restricted is not None and not restricted.covers(each)), None)
-            if restricted is not None and outside is not None:
-                self._note("refused", method, caller, context, named=[outside], reason="outside its prefixes")
-                raise _outside(restricted, outside)
+            if restricted is not None:
+                for outside in itertools.filterfalse(restricted.covers, named):
+                    self._note("refused", method, caller, context, named=[outside], reason="outside its prefixes")
+                    raise _outside(restricted, outside)
             if is_noted:
                 self._note("allowed", method, caller, context, named=named)
             if marks_peer and (peer := context.peer()) not in self.admitted_at:
                 self.admitted_at[peer] = time.monotonic()
-            token_name.set(caller.name)
+            if caller.name:  # for this call alone: gRPC makes a task of each
+                token_name.set(caller.name)
             return await behavior(request, context)
 
         lasts = method.waits or method.has_request_stream or method.has_response_stream
