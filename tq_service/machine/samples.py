@@ -375,7 +375,7 @@ def _add_rows(write: SampleWrite, checked: CheckedWrite, step: Step) -> slice:
     if code == FAILED:
         partition.count_states(added, 1)
     else:
-        partition.state_counts[code] += count  # of which groups keep no count
+        partition.state_counts[code] += count
         for task in partition.tasks.values():
             task.on_rows_added(count)
     if partition.groups.in_use and not had_groups:  # blocks of unnamed rows are no groups any more

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -375,17 +374,25 @@ class CellTable:
         ]
 
     def _runs(self, names: tuple[str, ...], cells: Indexes) -> CellRuns:
-        heads = (cells[1:] - cells[:-1] != 1).nonzero()[0] + 1  # most claims have none: samples that were put together
-        starts = [0, *heads.tolist()]
-        firsts = [int(cells[0]), *cells[heads].tolist()]
+        breaks = (cells[1:] - cells[:-1] != 1).nonzero()[0]
+        if not breaks.size:  # as in most claims, of samples that were put together
+            first = int(cells[0])
+            return CellRuns(
+                field_names=names,
+                puts=(self.puts.get(first >> _SLOT_SHIFT),),
+                put_indexes=(0,),
+                first_rows=(first & _ROW_MASK,),
+                row_counts=(cells.size,),
+            )
+        starts = np.concatenate(([0], breaks + 1))
         used: dict[int, int] = {}
-        put_indexes = tuple(used.setdefault(cell >> _SLOT_SHIFT, len(used)) for cell in firsts)
+        put_indexes = tuple(used.setdefault(slot, len(used)) for slot in (cells[starts] >> _SLOT_SHIFT).tolist())
         return CellRuns(
             field_names=names,
             puts=tuple(map(self.puts.get, used)),
             put_indexes=put_indexes,
-            first_rows=[cell & _ROW_MASK for cell in firsts],
-            row_counts=[end - start for start, end in pairwise([*starts, cells.size])],
+            first_rows=(cells[starts] & _ROW_MASK).tolist(),
+            row_counts=np.diff(starts, append=cells.size).tolist(),
         )
 
 

@@ -561,7 +561,8 @@ class AccessControl(Middleware):
         if method.is_open:
             return self._anyone
         metadata = dict(details.invocation_metadata or ())
-        if (other := _other_protocol(_text(metadata.get("user-agent")))) is not None:
+        agent = _text(metadata.get("user-agent"))
+        if not agent.startswith(USER_AGENT) and (other := _other_protocol(agent)) is not None:
             return other
         if self._tokens is None and method.roles - {"service"}:
             return self._anyone
@@ -710,7 +711,7 @@ def _stranger(message: str, reason: str, name: str = "") -> Caller:
 
 def _other_protocol(agent: str) -> Caller | None:
     """Return a caller to refuse, if its user agent names another protocol; clients in other languages name none."""
-    if agent.startswith(USER_AGENT) or (match := _AGENT.match(agent)) is None or int(match[2]) == PROTOCOL:
+    if (match := _AGENT.match(agent)) is None or int(match[2]) == PROTOCOL:
         return None
     build, protocol = match.groups()
 
