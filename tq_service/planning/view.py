@@ -342,7 +342,8 @@ class Scan:
                     self._move_start(found, start)
                     raise MustBeAwaited
                 part_end = min(end, start + self.at_once)
-                found = np.concatenate([found, start + np.flatnonzero(self._mask(slice(start, part_end)))])
+                more = start + self._mask(slice(start, part_end)).nonzero()[0]
+                found = np.concatenate([found, more]) if found.size else more
                 self._loop_budget -= part_end - start
                 start = part_end
             self._move_start(found, end)
