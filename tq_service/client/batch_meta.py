@@ -385,7 +385,7 @@ class BatchMeta:
             incarnation=message.incarnation,
             epoch=message.epoch,
             indexes=indexes,
-            dropped_indexes=np.asarray(message.dropped_indexes, np.int64),
+            dropped_indexes=np.fromiter(message.dropped_indexes, np.int64, len(message.dropped_indexes)),
             fields=tuple(map(decode_spec, message.fields)),
             steps=tuple(Step.from_proto(step) for step in message.steps),
             end=read_message(EndCounts, message.end) if message.HasField("end") else None,

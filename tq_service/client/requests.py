@@ -362,7 +362,8 @@ def written_meta(
         return known if metadata is None else replace(metadata, **{name: getattr(known, name) for name in _KNOWN})
     answered = BatchMeta.from_proto(answer, namespace)
     if metadata is None:
-        return replace(answered, status="batch", **overwritten(given, answered))
+        has_some = any(getattr(given, name) for name in OWN_COLUMNS)
+        return replace(answered, **overwritten(given, answered)) if has_some else answered
     fields = {spec.name: spec for spec in (*metadata.fields, *answered.fields)}
     return replace(
         metadata,

@@ -109,8 +109,8 @@ class Readiness:
 
     def ready_but_for(self, rows: Rows, *lacks: Lack) -> NDArray[np.bool_]:
         """Return which rows are ready, or would be if they did not lack some things `(n,)`."""
-        mask: NDArray[np.bool_] = self.partition.state[rows] == LIVE
-        mask &= self.task.claim[rows] == UNCLAIMED
+        mask: NDArray[np.bool_] = self.partition.state.data[rows] == LIVE
+        mask &= self.task.claim.data[rows] == UNCLAIMED
         for each in self.requirements:
             if each.lack not in lacks:
                 mask &= each.is_met(rows)
@@ -356,7 +356,8 @@ class Scan:
                     self._move_start(found, start)
                     raise MustBeAwaited
                 part_end = min(end, start + self.at_once)
-                found = np.concatenate([found, start + np.flatnonzero(self._mask(slice(start, part_end)))])
+                more = start + self._mask(slice(start, part_end)).nonzero()[0]
+                found = np.concatenate([found, more]) if found.size else more
                 self._loop_budget -= part_end - start
                 start = part_end
             self._move_start(found, end)

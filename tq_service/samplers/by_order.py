@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -43,7 +44,7 @@ class SequentialSampler(Sampler):
                 return None
             return Plan.of(rows_of_ranks(groups, assign_blocks(groups, request.rank_count)))
         rows = view.ready(request.total_size)
-        return Plan.of(np.array_split(rows, request.rank_count)) if rows.size >= max(request.min_size, 1) else None
+        return Plan.of(even_blocks(rows, request.rank_count)) if rows.size >= max(request.min_size, 1) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,7 +263,14 @@ def rows_of_ranks(groups: Groups, assignment: Assignment) -> list[Indexes]:
 
 def assign_blocks(groups: Groups, rank_count: int) -> Assignment:
     """Assign neighbouring groups to each rank, counts equal or differing by at most one."""
-    return np.array_split(np.arange(len(groups)), rank_count)
+    return even_blocks(np.arange(len(groups)), rank_count)
+
+
+def even_blocks(values: Indexes, count: int) -> list[Indexes]:
+    """Return blocks of neighbours, the first ones longer by one if need be; `np.array_split` does so slowly."""
+    size, longer = divmod(values.size, count)
+    ends = [size * block + min(block, longer) for block in range(count + 1)]
+    return [values[start:end] for start, end in pairwise(ends)]
 
 
 def assign_to_least_loaded(groups: Groups, rank_count: int) -> Assignment:

@@ -595,8 +595,7 @@ class Commits:
             check: raises where the put is not there any more.
         """
 
-        @contextlib.contextmanager
-        def committing() -> Iterator[None]:
+        def committing() -> contextlib.AbstractContextManager[None]:
             check()
             if for_existing_rows and self.makes_samples(request.write):
                 raise QuotaExceededError(
@@ -604,8 +603,7 @@ class Commits:
                     "ones may not, and its commit makes samples; put it again without for_existing_rows",
                     metadata={"limit_name": "reserve", "put_id": put.put_id.hex()},
                 )
-            with self._puts.commit(put):
-                yield
+            return self._puts.commit(put)
 
         write = converters.sample_write(request.write, put, columns)
         return await self._write_once(request, commit_pb2.CommitResponse, write, committing)

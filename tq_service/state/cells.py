@@ -249,7 +249,7 @@ class CellTable:
     def produced(self, names: Sequence[str], rows: slice | Indexes) -> NDArray[np.bool_]:
         """Return which rows of a stretch, or at some positions, have cells of all these fields, known or not `(n,)`."""
         fields = [self.fields.get(name) for name in names]
-        masks = [field.cell[rows] >= 0 for field in fields if field is not None]
+        masks = [field.cell.data[rows] >= 0 for field in fields if field is not None]
         if len(masks) < len(fields) or not masks:
             return np.full(self._table.index[rows].size, not fields)
         for mask in masks[1:]:
@@ -382,6 +382,15 @@ class CellTable:
 
     def _runs(self, names: tuple[str, ...], cells: Indexes) -> CellRuns:
         breaks = (cells[1:] - cells[:-1] != 1).nonzero()[0]
+        if not breaks.size:  # as in most claims, of samples that were put together
+            first = int(cells[0])
+            return CellRuns(
+                field_names=names,
+                puts=(self.puts.get(first >> _SLOT_SHIFT),),
+                put_indexes=(0,),
+                first_rows=(first & _ROW_MASK,),
+                row_counts=(cells.size,),
+            )
         starts = np.concatenate(([0], breaks + 1))
         used: dict[int, int] = {}
         put_indexes = tuple(used.setdefault(slot, len(used)) for slot in (cells[starts] >> _SLOT_SHIFT).tolist())

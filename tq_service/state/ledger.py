@@ -482,7 +482,8 @@ class TaskLedger(TaskFacts):
             raise self._loss_error("forgotten" if rank.batch_index <= self.last_forgotten else "cleared")
         self._check_alike(request, batch, f"batch_index {rank.batch_index}")
         part = batch.plan.part(rank.dp_rank)
-        self.check_present(part.rows)
+        if batch.plan.is_reusing or batch.remaining < batch.rows.size:  # some of its samples may have been cleared
+            self.check_present(part.rows)
         return part
 
     def _recorded_claim(self, request: ClaimRequest) -> Claim | EndCounts | None:
@@ -574,7 +575,8 @@ class TaskLedger(TaskFacts):
             self.names[name] = request_id
         self._add(claim)
         self.totals.delivered += plan.rows.size
-        used, dropped = np.split(positions, [positions.size - plan.dropped_count])
+        used_count = positions.size - plan.dropped_count
+        used, dropped = positions[:used_count], positions[used_count:]
         if lease is not None:
             claim.remaining = positions.size
             self._lease(claim, used, dropped)

@@ -669,11 +669,11 @@ class RowTable(Table):
         if self.count == 0 or indexes.size == 0:
             return np.full(indexes.size, -1, np.int64)
         if self._is_gapless:
-            positions: Indexes = indexes - self.index[0]
+            positions: Indexes = indexes - self.index.data[0]
             if positions.view(np.uint64).max() < self.count:  # negative ones are huge when taken as unsigned
                 if self.present_count == self.count:
                     return positions
-                found = self.state[positions] != CLEARED
+                found = self.state.data[positions] != CLEARED
                 return positions if found.all() else np.where(found, positions, -1)
         positions = np.minimum(self._search(indexes), self.count - 1)
         found = (self.index[positions] == indexes) & (self.state[positions] != CLEARED)
@@ -682,7 +682,7 @@ class RowTable(Table):
     @property
     def _is_gapless(self) -> bool:
         """Whether no gap was closed between the first row and the last: positions follow from indexes."""
-        return self._closing is None and self.next_index - int(self.index[0]) == self.count
+        return self._closing is None and self.next_index - int(self.index.data[0]) == self.count
 
     @property
     def layout(self) -> tuple[object, ...]:

@@ -65,6 +65,16 @@ class AsyncEndpoint:
         self.driver = AsyncGrpcDriver(self.channel, metadata=self.metadata, errors=self.errors, link=self.link)
         self._calls = calls
         self._outage = Outage(address, calls.credentials.tls)
+        self._opened: dict[tuple[type[Message], bool], Any] = {}
+
+    def opened(self, kind: type[Message], *, is_in_parts: bool) -> Any:
+        """Return the call that answers with such a message, of a serialized request or its parts; it is made once."""
+        key = kind, is_in_parts
+        call = self._opened.get(key)
+        if call is None:
+            make = self.channel.stream_unary if is_in_parts else self.channel.unary_unary
+            call = self._opened[key] = make(method_of(kind.DESCRIPTOR).name, response_deserializer=kind.FromString)
+        return call
 
     def metadata(self) -> Metadata | None:
         """Return what a call carries: the token, and the context of its trace where calls are traced."""
@@ -197,12 +207,11 @@ class AsyncCalls:
         is_retried: bool = True,
     ) -> Response:
         """Make a unary call; `is_retried` tells whether the caller tries again while the service is unavailable."""
-        endpoint, name = self.endpoint(address), method_of(kind.DESCRIPTOR).name
-        parts = in_parts(request.SerializeToString(), name)
+        endpoint = self.endpoint(address)
+        first, *others = in_parts(request.SerializeToString(), method_of(kind.DESCRIPTOR).name)
         with endpoint.errors(deadline, is_retried=is_retried):
-            opened = endpoint.channel.unary_unary if len(parts) == 1 else endpoint.channel.stream_unary
-            answer: Response = await opened(name, response_deserializer=kind.FromString)(
-                parts[0] if len(parts) == 1 else iter(parts),
+            answer: Response = await endpoint.opened(kind, is_in_parts=bool(others))(
+                iter((first, *others)) if others else first,
                 timeout=deadline.remaining(),
                 metadata=endpoint.metadata(),
             )

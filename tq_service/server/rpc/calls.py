@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import itertools
 import logging
 import re
 import sys
@@ -560,7 +561,8 @@ class AccessControl(Middleware):
         if method.is_open:
             return self._anyone
         metadata = dict(details.invocation_metadata or ())
-        if (other := _other_protocol(_text(metadata.get("user-agent")))) is not None:
+        agent = _text(metadata.get("user-agent"))
+        if not agent.startswith(USER_AGENT) and (other := _other_protocol(agent)) is not None:
             return other
         if self._tokens is None and method.roles - {"service"}:
             return self._anyone
@@ -617,15 +619,16 @@ class AccessControl(Middleware):
             if refusal is not None:
                 self._note("refused", method, caller, context, named=named, reason=refusal.reason)
                 raise refusal.make_error()
-            outside = next((each for each in named if restricted is not None and not restricted.covers(each)), None)
-            if restricted is not None and outside is not None:
-                self._note("refused", method, caller, context, named=[outside], reason="outside its prefixes")
-                raise _outside(restricted, outside)
+            if restricted is not None:
+                for outside in itertools.filterfalse(restricted.covers, named):
+                    self._note("refused", method, caller, context, named=[outside], reason="outside its prefixes")
+                    raise _outside(restricted, outside)
             if is_noted:
                 self._note("allowed", method, caller, context, named=named)
             if marks_peer and (peer := context.peer()) not in self.admitted_at:
                 self.admitted_at[peer] = time.monotonic()
-            token_name.set(caller.name)
+            if caller.name:  # for this call alone: gRPC makes a task of each
+                token_name.set(caller.name)
             return await behavior(request, context)
 
         lasts = method.waits or method.has_request_stream or method.has_response_stream
@@ -708,7 +711,7 @@ def _stranger(message: str, reason: str, name: str = "") -> Caller:
 
 def _other_protocol(agent: str) -> Caller | None:
     """Return a caller to refuse, if its user agent names another protocol; clients in other languages name none."""
-    if agent.startswith(USER_AGENT) or (match := _AGENT.match(agent)) is None or int(match[2]) == PROTOCOL:
+    if (match := _AGENT.match(agent)) is None or int(match[2]) == PROTOCOL:
         return None
     build, protocol = match.groups()
 

@@ -131,11 +131,12 @@ class Turn:
         is_aside: whether it was slow while others waited, so that it no longer counts among those that run at once.
     """
 
-    __slots__ = ("_lane", "_timeout", "connection", "due_at", "is_aside")
+    __slots__ = ("_is_ended", "_lane", "_task", "connection", "due_at", "is_aside")
 
     def __init__(self, lane: Lane, connection: str) -> None:
         self._lane = lane
-        self._timeout: asyncio.Timeout | None = None  # while it runs a step
+        self._task: asyncio.Task[Any] | None = None  # while it runs a step
+        self._is_ended = False
         self.connection = connection
         self.due_at = 0.0
         self.is_aside = False
@@ -146,34 +147,33 @@ class Turn:
         Raises:
             DeadlineError: it took too long, and others wait.
         """
-        seconds = self._lane.patience_seconds
-        self.due_at = asyncio.get_running_loop().time() + seconds
+        task = self._task = asyncio.current_task()
         self._lane.watch(self)
-        timeout = self._timeout = asyncio.timeout(None)
         try:
-            async with timeout:
-                return await step
-        except TimeoutError:
-            if not timeout.expired():
+            return await step
+        except asyncio.CancelledError:
+            if not self._is_ended or task is None or task.uncancel():  # by the caller, which has left
                 raise
+            seconds = self._lane.patience_seconds
             raise DeadlineError(
                 f"a message did not come within {seconds:g} s while others waited to be read; send it faster, or fewer "
                 "at once",
                 metadata={"limit_name": "patience", "limit": f"{seconds:g}"},
             ) from None
         finally:
-            self._timeout = None
+            self._task = None
             self._lane.unwatch(self)
 
     @property
     def runs(self) -> bool:
         """Whether a step of it runs, and was not ended."""
-        return self._timeout is not None and self._timeout.when() is None
+        return self._task is not None and not self._is_ended
 
     def end(self) -> None:
         """End its step, and with that its call."""
-        if self._timeout is not None and self._timeout.when() is None:
-            self._timeout.reschedule(asyncio.get_running_loop().time())
+        if self._task is not None and not self._is_ended:
+            self._is_ended = True
+            self._task.cancel()
 
     def leave(self) -> None:
         """End it, and let others have theirs."""
@@ -266,9 +266,11 @@ class Lane:
 
     def watch(self, turn: Turn) -> None:
         """Count a step that begins."""
+        turn.due_at = asyncio.get_running_loop().time() + self.patience_seconds
         if not turn.is_aside:
             self._steps[turn] = None
-            self._watch()
+            if self._waiting:
+                self._watch()
 
     def unwatch(self, turn: Turn) -> None:
         """Count a step no more that has ended."""
@@ -413,7 +415,7 @@ class Requests:
         Raises:
             InvalidArgumentError: there is none, or it cannot be read.
         """
-        message = await self.begin()
+        message = self.first = await self._read_first()
         if message is None:
             raise _unreadable("the call ended without one")
         return message
@@ -422,7 +424,8 @@ class Requests:
         """End its turns, and count what it held no more."""
         self._leave_frame()
         self._leave_large()
-        self._release()
+        if self._held_bytes:
+            self._release()
 
     async def _read_first(self) -> Any:
         """Read the first message; a thread decodes a large one, and joins one that comes in parts."""
