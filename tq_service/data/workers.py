@@ -3,7 +3,8 @@
 Lifecycle::
 
     WorkerPool()  ──────────────────> workers start and idle
-    WorkerFetcher ──────────────────> fetches batches for one thread of a stream, each with one request and one reply
+    WorkerFetcher ──────────────────> fetches batches for one thread of a stream, each with one request and one reply;
+                                      two of a worker keep it busy
           close() ──────────────────> the worker ends its call and idles; its fetcher of the next stream goes on with it
     pool.close() or garbage collection ──> workers end
 
@@ -317,7 +318,8 @@ class _Worker:
         needs_main: whether it has run the main module.
         buffers: its shared buffers.
         has_replied: whether it has served a request.
-        in_use: held from a request to its reply; the fetcher of the stream before may still wait for one.
+        last_received: set once the reply to its latest request is received, or lost with the process. Replies come in
+            the order of requests, those of a stream that was closed included.
         sending: held while a message is sent. Reentrant: a finalizer may close a fetcher in the middle of a request.
     """
 
@@ -326,8 +328,11 @@ class _Worker:
     needs_main: bool
     buffers: SharedBufferReader = field(default_factory=SharedBufferReader)
     has_replied: bool = False
-    in_use: threading.Lock = field(default_factory=threading.Lock)
+    last_received: threading.Event = field(default_factory=threading.Event)
     sending: threading.RLock = field(default_factory=threading.RLock)
+
+    def __post_init__(self) -> None:
+        self.last_received.set()
 
     def send(self, message: FetchRequest | Stop | None) -> None:
         with self.sending, suppress(OSError):  # dead or ended: `receive` raises that
@@ -374,9 +379,13 @@ class WorkerPool:
         """Ends the workers; idempotent."""
 
     def fetchers(self, source: BatchSource, identity: StreamIdentity | None) -> list[WorkerFetcher]:
-        """Return what fetches the batches of a new stream, one fetcher for each worker."""
+        """Return what fetches the batches of a new stream, two fetchers for each worker.
+
+        While one of them opens a batch, its worker fetches what the other one has requested.
+        """
         stream = next(self._streams)
-        return [WorkerFetcher(worker, stream, source.request.partition_id, identity) for worker in self._workers]
+        partition_id = source.request.partition_id
+        return [WorkerFetcher(worker, stream, partition_id, identity) for worker in self._workers * 2]
 
 
 class WorkerFetcher:
@@ -391,20 +400,16 @@ class WorkerFetcher:
         self._stream = stream
         self._partition_id = partition_id
         self._identity = identity
+        # The reply to the worker's request before the own one, and the reply to the own one.
+        self._earlier = self._own = threading.Event()
         self.fetched_until = 0
 
-    def fetch(self, batch_index: int, is_wanted: Callable[[], bool]) -> FetchedBatch | End:
-        """Wait for a batch, or the end, and return it.
-
-        Raises:
-            StreamClosedError: the batch is not wanted any more.
-            WorkerDiedError: the worker died.
-            Exception: what the worker raised.
-        """
+    def request(self, batch_index: int) -> None:
+        """Request a batch, which must then be fetched: each request has one reply."""
         worker = self._worker
-        with worker.in_use:
-            if not is_wanted():
-                raise StreamClosedError
+        with worker.sending:
+            self._earlier, self._own = worker.last_received, threading.Event()
+            worker.last_received = self._own
             worker.send(
                 FetchRequest(
                     stream=self._stream,
@@ -414,7 +419,20 @@ class WorkerFetcher:
                     released=worker.buffers.take_released(),
                 )
             )
-            reply, data = worker.receive()
+
+    def fetch(self, batch_index: int, is_wanted: Callable[[], bool]) -> FetchedBatch | End:
+        """Wait for the batch that was requested, or the end, and return it; once `close` was called it ends soon.
+
+        Raises:
+            StreamClosedError: the batch is not wanted any more.
+            WorkerDiedError: the worker died.
+            Exception: what the worker raised.
+        """
+        try:
+            self._earlier.wait()
+            reply, data = self._worker.receive()
+        finally:
+            self._own.set()
         notify_probes(reply.notes)
         content = reply.content
         if isinstance(content, ExceptionWrapper):
