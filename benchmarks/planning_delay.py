@@ -27,6 +27,7 @@ _SAMPLES, _RANKS, _CAP = 16_384, 8, 32_768
 _CLAIMS_A_REPEAT = 400
 _BATCH_SIZE = 8
 _MOST_MS = 5.0
+_LOAD_FLAG = "--load"
 
 LOADS: Mapping[str, Mapping[str, object] | None] = {
     "nothing": None,
@@ -43,8 +44,8 @@ def _load(address: str, sampler: str, config: Mapping[str, object] | None) -> It
     if config is None:
         yield
         return
-    arguments = [address, "large", sampler, json.dumps(config), str(_SAMPLES // _RANKS), str(_RANKS)]
-    command = [sys.executable, "-m", "benchmarks.planning_load", *arguments]
+    arguments = [address, sampler, json.dumps(config)]
+    command = [sys.executable, "-m", "benchmarks.planning_delay", _LOAD_FLAG, *arguments]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         try:
             if process.stdout is None or not process.stdout.readline():
@@ -99,9 +100,29 @@ async def _measure(options: Options, address: str) -> Report:
 
 def run(options: Options) -> Report:
     """Measure."""
-    with ServiceProcess() as server:
+    with ServiceProcess("--max-tasks", "65536") as server:  # each batch is of a task of its own
         return run_async(_measure(options, server.address))
 
 
+def plan_without_end(address: str, sampler: str, config: str) -> None:
+    """Ask for one large batch after the other, each of a new task, until the process is stopped."""
+    with tq.Client(address) as client:
+        while True:
+            meta = client.get_meta(
+                partition_id="large",
+                task_name=secrets.token_hex(8),
+                data_fields=["x"],
+                batch_size=_SAMPLES // _RANKS,
+                sampler=sampler,
+                sampler_config=json.loads(config),
+                dp_rank=0,
+                dp_size=_RANKS,
+                batch_index=0,
+            )
+            print(meta.size, flush=True)
+
+
 if __name__ == "__main__":
+    if sys.argv[1:2] == [_LOAD_FLAG]:
+        plan_without_end(*sys.argv[2:])
     sys.exit(main(run))

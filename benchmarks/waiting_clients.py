@@ -8,19 +8,22 @@ has one sample for each. 64 clients of the same processes do the same at a secon
 from __future__ import annotations
 
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
+import grpc
 import numpy as np
 import psutil
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import tq_service as tq
-from benchmarks.crowd_processes import CONNECTIONS_A_PROCESS, PROCESS_COUNT, CrowdProcesses, running_crowd
 from benchmarks.harness import Options, interleave, main, median, p50_p99
-from benchmarks.health_probe import HealthProbe
 from benchmarks.report import Aim, Cell, Plot, Report
+from benchmarks.waiting_crowd import CONNECTIONS_A_PROCESS, PROCESS_COUNT, CrowdProcesses, running_crowd
 from tq_service.testing import ServiceProcess
 
 CLIENT_COUNTS = (1_024, 4_096, 8_192)
@@ -31,6 +34,8 @@ _TRICKLE, _TRICKLE_PAUSE_SECONDS = [8] * 32, 0.01
 _LONGEST_SECONDS = 120.0
 _POLL_SECONDS = 0.02
 _LEAST_RATIO = 0.5
+_PROBE_PAUSE_SECONDS = 0.002
+_PROBE_TIMEOUT_SECONDS = 60.0
 
 _WORKERS, _RANKS = "queue workers", "ranks"
 _FEW, _WAKES_ALL, _OTHERS = "64 alone", "one put wakes all", "64 others claim"
@@ -46,6 +51,42 @@ class _Served:
     health: list[float]
 
 
+class _HealthProbe:
+    """Health checks one after the other, from a thread and on a connection of its own."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
+        self._stub = health_pb2_grpc.HealthStub(self._channel)
+        self._check()
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._channel.close()
+
+    @contextmanager
+    def running(self) -> Iterator[list[float]]:
+        """Check until the block ends; the list has the seconds of each check then."""
+        seconds: list[float] = []
+        stopping = threading.Event()
+
+        def probe() -> None:
+            while not stopping.wait(_PROBE_PAUSE_SECONDS):
+                seconds.append(self._check())
+
+        thread = threading.Thread(target=probe, name="health-probe")
+        thread.start()
+        try:
+            yield seconds
+        finally:
+            stopping.set()
+            thread.join()
+
+    def _check(self) -> float:
+        started = time.perf_counter()
+        self._stub.Check(health_pb2.HealthCheckRequest(), timeout=_PROBE_TIMEOUT_SECONDS)
+        return time.perf_counter() - started
+
+
 class _Line:
     """Clients that wait for the samples of a partition of their own."""
 
@@ -53,7 +94,7 @@ class _Line:
         self._crowd = crowd
         self._name = name
         self._producer = tq.Client(server.address)
-        self._probe = HealthProbe(server.address)
+        self._probe = _HealthProbe(server.address)
         self._produced = 0
         self.count = count
         self._producer.create_partition(name)
