@@ -82,7 +82,7 @@ class Abilities:
     """The promises of an engine.
 
     Attributes:
-        survives: what an acknowledged object outlives: the writer's process, the loss of a node, or also the loss of
+        survives: a failure that an acknowledged object outlives: the writer's process, the loss of a node, or also the loss of
             power of all nodes.
         fixed_copies: copies of each object, if the engine itself decides that; None if `put` does. More than these
             cannot be required of it.
@@ -97,7 +97,7 @@ class Abilities:
 class ObjectStore(ABC):
     """Objects that are written once, under names never used before, and removed. Confined to one event loop.
 
-    Names are segments of letters, digits, '.', '_', ':' and '-', joined by '/'. Calls may run beside each other; the
+    Names are segments of letters, digits, '.', '_', ':' and '-', joined by '/'. Calls may run concurrently; the
     engine bounds how many at a time reach it, and the others wait. A call that is cancelled may still take effect: a
     put may leave an object, which its name lets the remover find.
 
@@ -202,7 +202,7 @@ class ObjectStore(ABC):
 
 
 class BlockingObjectStore(ObjectStore):
-    """An engine whose client blocks: each call runs in a thread, in so many at a time, and for so long at most.
+    """An engine whose client blocks: each call runs in one of its threads, with a time limit.
 
     A subclass has one blocking method for each call, named as that one with a `_`. They run several at a time, after
     `_connect` has returned; their exceptions other than `TqError` become one by `_error`.
@@ -234,7 +234,7 @@ class BlockingObjectStore(ObjectStore):
         parsed.check_all_used()
         return made
 
-    # What a subclass does
+    # A subclass implements
 
     @abstractmethod
     def _connect(self, node: str, offered_bytes: int) -> None:
@@ -267,7 +267,7 @@ class BlockingObjectStore(ObjectStore):
         """Return the service's error for one of the engine's client."""
         return self._unavailable(f"{type(error).__name__}: {error}")
 
-    # What it makes of that
+    # The calls, in threads
 
     async def open(self, node: str, offered_bytes: int) -> None:
         await self._in_thread(lambda: self._connect(node, offered_bytes))
