@@ -82,8 +82,8 @@ class Abilities:
     """The promises of an engine.
 
     Attributes:
-        survives: a failure that an acknowledged object outlives: the writer's process, the loss of a node, or also the loss of
-            power of all nodes.
+        survives: a failure that an acknowledged object outlives: the writer's process, the loss of a node, or also the
+            loss of power of all nodes.
         fixed_copies: copies of each object, if the engine itself decides that; None if `put` does. More than these
             cannot be required of it.
         lists_names: whether `list_names` looks at the names with the prefix alone; else it is not called.

@@ -22,7 +22,7 @@ sys.path.append(str(Path(__file__).parent.parent.parent / "core"))
 import numpy as np
 from domain_support import batch_spec, plan_of
 from durable_driver import put
-from engine_driver import cells
+from engine_driver import cells, compacted
 from live_server import LiveServer, LoopThread
 from test_change_stages import STORY
 
@@ -83,6 +83,7 @@ async def make_puts_of(engine: StorageEngine) -> None:
     for number in (1, 2, 3):
         await put(engine, number, DATA)
     engine.free([cells(2, 0, 1, 2, fields=("dense", "jagged")), cells(2, fields=("object",)), cells(3)])
+    await compacted(engine)
 
 
 async def make_snapshot(store: StateStore) -> None:
