@@ -121,7 +121,6 @@ class CrowdProcesses:
 
     def __init__(self, processes: list[subprocess.Popen[str]]) -> None:
         self._processes = processes
-        self._taken: dict[str, list[tuple[int, float]]] = {}
 
     @property
     def pids(self) -> list[int]:

@@ -118,6 +118,19 @@ def has_name(names: str) -> bool:
     return True
 
 
+def test_files_of_the_package_that_decisions_name_exist() -> None:
+    """As the end of a path, such as `server/app.py`; what a replaced decision names may be gone."""
+    files = [f"/{path.relative_to(ROOT)}" for path in ROOT.glob("*/**/*.py") if not path.is_relative_to(ROOT / ".venv")]
+    named = {
+        (page.name, name)
+        for page in ROOT.glob("docs/adr/*.md")
+        if "\nReplaced by" not in (text := page.read_text())
+        for name in re.findall(r"`((?:[a-z_]+/)+[a-z_0-9]+\.py)`(?! of )", text)  # of a commit, or of another project
+    }
+    assert ("0022-storage-has-two-floors.md", "blobs/memory.py") in named
+    assert [one for one in sorted(named) if not any(file.endswith(f"/{one[1]}") for file in files)] == []
+
+
 def test_commands_of_pages_exist() -> None:
     commands = [(path.relative_to(ROOT), words) for path in PAGES for words in commands_of(path.read_text())]
     assert len(commands) > 50

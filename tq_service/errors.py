@@ -230,9 +230,10 @@ class ResourceExhaustedError(TqError, RuntimeError):
         message: str,
         *,
         retry_after_seconds: float | None = None,
+        reason: str | None = None,
         metadata: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(message, metadata=metadata)
+        super().__init__(message, reason=reason, metadata=metadata)
         self.retry_after_seconds = retry_after_seconds
 
 

@@ -245,3 +245,12 @@ def test_it_ends_in_the_step_in_which_there_are_enough_and_not_before(steps, min
             wait.cancel()
 
     asyncio.run(run())
+
+
+async def test_a_wait_for_named_samples_looks_at_these_alone(catalog):
+    put(catalog, [1] * 1000)
+    partition = catalog.get("train")
+    with LookupWait(partition, Selection(indexes=np.array([5, 7, 2000, 5])), 3) as wait:
+        assert wait._unseen_count == 2
+        assert not await wait.until_enough(asyncio.get_running_loop().time())
+        assert wait._found == {5, 7}

@@ -125,9 +125,9 @@ def test_an_earlier_format_is_refused_and_not_taken_for_an_empty_directory(tmp_p
         "null",
         "{}",
         '{"format_version": "one"}',
-        '{"format_version": 3, "controller_boot_id": "00", "storage_boot_id": "00"}',
-        '{"format_version": 3, "controller_boot_id": 7, "storage_boot_id": "00"}',
-        '{"format_version": 3, "controller_boot_id": "no hex", "storage_boot_id": "00"}',
+        '{"format_version": 4, "controller_boot_id": "00", "storage_boot_id": "00"}',
+        '{"format_version": 4, "controller_boot_id": 7, "storage_boot_id": "00"}',
+        '{"format_version": 4, "controller_boot_id": "no hex", "storage_boot_id": "00"}',
         b"\xff\xfe",
     ],
 )

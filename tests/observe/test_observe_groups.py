@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "core"))
 from domain_support import ack, asks, claim_rows, clear, expire, new_write, reset, task_of
 
-from tq_service.observe.service import PartitionGroups, group_of
+from tq_service.observe.instruments import Instruments
+from tq_service.observe.service import PartitionGroups, ServiceMetrics, group_of
 from tq_service.samplers import PlanRunner
 from tq_service.serving.backlogs import Backlogs
 from tq_service.serving.catalog import Catalog
@@ -253,3 +255,18 @@ async def test_a_look_ends_with_the_service(catalog, groups):
     await backlogs.close()
     await looking
     assert partition.table.pin_count == 0
+
+
+async def test_the_tasks_that_were_seen_first_keep_their_series(catalog, groups):
+    """Whichever partition goes; a task that is gone does not displace one that is there."""
+    metrics = ServiceMetrics(Instruments(), facts={}, running_count=int, waiting_count=int)
+
+    async def shown(tasks):
+        numbers = {("", "partitions"): 1} | {(task, "samples_delivered"): 1 for task in tasks}
+        return (await metrics._choose({"g": defaultdict(float, numbers)}, 60, Slices()))[0]["g"]
+
+    first = await shown("abcdef")
+    assert first == list("abcdef")[: len(first)]
+    assert 0 < len(first) < 6
+    assert await shown("fedcba") == first
+    assert await shown("fedcb") == list("bcdef")[: len(first)]

@@ -101,6 +101,14 @@ def test_lists_are_sent_twice_only_once(any_client: AnyClient, calls: list[str])
     assert "DescribePartition" not in calls
 
 
+def test_what_is_refused_not_for_its_lists_is_not_sent_again(any_client: AnyClient, calls: list[str]) -> None:
+    any_client.put({"n": torch.ones(2, dtype=torch.int64), "t": ["a", "b"]}, partition_id="p")
+    calls.clear()
+    with pytest.raises(tq.FieldMismatchError, match="'n' is int64"):
+        any_client.put({"n": torch.ones(2), "t": ["c", "d"]}, partition_id="p")
+    assert calls.count("PutInline") == 1
+
+
 def test_what_a_partition_refused_does_not_hold_of_the_next_one_of_its_name(any_client: AnyClient) -> None:
     any_client.put({"x": [None]}, partition_id="p")
     any_client.put({"x": [0.5]}, partition_id="p")

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from typing import ClassVar, Literal
@@ -128,6 +129,27 @@ async def test_every_kind_of_option():
     sampler = await registry.resolve("picky", {"count": 3.0, "share": 1, "flag": True, "label": "x", "mode": "b"})
     assert sampler == Picky(count=3, share=1.0, flag=True, label="x", mode="b")
     assert isinstance(sampler.share, float)
+
+
+class Weights:
+    """A type of a user, which only the sampler's constructor knows how to make."""
+
+
+async def test_an_option_with_a_type_of_its_own_is_left_to_the_constructor():
+    class Weighted(Sampler):
+        def __init__(self, *, weights: Sequence[float | Weights]):
+            if not all(isinstance(weight, float) for weight in weights):
+                raise TypeError("weights: expected numbers")
+            self.weights = weights
+
+        def plan(self, view, request):
+            return Plan.of([view.ready()])
+
+    registry = SamplerRegistry()
+    registry.register("weighted", Weighted)
+    assert (await registry.resolve("weighted", {"weights": [0.5]})).weights == [0.5]
+    with pytest.raises(InvalidArgumentError, match="expected numbers"):
+        await registry.resolve("weighted", {"weights": ["half"]})
 
 
 @pytest.mark.parametrize(

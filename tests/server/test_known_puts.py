@@ -129,7 +129,7 @@ async def test_a_stream_that_breaks_off_drops_nothing(split):
     before = split.engine.stat().put_count
     for parts in (
         [],
-        [storage_control_pb2.ReconcilePutsRequest(boot_id=split.engine.boot_id)],
+        [storage_control_pb2.ReconcilePutsRequest(boot_id=split.engine.boot_id, key_id=b"k" * 8)],
         [storage_control_pb2.ReconcilePutsRequest(boot_id=BOOT)],
     ):
 

@@ -134,8 +134,9 @@ def test_only_the_present_key_of_a_controller_is_taken():
     keys.check_key(OWNER, key_id(b"m" * 32))
     with pytest.raises(UnavailableError, match="is not registered with controller"):
         keys.check_key(OWNER, key_id(b"l" * 32))
-    with pytest.raises(UnavailableError, match="is not registered with controller"):
-        keys.expect(OWNER, key_id(b"k" * 32))
+    for superseded in (key_id(b"k" * 32), b""):
+        with pytest.raises(UnavailableError, match="is not registered with controller"):
+            keys.expect(OWNER, superseded)
     keys.renew(OWNER, b"m" * 32)
     keys.check_key(OWNER, key_id(b"m" * 32))
 

@@ -75,7 +75,7 @@ async def test_spans_are_read_in_the_order_asked_for(store):
     assert await read(store, blob) == b""
 
 
-async def test_a_part_and_a_local_view_have_the_same_bytes(store):
+async def test_a_part_and_a_view_have_the_same_bytes(store):
     blob = await allocated(store, 128_000)
     if blob.is_local:
         assert blob.view() == content(128_000)

@@ -139,3 +139,9 @@ def test_document_agrees_with_the_table():
 
 def test_a_call_whose_channel_was_closed_here_is_cancelled():
     assert type(from_rpc_error(grpc.StatusCode.CANCELLED, "Channel closed!", None)) is errors.CallCancelledError
+
+
+def test_a_bound_may_have_a_reason_of_its_own():
+    error = errors.ResourceExhaustedError("full", reason="NEW_BOUND", retry_after_seconds=2.0)
+    back = over_the_wire(error)
+    assert (type(back), back.reason, back.retry_after_seconds) == (errors.ResourceExhaustedError, "NEW_BOUND", 2.0)

@@ -72,7 +72,7 @@ def list_partitions(client: Client, prefix: Prefix = "") -> Answer:
 @verb(PARTITION, "show")
 def show_partition(client: Client, partition: Partition) -> Answer:
     """Show a partition: its samples by state, fields, custom_meta, limits and tasks."""
-    from tq_service.cli.status import (  # noqa: PLC0415  (as above)
+    from tq_service.cli.status import (  # noqa: PLC0415  (--help does without)
         as_document,
         blocks_of,
         read,

@@ -1,7 +1,7 @@
 """`tq-service status`: a running service, its partitions and tasks, and what they wait for.
 
 JSON is for programs; people get a header, and below it each partition with its tasks. A line is at most as wide as the
-terminal, and no name is cut: what does not fit goes on in the next line.
+terminal, and no name is cut: longer lines wrap.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def _show_on_screen(address: str, statuses: Iterator[ServiceStatus | TqError]) -
 
 _LEAST_WIDTH: Final = 60
 _MOST_NAME: Final = 24  # longer names of tasks have a line of their own
-_PIPED_WIDTH: Final = 80
+_PIPED_COLUMNS: Final = 80
 _LEAST_RATE: Final = 0.05
 _Row: TypeAlias = tuple[str, str, str, str]
 _TITLES: Final = ("TASK", "DELIVERED", "RATE", "WAITING FOR")
@@ -153,9 +153,9 @@ class Block:
     """A partition in lines.
 
     Attributes:
-        lines: what is shown of it.
-        urgency: what is shown first where not all fits: 0: calls wait; 1: samples are delivered; 2: it is not complete;
-            3: nothing is left to do.
+        lines: its lines on the screen.
+        urgency: the lowest is shown first if not all fit. 0: calls wait; 1: samples are delivered; 2: it is not
+            complete; 3: nothing is left to do.
     """
 
     lines: tuple[str, ...]
@@ -170,7 +170,7 @@ def as_document(status: ServiceStatus) -> dict[str, Any]:
 
 
 def header_of(status: ServiceStatus, address: str) -> list[str]:
-    """Return what the service is, in lines."""
+    """Return the lines that describe the service."""
     service, storages = status.service, status.own_storages
     used = sum(each.used_bytes for each in storages)
     quotas = [each.max_bytes for each in storages]
@@ -191,7 +191,7 @@ def header_of(status: ServiceStatus, address: str) -> list[str]:
 
 
 def _mirror_lines(status: ServiceStatus) -> Iterator[str]:
-    """Yield how the mirrors are, and what was taken over; nothing where no storage service has a mirror."""
+    """Yield lines on mirrors and adopted puts; none if no storage service has a mirror."""
     mirrors = [each.mirror for each in status.storages if each.mirror is not None]
     if not mirrors:
         return
@@ -238,7 +238,7 @@ def span(seconds: float) -> str:
 
 def terminal_width() -> int:
     """Return how wide lines may be."""
-    return max(_LEAST_WIDTH, shutil.get_terminal_size((_PIPED_WIDTH, 24)).columns)
+    return max(_LEAST_WIDTH, shutil.get_terminal_size((_PIPED_COLUMNS, 24)).columns)
 
 
 def blocks_of(status: ServiceStatus, width: int | None = None) -> tuple[str, list[Block]]:

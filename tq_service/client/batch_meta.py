@@ -1,7 +1,7 @@
-"""BatchMeta: names samples, says where they are and how they are to be used: in optimizer steps, made of packs.
+"""BatchMeta: the samples of a batch, where their cells are, and the optimizer steps and packs that they form.
 
-With what it is made of: the namespace of its partition, the locations of its cells, its steps, and columns about its
-samples: custom_meta, keys and groups selected, joined and merged.
+Its parts are here too: the namespace of its partition, the locations of its cells, its steps, and the columns with a
+value for each sample (custom_meta, keys, groups), which are declared once and selected, joined and overwritten alike.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ class Pack:
 
     Attributes:
         positions: positions in the batch's `global_indexes`.
-        lengths: token counts of these samples; None if the sampler does not know them.
+        lengths: token counts of these samples; None if the sampler has none.
         padding_tokens: tokens that fill the pack up to its length.
     """
 
@@ -237,7 +237,8 @@ class SampleColumn:
     `BatchMeta`, and nowhere else.
 
     Attributes:
-        message_field: the field of the message that has it; empty: none.
+        message_field: the field of the message that has it, and the property that shows one value for each sample;
+            empty: none.
         blank: the value that stands for none.
         is_of_sample: whether it is the sample's own, as writes give it; otherwise a task's record of the sample.
     """
@@ -246,12 +247,16 @@ class SampleColumn:
     blank: Any = ""
     is_of_sample: bool = True
 
+    def decode(self, values: Iterable[Any], _size: int) -> Any:
+        """Return the column of a message about so many samples."""
+        return tuple(values)
+
     def select(self, column: Any, positions: Indexes) -> Any:
         """Return the column of the samples at `positions`."""
         return select(column, positions)
 
     def concat(self, columns: Sequence[Any], sizes: Sequence[int]) -> Any:
-        """Return the column of several batches of these sizes, one after the other."""
+        """Return the concatenation of the column over batches of these sizes."""
         if not any(columns):
             return ()
         parts = (column or (self.blank,) * size for column, size in zip(columns, sizes, strict=True))
@@ -262,8 +267,12 @@ class SampleColumn:
         return new if any(new) else old
 
 
-class CustomMeta(SampleColumn):
+class MetaColumns(SampleColumn):
     """The custom_meta of a batch: a tuple of columns, each with a value of some samples."""
+
+    def decode(self, values: Iterable[pb.MetaColumn], size: int) -> tuple[MetaColumn, ...]:
+        """Return the custom_meta of a message about so many samples."""
+        return tuple(decode_meta_columns(values, size))
 
     def select(self, column: Sequence[MetaColumn], positions: Indexes) -> tuple[MetaColumn, ...]:
         """Return the custom_meta of the samples at `positions`."""
@@ -286,7 +295,7 @@ class CustomMeta(SampleColumn):
         return tuple(merged.values())
 
 
-class States(SampleColumn):
+class Numbers(SampleColumn):
     """A number of each sample, as an array; None unless it is known for all."""
 
     def concat(self, columns: Sequence[NDArray[Any] | None], sizes: Sequence[int]) -> NDArray[Any] | None:
@@ -347,10 +356,10 @@ class BatchMeta:
     delivery_counts: tuple[int, ...] = field(
         default=(), metadata={"column": SampleColumn("delivery_counts", 0, is_of_sample=False)}
     )
-    consumption: NDArray[np.uint8] | None = field(default=None, metadata={"column": States(is_of_sample=False)})
+    consumption: NDArray[np.uint8] | None = field(default=None, metadata={"column": Numbers(is_of_sample=False)})
     key_column: tuple[str, ...] = field(default=(), metadata={"column": SampleColumn("keys")})
     group_column: tuple[str, ...] = field(default=(), metadata={"column": SampleColumn("groups")})
-    meta_columns: tuple[MetaColumn, ...] = field(default=(), metadata={"column": CustomMeta("custom_meta")})
+    meta_columns: tuple[MetaColumn, ...] = field(default=(), metadata={"column": MetaColumns("custom_meta")})
     # For each of `fields` which samples have it; empty if that is not known.
     produced_columns: tuple[NDArray[np.bool_], ...] = ()
 
@@ -373,11 +382,10 @@ class BatchMeta:
         """Return the batch of a message that a client of a namespace got."""
         indexes = read_indexes(message)
         columns: dict[str, Any] = {
-            name: tuple(getattr(message, column.message_field))
+            name: column.decode(getattr(message, column.message_field), indexes.size)
             for name, column in SAMPLE_COLUMNS.items()
             if column.message_field
         }
-        columns["meta_columns"] = tuple(decode_meta_columns(columns["meta_columns"], indexes.size))
         return cls(
             status=_STATUSES.get(message.status, "batch"),
             partition_id=namespace.own_name(message.partition_id),

@@ -575,10 +575,11 @@ def _end(queue: PrefetchQueue[Any], sources: Sequence[Fetcher | BatchStream], th
     queue.close()
     for source in sources:
         source.close()
+    deadline = time.monotonic() + _JOIN_SECONDS  # of all together: each may be in a call that takes its time
     for thread in threads:
         # A cycle that holds the stream may be collected by a thread itself, which cannot join itself.
         if threading.current_thread() is not thread:
-            thread.join(_JOIN_SECONDS)
+            thread.join(max(0.0, deadline - time.monotonic()))
 
 
 class Fetcher(Protocol):

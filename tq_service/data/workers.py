@@ -34,6 +34,7 @@ import queue
 import signal
 import tempfile
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -473,8 +474,9 @@ def _start_without_main(process: BaseProcess) -> None:
 def _end_workers(workers: Sequence[_Worker]) -> None:
     for worker in workers:
         worker.send(None)
+    deadline = time.monotonic() + _JOIN_SECONDS
     for worker in workers:
-        worker.process.join(_JOIN_SECONDS)
+        worker.process.join(max(0.0, deadline - time.monotonic()))
         if worker.process.exitcode is None:
             worker.process.kill()
             worker.process.join()
@@ -564,7 +566,7 @@ class _Fetching:
 
     def _stop(self, stream: int) -> None:
         # First the number: a fetcher that the main thread makes from now on finds it before its first call.
-        self._stopped_stream = stream
+        self._stopped_stream = max(self._stopped_stream, stream)  # a late one of an older stream changes nothing
         fetching = self._fetching
         if fetching is not None and fetching[0] <= stream:
             fetching[1].close()

@@ -25,7 +25,7 @@ from tq_service.journal.files import (
 )
 from tq_service.journal.log import LogBackend
 
-FORMAT_VERSION: Final = 3
+FORMAT_VERSION: Final = 4
 _BOOT_ID_BYTES: Final = 16
 _IDENTITY: Final = "identity.json"
 _SEGMENTS: Final = "segments"

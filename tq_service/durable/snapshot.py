@@ -1,6 +1,6 @@
 """Snapshots: the state of a service at one moment in one file, which is read completely or not at all.
 
-A file consists of records (`record_file`), each a dataclass with its name, except for the bytes of blocks:
+A file consists of records (`journal/files.py`), each a dataclass with its name, except for the bytes of blocks:
 
     Header, [CheckpointFacts], [StoredBlock, bytes ...] ..., state
     state: [PartitionHeader, ColumnPart ..., [TaskFacts, (Batches | TaskRecords) ...] ...] ..., ServiceRecords ...

@@ -257,7 +257,8 @@ class ServiceMetrics:
         self._partitions: tuple[PartitionGroups, Backlogs] | None = None
         self.parts: list[Callable[[], Iterable[Metric]]] = [self._of_process, self._of_calls, self._of_batches]
         self.leads: Callable[[], bool] = lambda: True
-        self._seen: dict[str, None] = {}  # groups, those that were seen first are first
+        # By group, those that were seen first are first: its tasks in the same order.
+        self._seen: dict[str, dict[str, None]] = {}
         self._scraping = asyncio.Lock()
 
     def add_partitions(self, catalog: Catalog, backlogs: Backlogs) -> None:
@@ -365,13 +366,15 @@ class ServiceMetrics:
     ) -> tuple[dict[str, list[str]], int]:
         """Return the groups that have series, with the tasks that do, and how many series are left out.
 
-        Those with partitions come first, of these those that were seen first, so that series last.
+        Those with partitions come first, of these those that were seen first, so that series last; and so do tasks.
         """
-        self._seen = {group: None for group in (*self._seen, *groups) if group in groups}
+        self._seen = {group: self._seen.get(group, {}) for group in (*self._seen, *groups) if group in groups}
         order = sorted(self._seen, key=lambda group: not groups[group]["", "partitions"])
         tasks = {}
         for group in order:
-            tasks[group] = tasks_of(groups[group])
+            there = dict.fromkeys(tasks_of(groups[group]))
+            self._seen[group] = {task: None for task in (*self._seen[group], *there) if task in there}
+            tasks[group] = list(self._seen[group])
             await slices.turn()
         most_groups = int(most_lines * _GROUPS_SHARE) // _LINES_OF_GROUP
         total_count = _LINES_OF_GROUP * len(order) + _LINES_OF_TASK * sum(map(len, tasks.values()))

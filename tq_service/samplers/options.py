@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
-from pydantic import TypeAdapter
+from pydantic import PydanticUserError, TypeAdapter
 
 from tq_service.errors import InvalidArgumentError, nearest
 from tq_service.results import SamplerDescription, SamplerOption
@@ -135,7 +135,13 @@ def _words(hint: Any) -> str:
 
 def _checked(value: object, hint: Any) -> object:
     """Return a value as the hint wants it; one that its constructor checks as it is."""
-    return TypeAdapter(hint).validate_json(json.dumps(value), strict=True) if _words(hint) else value
+    if not _words(hint):
+        return value
+    try:
+        adapter = TypeAdapter(hint)
+    except PydanticUserError:  # a type of the sampler's own is in it
+        return value
+    return adapter.validate_json(json.dumps(value), strict=True)
 
 
 def whole_numbers(value: Any) -> Any:

@@ -81,8 +81,8 @@ class SamplerRegistry:
         """Return the sampler of this name with these options.
 
         Raises:
-            InvalidArgumentError: there is no such sampler, it cannot be loaded, or it has no such option.
-            InvalidArgumentError: an option is missing, or its type or value is wrong.
+            InvalidArgumentError: there is no such sampler, it cannot be loaded or has no such option; or an option is
+                missing, or its type or value is wrong.
         """
         config = whole_numbers(dict(config or {}))
         try:

@@ -35,7 +35,7 @@ class ReceiptKeys:
     def __init__(self) -> None:
         self._keys: dict[bytes, bytes] = {}
         self._current: dict[bytes, bytes] = {}  # by controller: what names the key of its last registration
-        self._superseded: set[bytes] = set()  # and those of earlier ones: one for each start of a controller
+        self._superseded: set[bytes] = set()  # and those of earlier ones: one for each that was replaced
         self._epochs: dict[bytes, int] = {}  # by controller: the highest that was seen
 
     @property
@@ -70,10 +70,9 @@ class ReceiptKeys:
         Raises:
             UnavailableError: a later registration is known.
         """
-        current = self._current.get(controller_id, key)
-        if key in self._superseded:
+        if not key or key in self._superseded:
             raise _unknown_key(controller_id)
-        if current != key:
+        if (current := self._current.get(controller_id, key)) != key:
             self._superseded.add(current)
         self._current[controller_id] = key
 
@@ -151,7 +150,7 @@ class ReceiptBook:
         if not receipt:
             raise PutNotFoundError(
                 f"put {put_id.hex()} has no receipt: either it was committed before, or placement.receipt is not what "
-                "Put answered; put it again",
+                "Put answered; put the data again under another put_id",
                 metadata={"put_id": put_id.hex()},
             )
         try:

@@ -490,8 +490,10 @@ class StorageServicer:
             def may_change(put_id: bytes) -> bool:
                 return put_id not in engine.puts or engine.puts.owner_of(put_id) == request.controller_id
 
+            gone = {each.put_id for each in cells}  # a call that is repeated may have freed them
             for put_id in filter(may_change, request.committed_put_ids):
-                engine.confirm(put_id)
+                if not engine.confirm(put_id) and put_id not in gone:
+                    _log.error(LogMessage("a put that samples need is not here", put_id=put_id))
             freed_at = engine.puts.clock()
             engine.free([each for each in cells if may_change(each.put_id)])
             return storage_control_pb2.UpdatePutsResponse(freed_at=freed_at, receipts_valid_from=engine.puts.valid_from)

@@ -213,8 +213,11 @@ class StorageRegistry:
         self.adoptions.expect(elsewhere)
         if embedded is not None:
             engine = embedded.engine
-            state = engine.begin_reconciliation(self.controller_id)
-            engine.reconcile(state, cells=self.puts.known(engine.storage_id, engine.boot_id).parts())
+            state, known = (
+                engine.begin_reconciliation(self.controller_id),
+                self.puts.known(engine.storage_id, engine.boot_id),
+            )
+            engine.reconcile(state, staying=known.staying(), cells=known.parts())
             for _ in engine.finish_reconciliation(state):
                 pass
             report_reconciled(engine.storage_id, state.missing_put_ids, state.missing_count, state.dropped_count)

@@ -464,9 +464,13 @@ class LookupWait:
         self._selection = selection
         self._min_count = min_count
         self._found: set[int] = set()  # global indexes; some may have been cleared since
-        stored: Indexes = partition.table.index[partition.table.present_positions()]
+        if selection.is_named:
+            present = np.unique(selection.part(partition, 0, selection.named_count).positions)
+        else:
+            present = partition.table.present_positions()
+        stored: Indexes = partition.table.index[present]
         self._unseen: deque[Indexes | range] = deque([stored])
-        self._unseen_count = self._partition.table.present_count
+        self._unseen_count = stored.size
         self._is_due = asyncio.Event()
         self._end_error: Callable[[], TqError] | None = None
 

@@ -745,8 +745,6 @@ class Planner:
         A batch, or the end, is of all ranks: the claims that wait for it are answered, and those that disagree refused.
         """
         self._queue.is_stale = True  # the end of others may have come
-        if isinstance(found, Planned):
-            self.deliveries.add(found.plan.rows.size, time.monotonic())
         if request.rank is None:
             return self._record_for_worker(request, found)
         task, spec, batch_index, is_end = self.task, request.spec, self.task.next_batch_index, False
@@ -760,6 +758,7 @@ class Planner:
             self._commit(batch, (self._partition, task, found.positions))
             answer = found.plan.part(request.rank.dp_rank)
             if task.next_batch_index != batch_index:  # else the partition was cleared before
+                self.deliveries.add(found.plan.rows.size, time.monotonic())
                 is_plain = not (found.plan.is_reusing or found.plan.dropped)
                 positions = found.positions if is_plain else self._partition.table.find(found.plan.rows)
                 described = describe_batch(batch_index, found.plan, found.readiness.known_lengths(positions))
@@ -793,6 +792,7 @@ class Planner:
             batch_spec=request.batch_spec if name else None,
         )
         claim: Claim = self._commit(change, (self._partition, self.task, found.positions))
+        self.deliveries.add(found.plan.rows.size, time.monotonic())
         claim.answer_count = 1
         return claim
 

@@ -624,9 +624,10 @@ class TaskLedger(TaskFacts):
         self._count_leased(claim, delivered.size)
         self._consume(delivered, claim.mark)
 
-    def _write_deliveries(self, positions: Indexes, counts: NDArray[np.int32] | np.int32) -> None:
+    def _write_deliveries(self, positions: Indexes, counts: NDArray[np.int32]) -> None:
         """Write how often rows were delivered, and count those that were more than once."""
-        self.redelivered_count += int(np.sum(counts > 1)) - int(np.count_nonzero(self.deliveries[positions] > 1))
+        before = self.deliveries[positions]
+        self.redelivered_count += int(np.count_nonzero(counts > 1)) - int(np.count_nonzero(before > 1))
         self.deliveries.write(positions, counts)
 
     def _count_uses(self, rows: Indexes, by: int) -> None:
@@ -702,7 +703,7 @@ class TaskLedger(TaskFacts):
         self.claim.write(consumed, claim.serial)
         self._count_leased(claim, -consumed.size)
         if returned.size:
-            self._write_deliveries(returned, np.int32(0))
+            self._write_deliveries(returned, np.zeros(returned.size, np.int32))
             before = returned[:0] if claim.returned is None else claim.returned
             claim.returned = np.concatenate([before, self._table.index[returned]])
             self._reopen(returned)
@@ -793,7 +794,7 @@ class TaskLedger(TaskFacts):
 
     def requeue(self, positions: Indexes) -> None:
         """Have dead-lettered rows claimable, as if they had never been delivered."""
-        self._write_deliveries(positions, np.int32(0))
+        self._write_deliveries(positions, np.zeros(positions.size, np.int32))
         self.dead_lettered_count -= positions.size
         self._reopen(positions)
 
@@ -903,7 +904,7 @@ class TaskLedger(TaskFacts):
     def on_rows_cleared(self, positions: Indexes) -> None:
         """Drop the records whose last rows are being cleared."""
         if self.redelivered_count:
-            self._write_deliveries(positions, np.int32(0))
+            self._write_deliveries(positions, np.zeros(positions.size, np.int32))
         serials, counts = count_values(self.claim[positions])
         for serial, count in zip(serials.tolist(), counts.tolist(), strict=True):
             if (claim := self._by_serial.get(serial)) is not None:

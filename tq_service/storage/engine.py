@@ -7,6 +7,7 @@ blobs beneath, which has the bytes. Everything here happens on one event loop be
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import time
@@ -62,6 +63,7 @@ from tq_service.wire.metadata import CellRuns
 
 _log = logging.getLogger(__name__)
 _MOST_WORK: Final = 4096  # puts that are looked at before others have their turn; some milliseconds
+_LOOKED_AT_ONCE: Final = 256  # puts with dead cells, before others have their turn
 _DROP_WORK: Final = 8  # what to drop one costs, in puts looked at
 _FILLED_AT_ONCE: Final = 1 << 15  # rows whose tables the loop makes; a thread those of more
 # One at a time: the copies that there are beside the quota are those of one put.
@@ -300,7 +302,8 @@ class StorageEngine:
         """
         if put_id not in self.puts:
             raise PutNotFoundError(
-                f"put {put_id.hex()} is not here: never completed, expired without a commit, or cleared; put it again",
+                f"put {put_id.hex()} is not here: never completed, expired without a commit, or cleared; put the data "
+                "again under another put_id",
                 metadata={"put_id": put_id.hex()},
             )
         self._check_partition(put_id, partition_id)
@@ -318,7 +321,8 @@ class StorageEngine:
         was_freed = put_id in self._when_fetched or not (put_id in self.damaged or self.puts[put_id].is_whole())
         if given_at is not None and was_freed:
             raise PutNotFoundError(
-                f"put {put_id.hex()} was committed before, and some of its cells were cleared since; put it again",
+                f"put {put_id.hex()} was committed before, and some of its cells were cleared since; put the data "
+                "again under another put_id",
                 metadata={"put_id": put_id.hex()},
             )
         return given_at
@@ -450,9 +454,10 @@ class StorageEngine:
         if put_id in state.freed:  # what is listed is gone; a put of this id that is here was stored again
             return
         state.staying.add(put_id)
-        self.puts.confirm(put_id)
-        if self._has(state, put_id) and put_id not in self.damaged:
-            return
+        if self._has(state, put_id):
+            self.puts.confirm(put_id)
+            if put_id not in self.damaged:
+                return
         state.miss(put_id)
         if put_id not in self.puts:
             self._backing.mark_damaged(put_id, "it is not here")
@@ -516,7 +521,8 @@ class StorageEngine:
 
     async def close(self) -> None:
         """End what it and its stores have in the background; puts may still be dropped."""
-        self._is_closed, self._move = True, None
+        self._is_closed = True
+        self._give_up_move()
         if self._compaction is not None:
             await asyncio.wait([self._compaction])
         await self._backing.close()
@@ -691,7 +697,7 @@ class StorageEngine:
         self._holed.pop(put_id, None)
         self._due.pop(put_id, None)
         if self._move is not None and self._move.put_id == put_id:
-            self._move = None
+            self._give_up_move()
         self._when_fetched.pop(put_id, None)
         self._backing.delete(put_id, put.values)
 
@@ -735,9 +741,18 @@ class StorageEngine:
         self._compaction = None
         if not compaction.cancelled() and (error := compaction.exception()) is not None:
             _log.error(LogMessage("the compaction of puts failed", error=error), exc_info=error)
+        self._start_compaction()  # of what came after its last look
+
+    def _give_up_move(self) -> None:
+        if self._move is not None:
+            self._move.is_given_up, self._move = True, None
 
     async def _compact_all(self) -> None:
-        while self._due and not self._is_closed:
+        for number in itertools.count(1):
+            if number % _LOOKED_AT_ONCE == 0:
+                await asyncio.sleep(0)
+            if not self._due or self._is_closed:
+                return
             put_id = next(iter(self._due))
             del self._due[put_id]
             if put_id in self._holed and self._backing.may_compact(put_id):
@@ -756,13 +771,15 @@ class StorageEngine:
         old.pin()
         try:
             smaller = await in_thread(_COPIER, move.plan, pinned=[old])
+            if move.is_given_up:
+                return
             blob = await self._store.allocate(smaller.blob_bytes(self._store))
             blob.charge = smaller.charge_in(self._store)
             self._admission.add(blob.charge)
             smaller.place(blob)
             await in_thread(_COPIER, move.copy, smaller, pinned=[old, blob])
             await self._store.flush(blob)
-            if self._move is move:  # else the put is gone
+            if not move.is_given_up:
                 blob = None
                 self.puts.replace(put_id, smaller)
                 self._backing.move(put_id, old, smaller)

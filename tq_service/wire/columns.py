@@ -524,7 +524,7 @@ def _decode(kind: type[PutRequest] | type[GetResponse], data: bytes) -> Any:
 
 
 decode_put_request: Final[Callable[[bytes], PutHeader | memoryview | Garbled]] = partial(_decode, PutRequest)
-"""Deserializes a message of a put stream: its header, a view on its frame, or the reason why it is neither."""
+"""Deserializes a message of a put stream: its header, a view on its frame, or why it is neither."""
 
 decode_get_response: Final[Callable[[bytes], GetHeader | memoryview | Garbled]] = partial(_decode, GetResponse)
 """Deserializes a message of a get stream: its header, a view on its frame, or why it is neither."""

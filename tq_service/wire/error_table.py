@@ -109,8 +109,7 @@ def from_rpc_error(code: grpc.StatusCode, details: str | None, status: Status | 
     if violation.field_violations:
         metadata.setdefault("field", violation.field_violations[0].field)
     kind = _CLASS_BY_REASON.get(info.reason) or _class_of(code)
-    error = kind(message, metadata=metadata)
-    error.reason = info.reason
+    error = kind(message, reason=info.reason or None, metadata=metadata)
     if isinstance(error, errors.ResourceExhaustedError) and has_retry:
         error.retry_after_seconds = retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9
     return error

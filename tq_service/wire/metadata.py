@@ -523,7 +523,9 @@ def values_to_meta_column(name: str, values: Any) -> MetaColumn:
             f"each sample",
             field="custom_meta",
         )
-    kind = values.dtype.kind if isinstance(values, np.ndarray) and values.ndim == 1 else ""
+    kind = ""
+    if isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.itemsize <= 8:  # no longdouble
+        kind = values.dtype.kind
     if kind in {"i", "f", "b"}:
         typed = cast("NDArray[Any]", values).astype(DTYPES[kind])
         return MetaColumn(name=_checked_name(name), values=typed, present=np.ones(typed.size, np.bool_))

@@ -151,7 +151,7 @@ class AsyncPartitionCalls(AsyncBase):
 
         Raises:
             PartitionNotFoundError: there is no such partition.
-            NotFoundError: there is no such group.
+            NotFoundError: the partition has no such group.
         """
         await self._ask(
             pb.CloseGroupsResponse,

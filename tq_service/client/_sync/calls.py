@@ -139,8 +139,8 @@ class Calls:
         """Return the channel to an address.
 
         Raises:
-            PreconditionError: the channels belong to another process and cannot be opened again.
-            PreconditionError: the client is closed.
+            PreconditionError: the client is closed, or its channels belong to another process and cannot be opened
+                again.
             InvalidArgumentError: the credentials cannot be used for this address.
         """
         self._check_open()

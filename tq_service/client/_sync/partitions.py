@@ -152,7 +152,7 @@ class PartitionCalls(Base):
 
         Raises:
             PartitionNotFoundError: there is no such partition.
-            NotFoundError: there is no such group.
+            NotFoundError: the partition has no such group.
         """
         self._ask(
             pb.CloseGroupsResponse,

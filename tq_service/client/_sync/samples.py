@@ -161,11 +161,13 @@ class SampleCalls(Base):
             )
             return columns, header, given
 
-        asks_first = full_name in self._refused_lists and has_lists(data)
+        asks_first, refused, refused_specs = full_name in self._refused_lists and has_lists(data), None, None
         for knows_held in (asks_first, True):
             if knows_held:
                 known |= self._held_fields(full_name, deadline)
             columns, header, given = unless_light(encode, data, keys, groups, custom_meta)
+            if refused is not None and refused_specs == [column.spec for column in columns]:
+                raise refused  # not for its lists: the same again is refused again
             request = header.commit  # where it goes if the storage service is the controller: a copy of it takes long
             request.request_id = new_id()
             request.return_all_meta = return_meta == "all"
@@ -176,10 +178,11 @@ class SampleCalls(Base):
             began_at = time.perf_counter()
             try:
                 answer = self._put_columns(header, request, columns, deadline)
-            except FieldMismatchError:
+            except FieldMismatchError as error:
                 # A list is put again as its field holds rows, which only the service knows.
                 if knows_held or not has_lists(data):
                     raise
+                refused, refused_specs = error, [column.spec for column in columns]
                 continue
             for probe in probes:
                 probe.put(time.perf_counter() - began_at, header.size_bytes)
@@ -211,7 +214,7 @@ class SampleCalls(Base):
                 if not isinstance(error, DataLossError | PutNotFoundError) or loss_count == _MOST_LOSSES:
                     raise
                 loss_count += 1
-                header.put_id = new_id()  # the service may be freeing what it has under the one before
+                header.put_id = new_id()  # the service may still be freeing the bytes of the old one
                 raise UnavailableError(error.message) from error
 
         return self._calls.retried(attempt, deadline)

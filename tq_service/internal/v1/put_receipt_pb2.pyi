@@ -33,7 +33,9 @@ class PutReceipt(google.protobuf.message.Message):
     ones.
     """
     given_at: builtins.float
-    """When it was given, in seconds of the clock of the storage service. A registration says which are void by now."""
+    """When it was given, in seconds of the clock of the storage service. Registrations and answers to updates
+    say which are void by now.
+    """
     columns_digest: builtins.bytes
     """Digest of the columns that the put has, so that a commit of others is refused."""
     def __init__(

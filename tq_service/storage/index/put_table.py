@@ -12,8 +12,8 @@ A put's life in its storage service:
 A controller in another process commits a put on the strength of its receipt and confirms it a short time later. So a
 put that is overdue may be committed all the same, and its controller is asked before it is dropped. It must not commit
 the put once it has answered that it does not know it: a receipt says when it was given, and the question from when on
-receipts are valid. A put that is asked for again by its client gets another receipt, and waits anew. The controller's
-side, and why no put is lost: `server/puts.py`.
+receipts are valid. A put that its client puts again waits anew, with another receipt, if half of its time is over. The
+controller's side, and why no put is lost: `server/puts.py`.
 
 With a store that outlives the process (`PutJournal`):
 
@@ -173,10 +173,14 @@ class PutTable(Mapping[bytes, StoredPut]):
         self._recovered.discard(put_id)
 
     def receipt_time(self, put_id: bytes) -> float | None:
-        """Return the time for a receipt of a put, from which on it waits anew; None if it is committed."""
+        """Return the time for a receipt of a put; None if it is committed.
+
+        A put that is put again gets the receipt that it had. It waits anew once half of its time is over.
+        """
         if self.state_of(put_id) is PutState.COMMITTED:
             return None
-        self.wait(put_id)
+        if self._waiting.get(put_id, -math.inf) + self._ttl_seconds / 2 <= self.clock():
+            self.wait(put_id)
         return self._waiting[put_id]
 
     @property

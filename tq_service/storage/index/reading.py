@@ -617,6 +617,7 @@ class Move:
     Attributes:
         put_id: as above.
         freed: cells of the put that were freed during the move.
+        is_given_up: whether the put is gone, or the engine closed; the rest is not copied.
     """
 
     def __init__(self, put_id: bytes, put: StoredPut) -> None:
@@ -624,6 +625,7 @@ class Move:
         self._put = put.snapshot()
         self._spans: dict[str, Spans] = {}
         self.freed: list[PutCells] = []
+        self.is_given_up = False
 
     def plan(self) -> StoredPut:
         """Find the live cells, and return the put with these only; it still has to be placed."""
@@ -642,7 +644,7 @@ class Move:
         )
 
     def copy(self, smaller: StoredPut) -> None:
-        """Copy tables and values.
+        """Copy tables and values, until it is given up.
 
         Args:
             smaller: what `plan` returned, placed.
@@ -653,7 +655,6 @@ class Move:
         """
         found = [self._spans[column.spec.name] for column in smaller.left_columns()]
         smaller.fill_tables([spans.column for spans in found])
-        smaller.live_bytes = self._put.live_bytes
         blob, at = smaller.values, smaller.values_at
         if at and not blob.is_local:
             blob.write_from(smaller.tables(), 0)
@@ -661,6 +662,8 @@ class Move:
         for spans in found:
             unit = _unit_of(spans.column.spec)
             for _, starts, sizes in _blocks(spans.put_indexes, spans.starts, spans.sizes, unit):
+                if self.is_given_up:
+                    return
                 size = int(sizes.sum())
                 piece = np.empty(size, np.uint8) if space is None else space[at : at + size]
                 gather(self._put.values, starts, sizes, piece, unit)

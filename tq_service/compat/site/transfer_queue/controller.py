@@ -24,6 +24,13 @@ OWN_CHECKPOINT_DIR: Final = "/"
 """Of a service that a run starts for itself: it writes checkpoints wherever its processes want them."""
 
 
+def setting(conf: Any, *names: str, default: Any = None) -> Any:
+    """Return a setting of a dict or DictConfig of sections, or its default where it has none."""
+    for name in names:
+        conf = conf.get(name) if conf is not None else None
+    return default if conf is None else conf
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """One use of a service, from `init()` to `close()`, by however many processes.
@@ -48,7 +55,11 @@ class Run:
 
     def client_options(self) -> dict[str, Any]:
         """Return how the service's clients reach it."""
-        reached: dict[str, Any] = {"address": self.address, "namespace": self.namespace or False}
+        reached: dict[str, Any] = {
+            "address": self.address,
+            "namespace": self.namespace or False,
+            "timeout": float(setting(self.conf, "controller", "timeout_seconds", default=60.0)),
+        }
         return reached if self.token is None else reached | {"token": self.token, "insecure": True}
 
     def filled_conf(self) -> Any:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from transfer_queue.client import TransferQueueClient
-from transfer_queue.controller import OWN_CHECKPOINT_DIR
-from transfer_queue.session import close, current, get_client, init, setting  # noqa: F401  (TransferQueue has them here)
+from transfer_queue.controller import OWN_CHECKPOINT_DIR, setting
+from transfer_queue.session import close, current, get_client, init  # noqa: F401  (TransferQueue has them here)
 
 METADATA_FILE: Final = "metadata.json"
 _LONGEST_NAME: Final = 200

@@ -17,7 +17,7 @@ from typing import Any, Final
 import tq_service as tq
 import transfer_queue.sampler
 from transfer_queue.client import Asking, TransferQueueClient
-from transfer_queue.controller import Run, TransferQueueController
+from transfer_queue.controller import Run, TransferQueueController, setting
 from transfer_queue.sampler import BaseSampler
 
 _log = logging.getLogger(__name__)
@@ -109,13 +109,6 @@ def get_client() -> TransferQueueClient:
     return current(joins=False).client
 
 
-def setting(conf: Any, *names: str, default: Any = None) -> Any:
-    """Return a setting of a dict or DictConfig of sections, or its default where it has none."""
-    for name in names:
-        conf = conf.get(name) if conf is not None else None
-    return default if conf is None else conf
-
-
 def _join() -> Session | None:
     """Return a part in the run of the Ray cluster, None where there is no run or no Ray."""
     ray = _ray()
@@ -154,8 +147,7 @@ def _session_of(controller: Any, ray: Any, *, is_owner: bool = False) -> Session
         polling_mode=is_polling,
         wait_seconds=0.0 if is_polling else wait_seconds,
     )
-    timeout = float(setting(run.conf, "controller", "timeout_seconds", default=60.0))
-    client = TransferQueueClient(asking=asking, timeout=timeout, **run.client_options())
+    client = TransferQueueClient(asking=asking, **run.client_options())
     if is_owner:
         atexit.register(close)
     return Session(run=run, client=client, controller=controller, call=call, ray=ray, is_owner=is_owner)
