@@ -92,7 +92,7 @@ def test_garbled_calls_between_services_never_end_in_an_internal_error(
             freed=[cells],
         ),
         "ReconcilePuts": storage_control_pb2.ReconcilePutsRequest(
-            boot_id=boot_id, controller_id=new_id(), cells=[cells]
+            boot_id=boot_id, controller_id=new_id(), key_id=b"k" * 8, cells=[cells]
         ),
     }.items():
         for _ in range(25):

@@ -201,6 +201,7 @@ def test_keeping_puts_of_another_boot_is_refused(deployment: Deployment) -> None
     request = storage_control_pb2.ReconcilePutsRequest(
         boot_id=endpoint.boot_id,
         controller_id=b"c" * 16,
+        key_id=b"k" * 8,
         cells=[storage_control_pb2.PutCells(put_id=b"unknown")],
         is_last=True,
     )
@@ -220,7 +221,9 @@ def test_cells_whose_rows_and_counts_do_not_fit_are_refused_and_nothing_is_dropp
     boot_id = server.storage.Stat(pb.StatRequest()).storage.boot_id
     cells = [storage_control_pb2.PutCells(put_id=b"p" * 16, first_rows=[0], row_counts=counts)]
     field = "cells" if name == "ReconcilePuts" else "freed"
-    request = getattr(storage_control_pb2, f"{name}Request")(boot_id=boot_id, **{field: cells})
+    request = getattr(storage_control_pb2, f"{name}Request")(
+        boot_id=boot_id, controller_id=b"c" * 16, key_id=b"k" * 8, **{field: cells}
+    )
     with pytest.raises(grpc.RpcError) as refused:
         getattr(server.control, name)(
             iter([request]) if name == "ReconcilePuts" else request, metadata=server.as_service
