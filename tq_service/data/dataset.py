@@ -669,7 +669,7 @@ class StreamingDataLoader:
             if self._context is not None:
                 self._pool = self._pool or WorkerPool(source, self.num_workers, self._context)
                 fetchers = self._pool.fetchers(source, identity)
-            limit = PrefetchLimit(self.prefetch_factor * len(fetchers), self._prefetch_bytes)
+            limit = PrefetchLimit(self.prefetch_factor * max(self.num_workers, 1), self._prefetch_bytes)
             stream = PrefetchStream(fetchers, batch_index, limit)
         else:
             stream = InlineStream(source, batch_index, identity)

@@ -70,6 +70,7 @@ class FetchedBatch:
         meta: the samples of `data`.
         micro_batches: its micro-batches, where they are split ahead of the consumer.
         on_consumed: called when the consumer begins with it, so that another batch may be fetched in its place.
+        measured_bytes: its `size_bytes`, where another process has measured them; None: they are to be measured.
     """
 
     index: int
@@ -77,10 +78,13 @@ class FetchedBatch:
     meta: BatchMeta
     micro_batches: Iterator[Any] | None = None
     on_consumed: Callable[[], None] | None = None
+    measured_bytes: int | None = None
 
     @property
     def size_bytes(self) -> int:
         """Bytes of its tensors, arrays, texts and images, also in plain containers; other objects are not counted."""
+        if self.measured_bytes is not None:
+            return self.measured_bytes
         return flatten(self.data).size_bytes if isinstance(self.data, TensorDict) else object_bytes(self.data)
 
 
@@ -309,6 +313,9 @@ class BatchFetcher:
         self.fetched_until = 0
         self.closed = False
 
+    def request(self, batch_index: int) -> None:
+        """Do nothing: `fetch` asks for the batch."""
+
     def fetch(self, batch_index: int, is_wanted: Callable[[], bool]) -> FetchedBatch | End:
         """Wait for a batch, or the end, and return it.
 
@@ -375,6 +382,7 @@ class InlineStream(BatchFetcher):
         return fetched
 
 
+OnBegun = Callable[[int], None]
 S = TypeVar("S", bound="Fetcher | BatchStream")
 T = TypeVar("T")
 
@@ -451,17 +459,21 @@ class PrefetchQueue(Generic[T]):
         self._end: tuple[int, BaseException | None] | None = None  # the first number without an item, and why
         self.closed = False
 
-    def begin(self) -> int | None:
-        """Wait until the limit admits another item, and return its number; None once there is an end."""
+    def begin(self, on_begun: OnBegun = lambda number: None) -> int | None:
+        """Wait until the limit admits another item, and return its number; None once there is an end.
+
+        `on_begun` is called with the number before another writer begins the next item; it must not wait.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self.closed or self._end or self._limit.admits())
-            return self._begin_now()
+            return self._begin_now(on_begun)
 
-    def _begin_now(self) -> int | None:
+    def _begin_now(self, on_begun: OnBegun) -> int | None:
         if self.closed or self._end or not self._limit.admits():
             return None
         self._limit.begin()
         self._begun_count += 1
+        on_begun(self._begun_count - 1)
         return self._begun_count - 1
 
     @contextmanager
@@ -474,18 +486,18 @@ class PrefetchQueue(Generic[T]):
         except BaseException as error:  # whatever it is, it belongs to the reader
             self.end(number, error)
 
-    def put(self, number: int, item: T, size_bytes: int = 0, *, begins_next: bool = False) -> int | None:
+    def put(self, number: int, item: T, size_bytes: int = 0, on_begun: OnBegun | None = None) -> int | None:
         """Add an item that was begun; it is dropped if the queue was closed meanwhile.
 
-        With `begins_next` its writer begins another one before other writers do: return the number of that, None if
-        the limit does not admit it now.
+        With `on_begun` its writer begins another one, as with `begin`, before other writers do: return the number of
+        that, None if the limit does not admit it now.
         """
         with self._changed:
             self._limit.arrive(size_bytes)
             if not self.closed:
                 self._items[number] = item
                 self._changed.notify_all()
-            return self._begin_now() if begins_next else None
+            return None if on_begun is None else self._begin_now(on_begun)
 
     def end(self, number: int, error: BaseException | None = None) -> None:
         """Have no items from this number on; an error is raised to the reader once it has those before."""
@@ -588,6 +600,10 @@ class Fetcher(Protocol):
     fetched_until: int
     """The batch_index behind the last batch that was fetched."""
 
+    def request(self, batch_index: int) -> None:
+        """Take notice of the batch that `fetch` is called for next, in the order of batches; does not wait."""
+        ...
+
     def fetch(self, batch_index: int, is_wanted: Callable[[], bool]) -> FetchedBatch | End:
         """Wait for a batch, or the end, and return it; StreamClosedError once it is not wanted any more."""
         ...
@@ -627,8 +643,12 @@ class PrefetchStream(_QueuedStream[Fetcher, FetchedBatch | End]):
 
 def _fetch_ahead(first_index: int, fetcher: Fetcher, queue: PrefetchQueue[FetchedBatch | End]) -> None:
     following: int | None = None
+
+    def request(number: int) -> None:
+        fetcher.request(first_index + number)
+
     try:
-        while (number := queue.begin() if following is None else following) is not None:
+        while (number := queue.begin(request) if following is None else following) is not None:
             following = None
             with queue.filling(number):
                 fetched = fetcher.fetch(first_index + number, lambda: not queue.closed)
@@ -640,10 +660,13 @@ def _fetch_ahead(first_index: int, fetcher: Fetcher, queue: PrefetchQueue[Fetche
                     # is read first.
                     size_bytes = fetched.size_bytes
                     fetched = replace(fetched, on_consumed=partial(queue.on_consumed, size_bytes))
-                    following = queue.put(number, fetched, size_bytes, begins_next=True)
+                    following = queue.put(number, fetched, size_bytes, request)
                 del fetched  # not kept alive while the limit is waited for
     finally:
-        fetcher.close()
+        # Its client may have been opened when the stream was already closed. At the end of the batches, which other
+        # fetchers of the same worker may still wait for, `close` of the stream does it.
+        if queue.closed:
+            fetcher.close()
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,8 @@
 Lifecycle::
 
     WorkerPool()  ──────────────────> workers start and idle
-    WorkerFetcher ──────────────────> fetches batches for one thread of a stream, each with one request and one reply
+    WorkerFetcher ──────────────────> fetches batches for one thread of a stream, each with one request and one reply;
+                                      two of a worker keep it busy
           close() ──────────────────> the worker ends its call and idles; its fetcher of the next stream goes on with it
     pool.close() or garbage collection ──> workers end
 
@@ -40,6 +41,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
@@ -51,7 +53,7 @@ import torch
 from tensordict import TensorDict
 
 from tq_service.client_probes import Note, ProbeNotes, notify_probes
-from tq_service.data.columns import FlatBatch, build, flatten
+from tq_service.data.columns import FlatBatch, build, flatten, object_bytes
 from tq_service.data.source import (
     BatchFetcher,
     BatchSource,
@@ -79,10 +81,12 @@ class BatchLayout:
     Attributes:
         index: its batch_index.
         places: begin and end of each part: the pickle, and then the tensors of the columns.
+        batch_bytes: `FetchedBatch.size_bytes` of the batch, which takes a look at each object.
     """
 
     index: int
     places: tuple[tuple[int, int], ...]
+    batch_bytes: int
 
     @property
     def size_bytes(self) -> int:
@@ -106,7 +110,8 @@ def lay_out(batch: FetchedBatch) -> tuple[BatchLayout, list[Bytes]]:
         begin = -(-end // _ALIGNMENT) * _ALIGNMENT
         end = begin + part.nbytes
         places.append((begin, end))
-    return BatchLayout(batch.index, tuple(places)), parts
+    batch_bytes = content.size_bytes if isinstance(content, FlatBatch) else object_bytes(content)
+    return BatchLayout(batch.index, tuple(places), batch_bytes), parts
 
 
 def open_batch(layout: BatchLayout, data: Bytes) -> FetchedBatch:
@@ -114,7 +119,10 @@ def open_batch(layout: BatchLayout, data: Bytes) -> FetchedBatch:
     pickled, *tensors = (data[begin:end] for begin, end in layout.places)
     meta, content = pickle.loads(pickled.data, buffers=tensors)  # noqa: S301  (of a process of this program)
     return FetchedBatch(
-        index=layout.index, data=build(content) if isinstance(content, FlatBatch) else content, meta=meta
+        index=layout.index,
+        data=build(content) if isinstance(content, FlatBatch) else content,
+        meta=meta,
+        measured_bytes=layout.batch_bytes,
     )
 
 
@@ -122,8 +130,10 @@ class _Pickler(pickle.Pickler):
     """Pickles a batch: the bytes of its columns' tensors beside the pickle, those of tensors within objects in it."""
 
     def __init__(self, file: io.BytesIO, columns: Iterable[torch.Tensor | list[Any]]) -> None:
-        super().__init__(file, protocol=5, buffer_callback=self._is_inside)
         self.beside: list[pickle.PickleBuffer] = []
+        # Not a bound method: CPython 3.11 may crash where the collector, and not a count, frees a PickleBuffer of a
+        # memoryview. So no cycle leads to one, and they are made of arrays.
+        super().__init__(file, protocol=5, buffer_callback=partial(_is_inside, self.beside))
         self._ids_beside = {id(each) for part in columns for each in (part if isinstance(part, list) else (part,))}
 
     def reducer_override(self, value: Any) -> Any:
@@ -137,12 +147,14 @@ class _Pickler(pickle.Pickler):
         data = tensor_bytes(value)
         if id(value) not in self._ids_beside:
             return _tensor_of, (bytearray(data), value.dtype, tuple(value.shape))
-        self.beside.append(pickle.PickleBuffer(data))
+        array: Any = np.frombuffer(data, np.uint8)
+        self.beside.append(pickle.PickleBuffer(array))
         return _tensor_of, (self.beside[-1], value.dtype, tuple(value.shape))
 
-    def _is_inside(self, buffer: pickle.PickleBuffer) -> bool:
-        """Whether a buffer goes into the pickle, as that of an array does."""
-        return not self.beside or buffer is not self.beside[-1]
+
+def _is_inside(beside: list[pickle.PickleBuffer], buffer: pickle.PickleBuffer) -> bool:
+    """Whether a buffer goes into the pickle, as that of an array does."""
+    return not beside or buffer is not beside[-1]
 
 
 def _tensor_of(data: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
@@ -318,7 +330,8 @@ class _Worker:
         needs_main: whether it has run the main module.
         buffers: its shared buffers.
         has_replied: whether it has served a request.
-        in_use: held from a request to its reply; the fetcher of the stream before may still wait for one.
+        last_received: set once the reply to its latest request is received, or lost with the process. Replies come in
+            the order of requests, those of a stream that was closed included.
         sending: held while a message is sent. Reentrant: a finalizer may close a fetcher in the middle of a request.
     """
 
@@ -327,8 +340,11 @@ class _Worker:
     needs_main: bool
     buffers: SharedBufferReader = field(default_factory=SharedBufferReader)
     has_replied: bool = False
-    in_use: threading.Lock = field(default_factory=threading.Lock)
+    last_received: threading.Event = field(default_factory=threading.Event)
     sending: threading.RLock = field(default_factory=threading.RLock)
+
+    def __post_init__(self) -> None:
+        self.last_received.set()
 
     def send(self, message: FetchRequest | Stop | None) -> None:
         with self.sending, suppress(OSError):  # dead or ended: `receive` raises that
@@ -375,9 +391,13 @@ class WorkerPool:
         """Ends the workers; idempotent."""
 
     def fetchers(self, source: BatchSource, identity: StreamIdentity | None) -> list[WorkerFetcher]:
-        """Return what fetches the batches of a new stream, one fetcher for each worker."""
+        """Return what fetches the batches of a new stream, two fetchers for each worker.
+
+        While one of them opens a batch, its worker fetches what the other one has requested.
+        """
         stream = next(self._streams)
-        return [WorkerFetcher(worker, stream, source.request.partition_id, identity) for worker in self._workers]
+        partition_id = source.request.partition_id
+        return [WorkerFetcher(worker, stream, partition_id, identity) for worker in self._workers * 2]
 
 
 class WorkerFetcher:
@@ -392,20 +412,16 @@ class WorkerFetcher:
         self._stream = stream
         self._partition_id = partition_id
         self._identity = identity
+        # The reply to the worker's request before the own one, and the reply to the own one.
+        self._earlier = self._own = threading.Event()
         self.fetched_until = 0
 
-    def fetch(self, batch_index: int, is_wanted: Callable[[], bool]) -> FetchedBatch | End:
-        """Wait for a batch, or the end, and return it.
-
-        Raises:
-            StreamClosedError: the batch is not wanted any more.
-            WorkerDiedError: the worker died.
-            Exception: what the worker raised.
-        """
+    def request(self, batch_index: int) -> None:
+        """Request a batch, which must then be fetched: each request has one reply."""
         worker = self._worker
-        with worker.in_use:
-            if not is_wanted():
-                raise StreamClosedError
+        with worker.sending:
+            self._earlier, self._own = worker.last_received, threading.Event()
+            worker.last_received = self._own
             worker.send(
                 FetchRequest(
                     stream=self._stream,
@@ -415,7 +431,20 @@ class WorkerFetcher:
                     released=worker.buffers.take_released(),
                 )
             )
-            reply, data = worker.receive()
+
+    def fetch(self, batch_index: int, is_wanted: Callable[[], bool]) -> FetchedBatch | End:
+        """Wait for the batch that was requested, or the end, and return it; once `close` was called it ends soon.
+
+        Raises:
+            StreamClosedError: the batch is not wanted any more.
+            WorkerDiedError: the worker died.
+            Exception: what the worker raised.
+        """
+        try:
+            self._earlier.wait()
+            reply, data = self._worker.receive()
+        finally:
+            self._own.set()
         notify_probes(reply.notes)
         content = reply.content
         if isinstance(content, ExceptionWrapper):
