@@ -184,6 +184,23 @@ class _Network(_Section):
         "Containers of one host mount the same directory. Default: tq_service-<uid> in the directory for "
         "temporary files, for this user alone.",
     )
+    bulk: Literal["on", "off"] = Field(
+        "on",
+        description="Whether the bytes of puts and gets from 2 MiB on go over connections of their own, on every core, "
+        "where clients reach the bulk port: on, or off (all bytes go in gRPC messages).",
+    )
+    bulk_port: int = Field(
+        0,
+        ge=0,
+        le=65535,
+        description="Port to listen on for these connections, at the address of the service and secured as it is; 0 "
+        "lets the system choose one, which firewalls and Kubernetes keep clients from.",
+    )
+    bulk_advertise: AdvertisedAddress | None = Field(
+        None,
+        description="Address host:port at which clients reach the bulk port; without a port it is the one listened "
+        "on. Default: the host at which they reach this storage service.",
+    )
     metrics_port: int | None = Field(
         None,
         ge=0,
@@ -580,6 +597,10 @@ class ServeSettings(_Limits, _Security, _Batches, _Cluster, _StorageAndDurabilit
             return ""
         anywhere = self.host in {"0.0.0.0", "::", "[::]"}  # noqa: S104  (compared with, not bound to)
         return join_address(socket.gethostname() if anywhere else self.host, port)
+
+    def bulk_address(self, port: int) -> str:
+        """Return where clients reach the bulk port, as `StatResponse.bulk_address`; `port` is the one listened on."""
+        return f":{port}" if self.bulk_advertise is None else normal_address(self.bulk_advertise, port)
 
     def storage_name(self, port: int) -> str:
         """Return the name of this storage service; `port` is the one it listens on."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from live_server import LiveServer, StartServer
 
 from tq_service.client.transport import Deadline
+from tq_service.dataplane.bulk.client import BulkLink
 from tq_service.dataplane.receiving import Received
 from tq_service.errors import (
     DataLossError,
@@ -20,7 +22,7 @@ from tq_service.errors import (
 )
 from tq_service.server.storage_servicer import EngineDriver
 from tq_service.storage.engine import StorageEngine
-from tq_service.v1.storage_service_pb2 import GetRequest
+from tq_service.v1.storage_service_pb2 import GetRequest, StatRequest
 from tq_service.wire.columns import Column, put_header
 from tq_service.wire.encoding import encode_columns
 from tq_service.wire.metadata import CellRuns
@@ -83,19 +85,29 @@ def of_engine(server: LiveServer, driver: Any, call: Callable[..., Any]) -> Driv
     return Driven(driver, call, engine.boot_id, held)
 
 
+def find_bulk_port(link: BulkLink, server: LiveServer) -> None:
+    """Wait for what clients do beside their first calls."""
+    link.probe(server.storage.Stat(StatRequest()))
+    deadline = time.monotonic() + SECONDS
+    while not link.is_up:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def on_loop(server: LiveServer) -> Callable[..., Any]:
     return lambda method, *given: server.loop.run(method(*given))
 
 
 def over_grpc(server: LiveServer, kind: Any) -> Driven:
     calls = server.client(kind).real._calls
-    if kind == "sync":
-        return of_engine(server, calls.endpoint(server.address).driver, lambda method, *given: method(*given))
 
     async def made() -> Any:
         return calls.endpoint(server.address).driver  # a channel of asyncio belongs to a loop
 
-    return of_engine(server, server.loop.run(made()), on_loop(server))
+    driver = calls.endpoint(server.address).driver if kind == "sync" else server.loop.run(made())
+    if server.app.storage.bulk is not None:  # type: ignore[union-attr]
+        find_bulk_port(driver._bulk, server)
+    return of_engine(server, driver, on_loop(server) if kind == "async" else lambda method, *given: method(*given))
 
 
 def in_process(server: LiveServer) -> Driven:
@@ -110,9 +122,13 @@ DRIVERS: dict[str, Callable[[LiveServer], Driven]] = {
 }
 
 
-@pytest.fixture(params=["shared memory", "no shared memory"])
+@pytest.fixture(params=["shared memory", "bulk", "frames"])
 def server(request: pytest.FixtureRequest, start_server: StartServer) -> LiveServer:
-    return start_server(max_bytes=MAX_BYTES, shared_memory="auto" if request.param == "shared memory" else "off")
+    return start_server(
+        max_bytes=MAX_BYTES,
+        shared_memory="auto" if request.param == "shared memory" else "off",
+        bulk="on" if request.param == "bulk" else "off",
+    )
 
 
 @pytest.fixture(params=DRIVERS)

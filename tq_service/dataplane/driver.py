@@ -1,8 +1,8 @@
 """Puts and gets at a storage service: over gRPC, each call in the way that suits its size.
 
-Inline: one message, for up to `INLINE_BYTES`. Stream: a header, then frames. Shared memory, with a
-service of the same host: a stream whose bytes are file descriptors, sent over a Unix socket; gets take them with inline
-answers, too.
+Inline: one message, for up to `INLINE_BYTES`. Shared memory, with a service of the same host: a stream whose bytes are
+file descriptors, sent over a Unix socket; gets take them with inline answers, too. Bulk, from `BULK_BYTES` on: a stream
+whose bytes go over connections of their own. Stream: a header, then frames, where none of the others is to be had.
 
 Asyncio and threads do the same steps: these are generators that yield the calls to be made, and `async_run` or `run`
 makes them, as in psycopg. Things in which the two differ are here in two forms with one interface.
@@ -20,10 +20,12 @@ from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 import grpc
 
-from tq_service.dataplane.receiving import AnswerReader, AnswerSizes, Received
+from tq_service.dataplane.bulk.client import BulkLink
+from tq_service.dataplane.receiving import AnswerReader, AnswerSizes, Deadline, Received
 from tq_service.dataplane.shared_memory.client import FdChannel, HostLink
 from tq_service.errors import LimitExceededError, TqError, UnavailableError
 from tq_service.v1.storage_service_pb2 import (
+    BulkTicket,
     GetInlineRequest,
     GetRequest,
     PutHeader,
@@ -33,10 +35,13 @@ from tq_service.v1.storage_service_pb2 import (
 )
 from tq_service.v1.storage_service_pb2_grpc import StorageServiceStub
 from tq_service.wire.columns import (
+    BULK_BYTES,
     INLINE_BYTES,
+    SEND_AS_BULK,
     SEND_AS_FDS,
     SEND_AS_FRAMES,
     SEND_AS_KEY,
+    TICKET_KEY,
     WAITING_BYTES,
     Column,
     FrameParts,
@@ -58,14 +63,6 @@ _INLINE_TAG_BYTES: Final = 8  # in which GetInlineRequest wraps a GetRequest
 
 SHARED_FROM_BYTES: Final = 1 << 20
 """A smaller put does not ask whether the service is on this host: sending it takes as long, and no file descriptor."""
-
-
-class Deadline(Protocol):
-    """When a call must have ended."""
-
-    def remaining(self) -> float:
-        """Return the seconds left, 0 when it has passed."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +150,22 @@ def _call_here(call: Callable[..., T], *arguments: Any) -> T:
     return call(*arguments)
 
 
+@dataclass(frozen=True, slots=True)
+class SendAs:
+    """How the bytes of a put are to be sent: the way, and the ticket of one over bulk connections."""
+
+    way: str
+    ticket: BulkTicket | None = None
+
+
+def _send_as(metadata: Any) -> SendAs | None:
+    # Older versions of grpcio have keys() of pairs, which dict() would look up; so it gets an iterator.
+    values = dict(iter(metadata))
+    if (way := values.get(SEND_AS_KEY)) is None:
+        return None
+    return SendAs(way, BulkTicket.FromString(values[TICKET_KEY]) if way == SEND_AS_BULK else None)
+
+
 class AsyncPutCall:
     """One put, of an asyncio channel.
 
@@ -168,7 +181,7 @@ class AsyncPutCall:
     def __init__(self, call: Any, timeout: float, metadata: Metadata | None) -> None:
         self._stream = call(timeout=timeout, metadata=metadata)
 
-    async def start(self, header: PutHeader) -> str | None:
+    async def start(self, header: PutHeader) -> SendAs | None:
         """Send the header; return how the bytes are to be sent, None where the call has ended: `answer` says how."""
         # Where a call ends before it has begun, by a close of its channel, grpc waits for ever with its first message.
         parts = in_parts(encode_part(header), "put")
@@ -178,8 +191,7 @@ class AsyncPutCall:
             await writing
             for part in parts[1:]:
                 await self._stream.write(part)
-            # Older versions of grpcio have keys() of pairs, which dict() would look up; so it gets an iterator.
-            return dict(iter(await self._stream.initial_metadata())).get(SEND_AS_KEY)
+            return _send_as(await self._stream.initial_metadata())
         except (asyncio.InvalidStateError, grpc.aio.AioRpcError):
             return None
         except asyncio.CancelledError:
@@ -224,14 +236,14 @@ class PutCall:
         self._messages: SimpleQueue[bytes | FrameParts | None] = SimpleQueue()
         self._stream: Any = None
 
-    def start(self, header: PutHeader) -> str | None:
-        """Send the header; return how the bytes are to be sent: without a session frames may follow at once."""
+    def start(self, header: PutHeader) -> SendAs | None:
+        """Send the header; return how the bytes are to be sent: frames may follow at once where nothing else may be."""
         for part in in_parts(encode_part(header), "put"):
             self._messages.put(part)
-        if not header.shared_memory_session:
-            return SEND_AS_FRAMES
+        if not header.shared_memory_session and not header.takes_bulk:
+            return SendAs(SEND_AS_FRAMES)
         self._stream = self._call.future(iter(self._messages.get, None), **self._options)
-        return dict(self._stream.initial_metadata()).get(SEND_AS_KEY)
+        return _send_as(self._stream.initial_metadata())
 
     def send(self, frames: Iterable[FrameParts]) -> None:
         """Send frames."""
@@ -267,6 +279,7 @@ class _GrpcSteps:
         metadata: returns what carries the token.
         errors: makes TqError of what calls within its `with` raise.
         link: shares memory with a service of this host; None: bytes go over the wire.
+        bulk: the bulk port of the service; None: all bytes go over the channel.
     """
 
     # Of one form: a put's call, what makes a call that blocks, the iterator of a stream and its next part.
@@ -282,6 +295,7 @@ class _GrpcSteps:
         metadata: Callable[[], Metadata | None],
         errors: Callable[[Any], AbstractContextManager[None]],
         link: HostLink | None = None,
+        bulk: BulkLink | None = None,
     ) -> None:
         self.storage: Any = StorageServiceStub(channel)
         self._put = channel.stream_unary(
@@ -292,7 +306,13 @@ class _GrpcSteps:
         self._metadata = metadata
         self._errors = errors
         self._link = link or HostLink(is_enabled=False)
+        self._bulk = bulk or BulkLink("", is_enabled=False)
         self._sizes = AnswerSizes()
+
+    def close(self) -> None:
+        """End the session and the bulk connections, and open no others."""
+        self._link.close()
+        self._bulk.close()
 
     def _putting(self, header: PutHeader, columns: Sequence[Column], deadline: Deadline) -> Steps[PutResponse]:
         keep_frame_buffers()
@@ -309,15 +329,20 @@ class _GrpcSteps:
                     if error.metadata.get("limit_name") != WAITING_BYTES:
                         raise
         if header.size_bytes >= SHARED_FROM_BYTES:
-            yield from self._find_on_host(deadline)
+            yield from self._find_ways(deadline)
         with self._link.session() as session, self._errors(deadline):
             header.shared_memory_session = b"" if session is None else session.session_id
+            header.takes_bulk = header.size_bytes >= BULK_BYTES and self._bulk.is_up
             call = self._put_call(self._put, deadline.remaining(), self._metadata())
             try:
                 send_as = yield partial(call.start, header)
-                if send_as == SEND_AS_FDS and session is not None:
+                if send_as is None:  # it is refused, or there already
+                    pass
+                elif send_as.way == SEND_AS_FDS and session is not None:
                     yield partial(self._in_thread, session.send_fds, header.put_id, columns)
-                elif send_as is not None:  # else it is refused, or there already
+                elif send_as.ticket is not None:
+                    yield partial(self._in_thread, self._bulk.send, send_as.ticket, columns, deadline.remaining)
+                else:
                     yield partial(call.send, iter_frames(chunk for column in columns for chunk in column.chunks))
                 put = yield call.answer
                 return put
@@ -328,10 +353,11 @@ class _GrpcSteps:
         self, request: GetRequest, row_count: int, deadline: Deadline, size_bytes: int | None
     ) -> Steps[list[Received]]:
         keep_frame_buffers()
-        yield from self._find_on_host(deadline)
+        yield from self._find_ways(deadline)
         reader = AnswerReader(row_count)
         with self._link.session() as session, self._errors(deadline):
             request.shared_memory_session = b"" if session is None else session.session_id
+            request.takes_bulk = self._bulk.is_up
             if session is not None or size_bytes is None:
                 size_bytes = self._sizes.expected_bytes(request, row_count)
             answer = None
@@ -340,8 +366,8 @@ class _GrpcSteps:
             if answer is None or not answer.HasField("header"):  # it is too large for one message
                 yield from self._get_stream(request, reader, session, deadline)
             else:
-                yield from self._take(answer.header, reader, session)
-                yield from self._take(memoryview(answer.values), reader, session)
+                yield from self._take(answer.header, reader, session, deadline)
+                yield from self._take(memoryview(answer.values), reader, session, deadline)
         self._sizes.note(request, row_count, reader.sent_bytes)
         return reader.finish()
 
@@ -354,27 +380,36 @@ class _GrpcSteps:
         answers = self._iter(stream)
         try:
             while (part := (yield partial(self._next, answers, None))) is not None:
-                yield from self._take(part, reader, session)
+                yield from self._take(part, reader, session, deadline)
         finally:
             stream.cancel()
 
-    def _take(self, part: Any, reader: AnswerReader, session: FdChannel | None) -> Steps[None]:
+    def _take(self, part: Any, reader: AnswerReader, session: FdChannel | None, deadline: Deadline) -> Steps[None]:
         reader.take(part)
         if reader.offer is not None:
             yield partial(self._in_thread, reader.receive_shared, session)
+        if reader.ticket is not None:
+            yield partial(self._in_thread, reader.receive_bulk, self._bulk, deadline)
 
-    def _find_on_host(self, deadline: Deadline) -> Steps[None]:
-        """Ask a storage service for its socket when that is due, and open a session if it is on this host."""
-        if not self._link.is_due():
+    def _find_ways(self, deadline: Deadline) -> Steps[None]:
+        """Ask a storage service for its socket and its bulk port when that is due.
+
+        A session is opened if it is on this host. Whether the port is reached shows beside this call.
+        """
+        if not self._link.is_due() and not self._bulk.is_due():
             return
         try:
             with self._errors(deadline):
                 stat = yield self._unary(self.storage.Stat, StatRequest(), min(deadline.remaining(), _ASK_SECONDS))
         except TqError:  # the call that is about to be made will say what is wrong
             self._link.postpone()
+            self._bulk.postpone()
             return
-        # It waits twice at most, for other threads and for the service: half of the time is left for the call itself.
-        yield partial(self._in_thread, self._link.open, stat, deadline.remaining() / 4)
+        if self._bulk.is_due():
+            self._bulk.probe(stat)
+        if self._link.is_due():
+            # It waits twice at most, for other threads and for the service: half of the time is left for the call.
+            yield partial(self._in_thread, self._link.open, stat, deadline.remaining() / 4)
 
     def _unary(self, method: Any, request: Any, timeout: float) -> Callable[[], Any]:
         return partial(method, request, timeout=timeout, metadata=self._metadata())

@@ -15,15 +15,25 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import pairwise
-from typing import Final, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 import numpy as np
 
+from tq_service.dataplane.bulk.client import BulkLink
 from tq_service.dataplane.shared_memory.client import FdChannel
 from tq_service.errors import InternalError, InvalidArgumentError, UnavailableError
-from tq_service.v1.storage_service_pb2 import GetHeader, GetRequest, SharedColumn, SharedColumns
+from tq_service.v1.storage_service_pb2 import BulkTicket, GetHeader, GetRequest, SharedColumn, SharedColumns
 from tq_service.wire import shared_memory
 from tq_service.wire.columns import Bytes, ColumnReceiver, ColumnShape, Garbled, decode_headers
+
+
+class Deadline(Protocol):
+    """When a call must have ended."""
+
+    def remaining(self) -> float:
+        """Return the seconds left, 0 when it has passed."""
+        ...
+
 
 Received: TypeAlias = tuple[ColumnShape, Bytes]
 """A column that was got, and its bytes."""
@@ -139,7 +149,8 @@ class AnswerReader:
 
     Attributes:
         offer: columns in shared memory, to be taken by `receive_shared` before the get can end; else None.
-        sent_bytes: bytes of values that come in frames, those in shared memory apart.
+        ticket: of the others, to be received by `receive_bulk` before the get can end; None: they come in frames.
+        sent_bytes: bytes of values, those in shared memory apart.
 
     All methods raise InternalError for what a storage service may not send.
     """
@@ -150,6 +161,8 @@ class AnswerReader:
         self._receiver: ColumnReceiver | None = None
         self._shared: dict[int, Bytes] = {}
         self.offer: SharedColumns | None = None
+        self.ticket: BulkTicket | None = None
+        self._is_broken = False
         self.sent_bytes = 0
 
     def take(self, part: GetHeader | memoryview | Garbled) -> None:
@@ -171,6 +184,28 @@ class AnswerReader:
         self._receiver = ColumnReceiver(sent, RECEIVE_BUFFERS.take)
         self.sent_bytes = sum(column.value_bytes for column in sent)
         self.offer = header.shared if in_memory else None
+        self.ticket = header.bulk if header.HasField("bulk") else None
+        if self.ticket is not None and not (
+            self.ticket.size_bytes == self.sent_bytes > 0 and self.ticket.range_bytes > 0
+        ):
+            raise InternalError(
+                f"a storage service gave a ticket for {self.ticket.size_bytes} bytes in ranges of "
+                f"{self.ticket.range_bytes}; expected one for {self.sent_bytes}"
+            )
+
+    def receive_bulk(self, link: BulkLink, deadline: Deadline) -> None:
+        """Receive the columns of the ticket; where not all come, the call says why.
+
+        Raises:
+            UnavailableError: the bulk port is not reached.
+        """
+        ticket, self.ticket = self.ticket, None
+        if ticket is not None:
+            receiver = self._started()
+            if link.receive(ticket, receiver.buffers, deadline.remaining):
+                receiver.end_filling()
+            else:
+                self._is_broken = True
 
     def receive_shared(self, channel: FdChannel | None) -> None:
         """Take the columns that are in shared memory.
@@ -222,7 +257,13 @@ class AnswerReader:
         return values
 
     def finish(self) -> list[Received]:
-        """Return the columns with their bytes, in the order of the request."""
+        """Return the columns with their bytes, in the order of the request.
+
+        Raises:
+            UnavailableError: a bulk connection was lost, and the call has no other error.
+        """
+        if self._is_broken:
+            raise UnavailableError("the bytes of a get did not come over their bulk connection")
         with _agreement():
             sent = iter(self._started().finish())
         return [

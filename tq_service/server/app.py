@@ -12,6 +12,7 @@ import os
 import secrets
 import signal
 import socket
+import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import TYPE_CHECKING, Any, Final
@@ -21,6 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tq_service.addresses import hosts_and_ports, redacted, split_addresses
 from tq_service.config import ServeSettings, default_shared_memory_dir, format_size, join_address
+from tq_service.dataplane.bulk.server import BulkServer
 from tq_service.dataplane.shared_memory.server import SharedMemoryServer, make_private
 from tq_service.durable.state_store import StateStore
 from tq_service.errors import InvalidArgumentError, JournalUnreachableError, ServiceFailedError, TqError
@@ -131,7 +133,7 @@ class App:
         self._answers = DurableAnswers(self.state_store, self.cluster)
         self.storage = self.controller = None
         if settings.role != "controller":
-            self.storage = StorageProcess(settings, self.port, self.state_store, supervisor)
+            self.storage = StorageProcess(settings, self.port, self.state_store, supervisor, self.listener.tls_context)
             closing.push_async_callback(self.storage.close)
             self.listener.access.partition_of = self.storage.partition_of
         if settings.role != "storage":
@@ -397,7 +399,7 @@ class App:
         """End after a failure, in two seconds at most: nothing is flushed, as if the process had been killed."""
         await asyncio.wait((self._stop_server(None),), timeout=_ABORT_SECONDS)
         if self.storage is not None:
-            self.storage.share_no_memory()
+            self.storage.end_transfers()
         self.listener.close()
 
     async def stop(self, grace_seconds: float) -> None:
@@ -513,6 +515,7 @@ def _what_it_is(app: App) -> str:
         "tls": "mutual" if settings.tls_client_ca else "on" if settings.tls_cert else "off",
         "tokens": "on" if settings.auth_tokens_file else "off",
         "shared memory": "off" if storage is None or storage.shared_memory is None else "on",
+        "bulk port": "none" if storage is None or storage.bulk is None else storage.bulk.port,
         "mirror": mirror,
         "pid": os.getpid(),
     }
@@ -544,11 +547,14 @@ class StorageProcess:
         settings: how it runs.
         port: the one that the process listens on.
         store: keeps its state; None: it is gone with the process.
+        supervisor: runs its tasks.
+        tls_context: what connections to the bulk port are accepted with; None: plaintext.
 
     Attributes:
         engine: holds the puts.
         endpoint: how clients reach it.
         shared_memory: where clients of this host share memory with it, None where they cannot.
+        bulk: the bulk port; None: it has none.
         keys: those of its controllers, for receipts.
         mirroring: its mirror, and what it has taken over from others with the same; None: it has none.
         mirror: of its own puts.
@@ -560,7 +566,14 @@ class StorageProcess:
         InvalidArgumentError: the engine of the mirror cannot be made.
     """
 
-    def __init__(self, settings: ServeSettings, port: int, store: StateStore | None, supervisor: Supervisor) -> None:
+    def __init__(
+        self,
+        settings: ServeSettings,
+        port: int,
+        store: StateStore | None,
+        supervisor: Supervisor,
+        tls_context: Callable[[], ssl.SSLContext] | None,
+    ) -> None:
         name, boot_id = settings.storage_name(port), secrets.token_bytes(16)
         self.registration = Registration()
         self.mirror: Mirror | None = None
@@ -582,6 +595,7 @@ class StorageProcess:
         )
         self.endpoint = endpoint_of(self.engine, settings.advertised_address(port))
         self.shared_memory = _open_shared_memory(settings, self.engine.boot_id)
+        self.bulk = BulkServer(settings.host, settings.bulk_port, tls_context) if settings.bulk == "on" else None
         self.keys = ReceiptKeys()
 
     def servicer(
@@ -601,6 +615,8 @@ class StorageProcess:
             keys=self.keys,
             controller_id=b"" if controller is None else controller.storages.controller_id,
             shared_memory=self.shared_memory,
+            bulk=self.bulk,
+            bulk_address="" if self.bulk is None else settings.bulk_address(self.bulk.port),
             stall_seconds=settings.stall_seconds,
             min_stream_rate_bytes=settings.min_stream_rate_bytes,
             waiting=waiting,
@@ -658,14 +674,16 @@ class StorageProcess:
         if self.mirror is not None and (unmirrored_bytes := await self.mirror.flush_all(seconds)):
             _log.warning(LogMessage("stops although the mirror has not all puts", unmirrored_bytes=unmirrored_bytes))
 
-    def share_no_memory(self) -> None:
-        """Share no more memory with clients of this host."""
+    def end_transfers(self) -> None:
+        """Share no more memory with clients of this host, and end all bulk connections."""
         if self.shared_memory is not None:
             self.shared_memory.close()
+        if self.bulk is not None:
+            self.bulk.close()
 
     async def close(self) -> None:
         """Give up all that it has: memory, files, its mirror."""
-        self.share_no_memory()
+        self.end_transfers()
         await self.engine.close()
         if self.mirroring is not None:
             await self.mirroring.close()

@@ -14,10 +14,11 @@ import ipaddress
 import logging
 import os
 import socket
+import ssl
 import stat
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -87,6 +88,12 @@ class Listener:
             self._audit, self._tokens, secret=self.credentials.secret, stall_seconds=settings.stall_seconds
         )
 
+    @property
+    def tls_context(self) -> Callable[[], ssl.SSLContext] | None:
+        """What returns how a connection that is not gRPC's is accepted over TLS; None: the service has no TLS."""
+        certificate = self._certificate
+        return None if certificate is None else lambda: certificate.context
+
     def listen(self, server: grpc.aio.Server) -> int:
         """Open the port and return its number.
 
@@ -124,9 +131,7 @@ class Listener:
         """Return what secures the port for metrics, which show the names of all partitions and tasks."""
         from tq_service.observe.endpoint import Access  # noqa: PLC0415  (needs the extra `metrics`)
 
-        certificate = self._certificate
-        context = None if certificate is None else lambda: certificate.context
-        return Access(context=context, refusal=partial(self.access.refused_scrape, loop))
+        return Access(context=self.tls_context, refusal=partial(self.access.refused_scrape, loop))
 
     async def watch(self) -> None:
         """Follow the files that the settings name, and write what the audit log counted, until cancelled."""

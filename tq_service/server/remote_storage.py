@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 import grpc
 
+from tq_service.dataplane.bulk.client import BulkLink
 from tq_service.dataplane.driver import AsyncDriver, AsyncGrpcDriver
 from tq_service.errors import DataLossError, PermissionDeniedError, TqError, UnauthenticatedError, UnavailableError
 from tq_service.internal.v1 import put_receipt_pb2, storage_control_pb2, storage_registry_pb2
@@ -197,7 +198,12 @@ class RemoteStorage:
         return self._bulk.stub
 
     def _bulk_calls(self, channel: grpc.aio.Channel) -> AsyncGrpcDriver:
-        return AsyncGrpcDriver(channel, metadata=self._credentials.metadata, errors=lambda _: _typed_errors())
+        return AsyncGrpcDriver(
+            channel,
+            metadata=self._credentials.metadata,
+            errors=lambda _: _typed_errors(),
+            bulk=BulkLink(self.endpoint.address, self._credentials.tls),
+        )
 
     def free(self, cells: Sequence[PutCells]) -> None:
         """Give cells back as soon as the service can be reached."""

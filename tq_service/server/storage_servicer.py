@@ -13,8 +13,9 @@ from typing import Any, Final, TypeAlias
 
 import grpc
 
-from tq_service.dataplane.driver import Deadline
-from tq_service.dataplane.receiving import RECEIVE_BUFFERS, Received
+from tq_service.dataplane.bulk.connection import BulkConnection, Moved
+from tq_service.dataplane.bulk.server import BulkServer, Transfer
+from tq_service.dataplane.receiving import RECEIVE_BUFFERS, Deadline, Received
 from tq_service.dataplane.shared_memory.server import Session, SharedMemoryServer
 from tq_service.errors import (
     DataLossError,
@@ -44,16 +45,18 @@ from tq_service.server.rpc.methods import token_name
 from tq_service.state.cells import Put
 from tq_service.storage.engine import StorageEngine
 from tq_service.storage.index.put import PendingPut, PutCells
-from tq_service.storage.index.reading import Reading
+from tq_service.storage.index.reading import Reading, UnreadableError
 from tq_service.v1 import metadata_pb2
 from tq_service.v1 import storage_service_pb2 as pb
 from tq_service.wire.columns import (
     DEFAULT_FRAME_BYTES,
     INLINE_BYTES,
     MAX_ROWS,
+    SEND_AS_BULK,
     SEND_AS_FDS,
     SEND_AS_FRAMES,
     SEND_AS_KEY,
+    TICKET_KEY,
     Column,
     ColumnReceiver,
     ColumnShape,
@@ -197,6 +200,8 @@ class StorageServicer:
         keys: those of other controllers, with which receipts are sealed; not needed where it is in this process.
         controller_id: of the one in this process.
         shared_memory: takes and gives memory shared with clients of this host, where it can.
+        bulk: takes and gives the bytes of large puts and gets.
+        bulk_address: where clients reach that, as `StatResponse.bulk_address` says.
         stall_seconds: how long the client of a stream may neither send nor take anything.
         min_stream_rate_bytes: bytes per second that all streams must move together while puts wait for capacity.
         waiting: counts the calls that wait for capacity.
@@ -214,6 +219,8 @@ class StorageServicer:
         keys: ReceiptKeys | None = None,
         controller_id: bytes = b"",
         shared_memory: SharedMemoryServer | None = None,
+        bulk: BulkServer | None = None,
+        bulk_address: str = "",
         stall_seconds: float = 60.0,
         min_stream_rate_bytes: int = 0,
         waiting: WaitingCalls | None = None,
@@ -233,6 +240,8 @@ class StorageServicer:
         self._max_puts = max_puts
         self._max_uncommitted_puts = max_uncommitted_puts
         self._shared_memory = shared_memory
+        self._bulk = bulk
+        self._bulk_address = bulk_address
         self._endpoint = endpoint
         self._get_count = 0
 
@@ -259,24 +268,51 @@ class StorageServicer:
             with session.awaiting(header.put_id) as take_fds:
                 awaits_end.set(True)
                 await context.send_initial_metadata(((SEND_AS_KEY, SEND_AS_FDS),))
-                async for part in parts:
-                    raise InvalidArgumentError(
-                        "the bytes of this put come as shared memory; expected the end of the stream, got "
-                        + _name(part),
-                        field="frame",
-                    )
+                await no_frames("shared memory")
                 try:
                     await pending.map_fds(take_fds())
                 except OSError as error:
                     raise UnavailableError(f"the shared memory of a put cannot be used: {error}") from error
 
+        async def receive_bulk(pending: PendingPut, server: BulkServer) -> None:
+            stored = pending.require_open()
+            blob, start = stored.values, stored.values_at
+
+            def fill(connection: BulkConnection, first: int, end: int, moved: Moved) -> None:
+                blob.fill(start + first, start + end, lambda target: connection.receive_into(target, moved))
+
+            blob.pin()
+            transfer = server.open(blob.size - start, fill, on_moved=progress.moved, on_unused=blob.unpin)
+            pending.end_transfer = transfer.close
+            with contextlib.closing(transfer), self._least_rate.watching(progress):
+                awaits_end.set(True)
+                ticket = transfer.ticket.SerializeToString()
+                await context.send_initial_metadata(((SEND_AS_KEY, SEND_AS_BULK), (TICKET_KEY, ticket)))
+                try:
+                    await progress.wait_for(transfer.done())
+                except UnavailableError:
+                    pending.require_open()  # a retry that took over has closed the transfer
+                    raise
+            await no_frames("bulk connections")
+            await pending.end_filling()
+
+        async def no_frames(way: str) -> None:
+            async for part in parts:
+                raise InvalidArgumentError(
+                    f"the bytes of this put come over {way}; expected the end of the stream, got {_name(part)}",
+                    field="frame",
+                )
+
         progress = Progress(self._stall_seconds, f"fewer than {LEAST_PROGRESS_BYTES} bytes came")
         parts = received(parts, progress, _progress_bytes)
         header = await _read_header(parts)
         session = self._session_for_put(header)
-        if session is None:
-            return await self._take(header, receive_frames, context)
-        return await self._take(header, lambda pending: receive_fds(pending, session), context, shared=True)
+        if session is not None:
+            return await self._take(header, lambda pending: receive_fds(pending, session), context, shared=True)
+        if self._bulk is not None and header.takes_bulk and self._bulk.takes(header.size_bytes):
+            server = self._bulk
+            return await self._take(header, lambda pending: receive_bulk(pending, server), context)
+        return await self._take(header, receive_frames, context)
 
     async def PutInline(self, request: pb.PutInlineRequest, context: Context) -> pb.PutInlineResponse:
         async def receive(pending: PendingPut) -> None:
@@ -419,24 +455,63 @@ class StorageServicer:
         progress = Progress(self._stall_seconds, f"fewer than {LEAST_PROGRESS_BYTES} bytes of the answer were taken")
         with contextlib.ExitStack() as stack:
             reading = stack.enter_context(await self._driver.open(request))
-            self._get_count += 1
-            stack.callback(self._end_get)
             session, fds, shared = self._shared_part(request, reading)
             offer = None if session is None else stack.enter_context(contextlib.closing(session.offer(fds)))
             if offer is not None:
                 shared.offer_id = offer.offer_id
-            header = await _encoded(reading, shared)
+            transfer = None
+            if (
+                self._bulk is not None
+                and request.takes_bulk
+                and self._bulk.takes(reading.value_bytes(_indexes(shared)))
+            ):
+                transfer = await self._send_bulk(self._bulk, reading, _indexes(shared), progress, stack)
+            header = await _encoded(reading, shared, None if transfer is None else transfer.ticket)
             with self._least_rate.watching(progress):
                 await progress.wait_for(context.write(header))
-                async for part in reading.parts(_indexes(shared)):
-                    for frame in iter_frames(part, self._frame_bytes()):
-                        await progress.wait_for(context.write(frame))
-                        progress.moved(sum(map(len, frame)))
+                if transfer is None:
+                    await self._send_frames(reading, _indexes(shared), progress, context)
+                else:
+                    try:
+                        await progress.wait_for(transfer.done())
+                    except UnreadableError as error:
+                        raise reading.note_unreadable(error) from error.cause
             if offer is not None:
                 await progress.wait_for(offer.wait())
 
-    def _end_get(self) -> None:
-        self._get_count -= 1
+    async def _send_frames(
+        self, reading: Reading, without: Collection[int], progress: Progress, context: Context
+    ) -> None:
+        self._get_count += 1
+        try:
+            async for part in reading.parts(without):
+                for frame in iter_frames(part, self._frame_bytes()):
+                    await progress.wait_for(context.write(frame))
+                    progress.moved(sum(map(len, frame)))
+        finally:
+            self._get_count -= 1
+
+    async def _send_bulk(
+        self,
+        server: BulkServer,
+        reading: Reading,
+        without: Collection[int],
+        progress: Progress,
+        stack: contextlib.ExitStack,
+    ) -> Transfer:
+        """Open the transfer of a get, which ends with the stack of the call; what that holds lasts as long as it."""
+        cutter = await reading.cutter(without)
+
+        def send(connection: BulkConnection, start: int, end: int, moved: Moved) -> None:
+            if cutter.is_local and connection.sends_slices:
+                connection.send_slices(*cutter.addresses(start, end), moved)
+            else:
+                connection.send(cutter.chunks(start, end), moved)
+
+        held = stack.pop_all()
+        transfer = server.open(reading.value_bytes(without), send, on_moved=progress.moved, on_unused=held.close)
+        stack.callback(transfer.close)
+        return transfer
 
     def _frame_bytes(self) -> int:
         """Return the size of the next frame of a get: each of them has one in memory until its client takes it."""
@@ -447,7 +522,7 @@ class StorageServicer:
             reading = stack.enter_context(await self._driver.open(request.get))
             session, fds, shared = self._shared_part(request.get, reading)
             without = _indexes(shared)
-            size = sum(column.value_bytes for index, column in enumerate(reading.headers) if index not in without)
+            size = reading.value_bytes(without)
             if size > INLINE_BYTES:
                 return pb.GetInlineResponse(size_bytes=size)
             values = b"".join([chunk async for part in reading.parts(without) for chunk in part])
@@ -476,6 +551,7 @@ class StorageServicer:
             storage=self._endpoint,
             shared_memory_socket="" if self._shared_memory is None else str(self._shared_memory.path),
             shared_memory_count=self._engine.shared_memory_count,
+            bulk_address=self._bulk_address,
         )
 
     async def UpdatePuts(
@@ -596,17 +672,21 @@ def _name(part: Part) -> str:
     return "a second header" if isinstance(part, pb.PutHeader) else f"a frame of {len(part)} bytes"
 
 
-def _get_header(reading: Reading, shared: pb.SharedColumns) -> pb.GetHeader:
+def _get_header(reading: Reading, shared: pb.SharedColumns, ticket: pb.BulkTicket | None = None) -> pb.GetHeader:
     """Say what a reading has."""
-    columns = map(encode_header, reading.headers)
-    return pb.GetHeader(row_count=reading.row_count, columns=columns, shared=shared if shared.columns else None)
+    return pb.GetHeader(
+        row_count=reading.row_count,
+        columns=map(encode_header, reading.headers),
+        shared=shared if shared.columns else None,
+        bulk=ticket,
+    )
 
 
-async def _encoded(reading: Reading, shared: pb.SharedColumns) -> bytes:
+async def _encoded(reading: Reading, shared: pb.SharedColumns, ticket: pb.BulkTicket | None) -> bytes:
     """Return the message that says what a reading has; a thread copies the extents of many rows."""
     if reading.row_count < MANY_ROWS:
-        return encode_part(_get_header(reading, shared))
-    return await asyncio.to_thread(lambda: encode_part(_get_header(reading, shared)))
+        return encode_part(_get_header(reading, shared, ticket))
+    return await asyncio.to_thread(lambda: encode_part(_get_header(reading, shared, ticket)))
 
 
 def _indexes(shared: pb.SharedColumns) -> Collection[int]:

@@ -29,6 +29,7 @@ class PutHeader(google.protobuf.message.Message):
     SHARED_MEMORY_SESSION_FIELD_NUMBER: builtins.int
     PARTITION_ID_FIELD_NUMBER: builtins.int
     CONTROLLER_ID_FIELD_NUMBER: builtins.int
+    TAKES_BULK_FIELD_NUMBER: builtins.int
     put_id: builtins.bytes
     """16 random bytes that the client makes for this put and sends again with each retry."""
     row_count: builtins.int
@@ -50,6 +51,8 @@ class PutHeader(google.protobuf.message.Message):
     does not know it, or is in the process of another one: PlacePut says where to put, and with which id. Empty only
     where the controller is in the same process: it is not compared then.
     """
+    takes_bulk: builtins.bool
+    """Whether the client reaches the bulk port, and would send the bytes there. Put only."""
     @property
     def columns(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[tq_service.v1.metadata_pb2.ColumnHeader]:
         """The columns, at least one, each name once, in the order in which their bytes follow."""
@@ -72,11 +75,50 @@ class PutHeader(google.protobuf.message.Message):
         shared_memory_session: builtins.bytes = ...,
         partition_id: builtins.str = ...,
         controller_id: builtins.bytes = ...,
+        takes_bulk: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["commit", b"commit"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["columns", b"columns", "commit", b"commit", "controller_id", b"controller_id", "for_existing_rows", b"for_existing_rows", "partition_id", b"partition_id", "put_id", b"put_id", "row_count", b"row_count", "shared_memory_session", b"shared_memory_session", "size_bytes", b"size_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["columns", b"columns", "commit", b"commit", "controller_id", b"controller_id", "for_existing_rows", b"for_existing_rows", "partition_id", b"partition_id", "put_id", b"put_id", "row_count", b"row_count", "shared_memory_session", b"shared_memory_session", "size_bytes", b"size_bytes", "takes_bulk", b"takes_bulk"]) -> None: ...
 
 global___PutHeader = PutHeader
+
+@typing.final
+class BulkTicket(google.protobuf.message.Message):
+    """Lets the bytes of one put, or one get, go over connections to the bulk port, as long as its call lasts; Stat says
+    where that is.
+
+    The bytes of all columns, one after the other, are cut into ranges of `range_bytes`, the last one shorter; each goes
+    once, over any connection, in any order. For each range the client sends 32 bytes: "TQB1", the 16 bytes of `ticket`,
+    the index of the range as a little-endian uint32, and 8 zero bytes. The bytes of the range follow: from the client
+    for a put, from the service for a get. Then the connection is free for another range, of any transfer. After an
+    error the connection is closed, and the call says why.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TICKET_FIELD_NUMBER: builtins.int
+    SIZE_BYTES_FIELD_NUMBER: builtins.int
+    RANGE_BYTES_FIELD_NUMBER: builtins.int
+    STREAM_COUNT_FIELD_NUMBER: builtins.int
+    ticket: builtins.bytes
+    """16 random bytes."""
+    size_bytes: builtins.int
+    """Bytes of all columns that go over bulk connections."""
+    range_bytes: builtins.int
+    """Bytes of each range but the last."""
+    stream_count: builtins.int
+    """Over how many connections at once the ranges should go."""
+    def __init__(
+        self,
+        *,
+        ticket: builtins.bytes = ...,
+        size_bytes: builtins.int = ...,
+        range_bytes: builtins.int = ...,
+        stream_count: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["range_bytes", b"range_bytes", "size_bytes", b"size_bytes", "stream_count", b"stream_count", "ticket", b"ticket"]) -> None: ...
+
+global___BulkTicket = BulkTicket
 
 @typing.final
 class PutRequest(google.protobuf.message.Message):
@@ -195,12 +237,15 @@ class GetRequest(google.protobuf.message.Message):
     PUT_IDS_FIELD_NUMBER: builtins.int
     RUNS_FIELD_NUMBER: builtins.int
     SHARED_MEMORY_SESSION_FIELD_NUMBER: builtins.int
+    TAKES_BULK_FIELD_NUMBER: builtins.int
     boot_id: builtins.bytes
     """`StorageEndpoint.boot_id` where the puts were located. Under another boot they are gone: DATA_LOSS."""
     shared_memory_session: builtins.bytes
     """The session on the socket for shared memory, of a client that can take shared memory; else empty. One that is not
     open is ignored.
     """
+    takes_bulk: builtins.bool
+    """Whether the client reaches the bulk port, and would receive the bytes there."""
     @property
     def put_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """The puts that `runs` count in."""
@@ -218,8 +263,9 @@ class GetRequest(google.protobuf.message.Message):
         put_ids: collections.abc.Iterable[builtins.bytes] | None = ...,
         runs: collections.abc.Iterable[tq_service.v1.metadata_pb2.CellRuns] | None = ...,
         shared_memory_session: builtins.bytes = ...,
+        takes_bulk: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "put_ids", b"put_ids", "runs", b"runs", "shared_memory_session", b"shared_memory_session"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "put_ids", b"put_ids", "runs", b"runs", "shared_memory_session", b"shared_memory_session", "takes_bulk", b"takes_bulk"]) -> None: ...
 
 global___GetRequest = GetRequest
 
@@ -296,6 +342,7 @@ class GetHeader(google.protobuf.message.Message):
     ROW_COUNT_FIELD_NUMBER: builtins.int
     COLUMNS_FIELD_NUMBER: builtins.int
     SHARED_FIELD_NUMBER: builtins.int
+    BULK_FIELD_NUMBER: builtins.int
     row_count: builtins.int
     """Number of rows of every column."""
     @property
@@ -306,15 +353,20 @@ class GetHeader(google.protobuf.message.Message):
     def shared(self) -> global___SharedColumns:
         """Those of them that are in shared memory instead; absent where none is."""
 
+    @property
+    def bulk(self) -> global___BulkTicket:
+        """With what the others are received over bulk connections; absent where they come in frames."""
+
     def __init__(
         self,
         *,
         row_count: builtins.int = ...,
         columns: collections.abc.Iterable[tq_service.v1.metadata_pb2.ColumnHeader] | None = ...,
         shared: global___SharedColumns | None = ...,
+        bulk: global___BulkTicket | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["shared", b"shared"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["columns", b"columns", "row_count", b"row_count", "shared", b"shared"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["bulk", b"bulk", "shared", b"shared"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["bulk", b"bulk", "columns", b"columns", "row_count", b"row_count", "shared", b"shared"]) -> None: ...
 
 global___GetHeader = GetHeader
 
@@ -422,6 +474,7 @@ class StatResponse(google.protobuf.message.Message):
     SHARED_MEMORY_COUNT_FIELD_NUMBER: builtins.int
     DAMAGED_PUT_COUNT_FIELD_NUMBER: builtins.int
     MIRROR_FIELD_NUMBER: builtins.int
+    BULK_ADDRESS_FIELD_NUMBER: builtins.int
     max_bytes: builtins.int
     """Most bytes that it stores. 0: no quota."""
     used_bytes: builtins.int
@@ -438,6 +491,10 @@ class StatResponse(google.protobuf.message.Message):
     """Number of memfds from clients that it holds."""
     damaged_put_count: builtins.int
     """Number of puts whose bytes are damaged, as far as they have been read since the start."""
+    bulk_address: builtins.str
+    """Address of the bulk port, without a host where that is the one at which the client reaches this service; empty
+    where it has none. Over TLS where calls are.
+    """
     @property
     def storage(self) -> tq_service.v1.metadata_pb2.StorageEndpoint:
         """Name, boot and address of the storage service."""
@@ -459,8 +516,9 @@ class StatResponse(google.protobuf.message.Message):
         shared_memory_count: builtins.int = ...,
         damaged_put_count: builtins.int = ...,
         mirror: tq_service.v1.metadata_pb2.MirrorStatus | None = ...,
+        bulk_address: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["mirror", b"mirror", "storage", b"storage"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["damaged_put_count", b"damaged_put_count", "max_bytes", b"max_bytes", "mirror", b"mirror", "pooled_bytes", b"pooled_bytes", "put_count", b"put_count", "shared_memory_count", b"shared_memory_count", "shared_memory_socket", b"shared_memory_socket", "storage", b"storage", "uncommitted_put_count", b"uncommitted_put_count", "used_bytes", b"used_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bulk_address", b"bulk_address", "damaged_put_count", b"damaged_put_count", "max_bytes", b"max_bytes", "mirror", b"mirror", "pooled_bytes", b"pooled_bytes", "put_count", b"put_count", "shared_memory_count", b"shared_memory_count", "shared_memory_socket", b"shared_memory_socket", "storage", b"storage", "uncommitted_put_count", b"uncommitted_put_count", "used_bytes", b"used_bytes"]) -> None: ...
 
 global___StatResponse = StatResponse

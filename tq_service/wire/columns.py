@@ -467,6 +467,15 @@ SEND_AS_KEY: Final = "tq-send-as"
 SEND_AS_FRAMES: Final = "frames"
 """Value of that key: in frames."""
 
+SEND_AS_BULK: Final = "bulk"
+"""Value of that key: over bulk connections, with the ticket of `TICKET_KEY`."""
+
+TICKET_KEY: Final = "tq-ticket-bin"
+"""Key of the initial metadata of such a put: a BulkTicket."""
+
+BULK_BYTES: Final = 2 << 20
+"""Puts and gets of fewer bytes take as long in frames as over bulk connections."""
+
 SEND_AS_FDS: Final = "fds"
 """Value of that key: as shared memory, in the session that the header names."""
 
@@ -601,6 +610,10 @@ class ColumnReceiver:
             self._filled += size
             if self._filled == len(target):
                 self._current, self._filled = self._current + 1, 0
+
+    def end_filling(self) -> None:
+        """Take note that all buffers were filled, instead of by frames."""
+        self._current = len(self._views)
 
     def write_all(self, frames: Iterable[memoryview]) -> None:
         """Take the next frames."""

@@ -35,6 +35,7 @@ from tq_service.client.transport import (
     resolve_address,
 )
 from tq_service.client_probes import carriers
+from tq_service.dataplane.bulk.client import BulkLink
 from tq_service.dataplane.driver import AsyncGrpcDriver
 from tq_service.dataplane.shared_memory.client import HostLink
 from tq_service.errors import CallCancelledError, PreconditionError, TqError, UnavailableError
@@ -61,8 +62,13 @@ class AsyncEndpoint:
         self.address = address
         options = CLUSTER_CHANNEL_OPTIONS if calls.controllers.has_several else CHANNEL_OPTIONS
         self.channel = open_channel(grpc.aio, address, calls.credentials, options)
-        self.link = HostLink()
-        self.driver = AsyncGrpcDriver(self.channel, metadata=self.metadata, errors=self.errors, link=self.link)
+        self.driver = AsyncGrpcDriver(
+            self.channel,
+            metadata=self.metadata,
+            errors=self.errors,
+            link=HostLink(),
+            bulk=BulkLink(address, calls.credentials.tls),
+        )
         self._calls = calls
         self._outage = Outage(address, calls.credentials.tls)
         self._opened: dict[tuple[type[Message], bool], Any] = {}
@@ -110,7 +116,7 @@ async def async_close_all(endpoints: dict[Any, AsyncEndpoint]) -> None:
     """Close channels of one place; calls that are still running are cancelled."""
     while endpoints:
         _, endpoint = endpoints.popitem()
-        endpoint.link.close()
+        endpoint.driver.close()
         await endpoint.channel.close()
 
 
@@ -226,7 +232,7 @@ class AsyncCalls:
         self._opening = self.credentials.signature(), self.controllers.has_several
         for (_, opening), endpoint in list(self._here().items()):
             if opening != self._opening:
-                endpoint.link.close()
+                endpoint.driver.close()
 
     async def aclose(self) -> None:
         """Close all channels; calls that are still running are cancelled, those of other loops soon after."""

@@ -36,6 +36,7 @@ from tq_service.client.transport import (
     sleep,
 )
 from tq_service.client_probes import carriers
+from tq_service.dataplane.bulk.client import BulkLink
 from tq_service.dataplane.driver import GrpcDriver
 from tq_service.dataplane.shared_memory.client import HostLink
 from tq_service.errors import CallCancelledError, PreconditionError, TqError, UnavailableError
@@ -62,8 +63,13 @@ class Endpoint:
         self.address = address
         options = CLUSTER_CHANNEL_OPTIONS if calls.controllers.has_several else CHANNEL_OPTIONS
         self.channel = open_channel(grpc, address, calls.credentials, options)
-        self.link = HostLink()
-        self.driver = GrpcDriver(self.channel, metadata=self.metadata, errors=self.errors, link=self.link)
+        self.driver = GrpcDriver(
+            self.channel,
+            metadata=self.metadata,
+            errors=self.errors,
+            link=HostLink(),
+            bulk=BulkLink(address, calls.credentials.tls),
+        )
         self._calls = calls
         self._outage = Outage(address, calls.credentials.tls)
         self._opened: dict[tuple[type[Message], bool], Any] = {}
@@ -111,7 +117,7 @@ def close_all(endpoints: dict[Any, Endpoint]) -> None:
     """Close channels of one place; calls that are still running are cancelled."""
     while endpoints:
         _, endpoint = endpoints.popitem()
-        endpoint.link.close()
+        endpoint.driver.close()
         endpoint.channel.close()
 
 
@@ -227,7 +233,7 @@ class Calls:
         self._opening = self.credentials.signature(), self.controllers.has_several
         for (_, opening), endpoint in list(self._here().items()):
             if opening != self._opening:
-                endpoint.link.close()
+                endpoint.driver.close()
 
     def close(self) -> None:
         """Close all channels; calls that are still running are cancelled, those of other loops soon after."""

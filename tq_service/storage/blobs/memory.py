@@ -20,7 +20,7 @@ import asyncio
 import errno
 import mmap
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, ClassVar, Final, Generic, TypeAlias, TypeVar
@@ -32,6 +32,9 @@ from tq_service.wire.shared_memory import map_over
 RETRY_AFTER_SECONDS: Final = 1.0
 SMALL_BYTES: Final = 64 << 10
 """Blobs of fewer bytes come from malloc, and go into the journal whole where there is one."""
+
+PIECE_BYTES: Final = 1 << 20
+"""Of text, checked in one step: some 2 ms at most, in which no other thread runs."""
 
 UNMAPPED_IN_BACKGROUND_FROM_BYTES: Final = 8 << 20
 """The system takes 20 ms and more to free a GiB: too long for the event loop."""
@@ -61,7 +64,7 @@ class Blob:
     Attributes:
         is_local: whether its bytes are memory of this process.
         number: what names it after a restart; 0: nothing does.
-        checksum: XXH3 of what was written, from its beginning on, where it has a number; else 0.
+        checksum: XXH3 of what was written and filled, from its beginning on, where it has a number; else 0.
         store, size, memory, backing: as above.
         charge: bytes of the quota that it takes until it is freed; its owner may change them.
         is_damaged: whether what is behind it is not to be used again.
@@ -124,6 +127,32 @@ class Blob:
             OSError: they cannot be written.
         """
         self.view()[start : start + len(data)] = data
+
+    def fill(self, start: int, end: int, receive: Callable[[memoryview], None]) -> None:
+        """Have bytes received into it; several threads may, each its own, while it is pinned.
+
+        Args:
+            start: where they begin.
+            end: where they end.
+            receive: fills memory with the next of them, and may raise.
+
+        Raises:
+            UnavailableError, DiskFullError: they cannot be written; the put is aborted.
+        """
+        receive(self.view()[start:end])
+
+    def end_filling(self, start: int) -> Iterator[tuple[int, memoryview]]:
+        """Take note that all from `start` on is filled; everything before was written. A thread reads it to the end.
+
+        Yields:
+            Where a piece of what was filled starts, and its bytes, in their order.
+
+        Raises:
+            UnavailableError: it cannot be read.
+        """
+        view = self.view()
+        for at in range(start, self.size, PIECE_BYTES):
+            yield at, view[at : at + PIECE_BYTES]
 
     def map_fds(self, fds: Sequence[int]) -> None:
         """Take over file descriptors of its memory, whatever comes of it; only where its store `maps_fds`.

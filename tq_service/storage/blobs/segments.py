@@ -13,7 +13,7 @@ import errno
 import os
 import re
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +23,7 @@ import xxhash
 
 from tq_service.errors import DiskFullError, TqError, UnavailableError
 from tq_service.storage.blobs.memory import (
+    PIECE_BYTES,
     RETRY_AFTER_SECONDS,
     SMALL_BYTES,
     Blob,
@@ -41,6 +42,7 @@ MIN_FREE_BYTES: Final = 256 << 20
 
 _READ_BYTES: Final = 4 << 20
 _COPY_BYTES: Final = 1 << 20
+_FILL_BYTES: Final = 128 << 10  # of each connection that fills a segment, in memory that no quota counts
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _NAME: Final = re.compile(r"(?:\d{8}|[1-9]\d{8,})\.seg")
 # The system takes about 0.1 ms a MiB to drop a file: too long for the event loop.
@@ -135,11 +137,36 @@ class SegmentBlob(Blob):
 
     def write_from(self, data: Buffer, start: int) -> None:
         self._digest.update(data)
-        left = memoryview(data)
         with self.backing.open() as fd:
-            while left:
-                written = os.pwrite(fd, left, start)
-                start, left = start + written, left[written:]
+            _write(fd, memoryview(data), start)
+
+    def fill(self, start: int, end: int, receive: Callable[[memoryview], None]) -> None:
+        buffer = memoryview(bytearray(min(end - start, _FILL_BYTES)))
+        with self.backing.open() as fd:
+            for at in range(start, end, _FILL_BYTES):
+                part = buffer[: end - at]
+                receive(part)
+                try:
+                    _write(fd, part, at)
+                except OSError as error:
+                    raise self.refusal(error) from error
+
+    def end_filling(self, start: int) -> Iterator[tuple[int, memoryview]]:
+        buffer = memoryview(bytearray(min(self.size - start, PIECE_BYTES)))
+        with self.backing.open() as fd:
+            for at in range(start, self.size, PIECE_BYTES):
+                part = buffer[: self.size - at]
+                try:
+                    read_into(fd, part, at)
+                except OSError as error:
+                    raise self.refusal(error) from error
+                self._digest.update(part)
+                yield at, part
+
+    def refusal(self, error: OSError) -> TqError:
+        """Return the error of a put whose bytes cannot be written; the file may not be used again after most."""
+        self.is_damaged |= not is_temporary(error)
+        return _refusal(self.size, error)
 
 
 class SegmentBlobs(PooledStore[Segment]):
@@ -179,14 +206,13 @@ class SegmentBlobs(PooledStore[Segment]):
             raise _refusal(size, error) from error
 
     async def write(self, blob: Blob, start: int, data: Buffer) -> None:
-        if blob.is_local:
+        if not isinstance(blob, SegmentBlob):
             blob.write_from(data, start)
             return
         try:
             await in_thread(self._executor, blob.write_from, data, start, pinned=[blob])
         except OSError as error:
-            blob.is_damaged |= not is_temporary(error)
-            raise _refusal(blob.size, error) from error
+            raise blob.refusal(error) from error
 
     async def _create(self, capacity: int) -> None:
         """Have one more segment for reuse; on a full disk all others that are held for reuse are removed first."""
@@ -311,6 +337,12 @@ class SegmentBlobs(PooledStore[Segment]):
                 self._drop(segment)
         self._high_water_bytes = self.used_bytes + self.pooled_bytes
         return recovered
+
+
+def _write(fd: int, left: memoryview, start: int) -> None:
+    while left:
+        written = os.pwrite(fd, left, start)
+        start, left = start + written, left[written:]
 
 
 def _copy(target: Blob, head: memoryview, source: Blob, spans: Sequence[Span]) -> None:

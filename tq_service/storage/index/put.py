@@ -31,14 +31,13 @@ from tq_service.errors import (
     nearest,
 )
 from tq_service.schema import Encoding, FieldSpec
-from tq_service.storage.blobs.memory import Blob, BlobStore, Span
+from tq_service.storage.blobs.memory import PIECE_BYTES, Blob, BlobStore, Span, in_thread
 from tq_service.wire.columns import ColumnShape, extent_count, fixed_row_bytes
 from tq_service.wire.shared_memory import close_all, place_columns
 
 Rows = NDArray[np.int64]
 Tables = bytearray | memoryview
 _NO_TABLES: Final = bytearray()
-_PIECE_BYTES: Final = 1 << 20  # of text that is looked at in one step, which takes some 2 ms at most
 _CONTINUES: Final = 0x80  # the two highest bits of a byte that is not the first of its character
 _HIGHEST_BITS: Final = 0xC0
 _MARKED_SHARE: Final = 16  # of the rows of a put, from which on marking rows is quicker than sorting them
@@ -487,7 +486,10 @@ def _wrong_row(name: str, row: int, what: str) -> InvalidArgumentError:
 
 
 class PendingPut:
-    """Takes the bytes of a put: `write` as they come, or `map_fds` of all at once; then `finish`, or `abort`.
+    """Takes the bytes of a put, then `finish`, or `abort`.
+
+    They come in one of three ways: `write` in their order, `map_fds` of all at once, or threads fill its blob, and then
+    `end_filling`.
 
     Waiting for capacity → open → done, or aborted from any but done. The call that reserved it aborts it unless it
     finished; an older stream of the same put is aborted by the newer one and learns it from its next call.
@@ -496,6 +498,10 @@ class PendingPut:
         put_id: the put.
         on_finish: called with the put when all bytes are there.
         on_abort: called once with what is stored so far, None where it has no memory yet.
+
+    Attributes:
+        put_id: as above.
+        end_transfer: called when it is aborted, for what still fills its blob.
     """
 
     __slots__ = (
@@ -505,6 +511,7 @@ class PendingPut:
         "_on_finish",
         "_stored",
         "_text_checks",
+        "end_transfer",
         "put_id",
     )
 
@@ -521,6 +528,7 @@ class PendingPut:
         self._stored: StoredPut | None = None  # as long as it is open
         self._filled = 0
         self._text_checks: Sequence[TextCheck] = ()
+        self.end_transfer: Callable[[], object] = lambda: None
 
     def begin(self, stored: StoredPut) -> None:
         """Give it the put that it fills: its tables are written, its values are to come.
@@ -583,10 +591,27 @@ class PendingPut:
         view = self._stored.values.view()
         for check in self._text_checks:
             while check.next < check.end:
-                check.look_at(view[check.next : check.next + _PIECE_BYTES], check.next)
+                check.look_at(view[check.next : check.next + PIECE_BYTES], check.next)
                 await asyncio.sleep(0)
                 self.require_open()
         self._filled = self.require_open().values.size
+
+    async def end_filling(self) -> None:
+        """Take note that threads have filled the values in its blob.
+
+        Raises:
+            InvalidArgumentError: a row of text is not UTF-8.
+            UnavailableError: what was filled cannot be read.
+            CallCancelledError: a retry took over.
+        """
+        stored = self.require_open()
+        await in_thread(None, self._check_filled, stored.values, stored.values_at, pinned=[stored.values])
+        self._filled = self.require_open().values.size
+
+    def _check_filled(self, blob: Blob, start: int) -> None:
+        for at, piece in blob.end_filling(start):
+            for check in self._text_checks:
+                check.look_at(piece, at)
 
     def require_complete(self) -> StoredPut:
         """Return what is stored.
@@ -619,6 +644,7 @@ class PendingPut:
         if not self._is_ended:
             stored = self._stored
             self._end()
+            self.end_transfer()
             self._on_abort(self, stored)
 
     def _end(self) -> None:

@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -196,7 +196,7 @@ class Reading(AbstractContextManager["Reading"]):
         self._blobs = {index: put.values for index, put in held.items()}
         self._put_ids = put_ids
         self._unreadable = unreadable
-        self._work: asyncio.Future[list[memoryview]] | None = None
+        self._work: asyncio.Future[Any] | None = None
         for blob in self._blobs.values():
             blob.pin()
 
@@ -218,12 +218,11 @@ class Reading(AbstractContextManager["Reading"]):
             return
         loop = asyncio.get_running_loop()
         while True:
-            self._work = loop.run_in_executor(_THREADS, _next_part, chunks)
+            self._work = work = loop.run_in_executor(_THREADS, _next_part, chunks)
             try:
-                part = await asyncio.shield(self._work)
+                part = await asyncio.shield(work)
             except UnreadableError as error:
-                put_id = next(self._put_ids[index] for index, blob in self._blobs.items() if blob is error.blob)
-                raise self._unreadable(put_id, error.blob, error.cause) from error.cause
+                raise self.note_unreadable(error) from error.cause
             if not part:
                 return
             yield part
@@ -233,6 +232,23 @@ class Reading(AbstractContextManager["Reading"]):
         for index, span in enumerate(self._spans):
             if index not in without:
                 yield from self._column_chunks(span)
+
+    def value_bytes(self, without: Collection[int] = ()) -> int:
+        """Return the bytes of all columns but for those left out."""
+        return sum(column.value_bytes for index, column in enumerate(self.headers) if index not in without)
+
+    async def cutter(self, without: Collection[int] = ()) -> Cutter:
+        """Return what cuts the bytes of all columns, but for those left out, for threads; it is good until `close`."""
+        spans = [span for index, span in enumerate(self._spans) if index not in without]
+        if sum(len(span.sizes) for span in spans) <= MOST_FRAME_PARTS:
+            return Cutter(self._blobs, spans)
+        self._work = work = asyncio.get_running_loop().run_in_executor(_THREADS, Cutter, self._blobs, spans)
+        return await asyncio.shield(work)
+
+    def note_unreadable(self, error: UnreadableError) -> TqError:
+        """Take note of bytes that cannot be read, and return the error of the read."""
+        put_id = next(self._put_ids[index] for index, blob in self._blobs.items() if blob is error.blob)
+        return self._unreadable(put_id, error.blob, error.cause)
 
     def shared_part(self) -> tuple[list[int], list[SharedColumn]]:
         """Return the columns that lie in shared memory from end to end, in slices large enough to pay.
@@ -254,7 +270,7 @@ class Reading(AbstractContextManager["Reading"]):
         """Let go of what was read; a second call does nothing."""
         blobs, self._blobs, self._spans = self._blobs, {}, ()
 
-        def unpin(work: asyncio.Future[list[memoryview]] | None = None) -> None:
+        def unpin(work: asyncio.Future[Any] | None = None) -> None:
             if work is not None and not work.cancelled():
                 work.exception()  # no caller waits for it any more
             for blob in blobs.values():
@@ -279,6 +295,59 @@ class Reading(AbstractContextManager["Reading"]):
         views = {put: blob.view() for put, blob in blobs.items()}
         for put, start, end in zip(puts.tolist(), starts.tolist(), (starts + sizes).tolist(), strict=True):
             yield views[put][start:end]
+
+
+class Cutter:
+    """Cuts the bytes of columns, one after the other, into ranges; any thread may while their blobs are pinned.
+
+    Args:
+        blobs: what the slices are in, by put.
+        spans: the columns.
+
+    Attributes:
+        is_local: whether all of them are memory of this process.
+    """
+
+    def __init__(self, blobs: Mapping[int, Blob], spans: Sequence[Spans]) -> None:
+        self._blobs = blobs
+        self._puts = np.concatenate([span.put_indexes for span in spans])
+        self._starts = np.concatenate([span.starts for span in spans])
+        self._sizes = np.concatenate([span.sizes for span in spans])
+        self._ends = np.cumsum(self._sizes)
+        self.is_local = all(blob.is_local for blob in blobs.values())
+        self._addresses = self._starts
+        if self.is_local:
+            used, owners = np.unique(self._puts, return_inverse=True)
+            bases = [np.frombuffer(blobs[put].view(), np.uint8).ctypes.data for put in used.tolist()]
+            self._addresses = _integers(bases)[owners] + self._starts
+
+    def _cut(self, values: Rows, start: int, end: int) -> tuple[Rows, Rows]:
+        """Return what slices have of a range: their values, moved on where the range begins within, and sizes."""
+        first, last = self._between(start, end)
+        values, sizes = values[first:last].copy(), self._sizes[first:last].copy()
+        skipped = start - (int(self._ends[first]) - int(sizes[0]))
+        values[0] += skipped
+        sizes[0] -= skipped
+        sizes[-1] -= int(self._ends[last - 1]) - end
+        return values, sizes
+
+    def _between(self, start: int, end: int) -> tuple[int, int]:
+        """Return the first slice of a range, and the one after its last."""
+        return int(np.searchsorted(self._ends, start, "right")), int(np.searchsorted(self._ends, end, "left")) + 1
+
+    def addresses(self, start: int, end: int) -> tuple[Rows, Rows]:
+        """Return address and size of the slices of a range; only if it `is_local`."""
+        return self._cut(self._addresses, start, end)
+
+    def chunks(self, start: int, end: int) -> Iterator[memoryview]:
+        """Yield the bytes of a range, copied together.
+
+        Raises:
+            UnreadableError: they cannot be read.
+        """
+        first, last = self._between(start, end)
+        for some in _blocks(self._puts[first:last], *self._cut(self._starts, start, end), 1):
+            yield _gathered(self._blobs, *some, 1)
 
 
 def _next_part(chunks: Iterator[memoryview]) -> list[memoryview]:

@@ -1,0 +1,248 @@
+"""The client's half: connections to the bulk port of one storage service, found by a probe, and used again.
+
+A client that cannot reach the port, as through an ingress, finds that out beside its calls, whose bytes go in frames.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import ssl
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Final, TypeAlias
+
+import numpy as np
+
+from tq_service.addresses import hosts_and_ports
+from tq_service.dataplane.bulk.connection import BulkConnection, Integers, Moved
+from tq_service.errors import TqError, UnavailableError
+from tq_service.v1.storage_service_pb2 import BulkTicket, StatResponse
+from tq_service.wire.columns import Bytes, Column
+from tq_service.wire.connection import Tls
+
+SWITCH_VARIABLE: Final = "TQ_BULK"
+_CONNECT_SECONDS: Final = 1.0
+_ASK_AGAIN_SECONDS: Final = 60.0
+_TRY_AGAIN_SECONDS: Final = 5.0
+_KEPT_SECONDS: Final = 50.0  # the service closes idle ones after 60
+_MOST_KEPT: Final = 8
+# Threads beside those of the callers; a transfer with fewer streams than it should have is only slower.
+_STREAMS: Final = ThreadPoolExecutor(32, thread_name_prefix="tq-bulk")
+
+Remaining: TypeAlias = Callable[[], float]
+"""Returns the seconds that a transfer still has."""
+
+
+class BulkLink:
+    """What a client knows about the bulk port of the storage service at one address. May be used by several threads.
+
+    Args:
+        address: of the service, as gRPC takes it.
+        tls: how it is reached over TLS; None: in plaintext.
+        is_enabled: whether the port is looked for; None: as the environment says.
+    """
+
+    def __init__(self, address: str, tls: Tls | None = None, *, is_enabled: bool | None = None) -> None:
+        self._address = address
+        self._tls = tls
+        self._lock = threading.Lock()  # of all below
+        self._is_enabled = os.environ.get(SWITCH_VARIABLE, "").lower() != "off" if is_enabled is None else is_enabled
+        self._ask_at = time.monotonic()
+        self._target: tuple[str, int] | None = None
+        self._idle: deque[tuple[float, BulkConnection]] = deque()
+        weakref.finalize(self, _close_all, self._idle).atexit = False  # clients need not be closed
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the port is reached."""
+        return self._target is not None
+
+    def is_due(self) -> bool:
+        """Whether the service should be asked for its port now."""
+        with self._lock:
+            return self._is_enabled and self._target is None and time.monotonic() >= self._ask_at
+
+    def postpone(self, seconds: float = _TRY_AGAIN_SECONDS) -> None:
+        """Use the port no more, and ask for it again later."""
+        with self._lock:
+            self._target = None
+            self._ask_at = time.monotonic() + seconds
+
+    def probe(self, stat: StatResponse) -> None:
+        """Find out, in a thread, whether the port is reached that a service has named."""
+        self.postpone(_ASK_AGAIN_SECONDS)
+        target = _target(stat.bulk_address, self._address)
+        if target is not None:
+            threading.Thread(target=self._probe, args=(target,), name="tq-bulk-probe", daemon=True).start()
+
+    def _probe(self, target: tuple[str, int]) -> None:
+        try:
+            connection = self._connect(target)
+        except UnavailableError:
+            return
+        with self._lock:
+            if self._is_enabled:
+                self._target = target
+        self._give_back(connection)
+
+    def close(self) -> None:
+        """Close all connections, and open no other."""
+        with self._lock:
+            self._is_enabled, self._target = False, None
+        _close_all(self._idle)
+
+    def send(self, ticket: BulkTicket, columns: Sequence[Column], remaining: Remaining) -> bool:
+        """Send the bytes of a put; return whether all went, else its call says why not.
+
+        Raises:
+            UnavailableError: the port is not reached.
+        """
+        chunks = [chunk for column in columns for chunk in column.chunks if len(chunk)]
+        return self._move(ticket, chunks, lambda connection, parts, moved: connection.send(parts, moved), remaining)
+
+    def receive(self, ticket: BulkTicket, buffers: Sequence[Bytes], remaining: Remaining) -> bool:
+        """Receive the bytes of a get into memory; return whether all came, else its call says why not.
+
+        Raises:
+            UnavailableError: the port is not reached.
+        """
+
+        def receive(connection: BulkConnection, parts: Sequence[memoryview], moved: Moved) -> None:
+            for part in parts:
+                connection.receive_into(part, moved)
+
+        return self._move(ticket, [buffer.data for buffer in buffers if buffer.size], receive, remaining)
+
+    def _move(
+        self,
+        ticket: BulkTicket,
+        chunks: Sequence[memoryview],
+        move: Callable[[BulkConnection, Sequence[memoryview], Moved], None],
+        remaining: Remaining,
+    ) -> bool:
+        """Have threads move the ranges of a transfer, each a part of these chunks."""
+        ends = np.cumsum([len(chunk) for chunk in chunks])
+        count = -(-ticket.size_bytes // ticket.range_bytes)
+        left = deque(range(count))
+        is_broken = False
+
+        def moved(_size: int) -> None:
+            if is_broken or remaining() <= 0:
+                raise UnavailableError("the bulk transfer was broken off")
+
+        def run() -> None:
+            nonlocal is_broken
+            try:
+                while left and not is_broken:
+                    connection = self._take()
+                    try:
+                        move_all(connection)
+                    except BaseException as error:
+                        is_broken = True
+                        connection.close()
+                        if not isinstance(error, OSError | TqError):
+                            raise
+                    else:
+                        self._give_back(connection)
+            except BaseException:
+                is_broken = True
+                raise
+
+        def move_all(connection: BulkConnection) -> None:
+            with suppress(IndexError):
+                while not is_broken:
+                    index = left.popleft()
+                    start = index * ticket.range_bytes
+                    parts = _cut(chunks, ends, start, min(start + ticket.range_bytes, ticket.size_bytes))
+                    connection.request(ticket.ticket, index, moved)
+                    move(connection, parts, moved)
+
+        others = [_STREAMS.submit(run) for _ in range(min(ticket.stream_count, count) - 1)]
+        try:
+            run()
+        finally:
+            # Of those that have not begun, this thread has moved the ranges.
+            failures = [other.exception() for other in others if not other.cancel()]
+        for failure in failures:
+            if failure is not None:
+                raise failure
+        if is_broken:
+            self.postpone()
+        return not is_broken
+
+    def _take(self) -> BulkConnection:
+        """Return a connection that nobody uses.
+
+        Raises:
+            UnavailableError: the port is not reached.
+        """
+        oldest = time.monotonic() - _KEPT_SECONDS
+        with suppress(IndexError):
+            while True:
+                since, connection = self._idle.pop()
+                if since >= oldest and connection.is_idle():
+                    return connection
+                connection.close()
+        target = self._target
+        if target is None:
+            raise UnavailableError("the bulk port was given up; the bytes can go in frames")
+        try:
+            return self._connect(target)
+        except UnavailableError:
+            self.postpone(_ASK_AGAIN_SECONDS)
+            raise
+
+    def _give_back(self, connection: BulkConnection) -> None:
+        self._idle.append((time.monotonic(), connection))
+        with suppress(IndexError):
+            while len(self._idle) > _MOST_KEPT or not self._is_enabled:
+                self._idle.popleft()[1].close()
+
+    def _connect(self, target: tuple[str, int]) -> BulkConnection:
+        connection = None
+        try:
+            connection = BulkConnection(socket.create_connection(target, timeout=_CONNECT_SECONDS))
+            if self._tls is not None:
+                connection.open_tls(_context(self._tls), target[0], _CONNECT_SECONDS)
+        except OSError as error:
+            if connection is not None:
+                connection.close()
+            raise UnavailableError(f"the bulk port at {target[0]}:{target[1]} is not reached: {error}") from None
+        return connection
+
+
+def _close_all(idle: deque[tuple[float, BulkConnection]]) -> None:
+    with suppress(IndexError):
+        while True:
+            idle.pop()[1].close()
+
+
+def _target(announced: str, address: str) -> tuple[str, int] | None:
+    """Return where the bulk port is, None where there is none, or only gRPC knows the host."""
+    for host, port in hosts_and_ports(announced):
+        hosts = [host] if host else [its_host for its_host, _ in hosts_and_ports(address)]
+        return (hosts[0], port) if len(hosts) == 1 else None
+    return None
+
+
+def _context(tls: Tls) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=tls.ca)
+    if tls.cert is not None:
+        context.load_cert_chain(tls.cert, tls.key)
+    return context
+
+
+def _cut(chunks: Sequence[memoryview], ends: Integers, start: int, end: int) -> list[memoryview]:
+    """Return the part from `start` to `end` of chunks that lie one after the other; `ends`: where each ends."""
+    first, last = int(np.searchsorted(ends, start, "right")), int(np.searchsorted(ends, end, "left"))
+    parts = list(chunks[first : last + 1])
+    parts[-1] = parts[-1][: len(parts[-1]) - (int(ends[last]) - end)]
+    begin = int(ends[first]) - len(chunks[first])
+    parts[0] = parts[0][start - begin :]
+    return parts

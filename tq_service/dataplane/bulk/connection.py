@@ -1,0 +1,264 @@
+"""A bulk connection: the request for a range, and the system calls that move its bytes. Both ends use it, in threads.
+
+    client -> service   32 bytes: "TQB1", the ticket (16), the index of the range (uint32), 8 zero bytes
+    then the bytes of the range, from the client for a put, from the service for a get
+
+Each return from a system call waits for the interpreter lock, up to 5 ms beside a busy thread. So a range takes as few
+of them as possible: the sockets block, the kernel keeps the timeouts, one call receives all of a range, and one sends
+up to a million slices of memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import ssl
+import struct
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tq_service.errors import UnavailableError
+from tq_service.wire.columns import iter_frames
+
+TICKET_BYTES: Final = 16
+_REQUEST: Final = struct.Struct("<4s16sI8x")
+_MAGIC: Final = b"TQB1"
+_STEP_SECONDS: Final = 1.0
+_SECURE_STEP_BYTES: Final = 1 << 20  # Python's TLS sends and receives at most 16 KiB at once, however much it is given
+_MOST_SLICES: Final = 1024  # of one message (IOV_MAX), and messages of one call (UIO_MAXIOV)
+_TIMEVAL: Final = struct.Struct("@ll")
+_MESSAGE: Final = np.dtype(
+    {
+        "names": ["slices", "slice_count", "sent"],
+        "formats": [np.uint64, np.uint64, np.uint32],
+        "offsets": [16, 24, 56],
+        "itemsize": 64,
+    }
+)  # struct mmsghdr of Linux with 64 bits; the rest of it is zero
+_HAS_SENDMMSG: Final = sys.platform == "linux" and ctypes.sizeof(ctypes.c_void_p) == 8
+
+Moved: TypeAlias = Callable[[int], None]
+"""Called after every step with the bytes that it moved, 0 where none did for a second; ends the transfer by raising."""
+
+Integers: TypeAlias = NDArray[np.int64]
+
+
+class BulkConnection:
+    """A connection over which ranges go, one after the other. One thread uses it; any may `end` it.
+
+    Args:
+        connection: connected; it is closed with this.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._is_secure = False
+        connection.settimeout(None)
+        with suppress(OSError):  # closed by the other side already: the first step will tell
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(_STEP_SECONDS))
+        self._wait_at_most(_STEP_SECONDS)
+
+    def accept_tls(self, context: ssl.SSLContext, seconds: float) -> None:
+        """Make the handshake of the service.
+
+        Raises:
+            OSError: it failed, or took too long.
+        """
+        self._wrap(context, seconds, server_side=True)
+
+    def open_tls(self, context: ssl.SSLContext, host: str, seconds: float) -> None:
+        """Make the handshake of a client, which expects a certificate for this host.
+
+        Raises:
+            OSError: it failed, or took too long.
+        """
+        self._wrap(context, seconds, server_hostname=host)
+
+    def _wrap(self, context: ssl.SSLContext, seconds: float, **options: Any) -> None:
+        self._socket.settimeout(seconds)
+        self._socket = context.wrap_socket(self._socket, **options)
+        self._socket.settimeout(None)
+        self._is_secure = True
+
+    @property
+    def sends_slices(self) -> bool:
+        """Whether `send_slices` can be used."""
+        return _HAS_SENDMMSG and not self._is_secure
+
+    def is_idle(self) -> bool:
+        """Whether it is open and nothing has come over it, so that a range may go over it."""
+        try:
+            self._socket.setblocking(False)
+            self._socket.recv(1)  # a byte that nobody asked for may be lost: such a connection is not used again
+        except (BlockingIOError, ssl.SSLWantReadError):
+            return True
+        except OSError:
+            return False
+        finally:
+            with suppress(OSError):
+                self._socket.settimeout(None)
+        return False
+
+    def _wait_at_most(self, seconds: float) -> None:
+        with suppress(OSError):
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(seconds))
+
+    def request(self, ticket: bytes, index: int, moved: Moved) -> None:
+        """Ask for a range.
+
+        Raises:
+            OSError: the connection is lost.
+        """
+        self.send([memoryview(_REQUEST.pack(_MAGIC, ticket, index))], moved)
+
+    def receive_request(self, seconds: float) -> tuple[bytes, int] | None:
+        """Return the ticket and the index of the next range; None at the end, or where none came in time.
+
+        Raises:
+            OSError: the connection is lost.
+            ValueError: what came is no request.
+        """
+        data = bytearray(_REQUEST.size)
+        self._wait_at_most(seconds)
+        try:
+            self.receive_into(memoryview(data), _once)
+        except UnavailableError:
+            return None
+        finally:
+            self._wait_at_most(_STEP_SECONDS)
+        magic, ticket, index = _REQUEST.unpack(data)
+        if magic != _MAGIC:
+            raise ValueError(f"got {magic!r} for a request; expected {_MAGIC!r}")
+        return ticket, index
+
+    def receive_into(self, target: memoryview, moved: Moved) -> None:
+        """Fill memory.
+
+        Raises:
+            UnavailableError: the other side has closed the connection.
+            OSError: it is lost.
+            Exception: what `moved` raises.
+        """
+        while target:
+            try:
+                if self._is_secure:
+                    size = self._socket.recv_into(target[:_SECURE_STEP_BYTES])
+                else:
+                    size = self._socket.recv_into(target, 0, socket.MSG_WAITALL)
+            except (BlockingIOError, ssl.SSLWantReadError):
+                moved(0)
+                continue
+            if not size:
+                raise UnavailableError("the other side has closed the bulk connection")
+            moved(size)
+            target = target[size:]
+
+    def send(self, chunks: Iterable[memoryview], moved: Moved) -> None:
+        """Send chunks one after the other.
+
+        Raises:
+            OSError: the connection is lost.
+            Exception: what `moved` raises.
+        """
+        frame_bytes = _SECURE_STEP_BYTES if self._is_secure else sys.maxsize
+        for frame in iter_frames(chunks, frame_bytes, _MOST_SLICES):
+            parts = [memoryview(b"".join(frame))] if self._is_secure and len(frame) > 1 else frame
+            while parts:
+                try:
+                    size = self._socket.send(parts[0]) if self._is_secure else self._socket.sendmsg(parts)
+                except (BlockingIOError, ssl.SSLWantWriteError):
+                    moved(0)
+                    continue
+                moved(size)
+                parts = _behind(parts, size)
+
+    def send_slices(self, addresses: Integers, sizes: Integers, moved: Moved) -> None:
+        """Send slices of memory one after the other; only if it `sends_slices`.
+
+        Args:
+            addresses: where each begins; the caller keeps them readable.
+            sizes: bytes of each, none of them empty.
+            moved: see above.
+
+        Raises:
+            OSError: the connection is lost.
+            Exception: what `moved` raises.
+        """
+        slices = np.stack([addresses, sizes], axis=1)  # the array of struct iovec
+        left_bytes = int(sizes.sum())
+        while left_bytes:
+            size = _send_some(self._socket.fileno(), slices)
+            moved(size)
+            left_bytes -= size
+            if left_bytes and size:
+                slices = _slices_behind(slices, size)
+
+    def end(self) -> None:
+        """Make the step under way fail, and all after it; any thread may."""
+        with suppress(OSError):
+            # Not `SSLSocket.shutdown`, which another thread's step would see as a socket without TLS.
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close it, in the thread that uses it."""
+        self._socket.close()
+
+
+def _once(size: int) -> None:
+    """Take a whole request in one step, or nothing."""
+    if size < _REQUEST.size:
+        raise UnavailableError("no request came over the bulk connection in time")
+
+
+def _behind(parts: list[memoryview], size: int) -> list[memoryview]:
+    """Return what is left of chunks of which the first bytes were sent."""
+    for number, part in enumerate(parts):
+        if size < len(part):
+            return [part[size:], *parts[number + 1 :]]
+        size -= len(part)
+    return []
+
+
+def _timeval(seconds: float) -> bytes:
+    whole = int(seconds)
+    return _TIMEVAL.pack(whole, int((seconds - whole) * 1_000_000))
+
+
+def _slices_behind(slices: Integers, size: int) -> Integers:
+    """Return what is left of slices of which the first bytes were sent."""
+    ends = np.cumsum(slices[:, 1])
+    first = int(np.searchsorted(ends, size, "right"))
+    left = slices[first:].copy()
+    sent = size - (int(ends[first]) - int(left[0, 1]))
+    left[0] += (sent, -sent)
+    return left
+
+
+_libc: Final = ctypes.CDLL(None, use_errno=True)
+
+
+def _send_some(fd: int, slices: Integers) -> int:
+    """Send as many slices as go into one call, and return the bytes that were sent; 0 where none was in time.
+
+    Raises:
+        OSError: none could be sent.
+    """
+    count = min(-(-len(slices) // _MOST_SLICES), _MOST_SLICES)
+    messages = np.zeros(count, _MESSAGE)
+    messages["slices"] = slices.ctypes.data + np.arange(count) * (_MOST_SLICES * slices.strides[0])
+    messages["slice_count"] = _MOST_SLICES
+    messages["slice_count"][-1] = min(len(slices) - (count - 1) * _MOST_SLICES, _MOST_SLICES)
+    sent = int(_libc.sendmmsg(fd, ctypes.c_void_p(messages.ctypes.data), count, socket.MSG_NOSIGNAL))
+    if sent >= 0:
+        return int(messages["sent"][:sent].sum(dtype=np.int64))
+    error = OSError(number := ctypes.get_errno(), os.strerror(number))
+    if isinstance(error, BlockingIOError | InterruptedError):
+        return 0
+    raise error

@@ -1,0 +1,311 @@
+"""The service's half: the bulk port, a thread for each connection, and the transfers that may go over them.
+
+    a call opens a transfer  ->  its ticket goes to the client  ->  threads move its ranges  ->  the call goes on
+             closes it       ->  threads in it are thrown out   ->  its memory is let go when the last has left
+
+What may be read and written is decided in the call, which was authorized; a ticket is good for that alone, in one
+direction, as long as the call lasts. The service cuts the ranges and hands each of them out once: a range that came
+twice would stand for one that did not come, whose memory has what another put had left there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import ssl
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Final, TypeAlias
+
+from tq_service.dataplane.bulk.connection import TICKET_BYTES, BulkConnection, Moved
+from tq_service.errors import TqError, UnavailableError
+from tq_service.log_message import LogMessage
+from tq_service.v1.storage_service_pb2 import BulkTicket
+from tq_service.wire.columns import BULK_BYTES
+
+_log = logging.getLogger(__name__)
+_MOST_CONNECTIONS: Final = 1024
+_MOST_UNPROVEN: Final = 128
+_MOST_TRANSFERS: Final = 128
+_BACKLOG: Final = 128
+_FIRST_REQUEST_SECONDS: Final = 10.0
+_IDLE_SECONDS: Final = 60.0
+_PAUSE_SECONDS: Final = 0.1
+_REPORT_SECONDS: Final = 0.5
+_MOST_STREAMS: Final = 4
+_LEAST_STREAM_BYTES: Final = 4 << 20
+_LOAD_HALF_LIFE_SECONDS: Final = 1.0
+_RANGE_GRAIN_BYTES: Final = 4096
+
+Move: TypeAlias = Callable[[BulkConnection, int, int, Moved], None]
+"""Moves the bytes from a start to an end over a connection, in its thread; raises what becomes of the transfer."""
+Context: TypeAlias = Callable[[], ssl.SSLContext]
+
+
+class Transfer:
+    """The bytes of one put, or of one get, on their way. The event loop opens and closes it; threads move its ranges.
+
+    Args:
+        size_bytes: all of them.
+        stream_count: over how many connections they should go.
+        move: moves a range.
+        on_moved: called in the event loop with bytes that moved, now and then.
+        on_unused: called in the event loop once it is closed and no thread uses its memory any more.
+
+    Attributes:
+        ticket: what the client gets.
+    """
+
+    def __init__(
+        self,
+        size_bytes: int,
+        stream_count: int,
+        move: Move,
+        on_moved: Callable[[int], object],
+        on_unused: Callable[[], object],
+    ) -> None:
+        grains = -(-size_bytes // (stream_count * _RANGE_GRAIN_BYTES))
+        self.ticket = BulkTicket(
+            ticket=os.urandom(TICKET_BYTES),
+            size_bytes=size_bytes,
+            range_bytes=grains * _RANGE_GRAIN_BYTES,
+            stream_count=stream_count,
+        )
+        self._move = move
+        self._on_moved = on_moved
+        self._on_unused = on_unused
+        self._loop = asyncio.get_running_loop()
+        self._done: asyncio.Future[None] = self._loop.create_future()
+        self._lock = threading.Lock()  # of all below
+        self._is_closed = False
+        self._handed_out: set[int] = set()
+        self._count = self._left_count = -(-size_bytes // self.ticket.range_bytes)
+        self._inside: set[BulkConnection] = set()
+        self._unreported_bytes = 0
+        self._report_at = time.monotonic() + _REPORT_SECONDS
+
+    async def done(self) -> None:
+        """Wait until all ranges have moved.
+
+        Raises:
+            UnavailableError: a connection was lost, or the client asked for what it may not have.
+            Exception: what `move` raised.
+        """
+        await asyncio.shield(self._done)
+
+    def close(self) -> None:
+        """End it: threads that are in it stop at once; a second call does nothing."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            inside = list(self._inside)
+        for connection in inside:
+            connection.end()
+        self._finish(UnavailableError("the bulk transfer was closed"))
+        self._done.exception()  # nobody need wait for it any more
+        if not inside:
+            self._on_unused()
+
+    def move(self, index: int, connection: BulkConnection) -> bool:
+        """Move a range over a connection, in its thread; return whether others may go over it after that."""
+        start = index * self.ticket.range_bytes
+        end = min(start + self.ticket.range_bytes, self.ticket.size_bytes)
+        with self._lock:
+            if self._is_closed:
+                return False
+            is_new = index < self._count and index not in self._handed_out
+            self._handed_out.add(index)
+            self._inside.add(connection)
+        error: Exception | None = None
+        try:
+            if not is_new:
+                raise UnavailableError(
+                    f"range {index} of a bulk transfer was asked for; expected each of its {self._count} once"
+                )
+            self._move(connection, start, end, self._moved)
+        except TqError as raised:
+            error = raised
+        except OSError as lost:
+            error = UnavailableError(f"a bulk connection was lost: {lost}")
+        except Exception as raised:  # whatever it is, it belongs to the call
+            error = raised
+        self._leave(connection, error)
+        return error is None
+
+    def _moved(self, size: int) -> None:
+        with self._lock:
+            if self._is_closed:
+                raise UnavailableError("the call of this bulk transfer has ended")
+            self._unreported_bytes += size
+            now = time.monotonic()
+            if now < self._report_at:
+                return
+            self._report_at = now + _REPORT_SECONDS
+            size, self._unreported_bytes = self._unreported_bytes, 0
+        self._in_loop(lambda: self._on_moved(size))
+
+    def _leave(self, connection: BulkConnection, error: Exception | None) -> None:
+        with self._lock:
+            self._inside.discard(connection)
+            if error is None:
+                self._left_count -= 1
+            is_over = error is not None or not self._left_count
+            is_unused = self._is_closed and not self._inside
+        if is_over:
+            self._in_loop(lambda: self._finish(error))
+        if is_unused:
+            self._in_loop(self._on_unused)
+
+    def _finish(self, error: Exception | None) -> None:
+        if self._done.done():
+            return
+        if error is None:
+            self._done.set_result(None)
+        else:
+            self._done.set_exception(error)
+
+    def _in_loop(self, call: Callable[[], object]) -> None:
+        with suppress(RuntimeError):  # the loop is closed, and the process ends
+            self._loop.call_soon_threadsafe(call)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        (family, _, _, _, target), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        dual = host == "::" and socket.has_dualstack_ipv6()
+        return socket.create_server(target[:2], family=family, backlog=_BACKLOG, dualstack_ipv6=dual)
+    except OSError as error:
+        raise OSError(
+            error.errno, f"cannot listen on the bulk port {port} at {host}: {error}; set another bulk_port, or bulk off"
+        ) from error
+
+
+class BulkServer:
+    """Listens on the bulk port, accepts connections from the start, and holds the transfers.
+
+    Args:
+        host: address to listen on.
+        port: port to listen on; 0 lets the system choose one.
+        context: returns what the next connection is accepted with over TLS; None: plaintext.
+
+    Attributes:
+        port: the one it listens on.
+
+    Raises:
+        OSError: the port cannot be listened on.
+    """
+
+    def __init__(self, host: str, port: int, context: Context | None = None) -> None:
+        self._context = context
+        self._listener = _listen(host.strip("[]"), port)
+        self.port: int = self._listener.getsockname()[1]
+        self._transfers: dict[bytes, Transfer] = {}  # written by the loop; threads only look one up
+        self._lock = threading.Lock()  # of the three below
+        self._is_closed = False
+        self._proven: dict[BulkConnection, None] = {}  # have had a valid ticket
+        self._unproven: dict[BulkConnection, str] = {}  # have not yet, with their addresses, the oldest first
+        self._load = 0.0
+        self._load_at = time.monotonic()
+        self._cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        threading.Thread(target=self._accept_all, name="tq-bulk-accept", daemon=True).start()
+
+    def takes(self, size_bytes: int) -> bool:
+        """Whether so many bytes should go here, for which there are only so many transfers at once, else in frames."""
+        return size_bytes >= BULK_BYTES and len(self._transfers) < _MOST_TRANSFERS
+
+    def open(
+        self, size_bytes: int, move: Move, *, on_moved: Callable[[int], object], on_unused: Callable[[], object]
+    ) -> Transfer:
+        """Open a transfer, which the caller has to close; see `Transfer`."""
+
+        def unused() -> None:
+            self._transfers.pop(transfer.ticket.ticket, None)
+            on_unused()
+
+        transfer = Transfer(size_bytes, self._streams_for(size_bytes), move, on_moved, unused)
+        self._transfers[transfer.ticket.ticket] = transfer
+        return transfer
+
+    def _streams_for(self, size_bytes: int) -> int:
+        """Return how many connections pay: as many as there are cores for each of the transfers of late."""
+        now, count = time.monotonic(), len(self._transfers) + 1
+        self._load *= 0.5 ** ((now - self._load_at) / _LOAD_HALF_LIFE_SECONDS)
+        self._load, self._load_at = max(self._load, count), now
+        return max(1, min(_MOST_STREAMS, int(self._cores / self._load), size_bytes // _LEAST_STREAM_BYTES))
+
+    def close(self) -> None:
+        """End all connections and listen no more; a second call does nothing."""
+        with self._lock:
+            self._is_closed = True
+            connections = [*self._proven, *self._unproven]
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        self._listener.close()
+        for connection in connections:
+            connection.end()
+
+    def _accept_all(self) -> None:
+        while not self._is_closed:
+            try:
+                accepted, peer = self._listener.accept()
+            except OSError as error:
+                if not self._is_closed:
+                    _log.warning(LogMessage("a bulk connection could not be accepted", error=error))
+                    time.sleep(_PAUSE_SECONDS)
+                continue
+            connection = BulkConnection(accepted)
+            if not self._admit(connection, peer[0]):
+                connection.close()
+                continue
+            try:
+                threading.Thread(target=self._serve, args=(connection,), name="tq-bulk", daemon=True).start()
+            except RuntimeError as error:  # the system gives no more threads
+                _log.warning(LogMessage("a bulk connection has no thread", error=error))
+                self._dismiss(connection)
+
+    def _admit(self, connection: BulkConnection, peer: str) -> bool:
+        """Whether there is a place for a connection: one without a valid ticket so far may have to give up its own."""
+        with self._lock:
+            is_full = len(self._proven) + len(self._unproven) >= _MOST_CONNECTIONS
+            if self._is_closed or (is_full and not self._unproven):
+                return False
+            if is_full or len(self._unproven) >= _MOST_UNPROVEN:
+                ((most, _),) = Counter(self._unproven.values()).most_common(1)
+                oldest = next(each for each, its_peer in self._unproven.items() if its_peer == most)
+                del self._unproven[oldest]
+                oldest.end()
+            self._unproven[connection] = peer
+            return True
+
+    def _dismiss(self, connection: BulkConnection) -> None:
+        with self._lock:
+            self._proven.pop(connection, None)
+            self._unproven.pop(connection, None)
+        connection.close()
+
+    def _serve(self, connection: BulkConnection) -> None:
+        try:
+            if self._context is not None:
+                connection.accept_tls(self._context(), _FIRST_REQUEST_SECONDS)
+            seconds = _FIRST_REQUEST_SECONDS
+            while (request := connection.receive_request(seconds)) is not None:
+                ticket, index = request
+                transfer = self._transfers.get(ticket)
+                if transfer is None:
+                    break
+                with self._lock:
+                    self._unproven.pop(connection, None)
+                    self._proven[connection] = None
+                if not transfer.move(index, connection):
+                    break
+                seconds = _IDLE_SECONDS
+        except (OSError, TqError, ValueError) as error:
+            _log.debug(LogMessage("a bulk connection ends", error=error))
+        finally:
+            self._dismiss(connection)
