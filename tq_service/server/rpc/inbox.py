@@ -529,6 +529,7 @@ class Progress:
     def __init__(self, seconds: float, what: str) -> None:
         self._seconds = seconds
         self._left_seconds = seconds
+        self._counted_from = 0.0  # since when the step under way uses them up
         self._moved_bytes = 0
         self._what = what
         self._total_bytes = 0
@@ -542,7 +543,7 @@ class Progress:
         Raises:
             DeadlineError: the time is over, or others need what the stream holds and it is too slow.
         """
-        began_at = time.monotonic()
+        began_at = self._counted_from = time.monotonic()
         try:
             async with asyncio.timeout(self._left_seconds) as timeout:
                 self._step = timeout, began_at
@@ -551,17 +552,20 @@ class Progress:
             raise self._error() from None
         finally:
             self._step = None
-            took = time.monotonic() - began_at
-            self._left_seconds -= took
-            self._waited_seconds += took
+            now = time.monotonic()
+            self._left_seconds -= now - self._counted_from
+            self._waited_seconds += now - began_at
 
     def moved(self, size_bytes: int) -> None:
-        """Count bytes."""
+        """Count bytes, of the step under way too."""
         self._total_bytes += size_bytes
         self._moved_bytes += size_bytes
         if self._moved_bytes >= LEAST_PROGRESS_BYTES:
             self._moved_bytes = 0
             self._left_seconds = self._seconds
+            if self._step is not None and not self._step[0].expired() and self._least_rate is None:
+                self._counted_from = time.monotonic()
+                self._step[0].reschedule(asyncio.get_running_loop().time() + self._seconds)
 
     def end_if_slower(self, bytes_per_second: float) -> None:
         """End the step under way if the other side was slower than this, the grace period not counted."""
