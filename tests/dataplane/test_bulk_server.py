@@ -9,6 +9,8 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -175,6 +177,28 @@ def try_to_send(peer: Peer, data: bytes) -> None:
         peer.socket.sendall(data)
     except ConnectionError:
         return
+
+
+@pytest.mark.parametrize("place", ["memory", "files"])
+def test_text_is_checked_when_all_of_it_is_there(start_server: StartServer, tmp_path: Path, place: str) -> None:
+    server = start_server(
+        max_bytes=MAX_BYTES, shared_memory="off", **({"data_dir": str(tmp_path)} if place == "files" else {})
+    )
+    for last in (b"\xc3\xa4", b"a\xc3"):
+        columns = encode_columns({"before": np.zeros((4, 1 << 18)), "x": ["\u00e4" * 500_000] * 4})
+        numbers, text = sorted(columns, key=lambda column: column.spec.name)
+        ending = memoryview(bytes(text.chunks[-1])[:-2] + last)
+        put = BulkPut(server, [numbers, replace(text, chunks=(*text.chunks[:-1], ending))])
+        with Peer(server) as peer:
+            for index, data in enumerate(put.ranges):
+                peer.request(put.ticket.ticket, index)
+                peer.socket.sendall(data)
+            if last == b"a\xc3":
+                assert put.end() is grpc.StatusCode.INVALID_ARGUMENT
+                assert "row 3 of field 'x' is not UTF-8 from its byte 999999 on" in put.call.details()
+            else:
+                assert put.end() is grpc.StatusCode.OK
+    wait_for(lambda: not bulk(server)._transfers)
 
 
 def test_ranges_come_in_any_order_over_any_connection(server: LiveServer) -> None:

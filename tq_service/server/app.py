@@ -562,7 +562,7 @@ class StorageProcess:
         registration: for how long the controller surely knows it.
 
     Raises:
-        OSError: shared memory was asked for and cannot be had.
+        OSError: shared memory was asked for and cannot be had, or the bulk port is taken.
         InvalidArgumentError: the engine of the mirror cannot be made.
     """
 
@@ -594,8 +594,13 @@ class StorageProcess:
             memory_bytes=settings.mirror_memory_bytes,
         )
         self.endpoint = endpoint_of(self.engine, settings.advertised_address(port))
-        self.shared_memory = _open_shared_memory(settings, self.engine.boot_id)
         self.bulk = BulkServer(settings.host, settings.bulk_port, tls_context) if settings.bulk == "on" else None
+        try:
+            self.shared_memory = _open_shared_memory(settings, self.engine.boot_id)
+        except BaseException:
+            if self.bulk is not None:
+                self.bulk.close()
+            raise
         self.keys = ReceiptKeys()
 
     def servicer(

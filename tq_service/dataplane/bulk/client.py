@@ -182,6 +182,9 @@ class BulkLink:
         Raises:
             UnavailableError: the port is not reached.
         """
+        target = self._target
+        if target is None:
+            raise UnavailableError("the bulk port was given up; the bytes can go in frames")
         oldest = time.monotonic() - _KEPT_SECONDS
         with suppress(IndexError):
             while True:
@@ -189,9 +192,6 @@ class BulkLink:
                 if since >= oldest and connection.is_idle():
                     return connection
                 connection.close()
-        target = self._target
-        if target is None:
-            raise UnavailableError("the bulk port was given up; the bytes can go in frames")
         try:
             return self._connect(target)
         except UnavailableError:
