@@ -16,6 +16,8 @@ REWARD: Final = "reward"
 TAGS: Final[tuple[Any, ...]] = (7, "text", 0.5, tq.JSON_NULL, [1, "two", None], {"a": {"b": [True]}}, None)
 """What samples have as `tag` in their custom_meta, one after the other: of several types, null, and none."""
 
+_HUGE_SHARE: Final = 0.01
+_HUGE_BYTES: Final = (2 << 20, 3 << 20)  # over bulk connections, where memory is not shared
 _LARGE_SHARE: Final = 0.04
 _LARGE_BYTES: Final = (64 << 10, 200 << 10)
 _SMALL_BYTES: Final = (0, 200)
@@ -69,7 +71,9 @@ def _rng(key: str) -> random.Random:
 
 def _sample(key: str) -> dict[str, Any]:
     rng = _rng(key)
-    size = rng.randint(*(_LARGE_BYTES if rng.random() < _LARGE_SHARE else _SMALL_BYTES))
+    kind = rng.random()
+    sizes = _HUGE_BYTES if kind < _HUGE_SHARE else _LARGE_BYTES if kind < _HUGE_SHARE + _LARGE_SHARE else _SMALL_BYTES
+    size = rng.randint(*sizes)
     blob = np.frombuffer(hashlib.shake_128(key.encode()).digest(size), np.uint8)
     ids = np.frombuffer(hashlib.shake_128(b"ids" + key.encode()).digest(8 * rng.randint(1, 40)), np.int64)
     return {"ids": ids, "blob": blob, "text": f"text of {key} " + "é" * rng.randint(0, 30)}

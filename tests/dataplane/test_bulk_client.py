@@ -73,6 +73,10 @@ def test_clients_use_it_by_themselves(start_server: StartServer, client_kind: Cl
     server = start_server(shared_memory="off")
     round_trips(server.client(client_kind))
     assert len(moved) >= 4
+    server.settle()
+    bulk = server.app.storage.bulk  # type: ignore[union-attr]
+    assert bulk.moved_bytes == sum(moved)
+    assert bulk.connection_count >= 1
 
 
 def test_shared_memory_goes_first(start_server: StartServer, client_kind: ClientKind, moved: list[int]) -> None:

@@ -107,6 +107,8 @@ def test_the_process_is_in_it(live: LiveServer) -> None:
     assert found["tq_service_storage_used_bytes", "test-storage"] == 32
     assert found["tq_service_storage_written_bytes_total", "test-storage"] == 64
     assert found["tq_service_storage_read_bytes_total", "test-storage"] == 32
+    assert found["tq_service_storage_bulk_bytes_total", "test-storage"] == 0
+    assert found["tq_service_storage_bulk_connections", "test-storage"] == 0
     assert found["tq_service_storages", "available"] == 1
     assert found["tq_service_metrics_dropped_series",] == 0
     assert {"tq_service_build_info", "tq_service_loop_lag_seconds_count", "process_resident_memory_bytes"} <= names

@@ -441,6 +441,14 @@ def of_storage(storage_id: str, own: EngineStat, adopted: Sequence[EngineStat]) 
             yield family(f"storage_{name}", text, {(storage_id,): value}, ("storage",))
 
 
+def of_bulk(storage_id: str, connection_count: int, moved_bytes: int) -> Iterator[Metric]:
+    """Yield the metrics of the bulk port of a storage service."""
+    text = "Connections to the bulk port, of clients that have moved bytes."
+    yield _gauge("storage_bulk_connections", text, {(storage_id,): connection_count}, ("storage",))
+    text = "Bytes of puts and gets that came or went over bulk connections."
+    yield _counter("storage_bulk_bytes", text, {(storage_id,): moved_bytes}, ("storage",))
+
+
 def of_log(lag: LogLag) -> Iterator[Metric]:
     """Yield the metrics of a log."""
     for name, text, value in (

@@ -292,6 +292,8 @@ class App:
         if (storage := self.storage) is not None:
             engine = storage.engine
             shown.parts.append(lambda: service.of_storage(engine.storage_id, engine.stat(), storage.adopted_stats()))
+            if (bulk := storage.bulk) is not None:
+                shown.parts.append(lambda: service.of_bulk(engine.storage_id, bulk.connection_count, bulk.moved_bytes))
         if (store := self.state_store) is not None:
             shown.parts.append(lambda: service.of_log(store.lag()))
         self.supervisor.start("measuring the event loop", shown.measure_loop())

@@ -89,6 +89,11 @@ class Transfer:
         self._unreported_bytes = 0
         self._report_at = time.monotonic() + _REPORT_SECONDS
 
+    @property
+    def has_moved(self) -> bool:
+        """Whether all ranges have moved."""
+        return not self._left_count
+
     async def done(self) -> None:
         """Wait until all ranges have moved.
 
@@ -196,6 +201,7 @@ class BulkServer:
 
     Attributes:
         port: the one it listens on.
+        moved_bytes: bytes of all transfers that have moved to their end.
 
     Raises:
         OSError: the port cannot be listened on.
@@ -205,6 +211,7 @@ class BulkServer:
         self._context = context
         self._listener = _listen(host.strip("[]"), port)
         self.port: int = self._listener.getsockname()[1]
+        self.moved_bytes = 0
         self._transfers: dict[bytes, Transfer] = {}  # written by the loop; threads only look one up
         self._lock = threading.Lock()  # of the three below
         self._is_closed = False
@@ -214,6 +221,11 @@ class BulkServer:
         self._load_at = time.monotonic()
         self._cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         threading.Thread(target=self._accept_all, name="tq-bulk-accept", daemon=True).start()
+
+    @property
+    def connection_count(self) -> int:
+        """Number of connections over which ranges have gone."""
+        return len(self._proven)
 
     def takes(self, size_bytes: int) -> bool:
         """Whether so many bytes should go here, for which there are only so many transfers at once, else in frames."""
@@ -226,6 +238,8 @@ class BulkServer:
 
         def unused() -> None:
             self._transfers.pop(transfer.ticket.ticket, None)
+            if transfer.has_moved:
+                self.moved_bytes += size_bytes
             on_unused()
 
         transfer = Transfer(size_bytes, self._streams_for(size_bytes), move, on_moved, unused)
