@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import socket
 import unicodedata
 from dataclasses import fields
 from itertools import chain
@@ -19,13 +21,14 @@ from one_object import encode_object
 
 from tq_service.client.transport import MAX_MESSAGE_BYTES
 from tq_service.config import load_settings
+from tq_service.dataplane.bulk.connection import BulkConnection
 from tq_service.samplers import SamplerRegistry
 from tq_service.schema import DTYPE_SIZES, Encoding
 from tq_service.server.rpc.methods import METHODS
 from tq_service.serving.history import MOST_GONE_ROWS
 from tq_service.state.plan import BatchSpec
 from tq_service.v1 import commit_pb2, controller_service_pb2, metadata_pb2, storage_service_pb2
-from tq_service.wire.columns import Column, encode_header, extents_as, merge_specs
+from tq_service.wire.columns import BULK_BYTES, Column, encode_header, extents_as, merge_specs
 from tq_service.wire.connection import CONNECTION_OPTIONS, ROLES
 from tq_service.wire.encoding import encode_columns
 from tq_service.wire.metadata import decode_meta_columns, meta_columns_to_rows
@@ -204,6 +207,23 @@ def test_arguments_that_ranks_give_alike_are_those_that_are_compared() -> None:
         "drop_last", "finite", "max_uses",
     ]  # fmt: skip
     assert set(re.findall(r"`(\w+)`", listed)) == {field.name for field in fields(BatchSpec)}
+
+
+def test_requests_for_ranges_have_the_bytes_of_the_table() -> None:
+    ticket, index = bytes(range(16)), 0x01020304
+    ours, theirs = socket.socketpair()
+    with contextlib.closing(theirs):
+        connection = BulkConnection(ours)
+        connection.request(ticket, index, lambda size: None)
+        connection.close()
+        sent = theirs.recv(64)
+    rows = rows_of("| offset | bytes | meaning |")
+    parts = {meaning: sent[int(offset) :][: int(count)] for offset, count, meaning in rows}
+    assert [int(offset) for offset, _, _ in rows] == [0, 4, 20, 24]
+    assert sum(int(count) for _, count, _ in rows) == len(sent)
+    assert list(parts.values()) == [b"TQB1", ticket, index.to_bytes(4, "little"), bytes(8)]
+    assert BULK_BYTES == 2 * 2**20
+    assert "They are faster from 2 MiB on" in section("Bulk connections")
 
 
 def test_connections_are_as_recommended() -> None:

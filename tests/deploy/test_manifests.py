@@ -95,6 +95,7 @@ def test_each_service_starts_with_the_settings_it_is_given(case: Case, monkeypat
         assert settings.metrics_port in {None, 9464}
         if settings.role != "controller":
             assert settings.max_bytes is not None
+            assert settings.bulk_address(settings.bulk_port) == ":50052"
         resources = container(spec)["resources"]
         assert resources["limits"]["memory"] == resources["requests"]["memory"]
         memory_bytes = int(resources["limits"]["memory"].removesuffix("Gi")) * 2**30
@@ -170,6 +171,19 @@ def test_pods_are_ready_by_the_service_that_they_are_for(case: Case) -> None:
 
 
 @each_case
+def test_storage_services_have_their_bulk_port_and_controllers_none(case: Case) -> None:
+    for _, spec in services(case.manifests()):
+        given = environment(spec, "pod-0")
+        ports = {each["name"]: each["containerPort"] for each in container(spec)["ports"]}
+        assert ports["grpc"] == 50051
+        if given["TQ_ROLE"] == "controller":
+            assert "bulk" not in ports
+            assert "TQ_BULK_PORT" not in given
+        else:
+            assert str(ports["bulk"]) == given["TQ_BULK_PORT"] == "50052"
+
+
+@each_case
 def test_each_path_is_in_a_volume_that_there_is(case: Case) -> None:
     for manifest, pod in pods(case.manifests()):
         spec = pod["spec"]
@@ -241,8 +255,11 @@ def test_what_chooses_pods_finds_them_and_their_ports(case: Case) -> None:
             case "Service":
                 found = [pod for pod in templates if has_labels(pod, {"matchLabels": manifest["spec"]["selector"]})]
                 assert len(found) == 1, manifest["metadata"]["name"]
-                ports = {each["name"] for each in container(found[0]["spec"])["ports"]}
-                assert {each["targetPort"] for each in manifest["spec"]["ports"]} <= ports
+                ports = {each["name"]: each["containerPort"] for each in container(found[0]["spec"])["ports"]}
+                for port in manifest["spec"]["ports"]:
+                    assert (port["name"], port["port"]) == (port["targetPort"], ports[port["targetPort"]])
+                # A client that reaches a storage service through this one reaches its bulk port, too.
+                assert ("bulk" in {each["name"] for each in manifest["spec"]["ports"]}) == ("bulk" in ports)
             case "PodDisruptionBudget":
                 assert len([pod for pod in templates if has_labels(pod, manifest["spec"]["selector"])]) == 1
             case "NetworkPolicy" if manifest["metadata"]["name"] in {"tq-service-etcd", "tq-service-engine"}:
@@ -253,6 +270,8 @@ def test_what_chooses_pods_finds_them_and_their_ports(case: Case) -> None:
                     "controller" if manifest["metadata"]["name"].endswith("etcd") else "storage"
                 ]
             case "NetworkPolicy":
+                opened = [{each["port"] for each in rule.get("ports", ())} for rule in manifest["spec"]["ingress"]]
+                assert all(("grpc" in ports) == ("bulk" in ports) for ports in opened)
                 found = [pod for pod in templates if has_labels(pod, manifest["spec"]["podSelector"])]
                 assert found == chosen or [container(pod["spec"])["name"] for pod in found] == ["page"]
             case "ServiceMonitor":

@@ -64,6 +64,7 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 role: storage.replicas
 host: host
 port: no value (it is 50051)
+bulk_port: no value (it is 50052)
 advertise: no value (it is the name of the pod)
 controller: no value (it is the name of the Service, or of the controllers' pods)
 storage_id: no value (it is the name of the pod, or of its node)
@@ -248,6 +249,7 @@ affinity:
 {{- end }}
 {{- end }}
 {{- if ne .role "controller" }}
+- {name: TQ_BULK_PORT, value: "50052"}
 - {name: TQ_MAX_BYTES, value: {{ printf "%dGiB" (int .part.quotaGiB) }}}
 {{- if $v.sharedMemory.hostPath }}
 - {name: TQ_SHARED_MEMORY_DIR, value: /run/tq_service}
@@ -452,6 +454,9 @@ imagePullPolicy: {{ .root.Values.image.pullPolicy }}
 args: [serve]
 ports:
   - {name: grpc, containerPort: 50051}
+{{- if ne .role "controller" }}
+  - {name: bulk, containerPort: 50052}
+{{- end }}
 {{- if .root.Values.monitoring.enabled }}
   - {name: metrics, containerPort: 9464}
 {{- end }}
